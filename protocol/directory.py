@@ -1,0 +1,26 @@
+"""Where a broker and its clients meet: the directory and the names in it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+SESSION_SOCKET = "session.sock"
+REQUEST_SOCKET = "broker.zmq"
+LOCK = "lock"
+
+MAX_PATH = 107
+"""Bytes that the path of a Unix socket may have, the closing zero left out (sun_path, unix(7))."""
+
+
+def default_directory(environ: Mapping[str, str] = os.environ, uid: int | None = None) -> Path:
+    """Return ``$CUBROKER_DIR``, else ``/run/cubroker`` for root, else a folder in ``$XDG_RUNTIME_DIR`` or ``/tmp``."""
+    if directory := environ.get("CUBROKER_DIR"):
+        return Path(directory)
+    uid = os.getuid() if uid is None else uid
+    if uid == 0:
+        return Path("/run/cubroker")
+    if runtime := environ.get("XDG_RUNTIME_DIR"):
+        return Path(runtime) / "cubroker"
+    return Path(f"/tmp/cubroker-{uid}")

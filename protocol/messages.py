@@ -1,0 +1,318 @@
+"""What the two sides say to each other, as typed structs.
+
+Two channels carry them. The *session socket* (Unix, SOCK_SEQPACKET) opens with :class:`Hello` and
+:class:`Welcome`; afterwards the broker sends :data:`Notice` on it and the client sends nothing.
+The *request socket* (ZeroMQ, through the gateway) carries one :class:`Envelope` per request and one
+:class:`Answer` per reply. Every struct travels as an array; a union's first element is its tag.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from cubroker.protocol.layout import MAX_EXTENT
+
+VERSIONS = (1,)
+"""Protocol versions that this build speaks, oldest first."""
+
+MAX_WAIT = 7 * 86_400.0
+"""Seconds: the longest that a request may wait."""
+
+Natural = Annotated[int, Meta(ge=0, le=MAX_EXTENT)]
+Identifier = Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
+Name = Annotated[str, Meta(min_length=1, max_length=256)]
+Uuid = Annotated[str, Meta(min_length=1, max_length=64)]
+Seconds = Annotated[float, Meta(ge=0, le=MAX_WAIT)]
+Encoded = Annotated[bytes, Meta(max_length=12 << 20)]
+Devices = Annotated[tuple[Uuid, ...], Meta(min_length=1, max_length=64)]
+
+
+class Message(Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
+    """Base of everything that is one of several kinds; the tag is the class's name."""
+
+
+# -- the session socket ----------------------------------------------------------------------------
+
+
+class Hello(Struct, frozen=True, array_like=True):
+    """A client's first words: the protocol versions that it speaks."""
+
+    magic: Annotated[str, Meta(pattern=r"\Acubroker\Z")]
+    versions: Annotated[tuple[Natural, ...], Meta(min_length=1, max_length=32)]
+
+
+class Welcome(Message, frozen=True):
+    """The session is open.
+
+    ``secret`` authenticates every request; ``driver`` says how to build the driver that opens the
+    broker's handles: ``cuda``, or ``host:…`` with the emulated devices.
+    """
+
+    version: Natural
+    session: Identifier
+    secret: Annotated[bytes, Meta(min_length=16, max_length=16)]
+    driver: str
+
+
+class Refused(Message, frozen=True):
+    """There will be no session; the broker closes the connection after it."""
+
+    code: str
+    message: str
+
+
+Greeting = Welcome | Refused
+
+
+class PoolChanged(Message, frozen=True):
+    """A watched pool has a new current version (0: it has none any more)."""
+
+    name: str
+    version: Natural
+
+
+class GatewayChanged(Message, frozen=True):
+    """The gateway was started again: requests that were not answered must be sent again."""
+
+
+class Farewell(Message, frozen=True):
+    """The broker is shutting down."""
+
+    reason: str
+
+
+Notice = PoolChanged | GatewayChanged | Farewell
+
+# -- requests --------------------------------------------------------------------------------------
+
+
+class Attach(Message, frozen=True):
+    """Lease ``version`` of pool ``name`` (0: the current one) on ``device`` (None: its only device).
+
+    Waits up to ``wait`` seconds for it to be published. Answer: :class:`Attached`.
+    """
+
+    name: Name
+    version: Natural
+    device: Uuid | None
+    wait: Seconds
+
+
+class Create(Message, frozen=True):
+    """Open a draft of pool ``name``, each allocation of ``layout`` once per device.
+
+    Waits up to ``wait`` seconds for its turn as the writer and for room. With ``attach`` it is
+    answered like an attach to ``attach``'s device as soon as the pool has a current version.
+    Answer: :class:`Created`, or :class:`Attached`.
+    """
+
+    name: Name
+    layout: Encoded
+    devices: Devices
+    share: Annotated[str, Meta(max_length=16)]
+    wait: Seconds
+    attach: Uuid | None
+
+
+class Seal(Message, frozen=True):
+    """The writer has unmapped the draft; publish it. Answer: :class:`Sealed`."""
+
+    lease: Identifier
+
+
+class Close(Message, frozen=True):
+    """The holder has unmapped and gives the lease back; an unsealed draft is discarded. Answer: :class:`Done`."""
+
+    lease: Identifier
+
+
+class Cancel(Message, frozen=True):
+    """The caller no longer waits for its request ``request``. Answer: :class:`Done`."""
+
+    request: Identifier
+
+
+class Retire(Message, frozen=True):
+    """Take ``version`` of ``name`` (0: the current one) out of service. Answer: :class:`Retirement`."""
+
+    name: Name
+    version: Natural
+
+
+class Watch(Message, frozen=True):
+    """Send a :class:`PoolChanged` whenever ``name`` changes, beginning with its state now. Answer: :class:`Done`."""
+
+    name: Name
+    on: bool
+
+
+class ListPools(Message, frozen=True):
+    """Answer: :class:`Pools`."""
+
+
+class ListClients(Message, frozen=True):
+    """Answer: :class:`Clients`."""
+
+
+class ListDevices(Message, frozen=True):
+    """Answer: :class:`DeviceList`."""
+
+
+class Describe(Message, frozen=True):
+    """Ask for the layout of ``version`` of ``name`` (0: the current one). Answer: :class:`Description`."""
+
+    name: Name
+    version: Natural
+
+
+Request = Attach | Create | Seal | Close | Cancel | Retire | Watch | ListPools | ListClients | ListDevices | Describe
+
+
+class Envelope(Struct, frozen=True, array_like=True):
+    """One request as it travels.
+
+    ``id`` rises by one with every new request of a session, and stays when one is sent again.
+    ``oldest`` is the lowest id still unanswered at the client: the broker may forget older answers.
+    """
+
+    secret: Annotated[bytes, Meta(min_length=16, max_length=16)]
+    id: Identifier
+    oldest: Identifier
+    body: Request
+
+
+# -- answers ---------------------------------------------------------------------------------------
+
+
+class Attached(Message, frozen=True):
+    """A lease on a published version: one handle per allocation of the layout, in its order."""
+
+    lease: Identifier
+    name: str
+    version: Natural
+    device: str
+    share: str
+    layout: bytes
+    handles: tuple[bytes, ...]
+
+
+class Replica(Struct, frozen=True, array_like=True):
+    """A draft's memory on one device: one handle per allocation of the layout, in its order."""
+
+    device: str
+    handles: tuple[bytes, ...]
+
+
+class Created(Message, frozen=True):
+    """A draft, which its receiver alone may write, then seal or close."""
+
+    lease: Identifier
+    name: str
+    version: Natural
+    share: str
+    replicas: tuple[Replica, ...]
+
+
+class Sealed(Message, frozen=True):
+    """The draft is now ``version``."""
+
+    version: Natural
+
+
+class Done(Message, frozen=True):
+    """There is nothing more to say."""
+
+
+class Retirement(Message, frozen=True):
+    """The retired version and how many leases it still waits for before its memory is freed."""
+
+    version: Natural
+    leases: Natural
+
+
+class PoolInfo(Struct, frozen=True):
+    """One live version. ``state``: ``draft``, ``current``, ``superseded`` or ``retired``; ``nbytes`` per device."""
+
+    name: str
+    version: int
+    state: str
+    nbytes: int
+    tensors: int
+    share: str
+    devices: tuple[str, ...]
+    durable: bool
+    leases: int
+    owner: int
+
+
+class LeaseInfo(Struct, frozen=True):
+    """One lease of a client."""
+
+    pool: str
+    version: int
+
+
+class ClientInfo(Struct, frozen=True):
+    """One session. ``state``: ``connected``, or ``detached`` while its process lives without a connection."""
+
+    session: int
+    pid: int
+    uid: int
+    state: str
+    leases: tuple[LeaseInfo, ...]
+
+
+class DeviceInfo(Struct, frozen=True):
+    """One device, in bytes. ``promised`` is granted to requests and not yet allocated."""
+
+    index: int
+    uuid: str
+    name: str
+    total: int
+    budget: int
+    allocated: int
+    promised: int
+
+
+class Pools(Message, frozen=True):
+    """Every live version, by name and version."""
+
+    pools: tuple[PoolInfo, ...]
+
+
+class Clients(Message, frozen=True):
+    """Every session, in order of arrival."""
+
+    clients: tuple[ClientInfo, ...]
+
+
+class DeviceList(Message, frozen=True):
+    """Every device of the broker, by index."""
+
+    devices: tuple[DeviceInfo, ...]
+
+
+class Description(Message, frozen=True):
+    """What one version holds: its state and its layout."""
+
+    info: PoolInfo
+    layout: bytes
+
+
+class Failed(Message, frozen=True):
+    """The request was refused; ``code`` as in :mod:`cubroker.protocol.errors`."""
+
+    code: str
+    message: str
+
+
+Reply = Attached | Created | Sealed | Done | Retirement | Pools | Clients | DeviceList | Description | Failed
+
+
+class Answer(Struct, frozen=True, array_like=True):
+    """One reply as it travels, with the id of the request that it answers."""
+
+    id: Natural
+    body: Reply
