@@ -1,0 +1,63 @@
+# `make demo` shows what cubroker does; `make test` checks everything. Both build what they need in .venv.
+PYTHON ?= python3
+VENV ?= .venv
+WORKERS ?= 2
+SEEDS ?= 1000000
+DEVICES ?= host:2
+BIN := $(VENV)/bin
+PACKAGES := protocol driver server client cli
+SOURCES := pyproject.toml README.md LICENSE $(shell find $(PACKAGES) -name '*.py' -o -name py.typed)
+PURE := protocol/*,server/ledger.py,server/answers.py
+
+.PHONY: help demo test lint types unit simulate benchmarks clean
+
+help:
+	@echo 'make demo        load real weights, share them, kill a worker, publish a second version'
+	@echo 'make test        ruff, mypy --strict and pytest with branch coverage'
+	@echo 'make lint|types|unit   one of these alone'
+	@echo 'make simulate    SEEDS=$(SEEDS) random histories of the ledger against a naive model'
+	@echo 'make benchmarks  DEVICES=$(DEVICES): the figures of benchmarks/, on this machine'
+
+demo: $(VENV)/demo
+	$(BIN)/cubroker demo
+
+test: lint types unit
+
+lint: $(VENV)/test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/test
+	$(BIN)/mypy $(addprefix -p cubroker.,$(PACKAGES))
+
+unit: $(VENV)/test
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest -n $(WORKERS)
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report --fail-under=95
+	@echo 'protocol and ledger: every branch'
+	$(BIN)/coverage report --include='$(PURE)' --fail-under=100
+
+simulate: $(VENV)/test
+	$(BIN)/python -m tests.simulation --seeds $(SEEDS)
+
+benchmarks: $(VENV)/test
+	$(BIN)/python -m benchmarks --devices $(DEVICES)
+
+clean:
+	rm -rf $(VENV) build *.egg-info .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# A wheel is built and installed, as a user would have it; `build` would keep files that are gone from the tree.
+$(VENV)/demo: $(VENV)/python $(SOURCES)
+	rm -rf build
+	$(BIN)/pip install --quiet --upgrade '.[demo]'
+	@touch $@
+
+$(VENV)/test: $(VENV)/python $(SOURCES)
+	rm -rf build
+	$(BIN)/pip install --quiet --upgrade '.[test]'
+	@touch $@
+
+$(VENV)/python:
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
