@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Self
+from operator import index
+from typing import Annotated, Self
 
 import msgspec
 
@@ -19,10 +20,14 @@ ALIGNMENT = 256
 """Bytes. Every tensor starts at a multiple of this, as cuBLAS and vector loads like it."""
 
 MAX_TENSORS = 100_000
+MAX_ALLOCATIONS = 4096
 MAX_NAME = 512
 MAX_RANK = 32
 MAX_EXTENT = 1 << 48
-"""Bytes: no allocation, dimension or tensor is larger; device addresses have 48 bits."""
+"""Bytes: no dimension, tensor or layout is larger; device addresses have 48 bits."""
+
+MAX_ENCODED = 12 << 20
+"""Bytes of an encoded layout; one of 100,000 tensors with names of 80 characters has 10 MiB."""
 
 
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
@@ -30,14 +35,14 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
 
     name: str
     dtype: str
-    shape: tuple[int, ...]
+    shape: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_RANK)]
     allocation: int
     offset: int
 
     @property
     def nbytes(self) -> int:
         """Bytes that the elements take."""
-        return dtypes.nbytes(self.dtype, self.shape)
+        return _nbytes(self.name, self.dtype, self.shape)
 
 
 class Layout(msgspec.Struct, frozen=True, array_like=True):
@@ -46,8 +51,8 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
     Build one with :meth:`pack`; ``check`` is called wherever one comes from outside.
     """
 
-    tensors: tuple[TensorSpec, ...]
-    allocations: tuple[int, ...]
+    tensors: Annotated[tuple[TensorSpec, ...], msgspec.Meta(max_length=MAX_TENSORS)]
+    allocations: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_ALLOCATIONS)]
 
     @property
     def nbytes(self) -> int:
@@ -77,11 +82,12 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
             tensors = ((name, dtype, shape) for name, (dtype, shape) in tensors.items())
         placed: list[TensorSpec] = []
         sizes: list[int] = []
-        for name, dtype, shape in tensors:
-            size = _aligned(dtypes.nbytes(dtype, shape))
+        for name, dtype, dimensions in tensors:
+            shape = _dimensions(name, dimensions)
+            size = _aligned(_nbytes(name, dtype, shape))
             if not sizes or (slab is not None and sizes[-1] and sizes[-1] + size > slab):
                 sizes.append(0)
-            placed.append(TensorSpec(name, dtype, tuple(shape), len(sizes) - 1, sizes[-1]))
+            placed.append(TensorSpec(name, dtype, shape, len(sizes) - 1, sizes[-1]))
             sizes[-1] += size
         # Tensors without elements still need an address; an allocation is never empty.
         layout = cls(tuple(placed), tuple(max(size, ALIGNMENT) for size in sizes))
@@ -90,43 +96,58 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
 
     def check(self) -> None:
         """Raise ``Invalid`` unless every tensor lies whole, aligned and alone in an allocation of this layout."""
-        if len(self.tensors) > MAX_TENSORS:
-            raise Invalid(f"a layout of {len(self.tensors)} tensors; the most is {MAX_TENSORS}")
-        for size in self.allocations:
-            if not 0 < size <= MAX_EXTENT:
-                raise Invalid(f"an allocation of {size} bytes; it must have between 1 and {MAX_EXTENT}")
+        self._check_extent()
         seen: set[str] = set()
         spans: list[tuple[int, int, int, str]] = []
         for tensor in self.tensors:
             if tensor.name in seen:
                 raise Invalid(f"tensor {tensor.name!r} appears twice; names are unique within a pool")
             seen.add(tensor.name)
-            self._check_tensor(tensor)
-            if tensor.nbytes:
-                spans.append((tensor.allocation, tensor.offset, tensor.offset + tensor.nbytes, tensor.name))
+            if end := self._check_tensor(tensor):
+                spans.append((tensor.allocation, tensor.offset, end, tensor.name))
         spans.sort()
-        for (index, _, end, name), (other, start, _, next_name) in pairwise(spans):
-            if index == other and start < end:
-                raise Invalid(f"tensors {name!r} and {next_name!r} overlap in allocation {index}")
+        for (here, _, end, name), (there, start, _, next_name) in pairwise(spans):
+            if here == there and start < end:
+                raise Invalid(f"tensors {name!r} and {next_name!r} overlap in allocation {here}")
 
-    def _check_tensor(self, tensor: TensorSpec) -> None:
+    def _check_extent(self) -> None:
+        if len(self.tensors) > MAX_TENSORS:
+            raise Invalid(f"a layout of {len(self.tensors)} tensors; the most is {MAX_TENSORS}")
+        if len(self.allocations) > MAX_ALLOCATIONS:
+            raise Invalid(f"a layout of {len(self.allocations)} allocations; the most is {MAX_ALLOCATIONS}")
+        for size in self.allocations:
+            if size <= 0:
+                raise Invalid(f"an allocation of {size} bytes; it must have at least 1")
+        if self.nbytes > MAX_EXTENT:
+            raise Invalid(f"a layout of {self.nbytes} bytes; the most is {MAX_EXTENT}")
+
+    def _check_tensor(self, tensor: TensorSpec) -> int:
+        """Return the byte at which the tensor ends; 0 if it has no bytes and so cannot overlap."""
         if not 0 < len(tensor.name) <= MAX_NAME:
             raise Invalid(f"a tensor name of {len(tensor.name)} characters; it must have 1 to {MAX_NAME}")
-        if len(tensor.shape) > MAX_RANK or any(not 0 <= size <= MAX_EXTENT for size in tensor.shape):
-            raise Invalid(f"tensor {tensor.name!r} has an impossible shape of rank {len(tensor.shape)}")
+        if len(tensor.shape) > MAX_RANK or any(size > MAX_EXTENT for size in tensor.shape):
+            raise Invalid(
+                f"tensor {tensor.name!r} has rank {len(tensor.shape)} and a largest dimension of {max(tensor.shape)};"
+                f" the most are {MAX_RANK} and {MAX_EXTENT}"
+            )
         if not 0 <= tensor.allocation < len(self.allocations):
             raise Invalid(f"tensor {tensor.name!r} lies in allocation {tensor.allocation} of {len(self.allocations)}")
         if tensor.offset < 0 or tensor.offset % ALIGNMENT:
             raise Invalid(f"tensor {tensor.name!r} starts at byte {tensor.offset}, no multiple of {ALIGNMENT}")
-        room = self.allocations[tensor.allocation]
-        if tensor.offset + tensor.nbytes > room:
-            raise Invalid(
-                f"tensor {tensor.name!r} ends at byte {tensor.offset + tensor.nbytes} of an allocation of {room}"
-            )
+        size, room = tensor.nbytes, self.allocations[tensor.allocation]
+        if tensor.offset + size > room:
+            raise Invalid(f"tensor {tensor.name!r} ends at byte {tensor.offset + size} of an allocation of {room}")
+        return tensor.offset + size if size else 0
 
     def encode(self) -> bytes:
-        """Return the layout as it travels."""
-        return wire.pack(self)
+        """Return the layout as it travels; raises ``Invalid`` if it is too large for that."""
+        data = wire.pack(self)
+        if len(data) > MAX_ENCODED:
+            raise Invalid(
+                f"a layout of {len(self.tensors)} tensors takes {len(data)} bytes to describe; the most is"
+                f" {MAX_ENCODED}. Use shorter names, or several pools"
+            )
+        return data
 
     @classmethod
     def decode(cls, data: bytes) -> Self:
@@ -138,3 +159,18 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
 
 def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _dimensions(name: str, shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape in plain ints, whatever integers (of numpy, say) it came in."""
+    try:
+        return tuple(int(index(size)) for size in shape)
+    except TypeError:
+        raise Invalid(f"tensor {name!r} has the shape {shape!r}, which is no sequence of integers") from None
+
+
+def _nbytes(name: str, dtype: str, shape: Sequence[int]) -> int:
+    try:
+        return dtypes.nbytes(dtype, shape)
+    except Invalid as error:
+        raise Invalid(f"tensor {name!r}: {error.message}") from None

@@ -12,7 +12,8 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from cubroker.protocol.layout import MAX_EXTENT
+from cubroker.protocol.layout import MAX_ALLOCATIONS, MAX_ENCODED, MAX_EXTENT
+from cubroker.protocol.wire import MAX_ITEMS
 
 VERSIONS = (1,)
 """Protocol versions that this build speaks, oldest first."""
@@ -20,13 +21,18 @@ VERSIONS = (1,)
 MAX_WAIT = 7 * 86_400.0
 """Seconds: the longest that a request may wait."""
 
+MAX_DEVICES = 64
+"""Devices of one pool."""
+
 Natural = Annotated[int, Meta(ge=0, le=MAX_EXTENT)]
 Identifier = Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 Uuid = Annotated[str, Meta(min_length=1, max_length=64)]
 Seconds = Annotated[float, Meta(ge=0, le=MAX_WAIT)]
-Encoded = Annotated[bytes, Meta(max_length=12 << 20)]
-Devices = Annotated[tuple[Uuid, ...], Meta(min_length=1, max_length=64)]
+Encoded = Annotated[bytes, Meta(max_length=MAX_ENCODED)]
+Handle = Annotated[bytes, Meta(max_length=64)]
+Handles = Annotated[tuple[Handle, ...], Meta(max_length=MAX_ALLOCATIONS)]
+Devices = Annotated[tuple[Uuid, ...], Meta(min_length=1, max_length=MAX_DEVICES)]
 
 
 class Message(Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
@@ -194,15 +200,15 @@ class Attached(Message, frozen=True):
     version: Natural
     device: str
     share: str
-    layout: bytes
-    handles: tuple[bytes, ...]
+    layout: Encoded
+    handles: Handles
 
 
 class Replica(Struct, frozen=True, array_like=True):
     """A draft's memory on one device: one handle per allocation of the layout, in its order."""
 
     device: str
-    handles: tuple[bytes, ...]
+    handles: Handles
 
 
 class Created(Message, frozen=True):
@@ -212,7 +218,7 @@ class Created(Message, frozen=True):
     name: str
     version: Natural
     share: str
-    replicas: tuple[Replica, ...]
+    replicas: Annotated[tuple[Replica, ...], Meta(max_length=MAX_DEVICES)]
 
 
 class Sealed(Message, frozen=True):
@@ -241,7 +247,7 @@ class PoolInfo(Struct, frozen=True):
     nbytes: int
     tensors: int
     share: str
-    devices: tuple[str, ...]
+    devices: Annotated[tuple[str, ...], Meta(max_length=MAX_DEVICES)]
     durable: bool
     leases: int
     owner: int
@@ -261,7 +267,7 @@ class ClientInfo(Struct, frozen=True):
     pid: int
     uid: int
     state: str
-    leases: tuple[LeaseInfo, ...]
+    leases: Annotated[tuple[LeaseInfo, ...], Meta(max_length=MAX_ITEMS)]
 
 
 class DeviceInfo(Struct, frozen=True):
@@ -279,26 +285,26 @@ class DeviceInfo(Struct, frozen=True):
 class Pools(Message, frozen=True):
     """Every live version, by name and version."""
 
-    pools: tuple[PoolInfo, ...]
+    pools: Annotated[tuple[PoolInfo, ...], Meta(max_length=MAX_ITEMS)]
 
 
 class Clients(Message, frozen=True):
     """Every session, in order of arrival."""
 
-    clients: tuple[ClientInfo, ...]
+    clients: Annotated[tuple[ClientInfo, ...], Meta(max_length=MAX_ITEMS)]
 
 
 class DeviceList(Message, frozen=True):
     """Every device of the broker, by index."""
 
-    devices: tuple[DeviceInfo, ...]
+    devices: Annotated[tuple[DeviceInfo, ...], Meta(max_length=MAX_ITEMS)]
 
 
 class Description(Message, frozen=True):
     """What one version holds: its state and its layout."""
 
     info: PoolInfo
-    layout: bytes
+    layout: Encoded
 
 
 class Failed(Message, frozen=True):
