@@ -1,0 +1,46 @@
+"""``cubroker clients``."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import click
+import msgspec
+
+from cubroker.cli import options, table, text
+from cubroker.client import Broker
+from cubroker.protocol.messages import ClientInfo
+
+COLUMNS = (
+    table.Column("SESSION", right=True),
+    table.Column("PID", right=True),
+    table.Column("USER"),
+    table.Column("STATE"),
+    table.Column("LEASES", fold=True),
+)
+
+
+@click.command("clients")
+@options.as_json
+@options.directory
+def command(directory: Path, as_json: bool) -> None:
+    """List the processes that use the broker, and what they hold; this command's own session is left out.
+
+    A client is detached when its connection is gone and its process is not: it may still have memory mapped, so its
+    leases stay until it ends.
+    """
+    with Broker(directory) as broker:
+        clients = [client for client in broker.clients() if client.session != broker.session]
+    if as_json:
+        text.document(msgspec.to_builtins(clients))
+    elif clients:
+        table.show(COLUMNS, [_row(client) for client in clients])
+    else:
+        text.say("No clients: nobody is attached.")
+
+
+def _row(client: ClientInfo) -> tuple[str, ...]:
+    held = Counter(f"{lease.pool}@{lease.version}" for lease in client.leases)
+    leases = ", ".join(pool if times == 1 else f"{pool} ({times} times)" for pool, times in held.items())
+    return str(client.session), str(client.pid), text.user(client.uid), client.state, leases or "none"

@@ -1,0 +1,75 @@
+"""``cubroker load``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from cubroker.cli import options, text
+from cubroker.cli.progress import progress
+from cubroker.client import Broker
+from cubroker.client.loader import Loaded, load
+from cubroker.protocol.errors import Unsupported
+
+
+@click.command("load")
+@click.argument("name", metavar="NAME", type=options.PoolName())
+@click.argument("paths", metavar="PATH...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option(
+    "--device",
+    "chosen",
+    default="0",
+    metavar="0,1",
+    show_default=True,
+    callback=options.split_devices,
+    help="Devices that get a copy each: indexes or UUIDs, as `cubroker devices` shows them.",
+)
+@click.option("--share", type=click.Choice(["ipc", "vmm", "multicast"]), default="ipc", show_default=True)
+@click.option("--durable", is_flag=True, help="Keep the pool when the broker is restarted. Not built yet.")
+@click.option("--if-absent", is_flag=True, help="Load only if the pool has no version; of many at once, one loads.")
+@click.option("--slab", type=options.Size(), metavar="SIZE", help="The most bytes of one allocation, such as 4GiB.")
+@options.wait
+@options.directory
+def command(
+    name: str,
+    paths: tuple[Path, ...],
+    chosen: tuple[str, ...],
+    share: str,
+    durable: bool,
+    if_absent: bool,
+    slab: int | None,
+    wait: float,
+    directory: Path,
+) -> None:
+    """Publish safetensors files as the next version of pool NAME.
+
+    PATH is a file, a folder with a checkpoint, or the index.json of a sharded one. A load that fails or is interrupted
+    leaves nothing behind.
+    """
+    if durable:
+        raise Unsupported("--durable: pools that outlive the broker are not built yet; leave the option out")
+    if share != "ipc":
+        raise Unsupported(f"--share {share}: vmm and multicast are not built yet; use --share ipc, the default")
+    with Broker(directory) as broker, progress(f"loading {name}") as report:
+        loaded = load(
+            broker,
+            name,
+            paths,
+            devices=options.find_devices(chosen, broker.devices()),
+            share=share,
+            if_absent=if_absent,
+            slab=slab,
+            wait=wait,
+            progress=report,
+        )
+    text.say(summary(loaded))
+
+
+def summary(loaded: Loaded) -> str:
+    """Say in one line what became of a load."""
+    held = f"{text.count(loaded.tensors, 'tensor')}, {text.size(loaded.nbytes)}"
+    if not loaded.loaded:
+        return f"{loaded.name}@{loaded.version}: already there ({held}); nothing loaded"
+    speed = text.rate(loaded.nbytes, loaded.seconds)
+    return f"{loaded.name}@{loaded.version}: {held} in {text.duration(loaded.seconds)} ({speed})"

@@ -1,0 +1,54 @@
+"""``cubroker ls``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import click
+import msgspec
+
+from cubroker.cli import options, table, text
+from cubroker.client import Broker
+from cubroker.protocol.messages import PoolInfo
+
+COLUMNS = (
+    table.Column("POOL", fold=True),
+    table.Column("STATE"),
+    table.Column("SIZE", right=True),
+    table.Column("TENSORS", right=True),
+    table.Column("DEVICES"),
+    table.Column("LEASES", right=True),
+    table.Column("OWNER"),
+)
+
+
+@click.command("ls")
+@options.as_json
+@options.directory
+def command(directory: Path, as_json: bool) -> None:
+    """List every live version of every pool.
+
+    SIZE is what one device holds; DEVICES are the indexes that `cubroker devices` shows.
+    """
+    with Broker(directory) as broker:
+        pools, devices = broker.pools(), broker.devices()
+    if as_json:
+        text.document(msgspec.to_builtins(pools))
+    elif pools:
+        indexes = {device.uuid: device.index for device in devices}
+        table.show(COLUMNS, [_row(pool, indexes) for pool in pools])
+    else:
+        text.say("No pools: nothing has been loaded yet, or everything is retired.")
+
+
+def _row(pool: PoolInfo, indexes: Mapping[str, int]) -> tuple[str, ...]:
+    return (
+        f"{pool.name}@{pool.version}",
+        pool.state,
+        text.size(pool.nbytes),
+        str(pool.tensors),
+        ",".join(str(indexes[uuid]) for uuid in pool.devices),
+        str(pool.leases),
+        text.user(pool.owner),
+    )

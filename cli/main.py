@@ -1,0 +1,89 @@
+"""The command ``cubroker``: its subcommands, and what becomes of their failures.
+
+Each subcommand lies in a module of its own, imported when it is asked for, so that ``cubroker --help``
+and a refused argument cost neither ZeroMQ nor CUDA.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+
+import click
+
+from cubroker.cli import options, text
+from cubroker.protocol.errors import CubrokerError, Unavailable
+
+REFUSED = 1
+USAGE = 2
+NO_BROKER = 3
+INTERRUPTED = 130
+
+COMMANDS = {
+    "serve": ("serve", "Own the memory of this host's devices and lend it."),
+    "load": ("load", "Publish safetensors files as the next version of a pool."),
+    "ls": ("ls", "List the pools."),
+    "show": ("show", "Show one pool and its tensors."),
+    "clients": ("clients", "List the processes that use the broker."),
+    "devices": ("devices", "List the devices and what is allocated on them."),
+    "verify": ("verify", "Compare a pool, byte for byte, with files."),
+    "retire": ("retire", "Take a version out of service."),
+    "demo": ("demo", "See it work: load, attach, kill, publish, retire."),
+}
+"""Every subcommand: the module in ``cubroker.cli`` that holds it as ``command``, and what it does."""
+
+
+class Commands(click.Group):
+    """The group of all subcommands, which imports only the one that runs."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names in the order of a pool's life."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import the command of that name; None if there is no such command."""
+        if cmd_name not in COMMANDS:
+            return None
+        command = import_module(f"cubroker.cli.{COMMANDS[cmd_name][0]}").command
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the list of commands without importing them."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
+
+
+@click.command(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="cubroker")
+@options.any_directory
+@click.pass_context
+def commands(context: click.Context, directory: Path | None) -> None:
+    """Lend GPU memory to the processes of this host: weights are loaded once and attached to in milliseconds."""
+    context.obj = directory
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line and return its exit status; a failure is one line on standard error."""
+    try:
+        return int(commands.main(list(arguments), prog_name="cubroker", standalone_mode=False) or 0)
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except click.Abort:
+        return INTERRUPTED
+    except CubrokerError as error:
+        text.complain(error.message)
+        return NO_BROKER if isinstance(error, Unavailable) else REFUSED
+    except OSError as error:
+        text.complain(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+        return REFUSED
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    # A terminal that cannot show a character is no reason to fail.
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    sys.exit(run(sys.argv[1:]))

@@ -1,0 +1,146 @@
+"""Options and arguments that several commands share."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import click
+
+from cubroker.protocol import names
+from cubroker.protocol.directory import default_directory
+from cubroker.protocol.errors import Invalid, NotFound
+from cubroker.protocol.messages import DeviceInfo
+
+Decorated = TypeVar("Decorated", bound=Callable[..., Any])
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B?|B)?", re.IGNORECASE)
+_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+
+class Reference(NamedTuple):
+    """``NAME`` or ``NAME@VERSION``; ``version`` is None for the current one."""
+
+    name: str
+    version: int | None
+
+
+class PoolName(click.ParamType):
+    """The name of a pool."""
+
+    name = "name"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Return the name, or fail as wrong usage."""
+        try:
+            names.check(value)
+        except Invalid as error:
+            self.fail(error.message, param, ctx)
+        return value
+
+
+class PoolReference(click.ParamType):
+    """``NAME`` or ``NAME@VERSION``."""
+
+    name = "name"
+
+    def convert(self, value: str | Reference, param: click.Parameter | None, ctx: click.Context | None) -> Reference:
+        """Return the name and the version, or fail as wrong usage."""
+        if isinstance(value, Reference):
+            return value
+        name, at, version = value.partition("@")
+        PoolName().convert(name, param, ctx)
+        if at and not re.fullmatch(r"[1-9][0-9]{0,14}", version, re.ASCII):
+            self.fail(f"{version!r} is no version: versions are 1, 2, 3 …, as in {name}@1", param, ctx)
+        return Reference(name, int(version) if at else None)
+
+
+class Size(click.ParamType):
+    """A number of bytes: ``4096``, ``512MiB``, ``1.5GiB``; units are powers of 1024."""
+
+    name = "size"
+
+    def convert(self, value: str | int, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Return the bytes, or fail as wrong usage."""
+        if isinstance(value, int):
+            return value
+        found = _SIZE.fullmatch(value.strip())
+        if found is None:
+            self.fail(f"{value!r} is no size: write bytes, or a number with KiB, MiB, GiB or TiB", param, ctx)
+        unit = (found[2] or "").upper().rstrip("B").rstrip("I")
+        return int(float(found[1]) * 1024 ** _POWERS[unit])
+
+
+def any_directory(command: Decorated) -> Decorated:
+    """Add ``--directory`` as it was given, or None."""
+    return click.option(
+        "--directory",
+        type=click.Path(path_type=Path),
+        metavar="DIR",
+        help="Where the broker serves.  [default: $CUBROKER_DIR, else the user's own]",
+    )(command)
+
+
+def directory(command: Decorated) -> Decorated:
+    """Add ``--directory``, after the command's name or before it, with its default."""
+
+    def choose(context: click.Context, _: click.Parameter, value: Path | None) -> Path:
+        return value or context.obj or default_directory()
+
+    return click.option(
+        "--directory",
+        type=click.Path(path_type=Path),
+        metavar="DIR",
+        callback=choose,
+        help="Where the broker serves.  [default: $CUBROKER_DIR, else the user's own]",
+    )(command)
+
+
+def as_json(command: Decorated) -> Decorated:
+    """Add ``--json``."""
+    return click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")(command)
+
+
+def wait(command: Decorated) -> Decorated:
+    """Add ``--wait``."""
+    return click.option(
+        "--wait",
+        type=click.FloatRange(min=0),
+        default=0.0,
+        metavar="SECONDS",
+        help="How long to wait for room, and for another writer of the same pool.  [default: not at all]",
+    )(command)
+
+
+def split_devices(context: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
+    """Split ``0,1`` or UUIDs at the commas; a callback of ``--device``."""
+    chosen = tuple(part.strip() for part in value.split(","))
+    if not all(chosen) or len(set(chosen)) < len(chosen):
+        raise click.BadParameter(f"{value!r} is no list of different devices, as in 0,1", context, parameter)
+    return chosen
+
+
+def find_devices(chosen: Sequence[str], devices: Sequence[DeviceInfo]) -> list[str]:
+    """Return the UUIDs of devices given by index, UUID, or the beginning of exactly one UUID.
+
+    Raises:
+        NotFound: the broker has no such device.
+        Invalid: a device twice.
+    """
+    found = [_find_device(choice, devices) for choice in chosen]
+    if len(set(found)) < len(found):
+        raise Invalid(f"--device {','.join(chosen)} names a device twice; give each once")
+    return found
+
+
+def _find_device(choice: str, devices: Sequence[DeviceInfo]) -> str:
+    if choice.isdecimal():
+        matches = [device.uuid for device in devices if device.index == int(choice)]
+    else:
+        matches = [device.uuid for device in devices if device.uuid.startswith(choice)]
+    if len(matches) == 1:
+        return matches[0]
+    known = ", ".join(f"{device.index} ({device.uuid})" for device in devices)
+    raise NotFound(f"{choice!r} is none of the broker's devices, or not one alone; they are {known}")
