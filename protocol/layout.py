@@ -33,8 +33,8 @@ MAX_ENCODED = 12 << 20
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
     """One tensor: its name, dtype (safetensors' name), shape, and its place (allocation index, byte offset)."""
 
-    name: str
-    dtype: str
+    name: Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
+    dtype: Annotated[str, msgspec.Meta(max_length=16)]
     shape: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_RANK)]
     allocation: int
     offset: int

@@ -1,0 +1,1 @@
+"""Tests of cubroker, by subject: real processes, real sockets and real bytes."""

@@ -1,0 +1,69 @@
+"""Two of every message, with every optional part both there and not there."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+from cubroker.protocol import Layout
+from cubroker.protocol import messages as m
+
+SECRET = bytes(range(16))
+LAYOUT = Layout.pack([("model.norm.weight", "BF16", (64,)), ("scalar", "F32", ()), ("none", "U8", (0,))], slab=256)
+INFO = m.PoolInfo("llama", 3, "current", 1024, 3, "ipc", ("GPU-a", "GPU-b"), False, 2, 1000)
+HANDLES = (bytes(64), b"h" * 64)
+
+GREETINGS = (
+    m.Welcome(1, 7, SECRET, "host:2@1048576"),
+    m.Welcome(1, 1 << 62, SECRET, "cuda"),
+    m.Refused("denied", "user 5 may not come in"),
+)
+NOTICES = (m.PoolChanged("llama", 2), m.PoolChanged("llama", 0), m.GatewayChanged(), m.Farewell("the broker stops"))
+REQUESTS = (
+    m.Attach("llama", 0, None, 0.0),
+    m.Attach("llama", 3, "GPU-a", 0.5),
+    m.Create("llama", LAYOUT.encode(), ("GPU-a",), "ipc", 0.0, None),
+    m.Create("llama", LAYOUT.encode(), ("GPU-a", "GPU-b"), "vmm", 604_800.0, "GPU-b"),
+    m.Seal(1),
+    m.Close((1 << 63) - 1),
+    m.Cancel(9),
+    m.Retire("llama", 0),
+    m.Watch("llama", True),
+    m.Watch("llama", False),
+    m.ListPools(),
+    m.ListClients(),
+    m.ListDevices(),
+    m.Describe("llama", 1),
+)
+REPLIES = (
+    m.Attached(5, "llama", 3, "GPU-a", "ipc", LAYOUT.encode(), HANDLES),
+    m.Created(6, "llama", 4, "ipc", (m.Replica("GPU-a", HANDLES), m.Replica("GPU-b", ()))),
+    m.Sealed(4),
+    m.Done(),
+    m.Retirement(3, 0),
+    m.Pools((INFO, INFO)),
+    m.Pools(()),
+    m.Clients((m.ClientInfo(7, 4711, 1000, "connected", (m.LeaseInfo("llama", 3),)),)),
+    m.DeviceList((m.DeviceInfo(0, "GPU-a", "NVIDIA H200", 150_754_820_096, 135_679_338_086, 8 << 30, 0),)),
+    m.Description(INFO, LAYOUT.encode()),
+    m.Failed("over_budget", "no room"),
+)
+
+# What is decoded, as which shape.
+SAMPLES: tuple[tuple[Any, Any], ...] = (
+    (m.Hello("cubroker", (1, 2)), m.Hello),
+    *((value, m.Greeting) for value in GREETINGS),
+    *((value, m.Notice) for value in NOTICES),
+    *((m.Envelope(SECRET, 12, 11, body), m.Envelope) for body in REQUESTS),
+    *((m.Answer(12, body), m.Answer) for body in REPLIES),
+    (LAYOUT, Layout),
+)
+SHAPES = (m.Hello, m.Greeting, m.Notice, m.Envelope, m.Answer, Layout)
+
+
+def label(sample: tuple[Any, Any]) -> str:
+    value = sample[0]
+    return type(getattr(value, "body", value)).__name__
+
+
+def members(union: Any) -> set[type]:
+    return set(get_args(union))

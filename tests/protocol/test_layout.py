@@ -1,0 +1,203 @@
+"""Layouts: where tensors lie, and what is no layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cubroker.protocol import Layout, TensorSpec, dtypes, layout, wire
+from cubroker.protocol.errors import Invalid
+
+Triple = tuple[str, str, tuple[int, ...]]
+
+MIB = 1 << 20
+
+
+@st.composite
+def triples(draw: st.DrawFn) -> list[Triple]:
+    """Tensors of every dtype, with and without elements; packed dtypes fill whole bytes."""
+    names = draw(st.lists(st.text(st.characters(codec="utf-8"), min_size=1, max_size=20), unique=True, max_size=12))
+    tensors = []
+    for name in names:
+        dtype = draw(st.sampled_from(sorted(dtypes.BITS)))
+        shape = tuple(draw(st.lists(st.integers(0, 9), max_size=4)))
+        tensors.append((name, dtype, shape if dtypes.BITS[dtype] >= 8 else (*shape, 4)))
+    return tensors
+
+
+@given(triples(), st.none() | st.integers(layout.ALIGNMENT, 4096))
+def test_packed_tensors_lie_aligned_whole_and_apart(tensors: list[Triple], slab: int | None) -> None:
+    packed = Layout.pack(tensors, slab=slab)
+    assert [(spec.name, spec.dtype, spec.shape) for spec in packed.tensors] == tensors
+    used = [np.zeros(size, dtype=np.uint8) for size in packed.allocations]
+    for spec in packed.tensors:
+        place = used[spec.allocation][spec.offset : spec.offset + spec.nbytes]
+        assert len(place) == spec.nbytes == dtypes.nbytes(spec.dtype, spec.shape)
+        assert spec.offset % 256 == 0
+        assert not place.any()
+        place[:] = 1
+    assert all(size % 256 == 0 for size in packed.allocations)
+    waste = packed.nbytes - sum(spec.nbytes for spec in packed.tensors)
+    assert waste <= 256 * (len(packed.tensors) + len(packed.allocations))
+
+
+@given(triples(), st.none() | st.integers(layout.ALIGNMENT, 4096))
+def test_a_layout_that_travelled_is_the_same(tensors: list[Triple], slab: int | None) -> None:
+    packed = Layout.pack(tensors, slab=slab)
+    assert Layout.decode(packed.encode()) == packed
+
+
+@given(triples(), st.integers(layout.ALIGNMENT, 4096))
+def test_a_slab_is_kept_to_unless_one_tensor_alone_exceeds_it(tensors: list[Triple], slab: int) -> None:
+    packed = Layout.pack(tensors, slab=slab)
+    for index, size in enumerate(packed.allocations):
+        inside = [spec for spec in packed.tensors if spec.allocation == index]
+        assert inside
+        assert size <= slab or sum(spec.nbytes > 0 for spec in inside) == 1
+
+
+def test_by_default_there_is_one_allocation_in_the_order_given() -> None:
+    packed = Layout.pack([("b", "F32", (3,)), ("a", "BF16", (257,)), ("scalar", "I64", ()), ("none", "F32", (0, 7))])
+    assert [(spec.allocation, spec.offset, spec.nbytes) for spec in packed.tensors] == [
+        (0, 0, 12),
+        (0, 256, 514),
+        (0, 1024, 8),
+        (0, 1280, 0),
+    ]
+    assert packed.allocations == (1280,)
+    assert packed.nbytes == 1280
+
+
+def test_a_mapping_packs_like_the_triples() -> None:
+    assert Layout.pack({"x": ("F4", (2, 2)), "y": ("U8", [])}) == Layout.pack([("x", "F4", [2, 2]), ("y", "U8", ())])
+
+
+def test_tensors_without_elements_alone_still_get_an_address() -> None:
+    assert Layout.pack([("x", "F32", (0,)), ("y", "F32", (0,))]).allocations == (256,)
+
+
+def test_no_tensors_take_no_memory() -> None:
+    assert Layout.decode(Layout.pack([]).encode()) == Layout((), ())
+
+
+def test_a_tensor_larger_than_a_slab_stays_whole() -> None:
+    packed = Layout.pack([("a", "U8", (100,)), ("big", "U8", (3 * MIB,)), ("b", "U8", (100,))], slab=MIB)
+    assert packed.allocations == (256, 3 * MIB, 256)
+
+
+def test_shapes_may_come_as_other_integers() -> None:
+    packed = Layout.pack([("x", "F32", np.array([2, 3])), ("y", "F32", [np.uint8(4), True])])
+    assert [spec.shape for spec in packed.tensors] == [(2, 3), (4, 1)]
+    assert Layout.decode(packed.encode()) == packed
+
+
+def spec(name: str = "x", dtype: str = "U8", shape: tuple[int, ...] = (8,), at: tuple[int, int] = (0, 0)) -> TensorSpec:
+    return TensorSpec(name, dtype, shape, *at)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (Layout((spec(), spec(at=(0, 256))), (512,)), "'x' appears twice"),
+        (Layout((spec(""),), (512,)), "name of 0 characters"),
+        (Layout((spec("n" * 513),), (512,)), "name of 513 characters"),
+        (Layout((spec(shape=(1,) * 33),), (512,)), "rank 33"),
+        (Layout((spec(shape=(0, layout.MAX_EXTENT + 1)),), (512,)), "largest dimension of 281474976710657"),
+        (Layout((spec(shape=(-8, -1)),), (512,)), "tensor 'x': shape .* negative"),
+        (Layout((spec(dtype="U7"),), (512,)), "tensor 'x': unknown dtype"),
+        (Layout((spec(dtype="F4", shape=(3,)),), (512,)), "tensor 'x': .* 12 bits"),
+        (Layout((spec(at=(1, 0)),), (512,)), "lies in allocation 1 of 1"),
+        (Layout((spec(at=(-1, 0)),), (512,)), "lies in allocation -1 of 1"),
+        (Layout((spec(),), ()), "lies in allocation 0 of 0"),
+        (Layout((spec(at=(0, -256)),), (512,)), "starts at byte -256"),
+        (Layout((spec(at=(0, 128)),), (512,)), "starts at byte 128"),
+        (Layout((spec(at=(0, 512)),), (512,)), "ends at byte 520 of an allocation of 512"),
+        (Layout((spec(shape=(layout.MAX_EXTENT,) * 32),), (512,)), "ends at byte"),
+        (Layout((spec(shape=(0,), at=(0, 768)),), (512,)), "ends at byte 768"),
+        (Layout((), (0,)), "allocation of 0 bytes"),
+        (Layout((), (-5,)), "allocation of -5 bytes"),
+        (Layout((), (layout.MAX_EXTENT, 1)), "layout of 281474976710657 bytes"),
+        (Layout((spec("a", shape=(257,)), spec("b", at=(0, 256))), (512,)), "'a' and 'b' overlap in allocation 0"),
+        (Layout((spec("a", at=(0, 256)), spec("b", shape=(512,))), (512,)), "'b' and 'a' overlap in allocation 0"),
+        (Layout((spec("a"), spec("b")), (512,)), "'a' and 'b' overlap"),
+    ],
+)
+def test_what_is_no_layout_is_refused(bad: Layout, message: str) -> None:
+    with pytest.raises(Invalid, match=message):
+        bad.check()
+
+
+def test_neighbours_that_touch_do_not_overlap() -> None:
+    Layout((spec("b", at=(0, 256)), spec("a", shape=(256,)), spec("c", shape=(512,), at=(1, 0))), (264, 512)).check()
+
+
+def test_tensors_without_elements_may_share_a_place_even_inside_another() -> None:
+    Layout(
+        (spec("a", shape=(512,)), spec("b", shape=(0,), at=(0, 256)), spec("c", shape=(0,), at=(0, 512))), (512,)
+    ).check()
+
+
+@pytest.mark.parametrize(
+    ("pack", "message"),
+    [
+        (lambda: Layout.pack([("x", "U8", (1,))], slab=255), "slab of 255 bytes"),
+        (lambda: Layout.pack([("x", "U8", (1,)), ("x", "U8", (1,))]), "appears twice"),
+        (lambda: Layout.pack([("x", "float", (1,))]), "tensor 'x': unknown dtype 'float'"),
+        (lambda: Layout.pack([("x", "U8", (1.0,))]), "no sequence of integers"),
+        (lambda: Layout.pack([("x", "U8", 5)]), "no sequence of integers"),
+        (lambda: Layout.pack([("x", "U8", ("1",))]), "no sequence of integers"),
+        (lambda: Layout.pack([("x", "U8", (1 << 47,)), ("y", "U8", (1 << 47,)), ("z", "U8", ())]), "layout of"),
+        (lambda: Layout.pack((str(i), "U8", ()) for i in range(layout.MAX_TENSORS + 1)), "100001 tensors"),
+        (lambda: Layout.pack([(str(i), "U8", ()) for i in range(4097)], slab=256), "4097 allocations"),
+        (lambda: Layout.pack([("\ud800", "U8", (1,))]).encode(), "cannot be sent"),
+        (lambda: Layout.pack([(f"{i:0300}", "U8", ()) for i in range(50_000)]).encode(), "50000 tensors takes"),
+    ],
+)
+def test_what_cannot_be_packed_or_sent_is_refused(pack: Callable[[], object], message: str) -> None:
+    with pytest.raises(Invalid, match=message):
+        pack()
+
+
+def test_the_largest_layout_can_be_sent_and_read() -> None:
+    largest = Layout.pack((f"{i:080}", "BF16", (1,) * 8) for i in range(layout.MAX_TENSORS))
+    assert Layout.decode(largest.encode()) == largest
+
+
+@pytest.mark.parametrize(
+    "plain",
+    [
+        [[["x", "U8", [8], 0, 0]], [8], 0, "extra"],
+        [[["x", "U8", [8], 0, 0, "extra"]], [256]],
+    ],
+)
+def test_what_a_later_version_adds_at_the_end_is_passed_over(plain: list[object]) -> None:
+    assert Layout.decode(wire.pack(plain)).tensors == (spec(),)
+
+
+@pytest.mark.parametrize(
+    "plain",
+    [
+        None,
+        [],
+        [[]],
+        [[["x", "U8", [8], 0]], [256]],
+        [[["x", "U8", 8, 0, 0]], [256]],
+        [[["x", "U8", [8.0], 0, 0]], [256]],
+        [[["x", "U8", [True], 0, 0]], [256]],
+        [[["x", "U8", [8], None, 0]], [256]],
+        [[[b"x", "U8", [8], 0, 0]], [256]],
+        [[["n" * 513, "U8", [8], 0, 0]], [256]],
+        [[["x", "U" * 99, [8], 0, 0]], [256]],
+        [[["x", "U8", [1] * 33, 0, 0]], [256]],
+        [[["x", "U8", [8], 0, 0]], [1 << 63]],
+        [[["x", "U8", [8], 0, 0]], [256] * 4097],
+    ],
+)
+def test_bytes_that_are_no_layout_are_refused_shortly(plain: object) -> None:
+    with pytest.raises(Invalid) as caught:
+        Layout.decode(wire.pack(plain))
+    assert len(caught.value.message) < 600
