@@ -1,0 +1,13 @@
+"""The CUDA driver calls that both sides make, and the same calls answered out of host memory.
+
+:func:`load` gives a :class:`Driver`; its :class:`Context` objects do everything that cubroker does with
+a device. They speak to ``cuda.bindings.driver`` or to :mod:`cubroker.driver.host`, which answers the
+same functions; nothing above can tell which, except by asking ``host``.
+"""
+
+from cubroker.driver.calls import DriverError
+from cubroker.driver.context import Context, Device
+from cubroker.driver.load import Driver, load
+from cubroker.driver.stream import Event, Pinned, Stream
+
+__all__ = ["Context", "Device", "Driver", "DriverError", "Event", "Pinned", "Stream", "load"]

@@ -1,0 +1,158 @@
+"""What cubroker does with one device: memory, handles and copies, in its primary context."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cubroker.driver.buffers import address
+from cubroker.driver.calls import Calls
+from cubroker.driver.stream import Pinned, Stream
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer, WriteableBuffer
+
+HANDLE_BYTES = 64
+"""Bytes of a legacy IPC handle (``CU_IPC_HANDLE_SIZE``)."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """One GPU, or one emulated device.
+
+    Attributes:
+        index: its ordinal in this process; other processes may count differently.
+        uuid: its name everywhere on this host: ``GPU-…`` or ``HOST-…``.
+        name: what it is, for people.
+        total: its memory in bytes.
+    """
+
+    index: int
+    uuid: str
+    name: str
+    total: int
+
+
+class Context:
+    """The primary context of one device. Every method may be called from any thread.
+
+    A pointer is a device address as a plain int. On host devices it is an address of this process.
+    Every method raises :class:`DriverError` where the driver refuses.
+    """
+
+    def __init__(self, calls: Calls, device: Device, *, host: bool) -> None:
+        self.calls = calls
+        self.device = device
+        self.host = host
+        self._ordinal = calls.cuDeviceGet(device.index)
+        self._context = calls.cuDevicePrimaryCtxRetain(self._ordinal)
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Make the context current on this thread, and afterwards the one that was: others use the thread too."""
+        self.calls.cuCtxPushCurrent(self._context)
+        try:
+            yield
+        finally:
+            self.calls.cuCtxPopCurrent()
+
+    def release(self) -> None:
+        """Let go of the context. If nobody else in the process holds it, everything in it is gone."""
+        self.calls.cuDevicePrimaryCtxRelease(self._ordinal)
+
+    # -- memory that this process owns -------------------------------------------------------------
+
+    def allocate(self, nbytes: int) -> int:
+        """Allocate ``nbytes`` bytes and return the pointer.
+
+        Sizes that are no multiple of 2 MiB may share a block with other allocations, and whoever
+        opens one of them sees them all: what will be exported should be such a multiple.
+        """
+        with self.current():
+            return int(self.calls.cuMemAlloc(nbytes))
+
+    def free(self, pointer: int) -> None:
+        """Free what ``allocate`` returned, once the work that uses it is done."""
+        with self.current():
+            self.calls.cuCtxSynchronize()
+            self.calls.cuMemFree(pointer)
+
+    def clear(self, pointer: int, nbytes: int) -> None:
+        """Set ``nbytes`` bytes to zero; done when it returns."""
+        with self.current():
+            self.calls.cuMemsetD8(pointer, 0, nbytes)
+            self.calls.cuCtxSynchronize()  # a memset of device memory returns before it is done
+
+    def memory(self) -> tuple[int, int]:
+        """Return the free and the total bytes of the device. On host devices only this process's own count as used."""
+        with self.current():
+            free, total = self.calls.cuMemGetInfo()
+        return int(free), int(total)
+
+    # -- memory shared between processes -----------------------------------------------------------
+
+    def export(self, pointer: int) -> bytes:
+        """Return the handle, 64 bytes, with which other processes open the allocation that ``pointer`` lies in.
+
+        It stands for the whole allocation, whichever byte of it ``pointer`` names. Whoever has it can read and write.
+        """
+        with self.current():
+            handle = self.calls.cuIpcGetMemHandle(pointer)
+        return ctypes.string_at(handle.getPtr(), HANDLE_BYTES)
+
+    def open(self, handle: bytes) -> int:
+        """Map another process's allocation and return the pointer to its first byte.
+
+        Opening again returns the same pointer; each time counts, and needs its own :meth:`close`.
+        The process that exported it cannot open it (CUDA_ERROR_INVALID_CONTEXT); a handle that is
+        made up, or whose memory was freed, is CUDA_ERROR_INVALID_VALUE.
+        """
+        if len(handle) != HANDLE_BYTES:
+            raise ValueError(f"a handle of {len(handle)} bytes; it has {HANDLE_BYTES}")
+        module = self.calls.module
+        shared = module.CUipcMemHandle()
+        ctypes.memmove(shared.getPtr(), handle, HANDLE_BYTES)
+        with self.current():
+            flags = module.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+            return int(self.calls.cuIpcOpenMemHandle(shared, int(flags)))
+
+    def close(self, pointer: int) -> None:
+        """Undo one :meth:`open`, once the work that uses the memory is done."""
+        with self.current():
+            self.calls.cuCtxSynchronize()
+            self.calls.cuIpcCloseMemHandle(pointer)
+
+    # -- copies ------------------------------------------------------------------------------------
+
+    def write(self, pointer: int, data: ReadableBuffer) -> None:
+        """Copy all bytes of a contiguous buffer to ``pointer``; every process sees them when it returns."""
+        with address(data) as (source, nbytes), self.current():
+            self.calls.cuMemcpyHtoD(pointer, source, nbytes)
+            self.calls.cuCtxSynchronize()  # from pageable memory the call returns once the bytes are staged
+
+    def read(self, pointer: int, nbytes: int) -> bytes:
+        """Return ``nbytes`` bytes at ``pointer``."""
+        data = bytearray(nbytes)
+        self.read_into(pointer, data)
+        return bytes(data)
+
+    def read_into(self, pointer: int, buffer: WriteableBuffer) -> None:
+        """Fill a contiguous buffer with the bytes at ``pointer``."""
+        with address(buffer, writable=True) as (target, nbytes), self.current():
+            self.calls.cuMemcpyDtoH(target, pointer, nbytes)
+
+    def synchronize(self) -> None:
+        """Return when all work in the context is done."""
+        with self.current():
+            self.calls.cuCtxSynchronize()
+
+    def stream(self) -> Stream:
+        """Make a stream, which the caller closes."""
+        return Stream(self)
+
+    def pin(self, nbytes: int) -> Pinned:
+        """Allocate ``nbytes`` bytes of pinned host memory, usable from every device; the caller closes it."""
+        return Pinned(self, nbytes)

@@ -1,0 +1,158 @@
+"""Device memory as one process sees it: what it owns, what it has open, and what an address belongs to.
+
+Nothing here is thread-safe: the driver holds its lock around every call.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from bisect import bisect_right, insort
+from dataclasses import dataclass, field
+
+from cubroker.driver.host import memory
+from cubroker.driver.host.memory import BLOCK
+
+SMALL = 1 << 20
+"""Bytes: allocations up to this size share blocks."""
+
+ALIGNMENT = 512
+"""Bytes: where an allocation within a block may start."""
+
+SECRET_BYTES = 16
+
+
+@dataclass(eq=False)
+class Region:
+    """Mapped memory in one piece, in the context of one device."""
+
+    device: int
+    pointer: int
+    nbytes: int
+
+    def around(self, pointer: int) -> tuple[int, int]:
+        """Return the start and the size of the allocation that an address in the region belongs to."""
+        return self.pointer, self.nbytes
+
+
+@dataclass(eq=False)
+class Block(Region):
+    """A region that this process owns; who shows ``secret`` gets a duplicate of ``fd``."""
+
+    fd: int
+    secret: bytes = field(default_factory=lambda: secrets.token_bytes(SECRET_BYTES), repr=False)
+    sizes: dict[int, int] = field(default_factory=dict)
+    """The allocations in it: pointer to the bytes asked for."""
+
+    def around(self, pointer: int) -> tuple[int, int]:
+        """Return the start and the size of the last allocation that begins at or before an address."""
+        start = max((start for start in self.sizes if start <= pointer), default=self.pointer)
+        return start, self.sizes.get(start, self.nbytes)
+
+    def gap(self, nbytes: int) -> int | None:
+        """Return the first address at which ``nbytes`` more fit."""
+        start = self.pointer
+        for pointer, size in sorted(self.sizes.items()):
+            if pointer - start >= nbytes:
+                return start
+            start = round_up(pointer + size, ALIGNMENT)
+        return start if self.pointer + self.nbytes - start >= nbytes else None
+
+
+@dataclass(eq=False)
+class Opened(Region):
+    """A region that another process owns; ``count`` opens have not been closed."""
+
+    handle: bytes = field(repr=False)
+    count: int = 1
+
+
+class AddressMap:
+    """The regions of all devices, found by any address in them."""
+
+    def __init__(self) -> None:
+        self._regions: dict[int, Region] = {}
+        self._starts: list[int] = []
+
+    def add(self, region: Region) -> None:
+        """Enter a region that was just mapped."""
+        self._regions[region.pointer] = region
+        insort(self._starts, region.pointer)
+
+    def remove(self, region: Region) -> None:
+        """Take a region out and unmap it; its address may be somebody else's at once."""
+        del self._regions[region.pointer]
+        self._starts.remove(region.pointer)
+        memory.unmap(region.pointer, region.nbytes)
+
+    def find(self, pointer: int, nbytes: int = 1) -> Region | None:
+        """Return the region in which all of the bytes lie."""
+        place = bisect_right(self._starts, pointer)
+        region = self._regions[self._starts[place - 1]] if place else None
+        return region if region and pointer + nbytes <= region.pointer + region.nbytes else None
+
+
+class Heap:
+    """The memory that this process has allocated on one device, counted against the device's size."""
+
+    def __init__(self, device: int, total: int, addresses: AddressMap) -> None:
+        self.total = total
+        self.used = 0
+        self._device = device
+        self._addresses = addresses
+        self._blocks: dict[int, Block] = {}
+
+    def allocate(self, nbytes: int) -> int:
+        """Return the pointer of a new allocation; raises MemoryError if the device is full, OSError by the system."""
+        block, pointer = self._shared(nbytes) if nbytes <= SMALL else (None, None)
+        if block is None or pointer is None:
+            block = self._grow(round_up(nbytes, BLOCK))
+            pointer = block.pointer
+        block.sizes[pointer] = nbytes
+        return pointer
+
+    def free(self, block: Block, pointer: int) -> None:
+        """Free an allocation of this device, and its block with the last one in it.
+
+        Processes that have the block open keep its bytes until they close it.
+        """
+        del block.sizes[pointer]
+        if not block.sizes:
+            del self._blocks[block.pointer]
+            self.used -= block.nbytes
+            self._addresses.remove(block)
+            os.close(block.fd)
+
+    def blocks(self) -> list[Block]:
+        """Return every block."""
+        return list(self._blocks.values())
+
+    def forked(self) -> None:
+        """In a forked child: close the parent's descriptors, which would keep freed memory."""
+        for block in self._blocks.values():
+            os.close(block.fd)
+
+    def _shared(self, nbytes: int) -> tuple[Block, int] | tuple[None, None]:
+        for block in self._blocks.values():
+            if block.nbytes == BLOCK and (pointer := block.gap(nbytes)) is not None:
+                return block, pointer
+        return None, None
+
+    def _grow(self, nbytes: int) -> Block:
+        if self.used + nbytes > self.total:
+            raise MemoryError
+        fd = memory.create(nbytes)
+        try:
+            block = Block(self._device, memory.map_shared(fd, nbytes), nbytes, fd)
+        except OSError:
+            os.close(fd)
+            raise
+        self._addresses.add(block)
+        self._blocks[block.pointer] = block
+        self.used += nbytes
+        return block
+
+
+def round_up(size: int, unit: int) -> int:
+    """Return the smallest multiple of ``unit`` that is no less than ``size``."""
+    return -(-size // unit) * unit

@@ -1,0 +1,88 @@
+"""Shared memory by address: memfds, mapped, cleared and unmapped through libc.
+
+``mmap.mmap`` would keep a descriptor of its own per mapping and could not unmap under a live buffer,
+which is exactly what a device pointer does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+
+BLOCK = 2 << 20
+"""Bytes: the granularity of device memory; larger allocations are multiples of it, small ones share one."""
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_MAP_NORESERVE = 0x4000
+_FAILED = ctypes.c_void_p(-1).value
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.argtypes = (
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+def create(nbytes: int) -> int:
+    """Return the descriptor of new shared memory, all zero; its size never changes, so no access to it can fault."""
+    fd = os.memfd_create("cubroker-host", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, nbytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def size(fd: int) -> int:
+    """Return the bytes of memory that came from another process; raises OSError unless its size is sealed."""
+    if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+        raise OSError("the memory is not sealed")
+    return os.fstat(fd).st_size
+
+
+def map_shared(fd: int, nbytes: int) -> int:
+    """Map the memory of ``fd`` and return its address; the descriptor is not needed afterwards."""
+    return _map(fd, nbytes, mmap.MAP_SHARED | _MAP_NORESERVE)
+
+
+def map_private(nbytes: int) -> int:
+    """Map ``nbytes`` of this process's own memory and return their address."""
+    return _map(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+def unmap(pointer: int, nbytes: int) -> None:
+    """Undo a mapping; the pages of shared memory go with its last mapping and descriptor."""
+    if _libc.munmap(pointer, nbytes):
+        raise _error("munmap")
+
+
+def fill(pointer: int, value: int, nbytes: int) -> None:
+    """Set shared memory to a value. Whole pages of zeros are given back to the system instead of written."""
+    if value == 0 and pointer % mmap.PAGESIZE == 0 and nbytes and nbytes % mmap.PAGESIZE == 0:
+        if _libc.madvise(pointer, nbytes, mmap.MADV_REMOVE):
+            raise _error("madvise")
+    else:
+        ctypes.memset(pointer, value, nbytes)
+
+
+def _map(fd: int, nbytes: int, flags: int) -> int:
+    pointer: int | None = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
+    if pointer is None or pointer == _FAILED:
+        raise _error("mmap")
+    return pointer
+
+
+def _error(call: str) -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, f"{call}: {os.strerror(number)}")

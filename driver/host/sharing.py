@@ -1,0 +1,114 @@
+"""How the bytes of a block reach another process: its descriptor, for whoever knows its secret.
+
+A handle is 64 bytes: the owner's address, the block's secret, zeros. The address names a datagram
+socket in the abstract namespace, which any user of this network namespace can write to and which
+ends with its process. One message asks (the secret), one answers (the descriptor, or nothing for
+a secret that is unknown). The owner keeps no state between the two, so a peer that writes
+garbage, or never reads, costs it one failed send.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import struct
+import threading
+import time
+from contextlib import suppress
+
+from cubroker.driver.host.heap import SECRET_BYTES, Block
+
+HANDLE_BYTES = 64
+PATIENCE = 30.0
+"""Seconds that an owner has to answer; one that is stopped does not."""
+
+_ADDRESS_BYTES = 16
+_AGAIN = 1.0
+"""Seconds after which the question is repeated: the answer may have been lost, or the owner gone."""
+
+_NAMESPACE = b"\0cubroker-host-"
+
+
+class Owner:
+    """Answers for the blocks of this process, on a thread of its own, until stopped."""
+
+    def __init__(self) -> None:
+        self._address = secrets.token_bytes(_ADDRESS_BYTES)
+        self._descriptors: dict[bytes, int] = {}
+        self._lock = threading.Lock()
+        self._stopping = False
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.bind(_NAMESPACE + self._address.hex().encode())
+        self._thread = threading.Thread(target=self._serve, name="cubroker-host-memory", daemon=True)
+        self._thread.start()
+
+    def export(self, block: Block) -> bytes:
+        """Return the handle of a block; from now on whoever shows it gets the memory."""
+        with self._lock:
+            self._descriptors[block.secret] = block.fd
+        return (self._address + block.secret).ljust(HANDLE_BYTES, b"\0")
+
+    def withdraw(self, block: Block) -> None:
+        """Answer for this block no more; its descriptor may be closed afterwards."""
+        with self._lock:
+            self._descriptors.pop(block.secret, None)
+
+    def owns(self, handle: bytes) -> bool:
+        """Whether a handle was made here."""
+        return handle.startswith(self._address)
+
+    def stop(self) -> None:
+        """End the thread and give the address up."""
+        self._stopping = True
+        self._socket.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._socket.close()
+
+    def forked(self) -> None:
+        """In a forked child, which has no such thread: let go of the parent's address."""
+        self._socket.close()
+
+    def _serve(self) -> None:
+        while True:
+            secret, asker = self._socket.recvfrom(SECRET_BYTES + 1)
+            if self._stopping:
+                return
+            if asker:  # else nobody could be answered
+                with suppress(OSError):  # the asker's own trouble: gone, not reading, or not who it says
+                    self._answer(secret, asker)
+
+    def _answer(self, secret: bytes, asker: bytes) -> None:
+        with self._lock:  # so that the descriptor stays open meanwhile
+            fd = self._descriptors.get(secret)
+            rights = [] if fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", fd))]
+            self._socket.sendmsg([b"\0"], rights, socket.MSG_DONTWAIT, asker)
+
+
+def fetch(handle: bytes) -> int:
+    """Return a descriptor of the memory that ``handle`` stands for.
+
+    Raises:
+        LookupError: nobody answers for it: it is made up, or the memory was freed, or its owner is gone.
+        TimeoutError: its owner does not answer.
+    """
+    address, secret = handle[:_ADDRESS_BYTES], handle[_ADDRESS_BYTES : _ADDRESS_BYTES + SECRET_BYTES]
+    deadline = time.monotonic() + PATIENCE
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as asker:
+        asker.bind("")  # the kernel picks a name; without one there is no answer
+        try:
+            asker.connect(_NAMESPACE + address.hex().encode())  # from now on only the owner can send to it
+            while (left := deadline - time.monotonic()) > 0:
+                asker.settimeout(min(left, _AGAIN))
+                with suppress(TimeoutError):
+                    return _ask(asker, secret)
+        except ConnectionError:
+            raise LookupError("the owner of the memory is gone") from None
+    raise TimeoutError(f"the owner of the memory has not answered for {PATIENCE:g} s; is it stopped?")
+
+
+def _ask(asker: socket.socket, secret: bytes) -> int:
+    asker.send(secret)
+    _, descriptors, _, _ = socket.recv_fds(asker, 1, 1, socket.MSG_CMSG_CLOEXEC)
+    if not descriptors:
+        raise LookupError("the owner of the memory does not know the handle")
+    return descriptors[0]

@@ -1,0 +1,119 @@
+"""From a text such as ``cuda:0,1`` or ``host:2`` to a driver with its devices."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from typing import Any
+from uuid import UUID
+
+from cubroker.driver.calls import Calls, DriverError
+from cubroker.driver.context import Context, Device
+from cubroker.driver.host import BLOCK, host_module
+
+MAX_HOST_DEVICES = 64
+
+_SPEC = re.compile(
+    r"(?P<cuda>cuda)(:(?P<ordinals>\d{1,4}(,\d{1,4})*))?"
+    r"|host:(?P<count>\d{1,4})(@(?P<size>\d{1,18})(?P<unit>|KiB|MiB|GiB|TiB))?"
+)
+_UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+
+
+class Driver:
+    """The devices of one driver, and their contexts; made by :func:`load`.
+
+    Attributes:
+        spec: what another process passes to :func:`load` to open this one's handles.
+        host: whether the devices are emulated in host memory.
+        devices: all of them, or those that were asked for, in that order. Listing them makes no context.
+    """
+
+    def __init__(self, module: Any, spec: str, *, host: bool, ordinals: tuple[int, ...] | None = None) -> None:
+        self.spec = spec
+        self.host = host
+        self._calls = Calls(module)
+        self._contexts: dict[int, Context] = {}
+        self._lock = threading.Lock()
+        self._start()
+        chosen = range(self._calls.cuDeviceGetCount()) if ordinals is None else ordinals
+        self.devices: tuple[Device, ...] = tuple(self._describe(index) for index in chosen)
+
+    def context(self, index: int) -> Context:
+        """Return the context of the device with that ordinal; made on first use, shared afterwards."""
+        with self._lock:
+            if index not in self._contexts:
+                self._contexts[index] = Context(self._calls, self._device(index), host=self.host)
+            return self._contexts[index]
+
+    def close(self) -> None:
+        """Let go of all contexts. What is still allocated or open in them goes, unless others hold them too."""
+        with self._lock:
+            for context in self._contexts.values():
+                context.release()
+            self._contexts.clear()
+
+    def _start(self) -> None:
+        try:
+            self._calls.cuInit(0)
+        except RuntimeError as error:  # cuda-bindings could not load libcuda
+            code = self._calls.module.CUresult.CUDA_ERROR_NO_DEVICE
+            text = f"there is no CUDA driver here ({error}); 'host:1' emulates a device in host memory"
+            raise DriverError("cuInit", int(code), code.name, text) from None
+
+    def _device(self, index: int) -> Device:
+        for device in self.devices:
+            if device.index == index:
+                return device
+        known = ", ".join(str(device.index) for device in self.devices)
+        raise ValueError(f"no device {index}; the devices are {known}")
+
+    def _describe(self, index: int) -> Device:
+        calls = self._calls
+        ordinal = calls.cuDeviceGet(index)
+        uuid = UUID(bytes=bytes(calls.cuDeviceGetUuid(ordinal).bytes))
+        name = bytes(calls.cuDeviceGetName(256, ordinal)).partition(b"\0")[0].decode()
+        prefix = "HOST" if self.host else "GPU"
+        return Device(index, f"{prefix}-{uuid}", name, int(calls.cuDeviceTotalMem(ordinal)))
+
+
+def load(spec: str) -> Driver:
+    """Load the driver that ``spec`` names.
+
+    Args:
+        spec: ``cuda`` (every GPU), ``cuda:0,1`` (these ordinals), ``host:2`` (two emulated devices that
+            share half of the machine's memory) or ``host:2@64MiB`` (so much memory each).
+
+    Raises:
+        ValueError: ``spec`` is none of these.
+        DriverError: there is no CUDA driver, or no such GPU.
+    """
+    match = _SPEC.fullmatch(spec)
+    if match is None:
+        raise ValueError(f"no driver {spec!r}; write cuda, cuda:0,1, host:2 or host:2@64MiB")
+    if match["cuda"]:
+        from cuda.bindings import driver as cuda
+
+        return Driver(cuda, "cuda", host=False, ordinals=_ordinals(spec, match["ordinals"]))
+    count = int(match["count"])
+    if not 0 < count <= MAX_HOST_DEVICES:
+        raise ValueError(f"{spec!r} asks for {count} devices; it can be 1 to {MAX_HOST_DEVICES}")
+    size = int(match["size"]) * _UNITS[match["unit"]] if match["size"] else _memory() // 2 // count
+    size -= size % BLOCK
+    if not BLOCK <= size < 1 << 47:
+        raise ValueError(f"{spec!r} gives a device {size} bytes; it needs {BLOCK} at least, and less than {1 << 47}")
+    return Driver(host_module(count, size), f"host:{count}@{size}", host=True)
+
+
+def _ordinals(spec: str, text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    ordinals = tuple(int(part) for part in text.split(","))
+    if len(set(ordinals)) < len(ordinals):
+        raise ValueError(f"{spec!r} names a device twice")
+    return ordinals
+
+
+def _memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
