@@ -10,6 +10,7 @@ from statistics import median
 
 from cubroker.cli import table, text
 from cubroker.cli.demo_stage import Child, Stage
+from cubroker.cli.load import summary
 from cubroker.client import Broker
 from cubroker.client.loader import Loaded, load
 from cubroker.protocol.errors import CubrokerError, TimedOut
@@ -47,10 +48,7 @@ class Story:
     def _load(self) -> Loaded:
         text.say("2. Weights are loaded, once.")
         loaded = load(self.broker, NAME, self.paths, devices=[self._device.uuid])
-        speed = text.rate(loaded.nbytes, loaded.seconds)
-        self._tell(
-            f"{_version(loaded)}: {text.count(loaded.tensors, 'tensor')}, {text.size(loaded.nbytes)}, at {speed}"
-        )
+        self._tell(summary(loaded))
         return loaded
 
     def _attach(self) -> None:
@@ -99,20 +97,16 @@ class Story:
         self._tell(f"the last reader let go: {text.size(before)} allocated, now {text.size(after)}")
 
     def _table(self, first: Loaded) -> None:
-        text.say("")
-        columns = (table.Column("WEIGHTS"), table.Column("WITH CUBROKER", True), table.Column("WITHOUT", True))
         took, each = text.duration(first.seconds), text.duration(median(self.attached))
+        held, copies = text.size(first.nbytes), text.size(WORKERS * first.nbytes)
+        rows = [
+            ("seconds to load", f"{took}, once", f"{WORKERS} times {took}"),
+            ("milliseconds to attach", f"{each} each", ""),
+            ("memory held", f"{held}, once", f"{WORKERS} times that: {copies}"),
+        ]
+        text.say("")
         table.show(
-            columns,
-            [
-                ("load", f"{took}, once", f"{took}, in every worker"),
-                ("attach", f"{each}, median of {len(self.attached)}", "none"),
-                (
-                    f"held for {WORKERS} workers",
-                    text.size(first.nbytes),
-                    text.size(WORKERS * first.nbytes),
-                ),
-            ],
+            [table.Column(f"FOR {WORKERS} WORKERS"), table.Column("WITH CUBROKER"), table.Column("WITHOUT")], rows
         )
 
     @property

@@ -14,7 +14,7 @@ from cubroker.protocol.errors import Unsupported
 
 
 @click.command("load")
-@click.argument("name", metavar="NAME", type=options.PoolName())
+@click.argument("name", metavar="NAME", callback=options.pool_name)
 @click.argument("paths", metavar="PATH...", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option(
     "--device",
@@ -28,7 +28,7 @@ from cubroker.protocol.errors import Unsupported
 @click.option("--share", type=click.Choice(["ipc", "vmm", "multicast"]), default="ipc", show_default=True)
 @click.option("--durable", is_flag=True, help="Keep the pool when the broker is restarted. Not built yet.")
 @click.option("--if-absent", is_flag=True, help="Load only if the pool has no version; of many at once, one loads.")
-@click.option("--slab", type=options.Size(), metavar="SIZE", help="The most bytes of one allocation, such as 4GiB.")
+@click.option("--slab", callback=options.size, metavar="SIZE", help="The most bytes of one allocation, such as 4GiB.")
 @options.wait
 @options.directory
 def command(

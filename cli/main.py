@@ -1,7 +1,7 @@
 """The command ``cubroker``: its subcommands, and what becomes of their failures.
 
 Each subcommand lies in a module of its own, imported when it is asked for, so that ``cubroker --help``
-and a refused argument cost neither ZeroMQ nor CUDA.
+costs neither ZeroMQ nor CUDA.
 """
 
 from __future__ import annotations

@@ -13,11 +13,9 @@ from cubroker.protocol import names
 from cubroker.protocol.directory import default_directory
 from cubroker.protocol.errors import Invalid, NotFound
 from cubroker.protocol.messages import DeviceInfo
+from cubroker.server.quantities import parse_bytes
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
-
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B?|B)?", re.IGNORECASE)
-_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 class Reference(NamedTuple):
@@ -27,50 +25,31 @@ class Reference(NamedTuple):
     version: int | None
 
 
-class PoolName(click.ParamType):
-    """The name of a pool."""
-
-    name = "name"
-
-    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Return the name, or fail as wrong usage."""
-        try:
-            names.check(value)
-        except Invalid as error:
-            self.fail(error.message, param, ctx)
-        return value
+def pool_name(context: click.Context, parameter: click.Parameter, value: str) -> str:
+    """Return the name of a pool, or fail as wrong usage; a callback of ``NAME``."""
+    try:
+        names.check(value)
+    except Invalid as error:
+        raise click.BadParameter(error.message, context, parameter) from None
+    return value
 
 
-class PoolReference(click.ParamType):
-    """``NAME`` or ``NAME@VERSION``."""
-
-    name = "name"
-
-    def convert(self, value: str | Reference, param: click.Parameter | None, ctx: click.Context | None) -> Reference:
-        """Return the name and the version, or fail as wrong usage."""
-        if isinstance(value, Reference):
-            return value
-        name, at, version = value.partition("@")
-        PoolName().convert(name, param, ctx)
-        if at and not re.fullmatch(r"[1-9][0-9]{0,14}", version, re.ASCII):
-            self.fail(f"{version!r} is no version: versions are 1, 2, 3 …, as in {name}@1", param, ctx)
-        return Reference(name, int(version) if at else None)
+def reference(context: click.Context, parameter: click.Parameter, value: str) -> Reference:
+    """Split ``NAME[@VERSION]``, or fail as wrong usage; a callback of that argument."""
+    name, at, version = value.partition("@")
+    pool_name(context, parameter, name)
+    if at and not re.fullmatch(r"[1-9][0-9]{0,12}", version, re.ASCII):
+        reason = f"{version!r} is no version: versions are 1, 2, 3 …, as in {name}@1"
+        raise click.BadParameter(reason, context, parameter)
+    return Reference(name, int(version) if at else None)
 
 
-class Size(click.ParamType):
-    """A number of bytes: ``4096``, ``512MiB``, ``1.5GiB``; units are powers of 1024."""
-
-    name = "size"
-
-    def convert(self, value: str | int, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Return the bytes, or fail as wrong usage."""
-        if isinstance(value, int):
-            return value
-        found = _SIZE.fullmatch(value.strip())
-        if found is None:
-            self.fail(f"{value!r} is no size: write bytes, or a number with KiB, MiB, GiB or TiB", param, ctx)
-        unit = (found[2] or "").upper().rstrip("B").rstrip("I")
-        return int(float(found[1]) * 1024 ** _POWERS[unit])
+def size(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
+    """Return bytes written as ``4096``, ``512MiB`` or ``1.5GB``, or fail as wrong usage; a callback."""
+    try:
+        return None if value is None else parse_bytes(value)
+    except Invalid as error:
+        raise click.BadParameter(error.message, context, parameter) from None
 
 
 def any_directory(command: Decorated) -> Decorated:

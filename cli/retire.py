@@ -11,7 +11,7 @@ from cubroker.client import Broker
 
 
 @click.command("retire")
-@click.argument("reference", metavar="NAME[@VERSION]", type=options.PoolReference())
+@click.argument("reference", metavar="NAME[@VERSION]", callback=options.reference)
 @options.directory
 def command(reference: options.Reference, directory: Path) -> None:
     """Take a version, by default the current one, out of service.

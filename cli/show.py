@@ -22,7 +22,7 @@ COLUMNS = (
 
 
 @click.command("show")
-@click.argument("reference", metavar="NAME[@VERSION]", type=options.PoolReference())
+@click.argument("reference", metavar="NAME[@VERSION]", callback=options.reference)
 @options.as_json
 @options.directory
 def command(reference: options.Reference, directory: Path, as_json: bool) -> None:

@@ -17,7 +17,7 @@ SHOWN = 10
 
 
 @click.command("verify")
-@click.argument("reference", metavar="NAME[@VERSION]", type=options.PoolReference())
+@click.argument("reference", metavar="NAME[@VERSION]", callback=options.reference)
 @click.argument("paths", metavar="PATH...", nargs=-1, required=True, type=click.Path(path_type=Path))
 @options.directory
 def command(reference: options.Reference, paths: tuple[Path, ...], directory: Path) -> None:
