@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from operator import index
-from typing import Annotated, Self
+from typing import Annotated, Self, SupportsIndex
 
 import msgspec
 
@@ -28,6 +28,10 @@ MAX_EXTENT = 1 << 48
 
 MAX_ENCODED = 12 << 20
 """Bytes of an encoded layout; one of 100,000 tensors with names of 80 characters has 10 MiB."""
+
+
+Shape = Iterable[SupportsIndex]
+"""Dimensions as callers have them: a tuple, a list, a ``torch.Size``, a numpy array."""
 
 
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
@@ -62,7 +66,7 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
     @classmethod
     def pack(
         cls,
-        tensors: Iterable[tuple[str, str, Sequence[int]]] | Mapping[str, tuple[str, Sequence[int]]],
+        tensors: Iterable[tuple[str, str, Shape]] | Mapping[str, tuple[str, Shape]],
         *,
         slab: int | None = None,
     ) -> Self:
@@ -161,7 +165,7 @@ def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def _dimensions(name: str, shape: Sequence[int]) -> tuple[int, ...]:
+def _dimensions(name: str, shape: Shape) -> tuple[int, ...]:
     """The shape in plain ints, whatever integers (of numpy, say) it came in."""
     try:
         return tuple(int(index(size)) for size in shape)

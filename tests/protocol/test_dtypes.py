@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from typing import Any
 
 import pytest
 import safetensors
@@ -11,11 +12,13 @@ import safetensors
 from cubroker.protocol import dtypes
 from cubroker.protocol.errors import Invalid
 
+deserialize: Any = safetensors.deserialize
+
 
 def parse(dtype: str, shape: list[int], nbytes: int) -> list[object]:
     """What safetensors itself says of a file with one such tensor."""
     header = json.dumps({"x": {"dtype": dtype, "shape": shape, "data_offsets": [0, nbytes]}}).encode()
-    return list(safetensors.deserialize(len(header).to_bytes(8, "little") + header + bytes(nbytes)))
+    return list(deserialize(len(header).to_bytes(8, "little") + header + bytes(nbytes)))
 
 
 def test_the_dtypes_are_those_of_the_installed_safetensors() -> None:

@@ -1,0 +1,128 @@
+"""Which package may import which, in the source and in a running interpreter."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ARROWS = {
+    "protocol": {"protocol"},
+    "driver": {"driver"},
+    "server": {"server", "protocol", "driver"},
+    "client": {"client", "protocol", "driver"},
+    "cli": {"cli", "server", "client", "protocol", "driver"},
+}
+"""Each package, and those whose modules it may name."""
+
+
+def sources(package: str) -> Iterator[tuple[str, Path]]:
+    """Every module of ``cubroker.package``, by its full name."""
+    spec = importlib.util.find_spec(f"cubroker.{package}")
+    assert spec is not None
+    for folder in map(Path, spec.submodule_search_locations or ()):
+        for path in folder.rglob("*.py"):
+            parts = path.relative_to(folder).with_suffix("").parts
+            yield ".".join(("cubroker", package, *(part for part in parts if part != "__init__"))), path
+
+
+def named(source: str) -> Iterator[str]:
+    """The modules that a source names: imports wherever they stand, even in functions and for type checkers only."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield "." * node.level + (node.module or "")
+            if node.module:
+                yield from (f"{'.' * node.level}{node.module}.{alias.name}" for alias in node.names)
+
+
+def crossings(package: str) -> list[str]:
+    """The imports of ``package`` that no arrow allows."""
+    allowed = {f"cubroker.{name}" for name in ARROWS[package]}
+    return [
+        f"{module}: {name}"
+        for module, path in sources(package)
+        for name in named(path.read_text())
+        if name.startswith(("cubroker.", "."))
+        if not any(f"{name}.".startswith(f"{prefix}.") for prefix in allowed)
+    ]
+
+
+def loaded_by(*modules: str) -> set[str]:
+    """The modules that a fresh interpreter has loaded once it has imported ``modules``, beside those it starts with."""
+    script = "import json, sys; before = set(sys.modules); " + "".join(f"import {module}; " for module in modules)
+    result = subprocess.run(
+        [sys.executable, "-c", f"{script}print(json.dumps(sorted(set(sys.modules) - before)))"],
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={name: value for name, value in os.environ.items() if not name.startswith("COVERAGE")},
+    )
+    return set(json.loads(result.stdout))
+
+
+def under(loaded: set[str], *packages: str) -> set[str]:
+    return {name for name in loaded if any(f"{name}.".startswith(f"{package}.") for package in packages)}
+
+
+def modules_of(package: str) -> list[str]:
+    return [name for name, _ in sources(package) if not name.endswith(".__main__")]
+
+
+@pytest.mark.parametrize("package", ARROWS)
+def test_no_source_names_a_module_against_the_arrows(package: str) -> None:
+    assert list(sources(package))
+    assert crossings(package) == []
+
+
+def test_imports_are_seen_wherever_they_stand() -> None:
+    source = """
+import a.b
+def f():
+    from cubroker import server
+    if TYPE_CHECKING:
+        import cubroker.client as c
+    from .. import driver
+"""
+    assert {"a.b", "cubroker.server", "cubroker.client", ".."} <= set(named(source))
+
+
+def test_the_protocol_loads_no_socket_no_event_loop_and_no_device() -> None:
+    loaded = loaded_by(*modules_of("protocol"))
+    assert "cubroker.protocol.messages" in loaded
+    assert not under(loaded, "zmq", "cuda", "asyncio", "socket", "selectors", "ssl")
+    assert not under(loaded, "cubroker.driver", "cubroker.server", "cubroker.client", "cubroker.cli")
+
+
+def test_the_driver_loads_nothing_else_of_cubroker_and_no_transport() -> None:
+    loaded = loaded_by(*modules_of("driver"))
+    assert "cubroker.driver" in loaded
+    assert not under(
+        loaded, "cubroker.protocol", "cubroker.server", "cubroker.client", "cubroker.cli", "zmq", "asyncio"
+    )
+
+
+def test_the_broker_process_never_loads_the_client_or_zeromq() -> None:
+    loaded = loaded_by("cubroker.server.run")
+    assert "cubroker.server.events" in loaded
+    assert not under(loaded, "cubroker.client", "cubroker.cli", "zmq", "torch", "numpy", "msgpack")
+
+
+def test_the_gateway_process_loads_no_device_and_no_event_loop() -> None:
+    loaded = loaded_by("cubroker.server.gateway")
+    assert "zmq" in loaded
+    assert not under(loaded, "cuda", "cubroker.driver", "cubroker.client", "cubroker.cli", "torch", "numpy")
+
+
+def test_a_client_loads_no_server_and_no_framework() -> None:
+    loaded = loaded_by("cubroker.client")
+    assert "cubroker.client" in loaded
+    assert not under(loaded, "cubroker.server", "cubroker.cli", "torch", "transformers", "safetensors")
