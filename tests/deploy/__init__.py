@@ -1,0 +1,1 @@
+"""What is shipped for running cubroker as a service."""
