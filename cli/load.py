@@ -11,6 +11,7 @@ from cubroker.cli.progress import progress
 from cubroker.client import Broker
 from cubroker.client.loader import Loaded, load
 from cubroker.protocol.errors import Unsupported
+from cubroker.protocol.messages import MAX_WAIT
 
 
 @click.command("load")
@@ -29,7 +30,12 @@ from cubroker.protocol.errors import Unsupported
 @click.option("--durable", is_flag=True, help="Keep the pool when the broker is restarted. Not built yet.")
 @click.option("--if-absent", is_flag=True, help="Load only if the pool has no version; of many at once, one loads.")
 @click.option("--slab", callback=options.size, metavar="SIZE", help="The most bytes of one allocation, such as 4GiB.")
-@options.wait
+@click.option(
+    "--wait",
+    type=click.FloatRange(min=0, max=MAX_WAIT),
+    metavar="SECONDS",
+    help="How long to wait for room and for another writer.  [default: 0; with --if-absent, as long as it takes]",
+)
 @options.directory
 def command(
     name: str,
@@ -39,7 +45,7 @@ def command(
     durable: bool,
     if_absent: bool,
     slab: int | None,
-    wait: float,
+    wait: float | None,
     directory: Path,
 ) -> None:
     """Publish safetensors files as the next version of pool NAME.
@@ -51,6 +57,8 @@ def command(
         raise Unsupported("--durable: pools that outlive the broker are not built yet; leave the option out")
     if share != "ipc":
         raise Unsupported(f"--share {share}: vmm and multicast are not built yet; use --share ipc, the default")
+    if wait is None:
+        wait = MAX_WAIT if if_absent else 0.0
     with Broker(directory) as broker, progress(f"loading {name}") as report:
         loaded = load(
             broker,

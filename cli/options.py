@@ -82,17 +82,6 @@ def as_json(command: Decorated) -> Decorated:
     return click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")(command)
 
 
-def wait(command: Decorated) -> Decorated:
-    """Add ``--wait``."""
-    return click.option(
-        "--wait",
-        type=click.FloatRange(min=0),
-        default=0.0,
-        metavar="SECONDS",
-        help="How long to wait for room, and for another writer of the same pool.  [default: not at all]",
-    )(command)
-
-
 def split_devices(context: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
     """Split ``0,1`` or UUIDs at the commas; a callback of ``--device``."""
     chosen = tuple(part.strip() for part in value.split(","))

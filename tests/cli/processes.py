@@ -1,0 +1,76 @@
+"""The command as a process: run to its end, or watched line by line; and what it may have left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+DEADLINE = 60.0
+"""Seconds after which a wait has failed; it ends as soon as what it waits for is there."""
+
+COMMAND = (sys.executable, "-m", "cubroker.cli")
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """Return the environment without a directory of the user's, so that a test meets only its own broker."""
+    kept = {key: value for key, value in os.environ.items() if key not in ("CUBROKER_DIR", "COLUMNS")}
+    return kept | changes
+
+
+def run(*arguments: str | Path, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run ``cubroker`` to its end."""
+    return subprocess.run(
+        [*COMMAND, *map(str, arguments)],
+        env=environment() if env is None else env,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
+    )
+
+
+@contextmanager
+def started(*arguments: str | Path, env: Mapping[str, str] | None = None) -> Iterator[subprocess.Popen[str]]:
+    """Start ``cubroker``, with signals as in a shell's foreground; what still runs at the end is killed."""
+    process = subprocess.Popen(
+        [*COMMAND, *map(str, arguments)],
+        env=environment() if env is None else env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    try:
+        with process:
+            yield process
+    finally:
+        process.kill()
+
+
+def eventually(happened: Callable[[], bool], what: str) -> None:
+    """Wait until ``happened()``; fail at the deadline."""
+    deadline = time.monotonic() + DEADLINE
+    while not happened():
+        assert time.monotonic() < deadline, f"waited {DEADLINE:.0f} s for {what}"
+        time.sleep(0.01)
+
+
+def holding(marker: str) -> list[int]:
+    """Return the processes whose environment holds ``marker``: a command's, and those of all that it started."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                if marker.encode() in (entry / "environ").read_bytes():
+                    found.append(int(entry.name))
+            except OSError:  # it has just ended, or is another user's
+                continue
+    return found
