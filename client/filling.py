@@ -1,0 +1,99 @@
+"""Copying a checkpoint into memory that is already there: several threads, one progress, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from queue import SimpleQueue
+from threading import Event
+
+from cubroker.client.checkpoint import Checkpoint
+from cubroker.client.chunks import Chunk, plan
+from cubroker.client.rings import CHUNK, Mapped, Ring, Sink, Target
+from cubroker.protocol import Layout
+
+MAX_THREADS = 16
+"""More threads than this read no faster: memory is the limit by then."""
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes done so far and the bytes there are."""
+
+
+def fill(checkpoint: Checkpoint, layout: Layout, targets: Sequence[Target], progress: Progress | None = None) -> float:
+    """Copy every tensor of ``checkpoint`` to its place in ``layout``, on all targets; return the seconds it took.
+
+    The seconds begin when the threads are there and their buffers pinned. ``layout`` has the checkpoint's tensors in
+    the checkpoint's order. When this returns or raises, no thread is left and nothing more will be written.
+    """
+    todo = deque(plan(zip(checkpoint.entries, layout.tensors, strict=True), CHUNK))
+    count = max(1, min(len(os.sched_getaffinity(0)), MAX_THREADS, len(todo)))
+    stop = Event()
+    sinks: list[Future[Sink]] = []
+    with ExitStack() as undo:
+        threads = ThreadPoolExecutor(count, thread_name_prefix="cubroker-load")
+        undo.callback(_close_all, sinks)
+        undo.callback(_join, threads, stop)
+        sinks += (threads.submit(_sink, targets) for _ in range(count))
+        ready = [sink.result() for sink in sinks]
+        began = time.perf_counter()
+        news: SimpleQueue[int | Future[None]] = SimpleQueue()
+        for sink in ready:
+            threads.submit(_work, checkpoint, todo, sink, stop, news).add_done_callback(news.put)
+        _follow(news, count, checkpoint.nbytes, progress)
+        return time.perf_counter() - began
+
+
+def _sink(targets: Sequence[Target]) -> Sink:
+    return Mapped(targets) if targets[0].context.host else Ring(targets)
+
+
+def _work(
+    checkpoint: Checkpoint, todo: deque[Chunk], sink: Sink, stop: Event, news: SimpleQueue[int | Future[None]]
+) -> None:
+    """Bring chunks over until none is left, or ``stop`` is set."""
+    while not stop.is_set():
+        try:
+            chunk = todo.popleft()
+        except IndexError:
+            break
+        sink.put(checkpoint.files[chunk.file], chunk)
+        news.put(chunk.nbytes)
+    sink.finish()
+
+
+def _follow(news: SimpleQueue[int | Future[None]], running: int, total: int, progress: Progress | None) -> None:
+    """Report progress until every thread is done; raise what the first of them to fail raised."""
+    done = 0
+    while running:
+        piece = news.get()
+        if isinstance(piece, Future):
+            piece.result()
+            running -= 1
+        elif progress:
+            done += piece
+            progress(done, total)
+
+
+def _join(threads: ThreadPoolExecutor, stop: Event) -> None:
+    """End the threads. They write into memory that is about to be unmapped, so nothing cuts the wait for them short."""
+    stop.set()
+    interrupted = False
+    while True:
+        try:
+            threads.shutdown(cancel_futures=True)
+            break
+        except KeyboardInterrupt:
+            interrupted = True
+    if interrupted:
+        raise KeyboardInterrupt
+
+
+def _close_all(sinks: list[Future[Sink]]) -> None:
+    with ExitStack() as undo:
+        for sink in sinks:
+            if not sink.cancelled() and sink.exception() is None:
+                undo.callback(sink.result().close)

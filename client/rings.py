@@ -1,0 +1,110 @@
+"""How the bytes of a chunk reach the devices: straight into host memory, or through pinned rings to GPUs."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import cycle
+from typing import Protocol
+
+from cubroker.client.checkpoint import File
+from cubroker.client.chunks import Chunk
+from cubroker.driver import Context, Event, Pinned
+
+CHUNK = 8 << 20
+"""Bytes of a chunk's image: large enough that Python's share of the work is small, small enough for a cache."""
+
+DEPTH = 2
+"""Buffers of a ring: one is read into while the other is copied from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One device's copy of the allocations: where each begins."""
+
+    context: Context
+    pointers: tuple[int, ...]
+
+
+class Sink(Protocol):
+    """One thread's way of bringing chunks to every target."""
+
+    def put(self, file: File, chunk: Chunk) -> None:
+        """Read ``chunk`` from ``file`` and bring it to all targets; may return while copies are under way."""
+
+    def finish(self) -> None:
+        """Return when everything that was put is there."""
+
+    def close(self) -> None:
+        """Wait for what is under way and give back what the sink holds."""
+
+
+class Mapped:
+    """Targets in host memory: the file is read straight into the first, and copied from there to the others."""
+
+    def __init__(self, targets: Sequence[Target]) -> None:
+        self._targets = targets
+
+    def put(self, file: File, chunk: Chunk) -> None:
+        """Read the chunk into its place; the gaps are zero since the memory was made."""
+        first, *others = (target.pointers[chunk.allocation] + chunk.start for target in self._targets)
+        chunk.read(file, at_address(first, chunk.span))
+        for other in others:
+            ctypes.memmove(other, first, chunk.span)
+
+    def finish(self) -> None:
+        """Nothing is ever under way."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+@dataclass(slots=True)
+class _Slot:
+    buffer: Pinned
+    copies: list[Event] = field(default_factory=list)
+
+    def wait(self) -> None:
+        while self.copies:
+            with self.copies.pop() as copy:
+                copy.wait()
+
+
+class Ring:
+    """Targets on GPUs: pinned buffers that are images of chunks, read into and copied from in turn."""
+
+    def __init__(self, targets: Sequence[Target], nbytes: int = CHUNK, depth: int = DEPTH) -> None:
+        """Pin ``depth`` buffers of ``nbytes`` bytes, which is what takes time here."""
+        with ExitStack() as undo:
+            pin = targets[0].context.pin
+            self._slots = [_Slot(undo.enter_context(pin(nbytes))) for _ in range(depth)]
+            self._streams = [(target, undo.enter_context(target.context.stream())) for target in targets]
+            self._undo = undo.pop_all()
+        self._turn = cycle(self._slots)
+
+    def put(self, file: File, chunk: Chunk) -> None:
+        """Read the chunk into the next buffer once that is free, and start one copy of it per target."""
+        slot = next(self._turn)
+        slot.wait()
+        chunk.clear_gaps(slot.buffer.view)
+        chunk.read(file, slot.buffer.view)
+        for target, stream in self._streams:
+            stream.copy_in(target.pointers[chunk.allocation] + chunk.start, slot.buffer.pointer, chunk.span)
+            slot.copies.append(stream.record())
+
+    def finish(self) -> None:
+        """Return when every copy is done."""
+        for slot in self._slots:
+            slot.wait()
+
+    def close(self) -> None:
+        """Wait for the copies, then unpin the buffers."""
+        with self._undo:
+            self.finish()
+
+
+def at_address(pointer: int, nbytes: int) -> memoryview:
+    """Return host memory as writable bytes. The caller sees to it that the memory outlives them."""
+    return memoryview((ctypes.c_ubyte * nbytes).from_address(pointer)).cast("B")
