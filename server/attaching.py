@@ -1,0 +1,73 @@
+"""Attach: a lease on a published version, at once or once it is published."""
+
+from __future__ import annotations
+
+from cubroker.protocol import names
+from cubroker.protocol.errors import Invalid, NotFound, Retired
+from cubroker.protocol.messages import Attach, Attached
+from cubroker.server import waiting, wording
+from cubroker.server.books import Books
+from cubroker.server.leases import grant
+from cubroker.server.records import Pool, Reader, Session, Version
+from cubroker.server.states import State
+
+
+def attach(books: Books, session: Session, request: int, body: Attach) -> Attached | None:
+    """Lease a published version, or have the request wait for it; raises what stands in the way."""
+    pool = books.pools.get(body.name)
+    version = None if pool is None else _published(pool, body.version)
+    if version is not None:
+        return lease(books, session, version, body.device)
+    _check_missing(books, pool, body)
+    waiting.admit(session, request)
+    reader = Reader(session, request, books.pool(body.name), body)
+    waiting.begin(reader)
+    waiting.limit(books, reader)
+    return None
+
+
+def _published(pool: Pool, number: int) -> Version | None:
+    if number == 0:
+        return pool.current
+    version = pool.versions.get(number)
+    return version if version is not None and version.state in (State.CURRENT, State.SUPERSEDED) else None
+
+
+def _check_missing(books: Books, pool: Pool | None, body: Attach) -> None:
+    """Raise unless the missing version can come and the request may wait for it."""
+    names.check(body.name)
+    if 0 < body.version <= books.last(body.name):
+        current = 0 if pool is None or pool.current is None else pool.current.number
+        raise Retired(wording.retired(body.name, body.version, current))
+    if body.device is not None and body.device not in books.accounts:
+        raise NotFound(wording.no_device(body.device, books.accounts))
+    if not body.wait:
+        raise NotFound(missing(books, pool, body.name, body.version))
+
+
+def missing(books: Books, pool: Pool | None, name: str, number: int) -> str:
+    """Say why there is no such version (0: no current one)."""
+    if pool is None or not pool.versions:
+        return wording.no_pool(name, books.pools.values(), books.last(name))
+    return wording.unpublished(pool, number)
+
+
+def lease(books: Books, session: Session, version: Version, device: str | None) -> Attached:
+    """Give a session a lease on a published version, with the handles of one device (None: the only one)."""
+    if device is None:
+        if len(version.replicas) > 1:
+            raise Invalid(wording.which_device(version))
+        device = next(iter(version.replicas))
+    replica = version.replicas.get(device)
+    if replica is None:
+        raise NotFound(wording.not_here(version, device))
+    granted = grant(books, session, version)
+    return Attached(
+        lease=granted.id,
+        name=version.pool.name,
+        version=version.number,
+        device=device,
+        share=version.share,
+        layout=version.layout,
+        handles=replica.handles,
+    )

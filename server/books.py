@@ -1,0 +1,56 @@
+"""The ledger's books: everything that it remembers, by id and by name, and what it wants done next."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from itertools import count
+
+from cubroker.server.events import Effect
+from cubroker.server.records import Account, Allocation, Budget, Pool, Session, Waiter
+
+MAX_NUMBERS = 65_536
+"""Names without a pool whose last version number is remembered; beyond it the oldest are forgotten."""
+
+
+class Books:
+    """All records, and the effects of the event that is being handled.
+
+    ``stirred`` has the pools and accounts where something ended, so that somebody who waits there
+    may have a turn: :func:`cubroker.server.drafts.settle` looks at each of them.
+    """
+
+    def __init__(self, devices: Sequence[Budget], uid: int) -> None:
+        self.uid = uid
+        self.accounts = {device.uuid: Account(device) for device in devices}
+        assert len(self.accounts) == len(devices), "two devices with one UUID"
+        self.sessions: dict[int, Session] = {}
+        self.pools: dict[str, Pool] = {}
+        self.allocations: dict[int, Allocation] = {}
+        self.timers: dict[int, Waiter] = {}
+        self.numbers: dict[str, int] = {}
+        self.stirred: deque[Pool | Account] = deque()
+        self.effects: list[Effect] = []
+        self.lease_ids = count(1)
+        self.tickets = count(1)
+        self.timer_ids = count(1)
+
+    def last(self, name: str) -> int:
+        """Return the number of the last version of ``name`` that was published, 0 if none was."""
+        pool = self.pools.get(name)
+        return self.numbers.get(name, 0) if pool is None else pool.last
+
+    def pool(self, name: str) -> Pool:
+        """Return the record of ``name``, a new one if it has none."""
+        pool = self.pools.get(name)
+        if pool is None:
+            pool = self.pools[name] = Pool(name, self.numbers.pop(name, 0))
+        return pool
+
+    def forget(self, pool: Pool) -> None:
+        """Drop the record of a pool that is idle, except for its last number: numbers are not given out twice."""
+        del self.pools[pool.name]
+        if pool.last:
+            self.numbers[pool.name] = pool.last
+            if len(self.numbers) > MAX_NUMBERS:
+                del self.numbers[next(iter(self.numbers))]

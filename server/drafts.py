@@ -1,0 +1,210 @@
+"""Create: from the request to a draft with memory, through two lines.
+
+There is one line per name, for the turn as its writer, and one line per device, for room. Each is
+served in order of arrival and nobody overtakes in it. A create enters the lines of all its devices
+at the same moment, when its turn has come, so the one that waits longest is first in all of its
+lines, and there is always somebody who can be served next.
+"""
+
+from __future__ import annotations
+
+from cubroker.protocol import names
+from cubroker.protocol.errors import (
+    Denied,
+    Exists,
+    Invalid,
+    NotFound,
+    OverBudget,
+    OverQuota,
+    Unsupported,
+    from_code,
+)
+from cubroker.protocol.layout import Layout
+from cubroker.protocol.messages import Attached, Create, Created, Replica
+from cubroker.server import wording
+from cubroker.server.attaching import lease
+from cubroker.server.books import Books
+from cubroker.server.events import Allocated, Freed, NotAllocated
+from cubroker.server.leases import check_quota, grant
+from cubroker.server.permissions import may_change
+from cubroker.server.records import Account, Phase, Pool, Session, Version, Writer
+from cubroker.server.room import allocate, rounded, shift, take_off, under_way
+from cubroker.server.states import Cause, Report, Stage, State
+from cubroker.server.waiting import admit, answer, begin, leave, leave_lines, limit, refuse, unlimit
+
+SHARES = ("ipc",)
+FUTURE_SHARES = ("vmm", "multicast")
+
+
+def create(books: Books, session: Session, request: int, body: Create, layout: Layout) -> Attached | None:
+    """Begin a create; with ``attach``, lease the current version if there is one. Raises what stands in the way."""
+    pool = books.pools.get(body.name)
+    if body.attach is not None and pool is not None and pool.current is not None:
+        return lease(books, session, pool.current, body.attach)
+    _check(books, body, layout)
+    if body.attach is None:
+        _check_owner(books, session, pool)
+    check_quota(session)
+    admit(session, request)
+    writer = _writer(books, session, request, body, layout)
+    begin(writer)
+    books.stirred.append(writer.pool)
+    settle(books)
+    if session.unfinished.get(request) is writer and writer.phase is not Phase.MEMORY:
+        _wait(books, writer)
+    return None
+
+
+def _wait(books: Books, writer: Writer) -> None:
+    if writer.body.wait:
+        limit(books, writer)
+        return
+    error = Exists if writer.phase is Phase.TURN else OverBudget
+    refuse(books, writer, error(wording.blocked(writer)))
+
+
+def _check(books: Books, body: Create, layout: Layout) -> None:
+    """Raise if the request can never be granted, whatever else there is."""
+    names.check(body.name)
+    if body.share in FUTURE_SHARES:
+        raise Unsupported(f"share kind {body.share} is not built yet; use {' or '.join(SHARES)}")
+    if body.share not in SHARES:
+        raise Invalid(f"unknown share kind {body.share[:16]!r}; use {' or '.join(SHARES)}")
+    if not layout.allocations:
+        raise Invalid(f"the layout of {body.name} has no memory; a pool needs at least one tensor")
+    if len(set(body.devices)) < len(body.devices):
+        raise Invalid(f"create of {body.name} names a device twice: {', '.join(body.devices)}")
+    for uuid in (*body.devices, body.attach):
+        if uuid is not None and uuid not in books.accounts:
+            raise NotFound(wording.no_device(uuid, books.accounts))
+    nbytes = sum(map(rounded, layout.allocations))
+    for uuid in body.devices:
+        if nbytes > books.accounts[uuid].device.budget:
+            raise OverBudget(wording.never_fits(body.name, nbytes, books.accounts[uuid]))
+
+
+def _check_owner(books: Books, session: Session, pool: Pool | None) -> None:
+    if pool is not None and not may_change(session.uid, pool.owner, books.uid):
+        raise Denied(wording.not_owner(session.uid, pool.name, pool.owner))
+
+
+def _writer(books: Books, session: Session, request: int, body: Create, layout: Layout) -> Writer:
+    sizes = tuple(map(rounded, layout.allocations))
+    return Writer(
+        session=session,
+        request=request,
+        pool=books.pool(body.name),
+        body=body,
+        accounts=tuple(books.accounts[uuid] for uuid in body.devices),
+        sizes=sizes,
+        nbytes=sum(sizes),
+        content=layout.nbytes,
+        tensors=len(layout.tensors),
+    )
+
+
+def settle(books: Books) -> None:
+    """Give turns, and room, wherever something ended, until nobody is left who can be served."""
+    while books.stirred:
+        stirred = books.stirred.popleft()
+        if isinstance(stirred, Pool):
+            _give_turn(books, stirred)
+        else:
+            _give_room(books, stirred)
+
+
+def _give_turn(books: Books, pool: Pool) -> None:
+    while pool.line and pool.writer is None and pool.draft is None:
+        writer = next(iter(pool.line))
+        try:
+            _check_owner(books, writer.session, pool)
+        except Denied as error:
+            refuse(books, writer, error)
+            continue
+        _take_turn(books, writer)
+    if pool.idle and books.pools.get(pool.name) is pool:
+        books.forget(pool)
+
+
+def _take_turn(books: Books, writer: Writer) -> None:
+    del writer.pool.line[writer]
+    writer.pool.writer = writer
+    writer.phase = Phase.ROOM
+    for account in writer.accounts:
+        account.line[writer] = None
+        books.stirred.append(account)
+
+
+def _give_room(books: Books, account: Account) -> None:
+    while account.line:
+        writer = next(iter(account.line))
+        if any(other.room < writer.nbytes or next(iter(other.line)) is not writer for other in writer.accounts):
+            return
+        _begin_draft(books, writer)
+
+
+def _begin_draft(books: Books, writer: Writer) -> None:
+    leave_lines(books, writer)
+    unlimit(books, writer)
+    writer.phase = Phase.MEMORY
+    pool, session = writer.pool, writer.session
+    version = Version(
+        pool=pool,
+        number=pool.last + 1,
+        owner=session.uid,
+        writer=session.label,
+        share=writer.body.share,
+        layout=writer.body.layout,
+        tensors=writer.tensors,
+        nbytes=writer.content,
+    )
+    pool.draft = pool.versions[version.number] = version
+    if pool.owner is None:
+        pool.owner = session.uid
+    for account in writer.accounts:
+        allocate(books, version, account, writer.sizes)
+
+
+def allocated(books: Books, event: Allocated) -> None:
+    """Note memory that a device allocated; the writer has its draft once all of it is there."""
+    allocation = under_way(books, event.ticket)
+    assert len(event.handles) == len(allocation.sizes)
+    shift(allocation, Report.ALLOCATED)
+    allocation.handles = event.handles
+    version = allocation.version
+    if version.state is State.ALLOCATING and all(other.stage is Stage.HELD for other in version.replicas.values()):
+        _fill(books, version)
+
+
+def _fill(books: Books, version: Version) -> None:
+    writer = version.pool.writer
+    assert writer is not None
+    try:
+        check_quota(writer.session)
+    except OverQuota as error:
+        refuse(books, writer, error)
+        return
+    version.move(Cause.FILLED)
+    leave(books, writer)
+    lease_id = grant(books, writer.session, version).id
+    replicas = tuple(Replica(uuid, allocation.handles) for uuid, allocation in version.replicas.items())
+    answer(books, writer, Created(lease_id, version.pool.name, version.number, version.share, replicas))
+
+
+def not_allocated(books: Books, event: NotAllocated) -> None:
+    """Note memory that a device could not allocate: its draft ends, and its writer is told why."""
+    allocation = under_way(books, event.ticket)
+    take_off(books, allocation, Report.FAILED)
+    version = allocation.version
+    if version.state is State.ALLOCATING:
+        del version.replicas[allocation.account.device.uuid]
+        writer = version.pool.writer
+        assert writer is not None
+        refuse(books, writer, from_code(event.code, event.message))
+
+
+def freed(books: Books, event: Freed) -> None:
+    """Note memory that a device has again. A ticket that failed after it was given up is off the books already."""
+    allocation = books.allocations.get(event.ticket)
+    if allocation is not None:
+        take_off(books, allocation, Report.FREED)

@@ -1,0 +1,128 @@
+"""What always holds of the ledger's books, as assertions; run after every step of a test, and at will elsewhere."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from cubroker.server.books import Books
+from cubroker.server.leases import MAX_LEASES
+from cubroker.server.publishing import MAX_WATCHES
+from cubroker.server.records import Account, Phase, Pool, Reader, Session, Version, Writer
+from cubroker.server.states import ALLOCATED, PROMISED, Stage, State
+from cubroker.server.waiting import MAX_UNFINISHED
+
+
+def check(books: Books) -> None:
+    """Assert that all records agree with each other, and that nobody waits who could be served."""
+    assert not books.stirred
+    assert not books.effects
+    for account in books.accounts.values():
+        _check_account(books, account)
+    for session in books.sessions.values():
+        _check_session(books, session)
+    leases = Counter(lease.version for session in books.sessions.values() for lease in session.leases.values())
+    for name, pool in books.pools.items():
+        assert name == pool.name
+        assert name not in books.numbers
+        _check_pool(books, pool)
+        for version in pool.versions.values():
+            _check_version(version, leases.pop(version, 0))
+    assert not leases, "a lease on a version that no pool has"
+    held = {a.ticket for p in books.pools.values() for v in p.versions.values() for a in v.replicas.values()}
+    for ticket, allocation in books.allocations.items():
+        ours = allocation.stage in (Stage.PROMISED, Stage.HELD)
+        assert ours == (ticket in held), "memory that no version has is not being freed, or the other way round"
+    for timer, waiter in books.timers.items():
+        assert waiter.timer == timer
+        assert waiter.session.unfinished[waiter.request] is waiter
+
+
+def _check_account(books: Books, account: Account) -> None:
+    allocations = account.allocations.values()
+    assert all(books.allocations[allocation.ticket] is allocation for allocation in allocations)
+    assert all(allocation.account is account for allocation in allocations)
+    assert all(allocation.nbytes == sum(allocation.sizes) for allocation in allocations)
+    assert account.promised == sum(allocation.nbytes for allocation in allocations if allocation.stage in PROMISED)
+    assert account.allocated == sum(allocation.nbytes for allocation in allocations if allocation.stage in ALLOCATED)
+    assert account.room >= 0, "more is allocated and promised than the budget allows"
+    for writer in account.line:
+        assert writer.phase is Phase.ROOM
+        assert account in writer.accounts
+    if account.line:
+        first = next(iter(account.line))
+        served = all(next(iter(other.line)) is first and other.room >= first.nbytes for other in first.accounts)
+        assert not served, "somebody waits for room that there is"
+
+
+def _check_session(books: Books, session: Session) -> None:
+    assert len(session.leases) <= MAX_LEASES
+    assert len(session.unfinished) <= MAX_UNFINISHED
+    assert len(session.watches) <= MAX_WATCHES
+    if not session.connected:
+        assert session.leases
+        assert not session.unfinished
+        assert not session.watches
+    for lease in session.leases.values():
+        assert lease.session is session
+        assert lease.version.state not in (State.ALLOCATING, State.ENDED)
+    for name, pool in session.watches.items():
+        assert books.pools[name] is pool
+        assert session in pool.watchers
+    for request, waiter in session.unfinished.items():
+        assert waiter.request == request
+        assert waiter.session is session
+        assert books.pools[waiter.pool.name] is waiter.pool
+        _check_waiter(books, waiter) if isinstance(waiter, Reader) else _check_writer(books, waiter)
+
+
+def _check_waiter(books: Books, reader: Reader) -> None:
+    wanted = reader.body.version
+    assert reader in reader.pool.readers
+    assert books.timers[reader.timer] is reader
+    assert wanted > reader.pool.last or (wanted == 0 and reader.pool.current is None), "what it waits for is there"
+
+
+def _check_writer(books: Books, writer: Writer) -> None:
+    pool = writer.pool
+    assert (writer.phase is Phase.TURN) == (writer in pool.line)
+    assert (writer.phase is not Phase.TURN) == (pool.writer is writer)
+    assert all((writer.phase is Phase.ROOM) == (writer in account.line) for account in writer.accounts)
+    assert (writer.phase is Phase.MEMORY) == (writer.timer == 0)
+    assert writer.timer == 0 or books.timers[writer.timer] is writer
+    assert writer.phase is Phase.MEMORY or writer.body.attach is None or pool.current is None
+
+
+def _check_pool(books: Books, pool: Pool) -> None:
+    assert not pool.idle
+    assert (pool.owner is None) == (not pool.versions)
+    current = [version for version in pool.versions.values() if version.state is State.CURRENT]
+    assert current == ([] if pool.current is None else [pool.current])
+    drafts = [version for version in pool.versions.values() if version.number > pool.last]
+    assert drafts == ([] if pool.draft is None else [pool.draft])
+    assert not pool.line or pool.writer or pool.draft, "somebody waits for a turn that nobody has"
+    if pool.draft is not None:
+        assert pool.draft.number == pool.last + 1
+        assert pool.draft.state in (State.ALLOCATING, State.DRAFT)
+    if pool.writer is not None:
+        allocating = pool.draft is not None and pool.draft.state is State.ALLOCATING
+        assert allocating == (pool.writer.phase is Phase.MEMORY)
+    for waiter in (*pool.readers, *pool.line, *([pool.writer] if pool.writer else [])):
+        assert waiter.session.unfinished[waiter.request] is waiter
+    assert all(session.watches[pool.name] is pool for session in pool.watchers)
+    assert all(books.sessions[session.id] is session for session in pool.watchers)
+
+
+def _check_version(version: Version, leases: int) -> None:
+    pool, state = version.pool, version.state
+    assert pool.versions[version.number] is version
+    assert version.leases == leases
+    assert leases or state in (State.ALLOCATING, State.CURRENT), "a version that nothing keeps"
+    assert state is not State.ALLOCATING or not leases
+    assert state is not State.DRAFT or leases == 1
+    assert version.replicas
+    for uuid, allocation in version.replicas.items():
+        assert allocation.version is version
+        assert allocation.account.device.uuid == uuid
+        if state is not State.ALLOCATING:
+            assert allocation.stage is Stage.HELD
+            assert len(allocation.handles) == len(allocation.sizes)

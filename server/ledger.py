@@ -1,0 +1,206 @@
+"""The ledger: the only thing that decides who may use which memory, and when it is freed.
+
+It is sans-I/O: events in, effects out (:mod:`cubroker.server.events`), no clock, no sockets, no
+device. Time reaches it as timers that run out, devices as outcomes of what it asked for.
+
+A *session* asks; each request is answered exactly once, at once or after waiting, unless the session
+is lost first. Two lives are followed, as tables in :mod:`cubroker.server.states`: that of a version
+and that of a piece of memory. What ends, ends on one path, whatever the cause:
+
+    request   waiting.leave    answered, refused, out of time, cancelled, its session lost
+    lease     leases.release   closed, sealed, its session gone
+    version   leases.end       given up by its writer, or out of service and without leases
+    memory    room.take_off    its device reports that it has the bytes again
+    session   Ledger._end      its process is gone, or it is lost and holds nothing
+
+A lost session (its connection ended, its process may live) keeps its leases, asks for nothing new
+and is told nothing; it may still close and seal. It ends with its last lease, or with its process.
+
+Whatever ends stirs the pool or the device that it took part in, and after every event
+:func:`cubroker.server.drafts.settle` serves those who wait there, until nobody can be served.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cubroker.protocol.errors import CubrokerError, TimedOut, Unavailable
+from cubroker.protocol.messages import (
+    Attach,
+    Cancel,
+    Close,
+    Create,
+    Describe,
+    Done,
+    Failed,
+    ListClients,
+    ListDevices,
+    ListPools,
+    Reply,
+    Retire,
+    Seal,
+    Watch,
+)
+from cubroker.server import attaching, drafts, invariants, leases, publishing, reports, waiting, wording
+from cubroker.server.books import Books
+from cubroker.server.events import (
+    Allocated,
+    Asked,
+    Effect,
+    Elapsed,
+    Event,
+    Forget,
+    Freed,
+    Gone,
+    Joined,
+    Lost,
+    NotAllocated,
+    Respond,
+)
+from cubroker.server.records import Budget, Session
+from cubroker.server.states import Impossible
+
+__all__ = ["Budget", "Impossible", "Ledger"]
+
+LAST_WORDS = (Close, Seal, Cancel)
+"""What a session may still ask after its connection ended."""
+
+
+class Ledger:
+    """The record of sessions, pools, versions and leases.
+
+    Args:
+        devices: the devices whose memory the broker lends, with their budgets.
+        uid: the user that the broker runs as, who may change every pool.
+    """
+
+    def __init__(self, devices: Sequence[Budget], uid: int) -> None:
+        self._books = Books(devices, uid)
+
+    def handle(self, event: Event) -> list[Effect]:
+        """Take one event; return what is to be done about it, in order.
+
+        Raises:
+            Impossible: the event cannot follow from what was told before; nothing has changed.
+        """
+        match event:
+            case Asked():
+                self._asked(event)
+            case Allocated():
+                drafts.allocated(self._books, event)
+            case NotAllocated():
+                drafts.not_allocated(self._books, event)
+            case Freed():
+                drafts.freed(self._books, event)
+            case Elapsed():
+                self._elapsed(event)
+            case Joined():
+                self._joined(event)
+            case Lost():
+                self._lost(event)
+            case Gone():
+                self._gone(event)
+        drafts.settle(self._books)
+        effects, self._books.effects = self._books.effects, []
+        return effects
+
+    def check(self) -> None:
+        """Assert everything that always holds of the ledger; costs time in proportion to all that it knows."""
+        invariants.check(self._books)
+
+    def story(self, subject: str | int) -> tuple[str, ...]:
+        """Return the last events of a pool, by name, or of a session, by id, in words; none if it is unknown."""
+        record = self._books.pools.get(subject) if isinstance(subject, str) else self._books.sessions.get(subject)
+        return () if record is None else tuple(record.story)
+
+    def _asked(self, event: Asked) -> None:
+        session = self._books.sessions.get(event.session)
+        if session is None:
+            return
+        try:
+            answer = self._answer(session, event)
+        except CubrokerError as error:
+            answer = Failed(error.code, error.message)
+            session.story.append(f"request {event.request} failed: {error.code}")
+        if answer is not None:
+            self._books.effects.append(Respond(session.id, event.request, answer))
+        if not session.connected and not session.leases:
+            self._end(session)
+
+    def _answer(self, session: Session, event: Asked) -> Reply | None:
+        """Return the answer to a request, or None if it waits or was answered already."""
+        books, body = self._books, event.body
+        if not session.connected and not isinstance(body, LAST_WORDS):
+            raise Unavailable(f"the connection of session {session.id} has ended; open a new session")
+        match body:
+            case Attach():
+                return attaching.attach(books, session, event.request, body)
+            case Close():
+                leases.release(books, leases.held(session, body.lease))
+                return Done()
+            case Create():
+                assert event.layout is not None
+                return drafts.create(books, session, event.request, body, event.layout)
+            case Seal():
+                return publishing.seal(books, session, body)
+            case Cancel():
+                return self._cancel(session, body)
+            case Retire():
+                return publishing.retire(books, session, body)
+            case Watch():
+                return publishing.watch(books, session, body)
+            case Describe():
+                return reports.describe(books, body)
+            case ListPools():
+                return reports.list_pools(books)
+            case ListClients():
+                return reports.list_clients(books)
+            case ListDevices():
+                return reports.list_devices(books)
+
+    def _cancel(self, session: Session, body: Cancel) -> Done:
+        waiter = session.unfinished.get(body.request)
+        if waiter is not None:
+            waiting.refuse(self._books, waiter, TimedOut(f"request {body.request} was cancelled by its caller"))
+        return Done()
+
+    def _elapsed(self, event: Elapsed) -> None:
+        waiter = self._books.timers.pop(event.timer, None)
+        if waiter is not None:
+            waiter.timer = 0
+            waiting.refuse(self._books, waiter, TimedOut(wording.waited(waiter)))
+
+    def _joined(self, event: Joined) -> None:
+        known = self._books.sessions.get(event.session)
+        if known is not None:
+            raise Impossible(f"session {event.session} joined twice; what happened before:", known.story)
+        self._books.sessions[event.session] = Session(event.session, event.pid, event.uid, event.gid)
+
+    def _lost(self, event: Lost) -> None:
+        session = self._books.sessions.get(event.session)
+        if session is None:
+            return
+        session.connected = False
+        session.story.append("the connection ended")
+        self._stop(session)
+        if not session.leases:
+            self._end(session)
+
+    def _gone(self, event: Gone) -> None:
+        session = self._books.sessions.get(event.session)
+        if session is not None:
+            self._end(session)
+
+    def _stop(self, session: Session) -> None:
+        """End all that a session waits for and watches."""
+        for waiter in tuple(session.unfinished.values()):
+            waiting.leave(self._books, waiter)
+        for name in tuple(session.watches):
+            publishing.unwatch(self._books, session, name)
+
+    def _end(self, session: Session) -> None:
+        self._stop(session)
+        for lease in tuple(session.leases.values()):
+            leases.release(self._books, lease)
+        del self._books.sessions[session.id]
+        self._books.effects.append(Forget(session.id))

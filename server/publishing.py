@@ -1,0 +1,123 @@
+"""A version's way into service and out of it: seal, retire, and who is told."""
+
+from __future__ import annotations
+
+from cubroker.protocol import names
+from cubroker.protocol.errors import CubrokerError, Denied, Invalid, NotFound, OverQuota, Retired
+from cubroker.protocol.messages import Done, Failed, PoolChanged, Reply, Retire, Retirement, Seal, Sealed, Watch
+from cubroker.server import waiting, wording
+from cubroker.server.attaching import lease, missing
+from cubroker.server.books import Books
+from cubroker.server.events import Notify
+from cubroker.server.leases import end_if_empty, held, release
+from cubroker.server.permissions import may_change
+from cubroker.server.records import Pool, Session, Version, Waiter
+from cubroker.server.states import Cause, State
+
+MAX_WATCHES = 1024
+"""Names that one session watches."""
+
+
+def seal(books: Books, session: Session, body: Seal) -> Sealed:
+    """Publish a draft, end its writer's lease, and serve everybody who waits for it."""
+    draft = held(session, body.lease)
+    version = draft.version
+    if version.state is not State.DRAFT:
+        raise Invalid(f"lease {body.lease} is on {version.label}, which is published; only a draft can be sealed")
+    pool = version.pool
+    version.move(Cause.SEALED)
+    previous, pool.current, pool.draft, pool.last = pool.current, version, None, version.number
+    release(books, draft)
+    if previous is not None:
+        previous.move(Cause.REPLACED)
+        end_if_empty(books, previous)
+    announce(books, pool)
+    _serve(books, version)
+    books.stirred.append(pool)
+    return Sealed(version.number)
+
+
+def _serve(books: Books, version: Version) -> None:
+    """Give leases to those who wait for a version that was just published, in order of arrival."""
+    pool = version.pool
+    waiters: list[tuple[Waiter, str | None]] = []
+    waiters += [(reader, reader.body.device) for reader in pool.readers if reader.body.version in (0, version.number)]
+    waiters += [(writer, writer.body.attach) for writer in pool.line if writer.body.attach is not None]
+    for waiter, device in waiters:
+        waiting.leave(books, waiter)
+        waiting.answer(books, waiter, _lease(books, waiter.session, version, device))
+
+
+def _lease(books: Books, session: Session, version: Version, device: str | None) -> Reply:
+    try:
+        return lease(books, session, version, device)
+    except CubrokerError as error:
+        return Failed(error.code, error.message)
+
+
+def retire(books: Books, session: Session, body: Retire) -> Retirement:
+    """Take a version out of service; it ends with its last lease. Again: say how many it still waits for."""
+    version = find(books, body.name, body.version)
+    pool = version.pool
+    if not may_change(session.uid, pool.owner, books.uid):
+        raise Denied(wording.not_owner(session.uid, pool.name, pool.owner))
+    if version is pool.draft:
+        raise Invalid(wording.still_draft(version))
+    leases = version.leases
+    if version.state is not State.RETIRED:
+        _retire(books, version)
+    return Retirement(version.number, leases)
+
+
+def _retire(books: Books, version: Version) -> None:
+    pool = version.pool
+    version.move(Cause.RETIRED)
+    end_if_empty(books, version)
+    if pool.current is version:
+        pool.current = None
+        announce(books, pool)
+
+
+def find(books: Books, name: str, number: int) -> Version:
+    """Return a live version, whatever its state (0: the current one); raises ``NotFound`` or ``Retired``."""
+    names.check(name)
+    pool = books.pools.get(name)
+    if pool is not None:
+        version = pool.versions.get(number) if number else pool.current
+        if version is not None:
+            return version
+    if 0 < number <= books.last(name):
+        raise Retired(wording.retired(name, number, pool.current.number if pool and pool.current else 0))
+    raise NotFound(missing(books, pool, name, number))
+
+
+def watch(books: Books, session: Session, body: Watch) -> Done:
+    """Begin or end telling a session what becomes of a name."""
+    names.check(body.name)
+    if not body.on:
+        unwatch(books, session, body.name)
+        return Done()
+    if body.name not in session.watches and len(session.watches) >= MAX_WATCHES:
+        raise OverQuota(f"this session watches {MAX_WATCHES} pools, the most that one may; end some of the watches")
+    pool = session.watches[body.name] = books.pool(body.name)
+    pool.watchers[session] = None
+    books.effects.append(_notice(session, pool))
+    return Done()
+
+
+def unwatch(books: Books, session: Session, name: str) -> None:
+    """End a watch, if there is one."""
+    pool = session.watches.pop(name, None)
+    if pool is not None:
+        del pool.watchers[session]
+        books.stirred.append(pool)
+
+
+def announce(books: Books, pool: Pool) -> None:
+    """Tell everybody who watches a pool which version is current."""
+    for session in pool.watchers:
+        books.effects.append(_notice(session, pool))
+
+
+def _notice(session: Session, pool: Pool) -> Notify:
+    return Notify(session.id, PoolChanged(pool.name, 0 if pool.current is None else pool.current.number))

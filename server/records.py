@@ -1,0 +1,195 @@
+"""What the ledger remembers: sessions, leases, pools, versions, memory, and requests that wait.
+
+Records only; they are linked with each other, and the modules that change them keep both ends of
+every link in step (:mod:`cubroker.server.invariants` says what that means).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+from enum import Enum
+
+from cubroker.protocol.messages import Attach, Create
+from cubroker.server.states import MEMORY, VERSION, Cause, Report, Stage, State, step
+
+STORY = 32
+"""Events that a pool and a session remember, in words, for whoever has to explain an impossible one."""
+
+
+def _story() -> deque[str]:
+    return deque(maxlen=STORY)
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """One device, and the bytes of it that the broker may use. ``total`` is what it has."""
+
+    index: int
+    uuid: str
+    name: str
+    total: int
+    budget: int
+
+
+@dataclass(slots=True, eq=False)
+class Account:
+    """What is allocated and promised on one device, in bytes, and the line of those who wait for room."""
+
+    device: Budget
+    allocated: int = 0
+    promised: int = 0
+    allocations: dict[int, Allocation] = field(default_factory=dict)
+    line: OrderedDict[Writer, None] = field(default_factory=OrderedDict)
+
+    @property
+    def room(self) -> int:
+        """Bytes that are neither allocated nor promised."""
+        return self.device.budget - self.allocated - self.promised
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One client process. ``connected`` is False while it lives without a connection and still holds leases."""
+
+    id: int
+    pid: int
+    uid: int
+    gid: int
+    connected: bool = True
+    leases: dict[int, Lease] = field(default_factory=dict)
+    unfinished: dict[int, Waiter] = field(default_factory=dict)
+    watches: dict[str, Pool] = field(default_factory=dict)
+    story: deque[str] = field(default_factory=_story)
+
+    @property
+    def label(self) -> str:
+        """The session in words."""
+        return f"session {self.id} (pid {self.pid}, uid {self.uid})"
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """One session's reference to one version."""
+
+    id: int
+    session: Session
+    version: Version
+
+
+@dataclass(slots=True, eq=False)
+class Pool:
+    """One name: its live versions, and everybody who waits for or watches it.
+
+    ``last`` is the number of the last version published. ``owner`` is the uid that the name belongs
+    to while any version of it lives. ``draft`` is the version being allocated or filled, ``writer``
+    the request whose turn it is until its draft is filled, ``line`` those whose turn comes later.
+    """
+
+    name: str
+    last: int
+    owner: int | None = None
+    versions: dict[int, Version] = field(default_factory=dict)
+    current: Version | None = None
+    draft: Version | None = None
+    writer: Writer | None = None
+    line: OrderedDict[Writer, None] = field(default_factory=OrderedDict)
+    readers: dict[Reader, None] = field(default_factory=dict)
+    watchers: dict[Session, None] = field(default_factory=dict)
+    story: deque[str] = field(default_factory=_story)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing of it lives and nobody waits for or watches it."""
+        return not (self.versions or self.writer or self.line or self.readers or self.watchers)
+
+
+@dataclass(slots=True, eq=False)
+class Version:
+    """One version of a pool, made by user ``owner``; ``writer`` says which session fills or filled it.
+
+    ``layout`` is as it travels; ``nbytes`` is what it describes, per device; ``replicas`` is keyed by device UUID.
+    """
+
+    pool: Pool
+    number: int
+    owner: int
+    writer: str
+    share: str
+    layout: bytes
+    tensors: int
+    nbytes: int
+    replicas: dict[str, Allocation] = field(default_factory=dict)
+    state: State = State.ALLOCATING
+    leases: int = 0
+
+    @property
+    def label(self) -> str:
+        """``name@number``."""
+        return f"{self.pool.name}@{self.number}"
+
+    def move(self, cause: Cause) -> None:
+        """Take the step that the table has for ``cause``, or raise ``Impossible``."""
+        self.state = step(VERSION, self.state, cause, self.pool.story)
+        self.pool.story.append(f"version {self.number} is {self.state.value}: {cause.value}")
+
+
+@dataclass(slots=True, eq=False)
+class Allocation:
+    """The memory of one version on one device: one handle per size once it is allocated."""
+
+    ticket: int
+    account: Account
+    version: Version
+    sizes: tuple[int, ...]
+    nbytes: int
+    stage: Stage = Stage.PROMISED
+    handles: tuple[bytes, ...] = ()
+
+    def move(self, report: Report) -> None:
+        """Take the step that the table has for ``report``, or raise ``Impossible``."""
+        self.stage = step(MEMORY, self.stage, report, self.version.pool.story)
+        self.version.pool.story.append(f"memory {self.ticket} is {self.stage.value}: {report.value}")
+
+
+@dataclass(slots=True, eq=False)
+class Reader:
+    """An attach that waits for its version to be published."""
+
+    session: Session
+    request: int
+    pool: Pool
+    body: Attach
+    timer: int = 0
+
+
+class Phase(Enum):
+    """What a create waits for."""
+
+    TURN = "its turn as the writer"
+    ROOM = "room"
+    MEMORY = "its memory"
+
+
+@dataclass(slots=True, eq=False)
+class Writer:
+    """A create that waits for its turn, for room, or for its memory.
+
+    ``sizes`` are those of its allocations, as they are allocated, and ``nbytes`` their sum: what it takes per
+    device. ``content`` is the sum of the sizes as they were asked for.
+    """
+
+    session: Session
+    request: int
+    pool: Pool
+    body: Create
+    accounts: tuple[Account, ...]
+    sizes: tuple[int, ...]
+    nbytes: int
+    tensors: int
+    content: int
+    phase: Phase = Phase.TURN
+    timer: int = 0
+
+
+Waiter = Reader | Writer

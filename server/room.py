@@ -1,0 +1,62 @@
+"""The memory on the books: allocations, the bytes that they take of a device's budget, and their end."""
+
+from __future__ import annotations
+
+from cubroker.server.books import Books
+from cubroker.server.events import Allocate, Free
+from cubroker.server.records import Account, Allocation, Version
+from cubroker.server.states import ALLOCATED, PROMISED, Impossible, Report, Stage
+
+GRANULARITY = 2 << 20
+"""Bytes. Smaller pieces of device memory would share a block, and opening one would expose its neighbours."""
+
+
+def rounded(nbytes: int) -> int:
+    """Return the bytes that an allocation takes of its device."""
+    return -(-nbytes // GRANULARITY) * GRANULARITY
+
+
+def allocate(books: Books, version: Version, account: Account, sizes: tuple[int, ...]) -> None:
+    """Promise a version its memory on one device, and have it allocated."""
+    allocation = Allocation(next(books.tickets), account, version, sizes, sum(sizes))
+    version.replicas[account.device.uuid] = allocation
+    books.allocations[allocation.ticket] = account.allocations[allocation.ticket] = allocation
+    account.promised += allocation.nbytes
+    books.effects.append(Allocate(allocation.ticket, account.device.uuid, sizes))
+
+
+def under_way(books: Books, ticket: int) -> Allocation:
+    """Return the allocation whose outcome is reported; raises ``Impossible`` if none is under way."""
+    allocation = books.allocations.get(ticket)
+    if allocation is None:
+        raise Impossible(f"an outcome of ticket {ticket}, which is not on the books")
+    return allocation
+
+
+def shift(allocation: Allocation, report: Report) -> None:
+    """Move an allocation one step, and its bytes from one column of its account to the other."""
+    before = allocation.stage
+    allocation.move(report)
+    _count(allocation, before, -allocation.nbytes)
+    _count(allocation, allocation.stage, allocation.nbytes)
+
+
+def _count(allocation: Allocation, stage: Stage, nbytes: int) -> None:
+    if stage in PROMISED:
+        allocation.account.promised += nbytes
+    elif stage in ALLOCATED:
+        allocation.account.allocated += nbytes
+
+
+def give_up(books: Books, allocation: Allocation) -> None:
+    """Have memory freed that nobody needs any more, or that nobody will once it is allocated."""
+    shift(allocation, Report.RELEASED)
+    books.effects.append(Free(allocation.ticket, allocation.account.device.uuid))
+
+
+def take_off(books: Books, allocation: Allocation, report: Report) -> None:
+    """Take an allocation off the books: its device has the bytes, so somebody may have room now."""
+    shift(allocation, report)
+    del books.allocations[allocation.ticket]
+    del allocation.account.allocations[allocation.ticket]
+    books.stirred.append(allocation.account)

@@ -1,0 +1,98 @@
+"""Requests that are not answered at once: how they begin to wait, and how they stop.
+
+An attach waits for a publication; a create waits for its turn, for room, and for its memory. All of
+them stop in :func:`leave`, whatever the cause: served, refused, out of time, cancelled, or their
+session is lost. A request that waits is answered exactly once, unless its session is lost.
+"""
+
+from __future__ import annotations
+
+from cubroker.protocol.errors import CubrokerError, Invalid, OverQuota
+from cubroker.protocol.messages import Failed, Reply
+from cubroker.server.books import Books
+from cubroker.server.events import DropTimer, Respond, SetTimer
+from cubroker.server.leases import end
+from cubroker.server.records import Phase, Reader, Session, Waiter, Writer
+from cubroker.server.states import Cause, State
+
+MAX_UNFINISHED = 1024
+"""Requests of one session that wait."""
+
+
+def admit(session: Session, request: int) -> None:
+    """Raise unless ``session`` may have one more unfinished request, ``request``."""
+    if request in session.unfinished:
+        raise Invalid(f"request {request} is unfinished; a new request needs a new id")
+    if len(session.unfinished) >= MAX_UNFINISHED:
+        raise OverQuota(
+            f"this session has {MAX_UNFINISHED} unfinished requests, the most that one may; cancel some of them"
+        )
+
+
+def begin(waiter: Waiter) -> None:
+    """Put an admitted request on the books."""
+    waiter.session.unfinished[waiter.request] = waiter
+    if isinstance(waiter, Reader):
+        waiter.pool.readers[waiter] = None
+    else:
+        waiter.pool.line[waiter] = None
+    waiter.pool.story.append(f"request {waiter.request} of {waiter.session.label} began to wait")
+
+
+def limit(books: Books, waiter: Waiter) -> None:
+    """Have a request that waits end when its time is up."""
+    waiter.timer = next(books.timer_ids)
+    books.timers[waiter.timer] = waiter
+    books.effects.append(SetTimer(waiter.timer, waiter.body.wait))
+
+
+def unlimit(books: Books, waiter: Waiter) -> None:
+    """Take back what :func:`limit` did, if it did."""
+    if waiter.timer:
+        del books.timers[waiter.timer]
+        books.effects.append(DropTimer(waiter.timer))
+        waiter.timer = 0
+
+
+def leave(books: Books, waiter: Waiter) -> None:
+    """Take a request off the books, with all that it was given so far."""
+    del waiter.session.unfinished[waiter.request]
+    unlimit(books, waiter)
+    if isinstance(waiter, Reader):
+        del waiter.pool.readers[waiter]
+    else:
+        _step_out(books, waiter)
+    books.stirred.append(waiter.pool)
+    waiter.pool.story.append(f"request {waiter.request} of {waiter.session.label} stopped waiting")
+
+
+def _step_out(books: Books, writer: Writer) -> None:
+    if writer.phase is Phase.TURN:
+        del writer.pool.line[writer]
+        return
+    writer.pool.writer = None
+    if writer.phase is Phase.ROOM:
+        leave_lines(books, writer)
+        return
+    draft = writer.pool.draft
+    assert draft is not None
+    if draft.state is State.ALLOCATING:
+        end(books, draft, Cause.DROPPED)
+
+
+def leave_lines(books: Books, writer: Writer) -> None:
+    """Take a create out of the lines for room; whoever is next in them may have room now."""
+    for account in writer.accounts:
+        del account.line[writer]
+        books.stirred.append(account)
+
+
+def answer(books: Books, waiter: Waiter, body: Reply) -> None:
+    """Answer a request that has left."""
+    books.effects.append(Respond(waiter.session.id, waiter.request, body))
+
+
+def refuse(books: Books, waiter: Waiter, error: CubrokerError) -> None:
+    """End a request that waits with a refusal."""
+    leave(books, waiter)
+    answer(books, waiter, Failed(error.code, error.message))
