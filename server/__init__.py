@@ -1,0 +1,1 @@
+"""The broker: ledger, device memory, sessions, and the gateway that carries requests to it."""

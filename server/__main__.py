@@ -1,0 +1,36 @@
+"""``python -m cubroker.server DIRECTORY --devices host:2``: the broker without the command line around it."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+
+from cubroker.protocol.errors import CubrokerError
+from cubroker.server.run import serve
+
+
+def main() -> int:
+    """Serve until told to stop; 1 if the broker cannot start."""
+    parser = argparse.ArgumentParser(prog="python -m cubroker.server")
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--devices", default="cuda", help="cuda, cuda:0,1, host:2 or host:2@64MiB")
+    parser.add_argument("--budget", help="of each device: 10GiB, or a share; 90%% by default")
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    try:
+        return serve(
+            options.directory, options.devices, options.budget, lambda: _say(f"serving on {options.directory}")
+        )
+    except CubrokerError as error:
+        _say(error.message)
+        return 1
+
+
+def _say(text: str) -> None:
+    print(f"cubroker: {text}", file=sys.stderr, flush=True)  # noqa: T201  this is a program
+
+
+if __name__ == "__main__":
+    sys.exit(main())

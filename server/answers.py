@@ -1,0 +1,73 @@
+"""What one session asked and was answered: a request that is sent again is answered again, not done again.
+
+Pure. A request is *pending* from its first arrival until its answer, which is *kept*, encoded, until
+the client says (``oldest``) that it has it. Both are bounded: past the bound further requests are
+refused, and nothing is remembered of them, so the client may send them again when there is room.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+MAX_REQUESTS = 4096
+"""Requests of one session that are pending or whose answers are kept."""
+
+MAX_BYTES = 64 << 20
+"""Bytes of those requests and answers; some times the largest message."""
+
+
+class Verdict(Enum):
+    """What to do with a request that arrived."""
+
+    NEW = "do it"
+    PENDING = "it is being done; its answer goes to where it was asked from last"
+    STALE = "the client said that it has the answer: ignore it"
+    FULL = "refuse it; it is not remembered"
+
+
+class Answers:
+    """The requests of one session that its client may send again."""
+
+    def __init__(self) -> None:
+        self._pending: dict[int, tuple[bytes, int]] = {}  # routing id and bytes of the request
+        self._kept: dict[int, bytes] = {}
+        self._oldest = 0
+        self._nbytes = 0
+
+    def admit(self, number: int, oldest: int, routing: bytes, nbytes: int) -> Verdict | bytes:
+        """Take note of request ``number``, ``nbytes`` long; return the kept answer if there is one."""
+        if oldest > self._oldest:
+            self._acknowledge(oldest)
+        if (kept := self._kept.get(number)) is not None:
+            return kept
+        if number in self._pending:
+            self._pending[number] = (routing, self._pending[number][1])
+            return Verdict.PENDING
+        if number < self._oldest:
+            return Verdict.STALE
+        known = len(self._pending) + len(self._kept)
+        if known >= MAX_REQUESTS or (known and self._nbytes + nbytes > MAX_BYTES):
+            return Verdict.FULL
+        self._pending[number] = (routing, nbytes)
+        self._nbytes += nbytes
+        return Verdict.NEW
+
+    def settle(self, number: int, answer: bytes) -> bytes:
+        """Keep the answer of a pending request and return the routing id to send it to."""
+        routing, nbytes = self._pending.pop(number)
+        self._nbytes -= nbytes
+        if number >= self._oldest:  # else the client gave it up
+            self._kept[number] = answer
+            self._nbytes += len(answer)
+        return routing
+
+    def is_pending(self, number: int) -> bool:
+        """Whether the request is still to be answered."""
+        return number in self._pending
+
+    def _acknowledge(self, oldest: int) -> None:
+        """Drop kept answers before ``oldest``, up to the first that stays; requests are answered about in order."""
+        self._oldest = oldest
+        kept = self._kept
+        while kept and (number := next(iter(kept))) < oldest:
+            self._nbytes -= len(kept.pop(number))

@@ -1,0 +1,131 @@
+"""The shell around the ledger: brings it events, and carries out its effects.
+
+Everything here runs on the event loop and returns at once. What blocks is elsewhere: device memory
+on one thread per device, and large layouts on a thread that checks them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import socket
+from collections.abc import Callable, Mapping, Sequence
+
+from cubroker.protocol import wire
+from cubroker.protocol.messages import Failed, Farewell, GatewayChanged, Notice, Welcome
+from cubroker.server import events
+from cubroker.server.devices import DeviceMemory
+from cubroker.server.events import Asked, Effect, Event
+from cubroker.server.ledger import Ledger
+from cubroker.server.peers import Peer
+from cubroker.server.requests import Requests
+from cubroker.server.sessions import Session
+
+log = logging.getLogger(__name__)
+
+
+class Broker:
+    """Sessions, timers and device memory, as the ledger wants them.
+
+    Args:
+        ledger: decides everything.
+        memory: the devices' memory, by UUID; what comes of its work returns through :meth:`handle`.
+        driver: what clients build their driver from.
+        send: takes batches of answers for the gateway.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        memory: Mapping[str, DeviceMemory],
+        driver: str,
+        send: Callable[[Sequence[bytes]], None],
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._ledger = ledger
+        self._memory = memory
+        self._driver = driver
+        self._requests = Requests(self._apply, send)
+        self.receive = self._requests.receive
+        self._sessions: dict[int, Session] = {}
+        self._numbers = itertools.count(1)
+        self._timers: dict[int, asyncio.TimerHandle] = {}
+
+    def admit(self, connection: socket.socket, peer: Peer, version: int) -> None:
+        """Open a session on a connection that has greeted."""
+        number = next(self._numbers)
+        session = Session(number, connection, peer, self._ended)
+        self._sessions[number] = session
+        self._requests.enter(session)
+        log.info("session %d: process %d of user %d", number, peer.pid, peer.uid)
+        self.handle(events.Joined(number, peer.pid, peer.uid, peer.gid))
+        session.send(wire.pack(Welcome(version, number, session.secret, self._driver)))
+        session.watch()
+
+    def handle(self, event: Event) -> None:
+        """Bring an event to the ledger, carry out its effects, and send what answers there are."""
+        self._apply(event)
+        self._requests.flush()
+
+    def announce_gateway(self) -> None:
+        """Tell every session that requests may have been lost with the gateway."""
+        self._notify_all(GatewayChanged())
+
+    def close(self, reason: str) -> None:
+        """Say farewell to every session, and forget them all."""
+        self._notify_all(Farewell(reason))
+        for session in self._sessions.values():
+            session.close()
+        for timer in self._timers.values():
+            timer.cancel()
+        self._requests.close()
+
+    def _notify_all(self, notice: Notice) -> None:
+        for session in self._sessions.values():
+            session.notify(notice)
+
+    def _ended(self, event: events.Lost | events.Gone) -> None:
+        how = "its process has ended" if isinstance(event, events.Gone) else "its connection has ended"
+        log.info("session %d: %s", event.session, how)
+        self.handle(event)
+
+    def _apply(self, event: Event) -> None:
+        try:
+            for effect in self._ledger.handle(event):
+                self._carry_out(effect)
+        # A mistake in the ledger over one event must not take every other client's memory with it, as
+        # the end of this process would. The log has the event, and whoever asked hears of it.
+        except Exception as error:
+            log.exception("the broker failed at %.500r", event)
+            if isinstance(event, Asked):
+                self._respond_failed(event, error)
+
+    def _respond_failed(self, asked: Asked, error: Exception) -> None:
+        session = self._sessions.get(asked.session)
+        if session and session.answers.is_pending(asked.request):
+            message = f"the broker failed at {type(asked.body).__name__}: {error!r}; its log says more"
+            self._requests.respond(session, asked.request, Failed("invalid", message))
+
+    def _carry_out(self, effect: Effect) -> None:
+        match effect:
+            case events.Respond():
+                self._requests.respond(self._sessions[effect.session], effect.request, effect.body)
+            case events.Notify():
+                self._sessions[effect.session].notify(effect.notice)
+            case events.Allocate() | events.Free():
+                self._memory[effect.device].submit(effect)
+            case events.SetTimer():
+                self._timers[effect.timer] = self._loop.call_later(effect.seconds, self._elapse, effect.timer)
+            case events.DropTimer():
+                self._timers.pop(effect.timer).cancel()
+            case events.Forget():
+                self._forget(self._sessions.pop(effect.session))
+
+    def _elapse(self, timer: int) -> None:
+        del self._timers[timer]
+        self.handle(events.Elapsed(timer))
+
+    def _forget(self, session: Session) -> None:
+        self._requests.leave(session)
+        session.close()

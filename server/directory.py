@@ -1,0 +1,95 @@
+"""The directory where a broker serves: one broker at a time, and what a killed one left is swept away."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from cubroker.protocol.directory import LOCK, MAX_PATH, REQUEST_SOCKET, SESSION_SOCKET
+from cubroker.protocol.errors import Denied, Invalid, Unavailable
+
+BACKLOG = 512
+"""Connections that may wait to be accepted."""
+
+
+class Directory:
+    """The directory, locked and with its two sockets listening, for as long as the context lasts.
+
+    The sockets are for the broker's own user (and root) alone.
+
+    Raises:
+        Invalid: the path is too long for a socket.
+        Denied: the directory is another user's, or cannot be written.
+        Unavailable: another broker serves there, or the directory cannot be made.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.absolute()
+        self.sessions: socket.socket
+        self.requests: socket.socket
+        self._undo = ExitStack()
+
+    def __enter__(self) -> Self:
+        with ExitStack() as undo:
+            try:
+                _make(self.path)
+                _lock(self.path, undo)
+                self.sessions = _listen(self.path / SESSION_SOCKET, socket.SOCK_SEQPACKET, undo)
+                self.requests = _listen(self.path / REQUEST_SOCKET, socket.SOCK_STREAM, undo)
+            except PermissionError as error:
+                raise Denied(f"cannot serve in {self.path}: {error}; choose another directory or user") from None
+            except OSError as error:
+                raise Unavailable(f"cannot serve in {self.path}: {error}") from None
+            self._undo = undo.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._undo.close()
+
+
+def _make(path: Path) -> None:
+    longest = path / max(SESSION_SOCKET, REQUEST_SOCKET, key=len)
+    if len(os.fsencode(longest)) > MAX_PATH:
+        raise Invalid(f"{longest} is longer than the {MAX_PATH} bytes of a socket's path; choose a shorter directory")
+    path.mkdir(mode=0o755, parents=True, exist_ok=True)
+    owner = path.stat().st_uid
+    # Whoever owns the directory can put sockets of their own in it, and so pose as the broker.
+    if owner not in (0, os.geteuid()):
+        raise Denied(f"{path} belongs to user {owner}, who could pose as the broker; choose a directory of your own")
+
+
+def _lock(path: Path, undo: ExitStack) -> None:
+    """Take the lock that one broker holds, and write its process id for the next one to name."""
+    file = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    lock = undo.enter_context(os.fdopen(file, "r+"))
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise Unavailable(
+            f"another broker (process {lock.read(20).strip() or 'unknown'}) serves in {path}; use that one, stop it,"
+            f" or choose another directory"
+        ) from None
+    lock.truncate(0)
+    lock.write(f"{os.getpid()}\n")
+    lock.flush()
+
+
+def _listen(path: Path, kind: int, undo: ExitStack) -> socket.socket:
+    """Return a listening socket at ``path``. What stands there is a dead broker's: the lock says so."""
+    path.unlink(missing_ok=True)
+    listener = undo.enter_context(socket.socket(socket.AF_UNIX, kind | socket.SOCK_NONBLOCK))
+    before = os.umask(0o177)
+    try:
+        listener.bind(os.fspath(path))
+    finally:
+        os.umask(before)
+    undo.callback(path.unlink, missing_ok=True)
+    listener.listen(BACKLOG)
+    return listener

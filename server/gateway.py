@@ -1,0 +1,156 @@
+"""The gateway: a process that holds the ZeroMQ socket and nothing else.
+
+It forwards whole requests to the broker and the broker's answers to the clients, in batches. It is
+a process of its own since any permitted peer can bring libzmq down, by running it out of
+descriptors or memory or into one of its assertions, and GPU memory must not go down with it. What
+it costs is bounded: it has its own limits, reads no further request while the broker has not taken
+the last batch, and drops replies for a client that does not read.
+
+Started by :mod:`cubroker.server.supervisor` as ``python -m cubroker.server.gateway PIPE LISTENER PATH``,
+the first two being inherited descriptors. It ends when the broker's end of the pipe closes.
+"""
+
+from __future__ import annotations
+
+import errno
+import resource
+import signal
+import socket
+import sys
+
+import zmq
+
+from cubroker.protocol import wire
+from cubroker.server import batches
+
+MAX_DESCRIPTORS = 65_536
+MAX_MEMORY = 2 << 30
+"""Bytes of data. libzmq collects a multipart message without end in memory; past this it ends the process."""
+
+HIGH_WATER = 1024
+"""Messages queued per client, each way."""
+
+HANDSHAKE = 10_000
+"""Milliseconds that a peer may take to begin speaking ZMTP."""
+
+_READ = 1 << 20
+
+
+class Gateway:
+    """The forwarding loop between one ROUTER socket and the broker."""
+
+    def __init__(self, pipe: socket.socket, router: zmq.Socket[bytes]) -> None:
+        self._pipe = pipe
+        self._router = router
+        self._inbound = batches.Batches()
+        self._unsent = memoryview(batches.encode(()))  # "I am listening"
+        self._poller = zmq.Poller()
+
+    def run(self) -> None:
+        """Forward until the broker's end closes."""
+        while True:
+            # While the broker has not taken a batch there is no point in reading the next one: the
+            # requests wait in their clients' pipes, which are bounded.
+            busy = bool(self._unsent)
+            self._poller.register(self._pipe, zmq.POLLIN | zmq.POLLOUT if busy else zmq.POLLIN)
+            self._poller.register(self._router, 0 if busy else zmq.POLLIN)
+            ready = dict(self._poller.poll())
+            if ready.get(self._pipe.fileno(), 0) & ~zmq.POLLOUT and not self._read():
+                return
+            if not self._unsent and self._router in ready:
+                self._unsent = memoryview(batches.encode(self._collect()))
+            if self._unsent:
+                self._write()
+
+    def _read(self) -> bool:
+        """Deliver what the broker sent; False at its end."""
+        try:
+            data = self._pipe.recv(_READ)
+        except BlockingIOError:
+            return True
+        except ConnectionError:
+            return False
+        for batch in self._inbound.feed(data):
+            self._deliver(batch)
+        return bool(data)
+
+    def _write(self) -> None:
+        try:
+            self._unsent = self._unsent[self._pipe.send(self._unsent) :]
+        except BlockingIOError:
+            pass
+        except ConnectionError:
+            self._unsent = memoryview(b"")  # the broker is gone, as the next read will say
+
+    def _collect(self) -> list[bytes]:
+        """Receive the requests that are there, up to a batch of them."""
+        frames: list[bytes] = []
+        room = batches.FULL
+        receive = self._router.recv
+        while room > 0 and len(frames) < 2 * batches.MAX_MESSAGES:
+            try:
+                routing = receive(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            frame = receive()
+            if self._router.get(zmq.RCVMORE):
+                self._router.recv_multipart()  # requests have one frame: drop the rest and the whole
+                continue
+            frames += (routing, frame)
+            room -= len(frame)
+        return frames
+
+    def _deliver(self, batch: list[bytes]) -> None:
+        send = self._router.send
+        for routing, frame in batches.pairs(batch):
+            try:
+                send(routing, zmq.SNDMORE | zmq.NOBLOCK)
+            except zmq.ZMQError as error:
+                # The client has gone, or does not read its replies: they are kept for it in the broker.
+                if error.errno not in (errno.EHOSTUNREACH, errno.EAGAIN):
+                    raise
+                continue
+            send(frame, zmq.NOBLOCK)
+
+
+def bind(context: zmq.Context[zmq.Socket[bytes]], listener: int, path: str) -> zmq.Socket[bytes]:
+    """Return a ROUTER on ``listener``, a listening socket's descriptor, which it takes over."""
+    router = context.socket(zmq.ROUTER)
+    for option, value in (
+        (zmq.USE_FD, listener),
+        (zmq.MAXMSGSIZE, wire.MAX_MESSAGE),
+        (zmq.RCVHWM, HIGH_WATER),
+        (zmq.SNDHWM, HIGH_WATER),
+        (zmq.HANDSHAKE_IVL, HANDSHAKE),
+        (zmq.ROUTER_MANDATORY, 1),
+        (zmq.ROUTER_HANDOVER, 0),
+        (zmq.LINGER, 0),
+    ):
+        router.setsockopt(option, value)
+    router.bind(f"ipc://{path}")
+    return router
+
+
+def limit() -> None:
+    """Bound this process's descriptors and memory, and leave signals to the broker."""
+    # A terminal or service manager signals the whole group; the broker ends the gateway when it is done.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    for kind, value in ((resource.RLIMIT_NOFILE, MAX_DESCRIPTORS), (resource.RLIMIT_DATA, MAX_MEMORY)):
+        _, hard = resource.getrlimit(kind)
+        bound = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(kind, (bound, hard))
+
+
+def main() -> None:
+    """Run the gateway on the descriptors named on the command line."""
+    limit()
+    pipe, listener, path = sys.argv[1:]
+    with socket.socket(fileno=int(pipe)) as end, zmq.Context() as context:
+        end.setblocking(False)
+        with bind(context, int(listener), path) as router:
+            Gateway(end, router).run()
+
+
+if __name__ == "__main__":
+    main()

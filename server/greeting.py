@@ -1,0 +1,140 @@
+"""The door: accepts connections on ``session.sock`` and lets in who greets properly and in time."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import socket
+from collections.abc import Callable
+
+from cubroker.protocol import wire
+from cubroker.protocol.errors import CubrokerError, Invalid, TimedOut, Unavailable, Unsupported
+from cubroker.protocol.messages import VERSIONS, Hello, Refused
+from cubroker.server.peers import Peer, identify
+
+log = logging.getLogger(__name__)
+
+MAX_HELLO = 4096
+"""Bytes of a greeting."""
+
+PATIENCE = 10.0
+"""Seconds that a peer may take to greet."""
+
+PAUSE = 1.0
+"""Seconds without accepting when the broker has no descriptors left."""
+
+EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
+
+Admit = Callable[[socket.socket, Peer, int], None]
+"""Takes over a connection, its peer's pidfd, and the protocol version that both sides speak."""
+
+
+class Door:
+    """Accepts connections and hands over those that have greeted."""
+
+    def __init__(self, listener: socket.socket, admit: Admit, patience: float = PATIENCE) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._listener = listener
+        self._admit = admit
+        self._patience = patience
+        self._guests: dict[socket.socket, tuple[Peer, asyncio.TimerHandle]] = {}
+        self._resume: asyncio.TimerHandle | None = None
+
+    def open(self) -> None:
+        """Begin to accept."""
+        self._resume = None
+        self._loop.add_reader(self._listener, self._accept)
+
+    def close(self) -> None:
+        """Accept no more, and turn away who has not greeted yet."""
+        if self._resume:
+            self._resume.cancel()
+        self._loop.remove_reader(self._listener)
+        for connection in list(self._guests):
+            self._refuse(connection, Unavailable("the broker is shutting down"))
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return None
+        except OSError as error:
+            if error.errno not in EXHAUSTED:
+                raise
+            return self._pause(error)
+        connection.setblocking(False)
+        try:
+            peer = identify(connection)
+        except ProcessLookupError:
+            return connection.close()  # it holds nothing, so there is nothing to release
+        except OSError as error:
+            log.warning("a connection is turned away, as its process cannot be identified: %s", error)
+            _send(connection, Unavailable(f"the broker cannot identify the process that connects: {error}"))
+            return connection.close()
+        timer = self._loop.call_later(self._patience, self._give_up, connection)
+        self._guests[connection] = (peer, timer)
+        self._loop.add_reader(connection, self._greet, connection)
+        return None
+
+    def _pause(self, error: OSError) -> None:
+        """Leave connections in the backlog for a while: trying again at once would take all the time there is."""
+        log.error("no new sessions for %.0f s: %s; raise the limit of open files (ulimit -n)", PAUSE, error)
+        self._loop.remove_reader(self._listener)
+        self._resume = self._loop.call_later(PAUSE, self.open)
+
+    def _give_up(self, connection: socket.socket) -> None:
+        self._refuse(connection, TimedOut(f"no greeting came within {self._patience:g} seconds"))
+
+    def _greet(self, connection: socket.socket) -> None:
+        try:
+            # recv and not recvmsg: the kernel drops the descriptors that came along, so none is ever held.
+            data = connection.recv(MAX_HELLO + 1)
+        except BlockingIOError:
+            return None
+        except ConnectionError:
+            data = b""
+        if not data:
+            return self._dismiss(connection)
+        try:
+            version = _agree(data)
+        except CubrokerError as error:
+            return self._refuse(connection, error)
+        peer, timer = self._guests.pop(connection)
+        timer.cancel()
+        self._loop.remove_reader(connection)
+        self._admit(connection, peer, version)
+        return None
+
+    def _refuse(self, connection: socket.socket, error: CubrokerError) -> None:
+        peer, _ = self._guests[connection]
+        log.warning("process %d (user %d) is turned away: %s", peer.pid, peer.uid, error)
+        _send(connection, error)
+        self._dismiss(connection)
+
+    def _dismiss(self, connection: socket.socket) -> None:
+        peer, timer = self._guests.pop(connection)
+        timer.cancel()
+        self._loop.remove_reader(connection)
+        os.close(peer.pidfd)
+        connection.close()
+
+
+def _agree(data: bytes) -> int:
+    """Return the newest protocol version of a greeting that is known here."""
+    if len(data) > MAX_HELLO:
+        raise Invalid(f"a greeting has at most {MAX_HELLO} bytes")
+    common = set(wire.unpack(data, Hello).versions) & set(VERSIONS)
+    if not common:
+        raise Unsupported(
+            f"this broker speaks protocol versions {VERSIONS}, and none of the client's; upgrade the older"
+        )
+    return max(common)
+
+
+def _send(connection: socket.socket, error: CubrokerError) -> None:
+    try:
+        connection.send(wire.pack(Refused(error.code, error.message)))
+    except OSError as failure:
+        log.debug("a refusal was not delivered: %s", failure)

@@ -1,0 +1,159 @@
+"""From frames to requests, each passed on once, and from replies back to frames."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from asyncio import Future
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import msgspec
+
+from cubroker.protocol import wire
+from cubroker.protocol.errors import Invalid
+from cubroker.protocol.layout import Layout
+from cubroker.protocol.messages import Answer, Cancel, Create, Envelope, Failed, Identifier, Reply, Request
+from cubroker.server import batches
+from cubroker.server.answers import MAX_REQUESTS, Verdict
+from cubroker.server.events import Asked
+from cubroker.server.sessions import Session
+
+log = logging.getLogger(__name__)
+
+INLINE = 16 << 10
+"""Bytes of a layout that is checked at once (about 0.5 ms); larger ones are checked on a thread."""
+
+DENIED = Failed("denied", "no session has this secret: the broker was started again, or the session is over; open one")
+FULL = Failed(
+    "over_quota", f"{MAX_REQUESTS} requests of this session, or too many bytes, await an answer or its receipt"
+)
+
+
+class Head(msgspec.Struct, frozen=True, array_like=True):
+    """As much of an envelope as it takes to say that the rest is wrong."""
+
+    secret: bytes
+    id: Identifier
+
+
+class Requests:
+    """Everything between the gateway and the ledger.
+
+    Args:
+        ask: takes each request that arrives for the first time.
+        send: takes batches of answers for the gateway.
+    """
+
+    def __init__(self, ask: Callable[[Asked], None], send: Callable[[Sequence[bytes]], None]) -> None:
+        self._ask = ask
+        self._send = send
+        self._sessions: dict[bytes, Session] = {}
+        self._outbox: list[bytes] = []
+        self._unsent = 0
+        self._checks: dict[Session, int] = {}
+        self._checker = ThreadPoolExecutor(1, "layouts")
+
+    def enter(self, session: Session) -> None:
+        """Accept requests of a session."""
+        self._sessions[session.secret] = session
+
+    def leave(self, session: Session) -> None:
+        """Accept none any more."""
+        del self._sessions[session.secret]
+
+    def close(self) -> None:
+        """Stop checking layouts."""
+        self._checker.shutdown(cancel_futures=True)
+
+    def receive(self, batch: list[bytes]) -> None:
+        """Take a batch from the gateway, and answer it with one as far as answers are there at once."""
+        for routing, frame in batches.pairs(batch):
+            self._take(routing, frame)
+        self.flush()
+
+    def respond(self, session: Session, request: int, body: Reply) -> None:
+        """Answer a request; the answer is kept for when it is asked again."""
+        answer = wire.pack(Answer(request, body))
+        self._put(session.answers.settle(request, answer), answer)
+
+    def flush(self) -> None:
+        """Send the answers that have gathered."""
+        if self._outbox:
+            outbox, self._outbox, self._unsent = self._outbox, [], 0
+            self._send(outbox)
+
+    def _put(self, routing: bytes, answer: bytes) -> None:
+        self._outbox += (routing, answer)
+        self._unsent += len(answer)
+        if self._unsent > batches.FULL:
+            self.flush()
+
+    def _take(self, routing: bytes, frame: bytes) -> None:
+        try:
+            envelope = wire.unpack(frame, Envelope)
+        except Invalid as error:
+            return self._reject(routing, frame, error)
+        session = self._sessions.get(envelope.secret)
+        if session is None:
+            return self._put(routing, wire.pack(Answer(envelope.id, DENIED)))
+        verdict = session.answers.admit(envelope.id, envelope.oldest, routing, len(frame))
+        if verdict is Verdict.NEW:
+            self._begin(session, envelope.id, envelope.body)
+        elif verdict is Verdict.FULL:
+            self._put(routing, wire.pack(Answer(envelope.id, FULL)))
+        elif isinstance(verdict, bytes):
+            self._put(routing, verdict)
+        return None
+
+    def _reject(self, routing: bytes, frame: bytes, error: Invalid) -> None:
+        """Say what is wrong to a session that sent it. A stranger hears nothing, and is no line in the log."""
+        try:
+            head = wire.unpack(frame, Head)
+        except Invalid:
+            return
+        if head.secret in self._sessions:
+            self._put(routing, wire.pack(Answer(head.id, Failed(error.code, error.message))))
+
+    def _begin(self, session: Session, request: int, body: Request) -> None:
+        layout = body.layout if isinstance(body, Create) else None
+        # A cancel must not overtake the create that it is meant for.
+        if (layout and len(layout) > INLINE) or (isinstance(body, Cancel) and session in self._checks):
+            return self._check_later(session, request, body, layout)
+        return self._pass_on(session, request, body, None if layout is None else check(layout))
+
+    def _check_later(self, session: Session, request: int, body: Request, layout: bytes | None) -> None:
+        self._checks[session] = self._checks.get(session, 0) + 1
+        checked = asyncio.get_running_loop().run_in_executor(self._checker, check, layout)
+        checked.add_done_callback(partial(self._checked, session, request, body))
+
+    def _checked(self, session: Session, request: int, body: Request, checked: Future[Layout | Failed | None]) -> None:
+        self._checks[session] -= 1
+        if not self._checks[session]:
+            del self._checks[session]
+        if not checked.cancelled() and session.secret in self._sessions:
+            self._pass_on(session, request, body, checked.result())
+            self.flush()
+
+    def _pass_on(self, session: Session, request: int, body: Request, layout: Layout | Failed | None) -> None:
+        if isinstance(layout, Failed):
+            self.respond(session, request, layout)
+        else:
+            self._ask(Asked(session.number, request, body, layout))
+
+
+def check(data: bytes | None) -> Layout | Failed | None:
+    """Decode and check the layout of a create, or say what is wrong with it."""
+    if data is None:
+        return None
+    try:
+        return Layout.decode(data)
+    except Invalid as error:
+        return Failed(error.code, error.message)
+    except MemoryError:
+        return Failed("invalid", f"the broker has no memory to check a layout of {len(data)} bytes; make it smaller")
+    # Nobody would hear of it otherwise: the request would stay unanswered.
+    except Exception as error:
+        log.exception("checking a layout of %d bytes failed in an unexpected way", len(data))
+        return Failed("invalid", f"the broker cannot check this layout: {error!r}")

@@ -1,0 +1,118 @@
+"""Running a broker: from a directory and a text that names devices to a process that serves, and back."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import resource
+import signal
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from cubroker.driver import Device, Driver, DriverError, load
+from cubroker.protocol.directory import REQUEST_SOCKET
+from cubroker.protocol.errors import DeviceFailure, Invalid
+from cubroker.server.broker import Broker
+from cubroker.server.devices import DeviceMemory
+from cubroker.server.directory import Directory
+from cubroker.server.events import Event
+from cubroker.server.greeting import Door
+from cubroker.server.ledger import Budget, Ledger
+from cubroker.server.quantities import parse_budget
+from cubroker.server.supervisor import Supervisor
+
+log = logging.getLogger(__name__)
+
+DEFAULT_BUDGET = "90%"
+
+
+def serve(directory: Path, devices: str, budget: str | None = None, ready: Callable[[], None] | None = None) -> int:
+    """Serve until SIGTERM or SIGINT, and return the exit status.
+
+    Args:
+        directory: where to serve; made if it is not there.
+        devices: ``cuda``, ``cuda:0,1``, ``host:2`` or ``host:2@64MiB``.
+        budget: what the broker may use of each device: ``10GiB``, or a share; ``90%`` by default.
+        ready: called once when clients are served.
+
+    Raises:
+        CubrokerError: it cannot start, or another broker serves there.
+    """
+    _raise_descriptors()
+    with Directory(directory) as place:
+        return asyncio.run(_serve(place, devices, budget or DEFAULT_BUDGET, ready))
+
+
+async def _serve(place: Directory, devices: str, budget: str, ready: Callable[[], None] | None) -> int:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    async with AsyncExitStack() as undo:
+        supervisor = Supervisor(place.requests, place.path / REQUEST_SOCKET)
+        undo.push_async_callback(supervisor.stop)
+        supervisor.start()  # it comes up while the driver does
+        broker = await _assemble(undo, supervisor, devices, budget)
+        await supervisor.connect(broker.receive, broker.announce_gateway)
+        door = Door(place.sessions, broker.admit)
+        undo.callback(door.close)
+        door.open()
+        log.info("serving on %s", place.path)
+        if ready:
+            ready()
+        await stop.wait()
+        log.info("shutting down")
+    return 0
+
+
+async def _assemble(undo: AsyncExitStack, supervisor: Supervisor, devices: str, budget: str) -> Broker:
+    """Return a broker over the devices; ``undo`` says farewell, frees their memory and closes them."""
+    loop = asyncio.get_running_loop()
+    driver = await asyncio.to_thread(_load, devices)
+    undo.callback(driver.close)
+    budgets = [_grant(device, budget) for device in driver.devices]
+    memory: dict[str, DeviceMemory] = {}
+    broker = Broker(Ledger(budgets, os.geteuid()), memory, driver.spec, supervisor.send)
+
+    def report(event: Event) -> None:
+        loop.call_soon_threadsafe(broker.handle, event)
+
+    for device in driver.devices:
+        memory[device.uuid] = DeviceMemory(driver.context(device.index), report)
+        undo.callback(memory[device.uuid].close)
+    log.warning("there is no store: if this broker dies, its pools and the record of leases go with it")
+    undo.callback(broker.close, "the broker is shutting down")
+    return broker
+
+
+def _load(devices: str) -> Driver:
+    """Load the driver and make the contexts, which takes 0.14 s per GPU."""
+    try:
+        driver = load(devices)
+        for device in driver.devices:
+            driver.context(device.index)
+    except ValueError as error:
+        raise Invalid(f"cannot use devices {devices!r}: {error}") from None
+    except DriverError as error:
+        raise DeviceFailure(f"cannot use devices {devices!r}: {error}") from None
+    return driver
+
+
+def _grant(device: Device, budget: str) -> Budget:
+    granted = parse_budget(budget, device.total)
+    log.info(
+        "device %d: %s, %s, budget %d MiB of %d MiB",
+        device.index,
+        device.name,
+        device.uuid,
+        granted >> 20,
+        device.total >> 20,
+    )
+    return Budget(device.index, device.uuid, device.name, device.total, granted)
+
+
+def _raise_descriptors() -> None:
+    """Allow as many open files as the system does: a session takes two."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

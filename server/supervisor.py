@@ -1,0 +1,140 @@
+"""Keeps a gateway running: starts one, and another as soon as it dies.
+
+The listening socket of ``broker.zmq`` belongs to the broker, and every gateway gets a duplicate of
+it: a client that connects while there is no gateway waits in the socket's backlog for the next one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import sys
+from asyncio.subprocess import DEVNULL, Process
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from cubroker.protocol.errors import Unavailable
+from cubroker.server.transport import Link
+
+log = logging.getLogger(__name__)
+
+STEADY = 10.0
+"""Seconds that a gateway must have lived for its death to be followed by a start at once."""
+
+FIRST_DELAY = 0.05
+LONGEST_DELAY = 2.0
+
+
+class Supervisor:
+    """The broker's gateway, whichever process it is at the time.
+
+    Args:
+        listener: the listening socket of ``path``.
+        path: the request socket.
+    """
+
+    def __init__(self, listener: socket.socket, path: Path) -> None:
+        self._listener = listener
+        self._path = path
+        self._receive: Callable[[list[bytes]], None] = _ignore
+        self._changed: Callable[[], None] = _ignore
+        self._link: Link | None = None
+        self._stopping = asyncio.Event()
+        self._first: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._task: asyncio.Task[None] | None = None
+        self.pid = 0
+
+    def start(self) -> None:
+        """Start the first gateway; :meth:`connect` waits for it."""
+        self._task = asyncio.create_task(self._keep())
+
+    async def connect(self, receive: Callable[[list[bytes]], None], changed: Callable[[], None]) -> None:
+        """Return when the first gateway listens.
+
+        Args:
+            receive: called with each batch of requests; those that came before are not for this broker.
+            changed: called when a gateway listens that is not the first.
+
+        Raises:
+            Unavailable: the first one could not be started, or ended before it listened.
+        """
+        self._receive, self._changed = receive, changed
+        if failure := await self._first:
+            raise Unavailable(f"the gateway does not come up on {self._path}: {failure}")
+
+    def send(self, frames: Sequence[bytes]) -> None:
+        """Send a batch of answers. Without a gateway it is dropped: clients ask again, and are answered again."""
+        if self._link:
+            self._link.send(frames)
+
+    async def stop(self) -> None:
+        """End the gateway, and start no other."""
+        self._stopping.set()
+        if self._link:
+            self._link.close()
+        if self._task:
+            await self._task
+
+    async def _keep(self) -> None:
+        loop = asyncio.get_running_loop()
+        quick = 0
+        while not self._stopping.is_set():
+            started = loop.time()
+            ending = await self._run()
+            if self._stopping.is_set():
+                break
+            if not self._first.done():
+                return self._first.set_result(ending)
+            quick = quick + 1 if loop.time() - started < STEADY else 0
+            delay = min(FIRST_DELAY * 2 ** min(quick - 2, 10), LONGEST_DELAY) if quick > 1 else 0.0
+            log.warning("the gateway went: %s; the next one starts in %.2f s", ending, delay)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), delay)
+        return None
+
+    async def _run(self) -> str:
+        """Start a gateway, stay until it has ended, and return how."""
+        try:
+            process, link = await self._spawn()
+        except OSError as error:
+            return f"it cannot be started ({error})"
+        self._link, self.pid = link, process.pid
+        if self._stopping.is_set():
+            link.close()
+        await link.ended
+        self._link, self.pid = None, 0
+        if process.returncode is None:
+            process.kill()
+        return f"process {process.pid} ended with status {await process.wait()}"
+
+    async def _spawn(self) -> tuple[Process, Link]:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            link = await Link.over(ours, lambda batch: self._receive(batch))
+            link.listening.add_done_callback(self._announce)
+            try:
+                # -P: the directory that the broker was started in is no place to import modules from.
+                process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-P", "-m", "cubroker.server.gateway"),
+                    *(str(theirs.fileno()), str(self._listener.fileno()), str(self._path)),
+                    stdin=DEVNULL,
+                    pass_fds=(theirs.fileno(), self._listener.fileno()),
+                )
+            except OSError:
+                link.close()
+                raise
+        return process, link
+
+    def _announce(self, listening: asyncio.Future[None]) -> None:
+        if listening.cancelled():
+            return
+        if self._first.done():
+            self._changed()
+        else:
+            self._first.set_result("")
+
+
+def _ignore(*_: object) -> None:
+    """Before there is a broker there is no session, so nobody whose requests could be answered."""

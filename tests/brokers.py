@@ -1,0 +1,90 @@
+"""Broker processes for tests, each serving in a temporary directory."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+DEVICES = "host:2@64MiB"
+PATIENCE = 60.0
+"""Seconds after which a condition that does not come true fails a test."""
+
+
+def eventually(condition: Callable[[], object], what: str) -> None:
+    """Return when ``condition()`` is true; fail if it is not within the patience of a test."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {PATIENCE:g} s in vain for {what}"
+        time.sleep(0.01)
+
+
+class BrokerProcess:
+    """``python -m cubroker.server``, started and serving.
+
+    Attributes:
+        directory: where it serves; also what ``$CUBROKER_DIR`` should be.
+        devices: what it was given as ``--devices``.
+    """
+
+    def __init__(self, directory: Path, devices: str = DEVICES, budget: str | None = None) -> None:
+        self.directory = directory
+        self.devices = devices
+        self._budget = budget
+        self._log = directory.with_name(directory.name + ".log")
+        self.start()
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def log(self) -> str:
+        """All that it has written to standard error, of every start."""
+        return self._log.read_text()
+
+    def start(self) -> None:
+        """Start it (again) and return when it serves."""
+        with self._log.open("ab") as log:
+            written = log.tell()
+            self.process = subprocess.Popen(self.command(), stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        eventually(lambda: self._serves(written), "the broker to serve")
+
+    def command(self) -> list[str]:
+        command = [sys.executable, "-m", "cubroker.server", str(self.directory), "--devices", self.devices]
+        return command + (["--budget", self._budget] if self._budget else [])
+
+    def stop(self) -> int:
+        """Send SIGTERM and return its exit status; nothing happens if it has ended before."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(PATIENCE)
+
+    def kill(self) -> None:
+        """Send SIGKILL and wait for its end."""
+        self.process.kill()
+        self.process.wait(PATIENCE)
+
+    def _serves(self, written: int) -> bool:
+        said = self._log.read_bytes()[written:]
+        assert self.process.poll() is None, f"the broker ended:\n{said.decode()}"
+        return b"cubroker: serving on " in said
+
+
+@contextmanager
+def serving(devices: str = DEVICES, budget: str | None = None) -> Iterator[BrokerProcess]:
+    """Start a broker on a fresh directory, and stop it at the end whatever happens."""
+    # Not pytest's tmp_path: the path of a socket has 107 bytes at most.
+    with tempfile.TemporaryDirectory(prefix="cubroker-") as folder:
+        broker = BrokerProcess(Path(folder) / "run", devices, budget)
+        try:
+            yield broker
+        finally:
+            try:
+                broker.stop()
+            finally:
+                broker.kill()
