@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import click
@@ -9,29 +10,41 @@ import click
 from cubroker.cli import options, text
 from cubroker.driver import DriverError, load
 from cubroker.protocol.errors import DeviceFailure
-from cubroker.server.run import serve
+from cubroker.server.run import DEFAULT_BUDGET, serve
 
 
 @click.command("serve")
 @options.directory
 @click.option(
     "--devices",
+    default="cuda",
+    show_default=True,
     metavar="SPEC",
-    help="cuda, cuda:0,1, or host:N for N emulated devices in host memory.  [default: cuda]",
+    help="cuda for all GPUs, cuda:0,1 for some, host:N for N emulated devices in host memory.",
 )
-@click.option("--budget", default="90%", show_default=True, help="What pools may take of each device: 40GiB, or 90%.")
-def command(directory: Path, devices: str | None, budget: str) -> int:
+@click.option(
+    "--budget",
+    default=DEFAULT_BUDGET,
+    show_default=True,
+    metavar="SIZE",
+    help="What pools may take of each device: 40GiB, or 90%.",
+)
+def command(directory: Path, devices: str, budget: str) -> int:
     """Own the memory of this host's devices and lend it, until SIGTERM or Ctrl-C.
 
     The broker runs without a store today: when it ends, its pools go with it.
     """
-    spec = devices or _every_gpu()
-    return serve(directory, spec, budget, lambda: text.say(f"cubroker: serving {spec} in {directory}"))
+    _probe(devices)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    return serve(directory, devices, budget, lambda: text.say(f"cubroker: serving {devices} in {directory}"))
 
 
-def _every_gpu() -> str:
+def _probe(devices: str) -> None:
+    """Tell wrong usage, and a machine without a GPU, from what else may keep a broker from starting."""
     try:
-        load("cuda").close()
+        load(devices).close()
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--devices") from None
     except DriverError as error:
-        raise DeviceFailure(f"no GPU to serve ({error}); --devices host:2 serves two devices in host memory") from None
-    return "cuda"
+        advice = "--devices host:2 serves two devices in host memory instead"
+        raise DeviceFailure(f"no GPU to serve as {devices} ({error.name}); {advice}") from None

@@ -6,13 +6,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-DEADLINE = 60.0
-"""Seconds after which a wait has failed; it ends as soon as what it waits for is there."""
+from tests.brokers import PATIENCE
+
+DEADLINE = PATIENCE
+"""Seconds after which a command that has not ended has failed."""
 
 COMMAND = (sys.executable, "-m", "cubroker.cli")
 
@@ -53,14 +54,6 @@ def started(*arguments: str | Path, env: Mapping[str, str] | None = None) -> Ite
             yield process
     finally:
         process.kill()
-
-
-def eventually(happened: Callable[[], bool], what: str) -> None:
-    """Wait until ``happened()``; fail at the deadline."""
-    deadline = time.monotonic() + DEADLINE
-    while not happened():
-        assert time.monotonic() < deadline, f"waited {DEADLINE:.0f} s for {what}"
-        time.sleep(0.01)
 
 
 def holding(marker: str) -> list[int]:

@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 
 from tests import checkpoints
-from tests.cli.processes import DEADLINE, environment, eventually, holding, run, started
+from tests.brokers import eventually
+from tests.cli.processes import DEADLINE, environment, holding, run, started
 
 
 @dataclass(frozen=True)

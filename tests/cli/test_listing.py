@@ -1,0 +1,183 @@
+"""ls, show, clients, devices and retire: JSON key by key, tables line by line."""
+
+from __future__ import annotations
+
+import json
+import os
+import pwd
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cubroker.client import Broker
+from tests import checkpoints
+from tests.brokers import BrokerProcess, eventually
+from tests.cli import terminal
+from tests.cli.processes import run
+
+POOL_KEYS = ["name", "version", "state", "nbytes", "tensors", "share", "devices", "durable", "leases", "owner"]
+USER = pwd.getpwuid(os.getuid()).pw_name
+
+
+@pytest.fixture
+def directory(broker: BrokerProcess) -> Path:
+    return broker.directory
+
+
+@pytest.fixture
+def llama(directory: Path, tmp_path: Path) -> str:
+    """A pool of two tensors, 512 bytes, on both devices."""
+    tensors = checkpoints.filled([("norm.weight", "BF16", (4, 8)), ("step", "I64", ())])
+    path = checkpoints.write(tmp_path / "llama.safetensors", tensors)
+    assert run("load", "llama", path, "--device", "0,1", "--directory", directory).returncode == 0
+    return "llama"
+
+
+def document(directory: Path, *arguments: str) -> Any:
+    done = run(*arguments, "--json", "--directory", directory)
+    assert (done.returncode, done.stderr) == (0, "")
+    return json.loads(done.stdout)
+
+
+def lines(directory: Path, *arguments: str) -> list[str]:
+    done = run(*arguments, "--directory", directory)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout.splitlines()
+
+
+def test_nothing_is_said_in_a_sentence_and_in_json_is_an_empty_list(directory: Path) -> None:
+    assert lines(directory, "ls") == ["No pools: nothing has been loaded yet, or everything is retired."]
+    assert lines(directory, "clients") == ["No clients: nobody is attached."]
+    assert document(directory, "ls") == []
+    assert document(directory, "clients") == []
+
+
+def test_ls_has_one_object_per_live_version(directory: Path, llama: str) -> None:
+    uuids = [device["uuid"] for device in document(directory, "devices")]
+    with Broker(directory) as broker, broker.attach(llama, device=0):
+        (pool,) = document(directory, "ls")
+    assert list(pool) == POOL_KEYS
+    assert pool == {
+        "name": "llama",
+        "version": 1,
+        "state": "current",
+        "nbytes": 512,
+        "tensors": 2,
+        "share": "ipc",
+        "devices": uuids,
+        "durable": False,
+        "leases": 1,
+        "owner": os.getuid(),
+    }
+
+
+def test_ls_shows_the_same_as_a_table(directory: Path, llama: str) -> None:
+    assert [line.split() for line in lines(directory, "ls")] == [
+        ["POOL", "STATE", "SIZE", "TENSORS", "DEVICES", "LEASES", "OWNER"],
+        ["llama@1", "current", "512", "B", "2", "0,1", "0", USER],
+    ]
+
+
+def test_tables_fit_a_terminal_of_80_columns(directory: Path, tmp_path: Path) -> None:
+    name = "models/" + "x" * 90
+    path = checkpoints.write(tmp_path / "one.safetensors", checkpoints.filled([("w" * 120, "U8", (7,))]))
+    assert run("load", name, path, "--directory", directory).returncode == 0
+    with Broker(directory) as broker, broker.attach(name):
+        for command in (["ls"], ["show", name], ["clients"], ["devices"]):
+            status, written = terminal.run(*command, "--directory", directory)
+            plain = re.sub(r"\x1b\[[0-9;]*m", "", written).splitlines()
+            assert status == 0
+            if command[0] != "show":  # its heading names the pool in a sentence
+                assert max(map(len, plain)) <= 80
+            else:
+                assert max(len(line) for line in plain[plain.index("") :]) <= 80
+            assert "\x1b[1m" in written
+
+
+def test_show_adds_the_layout_to_what_ls_says(directory: Path, llama: str) -> None:
+    shown = document(directory, "show", llama)
+    assert list(shown) == [*POOL_KEYS, "layout"]
+    assert [shown] == [pool | {"layout": shown["layout"]} for pool in document(directory, "ls")]
+    assert shown["layout"] == {
+        "allocations": [512],
+        "tensors": [
+            {"name": "norm.weight", "dtype": "BF16", "shape": [4, 8], "nbytes": 64, "allocation": 0, "offset": 0},
+            {"name": "step", "dtype": "I64", "shape": [], "nbytes": 8, "allocation": 0, "offset": 256},
+        ],
+    }
+
+
+def test_show_reads_well(directory: Path, llama: str) -> None:
+    uuids = [device["uuid"] for device in document(directory, "devices")]
+    assert lines(directory, "show", f"{llama}@1") == [
+        f"llama@1: current, 0 leases, owner {USER}",
+        "2 tensors, 512 B in 1 allocation, shared by ipc",
+        *(f"on {uuid}" for uuid in uuids),
+        "",
+        "TENSOR       DTYPE  SHAPE   SIZE  PLACE",
+        "norm.weight  BF16   4x8     64 B    0:0",
+        "step         I64    scalar   8 B  0:256",
+    ]
+
+
+def test_clients_are_processes_and_what_they_hold(directory: Path, llama: str) -> None:
+    with Broker(directory) as broker, broker.attach(llama, device=0), broker.attach(llama, device=0):
+        (client,) = document(directory, "clients")
+        table = lines(directory, "clients")
+        session = broker.session
+    assert list(client) == ["session", "pid", "uid", "state", "leases"]
+    assert client == {
+        "session": session,
+        "pid": os.getpid(),
+        "uid": os.getuid(),
+        "state": "connected",
+        "leases": [{"pool": "llama", "version": 1}] * 2,
+    }
+    assert [line.split() for line in table] == [
+        ["SESSION", "PID", "USER", "STATE", "LEASES"],
+        [str(session), str(os.getpid()), USER, "connected", "llama@1", "(2", "times)"],
+    ]
+
+
+def test_a_client_that_holds_nothing_is_listed_too(directory: Path) -> None:
+    with Broker(directory):
+        assert lines(directory, "clients")[1].split()[2:] == [USER, "connected", "none"]
+
+
+def test_devices_are_counted_in_bytes(directory: Path, llama: str) -> None:
+    devices = document(directory, "devices")
+    assert [device["index"] for device in devices] == [0, 1]
+    for device in devices:
+        assert list(device) == ["index", "uuid", "name", "total", "budget", "allocated", "promised"]
+        assert device["uuid"].startswith("HOST-")
+        assert 0 < device["budget"] <= device["total"]
+        assert (device["allocated"], device["promised"]) == (2 << 20, 0)  # whole blocks
+    header, *rows = lines(directory, "devices")
+    assert header.split() == ["INDEX", "UUID", "NAME", "TOTAL", "BUDGET", "ALLOCATED", "PROMISED"]
+    for device, row in zip(devices, rows, strict=True):
+        assert row.split()[0] == str(device["index"])
+        assert device["uuid"].startswith(row.split()[1])
+        assert row.endswith("2.0 MiB       0 B")
+
+
+def test_a_retired_version_goes_with_its_last_lease(directory: Path, llama: str) -> None:
+    with Broker(directory) as broker:
+        with broker.attach(llama, device=0):
+            sentence = "llama@1 is retired; its memory is freed with the last of 1 lease."
+            assert lines(directory, "retire", llama) == [sentence]
+            assert [pool["state"] for pool in document(directory, "ls")] == ["retired"]
+        eventually(lambda: document(directory, "ls") == [], "the retired version to go")
+
+
+def test_a_version_that_nobody_holds_goes_at_once(directory: Path, llama: str) -> None:
+    assert lines(directory, "retire", f"{llama}@1") == ["llama@1 is retired; its memory is freed now."]
+    eventually(lambda: document(directory, "ls") == [], "the retired version to go")
+
+
+@pytest.mark.parametrize("command", ["show", "retire"])
+def test_an_unknown_pool_is_a_refusal_in_one_line(directory: Path, command: str) -> None:
+    done = run(command, "nobody@3", "--directory", directory)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert re.fullmatch(r"cubroker: .*nobody.*\n", done.stderr)

@@ -1,0 +1,143 @@
+"""load and verify: what they say, and what is left when they fail."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from cubroker.client import Broker, Draft
+from cubroker.protocol import Layout
+from tests import checkpoints
+from tests.brokers import BrokerProcess, eventually, serving
+from tests.cli import terminal
+from tests.cli.processes import DEADLINE, run, started
+
+
+@pytest.fixture
+def directory(broker: BrokerProcess) -> Path:
+    return broker.directory
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return checkpoints.write(tmp_path / "x.safetensors", checkpoints.filled(checkpoints.ODD_SHAPES))
+
+
+def states(directory: Path) -> list[tuple[str, int, str]]:
+    with Broker(directory) as broker:
+        return [(pool.name, pool.version, pool.state) for pool in broker.pools()]
+
+
+def test_a_load_says_what_it_published_and_how_fast(directory: Path, path: Path) -> None:
+    for version in (1, 2):
+        done = run("load", "x", path, "--directory", directory)
+        assert (done.returncode, done.stderr) == (0, "loading x\n")
+        assert done.stdout.startswith(f"x@{version}: 6 tensors, ")
+        assert done.stdout.rstrip().endswith("/s)")
+    assert states(directory) == [("x", 2, "current")]
+
+
+def test_a_terminal_sees_the_same_line_in_the_end(directory: Path, path: Path) -> None:
+    status, written = terminal.run("load", "x", path, "--directory", directory)
+    assert status == 0
+    assert "loading x" in written
+    assert "x@1: 6 tensors, " in written.splitlines()[-1]
+
+
+def test_a_load_goes_to_the_devices_that_were_named_in_slabs_that_were_asked_for(directory: Path, path: Path) -> None:
+    with Broker(directory) as broker:
+        second = broker.devices()[1].uuid
+        assert run("load", "x", path, "--device", second, "--slab", "4KiB", "--directory", directory).returncode == 0
+        info, layout = broker.describe("x")
+    assert info.devices == (second,)
+    assert len(layout.allocations) > 1
+
+
+def test_if_absent_loads_once(directory: Path, path: Path) -> None:
+    arguments = ("load", "x", path, "--if-absent", "--directory", directory)
+    with started(*arguments) as first, started(*arguments) as second:
+        said = [process.communicate(timeout=DEADLINE)[0] for process in (first, second)]
+    assert (first.returncode, second.returncode) == (0, 0)
+    assert sorted("already there" in line for line in said) == [False, True]
+    assert all(line.startswith("x@1: ") for line in said)
+    assert states(directory) == [("x", 1, "current")]
+
+
+def test_verify_tells_equal_from_different(directory: Path, path: Path, tmp_path: Path) -> None:
+    other = checkpoints.write(tmp_path / "other.safetensors", checkpoints.filled(checkpoints.ODD_SHAPES, seed=1))
+    assert run("load", "x", path, "--directory", directory).returncode == 0
+    equal = run("verify", "x", path, "--directory", directory)
+    different = run("verify", "x@1", other, "--directory", directory)
+    assert equal.returncode == 0
+    assert equal.stdout.startswith("x: 6 tensors, ")
+    assert equal.stdout.endswith(", equal to the files\n")
+    assert different.returncode == 1
+    assert "matrix" in different.stdout
+    assert different.stderr.splitlines()[-1] == "cubroker: x is not what the files say: 5 differences"
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated", "folder"])
+def test_a_wrong_file_is_one_line_and_leaves_nothing(directory: Path, path: Path, damage: str) -> None:
+    if damage == "truncated":
+        path.write_bytes(path.read_bytes()[:-1])
+    elif damage == "missing":
+        path.unlink()
+    given = path.parent if damage == "folder" else path
+    if damage == "folder":
+        path.rename(path.with_suffix(".bin"))
+    done = run("load", "x", given, "--directory", directory)
+    assert (done.returncode, done.stdout) == (1, "")
+    started_line, reason = done.stderr.splitlines()
+    assert started_line == "loading x"
+    assert reason.startswith("cubroker: ")
+    assert str(given) in reason
+    assert states(directory) == []
+
+
+def test_an_unknown_device_is_refused_with_the_known_ones(directory: Path, path: Path) -> None:
+    done = run("load", "x", path, "--device", "7", "--directory", directory)
+    assert done.returncode == 1
+    assert "they are 0 (HOST-" in done.stderr.splitlines()[-1]
+
+
+def test_another_writer_is_a_refusal_unless_waited_for(directory: Path, path: Path) -> None:
+    layout = Layout.pack([("t", "U8", (1,))])
+    with Broker(directory) as broker, broker.create("x", layout):
+        at_once = run("load", "x", path, "--directory", directory)
+        in_time = run("load", "x", path, "--wait", "0.1", "--directory", directory)
+    assert (at_once.returncode, in_time.returncode) == (1, 1)
+    assert run("load", "x", path, "--directory", directory).returncode == 0
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
+def test_an_interrupted_load_leaves_no_draft(tmp_path: Path, number: signal.Signals, status: int) -> None:
+    big = tmp_path / "big.safetensors"
+    size = 256 << 20
+    big.write_bytes(checkpoints.encode({"t": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}))
+    with big.open("ab") as file:
+        file.truncate(file.tell() + size)
+    with (
+        serving("host:1@512MiB") as server,
+        started("load", "x", big, "--directory", server.directory) as load,
+        Broker(server.directory) as broker,
+    ):
+        eventually(lambda: bool(broker.pools()), "the draft")
+        load.send_signal(signal.SIGSTOP)
+        assert broker.pools()[0].state == "draft"
+        load.send_signal(number)
+        load.send_signal(signal.SIGCONT)
+        out, errors = load.communicate(timeout=DEADLINE)
+        assert (load.returncode, out, errors.strip()) == (status, "", "loading x")
+        eventually(lambda: broker.pools() == (), "the draft to be discarded")
+
+
+def test_an_interrupted_wait_ends_quietly(directory: Path, path: Path) -> None:
+    with Broker(directory) as broker, broker.create("x", Layout.pack([("t", "U8", (1,))])) as draft:
+        assert isinstance(draft, Draft)
+        with started("load", "x", path, "--wait", "60", "--directory", directory) as load:
+            eventually(lambda: any(client.pid == load.pid for client in broker.clients()), "the loader's session")
+            load.send_signal(signal.SIGINT)
+            out, errors = load.communicate(timeout=DEADLINE)
+    assert (load.returncode, out, errors.strip()) == (130, "", "loading x")
