@@ -8,7 +8,7 @@ from time import perf_counter
 
 import click
 
-from cubroker.cli import text
+from cubroker.cli import options, text
 from cubroker.cli.demo_stage import Stage
 from cubroker.cli.demo_story import Story
 from cubroker.client import Broker
@@ -29,7 +29,7 @@ def command(path: Path | None) -> None:
     """
     weights = path or _weights()
     devices, what = _devices()
-    with Stage() as stage:
+    with options.own_broker(), Stage() as stage:
         text.say(f"1. A broker starts, to own the memory of {what}.")
         start = perf_counter()
         stage.broker(devices)

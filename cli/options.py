@@ -1,9 +1,10 @@
-"""Options and arguments that several commands share."""
+"""What several commands share: options, arguments, and how devices are named."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -11,7 +12,7 @@ import click
 
 from cubroker.protocol import names
 from cubroker.protocol.directory import default_directory
-from cubroker.protocol.errors import Invalid, NotFound
+from cubroker.protocol.errors import CubrokerError, Invalid, NotFound, Unavailable
 from cubroker.protocol.messages import DeviceInfo
 from cubroker.server.quantities import parse_bytes
 
@@ -50,6 +51,15 @@ def size(context: click.Context, parameter: click.Parameter, value: str | None) 
         return None if value is None else parse_bytes(value)
     except Invalid as error:
         raise click.BadParameter(error.message, context, parameter) from None
+
+
+@contextmanager
+def own_broker() -> Iterator[None]:
+    """Report as a plain refusal what is unavailable to a command that runs a broker itself: status 1, not 3."""
+    try:
+        yield
+    except Unavailable as error:
+        raise CubrokerError(error.message) from None
 
 
 def any_directory(command: Decorated) -> Decorated:

@@ -36,7 +36,8 @@ def command(directory: Path, devices: str, budget: str) -> int:
     """
     _probe(devices)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    return serve(directory, devices, budget, lambda: text.say(f"cubroker: serving {devices} in {directory}"))
+    with options.own_broker():
+        return serve(directory, devices, budget, lambda: text.say(f"cubroker: serving {devices} in {directory}"))
 
 
 def _probe(devices: str) -> None:

@@ -9,8 +9,9 @@ import click
 from cubroker.cli import options, text
 from cubroker.cli.progress import progress
 from cubroker.client import Broker
-from cubroker.client.verify import verify
+from cubroker.client.verify import Verified, verify
 from cubroker.protocol.errors import CubrokerError
+from cubroker.protocol.messages import PoolInfo
 
 SHOWN = 10
 """Differences that are listed one by one."""
@@ -21,12 +22,24 @@ SHOWN = 10
 @click.argument("paths", metavar="PATH...", nargs=-1, required=True, type=click.Path(path_type=Path))
 @options.directory
 def command(reference: options.Reference, paths: tuple[Path, ...], directory: Path) -> None:
-    """Compare a version, by default the current one, byte for byte with files; any difference is exit status 1."""
-    name, version = reference
-    with Broker(directory) as broker, progress(f"comparing {name}") as report:
-        outcome = verify(broker, name, paths, version=version, progress=report)
-    for difference in outcome.differences[:SHOWN]:
-        text.say(text.printable(difference))
-    if outcome.differences:
-        raise CubrokerError(f"{name} is not what the files say: {text.count(len(outcome.differences), 'difference')}")
-    text.say(f"{name}: {text.count(outcome.tensors, 'tensor')}, {text.size(outcome.nbytes)}, equal to the files")
+    """Compare a version, by default the current one, byte for byte with files, on every device that it is on.
+
+    Any difference is exit status 1.
+    """
+    with Broker(directory) as broker:
+        info, _ = broker.describe(*reference)
+        found = {uuid: _compare(broker, info, uuid, paths) for uuid in info.devices}
+    title = f"{info.name}@{info.version}"
+    differences = [f"{uuid}: {line}" for uuid, outcome in found.items() for line in outcome.differences]
+    for line in differences[:SHOWN]:
+        text.say(text.printable(line))
+    if differences:
+        raise CubrokerError(f"{title} is not what the files hold: {text.count(len(differences), 'difference')}")
+    first = found[info.devices[0]]
+    places = "" if len(found) == 1 else f", on {len(found)} devices"
+    text.say(f"{title}: {text.count(first.tensors, 'tensor')}, {text.size(first.nbytes)}, equal to the files{places}")
+
+
+def _compare(broker: Broker, info: PoolInfo, uuid: str, paths: tuple[Path, ...]) -> Verified:
+    with progress(f"comparing {info.name}@{info.version} on {uuid}") as report:
+        return verify(broker, info.name, paths, version=info.version, device=uuid, progress=report)

@@ -49,11 +49,11 @@ def started(*arguments: str | Path, env: Mapping[str, str] | None = None) -> Ite
         text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-    try:
-        with process:
+    with process:
+        try:
             yield process
-    finally:
-        process.kill()
+        finally:
+            process.kill()
 
 
 def holding(marker: str) -> list[int]:

@@ -71,11 +71,18 @@ def test_verify_tells_equal_from_different(directory: Path, path: Path, tmp_path
     equal = run("verify", "x", path, "--directory", directory)
     different = run("verify", "x@1", other, "--directory", directory)
     assert equal.returncode == 0
-    assert equal.stdout.startswith("x: 6 tensors, ")
+    assert equal.stdout.startswith("x@1: 6 tensors, ")
     assert equal.stdout.endswith(", equal to the files\n")
     assert different.returncode == 1
-    assert "matrix" in different.stdout
-    assert different.stderr.splitlines()[-1] == "cubroker: x is not what the files say: 5 differences"
+    assert "tensor 'matrix' differs" in different.stdout
+    assert different.stderr.splitlines()[-1] == "cubroker: x@1 is not what the files hold: 5 differences"
+
+
+def test_verify_looks_at_the_copy_on_every_device(directory: Path, path: Path) -> None:
+    assert run("load", "x", path, "--device", "0,1", "--directory", directory).returncode == 0
+    done = run("verify", "x", path, "--directory", directory)
+    assert done.stdout.endswith(", equal to the files, on 2 devices\n")
+    assert len(done.stderr.splitlines()) == 2
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated", "folder"])
