@@ -19,8 +19,8 @@ def attach(books: Books, session: Session, request: int, body: Attach) -> Attach
     if version is not None:
         return lease(books, session, version, body.device)
     _check_missing(books, pool, body)
-    waiting.admit(session, request)
-    reader = Reader(session, request, books.pool(body.name), body)
+    waiting.admit(books, session, request)
+    reader = Reader(next(books.arrivals), session, request, books.pool(body.name), body)
     waiting.begin(reader)
     waiting.limit(books, reader)
     return None

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import count
 
 from cubroker.server.events import Effect
-from cubroker.server.records import Account, Allocation, Budget, Pool, Session, Waiter
+from cubroker.server.records import Account, Allocation, Budget, Limits, Pool, Session, Waiter
 
 MAX_NUMBERS = 65_536
 """Names without a pool whose last version number is remembered; beyond it the oldest are forgotten."""
@@ -16,12 +16,13 @@ MAX_NUMBERS = 65_536
 class Books:
     """All records, and the effects of the event that is being handled.
 
-    ``stirred`` has the pools and accounts where something ended, so that somebody who waits there
-    may have a turn: :func:`cubroker.server.drafts.settle` looks at each of them.
+    ``stirred_pools`` and ``stirred_accounts`` are those where something ended, so that somebody who
+    waits there may be served: :func:`cubroker.server.drafts.settle` looks at each of them.
     """
 
-    def __init__(self, devices: Sequence[Budget], uid: int) -> None:
+    def __init__(self, devices: Sequence[Budget], uid: int, limits: Limits) -> None:
         self.uid = uid
+        self.limits = limits
         self.accounts = {device.uuid: Account(device) for device in devices}
         assert len(self.accounts) == len(devices), "two devices with one UUID"
         self.sessions: dict[int, Session] = {}
@@ -29,11 +30,13 @@ class Books:
         self.allocations: dict[int, Allocation] = {}
         self.timers: dict[int, Waiter] = {}
         self.numbers: dict[str, int] = {}
-        self.stirred: deque[Pool | Account] = deque()
+        self.stirred_pools: deque[Pool] = deque()
+        self.stirred_accounts: deque[Account] = deque()
         self.effects: list[Effect] = []
         self.lease_ids = count(1)
         self.tickets = count(1)
         self.timer_ids = count(1)
+        self.arrivals = count(1)
 
     def last(self, name: str) -> int:
         """Return the number of the last version of ``name`` that was published, 0 if none was."""

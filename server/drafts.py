@@ -1,9 +1,9 @@
 """Create: from the request to a draft with memory, through two lines.
 
-There is one line per name, for the turn as its writer, and one line per device, for room. Each is
-served in order of arrival and nobody overtakes in it. A create enters the lines of all its devices
-at the same moment, when its turn has come, so the one that waits longest is first in all of its
-lines, and there is always somebody who can be served next.
+There is one line per name, for the turn as its writer, and one line per device, for room, which a
+create enters when its turn has come. Each line is in order of arrival at the broker, and nobody is
+served before the one ahead: a small request does not overtake a large one on the same device. Since
+all lines have the same order, the oldest request is first in all of its own, and so nobody waits in a circle.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ def create(books: Books, session: Session, request: int, body: Create, layout: L
     _check(books, body, layout)
     if body.attach is None:
         _check_owner(books, session, pool)
-    check_quota(session)
-    admit(session, request)
+    check_quota(books, session)
+    admit(books, session, request)
     writer = _writer(books, session, request, body, layout)
     begin(writer)
-    books.stirred.append(writer.pool)
+    books.stirred_pools.append(writer.pool)
     settle(books)
     if session.unfinished.get(request) is writer and writer.phase is not Phase.MEMORY:
         _wait(books, writer)
@@ -91,6 +91,7 @@ def _check_owner(books: Books, session: Session, pool: Pool | None) -> None:
 def _writer(books: Books, session: Session, request: int, body: Create, layout: Layout) -> Writer:
     sizes = tuple(map(rounded, layout.allocations))
     return Writer(
+        arrival=next(books.arrivals),
         session=session,
         request=request,
         pool=books.pool(body.name),
@@ -104,13 +105,14 @@ def _writer(books: Books, session: Session, request: int, body: Create, layout: 
 
 
 def settle(books: Books) -> None:
-    """Give turns, and room, wherever something ended, until nobody is left who can be served."""
-    while books.stirred:
-        stirred = books.stirred.popleft()
-        if isinstance(stirred, Pool):
-            _give_turn(books, stirred)
-        else:
-            _give_room(books, stirred)
+    """Give turns, then room, wherever something ended, until nobody is left who can be served.
+
+    Turns come first, so that whoever has one now takes part when room is given; giving room ends nothing.
+    """
+    while books.stirred_pools:
+        _give_turn(books, books.stirred_pools.popleft())
+    while books.stirred_accounts:
+        _give_room(books, books.stirred_accounts.popleft())
 
 
 def _give_turn(books: Books, pool: Pool) -> None:
@@ -131,14 +133,14 @@ def _take_turn(books: Books, writer: Writer) -> None:
     writer.pool.writer = writer
     writer.phase = Phase.ROOM
     for account in writer.accounts:
-        account.line[writer] = None
-        books.stirred.append(account)
+        account.line.insert(account.place(writer), writer)
+        books.stirred_accounts.append(account)
 
 
 def _give_room(books: Books, account: Account) -> None:
     while account.line:
-        writer = next(iter(account.line))
-        if any(other.room < writer.nbytes or next(iter(other.line)) is not writer for other in writer.accounts):
+        writer = account.line[0]
+        if any(other.room < writer.nbytes or other.line[0] is not writer for other in writer.accounts):
             return
         _begin_draft(books, writer)
 
@@ -180,7 +182,7 @@ def _fill(books: Books, version: Version) -> None:
     writer = version.pool.writer
     assert writer is not None
     try:
-        check_quota(writer.session)
+        check_quota(books, writer.session)
     except OverQuota as error:
         refuse(books, writer, error)
         return

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections import Counter
 
 from cubroker.server.books import Books
-from cubroker.server.leases import MAX_LEASES
-from cubroker.server.publishing import MAX_WATCHES
 from cubroker.server.records import Account, Phase, Pool, Reader, Session, Version, Writer
 from cubroker.server.states import ALLOCATED, PROMISED, Stage, State
-from cubroker.server.waiting import MAX_UNFINISHED
 
 
 def check(books: Books) -> None:
     """Assert that all records agree with each other, and that nobody waits who could be served."""
-    assert not books.stirred
+    assert not books.stirred_pools
+    assert not books.stirred_accounts
     assert not books.effects
     for account in books.accounts.values():
         _check_account(books, account)
@@ -45,19 +43,20 @@ def _check_account(books: Books, account: Account) -> None:
     assert account.promised == sum(allocation.nbytes for allocation in allocations if allocation.stage in PROMISED)
     assert account.allocated == sum(allocation.nbytes for allocation in allocations if allocation.stage in ALLOCATED)
     assert account.room >= 0, "more is allocated and promised than the budget allows"
+    assert account.line == sorted(account.line, key=lambda writer: writer.arrival)
     for writer in account.line:
         assert writer.phase is Phase.ROOM
         assert account in writer.accounts
     if account.line:
-        first = next(iter(account.line))
-        served = all(next(iter(other.line)) is first and other.room >= first.nbytes for other in first.accounts)
+        first = account.line[0]
+        served = all(other.line[0] is first and other.room >= first.nbytes for other in first.accounts)
         assert not served, "somebody waits for room that there is"
 
 
 def _check_session(books: Books, session: Session) -> None:
-    assert len(session.leases) <= MAX_LEASES
-    assert len(session.unfinished) <= MAX_UNFINISHED
-    assert len(session.watches) <= MAX_WATCHES
+    assert len(session.leases) <= books.limits.leases
+    assert len(session.unfinished) <= books.limits.unfinished
+    assert len(session.watches) <= books.limits.watches
     if not session.connected:
         assert session.leases
         assert not session.unfinished

@@ -13,13 +13,10 @@ from cubroker.server.records import Lease, Session, Version
 from cubroker.server.room import give_up
 from cubroker.server.states import Cause, State
 
-MAX_LEASES = 4096
-"""Leases of one session."""
-
 
 def grant(books: Books, session: Session, version: Version) -> Lease:
     """Give ``session`` a lease on ``version``; raises ``OverQuota``."""
-    check_quota(session)
+    check_quota(books, session)
     lease = Lease(next(books.lease_ids), session, version)
     session.leases[lease.id] = lease
     version.leases += 1
@@ -27,10 +24,10 @@ def grant(books: Books, session: Session, version: Version) -> Lease:
     return lease
 
 
-def check_quota(session: Session) -> None:
+def check_quota(books: Books, session: Session) -> None:
     """Raise ``OverQuota`` if ``session`` may have no more leases."""
-    if len(session.leases) >= MAX_LEASES:
-        raise OverQuota(f"this session holds {MAX_LEASES} leases, the most that one may; close some of them")
+    if len(session.leases) >= books.limits.leases:
+        raise OverQuota(f"this session holds {books.limits.leases} leases, the most that one may; close some of them")
 
 
 def held(session: Session, lease: int) -> Lease:
@@ -70,4 +67,4 @@ def end(books: Books, version: Version, cause: Cause) -> None:
         pool.owner = None
     for allocation in version.replicas.values():
         give_up(books, allocation)
-    books.stirred.append(pool)
+    books.stirred_pools.append(pool)

@@ -57,10 +57,10 @@ from cubroker.server.events import (
     NotAllocated,
     Respond,
 )
-from cubroker.server.records import Budget, Session
+from cubroker.server.records import Budget, Limits, Session
 from cubroker.server.states import Impossible
 
-__all__ = ["Budget", "Impossible", "Ledger"]
+__all__ = ["Budget", "Impossible", "Ledger", "Limits"]
 
 LAST_WORDS = (Close, Seal, Cancel)
 """What a session may still ask after its connection ended."""
@@ -72,10 +72,11 @@ class Ledger:
     Args:
         devices: the devices whose memory the broker lends, with their budgets.
         uid: the user that the broker runs as, who may change every pool.
+        limits: what one session may have at once.
     """
 
-    def __init__(self, devices: Sequence[Budget], uid: int) -> None:
-        self._books = Books(devices, uid)
+    def __init__(self, devices: Sequence[Budget], uid: int, limits: Limits | None = None) -> None:
+        self._books = Books(devices, uid, limits or Limits())
 
     def handle(self, event: Event) -> list[Effect]:
         """Take one event; return what is to be done about it, in order.

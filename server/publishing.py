@@ -14,9 +14,6 @@ from cubroker.server.permissions import may_change
 from cubroker.server.records import Pool, Session, Version, Waiter
 from cubroker.server.states import Cause, State
 
-MAX_WATCHES = 1024
-"""Names that one session watches."""
-
 
 def seal(books: Books, session: Session, body: Seal) -> Sealed:
     """Publish a draft, end its writer's lease, and serve everybody who waits for it."""
@@ -33,7 +30,7 @@ def seal(books: Books, session: Session, body: Seal) -> Sealed:
         end_if_empty(books, previous)
     announce(books, pool)
     _serve(books, version)
-    books.stirred.append(pool)
+    books.stirred_pools.append(pool)
     return Sealed(version.number)
 
 
@@ -43,7 +40,7 @@ def _serve(books: Books, version: Version) -> None:
     waiters: list[tuple[Waiter, str | None]] = []
     waiters += [(reader, reader.body.device) for reader in pool.readers if reader.body.version in (0, version.number)]
     waiters += [(writer, writer.body.attach) for writer in pool.line if writer.body.attach is not None]
-    for waiter, device in waiters:
+    for waiter, device in sorted(waiters, key=lambda pair: pair[0].arrival):
         waiting.leave(books, waiter)
         waiting.answer(books, waiter, _lease(books, waiter.session, version, device))
 
@@ -97,8 +94,8 @@ def watch(books: Books, session: Session, body: Watch) -> Done:
     if not body.on:
         unwatch(books, session, body.name)
         return Done()
-    if body.name not in session.watches and len(session.watches) >= MAX_WATCHES:
-        raise OverQuota(f"this session watches {MAX_WATCHES} pools, the most that one may; end some of the watches")
+    if body.name not in session.watches and len(session.watches) >= books.limits.watches:
+        raise OverQuota(f"this session watches {books.limits.watches} pools, the most that one may; end some of them")
     pool = session.watches[body.name] = books.pool(body.name)
     pool.watchers[session] = None
     books.effects.append(_notice(session, pool))
@@ -110,7 +107,7 @@ def unwatch(books: Books, session: Session, name: str) -> None:
     pool = session.watches.pop(name, None)
     if pool is not None:
         del pool.watchers[session]
-        books.stirred.append(pool)
+        books.stirred_pools.append(pool)
 
 
 def announce(books: Books, pool: Pool) -> None:

@@ -6,6 +6,7 @@ every link in step (:mod:`cubroker.server.invariants` says what that means).
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from enum import Enum
@@ -32,6 +33,15 @@ class Budget:
     budget: int
 
 
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one session may have at once, so that a flood cannot grow the ledger."""
+
+    leases: int = 4096
+    unfinished: int = 1024
+    watches: int = 1024
+
+
 @dataclass(slots=True, eq=False)
 class Account:
     """What is allocated and promised on one device, in bytes, and the line of those who wait for room."""
@@ -40,12 +50,16 @@ class Account:
     allocated: int = 0
     promised: int = 0
     allocations: dict[int, Allocation] = field(default_factory=dict)
-    line: OrderedDict[Writer, None] = field(default_factory=OrderedDict)
+    line: list[Writer] = field(default_factory=list)
 
     @property
     def room(self) -> int:
         """Bytes that are neither allocated nor promised."""
         return self.device.budget - self.allocated - self.promised
+
+    def place(self, writer: Writer) -> int:
+        """Return where in the line ``writer`` is, or belongs: the line is in order of arrival."""
+        return bisect_left(self.line, writer.arrival, key=_arrival)
 
 
 @dataclass(slots=True, eq=False)
@@ -156,6 +170,7 @@ class Allocation:
 class Reader:
     """An attach that waits for its version to be published."""
 
+    arrival: int
     session: Session
     request: int
     pool: Pool
@@ -173,12 +188,13 @@ class Phase(Enum):
 
 @dataclass(slots=True, eq=False)
 class Writer:
-    """A create that waits for its turn, for room, or for its memory.
+    """A create that waits for its turn, for room, or for its memory; ``arrival`` counts requests that waited.
 
     ``sizes`` are those of its allocations, as they are allocated, and ``nbytes`` their sum: what it takes per
     device. ``content`` is the sum of the sizes as they were asked for.
     """
 
+    arrival: int
     session: Session
     request: int
     pool: Pool
@@ -190,6 +206,10 @@ class Writer:
     content: int
     phase: Phase = Phase.TURN
     timer: int = 0
+
+
+def _arrival(writer: Writer) -> int:
+    return writer.arrival
 
 
 Waiter = Reader | Writer

@@ -59,4 +59,4 @@ def take_off(books: Books, allocation: Allocation, report: Report) -> None:
     shift(allocation, report)
     del books.allocations[allocation.ticket]
     del allocation.account.allocations[allocation.ticket]
-    books.stirred.append(allocation.account)
+    books.stirred_accounts.append(allocation.account)

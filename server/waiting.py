@@ -15,17 +15,15 @@ from cubroker.server.leases import end
 from cubroker.server.records import Phase, Reader, Session, Waiter, Writer
 from cubroker.server.states import Cause, State
 
-MAX_UNFINISHED = 1024
-"""Requests of one session that wait."""
 
-
-def admit(session: Session, request: int) -> None:
+def admit(books: Books, session: Session, request: int) -> None:
     """Raise unless ``session`` may have one more unfinished request, ``request``."""
     if request in session.unfinished:
         raise Invalid(f"request {request} is unfinished; a new request needs a new id")
-    if len(session.unfinished) >= MAX_UNFINISHED:
+    if len(session.unfinished) >= books.limits.unfinished:
         raise OverQuota(
-            f"this session has {MAX_UNFINISHED} unfinished requests, the most that one may; cancel some of them"
+            f"this session has {books.limits.unfinished} unfinished requests, the most that one may;"
+            f" cancel some of them"
         )
 
 
@@ -62,7 +60,7 @@ def leave(books: Books, waiter: Waiter) -> None:
         del waiter.pool.readers[waiter]
     else:
         _step_out(books, waiter)
-    books.stirred.append(waiter.pool)
+    books.stirred_pools.append(waiter.pool)
     waiter.pool.story.append(f"request {waiter.request} of {waiter.session.label} stopped waiting")
 
 
@@ -83,8 +81,8 @@ def _step_out(books: Books, writer: Writer) -> None:
 def leave_lines(books: Books, writer: Writer) -> None:
     """Take a create out of the lines for room; whoever is next in them may have room now."""
     for account in writer.accounts:
-        del account.line[writer]
-        books.stirred.append(account)
+        del account.line[account.place(writer)]
+        books.stirred_accounts.append(account)
 
 
 def answer(books: Books, waiter: Waiter, body: Reply) -> None:

@@ -116,10 +116,10 @@ def no_room(writer: Writer) -> str:
     """Say which device has no room for a create, and what takes it."""
     account = next((account for account in writer.accounts if account.room < writer.nbytes), None)
     if account is None:
-        first = next(account for account in writer.accounts if next(iter(account.line)) is not writer)
+        first = next(account for account in writer.accounts if account.line[0] is not writer)
         return (
             f"{writer.pool.name} needs {size(writer.nbytes)} on device {first.device.uuid}, where"
-            f" {list(first.line).index(writer)} earlier requests wait for room; wait as well,"
+            f" {first.place(writer)} earlier requests wait for room; wait as well,"
             f" or retire what is not needed"
         )
     device = account.device

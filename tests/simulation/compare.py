@@ -1,0 +1,76 @@
+"""The ledger and the model side by side: every event goes to both, and what comes of it must be the same."""
+
+from __future__ import annotations
+
+import msgspec
+
+from cubroker.protocol import messages as m
+from cubroker.server import events as e
+from cubroker.server.ledger import Budget, Ledger, Limits
+from tests.simulation.model import Block, Expected, Model
+
+
+class Pair:
+    """A ledger and a model that have seen the same events."""
+
+    def __init__(self, devices: tuple[Budget, ...], uid: int, limits: Limits) -> None:
+        self.ledger = Ledger(devices, uid, limits)
+        self.model = Model(devices, uid, limits)
+        self.under_way: list[Block] = []  # asked for and not reported
+        self.to_free: list[Block] = []  # to be freed and not reported
+
+    def handle(self, event: e.Event) -> None:
+        """Give an event to both; raises ``AssertionError`` if the effects differ or the ledger contradicts itself."""
+        effects = self.ledger.handle(event)
+        self.ledger.check()
+        expected = self.model.handle(event)
+        self._answers(expected, [effect for effect in effects if isinstance(effect, e.Respond)])
+        notices = [(effect.session, effect.notice) for effect in effects if isinstance(effect, e.Notify)]
+        assert _counted(notices) == _counted(expected.notices)
+        forgotten = [effect.session for effect in effects if isinstance(effect, e.Forget)]
+        assert forgotten == expected.forgotten
+        self._memory(expected, effects)
+        self._timers(expected, effects)
+
+    def _answers(self, expected: Expected, responses: list[e.Respond]) -> None:
+        answers = {(response.session, response.request): response.body for response in responses}
+        assert len(answers) == len(responses), "a request was answered twice"
+        assert answers.keys() == expected.answers.keys()
+        for key, body in answers.items():
+            wanted = expected.answers[key]
+            if isinstance(body, m.Attached | m.Created):
+                assert not isinstance(wanted, str), f"{body} instead of {wanted}"
+                expected.leases[key].id = body.lease
+                body = msgspec.structs.replace(body, lease=0)
+            elif isinstance(body, m.Failed):
+                assert body.code == wanted, f"{body} instead of {wanted}"
+                assert body.message
+                continue
+            assert body == wanted
+
+    def _memory(self, expected: Expected, effects: list[e.Effect]) -> None:
+        allocates = [effect for effect in effects if isinstance(effect, e.Allocate)]
+        assert len(allocates) == len(expected.blocks)
+        for block in expected.blocks:  # on one device, in order
+            allocate = next(allocate for allocate in allocates if allocate.device == block.device)
+            allocates.remove(allocate)
+            assert allocate.sizes == block.sizes
+            block.ticket = allocate.ticket
+            self.under_way.append(block)
+        frees = [(effect.ticket, effect.device) for effect in effects if isinstance(effect, e.Free)]
+        assert sorted(frees) == sorted((block.ticket, block.device) for block in expected.frees)
+        self.to_free += expected.frees
+
+    def _timers(self, expected: Expected, effects: list[e.Effect]) -> None:
+        timers = [effect for effect in effects if isinstance(effect, e.SetTimer)]
+        if expected.timer is None:
+            assert not timers
+        else:
+            assert [timer.seconds for timer in timers] == [expected.timer.body.wait]
+            expected.timer.timer = timers[0].timer
+        dropped = [effect.timer for effect in effects if isinstance(effect, e.DropTimer)]
+        assert sorted(dropped) == sorted(expected.dropped)
+
+
+def _counted(notices: list[tuple[int, m.Notice]] | list[tuple[int, m.PoolChanged]]) -> list[str]:
+    return sorted(map(repr, notices))

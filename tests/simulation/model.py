@@ -1,0 +1,515 @@
+"""What the ledger promises, written a second time and as plainly as possible: lists, and searching through them.
+
+Nothing is shared with the ledger. The model is told the same events and says what should come of
+each. It does not know the ids that the ledger gives to leases, tickets and timers: those are learned
+from what the ledger does, by :mod:`tests.simulation.compare`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from cubroker.protocol import messages as m
+from cubroker.protocol.layout import Layout
+from cubroker.server import events as e
+from cubroker.server.ledger import Budget, Limits
+
+MIB = 1 << 20
+GOOD_NAMES = ("a", "b", "c")
+
+
+@dataclass(eq=False)
+class Session:
+    id: int
+    pid: int
+    uid: int
+    connected: bool = True
+
+
+@dataclass(eq=False)
+class Version:
+    name: str
+    number: int
+    owner: int
+    body: m.Create
+    layout: Layout
+    state: str = "allocating"
+
+
+@dataclass(eq=False)
+class Block:
+    """Memory of a version on a device: wanted, held, unwanted (on its way, to be freed) or freeing."""
+
+    version: Version
+    device: str
+    sizes: tuple[int, ...]
+    state: str = "wanted"
+    handles: tuple[bytes, ...] = ()
+    ticket: int = 0
+
+
+@dataclass(eq=False)
+class Lease:
+    session: Session
+    version: Version
+    id: int = 0
+
+
+@dataclass(eq=False)
+class Request:
+    """A request that is not answered; ``waits`` for publication, turn, room or memory."""
+
+    session: Session
+    id: int
+    body: m.Attach | m.Create
+    waits: str
+    layout: Layout | None = None
+    version: Version | None = None
+    timed: bool = False
+    timer: int = 0
+
+
+@dataclass
+class Expected:
+    """What one event should have for effects. A code stands for a refusal with any text."""
+
+    answers: dict[tuple[int, int], m.Reply | str] = field(default_factory=dict)
+    leases: dict[tuple[int, int], Lease] = field(default_factory=dict)
+    notices: list[tuple[int, m.PoolChanged]] = field(default_factory=list)
+    blocks: list[Block] = field(default_factory=list)
+    frees: list[Block] = field(default_factory=list)
+    timer: Request | None = None
+    dropped: list[int] = field(default_factory=list)
+    forgotten: list[int] = field(default_factory=list)
+
+
+class Refusal(Exception):
+    def __init__(self, code: str) -> None:
+        super().__init__(code)
+        self.code = code
+
+
+class Model:
+    def __init__(self, devices: tuple[Budget, ...], uid: int, limits: Limits) -> None:
+        self.devices, self.uid, self.limits = devices, uid, limits
+        self.sessions: list[Session] = []
+        self.versions: list[Version] = []
+        self.blocks: list[Block] = []
+        self.leases: list[Lease] = []
+        self.requests: list[Request] = []  # in order of arrival
+        self.watches: list[tuple[Session, str]] = []
+        self.last: dict[str, int] = {}
+        self.owners: dict[str, int] = {}
+        self.out = Expected()
+
+    # -- looking things up ---------------------------------------------------------------------
+
+    def session(self, number: int) -> Session | None:
+        return next((session for session in self.sessions if session.id == number), None)
+
+    def of(self, name: str) -> list[Version]:
+        return [version for version in self.versions if version.name == name]
+
+    def current(self, name: str) -> Version | None:
+        return next((version for version in self.of(name) if version.state == "current"), None)
+
+    def drafted(self, name: str) -> bool:
+        return any(version.state in ("allocating", "draft") for version in self.of(name))
+
+    def blocks_of(self, version: Version) -> list[Block]:
+        return [block for block in self.blocks if block.version is version and block.state in ("wanted", "held")]
+
+    def holds(self, version: Version) -> int:
+        return sum(lease.version is version for lease in self.leases)
+
+    def room(self, uuid: str) -> int:
+        budget = next(device.budget for device in self.devices if device.uuid == uuid)
+        return budget - sum(sum(block.sizes) for block in self.blocks if block.device == uuid)
+
+    def may_change(self, session: Session, name: str) -> bool:
+        return name not in self.owners or session.uid in (0, self.uid, self.owners[name])
+
+    # -- events --------------------------------------------------------------------------------
+
+    def handle(self, event: e.Event) -> Expected:
+        self.out = Expected()
+        match event:
+            case e.Joined():
+                self.sessions.append(Session(event.session, event.pid, event.uid))
+            case e.Asked():
+                self.asked(event)
+            case e.Lost() | e.Gone():
+                session = self.session(event.session)
+                if session is not None:
+                    self.ended(session, gone=isinstance(event, e.Gone))
+            case e.Elapsed():
+                for request in self.requests:
+                    if request.timed and request.timer == event.timer:
+                        request.timed = False
+                        self.refuse(request, "timeout")
+                        break
+            case e.Allocated() | e.NotAllocated() | e.Freed():
+                self.memory(event)
+        self.serve()
+        return self.out
+
+    def asked(self, event: e.Asked) -> None:
+        session = self.session(event.session)
+        if session is None:
+            return
+        try:
+            self.answered(session, event.request, event)
+        except Refusal as refusal:
+            self.out.answers[session.id, event.request] = refusal.code
+        if not session.connected and not any(lease.session is session for lease in self.leases):
+            self.sessions.remove(session)
+            self.out.forgotten.append(session.id)
+
+    def answered(self, session: Session, number: int, event: e.Asked) -> None:
+        body = event.body
+        if not session.connected and not isinstance(body, m.Close | m.Seal | m.Cancel):
+            raise Refusal("unavailable")
+        match body:
+            case m.Attach():
+                self.attach(session, number, body)
+            case m.Create():
+                assert event.layout is not None
+                self.create(session, number, body, event.layout)
+            case _:
+                self.out.answers[session.id, number] = self.simple(session, body)
+
+    def simple(self, session: Session, body: m.Request) -> m.Reply:
+        match body:
+            case m.Close():
+                self.close(self.own(session, body.lease))
+                return m.Done()
+            case m.Seal():
+                return self.seal(self.own(session, body.lease))
+            case m.Cancel():
+                for request in list(self.requests):
+                    if request.session is session and request.id == body.request:
+                        self.refuse(request, "timeout")
+                return m.Done()
+            case m.Retire():
+                return self.retire(session, self.find(body.name, body.version))
+            case m.Watch():
+                return self.watch(session, body)
+            case m.Describe():
+                version = self.find(body.name, body.version)
+                return m.Description(self.info(version), version.body.layout)
+            case m.ListPools():
+                return m.Pools(tuple(map(self.info, sorted(self.versions, key=lambda v: (v.name, v.number)))))
+            case m.ListClients():
+                return m.Clients(tuple(map(self.client, self.sessions)))
+            case m.ListDevices():
+                return m.DeviceList(tuple(map(self.device, self.devices)))
+            case _:
+                raise AssertionError(body)
+
+    # -- requests ------------------------------------------------------------------------------
+
+    def attach(self, session: Session, number: int, body: m.Attach) -> None:
+        for version in self.of(body.name):
+            if version.state == "current" and body.version in (0, version.number):
+                return self.lease(session, number, version, body.device)
+            if version.state == "superseded" and body.version == version.number:
+                return self.lease(session, number, version, body.device)
+        self.name(body.name)
+        if 0 < body.version <= self.last.get(body.name, 0):
+            raise Refusal("retired")
+        if body.device is not None and body.device not in [device.uuid for device in self.devices]:
+            raise Refusal("not_found")
+        if body.wait == 0:
+            raise Refusal("not_found")
+        self.admit(Request(session, number, body, "publication"))
+        return None
+
+    def create(self, session: Session, number: int, body: m.Create, layout: Layout) -> None:
+        current = self.current(body.name)
+        if body.attach is not None and current is not None:
+            return self.lease(session, number, current, body.attach)
+        self.name(body.name)
+        if body.share != "ipc":
+            raise Refusal("unsupported" if body.share in ("vmm", "multicast") else "invalid")
+        if not layout.allocations or len(set(body.devices)) != len(body.devices):
+            raise Refusal("invalid")
+        if not {*body.devices, body.attach or body.devices[0]} <= {device.uuid for device in self.devices}:
+            raise Refusal("not_found")
+        for device in self.devices:
+            if device.uuid in body.devices and sum(self.rounded(layout)) > device.budget:
+                raise Refusal("over_budget")
+        if body.attach is None and not self.may_change(session, body.name):
+            raise Refusal("denied")
+        self.quota(session)
+        request = Request(session, number, body, "turn", layout)
+        self.admit(request)
+        self.serve()
+        if request in self.requests and request.waits != "memory" and body.wait == 0:
+            self.refuse(request, "exists" if request.waits == "turn" else "over_budget")
+        return None
+
+    def admit(self, request: Request) -> None:
+        mine = [other for other in self.requests if other.session is request.session]
+        if any(other.id == request.id for other in mine):
+            raise Refusal("invalid")
+        if len(mine) >= self.limits.unfinished:
+            raise Refusal("over_quota")
+        self.requests.append(request)
+        if request.body.wait and request.waits == "publication":
+            self.out.timer, request.timed = request, True
+
+    def seal(self, lease: Lease) -> m.Sealed:
+        version = lease.version
+        if version.state != "draft":
+            raise Refusal("invalid")
+        previous = self.current(version.name)
+        version.state = "current"
+        self.last[version.name] = version.number
+        self.leases.remove(lease)
+        if previous is not None:
+            previous.state = "superseded"
+            self.end_if_unused(previous)
+        self.announce(version.name)
+        for request in list(self.requests):
+            if request.body.name == version.name:
+                self.published(request, version)
+        return m.Sealed(version.number)
+
+    def published(self, request: Request, version: Version) -> None:
+        if isinstance(request.body, m.Attach):
+            wanted, device = request.body.version in (0, version.number), request.body.device
+        else:
+            wanted, device = request.body.attach is not None, request.body.attach
+        if wanted:
+            self.leave(request)
+            try:
+                self.lease(request.session, request.id, version, device)
+            except Refusal as refusal:
+                self.out.answers[request.session.id, request.id] = refusal.code
+
+    def retire(self, session: Session, version: Version) -> m.Retirement:
+        if not self.may_change(session, version.name):
+            raise Refusal("denied")
+        if version.state in ("allocating", "draft"):
+            raise Refusal("invalid")
+        was, version.state = version.state, "retired"
+        leases = self.holds(version)
+        self.end_if_unused(version)
+        if was == "current":
+            self.announce(version.name)
+        return m.Retirement(version.number, leases)
+
+    def watch(self, session: Session, body: m.Watch) -> m.Done:
+        self.name(body.name)
+        watching = (session, body.name) in self.watches
+        if not body.on:
+            self.watches = [watch for watch in self.watches if watch != (session, body.name)]
+            return m.Done()
+        if not watching:
+            if sum(watcher is session for watcher, _ in self.watches) >= self.limits.watches:
+                raise Refusal("over_quota")
+            self.watches.append((session, body.name))
+        self.notice(session, body.name)
+        return m.Done()
+
+    # -- leases and memory ---------------------------------------------------------------------
+
+    def lease(self, session: Session, number: int, version: Version, uuid: str | None) -> None:
+        blocks = self.blocks_of(version)
+        if uuid is None and len(blocks) > 1:
+            raise Refusal("invalid")
+        block = next((block for block in blocks if uuid in (None, block.device)), None)
+        if block is None:
+            raise Refusal("not_found")
+        self.quota(session)
+        self.leases.append(Lease(session, version))
+        self.out.leases[session.id, number] = self.leases[-1]
+        self.out.answers[session.id, number] = m.Attached(
+            0, version.name, version.number, block.device, version.body.share, version.body.layout, block.handles
+        )
+
+    def quota(self, session: Session) -> None:
+        if sum(lease.session is session for lease in self.leases) >= self.limits.leases:
+            raise Refusal("over_quota")
+
+    def own(self, session: Session, number: int) -> Lease:
+        for lease in self.leases:
+            if lease.session is session and lease.id == number:
+                return lease
+        raise Refusal("not_found")
+
+    def close(self, lease: Lease) -> None:
+        self.leases.remove(lease)
+        if lease.version.state == "draft":
+            self.end(lease.version)
+        self.end_if_unused(lease.version)
+
+    def end_if_unused(self, version: Version) -> None:
+        if version.state in ("superseded", "retired") and not self.holds(version):
+            self.end(version)
+
+    def end(self, version: Version) -> None:
+        for block in self.blocks_of(version):
+            block.state = {"wanted": "unwanted", "held": "freeing"}[block.state]
+            self.out.frees.append(block)
+        version.state = "ended"
+        self.versions.remove(version)
+        if not self.of(version.name):
+            del self.owners[version.name]
+
+    def memory(self, event: e.Allocated | e.NotAllocated | e.Freed) -> None:
+        block = next((block for block in self.blocks if block.ticket == event.ticket), None)
+        if block is None:
+            assert isinstance(event, e.Freed)
+            return
+        request = next((request for request in self.requests if request.version is block.version), None)
+        if isinstance(event, e.Allocated):
+            block.handles = event.handles
+            block.state = {"wanted": "held", "unwanted": "freeing"}[block.state]
+            if request is not None and all(other.state == "held" for other in self.blocks_of(block.version)):
+                self.filled(request, block.version)
+        else:
+            self.blocks.remove(block)
+            if request is not None:
+                assert isinstance(event, e.NotAllocated)
+                self.refuse(request, event.code)
+
+    def filled(self, request: Request, version: Version) -> None:
+        try:
+            self.quota(request.session)
+        except Refusal as refusal:
+            return self.refuse(request, refusal.code)
+        version.state = "draft"
+        self.requests.remove(request)
+        self.leases.append(Lease(request.session, version))
+        key = request.session.id, request.id
+        self.out.leases[key] = self.leases[-1]
+        by_device = {block.device: block.handles for block in self.blocks_of(version)}
+        replicas = tuple(m.Replica(uuid, by_device[uuid]) for uuid in version.body.devices)
+        self.out.answers[key] = m.Created(0, version.name, version.number, version.body.share, replicas)
+        return None
+
+    # -- ends ----------------------------------------------------------------------------------
+
+    def ended(self, session: Session, *, gone: bool) -> None:
+        session.connected = False
+        for request in list(self.requests):
+            if request.session is session:
+                self.leave(request)
+        self.watches = [watch for watch in self.watches if watch[0] is not session]
+        if gone:
+            for lease in list(self.leases):
+                if lease.session is session:
+                    self.close(lease)
+        if not any(lease.session is session for lease in self.leases):
+            self.sessions.remove(session)
+            self.out.forgotten.append(session.id)
+
+    def leave(self, request: Request) -> None:
+        self.requests.remove(request)
+        if request.timed:
+            self.out.dropped.append(request.timer)
+        if request.version is not None:
+            self.end(request.version)
+
+    def refuse(self, request: Request, code: str) -> None:
+        self.leave(request)
+        self.out.answers[request.session.id, request.id] = code
+
+    # -- whose turn it is ----------------------------------------------------------------------
+
+    def serve(self) -> None:
+        """Give turns and room in order of arrival, from the start again after every change."""
+        while self.serve_one():
+            pass
+        newest = self.requests[-1] if self.requests else None
+        if newest is not None and newest.waits in ("turn", "room") and newest.body.wait and not newest.timed:
+            newest.timed = True
+            self.out.timer = newest
+
+    def serve_one(self) -> bool:
+        creates = [request for request in self.requests if isinstance(request.body, m.Create)]
+        for request in creates:
+            name = request.body.name
+            busy = self.drafted(name) or any(r.waits == "room" and r.body.name == name for r in creates)
+            if request.waits == "turn" and not busy:
+                if self.may_change(request.session, name):
+                    request.waits = "room"
+                else:
+                    self.refuse(request, "denied")
+                return True
+        taken: set[str] = set()
+        for request in creates:
+            if request.waits == "room":
+                assert isinstance(request.body, m.Create)
+                if not taken & set(request.body.devices) and self.grant(request, request.body):
+                    return True
+                taken |= set(request.body.devices)
+        return False
+
+    def grant(self, request: Request, body: m.Create) -> bool:
+        assert request.layout is not None
+        sizes = self.rounded(request.layout)
+        if any(self.room(uuid) < sum(sizes) for uuid in body.devices):
+            return False
+        if request.timed:
+            self.out.dropped.append(request.timer)
+            request.timed = False
+        request.waits = "memory"
+        number = self.last.get(body.name, 0) + 1
+        request.version = Version(body.name, number, request.session.uid, body, request.layout)
+        self.versions.append(request.version)
+        self.owners.setdefault(body.name, request.session.uid)
+        for uuid in body.devices:
+            self.blocks.append(Block(request.version, uuid, sizes))
+            self.out.blocks.append(self.blocks[-1])
+        return True
+
+    @staticmethod
+    def rounded(layout: Layout) -> tuple[int, ...]:
+        return tuple((size + 2 * MIB - 1) // (2 * MIB) * (2 * MIB) for size in layout.allocations)
+
+    # -- words and reports ---------------------------------------------------------------------
+
+    def name(self, name: str) -> None:
+        if name not in GOOD_NAMES:
+            raise Refusal("invalid")
+
+    def find(self, name: str, number: int) -> Version:
+        self.name(name)
+        for version in self.of(name):
+            if version.number == number or (number == 0 and version.state == "current"):
+                return version
+        raise Refusal("retired" if 0 < number <= self.last.get(name, 0) else "not_found")
+
+    def announce(self, name: str) -> None:
+        for session, watched in self.watches:
+            if watched == name:
+                self.notice(session, name)
+
+    def notice(self, session: Session, name: str) -> None:
+        current = self.current(name)
+        self.out.notices.append((session.id, m.PoolChanged(name, current.number if current else 0)))
+
+    def info(self, version: Version) -> m.PoolInfo:
+        body, layout = version.body, version.layout
+        state = "draft" if version.state == "allocating" else version.state
+        nbytes, tensors, leases = sum(layout.allocations), len(layout.tensors), self.holds(version)
+        return m.PoolInfo(
+            version.name, version.number, state, nbytes, tensors, "ipc", body.devices, False, leases, version.owner
+        )
+
+    def client(self, session: Session) -> m.ClientInfo:
+        state = "connected" if session.connected else "detached"
+        leases = [lease.version for lease in self.leases if lease.session is session]
+        infos = tuple(m.LeaseInfo(version.name, version.number) for version in leases)
+        return m.ClientInfo(session.id, session.pid, session.uid, state, infos)
+
+    def device(self, device: Budget) -> m.DeviceInfo:
+        sums = {
+            states: sum(
+                sum(block.sizes) for block in self.blocks if block.device == device.uuid and block.state in states
+            )
+            for states in (("held", "freeing"), ("wanted", "unwanted"))
+        }
+        return m.DeviceInfo(device.index, device.uuid, device.name, device.total, device.budget, *sums.values())
