@@ -1,0 +1,273 @@
+"""The way in: one connection to a broker, from which pools come."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+from weakref import WeakSet, finalize
+
+from cubroker.client import devices as local
+from cubroker.client.draft import Draft
+from cubroker.client.loans import Loan
+from cubroker.client.mapping import Mapped
+from cubroker.client.pool import Pool
+from cubroker.client.replica import Index, decode
+from cubroker.client.requests import Requests, expect
+from cubroker.client.session import Session
+from cubroker.client.watch import Watch
+from cubroker.driver import Driver
+from cubroker.protocol import names
+from cubroker.protocol.directory import default_directory
+from cubroker.protocol.errors import Invalid
+from cubroker.protocol.layout import Layout
+from cubroker.protocol.messages import (
+    MAX_WAIT,
+    Attach,
+    Attached,
+    ClientInfo,
+    Clients,
+    Create,
+    Created,
+    Describe,
+    Description,
+    DeviceInfo,
+    DeviceList,
+    ListClients,
+    ListDevices,
+    ListPools,
+    PoolInfo,
+    Pools,
+    Retire,
+    Retirement,
+)
+
+Device = int | str
+"""A device: its ordinal in this process, or its UUID."""
+
+
+class Broker:
+    """A session with the broker that serves ``directory``. Every method may be called from any thread.
+
+    Besides what each method names, all may raise ``Unavailable`` (the broker is gone, or this object
+    is closed), ``TimedOut`` (it did not answer) and, in a forked child, ``Invalid``.
+
+    Args:
+        directory: where the broker listens; by default ``$CUBROKER_DIR``, else this user's default.
+        timeout: seconds that the broker may take to answer, beyond what a request itself may wait.
+
+    Raises:
+        Unavailable: nobody serves there.
+        Denied: this user may not connect.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str] | None = None, *, timeout: float = 30.0) -> None:
+        self._session = Session(Path(directory) if directory is not None else default_directory(), timeout)
+        self._pools: WeakSet[Pool] = WeakSet()
+        self._finalizer = finalize(self, self._session.janitor.put, self._session.leave)
+        self._finalizer.atexit = False
+
+    def __repr__(self) -> str:
+        return f"<Broker on {self.directory}, session {self.session}>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def directory(self) -> Path:
+        """Where the broker listens."""
+        return self._session.directory
+
+    @property
+    def session(self) -> int:
+        """The number that the broker gave this session."""
+        return self._session.id
+
+    @property
+    def requests(self) -> Requests:
+        """The way of requests themselves, for those who want many under way: ``submit(body)`` returns a future."""
+        return self._session.requests
+
+    @property
+    def driver(self) -> Driver:
+        """This process's driver for the broker's devices.
+
+        Raises:
+            Unavailable: there is no such driver here.
+        """
+        return self._session.driver
+
+    # -- pools -------------------------------------------------------------------------------------
+
+    def attach(self, name: str, *, version: int | None = None, device: Device | None = None, wait: float = 0.0) -> Pool:
+        """Lease a published version and map its memory: one round trip, one driver call per allocation.
+
+        Args:
+            name: the pool.
+            version: which one; by default the current one.
+            device: on which device; by default the pool's only one.
+            wait: seconds to wait for its publication.
+
+        Raises:
+            NotFound: no such pool, version or device.
+            Retired: the version was retired.
+            TimedOut: it was not published in ``wait`` seconds.
+            Invalid: the pool is on several devices and ``device`` does not say which.
+            OutOfMemory, DeviceFailure: the memory could not be mapped.
+        """
+        names.check(name)
+        uuid = None if device is None else self._ready(device)
+        body = Attach(name, _version(version), uuid, _seconds(wait))
+        loan, reply, mapped = self._session.borrow(body)
+        return self._pool(loan, expect(reply, Attached), mapped)
+
+    def create(
+        self, name: str, layout: Layout, *, devices: Sequence[Device] = (0,), share: str = "ipc", wait: float = 0.0
+    ) -> Draft:
+        """Open a draft of the pool's next version and map its memory.
+
+        Args:
+            name: the pool, new or not.
+            layout: its tensors, from :meth:`Layout.pack` or another pool.
+            devices: each gets a copy of every allocation.
+            share: how the memory is shared.
+            wait: seconds to wait for other writers of the pool, and for room.
+
+        Raises:
+            Exists: somebody else is writing a version of it.
+            OverBudget: there is no room on a device.
+            TimedOut: neither changed in ``wait`` seconds.
+            Unsupported: no such share kind.
+            OutOfMemory, DeviceFailure: the memory could not be allocated or mapped.
+        """
+        loan, reply, mapped = self._create(name, layout, devices, share, wait, None)
+        return self._draft(loan, expect(reply, Created), mapped, layout)
+
+    def attach_or_create(
+        self,
+        name: str,
+        layout: Layout,
+        *,
+        device: Device | None = None,
+        devices: Sequence[Device] | None = None,
+        share: str = "ipc",
+        wait: float = 600.0,
+    ) -> Pool | Draft:
+        """Attach to the current version, or become its writer: the first of many gets the draft, the rest wait for it.
+
+        Should that writer fail, the next in line gets a draft.
+
+        Args:
+            name: the pool.
+            layout: its tensors, should it have to be created.
+            device: where to attach; by default the first of ``devices``.
+            devices: where to create; by default ``device``, or the first device.
+            share: how the memory is to be shared.
+            wait: seconds to wait for the publication, or for the turn and room to create.
+
+        Raises:
+            CubrokerError: as :meth:`attach` and :meth:`create`.
+        """
+        devices = devices or ((0,) if device is None else (device,))
+        loan, reply, mapped = self._create(name, layout, devices, share, wait, devices[0] if device is None else device)
+        if isinstance(reply, Attached):
+            return self._pool(loan, reply, mapped)
+        return self._draft(loan, reply, mapped, layout)
+
+    def retire(self, name: str, version: int | None = None) -> Retirement:
+        """Take a version out of service; by default the current one. Who holds it keeps it.
+
+        Raises:
+            NotFound: no such pool or version.
+            Denied: it is another user's.
+        """
+        names.check(name)
+        return self._session.ask(Retire(name, _version(version)), Retirement)
+
+    def watch(self, name: str) -> Watch:
+        """Return an iterator over the pool's current version, now and after every change; close it when done."""
+        names.check(name)
+        return self._session.watch(name)
+
+    # -- what there is -----------------------------------------------------------------------------
+
+    def pools(self) -> tuple[PoolInfo, ...]:
+        """Return every live version of every pool, by name and version."""
+        return self._session.ask(ListPools(), Pools).pools
+
+    def clients(self) -> tuple[ClientInfo, ...]:
+        """Return every session, in order of arrival."""
+        return self._session.ask(ListClients(), Clients).clients
+
+    def devices(self) -> tuple[DeviceInfo, ...]:
+        """Return every device of the broker, with what is free on it; the broker's ordinals."""
+        return self._session.ask(ListDevices(), DeviceList).devices
+
+    def describe(self, name: str, version: int | None = None) -> tuple[PoolInfo, Layout]:
+        """Return what is known of a version, by default the current one, and its layout.
+
+        Raises:
+            NotFound: no such pool or version.
+        """
+        names.check(name)
+        description = self._session.ask(Describe(name, _version(version)), Description)
+        return description.info, decode(description.layout).layout
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Close all pools, discard all drafts, and end the session.
+
+        Where tensors of a pool are still alive, the connection stays until the last of them is gone.
+        """
+        self._session.owner.check()
+        with ExitStack() as stack:  # all of it happens, whatever one of them raises
+            stack.callback(self._session.left)
+            stack.callback(self._finalizer)
+            for pool in list(self._pools):
+                stack.callback(pool.close)
+
+    def _create(
+        self, name: str, layout: Layout, devices: Sequence[Device], share: str, wait: float, attach: Device | None
+    ) -> tuple[Loan, Attached | Created, Mapped]:
+        names.check(name)
+        layout.check()
+        uuids = tuple(self._ready(device) for device in devices)
+        here = None if attach is None else self._ready(attach)
+        return self._session.borrow(Create(name, layout.encode(), uuids, share, _seconds(wait), here))
+
+    def _pool(self, loan: Loan, reply: Attached, mapped: Mapped) -> Pool:
+        pool = Pool(loan, mapped, decode(reply.layout), reply.name, reply.version)
+        self._pools.add(pool)
+        return pool
+
+    def _draft(self, loan: Loan, reply: Created, mapped: Mapped, layout: Layout) -> Draft:
+        draft = Draft(loan, mapped, Index(layout), reply.name, reply.version)
+        self._pools.add(draft)
+        return draft
+
+    def _ready(self, device: Device) -> str:
+        """Return the UUID of a device, with this process's context on it made: the lease need not wait for that."""
+        return local.context(self.driver, device).device.uuid
+
+
+def _version(version: int | None) -> int:
+    if version is None:
+        return 0
+    if version < 1:
+        raise Invalid(f"version {version}: versions count from 1; leave it out for the current one")
+    return version
+
+
+def _seconds(wait: float) -> float:
+    if not 0 <= wait <= MAX_WAIT:
+        raise Invalid(f"a wait of {wait} seconds; it can be 0 to {MAX_WAIT:g}")
+    return float(wait)

@@ -1,0 +1,182 @@
+"""The connection to a broker: one thread that owns the request socket and listens on the session socket."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from threading import Lock, Thread
+
+import zmq
+
+from cubroker.client.hello import MAX_NOTICE
+from cubroker.client.requests import RESEND, Requests
+from cubroker.protocol import wire
+from cubroker.protocol.directory import REQUEST_SOCKET
+from cubroker.protocol.errors import CubrokerError, Unavailable
+from cubroker.protocol.messages import Answer, Farewell, GatewayChanged, Notice, PoolChanged
+
+BATCH = 256
+"""Answers that are read before requests get their turn."""
+
+
+class Waker:
+    """Wakes the connection's thread from any other; harmless once closed."""
+
+    def __init__(self) -> None:
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._lock = Lock()
+        self._open = True
+
+    def set(self) -> None:
+        """Wake the thread."""
+        with self._lock:
+            if self._open:
+                os.eventfd_write(self.fd, 1)
+
+    def clear(self) -> None:
+        """Forget earlier calls of :meth:`set`."""
+        os.eventfd_read(self.fd)
+
+    def close(self) -> None:
+        """Give the descriptor back."""
+        with self._lock:
+            if self._open:
+                self._open = False
+                os.close(self.fd)
+
+    def disown(self) -> None:
+        """Give the descriptor back in a forked child, where a lost thread may hold the lock for ever."""
+        if self._open:
+            self._open = False
+            os.close(self.fd)
+
+
+class Connection:
+    """A session's sockets and their thread.
+
+    Args:
+        channel: the session socket, after the welcome. The connection closes it.
+        directory: the broker's.
+        waker: what ``requests`` wakes this thread with. The connection closes it.
+        requests: where requests come from and answers go to.
+        changed: called on this thread with every change of a watched pool.
+        lost: called on this thread, once, with the reason why the connection is over.
+    """
+
+    def __init__(
+        self,
+        channel: socket.socket,
+        directory: Path,
+        waker: Waker,
+        requests: Requests,
+        changed: Callable[[PoolChanged], None],
+        lost: Callable[[CubrokerError], None],
+    ) -> None:
+        self._channel = channel
+        self._directory = directory
+        self._waker = waker
+        self._requests = requests
+        self._changed = changed
+        self._lost = lost
+        self._stopping = False
+        self._context = zmq.Context()
+        self._poller = zmq.Poller()
+        self._poller.register(waker.fd, zmq.POLLIN)
+        self._poller.register(channel.fileno(), zmq.POLLIN)
+        self._dealer = self._dial()
+        self._thread = Thread(target=self._run, name="cubroker-connection", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Tell the thread to close everything; returns at once."""
+        self._stopping = True
+        self._waker.set()
+
+    def join(self, timeout: float) -> None:
+        """Wait up to ``timeout`` seconds for the thread to end."""
+        self._thread.join(timeout)
+
+    def disown(self) -> None:
+        """Close the inherited descriptors in a forked child. libzmq's are left alone: its threads are not here."""
+        self._channel.close()
+        self._waker.disown()
+
+    def _dial(self) -> zmq.Socket[bytes]:
+        dealer = self._context.socket(zmq.DEALER)
+        dealer.linger = 0
+        dealer.immediate = True  # while there is no gateway, requests wait here, and are not queued twice
+        dealer.sndhwm = 0
+        dealer.rcvhwm = 0
+        dealer.maxmsgsize = wire.MAX_MESSAGE
+        dealer.connect(f"ipc://{self._directory / REQUEST_SOCKET}")
+        self._poller.register(dealer, zmq.POLLIN)
+        return dealer
+
+    def _run(self) -> None:
+        try:
+            reason = self._serve()
+        except CubrokerError as error:
+            reason = Unavailable(f"the broker on {self._directory} sent {error.message}")
+        self._requests.close(reason)
+        self._lost(reason)
+        self._waker.close()
+        self._dealer.close()
+        self._channel.close()
+        self._context.term()
+
+    def _serve(self) -> CubrokerError:
+        while not self._stopping:
+            ready = dict(self._poller.poll(int(RESEND * 1000) if self._requests.waiting() else None))
+            if self._waker.fd in ready:
+                self._waker.clear()
+            if self._channel.fileno() in ready and (reason := self._listen()):
+                return reason
+            if self._dealer in ready:
+                self._receive()
+            self._requests.resend_overdue()
+            self._send()
+        return Unavailable("the connection to the broker was closed by this process")
+
+    def _listen(self) -> CubrokerError | None:
+        try:
+            data = self._channel.recv(MAX_NOTICE, socket.MSG_DONTWAIT)
+        except ConnectionError:
+            data = b""
+        if not data:
+            return Unavailable(f"the broker on {self._directory} is gone: the connection to it has ended")
+        match wire.unpack(data, Notice):
+            case Farewell(reason):
+                return Unavailable(f"the broker on {self._directory} is gone: {reason}")
+            case GatewayChanged():
+                self._redial()
+            case PoolChanged() as change:
+                self._changed(change)
+        return None
+
+    def _redial(self) -> None:
+        self._poller.unregister(self._dealer)
+        self._dealer.close()
+        self._dealer = self._dial()
+        self._requests.resend_all()
+
+    def _receive(self) -> None:
+        for _ in range(BATCH):
+            try:
+                data = self._dealer.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._requests.answer(wire.unpack(data, Answer))
+
+    def _send(self) -> None:
+        outbox = self._requests.outbox
+        events = zmq.POLLIN
+        while outbox:
+            try:
+                self._dealer.send(outbox[0], zmq.NOBLOCK)
+            except zmq.Again:
+                events |= zmq.POLLOUT
+                break
+            outbox.popleft()
+        self._poller.register(self._dealer, events)

@@ -1,0 +1,63 @@
+"""This process's devices: one driver per kind of broker, devices by ordinal or UUID, driver errors in plain words."""
+
+from __future__ import annotations
+
+from threading import Lock
+
+from cubroker.driver import Context, Device, Driver, DriverError, load
+from cubroker.protocol.errors import CubrokerError, DeviceFailure, NotFound, OutOfMemory, Unavailable
+
+_drivers: dict[str, Driver] = {}
+_lock = Lock()
+
+
+def driver(spec: str) -> Driver:
+    """Return this process's driver for ``spec``, loaded once: contexts belong to a process, not to a Broker.
+
+    Raises:
+        Unavailable: there is no such driver here.
+    """
+    with _lock:
+        if spec not in _drivers:
+            try:
+                _drivers[spec] = load(spec)
+            except (DriverError, ValueError) as error:
+                raise Unavailable(f"this process cannot open the broker's devices ({spec}): {error}") from error
+        return _drivers[spec]
+
+
+def find(driver: Driver, device: int | str) -> Device:
+    """Return the device with that ordinal in this process, or with that UUID.
+
+    Raises:
+        NotFound: this process sees no such device.
+    """
+    for known in driver.devices:
+        if device == (known.uuid if isinstance(device, str) else known.index):
+            return known
+    there = ", ".join(f"{known.index} ({known.uuid})" for known in driver.devices) or "none"
+    hint = "" if driver.host else "; CUDA_VISIBLE_DEVICES decides which GPUs a process sees, and in what order"
+    raise NotFound(f"this process sees no device {device!r}; it sees {there}{hint}")
+
+
+def context(driver: Driver, device: int | str) -> Context:
+    """Return this process's context on a device; made on first use.
+
+    Raises:
+        NotFound: this process sees no such device.
+        OutOfMemory: the device has no room for a context.
+        DeviceFailure: the driver refused.
+    """
+    found = find(driver, device)
+    try:
+        return driver.context(found.index)
+    except DriverError as error:
+        raise failure(error, f"a context on {found.name} ({found.uuid})") from error
+
+
+def failure(error: DriverError | CubrokerError, asked: str) -> CubrokerError:
+    """Turn a driver's error into one of ours; ``asked`` says what was being done. One of ours stays as it is."""
+    if isinstance(error, CubrokerError):
+        return error
+    kind = OutOfMemory if error.out_of_memory else DeviceFailure
+    return kind(f"{asked}: {error}")

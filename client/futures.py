@@ -1,0 +1,68 @@
+"""A result that another thread delivers: bare locks and no condition variable, since every request waits on one."""
+
+from __future__ import annotations
+
+from threading import Lock
+from typing import Generic, TypeVar, cast
+
+from cubroker.protocol.errors import CubrokerError, TimedOut
+
+T = TypeVar("T")
+
+
+class Future(Generic[T]):
+    """A value or an error to come. Any thread may wait, and any deliver; the first delivery counts."""
+
+    __slots__ = ("_abandoned", "_error", "_gate", "_taken", "_value")
+
+    def __init__(self) -> None:
+        self._gate = Lock()  # held until the delivery
+        self._gate.acquire()
+        self._taken = Lock()  # held from the delivery on
+        self._value: T | None = None
+        self._error: CubrokerError | None = None
+        self._abandoned = False
+
+    def done(self) -> bool:
+        """Whether :meth:`result` would return or raise at once."""
+        return not self._gate.locked()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait up to ``timeout`` seconds (None: without limit); whether something was delivered."""
+        if not self._gate.acquire(timeout=-1 if timeout is None else timeout):
+            return False
+        self._gate.release()
+        return True
+
+    def result(self, timeout: float | None = None) -> T:
+        """Wait like :meth:`wait` and return the value.
+
+        Raises:
+            TimedOut: nothing came in that time.
+            CubrokerError: the error that was delivered.
+        """
+        if not self.wait(timeout):
+            raise TimedOut(f"no result within {timeout:g} s")
+        if self._error is not None:
+            raise self._error
+        return cast(T, self._value)
+
+    def set(self, value: T) -> None:
+        """Deliver the value; nobody keeps it if the waiter has left."""
+        if self._taken.acquire(blocking=False):
+            self._value = value
+            if self._abandoned:
+                self._value = None
+            self._gate.release()
+
+    def fail(self, error: CubrokerError) -> None:
+        """Deliver an error."""
+        if self._taken.acquire(blocking=False):
+            self._error = error
+            self._gate.release()
+
+    def abandon(self) -> None:
+        """Leave: what was or will be delivered is dropped. A traceback may keep this object alive for long."""
+        # Whichever of this and `set` comes last sees the other's first line, so the value never stays.
+        self._abandoned = True
+        self._value = None

@@ -1,0 +1,72 @@
+"""The first words with a broker: connect to its session socket and agree on a protocol version."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from pathlib import Path
+
+from cubroker.protocol import wire
+from cubroker.protocol.directory import MAX_PATH, SESSION_SOCKET
+from cubroker.protocol.errors import Denied, Invalid, Unavailable, from_code
+from cubroker.protocol.messages import VERSIONS, Greeting, Hello, Refused, Welcome
+
+MAX_NOTICE = 1 << 16
+"""Bytes: more than any message on the session socket has."""
+
+
+def greet(directory: Path, timeout: float) -> tuple[socket.socket, Welcome]:
+    """Open a session with the broker that serves ``directory``.
+
+    Args:
+        directory: where the broker listens.
+        timeout: seconds that the broker may take for each step.
+
+    Raises:
+        Unavailable: nobody serves there, or the broker does not answer.
+        Denied: this user may not connect.
+        Invalid: the path is too long for a socket.
+        CubrokerError: the broker refused, with its own code.
+    """
+    path = str(directory / SESSION_SOCKET)
+    if len(path.encode()) > MAX_PATH:
+        raise Invalid(f"{path} has more than {MAX_PATH} bytes, too many for a socket; choose a shorter directory")
+    channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        # The kernel's own time limits: with Python's, connect() gives up at once when the backlog is full.
+        limit = struct.pack("ll", int(timeout), int(timeout % 1 * 1e6))
+        channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        channel.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        channel.connect(path)
+        channel.send(wire.pack(Hello("cubroker", VERSIONS)))
+        return channel, _welcome(channel.recv(MAX_NOTICE), directory)
+    except BaseException as error:
+        channel.close()
+        if isinstance(error, OSError):
+            raise _explain(error, directory, timeout) from error
+        raise
+
+
+def _welcome(data: bytes, directory: Path) -> Welcome:
+    if not data:
+        raise Unavailable(f"the broker on {directory} closed the connection without a word; see its log")
+    match wire.unpack(data, Greeting):
+        case Refused(code, message):
+            raise from_code(code, message)
+        case Welcome() as welcome:
+            return welcome
+    raise AssertionError
+
+
+def _explain(error: OSError, directory: Path, timeout: float) -> Unavailable | Denied:
+    match error:
+        case FileNotFoundError() | ConnectionRefusedError() | NotADirectoryError():
+            return Unavailable(
+                f"no broker serves {directory}; start one with: cubroker serve --directory {directory}"
+                f" (another place is named by $CUBROKER_DIR or the argument `directory`)"
+            )
+        case PermissionError():
+            return Denied(f"this user may not connect to the broker on {directory}: {error.strerror}")
+        case BlockingIOError():
+            return Unavailable(f"the broker on {directory} did not answer within {timeout:g} s; is it stopped or busy?")
+    return Unavailable(f"no session with the broker on {directory}: {error}")

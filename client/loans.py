@@ -1,0 +1,166 @@
+"""A lease from being asked for to being given back, whatever interrupts its holder in between.
+
+The steps, and the thread that each runs on: ``ask`` (the caller's), ``_answered`` (the connection's),
+``_open`` (the janitor's), then the caller has a :class:`Mapped`; when that is dropped, ``_end`` (the
+janitor's) and ``_closed`` (the connection's). A lease is owned by no frame of the caller at any time,
+so a time limit or a KeyboardInterrupt cannot lose one: what nobody waits for is given back.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from cubroker.client import devices
+from cubroker.client.futures import Future
+from cubroker.client.mapping import Mapped, Place
+from cubroker.driver import Context, DriverError
+from cubroker.protocol.errors import CubrokerError, TimedOut, Unavailable
+from cubroker.protocol.messages import Attach, Attached, Cancel, Close, Create, Created, Reply, Seal, Sealed
+
+if TYPE_CHECKING:
+    from cubroker.client.session import Session
+
+log = logging.getLogger(__name__)
+
+Granted = tuple[Attached | Created, Mapped]
+"""What a request for a lease brings: the broker's answer, and the memory."""
+
+
+class Loan:
+    """One request for a lease, and the lease.
+
+    Attributes:
+        lease: its number, once granted.
+        ending: whether the memory is being given back.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.ending = False
+        self._ended: Future[Reply] = Future()
+        self._session = session
+        self._granted: Future[Granted] | None = Future()
+        self._request = 0
+        self._answer = False
+        self._abandoned = False
+        self.lease = 0
+        self._opened: list[tuple[Context, int]] = []
+        self._last: type[Close] | type[Seal] = Close
+
+    def ask(self, body: Attach | Create) -> Future[Granted]:
+        """Send the request; the future brings the memory, mapped."""
+        future = self._granted
+        assert future is not None
+        self._request = self._session.requests.send(body, self._answered)
+        return future
+
+    def abandon(self, reason: CubrokerError) -> None:
+        """Nobody waits any more, because of ``reason``: tell the broker, and give back what comes nevertheless.
+
+        Does nothing if the memory was handed over.
+        """
+        self._abandoned = True
+        if future := self._granted:
+            future.abandon()
+            future.fail(reason)
+        if not self._request:
+            self._session.forget(self)  # it never left; or it did, and then the answer ends it
+        elif not self._answer:
+            self._session.requests.submit(Cancel(self._request))
+
+    def end(self) -> None:
+        """Have the memory unmapped and the lease closed. Finalizers call this: it only leaves work for the janitor."""
+        self.ending = True
+        self._session.janitor.put(self._end)
+
+    def seal_at_end(self) -> None:
+        """Let the end of the memory publish the draft, instead of discarding it."""
+        self._last = Seal
+
+    def confirm(self) -> Reply:
+        """Wait until the broker has the lease back, and return what it answered; for loans that are ending."""
+        if not self._ended.wait(self._session.timeout):
+            raise TimedOut(f"the broker has not confirmed the end of lease {self.lease} in {self._session.timeout:g} s")
+        return self._ended.result()
+
+    # -- on the connection's thread ----------------------------------------------------------------
+
+    def _answered(self, reply: Reply | CubrokerError) -> None:
+        self._answer = True
+        match reply:
+            case Attached() | Created():
+                self.lease = reply.lease
+                self._session.janitor.put(lambda: self._open(reply))
+            case CubrokerError():
+                self._refuse(reply)
+            case _:
+                self._refuse(Unavailable(f"the broker answered a request for a lease with {type(reply).__name__}"))
+
+    def _closed(self, reply: Reply | CubrokerError) -> None:
+        if self._last is Seal and not isinstance(reply, Sealed | Unavailable):
+            self._last = Close  # the draft was not published, so it is discarded
+            self._session.requests.send(Close(self.lease), lambda _: self._session.forget(self))
+        else:
+            self._session.forget(self)
+        if isinstance(reply, CubrokerError):
+            self._ended.fail(reply)
+        else:
+            self._ended.set(reply)
+
+    # -- on the janitor's thread -------------------------------------------------------------------
+
+    def _open(self, reply: Attached | Created) -> None:
+        if self._abandoned:
+            return self._end()
+        try:
+            mapped = self._map(reply)
+        except (CubrokerError, DriverError) as error:
+            self._fail(devices.failure(error, f"opening {_label(reply)}"))
+            return self._end()
+        # From here on the memory ends with the last reference to it, so none may stay in this object.
+        future, self._granted = self._granted, None
+        if future:
+            future.set((reply, mapped))
+        return None
+
+    def _map(self, reply: Attached | Created) -> Mapped:
+        replicas = reply.replicas if isinstance(reply, Created) else (reply,)
+        places = tuple(self._place(replica.device, replica.handles) for replica in replicas)
+        return Mapped(_label(reply), places, readonly=isinstance(reply, Attached), end=self.end)
+
+    def _place(self, device: str, handles: tuple[bytes, ...]) -> Place:
+        context = devices.context(self._session.driver, device)
+        pointers = []
+        for handle in handles:
+            pointers.append(context.open(handle))
+            self._opened.append((context, pointers[-1]))
+        return Place(context, tuple(pointers))
+
+    def _end(self) -> None:
+        """Unmap everything, last first, then give the lease back. What cannot be unmapped stays on loan."""
+        self.ending = True
+        try:
+            while self._opened:
+                context, pointer = self._opened[-1]
+                context.close(pointer)
+                del self._opened[-1]
+        except DriverError as error:
+            failure = devices.failure(error, f"unmapping the memory of lease {self.lease}")
+            log.error("%s; it is given back when this process ends", failure)
+            self._ended.fail(failure)
+            return self._session.forget(self)
+        self._session.requests.send(self._last(self.lease), self._closed)
+        return None
+
+    def _refuse(self, error: CubrokerError) -> None:
+        self._fail(error)
+        self._session.forget(self)
+
+    def _fail(self, error: CubrokerError) -> None:
+        if future := self._granted:
+            future.fail(error)
+
+
+def _label(reply: Attached | Created) -> str:
+    kind = "pool" if isinstance(reply, Attached) else "draft of pool"
+    return f"{kind} {reply.name!r} version {reply.version}"

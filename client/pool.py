@@ -1,0 +1,76 @@
+"""A published version, attached to by this process."""
+
+from __future__ import annotations
+
+from threading import Lock
+from types import TracebackType
+from typing import Self
+
+from cubroker.client.loans import Loan
+from cubroker.client.mapping import Mapped
+from cubroker.client.replica import Index, Replica
+from cubroker.protocol.errors import Unavailable
+
+
+class Pool(Replica):
+    """The tensors of one version on one device, by name, and the lease that keeps them there.
+
+    Closing it makes it useless here at once. The memory stays mapped, and the lease held, until the
+    last of its tensors, and of whatever arrays and framework tensors were made from them, is gone.
+
+    Attributes:
+        name: the pool's name.
+        version: the version, from 1 on.
+        lease: the lease's number.
+    """
+
+    def __init__(self, loan: Loan, mapped: Mapped, index: Index, name: str, version: int) -> None:
+        super().__init__(mapped, 0, index)
+        self.name = name
+        self.version = version
+        self.lease = loan.lease
+        self._loan = loan
+        self._closing = Lock()
+
+    def __repr__(self) -> str:
+        state = ", closed" if self.closed else ""
+        return f"<{type(self).__name__} {self.name!r} version {self.version}, {len(self)} tensors{state}>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the version on one device, padding included."""
+        return self.layout.nbytes
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called, here or by the Broker."""
+        return self._mapped is None
+
+    def close(self) -> None:
+        """Give the memory back: now, or with the last tensor or array of it that still lives.
+
+        Raises:
+            DeviceFailure: the memory could not be unmapped; the lease ends with this process.
+            TimedOut: the memory is unmapped, but the broker has not yet confirmed that the lease is over.
+        """
+        self._release()
+        if self._loan.ending:
+            self._confirm()
+
+    def _release(self) -> None:
+        with self._closing:
+            self._drop()
+
+    def _confirm(self) -> None:
+        try:
+            self._loan.confirm()
+        except Unavailable:
+            return  # a broker that is gone holds no leases

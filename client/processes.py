@@ -1,0 +1,68 @@
+"""What happens to a session when its process forks or exits.
+
+A forked child inherits objects, but neither their threads nor the right to act for the parent: it
+closes its copy of the session's descriptors, gets an error from every call, and touches nothing else.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+from typing import Protocol
+from weakref import WeakSet
+
+from cubroker.protocol.errors import Invalid
+
+
+class Owner:
+    """The process that something belongs to: the one that made this object."""
+
+    __slots__ = ("pid",)
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+
+    def here(self) -> bool:
+        """Whether this is that process."""
+        return os.getpid() == self.pid
+
+    def check(self) -> None:
+        """Raise ``Invalid`` in any other process."""
+        if not self.here():
+            raise Invalid(
+                f"this Broker belongs to process {self.pid}, and this is its child {os.getpid()};"
+                f" open a Broker of its own in this process"
+            )
+
+
+class Inherited(Protocol):
+    """What has to be told of forks and of the end."""
+
+    def disown(self) -> None:
+        """In a forked child: close what was inherited, without locks and without a word to anybody."""
+
+    def stop(self) -> None:
+        """The interpreter exits: end threads, within a bounded time."""
+
+
+_known: WeakSet[Inherited] = WeakSet()
+
+
+def register(session: Inherited) -> None:
+    """Tell ``session`` of forks and of the interpreter's end, while it lives."""
+    _known.add(session)
+
+
+def _forked() -> None:
+    for session in list(_known):
+        session.disown()
+    _known.clear()
+
+
+def _exit() -> None:
+    for session in list(_known):
+        session.stop()
+
+
+os.register_at_fork(after_in_child=_forked)
+atexit.register(_exit)

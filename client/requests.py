@@ -1,0 +1,139 @@
+"""Requests on their way: numbered, encoded in the caller's thread, and kept until they are answered.
+
+A request is sent again, under its number, when the gateway was replaced and once a second while it
+is unanswered: the broker answers it again and does it once. Nothing here touches a socket.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from threading import Lock
+from time import monotonic
+from typing import TypeVar
+
+from cubroker.client.futures import Future
+from cubroker.client.processes import Owner
+from cubroker.protocol import wire
+from cubroker.protocol.errors import CubrokerError, Unavailable, from_code
+from cubroker.protocol.messages import Answer, Envelope, Failed, Reply, Request
+
+R = TypeVar("R", bound=Reply)
+
+RESEND = 1.0
+"""Seconds after which an unanswered request is sent again."""
+
+Settle = Callable[[Reply | CubrokerError], None]
+"""Takes the answer of a request, or why there will be none. Runs on the connection's thread: it must be quick."""
+
+
+class _Pending:
+    __slots__ = ("data", "sent", "settle")
+
+    def __init__(self, data: bytes, settle: Settle) -> None:
+        self.data = data
+        self.settle = settle
+        self.sent = monotonic()
+
+
+class Requests:
+    """All requests of one session.
+
+    Args:
+        secret: what the broker handed out for this session.
+        owner: refuses calls from any process but the one that opened the session.
+        wake: tells the connection's thread that ``outbox`` has something.
+    """
+
+    def __init__(self, secret: bytes, owner: Owner, wake: Callable[[], None]) -> None:
+        self.outbox: deque[bytes] = deque()
+        self._secret = secret
+        self._owner = owner
+        self._wake = wake
+        self._lock = Lock()
+        self._next = 1
+        self._pending: dict[int, _Pending] = {}
+        self._closed: CubrokerError | None = None
+        self._checked = 0.0
+
+    def submit(self, body: Request) -> Future[Reply]:
+        """Send a request without waiting. The future's result is the reply; :class:`Failed` is raised as its error.
+
+        Leases that come this way are the caller's own to open and close.
+        """
+        future: Future[Reply] = Future()
+
+        def settle(reply: Reply | CubrokerError) -> None:
+            if isinstance(reply, CubrokerError):
+                future.fail(reply)
+            else:
+                future.set(reply)
+
+        self.send(body, settle)
+        return future
+
+    def send(self, body: Request, settle: Settle) -> int:
+        """Send a request; ``settle`` is called once, with its reply or an error. Returns the request's number."""
+        self._owner.check()
+        with self._lock:  # until it is in the outbox: requests leave in the order of their numbers
+            closed = self._closed
+            if closed is None:
+                number = self._next
+                oldest = next(iter(self._pending), number)
+                data = wire.pack(Envelope(self._secret, number, oldest, body))
+                self._next += 1
+                self._pending[number] = _Pending(data, settle)
+                self.outbox.append(data)
+                self._wake()
+                return number
+        settle(type(closed)(closed.message))
+        return 0
+
+    def waiting(self) -> bool:
+        """Whether any request is unanswered."""
+        return bool(self._pending)
+
+    def answer(self, answer: Answer) -> None:
+        """Settle the request that ``answer`` belongs to; one that was answered before is left alone."""
+        with self._lock:
+            pending = self._pending.pop(answer.id, None)
+        if pending is not None:
+            body = answer.body
+            pending.settle(from_code(body.code, body.message) if isinstance(body, Failed) else body)
+
+    def resend_all(self) -> None:
+        """Put every unanswered request into the outbox, oldest first, and nothing else."""
+        now = monotonic()
+        with self._lock:
+            self.outbox.clear()
+            for pending in self._pending.values():
+                pending.sent = now
+                self.outbox.append(pending.data)
+
+    def resend_overdue(self) -> None:
+        """Put the requests into the outbox that were sent a while ago."""
+        now = monotonic()
+        if now < self._checked + RESEND / 2 or self.outbox:
+            return
+        self._checked = now
+        with self._lock:
+            for pending in self._pending.values():
+                if pending.sent <= now - RESEND:
+                    pending.sent = now
+                    self.outbox.append(pending.data)
+
+    def close(self, reason: CubrokerError) -> None:
+        """Settle every request with ``reason``, and every later one too."""
+        with self._lock:
+            self._closed = reason
+            pending, self._pending = self._pending, {}
+            self.outbox.clear()
+        for request in pending.values():
+            request.settle(type(reason)(reason.message))
+
+
+def expect(reply: Reply, kind: type[R]) -> R:
+    """Return ``reply``, which the protocol says is a ``kind``."""
+    if not isinstance(reply, kind):
+        raise Unavailable(f"the broker answered with {type(reply).__name__} instead of {kind.__name__}")
+    return reply

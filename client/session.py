@@ -1,0 +1,146 @@
+"""One process's session with a broker: its connection, its threads, its leases, and their common end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from threading import Lock
+from typing import TypeVar
+
+from cubroker.client import devices, processes
+from cubroker.client.connection import Connection, Waker
+from cubroker.client.futures import Future
+from cubroker.client.hello import greet
+from cubroker.client.janitor import Janitor
+from cubroker.client.loans import Loan
+from cubroker.client.mapping import Mapped
+from cubroker.client.requests import Requests, expect
+from cubroker.client.watch import Watch, Watches
+from cubroker.driver import Driver
+from cubroker.protocol import messages
+from cubroker.protocol.errors import TimedOut, Unavailable
+from cubroker.protocol.messages import Attach, Attached, Create, Created, Done, Reply, Request
+
+R = TypeVar("R", bound=Reply)
+T = TypeVar("T")
+
+EXIT = 1.0
+"""Seconds that the interpreter's exit waits for each thread."""
+
+
+class Session:
+    """What a :class:`Broker` and its pools share. It ends when the Broker is closed and the last lease given back.
+
+    Args:
+        directory: the broker's.
+        timeout: seconds that the broker may take to answer, beyond what a request itself may wait.
+
+    Raises:
+        Unavailable: nobody serves there.
+    """
+
+    def __init__(self, directory: Path, timeout: float) -> None:
+        self.directory = directory
+        self.timeout = timeout
+        self.owner = processes.Owner()
+        channel, welcome = greet(directory, timeout)
+        self.id = welcome.session
+        self._spec = welcome.driver
+        self._lock = Lock()
+        self._loans: set[Loan] = set()
+        self._leaving = False
+        self._left: Future[bool] = Future()
+        waker = Waker()
+        self.requests = Requests(welcome.secret, self.owner, waker.set)
+        self.watches = Watches(self.requests)
+        self.janitor = Janitor()
+        self._connection = Connection(channel, directory, waker, self.requests, self.watches.changed, self.watches.fail)
+        processes.register(self)
+
+    @property
+    def driver(self) -> Driver:
+        """This process's driver for the broker's devices, loaded on first use."""
+        self.owner.check()
+        return devices.driver(self._spec)
+
+    def ask(self, body: Request, kind: type[R]) -> R:
+        """Send a request and wait for its answer, which is a ``kind``."""
+        reply = self._wait(self.requests.submit(body), body, 0.0)
+        return expect(reply, kind)
+
+    def borrow(self, body: Attach | Create) -> tuple[Loan, Attached | Created, Mapped]:
+        """Ask for a lease and map its memory. If the caller gives up, by time or by interrupt, it is given back."""
+        loan = Loan(self)
+        future = None
+        try:
+            with self._lock:
+                if self._leaving:
+                    raise Unavailable("this Broker is closed; open another")
+                self._loans.add(loan)
+            future = loan.ask(body)
+            reply, mapped = self._wait(future, body, body.wait)
+            return loan, reply, mapped
+        finally:
+            if future:
+                future.abandon()
+            loan.abandon(Unavailable("its caller has left"))
+
+    def watch(self, name: str) -> Watch:
+        """Watch a pool."""
+        watch = Watch(name, self.watches)
+        try:
+            expect(self._wait(self.watches.add(watch), messages.Watch(name, on=True), 0.0), Done)
+        except BaseException:
+            self.watches.remove(watch)
+            raise
+        return watch
+
+    def forget(self, loan: Loan) -> None:
+        """A loan is over."""
+        with self._lock:
+            self._loans.discard(loan)
+            ended = self._leaving and not self._loans
+        if ended:
+            self._stop()
+
+    def leave(self) -> None:
+        """Give up what is being asked for, and end the session with its last lease. Runs on the janitor's thread."""
+        with self._lock:
+            self._leaving = True
+            loans = list(self._loans)
+        for loan in loans:
+            loan.abandon(Unavailable("this Broker was closed while it waited"))
+        if not loans:
+            self._stop()
+        self._left.set(not loans)
+
+    def left(self) -> None:
+        """After :meth:`leave` was given to the janitor: wait for the end, if no lease is left to wait for."""
+        if self._left.result(self.timeout):
+            self.join(self.timeout)
+
+    def stop(self) -> None:
+        """End the threads and the connection, within a bounded time; what is mapped stays mapped."""
+        if self.owner.here():
+            self._stop()
+            self.join(EXIT)
+
+    def join(self, timeout: float) -> None:
+        """Wait for the threads to end, up to ``timeout`` seconds each."""
+        self._connection.join(timeout)
+        self.janitor.join(timeout)
+
+    def disown(self) -> None:
+        """In a forked child: close what was inherited."""
+        self._connection.disown()
+
+    def _stop(self) -> None:
+        self._connection.stop()
+        self.janitor.stop()
+
+    def _wait(self, future: Future[T], body: Request, wait: float) -> T:
+        limit = self.timeout + wait
+        if not future.wait(limit):
+            raise TimedOut(
+                f"the broker on {self.directory} did not answer the request {type(body).__name__} within {limit:g} s"
+            )
+        return future.result()

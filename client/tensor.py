@@ -1,0 +1,200 @@
+"""One tensor of a pool, and the ways in which frameworks take it over without a copy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from cubroker.client import devices, dlpack
+from cubroker.client.elements import ELEMENTS, carrier
+from cubroker.client.mapping import Mapped, Place
+from cubroker.driver import Device, DriverError
+from cubroker.protocol import dtypes
+from cubroker.protocol.errors import Invalid, Unsupported
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+    from numpy.typing import NDArray
+    from typing_extensions import CapsuleType
+
+
+class SharedTensor:
+    """A tensor in memory that the broker owns, C-contiguous.
+
+    Tensors of a published pool are read-only, and keep its memory mapped while they live. Those of a draft may
+    be written; they end with it, so that what is made from them (arrays, capsules) must be dropped before.
+
+    Attributes:
+        name: its name in the pool.
+        dtype: its element type, by its safetensors name.
+        shape: its dimensions, in elements.
+    """
+
+    __slots__ = ("_address", "_lent", "_mapped", "_place", "dtype", "name", "shape")
+
+    def __init__(self, mapped: Mapped, place: Place, name: str, dtype: str, shape: tuple[int, ...], address: int):
+        self.name = name
+        self.dtype = dtype
+        self.shape = shape
+        self._mapped = mapped
+        self._place = place
+        self._address = address
+        self._lent: object = None
+
+    def __repr__(self) -> str:
+        return f"<SharedTensor {self.name!r} {self.dtype} {self.shape} of {self._mapped.label} on {self.device.uuid}>"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that its elements take."""
+        return dtypes.nbytes(self.dtype, self.shape)
+
+    @property
+    def device(self) -> Device:
+        """The device that holds it."""
+        return self._place.context.device
+
+    @property
+    def readonly(self) -> bool:
+        """Whether it was published, so that nobody may write it."""
+        return self._mapped.readonly
+
+    @property
+    def pointer(self) -> int:
+        """Its address on the device; on host devices an address of this process. It does not keep a draft's memory.
+
+        Raises:
+            Invalid: the memory was given back.
+        """
+        self._mapped.check()
+        return self._address
+
+    def numpy(self) -> NDArray[Any]:
+        """Return it as an array on the same memory; host devices only. Types that numpy lacks come from ml_dtypes.
+
+        Raises:
+            Unsupported: it is on a GPU, ml_dtypes is missing, or its elements are packed (F4, F6).
+            Invalid: the memory was given back.
+        """
+        if not self._place.context.host:
+            raise Unsupported(f"{self.name!r} is on {self.device.name}, and numpy works in host memory; use tobytes()")
+        element = ELEMENTS[self.dtype]
+        if element.typestr:
+            return self._array(element.typestr, self.shape)
+        if not element.extension:
+            raise Unsupported(f"numpy has no type for {self.dtype}, {self.name!r} has packed elements; use tobytes()")
+        try:
+            import ml_dtypes
+        except ImportError:
+            raise Unsupported(
+                f"numpy has no type for {self.dtype}, that of {self.name!r}; install ml_dtypes, or use tobytes()"
+            ) from None
+        return self._array(carrier(self.dtype), self.shape).view(getattr(ml_dtypes, element.extension))
+
+    def tobytes(self) -> bytes:
+        """Return a copy of its elements' bytes.
+
+        Raises:
+            DeviceFailure: the driver could not copy them.
+            Invalid: the memory was given back.
+        """
+        lent = self._mapped.lend(self.name)
+        try:
+            return self._place.context.read(self._address, self.nbytes)
+        except DriverError as error:
+            raise devices.failure(error, f"reading tensor {self.name!r}") from error
+        finally:
+            del lent
+
+    def copy_from(self, buffer: ReadableBuffer) -> None:
+        """Fill it with the bytes of a C-contiguous buffer of the same size; drafts only.
+
+        Raises:
+            Invalid: it is read-only, the buffer has another size or gaps, or the memory was given back.
+            DeviceFailure: the driver could not copy.
+        """
+        if self.readonly:
+            raise Invalid(f"tensor {self.name!r} of {self._mapped.label} was published; create a new version instead")
+        try:
+            view = memoryview(buffer)
+        except (TypeError, ValueError) as error:
+            raise Invalid(
+                f"tensor {self.name!r} cannot be filled from a {type(buffer).__name__}: {error};"
+                f" pass its bytes, as `array.view(numpy.uint8)` gives them"
+            ) from None
+        if view.nbytes != self.nbytes or not view.c_contiguous:
+            gaps = "" if view.c_contiguous else ", with gaps"
+            raise Invalid(f"tensor {self.name!r} takes {self.nbytes} contiguous bytes; these are {view.nbytes}{gaps}")
+        lent = self._mapped.lend(self.name)
+        try:
+            self._place.context.write(self._address, view)
+        except DriverError as error:
+            raise devices.failure(error, f"filling tensor {self.name!r}") from error
+        finally:
+            del lent
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """DLPack's type and ordinal of the device; the ordinal is this process's."""
+        return (dlpack.CPU, 0) if self._place.context.host else (dlpack.CUDA, self.device.index)
+
+    def __dlpack__(
+        self,
+        *,
+        stream: int | None = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> CapsuleType:
+        """Hand the tensor over, as the array API's ``__dlpack__`` describes.
+
+        A consumer that knows DLPack 1.0 is told whether it may write. No stream has to wait: what a pool holds
+        was complete before it was published.
+
+        Raises:
+            BufferError: a copy or another device was asked for, or an odd number of 4-bit elements in a row.
+            Invalid: the memory was given back.
+        """
+        device = self.__dlpack_device__()
+        if copy:
+            raise BufferError(f"tensor {self.name!r} is shared, not copied; copy what you make of it")
+        if dl_device not in (None, device):
+            raise BufferError(f"tensor {self.name!r} is on device {device} and cannot be exported to {dl_device}")
+        if device[0] == dlpack.CPU and stream is not None:
+            raise BufferError(f"tensor {self.name!r} is in host memory, which has no stream {stream!r}")
+        shape, pairs = self.shape, dlpack.lanes(self.dtype)
+        if pairs > 1:
+            if not shape or shape[-1] % pairs:
+                raise BufferError(f"tensor {self.name!r} has rows of an odd number of 4-bit elements; use tobytes()")
+            shape = (*shape[:-1], shape[-1] // pairs)
+        versioned = max_version is not None and max_version >= (1, 0)
+        array = self._array(carrier(self.dtype), shape, writable=True)
+        return dlpack.export(array, self.dtype, device, readonly=self.readonly, versioned=versioned)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, object]:
+        """Version 3 of Numba's interface; only on a GPU, and only for types that numpy has."""
+        typestr = ELEMENTS[self.dtype].typestr
+        if self._place.context.host or typestr is None:
+            raise AttributeError(f"tensor {self.name!r} ({self.dtype} on {self.device.name}) has none; use DLPack")
+        if self._lent is None:
+            self._lent = self._mapped.lend(self.name)  # whoever uses the address keeps this object, says the interface
+        return {
+            "version": 3,
+            "shape": self.shape,
+            "typestr": typestr,
+            "data": (self._address if self.nbytes else 0, self.readonly),
+            "strides": None,
+            "stream": None,
+        }
+
+    def _array(self, typestr: str, shape: tuple[int, ...], *, writable: bool = False) -> NDArray[Any]:
+        """Make an array of any type on this memory, which stays mapped for as long as the array's base lives."""
+        import numpy as np
+
+        lent = self._mapped.lend(self.name)
+        lent.__array_interface__ = {
+            "version": 3,
+            "shape": shape,
+            "typestr": typestr,
+            "data": (self._address, self.readonly and not writable),
+        }
+        return np.asarray(lent)
