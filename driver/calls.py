@@ -56,12 +56,13 @@ def _checked(name: str, function: Callable[..., tuple[Any, ...]], results: Any) 
     def call(*args: Any) -> Any:
         status, *values = function(*args)
         if status != results.CUDA_SUCCESS:
-            raise DriverError(name, int(status), results(status).name, _numbers(args))
+            raise DriverError(name, int(status), results(status).name, _shown(args))
         return values[0] if len(values) == 1 else tuple(values) or None
 
     return call
 
 
-def _numbers(args: tuple[Any, ...]) -> str:
-    """The numbers among the arguments; handles are secrets, and structs say nothing."""
-    return ", ".join(str(arg) for arg in args if type(arg) is int)
+def _shown(args: tuple[Any, ...]) -> str:
+    """The numbers that were passed. Structs stay out: they say nothing, and a handle is a secret."""
+    numbers = [str(arg) for arg in args if type(arg) is int]
+    return f"asked with {', '.join(numbers)}" if numbers else ""

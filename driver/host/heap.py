@@ -30,41 +30,47 @@ class Region:
     pointer: int
     nbytes: int
 
-    def around(self, pointer: int) -> tuple[int, int]:
-        """Return the start and the size of the allocation that an address in the region belongs to."""
-        return self.pointer, self.nbytes
+
+@dataclass(eq=False)
+class Opened(Region):
+    """A region that another process owns. ``opened`` is the pointer that was given out, ``count`` times."""
+
+    handle: bytes = field(repr=False)
+    opened: int
+    count: int = 1
+
+
+@dataclass(eq=False)
+class Allocation:
+    """A part of a block, as it was asked for; whoever shows ``secret`` gets the block."""
+
+    pointer: int
+    nbytes: int
+    secret: bytes = field(default_factory=lambda: secrets.token_bytes(SECRET_BYTES), repr=False)
 
 
 @dataclass(eq=False)
 class Block(Region):
-    """A region that this process owns; who shows ``secret`` gets a duplicate of ``fd``."""
+    """A region that this process owns, by descriptor too, and the allocations in it by pointer."""
 
     fd: int
-    secret: bytes = field(default_factory=lambda: secrets.token_bytes(SECRET_BYTES), repr=False)
-    sizes: dict[int, int] = field(default_factory=dict)
-    """The allocations in it: pointer to the bytes asked for."""
+    allocations: dict[int, Allocation] = field(default_factory=dict)
 
-    def around(self, pointer: int) -> tuple[int, int]:
-        """Return the start and the size of the last allocation that begins at or before an address."""
-        start = max((start for start in self.sizes if start <= pointer), default=self.pointer)
-        return start, self.sizes.get(start, self.nbytes)
+    def holding(self, pointer: int) -> Allocation | None:
+        """Return the allocation that an address lies in."""
+        for allocation in self.allocations.values():
+            if 0 <= pointer - allocation.pointer < allocation.nbytes:
+                return allocation
+        return None
 
     def gap(self, nbytes: int) -> int | None:
         """Return the first address at which ``nbytes`` more fit."""
         start = self.pointer
-        for pointer, size in sorted(self.sizes.items()):
+        for pointer, allocation in sorted(self.allocations.items()):
             if pointer - start >= nbytes:
                 return start
-            start = round_up(pointer + size, ALIGNMENT)
+            start = round_up(pointer + allocation.nbytes, ALIGNMENT)
         return start if self.pointer + self.nbytes - start >= nbytes else None
-
-
-@dataclass(eq=False)
-class Opened(Region):
-    """A region that another process owns; ``count`` opens have not been closed."""
-
-    handle: bytes = field(repr=False)
-    count: int = 1
 
 
 class AddressMap:
@@ -103,12 +109,9 @@ class Heap:
         self._blocks: dict[int, Block] = {}
 
     def allocate(self, nbytes: int) -> int:
-        """Return the pointer of a new allocation; raises MemoryError if the device is full, OSError by the system."""
-        block, pointer = self._shared(nbytes) if nbytes <= SMALL else (None, None)
-        if block is None or pointer is None:
-            block = self._grow(round_up(nbytes, BLOCK))
-            pointer = block.pointer
-        block.sizes[pointer] = nbytes
+        """Return a new allocation's pointer; raises MemoryError if the device is full, OSError if the system is."""
+        block, pointer = self._place(nbytes)
+        block.allocations[pointer] = Allocation(pointer, nbytes)
         return pointer
 
     def free(self, block: Block, pointer: int) -> None:
@@ -116,8 +119,8 @@ class Heap:
 
         Processes that have the block open keep its bytes until they close it.
         """
-        del block.sizes[pointer]
-        if not block.sizes:
+        del block.allocations[pointer]
+        if not block.allocations:
             del self._blocks[block.pointer]
             self.used -= block.nbytes
             self._addresses.remove(block)
@@ -132,11 +135,13 @@ class Heap:
         for block in self._blocks.values():
             os.close(block.fd)
 
-    def _shared(self, nbytes: int) -> tuple[Block, int] | tuple[None, None]:
-        for block in self._blocks.values():
-            if block.nbytes == BLOCK and (pointer := block.gap(nbytes)) is not None:
-                return block, pointer
-        return None, None
+    def _place(self, nbytes: int) -> tuple[Block, int]:
+        if nbytes <= SMALL:
+            for block in self._blocks.values():
+                if block.nbytes == BLOCK and (pointer := block.gap(nbytes)) is not None:
+                    return block, pointer
+        block = self._grow(round_up(nbytes, BLOCK))
+        return block, block.pointer
 
     def _grow(self, nbytes: int) -> Block:
         if self.used + nbytes > self.total:

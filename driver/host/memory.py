@@ -7,6 +7,7 @@ which is exactly what a device pointer does.
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
@@ -44,10 +45,10 @@ def create(nbytes: int) -> int:
     return fd
 
 
-def size(fd: int) -> int:
-    """Return the bytes of memory that came from another process; raises OSError unless its size is sealed."""
+def sealed_size(fd: int) -> int:
+    """Return the bytes of memory that came from another process; raises OSError unless they can never shrink."""
     if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
-        raise OSError("the memory is not sealed")
+        raise OSError(errno.EPERM, "the memory is not sealed")
     return os.fstat(fd).st_size
 
 

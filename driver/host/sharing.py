@@ -1,10 +1,10 @@
-"""How the bytes of a block reach another process: its descriptor, for whoever knows its secret.
+"""How the bytes of a block reach another process: its descriptor, for whoever knows an allocation's secret.
 
-A handle is 64 bytes: the owner's address, the block's secret, zeros. The address names a datagram
-socket in the abstract namespace, which any user of this network namespace can write to and which
-ends with its process. One message asks (the secret), one answers (the descriptor, or nothing for
-a secret that is unknown). The owner keeps no state between the two, so a peer that writes
-garbage, or never reads, costs it one failed send.
+A handle is 64 bytes: the owner's address, the secret, zeros. The address names a datagram socket in
+the abstract namespace, which any user of this network namespace can write to and which ends with
+its process. One message asks (the secret), one answers (the descriptor and the allocation's offset,
+or nothing if the secret is unknown). The owner keeps no state between the two, so a peer that
+writes garbage, or never reads, costs it one failed send.
 """
 
 from __future__ import annotations
@@ -16,25 +16,27 @@ import threading
 import time
 from contextlib import suppress
 
-from cubroker.driver.host.heap import SECRET_BYTES, Block
+from cubroker.driver.host.heap import SECRET_BYTES, Allocation, Block
 
 HANDLE_BYTES = 64
 PATIENCE = 30.0
 """Seconds that an owner has to answer; one that is stopped does not."""
 
-_ADDRESS_BYTES = 16
 _AGAIN = 1.0
 """Seconds after which the question is repeated: the answer may have been lost, or the owner gone."""
 
+_ADDRESS_BYTES = 16
 _NAMESPACE = b"\0cubroker-host-"
+_INT = struct.Struct("=i")
+_OFFSET_BYTES = 8
 
 
 class Owner:
-    """Answers for the blocks of this process, on a thread of its own, until stopped."""
+    """Answers for the allocations of this process, on a thread of its own, until stopped."""
 
     def __init__(self) -> None:
         self._address = secrets.token_bytes(_ADDRESS_BYTES)
-        self._descriptors: dict[bytes, int] = {}
+        self._exported: dict[bytes, tuple[int, int]] = {}
         self._lock = threading.Lock()
         self._stopping = False
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -42,16 +44,16 @@ class Owner:
         self._thread = threading.Thread(target=self._serve, name="cubroker-host-memory", daemon=True)
         self._thread.start()
 
-    def export(self, block: Block) -> bytes:
-        """Return the handle of a block; from now on whoever shows it gets the memory."""
+    def export(self, block: Block, allocation: Allocation) -> bytes:
+        """Return the handle of an allocation; from now on whoever shows it gets the block."""
         with self._lock:
-            self._descriptors[block.secret] = block.fd
-        return (self._address + block.secret).ljust(HANDLE_BYTES, b"\0")
+            self._exported[allocation.secret] = block.fd, allocation.pointer - block.pointer
+        return (self._address + allocation.secret).ljust(HANDLE_BYTES, b"\0")
 
-    def withdraw(self, block: Block) -> None:
-        """Answer for this block no more; its descriptor may be closed afterwards."""
+    def withdraw(self, allocation: Allocation) -> None:
+        """Answer for this allocation no more; its block's descriptor may be closed afterwards."""
         with self._lock:
-            self._descriptors.pop(block.secret, None)
+            self._exported.pop(allocation.secret, None)
 
     def owns(self, handle: bytes) -> bool:
         """Whether a handle was made here."""
@@ -74,18 +76,21 @@ class Owner:
             if self._stopping:
                 return
             if asker:  # else nobody could be answered
-                with suppress(OSError):  # the asker's own trouble: gone, not reading, or not who it says
+                with suppress(OSError):  # the asker's own trouble: it is gone, or does not read
                     self._answer(secret, asker)
 
     def _answer(self, secret: bytes, asker: bytes) -> None:
         with self._lock:  # so that the descriptor stays open meanwhile
-            fd = self._descriptors.get(secret)
-            rights = [] if fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", fd))]
-            self._socket.sendmsg([b"\0"], rights, socket.MSG_DONTWAIT, asker)
+            if secret in self._exported:
+                fd, offset = self._exported[secret]
+                rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, _INT.pack(fd))
+                self._socket.sendmsg([offset.to_bytes(_OFFSET_BYTES, "little")], [rights], socket.MSG_DONTWAIT, asker)
+            else:
+                self._socket.sendto(b"", socket.MSG_DONTWAIT, asker)
 
 
-def fetch(handle: bytes) -> int:
-    """Return a descriptor of the memory that ``handle`` stands for.
+def fetch(handle: bytes) -> tuple[int, int]:
+    """Return a descriptor of the block that the allocation of ``handle`` lies in, and its offset there.
 
     Raises:
         LookupError: nobody answers for it: it is made up, or the memory was freed, or its owner is gone.
@@ -106,9 +111,10 @@ def fetch(handle: bytes) -> int:
     raise TimeoutError(f"the owner of the memory has not answered for {PATIENCE:g} s; is it stopped?")
 
 
-def _ask(asker: socket.socket, secret: bytes) -> int:
+def _ask(asker: socket.socket, secret: bytes) -> tuple[int, int]:
     asker.send(secret)
-    _, descriptors, _, _ = socket.recv_fds(asker, 1, 1, socket.MSG_CMSG_CLOEXEC)
-    if not descriptors:
+    # socket.recv_fds would drop the flag, and a child that is started meanwhile would inherit the memory.
+    data, ancillary, _, _ = asker.recvmsg(_OFFSET_BYTES, socket.CMSG_LEN(_INT.size), socket.MSG_CMSG_CLOEXEC)
+    if not ancillary:
         raise LookupError("the owner of the memory does not know the handle")
-    return descriptors[0]
+    return _INT.unpack(ancillary[0][2])[0], int.from_bytes(data, "little")

@@ -1,0 +1,126 @@
+"""Host devices and their contexts."""
+
+# ruff: noqa: D102  (the functions are NVIDIA's, and described in the reference of the CUDA driver API)
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+from cuda.bindings import driver as cuda
+
+from cubroker.driver.host.answers import Refusal, Result, answers
+from cubroker.driver.host.state import State
+
+VERSION = 13000
+"""The CUDA version whose behaviour is imitated: 13.0."""
+
+_ATTRIBUTES = {
+    cuda.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING: 1,
+    cuda.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_INTEGRATED: 1,
+}
+"""All others are 0: not there."""
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class Devices(State):
+    """The functions that need no current context, and those that change it."""
+
+    def cuInit(self, Flags: int) -> tuple[Any]:
+        if Flags:
+            return (Result.CUDA_ERROR_INVALID_VALUE,)
+        if self.initialised_by is None:
+            self.initialised_by = os.getpid()
+        return (Result.CUDA_SUCCESS if self.initialised_by == os.getpid() else Result.CUDA_ERROR_NOT_INITIALIZED,)
+
+    def cuDriverGetVersion(self) -> tuple[Any, int]:
+        return Result.CUDA_SUCCESS, VERSION
+
+    @answers(1)
+    def cuDeviceGetCount(self) -> int:
+        return len(self.heaps)
+
+    @answers(1)
+    def cuDeviceGet(self, ordinal: int) -> Any:
+        return cuda.CUdevice(self.index(ordinal))
+
+    @answers(1)
+    def cuDeviceGetName(self, length: int, dev: Any) -> bytes:
+        name = f"cubroker host device {self.index(dev)}".encode()
+        return name[: length - 1].ljust(length, b"\0")
+
+    @answers(1)
+    def cuDeviceGetUuid(self, dev: Any) -> Any:
+        octets = hashlib.sha256(_BOOT_ID.read_bytes() + b"%d" % self.index(dev)).digest()[:16]
+        uuid = cuda.CUuuid()
+        ctypes.memmove(uuid.getPtr(), octets, len(octets))
+        return uuid
+
+    @answers(1)
+    def cuDeviceTotalMem(self, dev: Any) -> int:
+        return self.heaps[self.index(dev)].total
+
+    @answers(1)
+    def cuDeviceGetAttribute(self, attrib: Any, dev: Any) -> int:
+        self.index(dev)
+        return _ATTRIBUTES.get(attrib, 0)
+
+    @answers(1)
+    def cuDevicePrimaryCtxRetain(self, dev: Any) -> Any:
+        with self.lock:
+            self.retained[self.index(dev)] += 1
+        return _context(int(dev))
+
+    @answers(0)
+    def cuDevicePrimaryCtxRelease(self, dev: Any) -> None:
+        device = self.index(dev)
+        with self.lock:
+            if not self.retained[device]:
+                raise Refusal(Result.CUDA_ERROR_INVALID_CONTEXT)
+            self.retained[device] -= 1
+            if not self.retained[device]:
+                self.destroy(device)
+            idle, self.owner = (None, self.owner) if any(self.retained) else (self.owner, None)
+        if idle:
+            idle.stop()
+
+    @answers(0)
+    def cuCtxPushCurrent(self, ctx: Any) -> None:
+        self.stack.append(self._retained(ctx))
+
+    @answers(1)
+    def cuCtxPopCurrent(self) -> Any:
+        if not self.stack:
+            raise Refusal(Result.CUDA_ERROR_INVALID_CONTEXT)
+        return _context(self.stack.pop())
+
+    @answers(0)
+    def cuCtxSetCurrent(self, ctx: Any) -> None:
+        top = [self._retained(ctx)] if int(ctx) else []
+        self.stack[-1:] = top
+
+    @answers(1)
+    def cuCtxGetCurrent(self) -> Any:
+        return _context(self.stack[-1]) if self.stack else cuda.CUcontext(0)
+
+    @answers(1)
+    def cuCtxGetDevice(self) -> Any:
+        return cuda.CUdevice(self.current())
+
+    @answers(0)
+    def cuCtxSynchronize(self) -> None:
+        self.current()
+
+    def _retained(self, ctx: Any) -> int:
+        device = int(ctx) - 1
+        if not 0 <= device < len(self.retained) or not self.retained[device]:
+            raise Refusal(Result.CUDA_ERROR_INVALID_CONTEXT)
+        return device
+
+
+def _context(device: int) -> Any:
+    return cuda.CUcontext(device + 1)  # not 0, which stands for none

@@ -1,0 +1,304 @@
+"""How host devices share memory when owners stop, die, fork or are lied to."""
+
+from __future__ import annotations
+
+import array
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cubroker.driver import Context, Driver, DriverError
+from cubroker.driver.host import memory, sharing
+from tests.driver.conftest import SPEC
+from tests.driver.neighbour import ROOT, Neighbour
+
+MIB = 1 << 20
+BLOCK = 2 * MIB
+
+
+@pytest.fixture
+def context(driver: Driver) -> Context:
+    return driver.context(0)
+
+
+@pytest.fixture
+def owner() -> Iterator[Neighbour]:
+    """A process whose memory this one opens; it may be ended or stopped."""
+    with Neighbour(SPEC) as owner:
+        yield owner
+
+
+def offer(owner: Neighbour, text: bytes = b"") -> bytes:
+    """Let a process allocate a block and return its handle."""
+    pointer = owner.ask("allocate", BLOCK)
+    owner.ask("write", pointer, text)
+    handle = owner.ask("export", pointer)
+    assert isinstance(handle, bytes)
+    return handle
+
+
+def address_of(handle: bytes) -> bytes:
+    return b"\0cubroker-host-" + handle[:16].hex().encode()
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def shared_resident() -> int:
+    """Bytes of shared memory that this process has touched and that still exist."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssShmem:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("no RssShmem")
+
+
+def test_a_small_allocation_exposes_its_whole_block(context: Context, neighbour: Neighbour) -> None:
+    first, second = context.allocate(100), context.allocate(100)
+    assert second - first == 512
+    context.write(first, b"first")
+    context.write(second, b"second")
+    pointer = neighbour.ask("open", context.export(second))
+    assert neighbour.ask("read", pointer, 6) == b"second"
+    assert neighbour.ask("read", pointer - 512, 5) == b"first"
+    neighbour.ask("close", pointer)
+    context.free(first)
+    context.free(second)
+
+
+def test_a_gap_between_small_allocations_is_used_again(context: Context) -> None:
+    before = context.memory()
+    pointers = [context.allocate(MIB // 2) for _ in range(4)]
+    assert context.memory()[0] == before[0] - BLOCK
+    context.free(pointers[1])
+    assert context.allocate(MIB // 2) == pointers[1]
+    further = context.allocate(1)
+    assert context.memory()[0] == before[0] - 2 * BLOCK
+    for pointer in (*pointers, further):
+        context.free(pointer)
+    assert context.memory() == before
+
+
+def test_freed_memory_stays_readable_until_it_is_closed(context: Context, neighbour: Neighbour) -> None:
+    pointer = context.allocate(BLOCK)
+    context.write(pointer, b"kept")
+    theirs = neighbour.ask("open", context.export(pointer))
+    context.free(pointer)
+    assert neighbour.ask("read", theirs, 4) == b"kept"
+    neighbour.ask("close", theirs)
+
+
+def test_pages_and_descriptors_go_back_to_the_system(context: Context, owner: Neighbour) -> None:
+    resident = shared_resident()
+    files = descriptors()
+    pointer = context.allocate(64 * MIB)
+    context.write(pointer, b"x" * (64 * MIB))
+    assert shared_resident() - resident >= 64 * MIB
+    context.clear(pointer, 64 * MIB)
+    assert shared_resident() - resident < MIB
+    context.free(pointer)
+    theirs = context.open(offer(owner, b"y" * BLOCK))
+    assert context.read(theirs, BLOCK) == b"y" * BLOCK
+    context.close(theirs)
+    assert shared_resident() - resident < MIB
+    assert descriptors() == files
+
+
+def test_a_device_is_full_when_its_size_is_used_up(context: Context) -> None:
+    pointer = context.allocate(context.device.total - BLOCK)
+    with pytest.raises(DriverError, match="CUDA_ERROR_OUT_OF_MEMORY"):
+        context.allocate(BLOCK + 1)
+    last = context.allocate(BLOCK)
+    assert context.memory() == (0, context.device.total)
+    context.free(pointer)
+    context.free(last)
+
+
+def test_a_handle_of_another_device_opens_in_either_context(driver: Driver, neighbour: Neighbour) -> None:
+    second = driver.context(1)
+    pointer = second.allocate(BLOCK)
+    second.write(pointer, b"on the second device")
+    handle = second.export(pointer)
+    theirs = [neighbour.ask("open", handle, device=device) for device in (0, 1)]
+    assert theirs[0] != theirs[1]
+    for device, their in enumerate(theirs):
+        assert neighbour.ask("read", their, 20, device=device) == b"on the second device"
+        neighbour.ask("close", their, device=device)
+    second.free(pointer)
+
+
+def test_a_handle_ends_with_its_owner(context: Context, owner: Neighbour) -> None:
+    handle = offer(owner)
+    owner.kill()
+    with pytest.raises(DriverError, match="CUDA_ERROR_INVALID_VALUE"):
+        context.open(handle)
+
+
+def test_closing_the_driver_frees_what_was_in_it(driver: Driver, owner: Neighbour) -> None:
+    threads, files = threading.active_count(), descriptors()
+    context = driver.context(0)
+    pointer = context.allocate(BLOCK)
+    handle = context.export(pointer)
+    context.open(offer(owner))
+    assert threading.active_count() == threads + 1
+    driver.close()
+    assert threading.active_count() == threads
+    assert descriptors() == files
+    with pytest.raises(DriverError, match="CUDA_ERROR_INVALID_CONTEXT"):
+        context.read(pointer, 1)
+    with pytest.raises(DriverError, match="CUDA_ERROR_INVALID_VALUE"):
+        owner.ask("open", handle)
+
+
+def test_a_stopped_owner_is_given_up(context: Context, owner: Neighbour, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharing, "PATIENCE", 0.2)
+    handle = offer(owner, b"awake")
+    os.kill(owner.pid, signal.SIGSTOP)
+    with pytest.raises(DriverError, match="cuIpcOpenMemHandle failed with CUDA_ERROR_TIMEOUT"):
+        context.open(handle)
+    os.kill(owner.pid, signal.SIGCONT)
+    monkeypatch.undo()
+    pointer = context.open(handle)
+    assert context.read(pointer, 5) == b"awake"
+    context.close(pointer)
+
+
+def test_waiting_for_one_owner_delays_no_other(context: Context, owner: Neighbour, neighbour: Neighbour) -> None:
+    handle, other = offer(owner, b"late"), offer(neighbour, b"prompt")
+    os.kill(owner.pid, signal.SIGSTOP)
+    opened: list[int] = []
+    waiting = threading.Thread(target=lambda: opened.append(context.open(handle)))
+    waiting.start()
+    pointer = context.open(other)
+    assert context.read(pointer, 6) == b"prompt"
+    context.close(pointer)
+    assert not opened
+    os.kill(owner.pid, signal.SIGCONT)
+    waiting.join()
+    assert context.read(opened[0], 4) == b"late"
+    context.close(opened[0])
+
+
+def test_an_owner_that_dies_while_it_is_asked_is_noticed(
+    context: Context, owner: Neighbour, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sharing, "_AGAIN", 0.05)
+    handle = offer(owner)
+    os.kill(owner.pid, signal.SIGSTOP)
+    errors: list[str] = []
+
+    def wait() -> None:
+        try:
+            context.open(handle)
+        except DriverError as error:
+            errors.append(error.name)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    owner.kill()
+    waiting.join()
+    assert errors == ["CUDA_ERROR_INVALID_VALUE"]
+
+
+def test_garbage_and_silence_stall_nobody(context: Context, owner: Neighbour) -> None:
+    handle = offer(owner, b"served")
+    before = len(list(Path(f"/proc/{owner.pid}/fd").iterdir()))
+    reading, writing = os.pipe()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as nameless, _named() as silent:
+        for peer in (nameless, silent):
+            peer.connect(address_of(handle))
+            for garbage in (b"", b"x", bytes(16), b"y" * 5000, handle[16:32]):
+                for _ in range(20):
+                    peer.send(garbage)
+            socket.send_fds(peer, [bytes(16)], [reading] * 50)
+        pointer = context.open(handle)  # while the silent one's answers are waiting for it
+        assert context.read(pointer, 6) == b"served"
+        context.close(pointer)
+    os.close(reading)
+    os.close(writing)
+    assert len(list(Path(f"/proc/{owner.pid}/fd").iterdir())) == before
+
+
+def _named() -> socket.socket:
+    peer = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    peer.bind("")
+    return peer
+
+
+@pytest.mark.parametrize(
+    ("sealed", "offset", "name"),
+    [(False, 0, "CUDA_ERROR_OPERATING_SYSTEM"), (True, BLOCK, "CUDA_ERROR_INVALID_VALUE")],
+    ids=["memory that could shrink", "an offset outside"],
+)
+def test_an_impostor_cannot_make_us_map_what_would_fault(
+    context: Context, sealed: bool, offset: int, name: str
+) -> None:
+    handle = bytes(range(64))
+    fd = memory.create(BLOCK) if sealed else os.memfd_create("unsealed")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as impostor:
+        impostor.bind(address_of(handle))
+
+        def serve() -> None:
+            _, asker = impostor.recvfrom(64)
+            rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))
+            impostor.sendmsg([offset.to_bytes(8, "little")], [rights], 0, asker)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with pytest.raises(DriverError, match=name):
+            context.open(handle)
+        thread.join()
+    os.close(fd)
+
+
+def test_a_forked_child_is_refused_and_harms_nothing(context: Context, owner: Neighbour) -> None:
+    handle = offer(owner, b"whole")
+    pointer = context.allocate(BLOCK)
+    assert owner.ask("fork_and_open", context.export(pointer)) == "CUDA_ERROR_NOT_INITIALIZED"
+    theirs = context.open(handle)
+    assert context.read(theirs, 5) == b"whole"
+    context.close(theirs)
+    context.free(pointer)
+
+
+FORKING = """
+import os, sys
+from cubroker.driver import load
+context = load(sys.argv[1]).context(0)
+pointer = context.allocate(2 << 20)
+print(context.export(pointer).hex(), flush=True)
+sys.stdin.readline()
+if os.fork() == 0:
+    print("forked", flush=True)
+    sys.stdin.readline()
+    os._exit(0)
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_forked_child_does_not_stand_in_for_a_dead_owner(context: Context) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", FORKING, SPEC], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        handle = bytes.fromhex(process.stdout.readline().decode())
+        pointer = context.open(handle)
+        context.close(pointer)
+        process.stdin.write(b"fork\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == b"forked\n"
+        process.wait()
+        started = time.monotonic()
+        with pytest.raises(DriverError, match="CUDA_ERROR_INVALID_VALUE"):
+            context.open(handle)
+        assert time.monotonic() - started < sharing.PATIENCE
+        process.stdin.close()  # which ends the child
