@@ -52,7 +52,7 @@ def _devices() -> tuple[str, str]:
     try:
         driver = load("cuda:0")
     except DriverError:
-        return "host:2", "two devices in host memory (no GPU here)"
+        return "host:2", "two host devices (no GPU here)"
     name = driver.devices[0].name
     driver.close()
     return "cuda:0", name

@@ -95,15 +95,19 @@ class Child:
             TimedOut: no answer within ``within`` seconds.
             Unavailable: the child has ended.
         """
+        self.send(question, *arguments)
+        answer: dict[str, Any] = json.loads(self.line(within))
+        if "error" in answer:
+            raise CubrokerError(f"{self._role}: {answer['error']}")
+        return answer
+
+    def send(self, question: str, *arguments: object) -> None:
+        """Send a question whose answer nobody waits for."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps([question, *arguments]).encode() + b"\n")
         except BrokenPipeError:
             raise self._ended() from None
-        answer: dict[str, Any] = json.loads(self.line(within))
-        if "error" in answer:
-            raise CubrokerError(f"{self._role}: {answer['error']}")
-        return answer
 
     def line(self, within: float = PATIENCE) -> str:
         """Return the next line of the child's output; raises as :meth:`ask` does."""

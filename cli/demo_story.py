@@ -66,8 +66,9 @@ class Story:
 
     def _kill(self) -> None:
         victim = self.workers.pop()
-        text.say(f"4. SIGKILL for pid {victim.pid}, in the middle of its work.")
+        text.say(f"4. SIGKILL for pid {victim.pid}, while it reads.")
         before = self._leases()
+        victim.send("compare")
         start = time.perf_counter()
         victim.kill()
         self._until(lambda: self._leases() < before, "the lease of a killed worker to fall")
@@ -86,32 +87,36 @@ class Story:
 
     def _retire(self, first: Loaded) -> None:
         text.say(f"6. {_version(first)} is retired.")
-        before = self._device.allocated
+        before, free = self._device.allocated, self._free()
         retirement = self.broker.retire(NAME, first.version)
         self._tell(f"its readers keep it: {text.count(retirement.leases, 'lease')} to go")
         *readers, _ = self.workers
         for worker in readers:
             worker.ask("detach")
         self._until(lambda: self._device.allocated < before, f"the memory of {_version(first)} to return")
-        after = self._device.allocated
+        after, gain = self._device.allocated, self._free() - free
         self._tell(f"the last reader let go: {text.size(before)} allocated, now {text.size(after)}")
+        if not self.broker.driver.host:
+            self._tell(f"the driver itself has {text.size(gain)} more to give")
 
     def _table(self, first: Loaded) -> None:
-        took, each = text.duration(first.seconds), text.duration(median(self.attached))
-        held, copies = text.size(first.nbytes), text.size(WORKERS * first.nbytes)
+        took, each = f"{first.seconds:.2f}", f"{1e3 * median(self.attached):.1f}"
         rows = [
-            ("seconds to load", f"{took}, once", f"{WORKERS} times {took}"),
-            ("milliseconds to attach", f"{each} each", ""),
-            ("memory held", f"{held}, once", f"{WORKERS} times that: {copies}"),
+            ("seconds to load", f"{took}, once", f"{took}, in each"),
+            ("milliseconds to attach", f"{each}, in each", "-"),
+            ("memory held", f"{text.size(first.nbytes)}, once", f"{text.size(WORKERS * first.nbytes)}, a copy in each"),
         ]
         text.say("")
-        table.show(
-            [table.Column(f"FOR {WORKERS} WORKERS"), table.Column("WITH CUBROKER"), table.Column("WITHOUT")], rows
-        )
+        titles = (f"FOR {WORKERS} WORKERS", "WITH CUBROKER", "WITHOUT")
+        table.show([table.Column(title) for title in titles], rows)
 
     @property
     def _device(self) -> DeviceInfo:
         return self.broker.devices()[0]
+
+    def _free(self) -> int:
+        ours = next(device for device in self.broker.driver.devices if device.uuid == self._device.uuid)
+        return self.broker.driver.context(ours.index).memory()[0]
 
     def _leases(self) -> int:
         return sum(pool.leases for pool in self.broker.pools() if pool.name == NAME)
