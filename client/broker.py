@@ -15,6 +15,7 @@ from cubroker.client.draft import Draft
 from cubroker.client.loans import Loan
 from cubroker.client.mapping import Mapped
 from cubroker.client.pool import Pool
+from cubroker.client.processes import Unsendable
 from cubroker.client.replica import Index, decode
 from cubroker.client.requests import Requests, expect
 from cubroker.client.session import Session
@@ -49,7 +50,7 @@ Device = int | str
 """A device: its ordinal in this process, or its UUID."""
 
 
-class Broker:
+class Broker(Unsendable):
     """A session with the broker that serves ``directory``. Every method may be called from any thread.
 
     Besides what each method names, all may raise ``Unavailable`` (the broker is gone, or this object
@@ -65,6 +66,8 @@ class Broker:
     """
 
     def __init__(self, directory: str | os.PathLike[str] | None = None, *, timeout: float = 30.0) -> None:
+        if not 0 < timeout <= MAX_WAIT:
+            raise Invalid(f"a timeout of {timeout} seconds; it can be more than 0, up to {MAX_WAIT:g}")
         self._session = Session(Path(directory) if directory is not None else default_directory(), timeout)
         self._pools: WeakSet[Pool] = WeakSet()
         self._finalizer = finalize(self, self._session.janitor.put, self._session.leave)
@@ -79,7 +82,8 @@ class Broker:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        if self._session.owner.here():  # in a child that leaves a block of its parent's, there is nothing to do
+            self.close()
 
     @property
     def directory(self) -> Path:

@@ -81,11 +81,16 @@ class Connection:
         self._changed = changed
         self._lost = lost
         self._stopping = False
-        self._context = zmq.Context()
         self._poller = zmq.Poller()
         self._poller.register(waker.fd, zmq.POLLIN)
         self._poller.register(channel.fileno(), zmq.POLLIN)
-        self._dealer = self._dial()
+        try:
+            self._context = zmq.Context()
+            self._dealer = self._dial()
+        except zmq.ZMQError as error:  # no descriptors left, as a rule
+            channel.close()
+            waker.close()
+            raise Unavailable(f"no connection for requests to the broker on {directory}: {error}") from error
         self._thread = Thread(target=self._run, name="cubroker-connection", daemon=True)
         self._thread.start()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from threading import Lock
 
 from cubroker.driver import Context, Device, Driver, DriverError, load
@@ -9,6 +10,15 @@ from cubroker.protocol.errors import CubrokerError, DeviceFailure, NotFound, Out
 
 _drivers: dict[str, Driver] = {}
 _lock = Lock()
+
+
+def _forked() -> None:
+    global _lock
+    _drivers.clear()
+    _lock = Lock()  # another thread may have held it
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 def driver(spec: str) -> Driver:
@@ -55,9 +65,9 @@ def context(driver: Driver, device: int | str) -> Context:
         raise failure(error, f"a context on {found.name} ({found.uuid})") from error
 
 
-def failure(error: DriverError | CubrokerError, asked: str) -> CubrokerError:
+def failure(error: DriverError | CubrokerError | ValueError, asked: str) -> CubrokerError:
     """Turn a driver's error into one of ours; ``asked`` says what was being done. One of ours stays as it is."""
     if isinstance(error, CubrokerError):
         return error
-    kind = OutOfMemory if error.out_of_memory else DeviceFailure
+    kind = OutOfMemory if isinstance(error, DriverError) and error.out_of_memory else DeviceFailure
     return kind(f"{asked}: {error}")

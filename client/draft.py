@@ -34,6 +34,7 @@ class Draft(Pool):
             Invalid: arrays or framework tensors of it are in use; the draft stays open.
             Unavailable, TimedOut: the broker is gone or silent; the draft may or may not be published.
         """
+        self._loan.owner.check()
         with self._closing:
             mapped = self._memory()
             if in_use := mapped.end(prepare=self._loan.seal_at_end):

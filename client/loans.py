@@ -31,11 +31,13 @@ class Loan:
     """One request for a lease, and the lease.
 
     Attributes:
+        owner: the process that it belongs to.
         lease: its number, once granted.
         ending: whether the memory is being given back.
     """
 
     def __init__(self, session: Session) -> None:
+        self.owner = session.owner
         self.ending = False
         self._ended: Future[Reply] = Future()
         self._session = session
@@ -54,6 +56,11 @@ class Loan:
         self._request = self._session.requests.send(body, self._answered)
         return future
 
+    @property
+    def asked(self) -> bool:
+        """Whether the request was sent."""
+        return self._request > 0
+
     def abandon(self, reason: CubrokerError) -> None:
         """Nobody waits any more, because of ``reason``: tell the broker, and give back what comes nevertheless.
 
@@ -63,9 +70,7 @@ class Loan:
         if future := self._granted:
             future.abandon()
             future.fail(reason)
-        if not self._request:
-            self._session.forget(self)  # it never left; or it did, and then the answer ends it
-        elif not self._answer:
+        if self.asked and not self._answer:
             self._session.requests.submit(Cancel(self._request))
 
     def end(self) -> None:
@@ -114,7 +119,7 @@ class Loan:
             return self._end()
         try:
             mapped = self._map(reply)
-        except (CubrokerError, DriverError) as error:
+        except (CubrokerError, DriverError, ValueError) as error:
             self._fail(devices.failure(error, f"opening {_label(reply)}"))
             return self._end()
         # From here on the memory ends with the last reference to it, so none may stay in this object.

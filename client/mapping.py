@@ -50,6 +50,7 @@ class Mapped:
 
     def lend(self, name: str) -> Lent:
         """Note that somebody outside uses tensor ``name``, for as long as the returned object lives."""
+        self._owner.check()
         with self._lock:
             self.check()
             lent = Lent(self, name)

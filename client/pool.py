@@ -42,7 +42,8 @@ class Pool(Replica):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        if self._loan.owner.here():  # in a child that leaves a block of its parent's, there is nothing to do
+            self.close()
 
     @property
     def nbytes(self) -> int:
@@ -61,6 +62,7 @@ class Pool(Replica):
             DeviceFailure: the memory could not be unmapped; the lease ends with this process.
             TimedOut: the memory is unmapped, but the broker has not yet confirmed that the lease is over.
         """
+        self._loan.owner.check()
         self._release()
         if self._loan.ending:
             self._confirm()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import atexit
 import os
-from typing import Protocol
+from typing import NoReturn, Protocol
 from weakref import WeakSet
 
 from cubroker.protocol.errors import Invalid
@@ -33,6 +33,17 @@ class Owner:
                 f"this Broker belongs to process {self.pid}, and this is its child {os.getpid()};"
                 f" open a Broker of its own in this process"
             )
+
+
+class Unsendable:
+    """A base of what means nothing in another process, so that pickling it says what to do instead."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"a {type(self).__name__} cannot be sent to another process; open a Broker there, and attach by name"
+        )
 
 
 class Inherited(Protocol):

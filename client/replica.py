@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 
 from cubroker.client.mapping import Mapped
+from cubroker.client.processes import Unsendable
 from cubroker.client.tensor import SharedTensor
 from cubroker.driver import Context, Device
 from cubroker.protocol.errors import Invalid
@@ -28,7 +29,7 @@ def decode(layout: bytes) -> Index:
     return Index(Layout.decode(layout))
 
 
-class Replica(Mapping[str, SharedTensor]):
+class Replica(Unsendable, Mapping[str, SharedTensor]):
     """The tensors of one version on one device.
 
     Tensors are made when they are asked for; indexing is cheap and gives a new object every time.

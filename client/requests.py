@@ -15,23 +15,27 @@ from typing import TypeVar
 from cubroker.client.futures import Future
 from cubroker.client.processes import Owner
 from cubroker.protocol import wire
-from cubroker.protocol.errors import CubrokerError, Unavailable, from_code
-from cubroker.protocol.messages import Answer, Envelope, Failed, Reply, Request
+from cubroker.protocol.errors import CubrokerError, OverQuota, Unavailable, from_code
+from cubroker.protocol.messages import Answer, Cancel, Close, Envelope, Failed, Reply, Request, Seal
 
 R = TypeVar("R", bound=Reply)
 
 RESEND = 1.0
 """Seconds after which an unanswered request is sent again."""
 
+LAST_WORDS = (Cancel, Close, Seal)
+"""Requests that must reach the broker, or it would keep what nobody uses."""
+
 Settle = Callable[[Reply | CubrokerError], None]
 """Takes the answer of a request, or why there will be none. Runs on the connection's thread: it must be quick."""
 
 
 class _Pending:
-    __slots__ = ("data", "sent", "settle")
+    __slots__ = ("data", "insist", "sent", "settle")
 
-    def __init__(self, data: bytes, settle: Settle) -> None:
+    def __init__(self, data: bytes, settle: Settle, *, insist: bool) -> None:
         self.data = data
+        self.insist = insist
         self.settle = settle
         self.sent = monotonic()
 
@@ -82,7 +86,7 @@ class Requests:
                 oldest = next(iter(self._pending), number)
                 data = wire.pack(Envelope(self._secret, number, oldest, body))
                 self._next += 1
-                self._pending[number] = _Pending(data, settle)
+                self._pending[number] = _Pending(data, settle, insist=isinstance(body, LAST_WORDS))
                 self.outbox.append(data)
                 self._wake()
                 return number
@@ -95,11 +99,13 @@ class Requests:
 
     def answer(self, answer: Answer) -> None:
         """Settle the request that ``answer`` belongs to; one that was answered before is left alone."""
+        body = answer.body
         with self._lock:
-            pending = self._pending.pop(answer.id, None)
-        if pending is not None:
-            body = answer.body
-            pending.settle(from_code(body.code, body.message) if isinstance(body, Failed) else body)
+            pending = self._pending.get(answer.id)
+            if pending is None or (pending.insist and _refused_for_now(body)):
+                return
+            del self._pending[answer.id]
+        pending.settle(from_code(body.code, body.message) if isinstance(body, Failed) else body)
 
     def resend_all(self) -> None:
         """Put every unanswered request into the outbox, oldest first, and nothing else."""
@@ -130,6 +136,11 @@ class Requests:
             self.outbox.clear()
         for request in pending.values():
             request.settle(type(reason)(reason.message))
+
+
+def _refused_for_now(body: Reply) -> bool:
+    """Whether the broker had no room for one more request: it remembers nothing of this one and may get it again."""
+    return isinstance(body, Failed) and body.code == OverQuota.code
 
 
 def expect(reply: Reply, kind: type[R]) -> R:

@@ -52,8 +52,8 @@ class Session:
         waker = Waker()
         self.requests = Requests(welcome.secret, self.owner, waker.set)
         self.watches = Watches(self.requests)
-        self.janitor = Janitor()
         self._connection = Connection(channel, directory, waker, self.requests, self.watches.changed, self.watches.fail)
+        self.janitor = Janitor()
         processes.register(self)
 
     @property
@@ -79,14 +79,18 @@ class Session:
             future = loan.ask(body)
             reply, mapped = self._wait(future, body, body.wait)
             return loan, reply, mapped
-        finally:
+        except BaseException:
+            loan.abandon(Unavailable("nobody waits for it"))
             if future:
-                future.abandon()
-            loan.abandon(Unavailable("its caller has left"))
+                future.abandon()  # the memory may have come in the meantime, and this traceback may live long
+            if not loan.asked:
+                self.forget(loan)
+            raise
 
     def watch(self, name: str) -> Watch:
         """Watch a pool."""
-        watch = Watch(name, self.watches)
+        self.owner.check()
+        watch = Watch(name, self.watches, self.owner)
         try:
             expect(self._wait(self.watches.add(watch), messages.Watch(name, on=True), 0.0), Done)
         except BaseException:

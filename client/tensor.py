@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from cubroker.client import devices, dlpack
 from cubroker.client.elements import ELEMENTS, carrier
 from cubroker.client.mapping import Mapped, Place
+from cubroker.client.processes import Unsendable
 from cubroker.driver import Device, DriverError
 from cubroker.protocol import dtypes
 from cubroker.protocol.errors import Invalid, Unsupported
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from typing_extensions import CapsuleType
 
 
-class SharedTensor:
+class SharedTensor(Unsendable):
     """A tensor in memory that the broker owns, C-contiguous.
 
     Tensors of a published pool are read-only, and keep its memory mapped while they live. Those of a draft may

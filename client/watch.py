@@ -9,6 +9,7 @@ from typing import Self
 from weakref import WeakSet
 
 from cubroker.client.futures import Future
+from cubroker.client.processes import Owner
 from cubroker.client.requests import Requests
 from cubroker.protocol import messages
 from cubroker.protocol.errors import CubrokerError
@@ -23,8 +24,9 @@ class Watch(Iterator[int]):
     is gone (``Unavailable``).
     """
 
-    def __init__(self, name: str, watches: Watches) -> None:
+    def __init__(self, name: str, watches: Watches, owner: Owner) -> None:
         self.name = name
+        self._owner = owner
         self._watches = watches
         self._condition = Condition()
         self._latest: int | None = None
@@ -33,6 +35,7 @@ class Watch(Iterator[int]):
         self._error: CubrokerError | None = None
 
     def __next__(self) -> int:
+        self._owner.check()
         with self._condition:
             while self._latest == self._seen and not self._closed and not self._error:
                 self._condition.wait()
@@ -54,6 +57,7 @@ class Watch(Iterator[int]):
 
     def close(self) -> None:
         """Stop watching; whoever iterates gets the end."""
+        self._owner.check()
         self._watches.remove(self)
         with self._condition:
             self._closed = True
