@@ -7,8 +7,8 @@ undefined, they refuse.
 
 from __future__ import annotations
 
-import functools
 import os
+import threading
 from typing import Any
 
 from cuda.bindings import driver as cuda
@@ -28,9 +28,15 @@ class HostModule(Devices, Storage, Streams, Ipc):
         raise AttributeError(f"the host driver has no {name}")
 
 
-@functools.cache
+_modules: dict[tuple[int, int], HostModule] = {}
+_making = threading.Lock()
+
+
 def host_module(count: int, size: int) -> HostModule:
     """Return the driver of ``count`` devices of ``size`` bytes: one per process, as there is one CUDA driver."""
-    module = HostModule(count, size)
-    os.register_at_fork(after_in_child=module.forked)
-    return module
+    with _making:
+        module = _modules.get((count, size))
+        if module is None:
+            module = _modules[count, size] = HostModule(count, size)
+            os.register_at_fork(after_in_child=module.forked)
+        return module

@@ -50,6 +50,15 @@ class Neighbour:
             raise DriverError(*error)
         return _decode(result)
 
+    def stop(self) -> None:
+        """Stop it, as a debugger would; return when no thread of it runs any more."""
+        self._process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.pid, os.WSTOPPED)
+
+    def go_on(self) -> None:
+        """Let it run again."""
+        self._process.send_signal(signal.SIGCONT)
+
     def kill(self) -> None:
         """End it at once."""
         self._process.kill()
@@ -57,7 +66,7 @@ class Neighbour:
 
     def close(self) -> None:
         """End it, stopped or not, and everything between us."""
-        self._process.send_signal(signal.SIGCONT)
+        self.go_on()
         if self._process.poll() is None and self._process.stdin is not None:
             self._process.stdin.close()
             try:

@@ -183,6 +183,10 @@ def test_the_systems_refusals_become_the_drivers(
 
 
 def test_memory_calls_that_fail_say_so() -> None:
+    files = len(list(Path("/proc/self/fd").iterdir()))
+    with pytest.raises(OSError, match="Invalid argument"):
+        memory.create(-1)
+    assert len(list(Path("/proc/self/fd").iterdir())) == files
     with pytest.raises(OSError, match="mmap: Cannot allocate memory"):
         memory.map_private(1 << 60)
     with pytest.raises(OSError, match="munmap: Invalid argument"):

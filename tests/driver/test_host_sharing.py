@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import array
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -161,10 +160,10 @@ def test_closing_the_driver_frees_what_was_in_it(driver: Driver, owner: Neighbou
 def test_a_stopped_owner_is_given_up(context: Context, owner: Neighbour, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sharing, "PATIENCE", 0.2)
     handle = offer(owner, b"awake")
-    os.kill(owner.pid, signal.SIGSTOP)
+    owner.stop()
     with pytest.raises(DriverError, match="cuIpcOpenMemHandle failed with CUDA_ERROR_TIMEOUT"):
         context.open(handle)
-    os.kill(owner.pid, signal.SIGCONT)
+    owner.go_on()
     monkeypatch.undo()
     pointer = context.open(handle)
     assert context.read(pointer, 5) == b"awake"
@@ -173,7 +172,7 @@ def test_a_stopped_owner_is_given_up(context: Context, owner: Neighbour, monkeyp
 
 def test_waiting_for_one_owner_delays_no_other(context: Context, owner: Neighbour, neighbour: Neighbour) -> None:
     handle, other = offer(owner, b"late"), offer(neighbour, b"prompt")
-    os.kill(owner.pid, signal.SIGSTOP)
+    owner.stop()
     opened: list[int] = []
     waiting = threading.Thread(target=lambda: opened.append(context.open(handle)))
     waiting.start()
@@ -181,7 +180,7 @@ def test_waiting_for_one_owner_delays_no_other(context: Context, owner: Neighbou
     assert context.read(pointer, 6) == b"prompt"
     context.close(pointer)
     assert not opened
-    os.kill(owner.pid, signal.SIGCONT)
+    owner.go_on()
     waiting.join()
     assert context.read(opened[0], 4) == b"late"
     context.close(opened[0])
@@ -192,7 +191,7 @@ def test_an_owner_that_dies_while_it_is_asked_is_noticed(
 ) -> None:
     monkeypatch.setattr(sharing, "_AGAIN", 0.05)
     handle = offer(owner)
-    os.kill(owner.pid, signal.SIGSTOP)
+    owner.stop()
     errors: list[str] = []
 
     def wait() -> None:

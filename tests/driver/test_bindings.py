@@ -1,0 +1,77 @@
+"""The recipes' calls fit the real bindings, which check arguments before they look for libcuda."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import cuda.bindings.driver
+import pytest
+
+from cubroker.driver import Context, Driver, DriverError
+from cubroker.driver.host import BLOCK, HostModule
+
+BINDINGS = cuda.bindings.driver
+
+
+@pytest.fixture(autouse=True)
+def no_libcuda() -> None:
+    try:
+        BINDINGS.cuDriverGetVersion()
+    except RuntimeError:
+        return
+    pytest.skip("with libcuda the calls would be real")
+
+
+class Both:
+    """The host driver, which also offers every call to the bindings first."""
+
+    def __init__(self) -> None:
+        self.host = HostModule(1, 8 * BLOCK)
+        self.called: set[str] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        ours = getattr(self.host, name)
+        return self._both(name, ours) if name.startswith("cu") else ours
+
+    def _both(self, name: str, ours: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            with pytest.raises(RuntimeError, match="cuda"):  # not TypeError: the arguments are right
+                getattr(BINDINGS, name)(*args)
+            self.called.add(name)
+            return ours(*args)
+
+        return call
+
+
+def use(context: Context) -> None:
+    """Call every method of a context, a stream, an event and pinned memory."""
+    pointer = context.allocate(BLOCK)
+    context.clear(pointer, BLOCK)
+    context.write(pointer, b"bytes")
+    assert context.read(pointer, 5) == b"bytes"
+    assert context.memory() == (7 * BLOCK, 8 * BLOCK)
+    for call in (lambda: context.open(context.export(pointer)), lambda: context.close(pointer)):
+        with pytest.raises(DriverError, match=r"cuIpc.* failed"):
+            call()
+    with context.pin(10) as pinned, context.stream() as stream:
+        stream.copy_in(pointer, pinned.pointer, 10)
+        with stream.record() as event:
+            event.wait()
+            assert event.done()
+    context.synchronize()
+    context.free(pointer)
+
+
+def test_the_bindings_accept_what_the_recipes_pass() -> None:
+    both = Both()
+    driver = Driver(both, "host:1", host=True)
+    use(driver.context(0))
+    driver.close()
+    assert len(both.called) > 25
+
+
+def test_every_function_of_the_host_driver_is_one_of_the_bindings() -> None:
+    functions = [name for name in dir(HostModule) if name.startswith("cu") and name[2].isupper()]
+    assert len(functions) > 30
+    assert [name for name in functions if not hasattr(BINDINGS, name)] == []
