@@ -23,6 +23,7 @@ Whatever ends stirs the pool or the device that it took part in, and after every
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import assert_never
 
 from cubroker.protocol.errors import CubrokerError, TimedOut, Unavailable
 from cubroker.protocol.messages import (
@@ -101,6 +102,8 @@ class Ledger:
                 self._lost(event)
             case Gone():
                 self._gone(event)
+            case _:
+                assert_never(event)
         drafts.settle(self._books)
         effects, self._books.effects = self._books.effects, []
         return effects
@@ -158,6 +161,8 @@ class Ledger:
                 return reports.list_clients(books)
             case ListDevices():
                 return reports.list_devices(books)
+            case _:
+                assert_never(body)
 
     def _cancel(self, session: Session, body: Cancel) -> Done:
         waiter = session.unfinished.get(body.request)

@@ -1,0 +1,151 @@
+"""The ledger's tests are scripts: ``story >> event``, then ``story << effect`` for every effect, in order.
+
+An effect that was not asserted fails the next event, and the end of the script. Ids of leases,
+tickets and timers count from 1, each in order of appearance.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from cubroker.protocol import messages as m
+from cubroker.protocol.layout import Layout
+from cubroker.server import events as e
+from cubroker.server.ledger import Budget, Ledger, Limits
+
+MIB = 1 << 20
+BROKER, ALICE, BOB = 1000, 1001, 1002
+GPU0 = Budget(0, "GPU-0", "first", 16 * MIB, 10 * MIB)
+GPU1 = Budget(1, "GPU-1", "second", 16 * MIB, 6 * MIB)
+
+
+class Story:
+    """A ledger, its invariants checked after every event, and the effects that nobody asserted yet."""
+
+    def __init__(self, *devices: Budget, limits: Limits | None = None) -> None:
+        self.ledger = Ledger(devices or (GPU0, GPU1), BROKER, limits)
+        self.effects: deque[e.Effect] = deque()
+
+    def __rshift__(self, event: e.Event) -> Story:
+        self.end()
+        self.effects.extend(self.ledger.handle(event))
+        self.ledger.check()
+        return self
+
+    def __lshift__(self, effect: e.Effect) -> Story:
+        assert self.effects, f"nothing was done, instead of {effect}"
+        assert self.effects.popleft() == effect
+        return self
+
+    def end(self) -> None:
+        assert not self.effects, f"not in the script: {[*self.effects]}"
+
+    def joins(self, *sessions: int, uid: int = ALICE) -> None:
+        for session in sessions:
+            self >> e.Joined(session, 100 + session, uid, 100)
+
+    def quietly(self, *events: e.Event) -> list[e.Effect]:
+        """Tell the beginning of a story whose effects are asserted elsewhere; return those of the last event."""
+        self.end()
+        effects: list[e.Effect] = []
+        for event in events:
+            effects = self.ledger.handle(event)
+            self.ledger.check()
+        return effects
+
+    def publishes(self, session: int, name: str, *, nbytes: int = MIB, devices: tuple[str, ...] = ("GPU-0",)) -> int:
+        """Have a session create, fill and seal a version; return its number. Uses its requests 900 to 902."""
+        effects = self.quietly(creates(session, 900, name, nbytes, devices=devices))
+        for effect in effects:
+            assert isinstance(effect, e.Allocate)
+            last = self.quietly(e.Allocated(effect.ticket, (handle(effect.ticket),)))
+        assert isinstance(last[0], e.Respond)
+        assert isinstance(last[0].body, m.Created)
+        self.quietly(e.Asked(session, 901, m.Seal(last[0].body.lease)))
+        return last[0].body.version
+
+
+class Refusal:
+    """Equal to every ``Failed`` of its code whose message has all its words."""
+
+    def __init__(self, code: str, *words: str) -> None:
+        self.code, self.words = code, words
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, m.Failed):
+            return NotImplemented
+        return other.code == self.code and all(word in other.message for word in self.words)
+
+    __hash__ = object.__hash__
+
+    def __repr__(self) -> str:
+        return f"Refusal({self.code!r}, {self.words})"
+
+
+def layout(*sizes: int) -> Layout:
+    return Layout((), sizes)
+
+
+def handle(ticket: int) -> bytes:
+    return b"handle %d" % ticket
+
+
+def asks(session: int, request: int, body: m.Request) -> e.Asked:
+    return e.Asked(session, request, body)
+
+
+def creates(
+    session: int,
+    request: int,
+    name: str,
+    *sizes: int,
+    devices: tuple[str, ...] = ("GPU-0",),
+    share: str = "ipc",
+    wait: float = 0.0,
+    attach: str | None = None,
+) -> e.Asked:
+    made = layout(*sizes)
+    return e.Asked(session, request, m.Create(name, made.encode(), devices, share, wait, attach), made)
+
+
+def attaches(
+    session: int, request: int, name: str, version: int = 0, *, device: str | None = None, wait: float = 0.0
+) -> e.Asked:
+    return e.Asked(session, request, m.Attach(name, version, device, wait))
+
+
+def answer(session: int, request: int, body: m.Reply) -> e.Respond:
+    return e.Respond(session, request, body)
+
+
+def done(session: int, request: int) -> e.Respond:
+    return e.Respond(session, request, m.Done())
+
+
+def refused(session: int, request: int, code: str, *words: str) -> e.Respond:
+    return e.Respond(session, request, Refusal(code, *words))  # type: ignore[arg-type]
+
+
+def attached(
+    session: int,
+    request: int,
+    lease: int,
+    name: str,
+    version: int,
+    *,
+    ticket: int,
+    device: str = "GPU-0",
+    nbytes: int = MIB,
+) -> e.Respond:
+    body = m.Attached(lease, name, version, device, "ipc", layout(nbytes).encode(), (handle(ticket),))
+    return e.Respond(session, request, body)
+
+
+def created(session: int, request: int, lease: int, name: str, version: int, **tickets: int) -> e.Respond:
+    """Expect a draft; ``tickets`` are those of its devices, ``GPU_0=1``."""
+    replicas = tuple(m.Replica(device.replace("_", "-"), (handle(ticket),)) for device, ticket in tickets.items())
+    return e.Respond(session, request, m.Created(lease, name, version, "ipc", replicas))
+
+
+def changed(session: int, name: str, version: int) -> e.Notify:
+    return e.Notify(session, m.PoolChanged(name, version))

@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from cubroker.protocol import messages as m
+from cubroker.server import books
+from cubroker.server import events as e
+from cubroker.server.states import MEMORY, VERSION, Cause, Impossible, Report, Stage, State, step
+from cubroker.server.wording import size
+from tests.server.story import GPU0, MIB, Story, answer, asks, attaches, creates, handle, refused
+
+
+def test_every_pair_of_state_and_cause_is_in_the_table_of_versions_or_forbidden() -> None:
+    allowed = {(state, cause): after for state, row in VERSION.items() for cause, after in row.items()}
+    assert set(VERSION) == set(State)
+    assert allowed == {
+        (State.ALLOCATING, Cause.FILLED): State.DRAFT,
+        (State.ALLOCATING, Cause.DROPPED): State.ENDED,
+        (State.DRAFT, Cause.SEALED): State.CURRENT,
+        (State.DRAFT, Cause.DROPPED): State.ENDED,
+        (State.CURRENT, Cause.REPLACED): State.SUPERSEDED,
+        (State.CURRENT, Cause.RETIRED): State.RETIRED,
+        (State.SUPERSEDED, Cause.RETIRED): State.RETIRED,
+        (State.SUPERSEDED, Cause.EMPTIED): State.ENDED,
+        (State.RETIRED, Cause.EMPTIED): State.ENDED,
+    }
+    for state, cause in set(product(State, Cause)) - set(allowed):
+        with pytest.raises(Impossible, match=f"{cause.name} cannot follow {state.name}"):
+            step(VERSION, state, cause, ())
+
+
+def test_memory_is_counted_from_the_promise_until_the_device_has_it_back() -> None:
+    assert set(MEMORY) == set(Stage)
+    assert [stage for stage, row in MEMORY.items() if not row] == [Stage.GONE]
+    last = {report for row in MEMORY.values() for report, after in row.items() if after is Stage.GONE}
+    assert last == {Report.FAILED, Report.FREED}
+    for stage, report in product(Stage, Report):
+        if report not in MEMORY[stage]:
+            with pytest.raises(Impossible, match=f"{report.name} cannot follow {stage.name}"):
+                step(MEMORY, stage, report, ())
+
+
+def test_what_cannot_follow_is_told_with_the_story_of_the_pool_and_changes_nothing() -> None:
+    story = Story()
+    story.joins(1)
+    story.quietly(creates(1, 1, "a", MIB), e.Allocated(1, (handle(1),)))
+    with pytest.raises(Impossible, match=r"ALLOCATED cannot follow HELD(?s:.*)version 1 is draft: all its"):
+        story.quietly(e.Allocated(1, (handle(1),)))
+    with pytest.raises(Impossible, match="FREED cannot follow HELD"):
+        story.quietly(e.Freed(1))
+    with pytest.raises(Impossible, match="an outcome of ticket 7, which is not on the books"):
+        story.quietly(e.NotAllocated(7, "device", "no"))
+    with pytest.raises(Impossible, match=r"session 1 joined twice(?s:.*)lease 1 on a@1 began"):
+        story.joins(1)
+    story >> asks(1, 2, m.Seal(1))
+    story << answer(1, 2, m.Sealed(1))
+    story.end()
+
+
+def test_an_event_or_a_request_of_no_known_kind_is_a_fault() -> None:
+    story = Story()
+    story.joins(1)
+    with pytest.raises(AssertionError):
+        story.quietly("nonsense")  # type: ignore[arg-type]
+    with pytest.raises(AssertionError):
+        story.quietly(asks(1, 1, "nonsense"))  # type: ignore[arg-type]
+
+
+def test_stories_are_short_and_there_is_none_of_the_unknown() -> None:
+    story = Story()
+    story.joins(1)
+    for request in range(100):
+        story >> attaches(1, request, "a")
+        story << refused(1, request, "not_found")
+    assert story.ledger.story(1) == tuple(f"request {request} failed: not_found" for request in range(68, 100))
+    story.publishes(1, "b")
+    assert story.ledger.story("b")[0] == "request 900 of session 1 (pid 101, uid 1001) began to wait"
+    assert story.ledger.story("a") == ()
+    assert story.ledger.story(2) == ()
+
+
+def test_only_so_many_names_without_a_pool_keep_their_last_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(books, "MAX_NUMBERS", 1)
+    story = Story()
+    story.joins(1)
+    for number, name in enumerate(("a", "b"), 1):
+        story.publishes(1, name)
+        story.quietly(asks(1, 1, m.Retire(name, 0)), e.Freed(number))
+    story >> attaches(1, 2, "b", 1)
+    story << refused(1, 2, "retired", "b@1 was retired")
+    story >> attaches(1, 3, "a", 1)
+    story << refused(1, 3, "not_found", "no pool is named 'a'")
+    story.end()
+
+
+def test_two_devices_cannot_have_one_uuid() -> None:
+    with pytest.raises(AssertionError, match="one UUID"):
+        Story(GPU0, GPU0)
+
+
+def test_sizes_are_written_for_people() -> None:
+    sizes = (0, 1023, 1024, 2 * MIB, 3 * MIB // 2, 3 << 30)
+    assert [size(nbytes) for nbytes in sizes] == ["0 bytes", "1023 bytes", "1 KiB", "2 MiB", "1.50 MiB", "3 GiB"]
