@@ -30,7 +30,7 @@ def fill(checkpoint: Checkpoint, layout: Layout, targets: Sequence[Target], prog
     the checkpoint's order. When this returns or raises, no thread is left and nothing more will be written.
     """
     todo = deque(plan(zip(checkpoint.entries, layout.tensors, strict=True), CHUNK))
-    count = max(1, min(len(os.sched_getaffinity(0)), MAX_THREADS, len(todo)))
+    count = thread_count(len(todo))
     stop = Event()
     sinks: list[Future[Sink]] = []
     with ExitStack() as undo:
@@ -45,6 +45,11 @@ def fill(checkpoint: Checkpoint, layout: Layout, targets: Sequence[Target], prog
             threads.submit(_work, checkpoint, todo, sink, stop, news).add_done_callback(news.put)
         _follow(news, count, checkpoint.nbytes, progress)
         return time.perf_counter() - began
+
+
+def thread_count(pieces: int) -> int:
+    """Return how many threads to share ``pieces`` pieces of work among."""
+    return max(1, min(len(os.sched_getaffinity(0)), MAX_THREADS, pieces))
 
 
 def _sink(targets: Sequence[Target]) -> Sink:

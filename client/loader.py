@@ -1,0 +1,91 @@
+"""Loading: safetensors files into a new version of a pool, in parallel, all of it or nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cubroker.client.broker import Broker
+from cubroker.client.checkpoint import Checkpoint, Paths
+from cubroker.client.devices import failure
+from cubroker.client.draft import Draft
+from cubroker.client.filling import Progress, fill
+from cubroker.client.rings import Target
+from cubroker.driver import DriverError
+from cubroker.protocol import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What :func:`load` did.
+
+    Attributes:
+        name: the pool.
+        version: the version that the files are in.
+        nbytes: bytes of one device's copy, padding included.
+        tensors: how many there are.
+        seconds: from the call to the published version, everything included.
+        copy_seconds: the part of it that read and copied; opening, allocating and pinning were done before.
+        loaded: False if somebody else's version was there or came while this call waited (``if_absent``).
+    """
+
+    name: str
+    version: int
+    nbytes: int
+    tensors: int
+    seconds: float
+    copy_seconds: float
+    loaded: bool
+
+
+def load(
+    broker: Broker,
+    name: str,
+    paths: Paths,
+    *,
+    devices: Sequence[int | str] = (0,),
+    share: str = "ipc",
+    if_absent: bool = False,
+    slab: int | None = None,
+    wait: float = 0.0,
+    progress: Progress | None = None,
+) -> Loaded:
+    """Load a checkpoint into a new version of pool ``name`` and publish it.
+
+    Args:
+        broker: the session to work in.
+        name: the pool; it is made if there is none.
+        paths: what :meth:`Checkpoint.open` takes.
+        devices: where the tensors shall be, once on each: ordinals of this process or UUIDs.
+        share: how workers will open the memory.
+        if_absent: load only if the pool has no current version. Of many who ask this at once one loads while the
+            others wait; if it fails or is killed, the next one takes over.
+        slab: the most bytes of one allocation; by default there is one allocation per device.
+        wait: seconds to wait for room and for the turn to write.
+        progress: called by this thread, now and then, with bytes done and bytes in all.
+
+    Raises:
+        CubrokerError: of the files, as :meth:`Checkpoint.open` says, also if one is cut short or changed while it is
+            read; of the broker, as :meth:`Broker.create` says. Whatever is raised, nothing of the draft is left.
+    """
+    began = time.perf_counter()
+    with Checkpoint.open(paths) as checkpoint:
+        layout = Layout.pack(((e.name, e.dtype, e.shape) for e in checkpoint.entries), slab=slab)
+        ask = broker.attach_or_create if if_absent else broker.create
+        with ask(name, layout, devices=devices, share=share, wait=wait) as pool:
+            version, held, copying = pool.version, pool.layout, 0.0
+            if loaded := isinstance(pool, Draft):
+                copying = _fill(checkpoint, pool, progress)
+                checkpoint.check_unchanged()
+                version = pool.seal()
+    seconds = time.perf_counter() - began
+    return Loaded(name, version, held.nbytes, len(held.tensors), seconds, copying, loaded)
+
+
+def _fill(checkpoint: Checkpoint, draft: Draft, progress: Progress | None) -> float:
+    targets = [Target(replica.context, tuple(slab.pointer for slab in replica.slabs)) for replica in draft.replicas]
+    try:
+        return fill(checkpoint, draft.layout, targets, progress)
+    except DriverError as error:
+        raise failure(error, f"copying files into a draft of {draft.name!r}") from error

@@ -1,0 +1,186 @@
+"""Verifying: whether a pool holds, byte for byte, what some safetensors files hold."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+from cubroker.client.broker import Broker
+from cubroker.client.checkpoint import Checkpoint, Entry, Paths
+from cubroker.client.devices import failure
+from cubroker.client.filling import Progress, thread_count
+from cubroker.client.pool import Pool
+from cubroker.client.rings import CHUNK, at_address
+from cubroker.driver import DriverError
+from cubroker.protocol import TensorSpec
+
+_memcmp = ctypes.CDLL(None).memcmp
+_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """What :func:`verify` found.
+
+    Attributes:
+        name: the pool.
+        version: the version that was compared.
+        tensors: how many tensors both sides have in the same dtype and shape, and were compared.
+        nbytes: bytes of these.
+        differences: one line each; empty if the pool holds exactly what the files hold.
+    """
+
+    name: str
+    version: int
+    tensors: int
+    nbytes: int
+    differences: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Bytes ``[done, done + count)`` of one tensor, in its file and in the pool."""
+
+    entry: Entry
+    spec: TensorSpec
+    done: int
+    count: int
+
+
+def verify(
+    broker: Broker,
+    name: str,
+    paths: Paths,
+    *,
+    version: int | None = None,
+    device: int | str | None = None,
+    progress: Progress | None = None,
+) -> Verified:
+    """Compare a version of pool ``name`` with a checkpoint, every byte of it.
+
+    Args:
+        broker: the session to work in.
+        name: the pool.
+        paths: what :meth:`Checkpoint.open` takes.
+        version: by default the current one.
+        device: which device's copy; by default the only one.
+        progress: called by this thread, now and then, with bytes done and bytes in all.
+
+    Raises:
+        CubrokerError: of the files, as :meth:`Checkpoint.open` says; of the pool, as :meth:`Broker.attach` says.
+    """
+    with Checkpoint.open(paths) as checkpoint, broker.attach(name, version=version, device=device) as pool:
+        specs = {spec.name: spec for spec in pool.layout.tensors}
+        common = [
+            (entry, spec)
+            for entry in checkpoint.entries
+            if (spec := specs.get(entry.name)) and (spec.dtype, spec.shape) == (entry.dtype, entry.shape)
+        ]
+        try:
+            differences = [*_structural(checkpoint, specs), *_contents(checkpoint, pool, common, progress)]
+        except DriverError as error:
+            raise failure(error, f"reading pool {name!r}") from error
+        checkpoint.check_unchanged()
+        nbytes = sum(entry.nbytes for entry, _ in common)
+        return Verified(name, pool.version, len(common), nbytes, tuple(differences))
+
+
+def _structural(checkpoint: Checkpoint, specs: dict[str, TensorSpec]) -> Iterator[str]:
+    """Yield what already the names, dtypes and shapes show."""
+    for entry in checkpoint.entries:
+        if (spec := specs.get(entry.name)) is None:
+            yield f"tensor {entry.name!r} is in the files and not in the pool"
+        elif (spec.dtype, spec.shape) != (entry.dtype, entry.shape):
+            yield (
+                f"tensor {entry.name!r} is {entry.dtype} {list(entry.shape)} in the files"
+                f" and {spec.dtype} {list(spec.shape)} in the pool"
+            )
+    for name in specs.keys() - {entry.name for entry in checkpoint.entries}:
+        yield f"tensor {name!r} is in the pool and not in the files"
+
+
+def _contents(
+    checkpoint: Checkpoint, pool: Pool, common: list[tuple[Entry, TensorSpec]], progress: Progress | None
+) -> list[str]:
+    pieces = [
+        _Piece(entry, spec, done, min(CHUNK, entry.nbytes - done))
+        for entry, spec in common
+        for done in range(0, entry.nbytes, CHUNK)
+    ]
+    total = sum(piece.count for piece in pieces)
+    first: dict[str, int] = {}
+    done = 0
+    with _comparing(checkpoint, pool, thread_count(len(pieces))) as (threads, comparer):
+        for piece, place in zip(pieces, threads.map(comparer.first_difference, pieces), strict=True):
+            if place is not None:
+                first.setdefault(piece.entry.name, place)
+            done += piece.count
+            if progress:
+                progress(done, total)
+    sizes = {entry.name: entry.nbytes for entry, _ in common}
+    return [f"tensor {name!r} differs, first in byte {place} of its {sizes[name]}" for name, place in first.items()]
+
+
+@contextmanager
+def _comparing(checkpoint: Checkpoint, pool: Pool, count: int) -> Iterator[tuple[ThreadPoolExecutor, _Comparer]]:
+    threads = ThreadPoolExecutor(count, thread_name_prefix="cubroker-verify")
+    try:
+        yield threads, _Comparer(checkpoint, pool, count)
+    finally:
+        threads.shutdown(cancel_futures=True)
+
+
+class _Comparer:
+    """Compares pieces, in up to ``count`` threads at a time."""
+
+    def __init__(self, checkpoint: Checkpoint, pool: Pool, count: int) -> None:
+        self._files = checkpoint.files
+        self._context = pool.context
+        self._pointers = [slab.pointer for slab in pool.slabs]
+        self._buffers: SimpleQueue[tuple[bytearray, bytearray]] = SimpleQueue()
+        for _ in range(count):
+            self._buffers.put((bytearray(CHUNK), bytearray(0 if pool.context.host else CHUNK)))
+
+    def first_difference(self, piece: _Piece) -> int | None:
+        """Return the first byte of the tensor, within the piece, that is not as in the file."""
+        ours, theirs = self._buffers.get()
+        try:
+            with memoryview(ours)[: piece.count] as read:
+                self._files[piece.entry.file].read_into([read], piece.entry.offset + piece.done)
+                with self._held(piece, theirs) as held:
+                    place = _first_difference(read, held)
+        finally:
+            self._buffers.put((ours, theirs))
+        return None if place is None else piece.done + place
+
+    def _held(self, piece: _Piece, buffer: bytearray) -> memoryview:
+        """Return the pool's bytes: themselves on a host device, a copy on a GPU."""
+        pointer = self._pointers[piece.spec.allocation] + piece.spec.offset + piece.done
+        if self._context.host:
+            return at_address(pointer, piece.count)
+        held = memoryview(buffer)[: piece.count]
+        self._context.read_into(pointer, held)
+        return held
+
+
+def _first_difference(one: memoryview, other: memoryview) -> int | None:
+    """Return the first index at which two equally long buffers differ."""
+    start, stop = 0, len(one)
+    if not _differ(one, other, start, stop):
+        return None
+    while stop - start > 1:
+        middle = (start + stop) // 2
+        start, stop = (start, middle) if _differ(one, other, start, middle) else (middle, stop)
+    return start
+
+
+def _differ(one: memoryview, other: memoryview, start: int, stop: int) -> bool:
+    return bool(_memcmp(_address(one, start), _address(other, start), stop - start))
+
+
+def _address(view: memoryview, start: int) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(view, start))

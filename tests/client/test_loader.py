@@ -1,0 +1,210 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cubroker.client import Broker, Draft, loader
+from cubroker.client.loader import load
+from cubroker.driver import DriverError
+from cubroker.protocol import CubrokerError, Layout
+from cubroker.protocol.errors import DeviceFailure, Exists, Invalid, NotFound, OverBudget
+from tests import checkpoints
+from tests.brokers import PATIENCE, BrokerProcess, eventually
+
+TENSORS = checkpoints.filled((*checkpoints.EVERY_DTYPE, *checkpoints.ODD_SHAPES, ("large", "F32", (700, 1001))))
+
+
+@pytest.fixture
+def client(broker: BrokerProcess) -> Iterator[Broker]:
+    with Broker(broker.directory) as session:
+        yield session
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return checkpoints.write(tmp_path / "model.safetensors", TENSORS)
+
+
+def contents(client: Broker, name: str, device: int) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    with client.attach(name, device=device) as pool:
+        return {name: (tensor.dtype, tensor.shape, tensor.tobytes()) for name, tensor in pool.items()}
+
+
+def test_a_loaded_pool_holds_what_the_file_holds_on_every_device(client: Broker, path: Path) -> None:
+    loaded = load(client, "m", path, devices=[0, 1])
+    assert (loaded.name, loaded.version, loaded.tensors, loaded.loaded) == ("m", 1, len(TENSORS), True)
+    assert loaded.seconds > loaded.copy_seconds > 0
+    (info,) = client.pools()
+    assert (info.state, info.nbytes, len(info.devices), info.leases) == ("current", loaded.nbytes, 2, 0)
+    assert contents(client, "m", 0) == contents(client, "m", 1) == TENSORS
+
+
+def test_loading_again_publishes_a_next_version_in_slabs_of_the_asked_size(client: Broker, path: Path) -> None:
+    load(client, "m", path)
+    assert load(client, "m", path, slab=1 << 16).version == 2
+    with client.attach("m") as pool:
+        assert len(pool.slabs) > 2
+    assert contents(client, "m", 0) == TENSORS
+
+
+def test_if_absent_leaves_a_pool_alone_that_is_there(client: Broker, path: Path, tmp_path: Path) -> None:
+    load(client, "m", path)
+    other = checkpoints.write(tmp_path / "other.safetensors", checkpoints.filled([("x", "U8", (1,))]))
+    found = load(client, "m", other, if_absent=True)
+    assert (found.version, found.tensors, found.loaded, found.copy_seconds) == (1, len(TENSORS), False, 0)
+    (info,) = client.pools()
+    assert info.leases == 0
+
+
+def test_a_checkpoint_of_empty_tensors_can_be_loaded(client: Broker, tmp_path: Path) -> None:
+    tensors = checkpoints.filled([("none", "F32", (0, 3)), ("nothing", "F4", (0,))])
+    load(client, "m", checkpoints.write(tmp_path / "m.safetensors", tensors))
+    assert contents(client, "m", 0) == tensors
+
+
+def shrink(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 5)
+
+
+def touch(path: Path) -> None:
+    os.utime(path, ns=(1, 1))
+
+
+def fail(path: Path) -> None:
+    raise DriverError("cuMemcpyHtoDAsync", 700, "CUDA_ERROR_ILLEGAL_ADDRESS")
+
+
+def interrupt(path: Path) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("accident", "error", "says"),
+    [
+        (shrink, Invalid, "it ended at byte"),
+        (touch, Invalid, "it was changed while it was read"),
+        (fail, DeviceFailure, "copying files into a draft of 'm'"),
+        (interrupt, KeyboardInterrupt, "^$"),
+    ],
+)
+def test_an_accident_while_copying_leaves_no_draft(
+    client: Broker,
+    path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    accident: Callable[[Path], None],
+    error: type[BaseException],
+    says: str,
+) -> None:
+    fill = loader.fill
+
+    def accidental(*arguments: Any) -> float:
+        assert [info.state for info in client.pools()] == ["draft"]
+        accident(path)
+        return fill(*arguments)
+
+    monkeypatch.setattr(loader, "fill", accidental)
+    with pytest.raises(error, match=says):
+        load(client, "m", path)
+    assert client.pools() == ()
+
+
+def test_a_progress_that_fails_leaves_no_draft(client: Broker, path: Path) -> None:
+    def progress(done: int, total: int) -> None:
+        raise RuntimeError("the bar broke")
+
+    with pytest.raises(RuntimeError, match="the bar broke"):
+        load(client, "m", path, progress=progress)
+    assert client.pools() == ()
+
+
+def test_what_cannot_be_loaded_leaves_no_draft(client: Broker, path: Path, tmp_path: Path) -> None:
+    large = tmp_path / "large.safetensors"
+    size = 65 << 20
+    large.write_bytes(checkpoints.encode({"x": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}))
+    os.truncate(large, large.stat().st_size + size)
+    attempts: list[tuple[type[CubrokerError], Path, dict[str, Any]]] = [
+        (OverBudget, large, {}),
+        (NotFound, tmp_path / "nothing", {}),
+        (NotFound, path, {"devices": [7]}),
+        (Invalid, path, {"slab": 1}),
+    ]
+    for error, what, options in attempts:
+        with pytest.raises(error):
+            load(client, "m", what, **options)
+        assert client.pools() == ()
+    with pytest.raises(Invalid):
+        load(client, "no name", path)
+
+
+def test_a_pool_that_somebody_else_writes_is_not_loaded(broker: BrokerProcess, client: Broker, path: Path) -> None:
+    layout = Layout.pack([("x", "U8", (1,))])
+    with Broker(broker.directory) as other, other.create("m", layout) as draft:
+        assert isinstance(draft, Draft)
+        with pytest.raises(Exists):
+            load(client, "m", path)
+
+
+class Process:
+    """A ``tests.client.load_process``."""
+
+    def __init__(self, broker: BrokerProcess, path: Path, how: str) -> None:
+        command = [sys.executable, "-m", "tests.client.load_process", str(broker.directory), "m", str(path), how]
+        root = Path(__file__).parents[2]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root)
+        assert self.line() == "asking"
+
+    def line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def result(self) -> Any:
+        out, _ = self.process.communicate(timeout=PATIENCE)
+        return json.loads(out)
+
+
+@pytest.fixture
+def start(broker: BrokerProcess, path: Path) -> Iterator[Callable[[str], Process]]:
+    started: list[Process] = []
+
+    def one(how: str) -> Process:
+        started.append(Process(broker, path, how))
+        return started[-1]
+
+    yield one
+    for each in started:
+        each.process.kill()
+        each.process.communicate()
+
+
+def test_of_many_loaders_at_once_one_loads(client: Broker, start: Callable[[str], Process]) -> None:
+    results = [process.result() for process in [start("if-absent") for _ in range(8)]]
+    assert sorted(result["loaded"] for result in results) == [False] * 7 + [True]
+    assert {result["version"] for result in results} == {1}
+    assert [(info.version, info.state) for info in client.pools()] == [(1, "current")]
+    assert contents(client, "m", 0) == TENSORS
+
+
+def test_when_the_loader_is_killed_one_that_waits_takes_over(client: Broker, start: Callable[[str], Process]) -> None:
+    first = start("hold")
+    assert first.line() == "copying"
+    others = [start("if-absent") for _ in range(2)]
+    first.process.kill()
+    results = [process.result() for process in others]
+    assert sorted(result["loaded"] for result in results) == [False, True]
+    assert contents(client, "m", 0) == TENSORS
+    eventually(lambda: len(client.pools()) == 1, "the dead loader's draft to go")
+
+
+def test_an_interrupted_loader_discards_its_draft_before_it_ends(start: Callable[[str], Process]) -> None:
+    process = start("hold")
+    assert process.line() == "copying"
+    process.process.send_signal(signal.SIGINT)
+    assert process.result() == {"interrupted": 0}

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from cubroker.client import Broker
+from cubroker.client import torch as bridge
+from cubroker.client.loader import load
+from cubroker.client.torch import state_dict
+from tests import checkpoints
+from tests.brokers import BrokerProcess, eventually
+
+PACKED = {"F4", "F6_E2M3", "F6_E3M2"}
+TENSORS = checkpoints.filled((*checkpoints.EVERY_DTYPE, *checkpoints.ODD_SHAPES, ("odd.rows", "F4", (4, 3))))
+
+
+@pytest.fixture
+def client(broker: BrokerProcess, tmp_path: Path) -> Iterator[Broker]:
+    with Broker(broker.directory) as session:
+        load(session, "m", checkpoints.write(tmp_path / "m.safetensors", TENSORS), slab=1 << 16)
+        yield session
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else b""
+
+
+def test_every_tensor_has_its_dtype_shape_and_bytes(client: Broker) -> None:
+    with client.attach("m") as pool:
+        state = state_dict(pool)
+        assert list(state) == list(pool)
+        assert {name: raw(tensor) for name, tensor in state.items()} == {n: data for n, (_, _, data) in TENSORS.items()}
+        for name, (dtype, shape, data) in TENSORS.items():
+            if dtype not in PACKED:
+                assert (state[name].dtype, tuple(state[name].shape)) == (bridge.DTYPES[dtype], shape)
+            assert state[name].data_ptr() == (pool[name].pointer if data else 0)
+            assert state[name].is_contiguous()
+        del state
+
+
+def test_packed_elements_are_counted_in_bytes(client: Broker) -> None:
+    with client.attach("m") as pool:
+        state = state_dict(pool)
+    found = {name: (state[name].dtype, tuple(state[name].shape)) for name in ("of.F4", "odd.rows", "of.F6_E2M3")}
+    assert found == {
+        "of.F4": (torch.float4_e2m1fn_x2, (3, 4, 1)),
+        "odd.rows": (torch.uint8, (6,)),
+        "of.F6_E2M3": (torch.uint8, (18,)),
+    }
+
+
+def test_a_torch_without_a_dtype_gets_the_bytes(client: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    for dtype in ("F4", "F8_E8M0"):
+        monkeypatch.delitem(bridge.DTYPES, dtype)
+    with client.attach("m") as pool:
+        state = state_dict(pool)
+    assert (state["of.F4"].dtype, tuple(state["of.F4"].shape)) == (torch.uint8, (12,))
+    assert (state["of.F8_E8M0"].dtype, tuple(state["of.F8_E8M0"].shape)) == (torch.uint8, (3, 4, 2))
+    assert {name: raw(state[name]) for name in state} == {name: data for name, (_, _, data) in TENSORS.items()}
+
+
+def test_the_values_are_those_that_safetensors_itself_reads(client: Broker, tmp_path: Path) -> None:
+    known = {n: tensor for n, tensor in TENSORS.items() if tensor[0] not in {*PACKED, "F8_E8M0"}}
+    theirs = load_file(checkpoints.write(tmp_path / "known.safetensors", known))
+    with client.attach("m") as pool:
+        state = state_dict(pool)
+    for name, tensor in theirs.items():
+        assert state[name].dtype == tensor.dtype
+        assert raw(state[name]) == raw(tensor)
+
+
+def test_one_import_per_allocation_serves_all_tensors(client: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    imports: list[Any] = []
+    from_dlpack = bridge.from_dlpack
+
+    def counted(slab: Any) -> torch.Tensor:
+        imports.append(slab)
+        return from_dlpack(slab)
+
+    monkeypatch.setattr(bridge, "from_dlpack", counted)
+    with client.attach("m") as pool:
+        state_dict(pool)
+        assert 1 < len(imports) == len(pool.slabs) < len(pool)
+
+
+def test_tensors_keep_the_memory_and_the_lease_until_the_last_is_gone(client: Broker) -> None:
+    with client.attach("m") as pool:
+        last = state_dict(pool)["long"]
+    client.retire("m")
+    gc.collect()
+    assert raw(last) == TENSORS["long"][2]
+    assert [info.leases for info in client.pools()] == [1]
+    del last
+    eventually(lambda: not client.pools(), "the memory to be freed")
+
+
+@pytest.mark.parametrize("module", ["torch", "transformers"])
+def test_without_torch_the_import_says_which_extra_to_install(module: str) -> None:
+    script = f"import sys; sys.modules['torch'] = None; import cubroker.client.{module}"
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert found.returncode == 1
+    assert "ImportError: cubroker.client." in found.stderr
+    assert "pip install 'cubroker[torch]'" in found.stderr
