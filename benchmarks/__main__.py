@@ -1,0 +1,33 @@
+"""``python -m benchmarks --devices cuda --output DIR``: all of them, one after the other."""
+
+from __future__ import annotations
+
+import sys
+from time import perf_counter
+
+from benchmarks import attach, create, load, memory, requests
+from benchmarks.plan import parse
+from benchmarks.report import Figure, publish
+
+ALL = {
+    "attach": attach.measure,
+    "load": load.measure,
+    "create": create.measure,
+    "memory": memory.measure,
+    "requests": requests.measure,
+}
+
+
+def main() -> None:
+    """Run everything and publish it together."""
+    plan = parse("python -m benchmarks")
+    results: dict[str, list[Figure]] = {}
+    for name, measure in ALL.items():
+        began = perf_counter()
+        results[name] = measure(plan)
+        print(f"{name}: {perf_counter() - began:.1f} s", file=sys.stderr)
+    publish(plan, results)
+
+
+if __name__ == "__main__":
+    main()

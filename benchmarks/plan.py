@@ -1,0 +1,58 @@
+"""What a run measures and on what: the options that all benchmarks share."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+GPU_BYTES = 8 * 10**9
+HOST_BYTES = 256 * 10**6
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) *([kMG]?)B?")
+_UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One run.
+
+    Attributes:
+        devices: what the broker serves: ``cuda``, ``cuda:0``, ``host:2``.
+        nbytes: about how large the pools are.
+        rounds: how often an attach is measured; what takes longer is measured less often.
+        output: the folder for the results; None prints them only.
+        label: what the machine is called in the results; None takes the name of its first device.
+    """
+
+    devices: str
+    nbytes: int
+    rounds: int
+    output: Path | None
+    label: str | None
+
+    @property
+    def gpu(self) -> bool:
+        """Whether the devices are GPUs."""
+        return self.devices.startswith("cuda")
+
+
+def parse(program: str, arguments: list[str] | None = None) -> Plan:
+    """Read the command line; a mistake in it ends the program with status 2."""
+    parser = argparse.ArgumentParser(prog=program)
+    parser.add_argument("--devices", default="cuda", help="cuda, cuda:0 or host:2 (default: cuda)")
+    parser.add_argument("--size", type=_nbytes, help="of a pool, such as 8GB (default: 8GB on GPUs, 256MB else)")
+    parser.add_argument("--rounds", type=int, default=50, help="how often an attach is measured (default: 50)")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="write NAME.json and NAME.md there as well")
+    parser.add_argument("--label", help="what to call this machine (default: the name of its first device)")
+    options = parser.parse_args(arguments)
+    default = GPU_BYTES if options.devices.startswith("cuda") else HOST_BYTES
+    return Plan(options.devices, options.size or default, options.rounds, options.output, options.label)
+
+
+def _nbytes(text: str) -> int:
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 8GB or 256MB")
+    return int(float(match[1]) * _UNITS[match[2]])

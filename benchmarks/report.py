@@ -1,0 +1,124 @@
+"""Figures, the machine that they were taken on, and the two files that hold both."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shutil
+import statistics
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+
+from benchmarks.plan import Plan
+from cubroker.driver import Device, load
+
+PACKAGES = ("cubroker", "cuda-bindings", "torch", "safetensors", "pyzmq", "msgpack", "msgspec")
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One line of the results.
+
+    Attributes:
+        what: what was measured.
+        value: the figure; of several samples their median.
+        unit: of the value; empty for a ratio.
+        note: what a reader needs to judge it.
+        samples: what it is the median of.
+    """
+
+    what: str
+    value: float
+    unit: str
+    note: str = ""
+    samples: tuple[float, ...] = ()
+
+
+def median(what: str, samples: Iterable[float], unit: str, note: str = "") -> Figure:
+    """The median of ``samples`` as a figure; the note ends with the range that they cover."""
+    values = sorted(samples)
+    spread = f"{len(values)} times, {_number(values[0])} to {_number(values[-1])}"
+    return Figure(what, statistics.median(values), unit, f"{note}; {spread}" if note else spread, tuple(values))
+
+
+def machine(plan: Plan, devices: Sequence[Device]) -> dict[str, object]:
+    """Describe what the figures were taken on."""
+    return {
+        "devices": [f"{device.name}, {device.total / 2**30:.0f} GiB" for device in devices],
+        "gpu driver": _gpu_driver() if plan.gpu else None,
+        "cpu": _cpu(),
+        "cpus": len(os.sched_getaffinity(0)),
+        "memory GiB": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
+        "python": platform.python_version(),
+        "kernel": platform.release(),
+        "packages": {name: _version(name) for name in PACKAGES},
+    }
+
+
+def publish(plan: Plan, results: Mapping[str, Sequence[Figure]]) -> None:
+    """Print the results, and write them if the plan says where."""
+    devices = load(plan.devices).devices
+    about = machine(plan, devices)
+    label = plan.label or devices[0].name
+    text = table(label, about, plan, results)
+    print(text)
+    if plan.output is not None:
+        plan.output.mkdir(parents=True, exist_ok=True)
+        name = re.sub(r"[^a-z0-9]+", "-", label.lower()).strip("-")
+        document = {
+            "label": label,
+            "taken": datetime.now(UTC).isoformat(timespec="seconds"),
+            "machine": about,
+            "devices": plan.devices,
+            "nbytes": plan.nbytes,
+            "results": {key: [asdict(figure) for figure in figures] for key, figures in results.items()},
+        }
+        (plan.output / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
+        (plan.output / f"{name}.md").write_text(text)
+
+
+def table(label: str, about: dict[str, object], plan: Plan, results: Mapping[str, Sequence[Figure]]) -> str:
+    """The results as Markdown."""
+    lines = [f"# {label}", ""]
+    lines += [f"- {key}: {_plain(value)}" for key, value in about.items() if value is not None]
+    lines += [f"- asked for: `--devices {plan.devices}`, pools of {plan.nbytes / 1e9:g} GB", ""]
+    lines += ["| benchmark | what | figure | |", "| --- | --- | ---: | --- |"]
+    for name, figures in results.items():
+        lines += [f"| {name} | {f.what} | {_number(f.value)} {f.unit} | {f.note} |" for f in figures]
+    return "\n".join([*lines, ""])
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {item}" for key, item in value.items())
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _number(value: float) -> str:
+    """Three digits that count."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _gpu_driver() -> str:
+    if not (program := shutil.which("nvidia-smi")):
+        return "unknown"
+    query = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+    return subprocess.check_output(query, text=True).partition("\n")[0]
+
+
+def _cpu() -> str:
+    found = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return found[1] if found else platform.machine()

@@ -1,0 +1,126 @@
+"""How many requests a second the broker answers, beside a bare ZeroMQ echo.
+
+Four client processes keep a number of requests on their way. Through cubroker these are pairs of
+attach and close, each counted, decided by the ledger and answered. Through the echo a ROUTER decodes
+the same bytes and sends them back. Both take turns, with the same clients.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections import deque
+from contextlib import ExitStack
+from multiprocessing.connection import Connection
+from pathlib import Path
+from time import monotonic
+
+import msgpack
+import zmq
+
+from benchmarks import alone
+from benchmarks.plan import Plan
+from benchmarks.report import Figure, median
+from benchmarks.stage import Child, questions, serving
+from cubroker.client import Broker
+from cubroker.protocol import Layout
+from cubroker.protocol.messages import Attach, Attached, Close
+
+POOL = "small"
+CLIENTS = 4
+ROUNDS = 5
+SECONDS = 1.5
+WINDOW = 64
+"""Requests of one client that are on their way at once."""
+
+BODY = [bytes(16), 1, 1, ["Attach", POOL, 0, None, 0.0]]
+"""What the echo carries: as much as an attach."""
+
+
+def measure(plan: Plan) -> list[Figure]:
+    """Take the figures."""
+    with ExitStack() as undo:
+        stage = undo.enter_context(serving(plan.devices))
+        folder = undo.enter_context(tempfile.TemporaryDirectory(prefix="cubroker-bench-"))
+        address = f"ipc://{folder}/echo"
+        undo.enter_context(Child(echo, address)).answer()
+        broker = undo.enter_context(Broker(stage.directory))
+        with broker.create(POOL, Layout.pack([("x", "U8", (1,))])) as draft:
+            draft.seal()
+        clients = [undo.enter_context(Child(ask, stage.directory, address)) for _ in range(CLIENTS)]
+        for client in clients:
+            client.answer()
+        rates = [(_rate(clients, "cubroker"), _rate(clients, "echo")) for _ in range(1 + ROUNDS)][1:]
+    note = f"{CLIENTS} clients, {WINDOW} each on their way"
+    return [
+        median("attach and close through the broker", (ours for ours, _ in rates), "requests/s", note),
+        median("bare ROUTER echo, msgpack both ways", (bare for _, bare in rates), "requests/s", note),
+        median("broker ÷ echo", (ours / bare for ours, bare in rates), "", "of each pair of rounds"),
+    ]
+
+
+def _rate(clients: list[Child], kind: str) -> float:
+    """Let all clients ask for a while; return the requests a second that were answered."""
+    for client in clients:
+        client.tell(kind)
+    answered: list[int] = [client.answer() for client in clients]
+    return sum(answered) / SECONDS
+
+
+def ask(connection: Connection, directory: Path, address: str) -> None:
+    """In a client: for each question, ask for a while, and answer with how many requests were answered."""
+    with Broker(directory) as broker, zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.connect(address)
+        broker.pools()
+        connection.send("ready")
+        for (kind,) in questions(connection):
+            connection.send(_ask_the_broker(broker) if kind == "cubroker" else _ask_the_echo(dealer))
+
+
+def _ask_the_broker(broker: Broker) -> int:
+    submit, attach = broker.requests.submit, Attach(POOL, 0, None, 0.0)
+    end = monotonic() + SECONDS
+    under_way = deque(submit(attach) for _ in range(WINDOW))
+    answered = 0
+    while monotonic() < end:
+        reply = under_way.popleft().result()
+        under_way.append(submit(Close(reply.lease) if isinstance(reply, Attached) else attach))
+        answered += 1
+    for future in under_way:
+        if isinstance(reply := future.result(), Attached):
+            submit(Close(reply.lease)).result()
+    return answered
+
+
+def _ask_the_echo(dealer: zmq.Socket[bytes]) -> int:
+    end = monotonic() + SECONDS
+    for _ in range(WINDOW):
+        dealer.send(msgpack.packb(BODY))
+    answered = 0
+    while monotonic() < end:
+        msgpack.unpackb(dealer.recv())
+        dealer.send(msgpack.packb(BODY))
+        answered += 1
+    for _ in range(WINDOW):
+        dealer.recv()
+    return answered
+
+
+def echo(connection: Connection, address: str) -> None:
+    """In a child: decode every request, encode it again and send it back, until the parent ends."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.bind(address)
+        connection.send("ready")
+        poller = zmq.Poller()
+        poller.register(connection.fileno(), zmq.POLLIN)
+        poller.register(router, zmq.POLLIN)
+        while connection.fileno() not in dict(poller.poll()):
+            while True:
+                try:
+                    routing, data = router.recv_multipart(zmq.NOBLOCK)
+                except zmq.Again:
+                    break
+                router.send_multipart((routing, msgpack.packb(msgpack.unpackb(data))))
+
+
+if __name__ == "__main__":
+    alone.main(measure)
