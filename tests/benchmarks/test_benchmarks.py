@@ -46,7 +46,7 @@ def test_a_benchmark_runs_alone_and_writes_its_results(name: str, tmp_path: Path
         "--rounds",
         "2",
         "--output",
-        tmp_path,
+        str(tmp_path),
         "--label",
         "A test!",
     ]
