@@ -83,7 +83,8 @@ class Ledger:
         """Take one event; return what is to be done about it, in order.
 
         Raises:
-            Impossible: the event cannot follow from what was told before; nothing has changed.
+            Impossible: the event cannot follow from what was told before; nothing has changed. Effects
+                of an event that another exception ended half-way come with those of the next event.
         """
         match event:
             case Asked():

@@ -10,10 +10,12 @@ from itertools import islice
 from cubroker.server.records import Account, Phase, Pool, Reader, Version, Waiter, Writer
 from cubroker.server.states import PROMISED, Stage, State
 
-NEAR = 100
+NEAR_NAMES = 32
+NEAR_LENGTH = 48
 """Names that are compared with one that was not found, and characters of the longest of them.
 
-Comparing costs up to the product of the lengths, and any client may ask for names that are not there.
+Comparing two names costs up to the product of their lengths, and any client may ask for what is not
+there: with these limits the worst names cost some milliseconds, usual ones a third of one.
 """
 
 
@@ -29,8 +31,8 @@ def no_pool(name: str, pools: Iterable[Pool], last: int) -> str:
     """Say that there is no pool of this name, of which ``last`` versions were published before; or which is near."""
     if last:
         return f"no version of {name} is left: {last} was the last one, and it was retired; load it again"
-    names = [pool.name for pool in islice(pools, NEAR) if pool.versions and len(pool.name) <= NEAR]
-    near = get_close_matches(name[:NEAR], names)
+    names = [pool.name for pool in islice(pools, NEAR_NAMES) if pool.versions and len(pool.name) <= NEAR_LENGTH]
+    near = get_close_matches(name[:NEAR_LENGTH], names)
     hint = f"did you mean {' or '.join(near)}?" if near else "the list of pools has the names there are"
     return f"no pool is named {name!r}; {hint}"
 
@@ -42,7 +44,7 @@ def no_current(pool: Pool) -> str:
             f"{pool.name} has no current version: {pool.draft.label} is being written by {pool.draft.writer};"
             f" wait for it to be sealed"
         )
-    if pool.versions:
+    if pool.last:
         return f"{pool.name} has no current version: it was retired, and {pool.last} was the last one; load it again"
     return f"{pool.name} has no current version: nobody has published one yet; wait for it, or load it"
 

@@ -114,6 +114,9 @@ def test_a_waiter_whose_time_is_up_is_told_what_it_waited_for(story: Story) -> N
     story >> e.Elapsed(2)
     story << refused(2, 2, "timeout", "attach to a waited 2.5 s", "the last published one is 1")
     story >> e.Elapsed(2)
+    story.quietly(asks(1, 1, m.Retire("a", 0)), attaches(2, 3, "a", wait=1.0))
+    story >> e.Elapsed(3)
+    story << refused(2, 3, "timeout", "a has no current version: it was retired, and 1 was the last one")
 
 
 def test_a_superseded_version_can_be_attached_to_by_number_as_long_as_it_lives(story: Story) -> None:

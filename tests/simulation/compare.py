@@ -29,6 +29,7 @@ class Pair:
         assert _counted(notices) == _counted(expected.notices)
         forgotten = [effect.session for effect in effects if isinstance(effect, e.Forget)]
         assert forgotten == expected.forgotten
+        _check_order(effects)
         self._memory(expected, effects)
         self._timers(expected, effects)
 
@@ -70,6 +71,16 @@ class Pair:
             expected.timer.timer = timers[0].timer
         dropped = [effect.timer for effect in effects if isinstance(effect, e.DropTimer)]
         assert sorted(dropped) == sorted(expected.dropped)
+
+
+def _check_order(effects: list[e.Effect]) -> None:
+    """A session that is forgotten is told nothing afterwards."""
+    forgotten: set[int] = set()
+    for effect in effects:
+        if isinstance(effect, e.Forget):
+            forgotten.add(effect.session)
+        elif isinstance(effect, e.Respond | e.Notify):
+            assert effect.session not in forgotten
 
 
 def _counted(notices: list[tuple[int, m.Notice]] | list[tuple[int, m.PoolChanged]]) -> list[str]:
