@@ -84,10 +84,11 @@ class Connection:
         self._poller = zmq.Poller()
         self._poller.register(waker.fd, zmq.POLLIN)
         self._poller.register(channel.fileno(), zmq.POLLIN)
+        self._context = zmq.Context()
         try:
-            self._context = zmq.Context()
             self._dealer = self._dial()
         except zmq.ZMQError as error:  # no descriptors left, as a rule
+            self._context.destroy()
             channel.close()
             waker.close()
             raise Unavailable(f"no connection for requests to the broker on {directory}: {error}") from error
@@ -120,16 +121,19 @@ class Connection:
         return dealer
 
     def _run(self) -> None:
+        reason: CubrokerError = Unavailable("the thread of the connection to the broker has failed")
         try:
             reason = self._serve()
         except CubrokerError as error:
             reason = Unavailable(f"the broker on {self._directory} sent {error.message}")
-        self._requests.close(reason)
-        self._lost(reason)
-        self._waker.close()
-        self._dealer.close()
-        self._channel.close()
-        self._context.term()
+        except zmq.ZMQError as error:
+            reason = Unavailable(f"no connection for requests to the broker on {self._directory}: {error}")
+        finally:
+            self._requests.close(reason)
+            self._lost(reason)
+            self._waker.close()
+            self._channel.close()
+            self._context.destroy(linger=0)
 
     def _serve(self) -> CubrokerError:
         while not self._stopping:

@@ -39,7 +39,7 @@ class Session:
     """
 
     def __init__(self, directory: Path, timeout: float) -> None:
-        self.directory = directory
+        self.directory = directory = directory.absolute()  # of a process that may change its own
         self.timeout = timeout
         self.owner = processes.Owner()
         channel, welcome = greet(directory, timeout)

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+
+from cubroker.client import Broker
+from cubroker.protocol import Layout
+from tests.brokers import BrokerProcess, eventually, serving
+
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="package")
+def lender() -> Iterator[BrokerProcess]:
+    """One broker for all tests that leave it as they found it; two host devices of 64 MiB."""
+    with serving() as process:
+        yield process
+
+
+@pytest.fixture
+def client(lender: BrokerProcess) -> Iterator[Broker]:
+    """A Broker on the common broker; afterwards nobody may hold anything there."""
+    with Broker(lender.directory) as broker:
+        yield broker
+    with Broker(lender.directory) as broker:
+        for pool in broker.pools():
+            if pool.state == "current":
+                broker.retire(pool.name, pool.version)
+        eventually(lambda: not broker.pools(), f"the end of {broker.pools()}")
+
+
+@pytest.fixture
+def name() -> str:
+    """A pool name that no other test uses."""
+    return f"pool-{next(_numbers)}"
+
+
+LAYOUT = Layout.pack([("weight", "F32", (4, 8)), ("bias", "BF16", (8,)), ("scale", "F32", ()), ("none", "I64", (0, 3))])
+"""A few tensors: one of rank 2, one of a type that numpy lacks, one of rank 0, one without elements."""
+
+
+def content(tensor: str, nbytes: int) -> bytes:
+    """The bytes that the tests put into a tensor."""
+    return bytes((sum(tensor.encode()) + 7 * index) % 251 for index in range(nbytes))
+
+
+def publish(broker: Broker, name: str, layout: Layout = LAYOUT, devices: tuple[int, ...] = (0,)) -> int:
+    """Fill and seal a version of a pool; returns its number."""
+    with broker.create(name, layout, devices=devices) as draft:
+        for replica in draft.replicas:
+            for tensor in replica.values():
+                tensor.copy_from(content(tensor.name, tensor.nbytes))
+        return draft.seal()
+
+
+def leases(broker: Broker, name: str) -> int:
+    """How many leases there are on a pool, as the broker counts."""
+    return sum(pool.leases for pool in broker.pools() if pool.name == name)

@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import threading
+import weakref
+
+import pytest
+
+from cubroker.client.futures import Future
+from cubroker.protocol.errors import NotFound, TimedOut
+
+
+class Thing:
+    pass
+
+
+def test_a_value_reaches_everybody_who_waits() -> None:
+    future: Future[int] = Future()
+    found: list[int] = []
+    threads = [threading.Thread(target=lambda: found.append(future.result())) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    assert not future.done()
+    future.set(7)
+    for thread in threads:
+        thread.join()
+    assert found == [7, 7, 7]
+    assert future.done()
+
+
+def test_an_error_is_raised_where_the_result_is_asked_for() -> None:
+    future: Future[int] = Future()
+    future.fail(NotFound("not there"))
+    with pytest.raises(NotFound, match="not there"):
+        future.result()
+
+
+def test_waiting_ends_with_the_time() -> None:
+    future: Future[int] = Future()
+    assert not future.wait(0.001)
+    with pytest.raises(TimedOut, match=r"0\.001"):
+        future.result(0.001)
+
+
+def test_the_first_delivery_counts() -> None:
+    future: Future[int] = Future()
+    future.set(1)
+    future.set(2)
+    future.fail(NotFound("late"))
+    assert future.result() == 1
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_nothing_is_kept_for_a_waiter_that_has_left(early: bool) -> None:
+    future: Future[Thing] = Future()
+    thing = Thing()
+    alive = weakref.ref(thing)
+    if early:
+        future.abandon()
+        future.set(thing)
+    else:
+        future.set(thing)
+        future.abandon()
+    del thing
+    assert alive() is None

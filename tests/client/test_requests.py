@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import pytest
+
+from cubroker.client import requests
+from cubroker.client.processes import Owner
+from cubroker.client.requests import Requests, expect
+from cubroker.protocol import wire
+from cubroker.protocol.errors import NotFound, OverQuota, TimedOut, Unavailable
+from cubroker.protocol.messages import (
+    Answer,
+    Close,
+    Done,
+    Envelope,
+    Failed,
+    ListDevices,
+    ListPools,
+    Pools,
+    Reply,
+    Request,
+)
+
+SECRET = bytes(range(16))
+
+
+class Desk:
+    """Requests without a connection: what leaves is collected, what is answered is given by hand."""
+
+    def __init__(self) -> None:
+        self.wakes = 0
+        self.requests = Requests(SECRET, Owner(), self.wake)
+
+    def wake(self) -> None:
+        self.wakes += 1
+
+    def sent(self) -> list[tuple[int, int, Request]]:
+        envelopes = [wire.unpack(data, Envelope) for data in self.requests.outbox]
+        self.requests.outbox.clear()
+        assert all(envelope.secret == SECRET for envelope in envelopes)
+        return [(envelope.id, envelope.oldest, envelope.body) for envelope in envelopes]
+
+    def answer(self, number: int, body: Reply) -> None:
+        self.requests.answer(Answer(number, body))
+
+
+def test_numbers_rise_and_the_oldest_unanswered_one_is_told() -> None:
+    desk = Desk()
+    futures = [desk.requests.submit(ListPools()) for _ in range(3)]
+    assert desk.sent() == [(1, 1, ListPools()), (2, 1, ListPools()), (3, 1, ListPools())]
+    desk.answer(1, Pools(()))
+    desk.answer(3, Pools(()))
+    desk.requests.submit(ListDevices())
+    assert desk.sent() == [(4, 2, ListDevices())]
+    assert [future.done() for future in futures] == [True, False, True]
+    assert desk.wakes == 4
+
+
+def test_a_failure_becomes_the_error_of_its_code() -> None:
+    desk = Desk()
+    future = desk.requests.submit(ListPools())
+    desk.answer(1, Failed("not_found", "no such thing"))
+    with pytest.raises(NotFound, match="no such thing"):
+        future.result()
+
+
+def test_an_answer_that_comes_twice_counts_once() -> None:
+    desk = Desk()
+    future = desk.requests.submit(ListPools())
+    desk.answer(1, Pools(()))
+    desk.answer(1, Failed("invalid", "again"))
+    assert future.result() == Pools(())
+    assert not desk.requests.waiting()
+
+
+def test_all_that_is_unanswered_is_sent_again_in_order() -> None:
+    desk = Desk()
+    for _ in range(4):
+        desk.requests.submit(ListPools())
+    desk.answer(2, Pools(()))
+    desk.requests.resend_all()  # two of them had not left yet, and leave once
+    assert [number for number, _, _ in desk.sent()] == [1, 3, 4]
+
+
+def test_only_what_was_sent_a_while_ago_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(requests, "monotonic", lambda: now)
+    desk = Desk()
+    desk.requests.submit(ListPools())
+    desk.sent()
+    now += requests.RESEND * 0.9
+    desk.requests.submit(ListDevices())
+    desk.requests.resend_overdue()  # what waits to be sent is enough for now
+    assert len(desk.sent()) == 1
+    now += requests.RESEND * 0.2
+    desk.requests.resend_overdue()
+    assert [number for number, _, _ in desk.sent()] == [1]
+    desk.requests.resend_overdue()
+    assert desk.sent() == []
+
+
+def test_a_close_is_insisted_on_when_the_broker_has_no_room_for_requests() -> None:
+    desk = Desk()
+    close, pools = desk.requests.submit(Close(5)), desk.requests.submit(ListPools())
+    refusal = Failed("over_quota", "too many requests")
+    desk.answer(1, refusal)
+    desk.answer(2, refusal)
+    with pytest.raises(OverQuota):
+        pools.result()
+    desk.sent()
+    desk.requests.resend_all()
+    assert desk.sent() == [(1, 1, Close(5))]
+    desk.answer(1, Done())
+    assert close.result() == Done()
+
+
+def test_closing_settles_what_waits_and_what_comes_later() -> None:
+    desk = Desk()
+    early = desk.requests.submit(ListPools())
+    desk.requests.close(Unavailable("gone"))
+    late = desk.requests.submit(ListPools())
+    for future in (early, late):
+        with pytest.raises(Unavailable, match="gone"):
+            future.result()
+    assert desk.sent() == []
+
+
+def test_what_cannot_be_encoded_leaves_nothing_behind() -> None:
+    desk = Desk()
+    with pytest.raises(Exception, match="cannot be sent"):
+        desk.requests.submit(Close(1 << 70))
+    assert not desk.requests.waiting()
+    desk.requests.submit(ListPools())
+    assert desk.sent() == [(1, 1, ListPools())]
+
+
+def test_a_reply_of_another_kind_is_reported() -> None:
+    assert expect(Done(), Done) == Done()
+    with pytest.raises(Unavailable, match="Done instead of Pools"):
+        expect(Done(), Pools)
+
+
+def test_a_silent_broker_is_no_error_of_the_request() -> None:
+    with pytest.raises(TimedOut):
+        Desk().requests.submit(ListPools()).result(0.001)

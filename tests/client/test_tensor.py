@@ -1,0 +1,206 @@
+from __future__ import annotations
+
+import builtins
+import pickle
+import sys
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from cubroker.client import Broker
+from cubroker.client.elements import ELEMENTS
+from cubroker.client.mapping import Mapped, Place
+from cubroker.client.tensor import SharedTensor
+from cubroker.driver import Device, DriverError
+from cubroker.protocol import Layout
+from cubroker.protocol.dtypes import BITS
+from cubroker.protocol.errors import DeviceFailure, Invalid, OutOfMemory, Unsupported
+from tests.client.conftest import content, publish
+
+EVERY = Layout.pack([(dtype, dtype, (3, 8)) for dtype in BITS])
+PACKED = {"F4", "F6_E2M3", "F6_E3M2"}
+
+
+def test_every_dtype_is_known_to_dlpack_and_to_numpy_or_ml_dtypes() -> None:
+    assert set(ELEMENTS) == set(BITS)
+    for dtype, element in ELEMENTS.items():
+        known = element.typestr or element.extension
+        assert bool(known) == (dtype not in PACKED)
+
+
+def test_tensors_of_every_dtype_come_through_bit_for_bit(client: Broker, name: str) -> None:
+    publish(client, name, EVERY)
+    with client.attach(name) as pool:
+        for dtype, tensor in pool.items():
+            assert (tensor.name, tensor.dtype, tensor.shape) == (dtype, dtype, (3, 8))
+            assert tensor.tobytes() == content(dtype, tensor.nbytes)
+            if dtype not in PACKED:
+                array = tensor.numpy()
+                assert array.shape == (3, 8)
+                assert array.dtype.itemsize * 8 == BITS[dtype]
+                assert array.tobytes() == content(dtype, tensor.nbytes)
+                assert array.ctypes.data == tensor.pointer
+                del array
+
+
+def test_types_that_numpy_lacks_come_from_ml_dtypes(client: Broker, name: str) -> None:
+    publish(client, name, EVERY)
+    with client.attach(name) as pool:
+        assert pool["BF16"].numpy().dtype == ml_dtypes.bfloat16
+        assert pool["F8_E4M3"].numpy().dtype == ml_dtypes.float8_e4m3fn
+        assert pool["F8_E8M0"].numpy().dtype == ml_dtypes.float8_e8m0fnu
+
+
+def test_packed_types_are_for_other_libraries(client: Broker, name: str) -> None:
+    publish(client, name, EVERY)
+    with client.attach(name) as pool, pytest.raises(Unsupported, match="packed elements; use tobytes"):
+        pool["F4"].numpy()
+
+
+def test_without_ml_dtypes_the_message_names_it(client: Broker, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish(client, name)
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    with client.attach(name) as pool:
+        with pytest.raises(Unsupported, match="install ml_dtypes"):
+            pool["bias"].numpy()
+        assert pool["weight"].numpy().shape == (4, 8)
+
+
+def test_a_scalar_and_a_tensor_without_elements_are_tensors_too(client: Broker, name: str) -> None:
+    publish(client, name)
+    with client.attach(name) as pool:
+        scale, none = pool["scale"].numpy(), pool["none"].numpy()
+        assert (scale.shape, scale.size, none.shape, none.size) == ((), 1, (0, 3), 0)
+        assert pool["none"].tobytes() == b""
+        del scale, none
+
+
+def test_what_was_published_cannot_be_written(client: Broker, name: str) -> None:
+    publish(client, name)
+    with client.attach(name) as pool:
+        tensor = pool["weight"]
+        assert tensor.readonly
+        with pytest.raises(Invalid, match="create a new version"):
+            tensor.copy_from(bytes(tensor.nbytes))
+        array = tensor.numpy()
+        with pytest.raises(ValueError, match="read-only"):
+            array[:] = 0
+        with pytest.raises(ValueError, match="WRITEABLE"):
+            array.flags.writeable = True
+        del array, tensor
+
+
+def test_a_draft_is_written_through_arrays_and_buffers(client: Broker, name: str) -> None:
+    values = np.arange(32, dtype=np.float32).reshape(4, 8)
+    with client.create(name, Layout.pack([("a", "F32", (4, 8)), ("b", "F32", (4, 8))])) as draft:
+        assert not draft["a"].readonly
+        draft["a"].numpy()[:] = values
+        draft["b"].copy_from(values)
+        draft.seal()
+    with client.attach(name) as pool:
+        assert pool["a"].tobytes() == pool["b"].tobytes() == values.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("buffer", "complaint"),
+    [
+        (bytes(127), "takes 128 contiguous bytes; these are 127"),
+        (memoryview(bytes(256))[::2], "these are 128, with gaps"),
+        ("text", "cannot be filled from a str"),
+        (np.zeros(64, ml_dtypes.bfloat16), r"array.view\(numpy.uint8\)"),
+    ],
+)
+def test_a_buffer_that_does_not_fit_is_refused(client: Broker, name: str, buffer: Any, complaint: str) -> None:
+    with client.create(name, Layout.pack([("a", "F32", (4, 8))])) as draft, pytest.raises(Invalid, match=complaint):
+        draft["a"].copy_from(buffer)
+
+
+def test_a_tensor_describes_itself_and_cannot_be_pickled(client: Broker, name: str) -> None:
+    publish(client, name)
+    with client.attach(name) as pool:
+        assert repr(pool["weight"]) == (
+            f"<SharedTensor 'weight' F32 (4, 8) of pool {name!r} version 1 on {pool.device.uuid}>"
+        )
+        for thing in (pool["weight"], pool, client):
+            with pytest.raises(TypeError, match="cannot be sent to another process"):
+                pickle.dumps(thing)
+
+
+class Gpu:
+    """What a tensor needs of a context on a GPU, whose memory nobody touches here."""
+
+    host = False
+    device = Device(3, "GPU-0", "a GPU", 1 << 30)
+
+    def __init__(self) -> None:
+        self.failure = DriverError("cuMemcpy", 700, "CUDA_ERROR_ILLEGAL_ADDRESS")
+
+    def read(self, pointer: int, nbytes: int) -> bytes:
+        raise self.failure
+
+    def write(self, pointer: int, data: object) -> None:
+        raise self.failure
+
+
+def on_gpu(dtype: str, shape: tuple[int, ...], *, readonly: bool = True) -> tuple[SharedTensor, Gpu]:
+    gpu: Any = Gpu()
+    place = Place(gpu, (0x7F0000000000,))
+    mapped = Mapped("pool 'p' version 1", (place,), readonly=readonly, end=lambda: None)
+    return SharedTensor(mapped, place, "t", dtype, shape, 0x7F0000000100), gpu
+
+
+def test_on_a_gpu_there_is_the_cuda_array_interface_and_no_numpy() -> None:
+    tensor, _ = on_gpu("F16", (2, 3))
+    assert tensor.__cuda_array_interface__ == {
+        "version": 3,
+        "shape": (2, 3),
+        "typestr": "<f2",
+        "data": (0x7F0000000100, True),
+        "strides": None,
+        "stream": None,
+    }
+    assert tensor.__dlpack_device__() == (2, 3)
+    with pytest.raises(Unsupported, match="use tobytes"):
+        tensor.numpy()
+
+
+def test_the_cuda_array_interface_is_left_out_where_it_cannot_tell_the_truth(client: Broker, name: str) -> None:
+    assert not hasattr(on_gpu("BF16", (2,))[0], "__cuda_array_interface__")
+    publish(client, name)
+    with client.attach(name) as pool:
+        assert not hasattr(pool["weight"], "__cuda_array_interface__")
+    empty, _ = on_gpu("F32", (0,))
+    assert empty.__cuda_array_interface__["data"] == (0, True)
+
+
+def test_whoever_uses_the_cuda_array_interface_of_a_draft_keeps_it_from_being_sealed() -> None:
+    tensor, _ = on_gpu("F32", (4,), readonly=False)
+    mapped = tensor._mapped
+    assert tensor.__cuda_array_interface__ == tensor.__cuda_array_interface__
+    assert mapped.end() == ("t",)
+    del tensor
+    assert mapped.end() == ()
+
+
+def test_a_driver_that_fails_to_copy_is_quoted() -> None:
+    tensor, gpu = on_gpu("F32", (4,), readonly=False)
+    with pytest.raises(DeviceFailure, match=r"reading tensor 't': cuMemcpy failed with CUDA_ERROR_ILLEGAL_ADDRESS"):
+        tensor.tobytes()
+    gpu.failure = DriverError("cuMemcpy", 2, "CUDA_ERROR_OUT_OF_MEMORY")
+    with pytest.raises(OutOfMemory, match="filling tensor 't'"):
+        tensor.copy_from(bytes(16))
+
+
+def test_numpy_is_imported_only_where_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor, _ = on_gpu("F32", (4,))
+    original = builtins.__import__
+
+    def no_numpy(name: str, *args: Any, **kwargs: Any) -> Any:
+        assert name != "numpy"
+        return original(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", no_numpy)
+    assert tensor.nbytes == 16
+    assert tensor.pointer == 0x7F0000000100
