@@ -57,8 +57,8 @@ class Gateway:
             ready = dict(self._poller.poll())
             if ready.get(self._pipe.fileno(), 0) & ~zmq.POLLOUT and not self._read():
                 return
-            if not self._unsent and self._router in ready:
-                self._unsent = memoryview(batches.encode(self._collect()))
+            if not self._unsent and self._router in ready and (frames := self._collect()):
+                self._unsent = memoryview(batches.encode(frames))
             if self._unsent:
                 self._write()
 
@@ -66,8 +66,6 @@ class Gateway:
         """Deliver what the broker sent; False at its end."""
         try:
             data = self._pipe.recv(_READ)
-        except BlockingIOError:
-            return True
         except ConnectionError:
             return False
         for batch in self._inbound.feed(data):
@@ -87,7 +85,7 @@ class Gateway:
         frames: list[bytes] = []
         room = batches.FULL
         receive = self._router.recv
-        while room > 0 and len(frames) < 2 * batches.MAX_MESSAGES:
+        for _ in range(batches.MAX_MESSAGES):
             try:
                 routing = receive(zmq.NOBLOCK)
             except zmq.Again:
@@ -98,6 +96,8 @@ class Gateway:
                 continue
             frames += (routing, frame)
             room -= len(frame)
+            if room <= 0:
+                break
         return frames
 
     def _deliver(self, batch: list[bytes]) -> None:

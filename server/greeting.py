@@ -23,9 +23,9 @@ PATIENCE = 10.0
 """Seconds that a peer may take to greet."""
 
 PAUSE = 1.0
-"""Seconds without accepting when the broker has no descriptors left."""
+"""Seconds without accepting after the system refused, mostly because no descriptors were left."""
 
-EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
+EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 Admit = Callable[[socket.socket, Peer, int], None]
 """Takes over a connection, its peer's pidfd, and the protocol version that both sides speak."""
@@ -41,6 +41,7 @@ class Door:
         self._patience = patience
         self._guests: dict[socket.socket, tuple[Peer, asyncio.TimerHandle]] = {}
         self._resume: asyncio.TimerHandle | None = None
+        self._paused = False
 
     def open(self) -> None:
         """Begin to accept."""
@@ -61,8 +62,6 @@ class Door:
         except (BlockingIOError, ConnectionAbortedError):
             return None
         except OSError as error:
-            if error.errno not in EXHAUSTED:
-                raise
             return self._pause(error)
         connection.setblocking(False)
         try:
@@ -70,9 +69,10 @@ class Door:
         except ProcessLookupError:
             return connection.close()  # it holds nothing, so there is nothing to release
         except OSError as error:
-            log.warning("a connection is turned away, as its process cannot be identified: %s", error)
             _send(connection, Unavailable(f"the broker cannot identify the process that connects: {error}"))
-            return connection.close()
+            connection.close()
+            return self._pause(error) if error.errno in EXHAUSTED else None
+        self._paused = False
         timer = self._loop.call_later(self._patience, self._give_up, connection)
         self._guests[connection] = (peer, timer)
         self._loop.add_reader(connection, self._greet, connection)
@@ -80,7 +80,9 @@ class Door:
 
     def _pause(self, error: OSError) -> None:
         """Leave connections in the backlog for a while: trying again at once would take all the time there is."""
-        log.error("no new sessions for %.0f s: %s; raise the limit of open files (ulimit -n)", PAUSE, error)
+        if not self._paused:
+            log.error("no new sessions for now: %s; is the limit of open files (ulimit -n) too low?", error)
+        self._paused = True
         self._loop.remove_reader(self._listener)
         self._resume = self._loop.call_later(PAUSE, self.open)
 

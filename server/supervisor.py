@@ -44,7 +44,6 @@ class Supervisor:
         self._stopping = asyncio.Event()
         self._first: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._task: asyncio.Task[None] | None = None
-        self.pid = 0
 
     def start(self) -> None:
         """Start the first gateway; :meth:`connect` waits for it."""
@@ -100,11 +99,11 @@ class Supervisor:
             process, link = await self._spawn()
         except OSError as error:
             return f"it cannot be started ({error})"
-        self._link, self.pid = link, process.pid
+        self._link = link
         if self._stopping.is_set():
             link.close()
         await link.ended
-        self._link, self.pid = None, 0
+        self._link = None
         if process.returncode is None:
             process.kill()
         return f"process {process.pid} ended with status {await process.wait()}"

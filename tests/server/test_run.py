@@ -1,9 +1,108 @@
 from __future__ import annotations
 
-from tests.brokers import BrokerProcess
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cubroker.protocol.messages import Farewell
+from tests.brokers import BrokerProcess, eventually
+from tests.server.clients import RawClient, session
+from tests.server.processes import alive, gateway_of, maps, resident
 
 
-def test_a_broker_serves_until_it_is_told_to_stop(broker: BrokerProcess) -> None:
+def start(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run a broker that is expected to end by itself."""
+    command = [sys.executable, "-m", "cubroker.server", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_broker_serves_until_it_is_told_to_stop(broker: BrokerProcess, number: signal.Signals) -> None:
+    gateway = gateway_of(broker.pid)
     assert {entry.name for entry in broker.directory.iterdir()} == {"lock", "session.sock", "broker.zmq"}
-    assert broker.stop() == 0
+    broker.process.send_signal(number)
+    assert broker.process.wait(60) == 0
     assert {entry.name for entry in broker.directory.iterdir()} == {"lock"}
+    assert not alive(gateway)
+
+
+def test_a_stopping_broker_says_farewell_and_hangs_up(broker: BrokerProcess, client: RawClient) -> None:
+    client.publish("kept")
+    broker.stop()
+    assert isinstance(client.notice(), Farewell)
+    assert client.connection.recv(1) == b""
+
+
+def test_it_says_what_it_lends_and_that_nothing_survives_it(broker: BrokerProcess) -> None:
+    assert "device 1: " in broker.log()
+    assert "budget 57 MiB of 64 MiB" in broker.log()
+    assert "no store" in broker.log()
+
+
+def test_a_second_broker_is_refused_and_the_first_goes_on(broker: BrokerProcess, client: RawClient) -> None:
+    second = start(broker.directory, "--devices", "host:1")
+    assert second.returncode == 1
+    assert f"another broker (process {broker.pid}) serves in {broker.directory}" in second.stderr
+    assert "Traceback" not in second.stderr
+    assert client.devices()
+    with session(broker.directory) as late:
+        assert late.devices()
+
+
+def test_a_broker_starts_where_another_was_killed(broker: BrokerProcess) -> None:
+    gateway = gateway_of(broker.pid)
+    broker.kill()
+    assert (broker.directory / "session.sock").exists()
+    broker.start()
+    with session(broker.directory) as client:
+        assert client.devices()
+    eventually(lambda: not alive(gateway), "the killed broker's gateway to end")
+    with session(broker.directory) as client:
+        assert client.devices()
+
+
+def test_a_broker_at_rest_is_small_and_keeps_libraries_apart(broker: BrokerProcess, client: RawClient) -> None:
+    client.publish("pool")
+    gateway = gateway_of(broker.pid)
+    if "COVERAGE_PROCESS_CONFIG" not in os.environ:  # measuring takes memory of its own
+        assert resident(broker.pid) < 80 << 20
+        assert resident(gateway) < 40 << 20
+    assert "zmq" not in maps(broker.pid)
+    assert "zmq" in maps(gateway)
+    assert "cuda" not in maps(gateway)
+    assert "_asyncio" not in maps(gateway)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--devices", "abacus:3"], "no driver 'abacus:3'"),
+        (["--devices", "host:1@64MiB", "--budget", "lots"], "'lots' is no size"),
+        (["--devices", "host:1@64MiB", "--budget", "65MiB"], "a device that has 67108864"),
+    ],
+)
+def test_a_broker_that_cannot_start_says_why(tmp_path: Path, arguments: list[str], reason: str) -> None:
+    ended = start(tmp_path, *arguments)
+    assert ended.returncode == 1
+    assert reason in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_broker_without_a_driver_says_so(tmp_path: Path) -> None:
+    ended = start(tmp_path, "--devices", "cuda:999")
+    assert ended.returncode == 1
+    assert "cannot use devices 'cuda:999'" in ended.stderr
+
+
+def test_a_broker_whose_gateway_cannot_run_says_so(tmp_path: Path) -> None:
+    (tmp_path / "zmq.py").write_text("raise ImportError('no such library')\n")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))}
+    command = [sys.executable, "-m", "cubroker.server", str(tmp_path / "run"), "--devices", "host:1@64MiB"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
+    assert ended.returncode == 1
+    assert "the gateway does not come up" in ended.stderr
+    assert "no such library" in ended.stderr

@@ -1,0 +1,169 @@
+"""A client in the raw, for tests of the broker: no library between a test and the wire."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import zmq
+
+from cubroker.protocol import wire
+from cubroker.protocol.directory import REQUEST_SOCKET, SESSION_SOCKET
+from cubroker.protocol.layout import Layout
+from cubroker.protocol.messages import (
+    VERSIONS,
+    Answer,
+    Attach,
+    Attached,
+    ClientInfo,
+    Clients,
+    Create,
+    Created,
+    DeviceInfo,
+    DeviceList,
+    Envelope,
+    Greeting,
+    Hello,
+    ListClients,
+    ListDevices,
+    Notice,
+    Reply,
+    Request,
+    Seal,
+    Sealed,
+    Welcome,
+)
+from tests.brokers import PATIENCE
+
+ROOT = Path(__file__).parents[2]
+HELLO = wire.pack(Hello("cubroker", VERSIONS))
+LAYOUT = Layout.pack([("x", "F32", (1024,))])
+
+Body = TypeVar("Body")
+
+
+def connect(directory: Path) -> socket.socket:
+    """Connect to the session socket."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.settimeout(PATIENCE)
+    connection.connect(str(directory / SESSION_SOCKET))
+    return connection
+
+
+def greet(connection: socket.socket, hello: bytes = HELLO) -> Greeting:
+    """Say ``hello`` and return what the broker says to it."""
+    connection.send(hello)
+    return hear(connection)
+
+
+def hear(connection: socket.socket) -> Greeting:
+    data = connection.recv(1 << 16)
+    assert data, "the broker hung up without a word"
+    return wire.unpack(data, Greeting)  # type: ignore[arg-type]  # a union is no class
+
+
+class RawClient:
+    """One session. Requests go out as they are given; replies are found by the id of their request."""
+
+    def __init__(self, directory: Path) -> None:
+        self.connection = connect(directory)
+        welcome = greet(self.connection)
+        assert isinstance(welcome, Welcome), welcome
+        self.welcome = welcome
+        self.context = zmq.Context()
+        self.dealer = self.context.socket(zmq.DEALER)
+        self.dealer.setsockopt(zmq.LINGER, 0)
+        self.dealer.connect(f"ipc://{directory / REQUEST_SOCKET}")
+        self._last = 0
+        self._answers: dict[int, Reply] = {}
+
+    def send(self, body: Request, number: int | None = None, oldest: int = 1) -> int:
+        """Send a request, with a new id unless one is given."""
+        if number is None:
+            self._last = number = self._last + 1
+        self.dealer.send(wire.pack(Envelope(self.welcome.secret, number, oldest, body)))
+        return number
+
+    def receive(self) -> Answer:
+        """Return the next reply."""
+        assert self.dealer.poll(int(PATIENCE * 1000)), "no reply came"
+        return wire.unpack(self.dealer.recv(), Answer)
+
+    def answer(self, number: int) -> Reply:
+        """Return the reply to request ``number``, which may come after others."""
+        while number not in self._answers:
+            reply = self.receive()
+            self._answers[reply.id] = reply.body
+        return self._answers.pop(number)
+
+    def ask(self, body: Request, shape: type[Body]) -> Body:
+        """Send a request and return its reply, which must be a ``shape``."""
+        reply = self.answer(self.send(body))
+        assert isinstance(reply, shape), reply
+        return reply
+
+    def notice(self) -> Notice:
+        """Return the next notice."""
+        data = self.connection.recv(1 << 16)
+        assert data, "the broker hung up"
+        return wire.unpack(data, Notice)  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        self.dealer.close()
+        self.context.term()
+        self.connection.close()
+
+    # -- common requests ---------------------------------------------------------------------------
+
+    def devices(self) -> tuple[DeviceInfo, ...]:
+        return self.ask(ListDevices(), DeviceList).devices
+
+    def clients(self) -> tuple[ClientInfo, ...]:
+        return self.ask(ListClients(), Clients).clients
+
+    def create(self, name: str, layout: Layout = LAYOUT) -> Created:
+        device = self.devices()[0].uuid
+        return self.ask(Create(name, layout.encode(), (device,), "ipc", 0.0, None), Created)
+
+    def publish(self, name: str, layout: Layout = LAYOUT) -> int:
+        return self.ask(Seal(self.create(name, layout).lease), Sealed).version
+
+    def attach(self, name: str) -> Attached:
+        return self.ask(Attach(name, 0, None, 0.0), Attached)
+
+
+@contextmanager
+def session(directory: Path) -> Iterator[RawClient]:
+    """A session for the length of a block."""
+    client = RawClient(directory)
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+@contextmanager
+def holder(directory: Path, name: str) -> Iterator[subprocess.Popen[str]]:
+    """Another process that holds a lease on the current version of ``name``; killed at the end of the block."""
+    command = [sys.executable, "-m", "tests.server.clients", str(directory), name]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout
+            assert process.stdout.readline() == "attached\n"
+            yield process
+        finally:
+            process.kill()
+
+
+if __name__ == "__main__":
+    with session(Path(sys.argv[1])) as worker:
+        worker.attach(sys.argv[2])
+        print("attached", flush=True)
+        if sys.stdin.readline() == "hang up\n":
+            worker.connection.close()
+        sys.stdin.readline()

@@ -1,0 +1,44 @@
+"""What the kernel says of a broker's processes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from tests.brokers import eventually
+
+
+def gateway_of(broker: int) -> int:
+    """Return the pid of a broker's gateway; waits until there is one."""
+    children = Path(f"/proc/{broker}/task/{broker}/children")
+
+    def found() -> list[int]:
+        every = [int(child) for child in children.read_text().split()]
+        return [child for child in every if b"cubroker.server.gateway" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+    eventually(found, "a gateway")
+    (gateway,) = found()
+    return gateway
+
+
+def resident(pid: int) -> int:
+    """Return the resident bytes of a process."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def descriptors(pid: int) -> int:
+    """Return how many files a process has open."""
+    return len(list(Path(f"/proc/{pid}/fd").iterdir()))
+
+
+def maps(pid: int) -> str:
+    """Return the files that a process has mapped, its extension modules among them."""
+    return Path(f"/proc/{pid}/maps").read_text()
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

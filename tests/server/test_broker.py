@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Sequence
+from typing import cast
+
+import pytest
+
+from cubroker.protocol import wire
+from cubroker.protocol.layout import Layout
+from cubroker.protocol.messages import (
+    Answer,
+    Attach,
+    Attached,
+    Close,
+    Create,
+    Done,
+    Envelope,
+    Failed,
+    Greeting,
+    ListDevices,
+    Welcome,
+)
+from cubroker.server import batches
+from cubroker.server.broker import Broker
+from cubroker.server.events import Asked, Effect, Event, Forget, Gone, Joined
+from cubroker.server.ledger import Ledger
+from cubroker.server.peers import Peer
+from tests.brokers import BrokerProcess, eventually, serving
+from tests.server.clients import RawClient, session
+from tests.server.loops import run
+
+MIB = 1 << 20
+
+
+def used(client: RawClient) -> int:
+    return sum(device.allocated + device.promised for device in client.devices())
+
+
+def test_memory_is_counted_in_whole_blocks_and_comes_back(broker: BrokerProcess, client: RawClient) -> None:
+    created = client.create("pool", Layout.pack([("x", "U8", (3 * MIB,))]))
+    assert used(client) == 4 * MIB
+    client.ask(Close(created.lease), Done)
+    eventually(lambda: used(client) == 0, "the discarded draft's memory")
+
+
+def test_a_wait_ends_with_a_publication_or_with_its_time(broker: BrokerProcess, client: RawClient) -> None:
+    soon, never = client.send(Attach("soon", 0, None, 60.0)), client.send(Attach("never", 0, None, 0.05))
+    timed_out = client.answer(never)
+    assert isinstance(timed_out, Failed)
+    assert timed_out.code == "timeout"
+    with session(broker.directory) as writer:
+        writer.publish("soon")
+        assert isinstance(client.answer(soon), Attached)
+
+
+def test_what_does_not_fit_is_refused_and_costs_nothing() -> None:
+    with serving("host:1@8MiB", "100%") as broker, session(broker.directory) as client:
+        client.publish("one", Layout.pack([("x", "U8", (6 * MIB,))]))
+        device = client.devices()[0].uuid
+        too_much = Create("two", Layout.pack([("x", "U8", (6 * MIB,))]).encode(), (device,), "ipc", 0.0, None)
+        assert client.ask(too_much, Failed).code == "over_budget"
+        assert used(client) == 6 * MIB
+
+
+# -- without processes -----------------------------------------------------------------------------
+
+
+class Mistaken:
+    """A ledger that fails at whatever is asked, and goes on."""
+
+    def handle(self, event: Event) -> list[Effect]:
+        match event:
+            case Joined():
+                return []
+            case Asked():
+                raise ZeroDivisionError("a mistake")
+            case Gone():
+                return [Forget(event.session)]
+        raise KeyError(event)
+
+
+class Stage:
+    """A broker with one session over a socketpair, on a ledger that fails."""
+
+    def __init__(self) -> None:
+        ours, self.client = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        self.sent: list[Sequence[bytes]] = []
+        self.broker = Broker(cast(Ledger, Mistaken()), {}, "host:1", self.sent.append)
+        self.broker.admit(ours, Peer(os.getpid(), 0, 0, os.pidfd_open(os.getpid())), 1)
+        welcome = wire.unpack(self.client.recv(1000), Greeting)  # type: ignore[arg-type]
+        assert isinstance(welcome, Welcome)
+        self.secret = welcome.secret
+
+    def ask(self, number: int) -> list[Answer]:
+        self.sent.clear()
+        self.broker.receive([b"id", wire.pack(Envelope(self.secret, number, 1, ListDevices()))])
+        return [wire.unpack(frame, Answer) for batch in self.sent for _, frame in batches.pairs(batch)]
+
+
+def test_a_mistake_in_the_ledger_is_logged_answered_and_survived(caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        stage = Stage()
+        for number in (1, 2):
+            (answer,) = stage.ask(number)
+            assert isinstance(answer.body, Failed)
+            assert (answer.id, answer.body.code) == (number, "invalid")
+            assert "a mistake" in answer.body.message
+        stage.broker.handle(Asked(1, 99, ListDevices()))  # never admitted, so there is nobody to tell
+        stage.broker.handle(Asked(2, 1, ListDevices()))
+        assert len(stage.sent) == 1
+        stage.broker.handle(Gone(1))
+        (denied,) = stage.ask(3)
+        assert isinstance(denied.body, Failed)
+        assert denied.body.code == "denied"
+        stage.broker.close("the end")
+        stage.client.close()
+
+    with caplog.at_level(logging.ERROR):
+        run(test())
+    assert "the broker failed at Asked(session=1, request=1, body=ListDevices()" in caplog.text
+    assert "Traceback" in caplog.text

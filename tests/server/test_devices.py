@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from queue import Queue
+
+import pytest
+
+from cubroker.driver import Context, Driver, DriverError, load
+from cubroker.server.devices import GRANULARITY, DeviceMemory
+from cubroker.server.events import Allocate, Allocated, Event, Free, Freed, NotAllocated
+from tests.brokers import PATIENCE
+
+SIZE = 16 << 20
+
+
+@pytest.fixture
+def driver() -> Iterator[Driver]:
+    driver = load(f"host:1@{SIZE}")
+    yield driver
+    driver.close()
+
+
+class Device:
+    """Device memory, and what it reported."""
+
+    def __init__(self, context: Context) -> None:
+        self._events: Queue[Event] = Queue()
+        self._context = context
+        self.memory = DeviceMemory(context, self._events.put)
+
+    def allocate(self, ticket: int, *sizes: int) -> Event:
+        self.memory.submit(Allocate(ticket, self._context.device.uuid, sizes))
+        return self._events.get(timeout=PATIENCE)
+
+    def free(self, ticket: int) -> Event:
+        self.memory.submit(Free(ticket, self._context.device.uuid))
+        return self._events.get(timeout=PATIENCE)
+
+    def next(self) -> Event:
+        return self._events.get(timeout=PATIENCE)
+
+
+@contextmanager
+def serving(context: Context) -> Iterator[Device]:
+    device = Device(context)
+    try:
+        yield device
+    finally:
+        device.memory.close()
+
+
+def free_bytes(context: Context) -> int:
+    return context.memory()[0]
+
+
+def test_memory_is_allocated_in_whole_blocks_and_given_back(driver: Driver) -> None:
+    context = driver.context(0)
+    with serving(context) as device:
+        allocated = device.allocate(1, 1, GRANULARITY + 1)
+        assert isinstance(allocated, Allocated)
+        assert len(set(allocated.handles)) == 2
+        assert all(len(handle) == 64 for handle in allocated.handles)
+        assert free_bytes(context) == SIZE - 3 * GRANULARITY
+        assert device.free(1) == Freed(1)
+        assert free_bytes(context) == SIZE
+
+
+def test_memory_is_cleared_before_there_is_a_handle(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    cleared: list[int] = []
+
+    def clear(pointer: int, nbytes: int) -> None:
+        Context.clear(context, pointer, nbytes)
+        cleared.append(pointer)
+
+    def export(pointer: int) -> bytes:
+        assert pointer in cleared
+        assert context.read(pointer, GRANULARITY) == bytes(GRANULARITY)
+        return Context.export(context, pointer)
+
+    context = driver.context(0)
+    monkeypatch.setattr(context, "clear", clear)
+    monkeypatch.setattr(context, "export", export)
+    with serving(context) as device:
+        assert isinstance(device.allocate(1, 100, 100), Allocated)
+
+
+def test_a_request_that_does_not_fit_leaves_nothing_allocated(driver: Driver) -> None:
+    context = driver.context(0)
+    with serving(context) as device:
+        refused = device.allocate(1, GRANULARITY, SIZE)
+        assert isinstance(refused, NotAllocated)
+        assert refused.code == "out_of_memory"
+        assert f"cannot provide {GRANULARITY + SIZE} bytes" in refused.message
+        assert free_bytes(context) == SIZE
+        assert device.free(1) == Freed(1)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (DriverError("cuMemAlloc", 700, "CUDA_ERROR_ILLEGAL_ADDRESS"), "device"),
+        (MemoryError(), "out_of_memory"),
+        (RuntimeError("a mistake"), "device"),
+    ],
+)
+def test_whatever_fails_is_reported_undone_and_not_fatal(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, error: Exception, code: str
+) -> None:
+    def fail(pointer: int) -> bytes:
+        raise error
+
+    context = driver.context(0)
+    with serving(context) as device:
+        with monkeypatch.context() as broken:
+            broken.setattr(context, "export", fail)
+            refused = device.allocate(1, 100)
+        assert isinstance(refused, NotAllocated)
+        assert refused.code == code
+        assert free_bytes(context) == SIZE
+        assert isinstance(device.allocate(2, 100), Allocated)
+
+
+def test_a_free_asked_for_while_its_allocation_is_queued_comes_after_it(driver: Driver) -> None:
+    context = driver.context(0)
+    with serving(context) as device:
+        for ticket in range(10):
+            device.memory.submit(Allocate(ticket, context.device.uuid, (GRANULARITY,)))
+            device.memory.submit(Free(ticket, context.device.uuid))
+        for ticket in range(10):
+            assert isinstance(device.next(), Allocated)
+            assert device.next() == Freed(ticket)
+
+
+def test_memory_that_the_driver_keeps_stays_counted(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(pointer: int) -> None:
+        raise DriverError("cuMemFree", 700, "CUDA_ERROR_ILLEGAL_ADDRESS")
+
+    context = driver.context(0)
+    with serving(context) as device:
+        assert isinstance(device.allocate(1, 100), Allocated)
+        with monkeypatch.context() as broken:
+            broken.setattr(context, "free", fail)
+            device.memory.submit(Free(1, context.device.uuid))
+            assert isinstance(device.allocate(2, 100), Allocated)  # nothing was said of the free before
+
+
+def test_closing_frees_what_is_left(driver: Driver) -> None:
+    context = driver.context(0)
+    with serving(context) as device:
+        device.allocate(1, 100)
+        device.allocate(2, 100)
+    assert free_bytes(context) == SIZE

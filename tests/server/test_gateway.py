@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import os
+import resource
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import zmq
+
+from cubroker.protocol import wire
+from cubroker.protocol.directory import REQUEST_SOCKET
+from cubroker.protocol.messages import Attach, Close, Done, Failed, GatewayChanged, ListDevices
+from cubroker.server import gateway
+from tests.brokers import BrokerProcess, eventually
+from tests.server.clients import RawClient, session
+from tests.server.processes import alive, descriptors, gateway_of
+
+
+@contextmanager
+def stranger(broker: BrokerProcess, kind: int = zmq.DEALER) -> Iterator[zmq.Socket[bytes]]:
+    """A ZeroMQ socket without a session."""
+    with zmq.Context() as context, context.socket(kind) as peer:
+        peer.setsockopt(zmq.LINGER, 0)
+        peer.connect(f"ipc://{broker.directory / REQUEST_SOCKET}")
+        yield peer
+
+
+def test_requests_survive_the_death_of_the_gateway(broker: BrokerProcess, client: RawClient) -> None:
+    client.publish("pool")
+    first = gateway_of(broker.pid)
+    waiting = client.send(Attach("later", 0, None, 60.0))
+    client.devices()
+    os.kill(first, signal.SIGKILL)
+    assert client.notice() == GatewayChanged()
+    second = gateway_of(broker.pid)
+    assert second != first
+    client.send(Attach("later", 0, None, 60.0), waiting)
+    with session(broker.directory) as writer:
+        writer.publish("later")
+    assert client.answer(waiting)
+
+
+def test_a_lease_counted_before_the_gateway_died_is_not_counted_again(broker: BrokerProcess, client: RawClient) -> None:
+    client.publish("pool")
+    attach = Attach("pool", 0, None, 0.0)
+    number = client.send(attach)
+    before = client.answer(number)
+    os.kill(gateway_of(broker.pid), signal.SIGKILL)
+    assert client.notice() == GatewayChanged()
+    client.send(attach, number)
+    assert client.answer(number) == before
+    (known,) = client.clients()
+    assert len(known.leases) == 1
+
+
+def test_gateways_that_die_one_after_the_other_are_replaced(broker: BrokerProcess, client: RawClient) -> None:
+    for _ in range(3):
+        os.kill(gateway_of(broker.pid), signal.SIGKILL)
+        assert client.notice() == GatewayChanged()
+    assert client.devices()
+    assert "the next one starts in 0.10 s" in broker.log()
+
+
+def test_a_broker_stops_while_it_waits_to_start_a_gateway(broker: BrokerProcess, client: RawClient) -> None:
+    for _ in range(5):
+        os.kill(gateway_of(broker.pid), signal.SIGKILL)
+        eventually(lambda: client.notice() == GatewayChanged(), "a new gateway")
+    os.kill(gateway_of(broker.pid), signal.SIGKILL)
+    eventually(lambda: "the next one starts in 0.80 s" in broker.log(), "the next delay")
+    assert broker.stop() == 0
+
+
+def test_a_gateway_leaves_signals_to_the_broker(broker: BrokerProcess, client: RawClient) -> None:
+    pid = gateway_of(broker.pid)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        os.kill(pid, number)
+    assert client.devices()
+    assert gateway_of(broker.pid) == pid
+
+
+def test_a_gateway_has_limits_of_its_own(broker: BrokerProcess) -> None:
+    pid = gateway_of(broker.pid)
+    assert resource.prlimit(pid, resource.RLIMIT_NOFILE)[0] <= gateway.MAX_DESCRIPTORS
+    assert resource.prlimit(pid, resource.RLIMIT_DATA)[0] <= gateway.MAX_MEMORY
+
+
+def test_junk_harms_nobody(broker: BrokerProcess, client: RawClient) -> None:
+    with stranger(broker) as peer:
+        for junk in (b"", b"\xc1", b"\x00" * 100_000, wire.pack([1, 2, 3]), os.urandom(1000)):
+            peer.send(junk)
+        peer.send_multipart([b""] * 1000)
+        peer.send_multipart([b"", client.welcome.secret, b"x" * 1000])
+        assert client.devices()
+        assert not peer.poll(0)
+
+
+def test_a_message_past_the_limit_ends_its_connection_alone(broker: BrokerProcess, client: RawClient) -> None:
+    pid = gateway_of(broker.pid)
+    with stranger(broker) as peer:
+        monitor = peer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        with monitor:
+            peer.send(bytes(wire.MAX_MESSAGE + 1))
+            assert monitor.poll(60_000)
+            peer.disable_monitor()
+    assert client.devices()
+    assert gateway_of(broker.pid) == pid
+
+
+def test_a_client_that_does_not_read_costs_nobody_else_a_reply(broker: BrokerProcess, client: RawClient) -> None:
+    with session(broker.directory) as deaf:
+        # Far more replies than its pipe and its kernel buffer hold, all but the first of them sent again.
+        for _ in range(20_000):
+            deaf.send(ListDevices(), 1)
+        for _ in range(10):
+            assert client.devices()
+        assert len(client.clients()) == 2
+
+
+def test_clients_come_and_go_without_a_trace(broker: BrokerProcess, client: RawClient) -> None:
+    client.publish("pool")
+    pid = gateway_of(broker.pid)
+    before = descriptors(broker.pid)
+    for _ in range(20):
+        with session(broker.directory) as passing:
+            lease = passing.attach("pool").lease
+            passing.ask(Close(lease), Done)
+    eventually(lambda: len(client.clients()) == 1, "the sessions to end")
+    eventually(lambda: descriptors(broker.pid) == before, "their descriptors to be closed")
+    assert alive(pid)
+
+
+def test_a_squatted_routing_id_fails_its_squatter_alone(broker: BrokerProcess, client: RawClient) -> None:
+    with stranger(broker) as one, zmq.Context() as context, context.socket(zmq.DEALER) as other:
+        other.setsockopt(zmq.LINGER, 0)
+        other.setsockopt(zmq.ROUTING_ID, b"mine")
+        one.setsockopt(zmq.ROUTING_ID, b"mine")
+        one.connect(f"ipc://{broker.directory / REQUEST_SOCKET}")
+        other.connect(f"ipc://{broker.directory / REQUEST_SOCKET}")
+        for peer in (one, other):
+            peer.send(b"hello")
+        for _ in range(10):
+            assert client.devices()
+
+
+def test_the_limits_hold_where_the_system_sets_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: dict[int, tuple[int, int]] = {}
+    monkeypatch.setattr(gateway.signal, "signal", lambda number, action: None)
+    monkeypatch.setattr(gateway.resource, "getrlimit", lambda kind: (1024, resource.RLIM_INFINITY))
+    monkeypatch.setattr(gateway.resource, "setrlimit", lambda kind, value: chosen.update({kind: value}))
+    gateway.limit()
+    assert chosen[resource.RLIMIT_DATA] == (gateway.MAX_MEMORY, resource.RLIM_INFINITY)
+    assert chosen[resource.RLIMIT_NOFILE] == (gateway.MAX_DESCRIPTORS, resource.RLIM_INFINITY)
+
+
+def test_a_request_with_an_unknown_secret_is_denied(broker: BrokerProcess, client: RawClient) -> None:
+    with session(broker.directory) as other:
+        other.welcome = type(other.welcome)(1, 1, bytes(16), "")
+        refused = other.ask(ListDevices(), Failed)
+    assert refused.code == "denied"

@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import array
+import errno
+import logging
+import os
+import resource
+import select
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from cubroker.protocol import wire
+from cubroker.protocol.directory import SESSION_SOCKET
+from cubroker.protocol.messages import Hello, Refused, Welcome
+from cubroker.server import greeting
+from cubroker.server.greeting import Door
+from cubroker.server.peers import Peer
+from tests.brokers import BrokerProcess, eventually
+from tests.server.clients import HELLO, RawClient, connect, greet, hear, session
+from tests.server.loops import run, until
+from tests.server.processes import descriptors
+
+
+@pytest.mark.parametrize(
+    ("hello", "code"),
+    [
+        (b"\xc1 garbage", "invalid"),
+        (wire.pack(Hello("kubroker", (1,))), "invalid"),
+        (wire.pack(["cubroker"]), "invalid"),
+        (HELLO + bytes(greeting.MAX_HELLO), "invalid"),
+        (wire.pack(Hello("cubroker", (2, 3))), "unsupported"),
+    ],
+)
+def test_a_bad_greeting_is_refused_and_the_connection_closed(broker: BrokerProcess, hello: bytes, code: str) -> None:
+    with connect(broker.directory) as connection:
+        refused = greet(connection, hello)
+        assert isinstance(refused, Refused)
+        assert refused.code == code
+        assert connection.recv(1) == b""
+
+
+def test_the_newest_common_version_is_spoken_and_every_session_has_its_own_secret(broker: BrokerProcess) -> None:
+    with connect(broker.directory) as one, connect(broker.directory) as other:
+        first, second = greet(one, wire.pack(Hello("cubroker", (7, 1)))), greet(other)
+    assert isinstance(first, Welcome)
+    assert isinstance(second, Welcome)
+    assert (first.version, first.driver) == (1, f"host:2@{64 << 20}")
+    assert first.session != second.session
+    assert first.secret != second.secret
+
+
+def test_descriptors_that_a_peer_sends_are_not_kept(broker: BrokerProcess) -> None:
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0] * 50))]
+    with connect(broker.directory) as connection:
+        before = descriptors(broker.pid)
+        connection.sendmsg([HELLO], rights)
+        assert isinstance(hear(connection), Welcome)
+        assert descriptors(broker.pid) <= before + 2  # the connection and its process
+
+
+def test_who_hangs_up_before_greeting_leaves_nothing(broker: BrokerProcess, client: RawClient) -> None:
+    before = descriptors(broker.pid)
+    guests = [connect(broker.directory) for _ in range(10)]
+    guests[0].send(b"")  # an empty packet looks like the end
+    assert guests[0].recv(1) == b""
+    for guest in guests:
+        guest.close()
+    eventually(lambda: descriptors(broker.pid) == before, "the broker to close its ends")
+    assert len(client.clients()) == 1
+
+
+def test_a_broker_out_of_descriptors_waits_for_some_and_serves_on(broker: BrokerProcess, client: RawClient) -> None:
+    limits = resource.prlimit(broker.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(broker.pid, resource.RLIMIT_NOFILE, (descriptors(broker.pid), limits[1]))
+    with connect(broker.directory) as late:
+        late.send(HELLO)
+        eventually(lambda: "no new sessions for now" in broker.log(), "the broker to run out")
+        assert client.devices()
+        resource.prlimit(broker.pid, resource.RLIMIT_NOFILE, limits)
+        assert isinstance(hear(late), Welcome)
+    with session(broker.directory) as other:
+        assert other.devices()
+    assert broker.log().count("no new sessions for now") == 1
+
+
+# -- a door alone ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def listener(tmp_path: Path) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK) as listening:
+        listening.bind(str(tmp_path / SESSION_SOCKET))
+        listening.listen()
+        yield listening
+
+
+@asynccontextmanager
+async def opened(listener: socket.socket, patience: float = greeting.PATIENCE) -> AsyncIterator[Door]:
+    def admit(connection: socket.socket, peer: Peer, version: int) -> None:
+        raise AssertionError("nobody greets in these tests")
+
+    door = Door(listener, admit, patience)
+    door.open()
+    try:
+        yield door
+    finally:
+        door.close()
+
+
+def refusal(connection: socket.socket) -> str:
+    refused = hear(connection)
+    assert isinstance(refused, Refused)
+    assert connection.recv(1) == b""
+    return refused.code
+
+
+def readable(connection: socket.socket) -> bool:
+    return bool(select.select([connection], [], [], 0)[0])
+
+
+def test_a_peer_that_says_nothing_is_turned_away_in_time(listener: socket.socket, tmp_path: Path) -> None:
+    async def test() -> None:
+        with connect(tmp_path) as silent:
+            async with opened(listener, patience=0.01):
+                await until(lambda: readable(silent))
+            assert refusal(silent) == "timeout"
+
+    run(test())
+
+
+def test_a_closing_door_turns_away_who_stands_in_it(listener: socket.socket, tmp_path: Path) -> None:
+    async def test() -> None:
+        with connect(tmp_path) as guest:
+            async with opened(listener):
+                guests = descriptors(os.getpid()) + 2
+                await until(lambda: descriptors(os.getpid()) >= guests)
+            assert refusal(guest) == "unavailable"
+
+    run(test())
+
+
+@pytest.mark.parametrize(("failure", "pauses"), [(errno.EMFILE, True), (errno.ENODATA, False)])
+def test_a_peer_that_cannot_be_identified_is_turned_away(
+    listener: socket.socket,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    failure: int,
+    pauses: bool,
+) -> None:
+    def fail(_: socket.socket) -> Peer:
+        raise OSError(failure, os.strerror(failure))
+
+    async def test() -> None:
+        with connect(tmp_path) as guest:
+            async with opened(listener):
+                await until(lambda: readable(guest))
+            assert refusal(guest) == "unavailable"
+
+    monkeypatch.setattr(greeting, "identify", fail)
+    with caplog.at_level(logging.ERROR):
+        run(test())
+    assert ("no new sessions" in caplog.text) == pauses
+
+
+def test_a_peer_that_is_gone_already_leaves_nothing(
+    listener: socket.socket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: socket.socket) -> Peer:
+        raise ProcessLookupError
+
+    async def test() -> None:
+        with connect(tmp_path) as guest:
+            async with opened(listener):
+                await until(lambda: readable(guest))
+            assert guest.recv(1) == b""
+
+    monkeypatch.setattr(greeting, "identify", fail)
+    run(test())

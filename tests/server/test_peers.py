@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import errno
+import os
+import select
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cubroker.server import peers
+
+CONNECT = "import socket, sys; s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); s.connect(sys.argv[1])"
+
+
+@pytest.fixture
+def listener(tmp_path: Path) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
+        listening.bind(str(tmp_path / "s"))
+        listening.listen()
+        yield listening
+
+
+def visitor(listener: socket.socket, then: str = "sys.stdin.read()") -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-c", f"{CONNECT}; {then}", listener.getsockname()]
+    return subprocess.Popen(command, stdin=subprocess.PIPE)
+
+
+def ended(pidfd: int) -> bool:
+    return bool(select.select([pidfd], [], [], 0)[0])
+
+
+class Without:
+    """A connection on a kernel without SO_PEERPIDFD, or where asking for it fails."""
+
+    def __init__(self, connection: socket.socket, failure: int) -> None:
+        self._connection = connection
+        self._failure = failure
+
+    def fileno(self) -> int:
+        return self._connection.fileno()
+
+    def getsockopt(self, level: int, option: int, *size: int) -> bytes | int:
+        if option == peers.SO_PEERPIDFD:
+            raise OSError(self._failure, os.strerror(self._failure))
+        return self._connection.getsockopt(level, option, *size)
+
+
+@pytest.mark.parametrize("old_kernel", [False, True])
+def test_the_kernel_says_who_connected_and_when_it_ends(listener: socket.socket, old_kernel: bool) -> None:
+    with visitor(listener) as process:
+        connection, _ = listener.accept()
+        with connection:
+            asked = Without(connection, errno.ENOPROTOOPT) if old_kernel else connection
+            peer = peers.identify(asked)  # type: ignore[arg-type]
+            assert (peer.pid, peer.uid, peer.gid) == (process.pid, os.getuid(), os.getgid())
+            assert not os.get_inheritable(peer.pidfd)
+            assert not ended(peer.pidfd)
+            process.kill()
+            process.wait()
+            assert ended(peer.pidfd)
+            os.close(peer.pidfd)
+
+
+def test_a_process_that_is_gone_is_told_from_one_that_took_its_pid(listener: socket.socket) -> None:
+    visitor(listener, "pass").communicate()
+    connection, _ = listener.accept()
+    # This process stands for one that was given the dead one's pid.
+    with connection, pytest.raises(ProcessLookupError, match="hung up"):
+        peers.open_pidfd(connection, os.getpid())
+
+
+def test_a_process_that_is_gone_is_reported_as_such(listener: socket.socket) -> None:
+    visitor(listener, "pass").communicate()
+    connection, _ = listener.accept()
+    with connection:
+        for failure in (errno.ENOPROTOOPT, errno.EINVAL, errno.ESRCH):
+            with pytest.raises(ProcessLookupError):
+                peers.identify(Without(connection, failure))  # type: ignore[arg-type]
+        with pytest.raises(OSError, match="Too many open files"):
+            peers.identify(Without(connection, errno.EMFILE))  # type: ignore[arg-type]

@@ -1,0 +1,211 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import pytest
+
+from cubroker.protocol import wire
+from cubroker.protocol.errors import Invalid
+from cubroker.protocol.layout import Layout
+from cubroker.protocol.messages import (
+    Answer,
+    Attach,
+    Cancel,
+    Create,
+    Done,
+    Envelope,
+    Failed,
+    ListDevices,
+    ListPools,
+    Pools,
+    Request,
+)
+from cubroker.server import answers, batches, requests
+from cubroker.server.events import Asked
+from cubroker.server.peers import Peer
+from cubroker.server.requests import INLINE, Requests
+from cubroker.server.sessions import Session
+from tests.brokers import BrokerProcess
+from tests.server.clients import LAYOUT, RawClient
+from tests.server.loops import run, until
+
+LARGE = Layout.pack([(f"layer.{number}.weight", "BF16", (64, 64)) for number in range(2000)])
+
+
+def create(layout: bytes) -> Create:
+    return Create("pool", layout, ("HOST-1",), "ipc", 0.0, None)
+
+
+def test_the_same_id_is_done_once_and_answered_every_time(broker: BrokerProcess, client: RawClient) -> None:
+    client.publish("pool")
+    number = client.send(Attach("pool", 0, None, 0.0))
+    for _ in range(5):
+        client.send(Attach("pool", 0, None, 0.0), number)
+    first, *again = [client.receive() for _ in range(6)]
+    assert again == [first] * 5
+    (known,) = client.clients()
+    assert len(known.leases) == 1
+
+
+def test_a_pipeline_of_requests_is_answered_whole(broker: BrokerProcess, client: RawClient) -> None:
+    numbers = [client.send(ListDevices()) for _ in range(600)]
+    expected = client.answer(numbers[0])
+    assert all(client.answer(number) == expected for number in numbers[1:])
+
+
+@pytest.mark.parametrize("size", [100, INLINE + 1, 8 << 20])
+def test_a_layout_that_makes_no_sense_is_refused(broker: BrokerProcess, client: RawClient, size: int) -> None:
+    device = client.devices()[0].uuid
+    refused = client.ask(Create("pool", bytes(size), (device,), "ipc", 0.0, None), Failed)
+    assert refused.code == "invalid"
+    assert client.devices()
+
+
+def test_a_large_layout_is_served_like_a_small_one(broker: BrokerProcess, client: RawClient) -> None:
+    assert len(LARGE.encode()) > INLINE
+    assert client.publish("pool", LARGE) == 1
+    assert client.attach("pool").layout == LARGE.encode()
+
+
+def test_a_session_hears_what_is_wrong_with_its_request(broker: BrokerProcess, client: RawClient) -> None:
+    client.dealer.send(wire.pack([client.welcome.secret, 7, 1, ["Attach", "", 0, None, 0.0]]))
+    reply = client.receive()
+    assert reply.id == 7
+    assert isinstance(reply.body, Failed)
+    assert reply.body.code == "invalid"
+
+
+# -- without a broker ------------------------------------------------------------------------------
+
+
+class Desk:
+    """Requests with one session; what was asked of the ledger, and what was sent to the gateway."""
+
+    def __init__(self) -> None:
+        ours, self.client = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.session = Session(1, ours, Peer(os.getpid(), 0, 0, os.pidfd_open(os.getpid())), lambda event: None)
+        self.asked: list[Asked] = []
+        self.sent: list[Sequence[bytes]] = []
+        self.requests = Requests(self.asked.append, self.sent.append)
+        self.requests.enter(self.session)
+
+    def frame(self, number: int, body: Request, oldest: int = 1) -> bytes:
+        return wire.pack(Envelope(self.session.secret, number, oldest, body))
+
+    def send(self, *bodies: Request, oldest: int = 1) -> None:
+        frames = [self.frame(number, body, oldest) for number, body in enumerate(bodies, start=1)]
+        self.requests.receive([part for frame in frames for part in (b"id", frame)])
+
+    def replies(self) -> list[Answer]:
+        return [wire.unpack(frame, Answer) for batch in self.sent for _, frame in batches.pairs(batch)]
+
+
+@asynccontextmanager
+async def desk() -> AsyncIterator[Desk]:
+    opened = Desk()
+    try:
+        yield opened
+    finally:
+        opened.requests.close()
+        opened.session.close()
+        opened.client.close()
+
+
+def test_a_batch_is_answered_with_a_batch() -> None:
+    async def test() -> None:
+        async with desk() as at:
+            at.send(ListDevices(), ListPools())
+            assert at.sent == []
+            at.requests.respond(at.session, 1, Done())
+            at.requests.respond(at.session, 2, Pools(()))
+            at.requests.flush()
+            at.requests.flush()
+            assert len(at.sent) == 1
+            assert at.replies() == [Answer(1, Done()), Answer(2, Pools(()))]
+            at.send(ListDevices(), ListPools(), oldest=2)  # the first is answered for good
+            assert len(at.sent) == 2
+            assert at.replies()[2:] == [Answer(2, Pools(()))]
+            assert len(at.asked) == 2
+
+    run(test())
+
+
+def test_a_batch_of_large_answers_is_sent_in_parts() -> None:
+    async def test() -> None:
+        async with desk() as at:
+            at.send(ListDevices(), ListPools())
+            at.requests.respond(at.session, 1, Failed("invalid", "x" * batches.FULL))
+            assert len(at.sent) == 1
+
+    run(test())
+
+
+def test_a_flood_of_requests_is_refused_past_the_bound() -> None:
+    async def test() -> None:
+        async with desk() as at:
+            at.send(*[ListDevices()] * (answers.MAX_REQUESTS + 1))
+            (refused,) = at.replies()
+            assert isinstance(refused.body, Failed)
+            assert (refused.id, refused.body.code) == (answers.MAX_REQUESTS + 1, "over_quota")
+
+    run(test())
+
+
+def test_strangers_are_ignored() -> None:
+    async def test() -> None:
+        async with desk() as at:
+            for junk in (b"", b"junk", wire.pack([b"secret", 1, 1, ["Nonsense"]]), wire.pack([bytes(16), 1, 1, []])):
+                at.requests.receive([b"id", junk])
+            assert at.sent == []
+            at.requests.receive([b"id", wire.pack(Envelope(bytes(16), 1, 1, ListDevices()))])
+            (denied,) = at.replies()
+            assert isinstance(denied.body, Failed)
+            assert denied.body.code == "denied"
+
+    run(test())
+
+
+def test_a_cancel_does_not_overtake_the_create_that_it_is_meant_for() -> None:
+    async def test() -> None:
+        async with desk() as at:
+            at.send(create(LARGE.encode()), Cancel(1), ListDevices(), create(LAYOUT.encode()))
+            await until(lambda: len(at.asked) == 4)
+            assert [asked.request for asked in at.asked] == [3, 4, 1, 2]
+            assert {asked.request: asked.layout for asked in at.asked} == {1: LARGE, 2: None, 3: None, 4: LAYOUT}
+            at.requests.receive([b"id", at.frame(5, Cancel(1))])
+            assert at.asked[-1].request == 5
+
+    run(test())
+
+
+def test_a_layout_of_a_session_that_is_over_is_not_passed_on() -> None:
+    async def test() -> None:
+        async with desk() as at:
+            at.send(create(LARGE.encode()))
+            at.requests.leave(at.session)
+            marker = asyncio.get_running_loop().run_in_executor(at.requests._checker, int)
+            await marker
+            await asyncio.sleep(0)
+            assert at.asked == []
+
+    run(test())
+
+
+@pytest.mark.parametrize("error", [Invalid("wrong"), MemoryError(), RuntimeError("a mistake")])
+def test_a_layout_that_cannot_be_checked_is_answered(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def fail(_: bytes) -> Layout:
+        raise error
+
+    async def test() -> None:
+        async with desk() as at:
+            at.send(create(LARGE.encode()), create(LAYOUT.encode()))
+            await until(lambda: len(at.sent) == 2)
+            assert {answer.id for answer in at.replies()} == {1, 2}
+            assert all(isinstance(answer.body, Failed) and answer.body.code == "invalid" for answer in at.replies())
+
+    monkeypatch.setattr(requests.Layout, "decode", fail)
+    run(test())

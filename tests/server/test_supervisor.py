@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cubroker.protocol.errors import Unavailable
+from cubroker.server.supervisor import Supervisor
+from tests.server.loops import run, until
+from tests.server.processes import gateway_of
+
+
+@asynccontextmanager
+async def supervised(tmp_path: Path) -> AsyncIterator[tuple[Supervisor, list[str]]]:
+    """A supervisor, started and connected, and what it told the broker."""
+    path = tmp_path / "requests"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        supervisor = Supervisor(listener, path)
+        told: list[str] = []
+        supervisor.start()
+        try:
+            await supervisor.connect(lambda batch: told.append("batch"), lambda: told.append("changed"))
+            yield supervisor, told
+        finally:
+            await supervisor.stop()
+
+
+def test_a_gateway_that_cannot_be_started_again_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts = 0
+    spawn = asyncio.create_subprocess_exec
+
+    async def scarce(*command: Any, **options: Any) -> Any:
+        nonlocal attempts
+        attempts += 1
+        if attempts < 3:
+            raise OSError(11, "Resource temporarily unavailable")
+        return await spawn(*command, **options)
+
+    async def test() -> None:
+        async with supervised(tmp_path) as (supervisor, told):
+            monkeypatch.setattr(asyncio, "create_subprocess_exec", scarce)
+            os.kill(gateway_of(os.getpid()), signal.SIGKILL)
+            await until(lambda: told)
+            assert told == ["changed"]
+            assert attempts == 3
+            supervisor.send([b"nobody", b"hears this"])
+
+    run(test())
+
+
+def test_a_gateway_that_cannot_be_started_at_all_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never(*command: Any, **options: Any) -> Any:
+        raise FileNotFoundError(2, "no python")
+
+    async def test() -> None:
+        with pytest.raises(Unavailable, match="no python"):
+            async with supervised(tmp_path):
+                pass
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", never)
+    run(test())
+
+
+def test_answers_for_a_gateway_that_is_gone_are_dropped(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with supervised(tmp_path) as (supervisor, told):
+            await supervisor.stop()
+            supervisor.send([b"nobody", b"hears this"])
+            assert told == []
+
+    run(test())
+
+
+def test_a_supervisor_that_is_stopped_as_it_starts_leaves_no_process(tmp_path: Path) -> None:
+    async def test() -> None:
+        with socket.socket(socket.AF_UNIX) as listener:
+            supervisor = Supervisor(listener, tmp_path / "requests")
+            supervisor.start()
+            await asyncio.sleep(0)  # the task has begun
+            await supervisor.stop()
+
+    run(test())
+    children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+    commands = [Path(f"/proc/{child}/cmdline").read_bytes() for child in children]
+    assert not any(b"cubroker.server.gateway" in command for command in commands)
