@@ -1,0 +1,73 @@
+"""Torch's views of GPU memory that the broker owns."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cubroker.client import Broker
+from cubroker.client.loader import load
+from tests import checkpoints
+from tests.brokers import BrokerProcess, eventually
+from tests.gpu.sharing import gpu_broker, worker
+
+torch = pytest.importorskip("torch")
+if not torch.cuda.is_available():
+    pytest.skip("this torch was built without CUDA", allow_module_level=True)
+
+TENSORS = checkpoints.filled((*checkpoints.EVERY_DTYPE, *checkpoints.ODD_SHAPES))
+DIGESTS = {name: hashlib.sha256(data).hexdigest() for name, (_, _, data) in TENSORS.items()}
+
+
+@pytest.fixture
+def gpu(tmp_path: Path) -> Iterator[tuple[BrokerProcess, Broker]]:
+    with gpu_broker() as (process, broker):
+        load(broker, "m", checkpoints.write(tmp_path / "m.safetensors", TENSORS))
+        yield process, broker
+
+
+def test_torch_reads_the_files_bytes_in_two_other_processes(gpu: tuple[BrokerProcess, Broker]) -> None:
+    process, _ = gpu
+    with worker(process, "torch", "m") as one, worker(process, "torch", "m") as two:
+        assert one.answer() == two.answer() == DIGESTS
+
+
+def test_views_are_the_shared_memory_itself(gpu: tuple[BrokerProcess, Broker]) -> None:
+    from cubroker.client.torch import DTYPES, state_dict
+
+    _, broker = gpu
+    with broker.attach("m") as pool:
+        state = state_dict(pool)
+        for name, (dtype, shape, data) in TENSORS.items():
+            assert state[name].device == torch.device("cuda", pool.device.index)
+            assert state[name].data_ptr() == (pool[name].pointer if data else 0)
+            if not dtype.startswith(("F4", "F6")):
+                assert (state[name].dtype, tuple(state[name].shape)) == (DTYPES[dtype], shape)
+        del state
+
+
+def test_a_tensor_may_be_imported_by_itself(gpu: tuple[BrokerProcess, Broker]) -> None:
+    _, broker = gpu
+    with broker.attach("m") as pool:
+        alone = torch.from_dlpack(pool["matrix"])
+        assert alone.data_ptr() == pool["matrix"].pointer
+        assert alone.cpu().numpy().tobytes() == TENSORS["matrix"][2]
+        del alone
+
+
+def test_tensors_outlive_the_pool_and_hold_the_lease(gpu: tuple[BrokerProcess, Broker]) -> None:
+    from cubroker.client.torch import state_dict
+
+    _, broker = gpu
+    with broker.attach("m") as pool:
+        last = state_dict(pool)["long"]
+    broker.retire("m")
+    gc.collect()
+    assert (last + 0).cpu().numpy().tobytes() == TENSORS["long"][2]
+    assert [info.leases for info in broker.pools()] == [1]
+    del last
+    eventually(lambda: not broker.pools(), "the memory to be freed")
