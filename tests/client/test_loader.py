@@ -23,12 +23,6 @@ TENSORS = checkpoints.filled((*checkpoints.EVERY_DTYPE, *checkpoints.ODD_SHAPES,
 
 
 @pytest.fixture
-def client(broker: BrokerProcess) -> Iterator[Broker]:
-    with Broker(broker.directory) as session:
-        yield session
-
-
-@pytest.fixture
 def path(tmp_path: Path) -> Path:
     return checkpoints.write(tmp_path / "model.safetensors", TENSORS)
 
@@ -38,36 +32,38 @@ def contents(client: Broker, name: str, device: int) -> dict[str, tuple[str, tup
         return {name: (tensor.dtype, tensor.shape, tensor.tobytes()) for name, tensor in pool.items()}
 
 
-def test_a_loaded_pool_holds_what_the_file_holds_on_every_device(client: Broker, path: Path) -> None:
-    loaded = load(client, "m", path, devices=[0, 1])
-    assert (loaded.name, loaded.version, loaded.tensors, loaded.loaded) == ("m", 1, len(TENSORS), True)
+def test_a_loaded_pool_holds_what_the_file_holds_on_every_device(client: Broker, path: Path, name: str) -> None:
+    loaded = load(client, name, path, devices=[0, 1])
+    assert (loaded.name, loaded.version, loaded.tensors, loaded.loaded) == (name, 1, len(TENSORS), True)
     assert loaded.seconds > loaded.copy_seconds > 0
     (info,) = client.pools()
     assert (info.state, info.nbytes, len(info.devices), info.leases) == ("current", loaded.nbytes, 2, 0)
-    assert contents(client, "m", 0) == contents(client, "m", 1) == TENSORS
+    assert contents(client, name, 0) == contents(client, name, 1) == TENSORS
 
 
-def test_loading_again_publishes_a_next_version_in_slabs_of_the_asked_size(client: Broker, path: Path) -> None:
-    load(client, "m", path)
-    assert load(client, "m", path, slab=1 << 16).version == 2
-    with client.attach("m") as pool:
+def test_loading_again_publishes_a_next_version_in_slabs_of_the_asked_size(
+    client: Broker, path: Path, name: str
+) -> None:
+    load(client, name, path)
+    assert load(client, name, path, slab=1 << 16).version == 2
+    with client.attach(name) as pool:
         assert len(pool.slabs) > 2
-    assert contents(client, "m", 0) == TENSORS
+    assert contents(client, name, 0) == TENSORS
 
 
-def test_if_absent_leaves_a_pool_alone_that_is_there(client: Broker, path: Path, tmp_path: Path) -> None:
-    load(client, "m", path)
+def test_if_absent_leaves_a_pool_alone_that_is_there(client: Broker, path: Path, tmp_path: Path, name: str) -> None:
+    load(client, name, path)
     other = checkpoints.write(tmp_path / "other.safetensors", checkpoints.filled([("x", "U8", (1,))]))
-    found = load(client, "m", other, if_absent=True)
+    found = load(client, name, other, if_absent=True)
     assert (found.version, found.tensors, found.loaded, found.copy_seconds) == (1, len(TENSORS), False, 0)
     (info,) = client.pools()
     assert info.leases == 0
 
 
-def test_a_checkpoint_of_empty_tensors_can_be_loaded(client: Broker, tmp_path: Path) -> None:
+def test_a_checkpoint_of_empty_tensors_can_be_loaded(client: Broker, tmp_path: Path, name: str) -> None:
     tensors = checkpoints.filled([("none", "F32", (0, 3)), ("nothing", "F4", (0,))])
-    load(client, "m", checkpoints.write(tmp_path / "m.safetensors", tensors))
-    assert contents(client, "m", 0) == tensors
+    load(client, name, checkpoints.write(tmp_path / "m.safetensors", tensors))
+    assert contents(client, name, 0) == tensors
 
 
 def shrink(path: Path) -> None:
@@ -91,7 +87,7 @@ def interrupt(path: Path) -> None:
     [
         (shrink, Invalid, "it ended at byte"),
         (touch, Invalid, "it was changed while it was read"),
-        (fail, DeviceFailure, "copying files into a draft of 'm'"),
+        (fail, DeviceFailure, "copying files into a draft"),
         (interrupt, KeyboardInterrupt, "^$"),
     ],
 )
@@ -102,6 +98,7 @@ def test_an_accident_while_copying_leaves_no_draft(
     accident: Callable[[Path], None],
     error: type[BaseException],
     says: str,
+    name: str,
 ) -> None:
     fill = loader.fill
 
@@ -112,20 +109,20 @@ def test_an_accident_while_copying_leaves_no_draft(
 
     monkeypatch.setattr(loader, "fill", accidental)
     with pytest.raises(error, match=says):
-        load(client, "m", path)
+        load(client, name, path)
     assert client.pools() == ()
 
 
-def test_a_progress_that_fails_leaves_no_draft(client: Broker, path: Path) -> None:
+def test_a_progress_that_fails_leaves_no_draft(client: Broker, path: Path, name: str) -> None:
     def progress(done: int, total: int) -> None:
         raise RuntimeError("the bar broke")
 
     with pytest.raises(RuntimeError, match="the bar broke"):
-        load(client, "m", path, progress=progress)
+        load(client, name, path, progress=progress)
     assert client.pools() == ()
 
 
-def test_what_cannot_be_loaded_leaves_no_draft(client: Broker, path: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_loaded_leaves_no_draft(client: Broker, path: Path, tmp_path: Path, name: str) -> None:
     large = tmp_path / "large.safetensors"
     size = 65 << 20
     large.write_bytes(checkpoints.encode({"x": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}))
@@ -138,25 +135,27 @@ def test_what_cannot_be_loaded_leaves_no_draft(client: Broker, path: Path, tmp_p
     ]
     for error, what, options in attempts:
         with pytest.raises(error):
-            load(client, "m", what, **options)
+            load(client, name, what, **options)
         assert client.pools() == ()
     with pytest.raises(Invalid):
         load(client, "no name", path)
 
 
-def test_a_pool_that_somebody_else_writes_is_not_loaded(broker: BrokerProcess, client: Broker, path: Path) -> None:
+def test_a_pool_that_somebody_else_writes_is_not_loaded(
+    lender: BrokerProcess, client: Broker, path: Path, name: str
+) -> None:
     layout = Layout.pack([("x", "U8", (1,))])
-    with Broker(broker.directory) as other, other.create("m", layout) as draft:
+    with Broker(lender.directory) as other, other.create(name, layout) as draft:
         assert isinstance(draft, Draft)
         with pytest.raises(Exists):
-            load(client, "m", path)
+            load(client, name, path)
 
 
 class Process:
     """A ``tests.client.load_process``."""
 
-    def __init__(self, broker: BrokerProcess, path: Path, how: str) -> None:
-        command = [sys.executable, "-m", "tests.client.load_process", str(broker.directory), "m", str(path), how]
+    def __init__(self, lender: BrokerProcess, name: str, path: Path, how: str) -> None:
+        command = [sys.executable, "-m", "tests.client.load_process", str(lender.directory), name, str(path), how]
         root = Path(__file__).parents[2]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root)
         assert self.line() == "asking"
@@ -171,11 +170,11 @@ class Process:
 
 
 @pytest.fixture
-def start(broker: BrokerProcess, path: Path) -> Iterator[Callable[[str], Process]]:
+def start(lender: BrokerProcess, path: Path, name: str) -> Iterator[Callable[[str], Process]]:
     started: list[Process] = []
 
     def one(how: str) -> Process:
-        started.append(Process(broker, path, how))
+        started.append(Process(lender, name, path, how))
         return started[-1]
 
     yield one
@@ -184,22 +183,24 @@ def start(broker: BrokerProcess, path: Path) -> Iterator[Callable[[str], Process
         each.process.communicate()
 
 
-def test_of_many_loaders_at_once_one_loads(client: Broker, start: Callable[[str], Process]) -> None:
+def test_of_many_loaders_at_once_one_loads(client: Broker, start: Callable[[str], Process], name: str) -> None:
     results = [process.result() for process in [start("if-absent") for _ in range(8)]]
     assert sorted(result["loaded"] for result in results) == [False] * 7 + [True]
     assert {result["version"] for result in results} == {1}
     assert [(info.version, info.state) for info in client.pools()] == [(1, "current")]
-    assert contents(client, "m", 0) == TENSORS
+    assert contents(client, name, 0) == TENSORS
 
 
-def test_when_the_loader_is_killed_one_that_waits_takes_over(client: Broker, start: Callable[[str], Process]) -> None:
+def test_when_the_loader_is_killed_one_that_waits_takes_over(
+    client: Broker, start: Callable[[str], Process], name: str
+) -> None:
     first = start("hold")
     assert first.line() == "copying"
     others = [start("if-absent") for _ in range(2)]
     first.process.kill()
     results = [process.result() for process in others]
     assert sorted(result["loaded"] for result in results) == [False, True]
-    assert contents(client, "m", 0) == TENSORS
+    assert contents(client, name, 0) == TENSORS
     eventually(lambda: len(client.pools()) == 1, "the dead loader's draft to go")
 
 

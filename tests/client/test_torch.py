@@ -3,7 +3,6 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +15,15 @@ from cubroker.client import torch as bridge
 from cubroker.client.loader import load
 from cubroker.client.torch import state_dict
 from tests import checkpoints
-from tests.brokers import BrokerProcess, eventually
+from tests.brokers import eventually
 
 PACKED = {"F4", "F6_E2M3", "F6_E3M2"}
 TENSORS = checkpoints.filled((*checkpoints.EVERY_DTYPE, *checkpoints.ODD_SHAPES, ("odd.rows", "F4", (4, 3))))
 
 
-@pytest.fixture
-def client(broker: BrokerProcess, tmp_path: Path) -> Iterator[Broker]:
-    with Broker(broker.directory) as session:
-        load(session, "m", checkpoints.write(tmp_path / "m.safetensors", TENSORS), slab=1 << 16)
-        yield session
+@pytest.fixture(autouse=True)
+def published(client: Broker, tmp_path: Path) -> None:
+    load(client, "m", checkpoints.write(tmp_path / "m.safetensors", TENSORS), slab=1 << 16)
 
 
 def raw(tensor: torch.Tensor) -> bytes:

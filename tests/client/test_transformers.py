@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from cubroker.client.loader import load
 from cubroker.client.transformers import attach_model
 from cubroker.client.verify import verify
 from cubroker.protocol.errors import Invalid
-from tests.brokers import PATIENCE, BrokerProcess, serving
+from tests.brokers import PATIENCE, serving
 from tests.client.embed_process import embed
 
 SIZES = {
@@ -60,11 +60,9 @@ MODELS: list[tuple[Callable[[Any], PreTrainedModel], Any]] = [
 ]
 
 
-@pytest.fixture
-def client(broker: BrokerProcess) -> Iterator[Broker]:
+@pytest.fixture(autouse=True)
+def quiet() -> None:
     logging.disable_progress_bar()
-    with Broker(broker.directory) as session:
-        yield session
 
 
 def made(kind: Callable[[Any], PreTrainedModel], config: Any) -> PreTrainedModel:
