@@ -129,24 +129,36 @@ class Child:
         self._process.kill()
         self._process.wait(PATIENCE)
 
-    def close(self, *, gently: bool) -> None:
-        """End the process: ``gently`` with SIGTERM first, and after 10 s, or at once, with all of its group."""
-        if gently:
-            self._process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(10)
+    def leave(self) -> None:
+        """Close the child's input and give it 10 s to end of itself."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._wait(10)
+
+    def terminate(self) -> None:
+        """Send SIGTERM and give the child 10 s."""
+        self._process.terminate()
+        self._wait(10)
+
+    def close(self) -> None:
+        """Kill the child and its own children, if it has not ended, and let go of its pipes."""
         if self._process.poll() is None:
             # It was not waited for, so the group is still its own.
             os.killpg(self.pid, signal.SIGKILL)
-            self._process.wait(PATIENCE)
+            self._wait(PATIENCE)
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
             pipe.close()
 
+    def _wait(self, seconds: float) -> None:
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+
     def _ended(self) -> Unavailable:
-        status = self._process.wait(PATIENCE)
+        self._wait(PATIENCE)
         last = self._log.read_text(errors="replace").strip().splitlines()[-1:]
-        return Unavailable(f"{self._role} has ended with status {status}: {''.join(last) or 'it said nothing'}")
+        said = "".join(last) or "it said nothing"
+        return Unavailable(f"{self._role} has ended with status {self._process.returncode}: {said}")
 
 
 class Stage:
@@ -181,8 +193,11 @@ class Stage:
     ) -> None:
         self._interrupts.hold()
         for worker in self._workers:
-            worker.close(gently=False)
+            if kind is None:
+                worker.leave()
+            worker.close()
         if self._broker is not None:
-            self._broker.close(gently=True)
+            self._broker.terminate()
+            self._broker.close()
         shutil.rmtree(self.directory, ignore_errors=True)
         self._interrupts.restore()

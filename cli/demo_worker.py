@@ -56,17 +56,12 @@ class Worker:
         return {}
 
 
-def _contents(checkpoint: Checkpoint) -> Iterator[tuple[str, bytes]]:
-    """Yield every tensor's name and its bytes in the file, read without the loader's help."""
+def _contents(checkpoint: Checkpoint) -> Iterator[tuple[str, bytearray]]:
+    """Yield every tensor's name and its bytes in the file."""
     for entry in checkpoint.entries:
-        data = bytearray()
-        while len(data) < entry.nbytes:
-            descriptor = checkpoint.files[entry.file].descriptor
-            piece = os.pread(descriptor, entry.nbytes - len(data), entry.offset + len(data))
-            if not piece:
-                break
-            data += piece
-        yield entry.name, bytes(data)
+        data = bytearray(entry.nbytes)
+        checkpoint.files[entry.file].read_into([memoryview(data)] if data else [], entry.offset)
+        yield entry.name, data
 
 
 @contextmanager

@@ -37,9 +37,8 @@ def command(reference: options.Reference, directory: Path, as_json: bool) -> Non
         return
     for line in _heading(info, layout):
         text.say(line)
-    if layout.tensors:
-        text.say("")
-        table.show(COLUMNS, [_row(tensor) for tensor in layout.tensors])
+    text.say("")
+    table.show(COLUMNS, [_row(tensor) for tensor in layout.tensors])
 
 
 def _document(info: PoolInfo, layout: Layout) -> dict[str, object]:

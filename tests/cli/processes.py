@@ -47,13 +47,18 @@ def started(*arguments: str | Path, env: Mapping[str, str] | None = None) -> Ite
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        preexec_fn=_as_in_the_foreground,
     )
     with process:
         try:
             yield process
         finally:
             process.kill()
+
+
+def _as_in_the_foreground() -> None:
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def holding(marker: str) -> list[int]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cubroker.cli.main import COMMANDS
+from cubroker.cli import main
 from tests.cli.processes import environment, run
 
 
@@ -33,23 +33,30 @@ from tests.cli.processes import environment, run
     ],
     ids=" ".join,
 )
-def test_wrong_usage_is_status_2_with_the_usage(arguments: list[str]) -> None:
-    done = run(*arguments)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "Usage: cubroker" in done.stderr
-    assert "Error: " in done.stderr
+def test_wrong_usage_is_status_2_with_the_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(arguments) == 2
+    out, errors = capsys.readouterr()
+    assert out == ""
+    assert "Usage: cubroker" in errors
+    assert "Error: " in errors
 
 
 @pytest.mark.parametrize(
     "arguments",
     ["ls", "show x", "clients", "devices --json", "retire x@1", "load x y", "verify x y"],
 )
-def test_no_broker_there_is_status_3(arguments: str, tmp_path: Path) -> None:
-    done = run(*arguments.split(), "--directory", tmp_path / "nobody")
-    assert (done.returncode, done.stdout) == (3, "")
-    assert str(tmp_path / "nobody") in done.stderr
-    reason = done.stderr.splitlines()[-1]
-    assert reason.startswith("cubroker: ")
+def test_no_broker_there_is_status_3(arguments: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run([*arguments.split(), "--directory", str(tmp_path / "nobody")]) == 3
+    out, errors = capsys.readouterr()
+    assert out == ""
+    assert errors.startswith("cubroker: ")
+    assert str(tmp_path / "nobody") in errors
+    assert len(errors.splitlines()) == 1
+
+
+def test_statuses_are_those_of_the_process(tmp_path: Path) -> None:
+    assert run("nothing").returncode == 2
+    assert run("ls", "--directory", tmp_path / "nobody").returncode == 3
 
 
 def test_the_directory_may_come_first_last_or_from_the_environment(tmp_path: Path) -> None:
@@ -61,23 +68,36 @@ def test_the_directory_may_come_first_last_or_from_the_environment(tmp_path: Pat
     assert str(tmp_path / "inherited") in inherited.stderr
 
 
-@pytest.mark.parametrize("option", [["--durable"], ["--share", "vmm"], ["--share", "multicast"]], ids=" ".join)
-def test_what_is_not_built_yet_is_refused_as_such(option: list[str], tmp_path: Path) -> None:
-    done = run("load", "llama", tmp_path, *option, "--directory", tmp_path)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith(f"cubroker: {' '.join(option)}: ")
-    assert "not built yet" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+@pytest.mark.parametrize("option", ["--durable", "--share vmm", "--share multicast"])
+def test_what_is_not_built_yet_is_refused_as_such(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["load", "llama", "x.safetensors", *option.split()]) == 1
+    out, errors = capsys.readouterr()
+    assert out == ""
+    assert errors.startswith(f"cubroker: {option}: ")
+    assert "not built yet" in errors
+    assert len(errors.splitlines()) == 1
 
 
-def test_help_names_every_command_and_every_command_has_help() -> None:
-    overview = run("--help").stdout
-    for command, (_, summary) in COMMANDS.items():
+def test_help_names_every_command_and_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["--help"]) == 0
+    overview = capsys.readouterr().out
+    for command, (_, summary) in main.COMMANDS.items():
         assert f"  {command}" in overview
         assert summary in overview
-        done = run(command, "-h")
-        assert (done.returncode, done.stderr) == (0, "")
-        assert done.stdout.startswith(f"Usage: cubroker {command} ")
+        assert main.run([command, "-h"]) == 0
+        assert capsys.readouterr().out.startswith(f"Usage: cubroker {command} ")
+
+
+def test_a_shell_completes_commands() -> None:
+    env = environment(_CUBROKER_COMPLETE="bash_complete", COMP_WORDS="cubroker de", COMP_CWORD="1")
+    assert run(env=env).stdout.split() == ["plain,devices", "plain,demo"]
+
+
+def test_a_file_that_cannot_be_used_is_a_refusal(tmp_path: Path) -> None:
+    done = run("serve", "--devices", "host:1@64MiB", "--directory", "/proc/nowhere")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("cubroker: ")
+    assert "/proc/nowhere" in done.stderr
 
 
 def test_help_imports_neither_cuda_nor_zeromq_nor_torch() -> None:
@@ -89,10 +109,10 @@ def test_help_imports_neither_cuda_nor_zeromq_nor_torch() -> None:
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-@pytest.mark.parametrize("command", ["ls", "load", "serve", "demo"])
-def test_no_command_imports_torch(command: str) -> None:
+def test_no_command_imports_torch() -> None:
     program = (
-        f"import sys; from cubroker.cli.main import run; assert run([{command!r}, '--help']) == 0;"
+        "import sys; from cubroker.cli import main;"
+        "assert all(main.run([command, '--help']) == 0 for command in main.COMMANDS);"
         "print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
