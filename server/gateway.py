@@ -17,6 +17,7 @@ import resource
 import signal
 import socket
 import sys
+from contextlib import suppress
 
 import zmq
 
@@ -73,12 +74,9 @@ class Gateway:
         return bool(data)
 
     def _write(self) -> None:
-        try:
+        # Full: there will be room. Broken: the broker is gone, as the next read will say.
+        with suppress(BlockingIOError, ConnectionError):
             self._unsent = self._unsent[self._pipe.send(self._unsent) :]
-        except BlockingIOError:
-            pass
-        except ConnectionError:
-            self._unsent = memoryview(b"")  # the broker is gone, as the next read will say
 
     def _collect(self) -> list[bytes]:
         """Receive the requests that are there, up to a batch of them."""

@@ -64,7 +64,8 @@ def greet(connection: socket.socket, hello: bytes = HELLO) -> Greeting:
 def hear(connection: socket.socket) -> Greeting:
     data = connection.recv(1 << 16)
     assert data, "the broker hung up without a word"
-    return wire.unpack(data, Greeting)  # type: ignore[arg-type]  # a union is no class
+    greeting: Greeting = wire.unpack(data, Greeting)
+    return greeting
 
 
 class RawClient:
@@ -111,7 +112,8 @@ class RawClient:
         """Return the next notice."""
         data = self.connection.recv(1 << 16)
         assert data, "the broker hung up"
-        return wire.unpack(data, Notice)  # type: ignore[arg-type]
+        notice: Notice = wire.unpack(data, Notice)
+        return notice
 
     def close(self) -> None:
         self.dealer.close()

@@ -91,7 +91,7 @@ class Stage:
         self.sent: list[Sequence[bytes]] = []
         self.broker = Broker(cast(Ledger, Mistaken()), {}, "host:1", self.sent.append)
         self.broker.admit(ours, Peer(os.getpid(), 0, 0, os.pidfd_open(os.getpid())), 1)
-        welcome = wire.unpack(self.client.recv(1000), Greeting)  # type: ignore[arg-type]
+        welcome = wire.unpack(self.client.recv(1000), Greeting)
         assert isinstance(welcome, Welcome)
         self.secret = welcome.secret
 

@@ -4,7 +4,7 @@ import os
 import resource
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import pytest
 import zmq
@@ -40,6 +40,37 @@ def test_requests_survive_the_death_of_the_gateway(broker: BrokerProcess, client
     with session(broker.directory) as writer:
         writer.publish("later")
     assert client.answer(waiting)
+
+
+def test_nothing_is_lost_or_done_twice_when_the_gateway_dies(broker: BrokerProcess, client: RawClient) -> None:
+    client.publish("pool")
+    attach, count = Attach("pool", 0, None, 0.0), 1000
+    numbers = [client.send(attach) for _ in range(count)]
+    received = [client.receive() for _ in range(count // 10)]
+    os.kill(gateway_of(broker.pid), signal.SIGKILL)
+    assert client.notice() == GatewayChanged()
+    for number in numbers:
+        client.send(attach, number)
+    answers = {answer.id: answer for answer in received}
+    while len(answers) < count:
+        answer = client.receive()
+        assert answers.setdefault(answer.id, answer) == answer
+    (known,) = client.clients()
+    assert len(known.leases) == count
+
+
+def test_a_gateway_that_runs_out_of_descriptors_harms_no_session(broker: BrokerProcess, client: RawClient) -> None:
+    pid = gateway_of(broker.pid)
+    hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)[1]
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (descriptors(pid) + 2, hard))
+    with zmq.Context() as context, ExitStack() as flood:
+        for _ in range(10):
+            peer = flood.enter_context(context.socket(zmq.DEALER))
+            peer.setsockopt(zmq.LINGER, 0)
+            peer.connect(f"ipc://{broker.directory / REQUEST_SOCKET}")
+            peer.send(b"junk")
+        assert client.notice() == GatewayChanged()
+    assert client.devices()
 
 
 def test_a_lease_counted_before_the_gateway_died_is_not_counted_again(broker: BrokerProcess, client: RawClient) -> None:
@@ -146,9 +177,9 @@ def test_a_squatted_routing_id_fails_its_squatter_alone(broker: BrokerProcess, c
 
 def test_the_limits_hold_where_the_system_sets_none(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: dict[int, tuple[int, int]] = {}
-    monkeypatch.setattr(gateway.signal, "signal", lambda number, action: None)
-    monkeypatch.setattr(gateway.resource, "getrlimit", lambda kind: (1024, resource.RLIM_INFINITY))
-    monkeypatch.setattr(gateway.resource, "setrlimit", lambda kind, value: chosen.update({kind: value}))
+    monkeypatch.setattr(signal, "signal", lambda number, action: None)
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024, resource.RLIM_INFINITY))
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, value: chosen.update({kind: value}))
     gateway.limit()
     assert chosen[resource.RLIMIT_DATA] == (gateway.MAX_MEMORY, resource.RLIM_INFINITY)
     assert chosen[resource.RLIMIT_NOFILE] == (gateway.MAX_DESCRIPTORS, resource.RLIM_INFINITY)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cubroker.protocol.messages import Farewell
+from cubroker.protocol.messages import Attach, Farewell
 from tests.brokers import BrokerProcess, eventually
 from tests.server.clients import RawClient, session
 from tests.server.processes import alive, gateway_of, maps, resident
@@ -32,6 +32,8 @@ def test_a_broker_serves_until_it_is_told_to_stop(broker: BrokerProcess, number:
 
 def test_a_stopping_broker_says_farewell_and_hangs_up(broker: BrokerProcess, client: RawClient) -> None:
     client.publish("kept")
+    client.send(Attach("never", 0, None, 60.0))
+    client.devices()
     broker.stop()
     assert isinstance(client.notice(), Farewell)
     assert client.connection.recv(1) == b""

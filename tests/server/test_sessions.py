@@ -9,8 +9,6 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-import pytest
-
 from cubroker.protocol import wire
 from cubroker.protocol.messages import (
     Close,
@@ -67,12 +65,13 @@ def test_a_detached_holder_may_still_give_its_lease_back(broker: BrokerProcess, 
         assert leases(client) == []
 
 
-@pytest.mark.parametrize("said", [b"anything", b""])
-def test_whatever_a_client_says_after_its_greeting_ends_the_connection(broker: BrokerProcess, said: bytes) -> None:
-    with session(broker.directory) as talker:
-        talker.connection.send(said)
-        assert talker.connection.recv(1) == b""
-    assert ("sent something on the session socket" in broker.log()) == bool(said)
+def test_whatever_a_client_says_after_its_greeting_ends_the_connection(broker: BrokerProcess) -> None:
+    for said in (b"", b"anything"):
+        assert "sent something on the session socket" not in broker.log()
+        with session(broker.directory) as talker:
+            talker.connection.send(said)
+            assert talker.connection.recv(1) == b""
+    assert "sent something on the session socket" in broker.log()
 
 
 def test_a_watcher_hears_of_every_publication(broker: BrokerProcess, client: RawClient) -> None:
@@ -113,7 +112,7 @@ class Ends:
                 data = self.client.recv(1 << 16)
             except BlockingIOError:
                 return notices
-            notices.append(wire.unpack(data, Notice))  # type: ignore[arg-type]
+            notices.append(wire.unpack(data, Notice))
 
 
 @asynccontextmanager
