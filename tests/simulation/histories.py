@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from functools import cache
+from typing import TypeVar
 
 from cubroker.protocol import messages as m
 from cubroker.protocol.layout import Layout
@@ -20,49 +21,66 @@ from tests.simulation.model import MIB
 Action = tuple[str, tuple[int, ...]]
 
 BROKER = 1000
-UIDS = (BROKER, 1001, 1002, 0, 1001)
-NAMES = ("a", "b", "c", "a", "b", "-bad")
+UIDS = (BROKER, 1001, 1002, 0, 1001, 1001, 1001)
 DEVICES = (Budget(0, "GPU-0", "first", 16 * MIB, 12 * MIB), Budget(1, "GPU-1", "second", 16 * MIB, 8 * MIB))
-UUIDS = ("GPU-0", "GPU-1", None, "GPU-9")
-SETS = (("GPU-0",), ("GPU-1",), ("GPU-0", "GPU-1"), ("GPU-1", "GPU-0"), ("GPU-0", "GPU-0"), ("GPU-9",))
-SIZES = ((1,), (2 * MIB,), (3 * MIB, 256), (4 * MIB,), (8 * MIB,), (6 * MIB, 6 * MIB), (13 * MIB,), ())
-SHARES = ("ipc", "ipc", "ipc", "ipc", "ipc", "ipc", "vmm", "multicast", "wish")
 LIMITS = (Limits(), Limits(leases=3, unfinished=3, watches=1))
 OBSERVER = 1
+
+# What requests are made of: usual values, and rare ones that are mostly refused.
+NAMES = (("a", "a", "b", "b", "c"), ("-bad", "c"))
+VERSIONS = ((0, 0, 0, 0, 1, 2), (3, 4))
+ANY_DEVICE = ((None, "GPU-0", "GPU-0", "GPU-1"), ("GPU-9",))
+DEVICE_SETS = (
+    (("GPU-0",), ("GPU-0",), ("GPU-1",), ("GPU-0", "GPU-1")),
+    (("GPU-1", "GPU-0"), ("GPU-0", "GPU-0"), ("GPU-9",)),
+)
+LAYOUTS = (((1,), (2 * MIB,), (3 * MIB, 256), (4 * MIB,), (8 * MIB,)), ((6 * MIB, 6 * MIB), (13 * MIB,), ()))
+SHARES = (("ipc",), ("vmm", "multicast", "wish"))
+WAITS = ((0.0, 5.0, 7.0), (0.0,))
+OR_ATTACH = ((None, None, "GPU-0"), ("GPU-1", "GPU-9"))
 
 WEIGHTS = {
     "join": 4,
     "lost": 2,
     "gone": 3,
-    "attach": 22,
-    "create": 22,
-    "seal": 14,
-    "close": 14,
+    "attach": 24,
+    "create": 36,
+    "seal": 24,
+    "close": 12,
     "cancel": 3,
-    "retire": 6,
+    "retire": 14,
     "watch": 4,
     "describe": 2,
-    "list": 4,
-    "allocated": 26,
+    "list": 2,
+    "allocated": 40,
     "failed": 3,
-    "freed": 16,
-    "elapsed": 4,
+    "freed": 24,
+    "elapsed": 3,
     "again": 1,
 }
 
+T = TypeVar("T")
+Choices = tuple[tuple[T, ...], tuple[T, ...]]
+
 
 def generate(seed: int) -> list[Action]:
-    """Return the history of a seed: 20 to 120 actions, after the world that it is played in."""
+    """Return the history of a seed: 30 to 200 actions, after the world that it is played in."""
     chance = random.Random(seed)
     weights = [weight * chance.choice((0.3, 1, 1, 2)) for weight in WEIGHTS.values()]
-    world: list[Action] = [("world", (int(chance.random() < 0.25),)), ("join", (1,)), ("join", (2,)), ("join", (0,))]
-    kinds = chance.choices(list(WEIGHTS), weights, k=chance.randrange(20, 120))
+    world: list[Action] = [("world", (int(chance.random() < 0.25),)), ("join", (1,)), ("join", (1,)), ("join", (2,))]
+    kinds = chance.choices(list(WEIGHTS), weights, k=chance.randrange(30, 200))
     return world + [(kind, tuple(chance.randrange(1 << 16) for _ in range(7))) for kind in kinds]
 
 
+def choose(choices: Choices[T], number: int) -> T:
+    """Return one of the usual choices, or once in 40 times a rare one."""
+    usual, rare = choices
+    return rare[number // 40 % len(rare)] if number % 40 == 0 else usual[number // 40 % len(usual)]
+
+
 @cache
-def layout(choice: int) -> tuple[Layout, bytes]:
-    made = Layout((), SIZES[choice])
+def layout(sizes: tuple[int, ...]) -> tuple[Layout, bytes]:
+    made = Layout((), sizes)
     return made, made.encode()
 
 
@@ -113,38 +131,29 @@ class Play:
         self.tell(e.Gone(self.user(session)))
 
     def attach(self, session: int, name: int, version: int, device: int, wait: int, *_: int) -> None:
-        number = (0, 0, 0, version // 7 % 5)[version % 4]
-        uuid = UUIDS[(0, 2, 1, 2, 0, 3)[device % 6]]
-        self.ask(self.user(session), m.Attach(NAMES[name % len(NAMES)], number, uuid, (0.0, 5.0, 7.0)[wait % 3]))
+        body = m.Attach(choose(NAMES, name), choose(VERSIONS, version), choose(ANY_DEVICE, device), choose(WAITS, wait))
+        self.ask(self.user(session), body)
 
     def create(self, session: int, name: int, sizes: int, on: int, share: int, wait: int, attach: int) -> None:
-        made, encoded = layout((0, 1, 1, 2, 3, 3, 4, 5, sizes // 16 % 8)[sizes % 9])
-        devices = SETS[(0, 0, 1, 2, 2, 3, on // 8 % 6)[on % 7]]
-        body = m.Create(
-            NAMES[name % len(NAMES)],
-            encoded,
-            devices,
-            SHARES[0 if share % 8 else share // 8 % len(SHARES)],
-            (0.0, 5.0, 7.0)[wait % 3],
-            (None, None, None, "GPU-0", "GPU-1", "GPU-9")[attach % 6],
-        )
+        made, encoded = layout(choose(LAYOUTS, sizes))
+        devices, kind, device = choose(DEVICE_SETS, on), choose(SHARES, share), choose(OR_ATTACH, attach)
+        body = m.Create(choose(NAMES, name), encoded, devices, kind, choose(WAITS, wait), device)
         self.ask(self.user(session), body, made)
 
-    def _lease(self, number: int, draft: bool) -> tuple[int, int]:
-        """Return a session and a lease of it, in rare cases of another one."""
-        leases = [lease for lease in self.pair.model.leases if not draft or lease.version.state == "draft"]
-        if number % 23 == 0 or not leases:
-            return self.user(number), number % 50
-        lease = leases[number % len(leases)]
-        return lease.session.id, lease.id
+    def _with_lease(self, number: int, body: type[m.Seal | m.Close], *, draft: bool) -> None:
+        """Ask with a lease, a draft or not; in rare cases with one that the session does not hold."""
+        leases = [lease for lease in self.pair.model.leases if draft == (lease.version.state == "draft")]
+        if number % 23 == 0:
+            self.ask(self.user(number), body(number % 50))
+        elif leases:
+            lease = leases[number % len(leases)]
+            self.ask(lease.session.id, body(lease.id))
 
     def seal(self, number: int, *_: int) -> None:
-        session, lease = self._lease(number, draft=number % 11 != 0)
-        self.ask(session, m.Seal(lease))
+        self._with_lease(number, m.Seal, draft=number % 11 != 0)
 
     def close(self, number: int, *_: int) -> None:
-        session, lease = self._lease(number, draft=number % 11 == 0)
-        self.ask(session, m.Close(lease))
+        self._with_lease(number, m.Close, draft=number % 11 == 0)
 
     def cancel(self, number: int, *_: int) -> None:
         requests = self.pair.model.requests
@@ -152,15 +161,24 @@ class Play:
             request = requests[number % len(requests)]
             self.ask(request.session.id, m.Cancel(request.id + (number % 17 == 0)))
 
-    def retire(self, session: int, name: int, version: int, *_: int) -> None:
-        number = (0, version // 5 % 5)[version % 2]
-        self.ask(self.user(session), m.Retire(NAMES[name % len(NAMES)], number))
+    def _version(self, name: int, number: int) -> tuple[str, int]:
+        """Return a version that was published and lives; in rare cases any."""
+        versions = [version for version in self.pair.model.versions if version.state in ("current", "superseded")]
+        if number % 16 == 0 or not versions:
+            return choose(NAMES, name), number // 8 % 5
+        version = versions[number % len(versions)]
+        return version.name, 0 if version.state == "current" and name % 2 else version.number
+
+    def retire(self, session: int, name: int, number: int, *_: int) -> None:
+        if self.pair.model.versions or number % 16 == 0:
+            user = self.user(session) if session % 3 else OBSERVER
+            self.ask(user, m.Retire(*self._version(name, number)))
 
     def watch(self, session: int, name: int, on: int, *_: int) -> None:
-        self.ask(self.user(session), m.Watch(NAMES[name % len(NAMES)], on % 3 != 0))
+        self.ask(self.user(session), m.Watch(choose(NAMES, name), on % 3 != 0))
 
-    def describe(self, session: int, name: int, version: int, *_: int) -> None:
-        self.ask(self.user(session), m.Describe(NAMES[name % len(NAMES)], version % 4))
+    def describe(self, session: int, name: int, number: int, *_: int) -> None:
+        self.ask(self.user(session), m.Describe(*self._version(name, number)))
 
     def list(self, *_: int) -> None:
         self.observe()
@@ -170,7 +188,7 @@ class Play:
         requests = self.pair.model.requests
         if requests:
             request = requests[number % len(requests)]
-            self.tell(e.Asked(request.session.id, request.id, m.Attach(NAMES[name % 3], 9, None, 5.0)))
+            self.tell(e.Asked(request.session.id, request.id, m.Attach(choose(NAMES, name), 9, None, 5.0)))
 
     def allocated(self, number: int, *_: int) -> None:
         if self.pair.under_way:
@@ -203,8 +221,8 @@ class Play:
         """End every session and report every free; then nothing may be left."""
         for session in [session.id for session in self.pair.model.sessions if session.id != OBSERVER]:
             self.tell(e.Gone(session))
-        for name in ("a", "b", "c"):
-            self.ask(OBSERVER, m.Retire(name, 0))
+        for version in list(self.pair.model.versions):
+            self.ask(OBSERVER, m.Retire(version.name, version.number))
         while self.pair.to_free:
             self.freed(0)
         self.observe()
