@@ -176,5 +176,8 @@ def test_a_watch_tells_what_is_current_now_and_whenever_that_changes(story: Stor
     story << done(2, 2)
     story >> asks(2, 3, m.Watch("a", on=False))
     story << done(2, 3)
+    story.quietly(e.Freed(1), creates(1, 4, "a", MIB), e.Allocated(3, (b"handle 3",)))
+    story >> asks(1, 5, m.Seal(3))
+    story << e.Respond(1, 5, m.Sealed(3))
     story >> asks(2, 4, m.Watch("no name", on=True))
     story << refused(2, 4, "invalid", "cannot name a pool")

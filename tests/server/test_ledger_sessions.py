@@ -173,6 +173,8 @@ def test_a_version_is_described_by_number_or_as_the_current_one(story: Story) ->
     story << refused(2, 3, "not_found", "a has no version 2")
     story >> asks(2, 4, m.Describe("b", 0))
     story << refused(2, 4, "not_found", "no pool is named 'b'")
+    story >> asks(2, 9, m.Describe("no name", 0))
+    story << refused(2, 9, "invalid", "cannot name a pool")
     story.publishes(1, "a")
     story >> asks(2, 5, m.Describe("a", 1))
     story << refused(2, 5, "retired", "a@1", "the current one is 2")
