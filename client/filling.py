@@ -36,7 +36,8 @@ def fill(checkpoint: Checkpoint, layout: Layout, targets: Sequence[Target], prog
     with ExitStack() as undo:
         threads = ThreadPoolExecutor(count, thread_name_prefix="cubroker-load")
         undo.callback(_close_all, sinks)
-        undo.callback(_join, threads, stop)
+        undo.callback(join, threads)
+        undo.callback(stop.set)
         sinks += (threads.submit(_sink, targets) for _ in range(count))
         ready = [sink.result() for sink in sinks]
         began = time.perf_counter()
@@ -83,9 +84,8 @@ def _follow(news: SimpleQueue[int | Future[None]], running: int, total: int, pro
             progress(done, total)
 
 
-def _join(threads: ThreadPoolExecutor, stop: Event) -> None:
-    """End the threads. They write into memory that is about to be unmapped, so nothing cuts the wait for them short."""
-    stop.set()
+def join(threads: ThreadPoolExecutor) -> None:
+    """End the threads. They use memory that is about to be unmapped, so nothing cuts the wait for them short."""
     interrupted = False
     while True:
         try:

@@ -60,7 +60,7 @@ def load(
         devices: where the tensors shall be, once on each: ordinals of this process or UUIDs.
         share: how workers will open the memory.
         if_absent: load only if the pool has no current version. Of many who ask this at once one loads while the
-            others wait; if it fails or is killed, the next one takes over.
+            others wait, up to ``wait`` seconds; if it fails or is killed, the next one takes over.
         slab: the most bytes of one allocation; by default there is one allocation per device.
         wait: seconds to wait for room and for the turn to write.
         progress: called by this thread, now and then, with bytes done and bytes in all.

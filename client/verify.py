@@ -12,7 +12,7 @@ from queue import SimpleQueue
 from cubroker.client.broker import Broker
 from cubroker.client.checkpoint import Checkpoint, Entry, Paths
 from cubroker.client.devices import failure
-from cubroker.client.filling import Progress, thread_count
+from cubroker.client.filling import Progress, join, thread_count
 from cubroker.client.pool import Pool
 from cubroker.client.rings import CHUNK, at_address
 from cubroker.driver import DriverError
@@ -128,10 +128,12 @@ def _contents(
 @contextmanager
 def _comparing(checkpoint: Checkpoint, pool: Pool, count: int) -> Iterator[tuple[ThreadPoolExecutor, _Comparer]]:
     threads = ThreadPoolExecutor(count, thread_name_prefix="cubroker-verify")
+    comparer = _Comparer(checkpoint, pool, count)
     try:
-        yield threads, _Comparer(checkpoint, pool, count)
+        yield threads, comparer
     finally:
-        threads.shutdown(cancel_futures=True)
+        join(threads)
+        comparer.close()
 
 
 class _Comparer:
@@ -140,10 +142,14 @@ class _Comparer:
     def __init__(self, checkpoint: Checkpoint, pool: Pool, count: int) -> None:
         self._files = checkpoint.files
         self._context = pool.context
-        self._pointers = [slab.pointer for slab in pool.slabs]
+        self._slabs = pool.slabs  # they keep the memory mapped, whoever closes the pool
         self._buffers: SimpleQueue[tuple[bytearray, bytearray]] = SimpleQueue()
         for _ in range(count):
             self._buffers.put((bytearray(CHUNK), bytearray(0 if pool.context.host else CHUNK)))
+
+    def close(self) -> None:
+        """Let the memory go; a traceback may keep this object for long."""
+        self._slabs = ()
 
     def first_difference(self, piece: _Piece) -> int | None:
         """Return the first byte of the tensor, within the piece, that is not as in the file."""
@@ -159,7 +165,7 @@ class _Comparer:
 
     def _held(self, piece: _Piece, buffer: bytearray) -> memoryview:
         """Return the pool's bytes: themselves on a host device, a copy on a GPU."""
-        pointer = self._pointers[piece.spec.allocation] + piece.spec.offset + piece.done
+        pointer = self._slabs[piece.spec.allocation].pointer + piece.spec.offset + piece.done
         if self._context.host:
             return at_address(pointer, piece.count)
         held = memoryview(buffer)[: piece.count]

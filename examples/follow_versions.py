@@ -1,0 +1,32 @@
+"""A worker that always has the newest version of a pool: it attaches to the new one, then lets the old one go.
+
+python examples/follow_versions.py NAME        # and meanwhile: cubroker load NAME PATH...
+
+It ends when the pool has no current version any more.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from cubroker.client import Broker, Pool
+
+
+def main(name: str) -> None:
+    current: Pool | None = None
+    with Broker() as broker, broker.watch(name) as versions:
+        for version in versions:
+            if version:
+                fresh = broker.attach(name)
+                if current:
+                    current.close()
+                current = fresh
+                print(f"{name}@{fresh.version}: {len(fresh)} tensors", flush=True)
+            elif current:
+                break
+            else:
+                print(f"waiting for {name}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,30 @@
+"""A worker whose torch tensors are the pool's memory, on a GPU or on a host device.
+
+cubroker load NAME PATH...
+python examples/torch_worker.py NAME
+"""
+
+from __future__ import annotations
+
+import sys
+from time import perf_counter
+
+from cubroker.client import Broker
+from cubroker.client.torch import state_dict
+
+
+def main(name: str) -> None:
+    with Broker() as broker:
+        began = perf_counter()
+        with broker.attach(name, wait=60) as pool:
+            state = state_dict(pool)
+        # The tensors keep the memory, and the lease, for as long as they live: the pool may be closed.
+        took = perf_counter() - began
+        print(f"{name}@{pool.version}: {len(state)} tensors attached in {took * 1000:.1f} ms")
+        for tensor, value in list(state.items())[:3]:
+            print(f"  {tensor}: {value.dtype} {tuple(value.shape)} at {value.data_ptr():#x}")
+        del state, value
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

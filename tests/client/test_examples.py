@@ -1,0 +1,57 @@
+"""The examples run as they are written."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from cubroker.client import Broker
+from cubroker.client.loader import load
+from tests import checkpoints
+from tests.brokers import PATIENCE, BrokerProcess
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def started(lender: BrokerProcess, example: str, *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, str(EXAMPLES / example), *arguments]
+    environment = os.environ | {"CUBROKER_DIR": str(lender.directory)}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+
+
+def said(process: subprocess.Popen[str]) -> str:
+    with process:
+        out, _ = process.communicate(timeout=PATIENCE)
+        assert process.returncode == 0
+        return out
+
+
+def test_arrays_are_written_by_one_process_and_read_by_another(lender: BrokerProcess, client: Broker) -> None:
+    written = said(started(lender, "share_arrays.py", "write"))
+    read = said(started(lender, "share_arrays.py", "read"))
+    assert "primes [2, 3, 5, 7, 11]" in read
+    assert written.split()[-1] == read.split()[-1]
+    with client.attach("examples/arrays") as pool:
+        assert f"{pool['noise'].numpy().sum(dtype=np.float32):.3f}" == read.split()[-1]
+
+
+def test_torch_tensors_outlive_the_pool(lender: BrokerProcess, client: Broker, name: str, tmp_path: Path) -> None:
+    tensors = checkpoints.filled(checkpoints.EVERY_DTYPE)
+    load(client, name, checkpoints.write(tmp_path / "m.safetensors", tensors))
+    assert f"{name}@1: {len(tensors)} tensors attached in" in said(started(lender, "torch_worker.py", name))
+
+
+def test_versions_are_followed_to_the_end(lender: BrokerProcess, client: Broker, name: str, tmp_path: Path) -> None:
+    path = checkpoints.write(tmp_path / "m.safetensors", checkpoints.filled([("x", "U8", (1,))]))
+    follower = started(lender, "follow_versions.py", name)
+    assert follower.stdout is not None
+    assert follower.stdout.readline() == f"waiting for {name}\n"
+    for version in (1, 2):
+        load(client, name, path)
+        assert follower.stdout.readline() == f"{name}@{version}: 1 tensors\n"
+    client.retire(name)
+    assert said(follower) == ""
