@@ -8,10 +8,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Self
-from weakref import WeakSet, finalize
 
 from cubroker.client import devices as local
 from cubroker.client.draft import Draft
+from cubroker.client.living import Living
 from cubroker.client.loans import Loan
 from cubroker.client.mapping import Mapped
 from cubroker.client.pool import Pool
@@ -69,9 +69,8 @@ class Broker(Unsendable):
         if not 0 < timeout <= MAX_WAIT:
             raise Invalid(f"a timeout of {timeout} seconds; it can be more than 0, up to {MAX_WAIT:g}")
         self._session = Session(Path(directory) if directory is not None else default_directory(), timeout)
-        self._pools: WeakSet[Pool] = WeakSet()
-        self._finalizer = finalize(self, self._session.janitor.put, self._session.leave)
-        self._finalizer.atexit = False
+        self._pools: Living[Pool] = Living()
+        self._guard = self._session.janitor.guard(self, self._session.leave)
 
     def __repr__(self) -> str:
         return f"<Broker on {self.directory}, session {self.session}>"
@@ -180,8 +179,10 @@ class Broker(Unsendable):
         Raises:
             CubrokerError: as :meth:`attach` and :meth:`create`.
         """
-        devices = devices or ((0,) if device is None else (device,))
-        loan, reply, mapped = self._create(name, layout, devices, share, wait, devices[0] if device is None else device)
+        if devices is None:
+            devices = (0,) if device is None else (device,)
+        here = next(iter(devices), None) if device is None else device
+        loan, reply, mapped = self._create(name, layout, devices, share, wait, here)
         if isinstance(reply, Attached):
             return self._pool(loan, reply, mapped)
         return self._draft(loan, reply, mapped, layout)
@@ -235,8 +236,8 @@ class Broker(Unsendable):
         self._session.owner.check()
         with ExitStack() as stack:  # all of it happens, whatever one of them raises
             stack.callback(self._session.left)
-            stack.callback(self._finalizer)
-            for pool in list(self._pools):
+            stack.callback(self._session.janitor.put, self._guard)
+            for pool in self._pools:
                 stack.callback(pool.close)
 
     def _create(
@@ -244,6 +245,8 @@ class Broker(Unsendable):
     ) -> tuple[Loan, Attached | Created, Mapped]:
         names.check(name)
         layout.check()
+        if not devices:
+            raise Invalid(f"no device to create pool {name!r} on; name one at least")
         uuids = tuple(self._ready(device) for device in devices)
         here = None if attach is None else self._ready(attach)
         return self._session.borrow(Create(name, layout.encode(), uuids, share, _seconds(wait), here))

@@ -81,6 +81,7 @@ class Connection:
         self._changed = changed
         self._lost = lost
         self._stopping = False
+        self._quiet = False
         self._poller = zmq.Poller()
         self._poller.register(waker.fd, zmq.POLLIN)
         self._poller.register(channel.fileno(), zmq.POLLIN)
@@ -95,8 +96,9 @@ class Connection:
         self._thread = Thread(target=self._run, name="cubroker-connection", daemon=True)
         self._thread.start()
 
-    def stop(self) -> None:
-        """Tell the thread to close everything; returns at once."""
+    def stop(self, *, quietly: bool = False) -> None:
+        """Tell the thread to close everything; returns at once. ``quietly``: whoever waits is left waiting."""
+        self._quiet = quietly
         self._stopping = True
         self._waker.set()
 
@@ -129,8 +131,11 @@ class Connection:
         except zmq.ZMQError as error:
             reason = Unavailable(f"no connection for requests to the broker on {self._directory}: {error}")
         finally:
-            self._requests.close(reason)
-            self._lost(reason)
+            if self._quiet:
+                self._requests.refuse(reason)
+            else:
+                self._requests.close(reason)
+                self._lost(reason)
             self._waker.close()
             self._channel.close()
             self._context.destroy(linger=0)

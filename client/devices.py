@@ -10,10 +10,12 @@ from cubroker.protocol.errors import CubrokerError, DeviceFailure, NotFound, Out
 
 _drivers: dict[str, Driver] = {}
 _lock = Lock()
+_inherited = False
 
 
 def _forked() -> None:
-    global _lock
+    global _inherited, _lock
+    _inherited = _inherited or bool(_drivers)
     _drivers.clear()
     _lock = Lock()  # another thread may have held it
 
@@ -25,14 +27,15 @@ def driver(spec: str) -> Driver:
     """Return this process's driver for ``spec``, loaded once: contexts belong to a process, not to a Broker.
 
     Raises:
-        Unavailable: there is no such driver here.
+        Unavailable: there is no such driver here, or this process was forked from one that uses it.
     """
     with _lock:
         if spec not in _drivers:
             try:
                 _drivers[spec] = load(spec)
             except (DriverError, ValueError) as error:
-                raise Unavailable(f"this process cannot open the broker's devices ({spec}): {error}") from error
+                hint = "; it was forked from one that uses them: start it by spawn or forkserver" if _inherited else ""
+                raise Unavailable(f"this process cannot open the broker's devices ({spec}): {error}{hint}") from error
         return _drivers[spec]
 
 

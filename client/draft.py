@@ -44,10 +44,9 @@ class Draft(Pool):
         return expect(self._loan.confirm(), Sealed).version
 
     def _release(self) -> None:
-        with self._closing:
-            if self._mapped is not None:
-                self._mapped.end()
-            self._drop()
+        if self._mapped is not None:
+            self._mapped.end()
+        self._drop()
 
     def _drop(self) -> None:
         super()._drop()

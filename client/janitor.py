@@ -1,8 +1,9 @@
 """The thread on which memory is mapped and unmapped.
 
 Python delivers signals to the main thread alone, so here no KeyboardInterrupt can come between a
-driver call and the note that it was made. Finalizers run anywhere, at any time, even inside a lock:
-all that they may do is to leave work here.
+driver call and the note that it was made. What is to be done when an object dies comes here too: a
+finalizer runs anywhere, at any time, even inside a lock, and may be interrupted like any Python code.
+Where an object is guarded, its death runs no Python at all, but one call into C, which leaves work here.
 """
 
 from __future__ import annotations
@@ -10,23 +11,38 @@ from __future__ import annotations
 from collections.abc import Callable
 from queue import SimpleQueue
 from threading import Thread
+from weakref import ref
 
-from cubroker.client.processes import Owner
+Task = Callable[[], None]
+
+
+class Guard(ref[object]):
+    """A weak reference that knows what is to be done when its object is gone."""
+
+    __slots__ = ("task",)
+
+    task: Task
 
 
 class Janitor:
     """Does what it is given, in order, on its own thread."""
 
     def __init__(self) -> None:
-        self._owner = Owner()
-        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._tasks: SimpleQueue[Guard | Task | None] = SimpleQueue()
+        self._guards: dict[int, Guard] = {}
         self._thread = Thread(target=self._run, name="cubroker-janitor", daemon=True)
         self._thread.start()
 
-    def put(self, task: Callable[[], None]) -> None:
-        """Have ``task`` done; safe in finalizers (``SimpleQueue.put`` is reentrant). In a forked child: nothing."""
-        if self._owner.here():
-            self._tasks.put(task)
+    def put(self, task: Task | Guard) -> None:
+        """Have ``task`` done; that of a guard once, whether it is asked for here or by the death of its object."""
+        self._tasks.put(task)
+
+    def guard(self, thing: object, task: Task) -> Guard:
+        """Have ``task`` done when ``thing`` is gone. In a forked child, which has no such thread, nothing happens."""
+        guard = Guard(thing, self._tasks.put)
+        guard.task = task
+        self._guards[id(guard)] = guard  # the collector does not call back a reference that is garbage itself
+        return guard
 
     def stop(self) -> None:
         """End the thread after the tasks that it has."""
@@ -37,6 +53,9 @@ class Janitor:
         self._thread.join(timeout)
 
     def _run(self) -> None:
-        while task := self._tasks.get():
-            task()
+        while (task := self._tasks.get()) is not None:
+            if not isinstance(task, Guard):
+                task()
+            elif self._guards.pop(id(task), None):
+                task.task()
             del task  # whatever it refers to must not live until the next one comes

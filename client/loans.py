@@ -1,7 +1,7 @@
 """A lease from being asked for to being given back, whatever interrupts its holder in between.
 
 The steps, and the thread that each runs on: ``ask`` (the caller's), ``_answered`` (the connection's),
-``_open`` (the janitor's), then the caller has a :class:`Mapped`; when that is dropped, ``_end`` (the
+``_open`` (the janitor's), then the caller has a :class:`Mapped`; when nobody uses that any more, ``_end`` (the
 janitor's) and ``_closed`` (the connection's). A lease is owned by no frame of the caller at any time,
 so a time limit or a KeyboardInterrupt cannot lose one: what nobody waits for is given back.
 """
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from cubroker.client import devices
 from cubroker.client.futures import Future
+from cubroker.client.janitor import Guard
 from cubroker.client.mapping import Mapped, Place
 from cubroker.driver import Context, DriverError
 from cubroker.protocol.errors import CubrokerError, TimedOut, Unavailable
@@ -33,12 +34,10 @@ class Loan:
     Attributes:
         owner: the process that it belongs to.
         lease: its number, once granted.
-        ending: whether the memory is being given back.
     """
 
     def __init__(self, session: Session) -> None:
         self.owner = session.owner
-        self.ending = False
         self._ended: Future[Reply] = Future()
         self._session = session
         self._granted: Future[Granted] | None = Future()
@@ -46,6 +45,8 @@ class Loan:
         self._answer = False
         self._abandoned = False
         self.lease = 0
+        self._guard: Guard | None = None
+        self._ending = False
         self._opened: list[tuple[Context, int]] = []
         self._last: type[Close] | type[Seal] = Close
 
@@ -73,10 +74,16 @@ class Loan:
         if self.asked and not self._answer:
             self._session.requests.submit(Cancel(self._request))
 
+    @property
+    def ending(self) -> bool:
+        """Whether the memory is being given back."""
+        return self._ending or (self._guard is not None and self._guard() is None)
+
     def end(self) -> None:
-        """Have the memory unmapped and the lease closed. Finalizers call this: it only leaves work for the janitor."""
-        self.ending = True
-        self._session.janitor.put(self._end)
+        """Have the memory unmapped and the lease closed, as happens when nobody uses the memory any more."""
+        self._ending = True
+        if self._guard is not None:
+            self._session.janitor.put(self._guard)
 
     def seal_at_end(self) -> None:
         """Let the end of the memory publish the draft, instead of discarding it."""
@@ -84,6 +91,8 @@ class Loan:
 
     def confirm(self) -> Reply:
         """Wait until the broker has the lease back, and return what it answered; for loans that are ending."""
+        if self._session.stopped:
+            raise Unavailable("the interpreter exits, and the lease ends with this process")
         if not self._ended.wait(self._session.timeout):
             raise TimedOut(f"the broker has not confirmed the end of lease {self.lease} in {self._session.timeout:g} s")
         return self._ended.result()
@@ -122,6 +131,7 @@ class Loan:
         except (CubrokerError, DriverError, ValueError) as error:
             self._fail(devices.failure(error, f"opening {_label(reply)}"))
             return self._end()
+        self._guard = self._session.janitor.guard(mapped, self._end)
         # From here on the memory ends with the last reference to it, so none may stay in this object.
         future, self._granted = self._granted, None
         if future:
@@ -131,7 +141,7 @@ class Loan:
     def _map(self, reply: Attached | Created) -> Mapped:
         replicas = reply.replicas if isinstance(reply, Created) else (reply,)
         places = tuple(self._place(replica.device, replica.handles) for replica in replicas)
-        return Mapped(_label(reply), places, readonly=isinstance(reply, Attached), end=self.end)
+        return Mapped(_label(reply), places, readonly=isinstance(reply, Attached), finish=self.end)
 
     def _place(self, device: str, handles: tuple[bytes, ...]) -> Place:
         context = devices.context(self._session.driver, device)
@@ -143,7 +153,6 @@ class Loan:
 
     def _end(self) -> None:
         """Unmap everything, last first, then give the lease back. What cannot be unmapped stays on loan."""
-        self.ending = True
         try:
             while self._opened:
                 context, pointer = self._opened[-1]

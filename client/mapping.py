@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from threading import Lock
-from weakref import WeakSet, finalize
 
+from cubroker.client.living import Living
 from cubroker.client.processes import Owner
 from cubroker.driver import Context
 from cubroker.protocol.errors import Invalid
@@ -28,19 +28,18 @@ class Mapped:
         label: what it is, for messages: ``pool 'llama' version 2``.
         places: one per device.
         readonly: whether it was published, so that nobody may write it.
-        end: starts the unmapping; called once, from a finalizer or from :meth:`end`.
+        finish: starts the unmapping, as the end of this object does; whichever comes first counts.
     """
 
-    def __init__(self, label: str, places: tuple[Place, ...], *, readonly: bool, end: Callable[[], None]) -> None:
+    def __init__(self, label: str, places: tuple[Place, ...], *, readonly: bool, finish: Callable[[], None]) -> None:
         self.label = label
         self.places = places
         self.readonly = readonly
+        self._finish = finish
         self._owner = Owner()
         self._ended = False
         self._lock = Lock()
-        self._lent: WeakSet[Lent] = WeakSet()
-        self._finalizer = finalize(self, end)
-        self._finalizer.atexit = False  # a process that ends is unmapped by the kernel
+        self._lent: Living[Lent] = Living()
 
     def check(self) -> None:
         """Raise ``Invalid`` if the memory is no longer mapped, or in a forked child."""
@@ -68,7 +67,7 @@ class Mapped:
                 self._ended = True
                 if prepare:
                     prepare()
-                self._finalizer()
+                self._finish()
         return names
 
 

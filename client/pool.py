@@ -63,13 +63,15 @@ class Pool(Replica):
             TimedOut: the memory is unmapped, but the broker has not yet confirmed that the lease is over.
         """
         self._loan.owner.check()
-        self._release()
-        if self._loan.ending:
+        with self._closing:
+            closed = self.closed
+            if not closed:
+                self._release()
+        if not closed and self._loan.ending:
             self._confirm()
 
     def _release(self) -> None:
-        with self._closing:
-            self._drop()
+        self._drop()
 
     def _confirm(self) -> None:
         try:

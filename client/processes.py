@@ -31,7 +31,7 @@ class Owner:
         if not self.here():
             raise Invalid(
                 f"this Broker belongs to process {self.pid}, and this is its child {os.getpid()};"
-                f" open a Broker of its own in this process"
+                f" open a Broker in each process, and start those that use devices by spawn, not by fork"
             )
 
 

@@ -128,12 +128,16 @@ class Requests:
                     pending.sent = now
                     self.outbox.append(pending.data)
 
-    def close(self, reason: CubrokerError) -> None:
-        """Settle every request with ``reason``, and every later one too."""
+    def refuse(self, reason: CubrokerError) -> None:
+        """Settle every later request with ``reason``; those under way are left as they are."""
         with self._lock:
             self._closed = reason
-            pending, self._pending = self._pending, {}
             self.outbox.clear()
+
+    def close(self, reason: CubrokerError) -> None:
+        """Settle every request with ``reason``, and every later one too."""
+        self.refuse(reason)
+        pending, self._pending = self._pending, {}
         for request in pending.values():
             request.settle(type(reason)(reason.message))
 

@@ -48,6 +48,7 @@ class Session:
         self._lock = Lock()
         self._loans: set[Loan] = set()
         self._leaving = False
+        self.stopped = False
         self._left: Future[bool] = Future()
         waker = Waker()
         self.requests = Requests(welcome.secret, self.owner, waker.set)
@@ -119,13 +120,18 @@ class Session:
 
     def left(self) -> None:
         """After :meth:`leave` was given to the janitor: wait for the end, if no lease is left to wait for."""
-        if self._left.result(self.timeout):
+        if not self.stopped and self._left.result(self.timeout):
             self.join(self.timeout)
 
     def stop(self) -> None:
-        """End the threads and the connection, within a bounded time; what is mapped stays mapped."""
+        """The interpreter exits: end the threads and the connection, within a bounded time.
+
+        What is mapped stays mapped, and daemon threads that wait are left to end with the process, without a word.
+        """
         if self.owner.here():
-            self._stop()
+            self.stopped = True
+            self._connection.stop(quietly=True)
+            self.janitor.stop()
             self.join(EXIT)
 
     def join(self, timeout: float) -> None:

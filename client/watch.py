@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from threading import Condition, Lock
 from types import TracebackType
 from typing import Self
-from weakref import WeakSet
 
 from cubroker.client.futures import Future
+from cubroker.client.living import Living
 from cubroker.client.processes import Owner
 from cubroker.client.requests import Requests
 from cubroker.protocol import messages
@@ -82,12 +82,12 @@ class Watches:
     def __init__(self, requests: Requests) -> None:
         self._requests = requests
         self._lock = Lock()
-        self._watches: dict[str, WeakSet[Watch]] = {}
+        self._watches: dict[str, Living[Watch]] = {}
 
     def add(self, watch: Watch) -> Future[Reply]:
         """Have the broker report the pool's state to ``watch``; the future says whether it will."""
         with self._lock:  # held over the request, so that it cannot be overtaken by the one of a `remove`
-            self._watches.setdefault(watch.name, WeakSet()).add(watch)
+            self._watches.setdefault(watch.name, Living()).add(watch)
             return self._requests.submit(messages.Watch(watch.name, on=True))
 
     def remove(self, watch: Watch) -> None:
@@ -97,7 +97,7 @@ class Watches:
             if others is None:
                 return
             others.discard(watch)
-            if not others:
+            if not any(others):
                 del self._watches[watch.name]
                 self._requests.submit(messages.Watch(watch.name, on=False))
 

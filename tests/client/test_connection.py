@@ -1,0 +1,259 @@
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from cubroker.client import Broker
+from cubroker.protocol import wire
+from cubroker.protocol.directory import SESSION_SOCKET
+from cubroker.protocol.errors import Denied, Invalid, TimedOut, Unavailable, Unsupported
+from cubroker.protocol.messages import Done, Refused, Welcome
+from tests.brokers import PATIENCE, BrokerProcess, eventually, serving
+from tests.client.conftest import LAYOUT, content, leases, publish
+from tests.server.processes import descriptors, gateway_of
+
+
+def raised(call: Callable[[], object]) -> Callable[[], list[Exception]]:
+    """Call in a thread; returns a function that waits for its end and returns what it raised."""
+    errors: list[Exception] = []
+
+    def work() -> None:
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001
+            errors.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+
+    def result() -> list[Exception]:
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
+        return errors
+
+    return result
+
+
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """Keep a process from running for a while."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def test_requests_survive_the_gateway() -> None:
+    with serving() as process, Broker(process.directory) as broker:
+        reader = raised(lambda: broker.attach("later", wait=PATIENCE).close())
+        eventually(lambda: broker._session._loans, "the request")
+        for number in range(3):
+            gateway = gateway_of(process.pid)
+            os.kill(gateway, signal.SIGKILL)
+            assert publish(broker, f"pool-{number}") == 1
+        publish(broker, "later")
+        assert reader() == []
+        assert [info.leases for info in broker.pools()] == [0] * 4
+
+
+def test_requests_that_are_lost_are_sent_again_and_done_once(client: Broker, lender: BrokerProcess, name: str) -> None:
+    with stopped(gateway_of(lender.pid)):
+        futures = [client.requests.submit(_create(client, f"{name}-{number}")) for number in range(3)]
+        eventually(lambda: _sent_again(client), "requests to be sent again")
+    drafts: list[Any] = [future.result(PATIENCE) for future in futures]
+    assert len({draft.lease for draft in drafts}) == 3
+    assert leases(client, f"{name}-0") == 1
+    for draft in drafts:
+        assert client.requests.submit(_close(draft.lease)).result(PATIENCE) == Done()
+
+
+def _create(client: Broker, name: str) -> Any:
+    from cubroker.protocol.messages import Create
+
+    return Create(name, LAYOUT.encode(), (client.driver.devices[0].uuid,), "ipc", 0.0, None)
+
+
+def _close(lease: int) -> Any:
+    from cubroker.protocol.messages import Close
+
+    return Close(lease)
+
+
+def _sent_again(client: Broker) -> bool:
+    return client.requests._checked > 0 and not client.requests.outbox
+
+
+def test_a_broker_that_dies_ends_what_waits_and_what_comes_later() -> None:
+    with serving() as process, Broker(process.directory) as broker:
+        publish(broker, "pool")
+        pool = broker.attach("pool")
+        waiting = raised(lambda: broker.attach("never", wait=3600))
+        eventually(lambda: len(broker._session._loans) == 2, "the request")
+        process.kill()
+        (error,) = waiting()
+        assert isinstance(error, Unavailable)
+        assert "is gone" in str(error)
+        with pytest.raises(Unavailable, match="is gone"):
+            broker.pools()
+        assert pool["weight"].tobytes() == content("weight", 128)
+        pool.close()
+    with pytest.raises(Unavailable, match="start one with"):
+        Broker(process.directory)
+
+
+def test_a_broker_that_shuts_down_says_so() -> None:
+    with serving() as process, Broker(process.directory) as broker:
+        waiting = raised(lambda: broker.attach("never", wait=3600))
+        eventually(lambda: broker._session._loans, "the request")
+        process.stop()
+        (error,) = waiting()
+        assert isinstance(error, Unavailable)
+        assert "is gone: " in str(error)
+
+
+def test_a_broker_that_is_stuck_runs_into_the_time_limit_and_no_lease_is_lost() -> None:
+    with serving() as process, Broker(process.directory) as other, Broker(process.directory, timeout=0.2) as broker:
+        publish(other, "pool")
+        with stopped(process.pid):
+            with pytest.raises(TimedOut, match=r"did not answer the request Attach within 0\.2 s"):
+                broker.attach("pool")
+            with pytest.raises(TimedOut, match=r"did not answer the request ListPools within 0\.2 s"):
+                broker.pools()
+            with pytest.raises(TimedOut, match=r"did not answer the request Create within 0\.3 s"):
+                broker.create("draft", LAYOUT, wait=0.1)
+            with pytest.raises(TimedOut, match="request Watch"):
+                broker.watch("pool")
+            with pytest.raises(Unavailable, match=r"did not answer within 0\.1 s; is it stopped or busy"):
+                Broker(process.directory, timeout=0.1)
+        eventually(lambda: not broker.requests.waiting(), "all answers")
+        assert [(info.name, info.leases) for info in other.pools()] == [("pool", 0)]
+        assert not broker._session._loans
+
+
+def test_a_close_is_confirmed_in_time_or_reported() -> None:
+    with serving() as process, Broker(process.directory, timeout=1.0) as broker:
+        publish(broker, "pool")
+        pool = broker.attach("pool")
+        with stopped(process.pid), pytest.raises(TimedOut, match="has not confirmed the end of lease"):
+            pool.close()
+        eventually(lambda: leases(broker, "pool") == 0, "the end of the lease")
+
+
+def test_nothing_is_left_open_behind_a_broker(lender: BrokerProcess) -> None:
+    Broker(lender.directory).close()
+    before = (descriptors(os.getpid()), threading.active_count())
+    for _ in range(5):
+        with Broker(lender.directory) as broker:
+            broker.pools()
+    assert (descriptors(os.getpid()), threading.active_count()) == before
+
+
+# -- brokers that are not what they should be ------------------------------------------------------
+
+
+@contextmanager
+def impostor(directory: Path, *answers: bytes) -> Iterator[socket.socket]:
+    """Listen where a broker would and send ``answers`` to the first who connects; yields the listener."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(directory / SESSION_SOCKET))
+        listener.listen(1)
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(4096)
+                for answer in answers:
+                    connection.send(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield listener
+        thread.join(PATIENCE)
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "complaint"),
+    [
+        (wire.pack(Refused("unsupported", "versions differ")), Unsupported, "versions differ"),
+        (b"", Unavailable, "without a word"),
+        (b"nonsense", Invalid, "cannot be read"),
+    ],
+)
+def test_a_greeting_that_fails_is_explained(
+    tmp_path: Path, answer: bytes, error: type[Exception], complaint: str
+) -> None:
+    answers = (answer,) if answer else ()
+    with impostor(tmp_path, *answers), pytest.raises(error, match=complaint):
+        Broker(tmp_path)
+
+
+def test_nonsense_on_the_session_socket_ends_the_session(tmp_path: Path) -> None:
+    welcome = wire.pack(Welcome(1, 1, bytes(16), "host:1@4194304"))
+    complaint = "sent a message that cannot be read"
+    with (
+        impostor(tmp_path, welcome, b"nonsense"),
+        Broker(tmp_path) as broker,
+        pytest.raises(Unavailable, match=complaint),
+    ):
+        broker.requests.submit(_close(1)).result(PATIENCE)
+
+
+def test_a_driver_that_this_process_lacks_is_named(tmp_path: Path) -> None:
+    welcome = wire.pack(Welcome(1, 1, bytes(16), "abacus"))
+    complaint = r"cannot open the broker's devices \(abacus\)"
+    with impostor(tmp_path, welcome), Broker(tmp_path) as broker, pytest.raises(Unavailable, match=complaint):
+        print(broker.driver)
+
+
+def test_a_path_that_no_socket_can_have_is_invalid(tmp_path: Path) -> None:
+    with pytest.raises(Invalid, match="choose a shorter directory"):
+        Broker(tmp_path / ("x" * 100))
+
+
+def test_a_socket_that_this_user_may_not_use_is_denied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Forbidden(socket.socket):
+        def connect(self, address: object) -> None:
+            raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(socket, "socket", Forbidden)
+    with pytest.raises(Denied, match=r"may not connect .* Permission denied"):
+        Broker(tmp_path)
+
+
+def test_an_unknown_trouble_is_passed_on(tmp_path: Path) -> None:
+    (tmp_path / SESSION_SOCKET).symlink_to(SESSION_SOCKET)
+    with pytest.raises(Unavailable, match="symbolic links"):
+        Broker(tmp_path)
+
+
+def test_without_descriptors_for_zeromq_the_session_fails_whole(
+    lender: BrokerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = descriptors(os.getpid())
+
+    def refuse(*args: object) -> None:
+        raise zmq.ZMQError(24)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(zmq.Context, "socket", refuse)
+        with pytest.raises(Unavailable, match="no connection for requests"):
+            Broker(lender.directory)
+    assert descriptors(os.getpid()) == before
+
+
+def test_without_descriptors_for_the_next_gateway_the_session_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving() as process, Broker(process.directory) as broker, monkeypatch.context() as patch:
+        patch.setattr(zmq.Context, "socket", lambda *_: (_ for _ in ()).throw(zmq.ZMQError(24)))
+        os.kill(gateway_of(process.pid), signal.SIGKILL)
+        with pytest.raises(Unavailable, match="no connection for requests"):
+            eventually(lambda: broker.pools() is None, "the end")

@@ -1,0 +1,201 @@
+from __future__ import annotations
+
+import signal
+import subprocess
+
+import pytest
+
+from cubroker.client import Broker
+from tests.brokers import PATIENCE, BrokerProcess, eventually, serving
+from tests.client.conftest import leases, publish
+from tests.client.scripts import run, start
+
+
+def end(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    try:
+        out, err = process.communicate(timeout=PATIENCE)
+    finally:
+        process.kill()
+        process.wait()
+    return process.returncode, out, err
+
+
+def test_a_process_may_exit_with_everything_open(client: Broker, lender: BrokerProcess, name: str) -> None:
+    publish(client, name)
+    done = run(
+        lender,
+        """
+        import torch
+        broker = Broker(directory)
+        pool = broker.attach(sys.argv[2])
+        tensors = [torch.utils.dlpack.from_dlpack(tensor) for tensor in pool.values()]
+        arrays = [pool["weight"].numpy(), pool["weight"].__dlpack__()]
+        draft = broker.create("exit", pool.layout)
+        watch = broker.watch("exit")
+        threading.Thread(target=lambda: broker.attach("never", wait=3600), daemon=True).start()
+        threading.Thread(target=lambda: (next(watch), next(watch)), daemon=True).start()
+        print("open")
+        """,
+        name,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "open\n", "")
+    eventually(lambda: [info.leases for info in client.pools()] == [0], "the end of the leases and of the draft")
+
+
+def test_what_is_closed_after_the_exit_hooks_returns_at_once(client: Broker, lender: BrokerProcess, name: str) -> None:
+    publish(client, name)
+    program = """
+    broker = pool = draft = None
+
+    def late():
+        pool.close()
+        draft.close()
+        broker.close()
+        try:
+            broker.pools()
+        except Exception as error:
+            print(type(error).__name__)
+        print("closed")
+
+    import atexit
+    from cubroker.client import processes
+    atexit.unregister(processes._exit)  # hooks run in reverse: this one comes last
+    atexit.register(late)
+    atexit.register(processes._exit)
+    broker = Broker(directory)
+    pool = broker.attach(sys.argv[2])
+    draft = broker.create("exit", pool.layout)
+    """
+    done = run(lender, program, name)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "Unavailable\nclosed\n", "")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        'broker.attach("never", wait=3600)',
+        'broker.create("taken", layout, wait=3600)',
+        "next(watch); next(watch)",
+    ],
+)
+def test_an_interrupt_ends_a_wait_at_once_and_loses_no_lease(
+    client: Broker, lender: BrokerProcess, name: str, call: str
+) -> None:
+    with client.create(name, _layout()):
+        process = start(
+            lender,
+            f"""
+            layout = Layout.pack([("a", "U8", (1,))])
+            with Broker(directory) as broker:
+                watch = broker.watch("watched")
+                timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+                timer.start()
+                try:
+                    {call.replace("taken", name)}
+                except KeyboardInterrupt:
+                    print("interrupted")
+                timer.join()
+                print(len(broker._session._loans) <= 1)
+                broker.pools()
+                print(broker.requests.waiting())
+            """,
+        )
+        returncode, out, err = end(process)
+    assert (returncode, err) == (0, "")
+    assert out == "interrupted\nTrue\nFalse\n"
+
+
+def _layout() -> object:
+    from tests.client.conftest import LAYOUT
+
+    return LAYOUT
+
+
+def test_interrupts_at_any_moment_lose_no_lease(client: Broker, lender: BrokerProcess, name: str) -> None:
+    publish(client, name)
+    process = start(
+        lender,
+        """
+        import random
+        name = sys.argv[2]
+        with Broker(directory) as broker:
+            random.seed(5)
+            hits = 0
+            signal.signal(signal.SIGALRM, signal.default_int_handler)
+            for number in range(150):
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-5, 1.5e-3))
+                    with broker.attach(name) as pool:
+                        pool["weight"].tobytes()
+                    if number % 3 == 0:
+                        with broker.create("interrupted", pool.layout):
+                            pass
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+                except KeyboardInterrupt:
+                    hits += 1
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            pool = None
+            print("hits", hits > 10)
+            print(sys.stdin.readline().strip())
+        """,
+        name,
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "hits True\n"
+        eventually(lambda: [info.leases for info in client.pools()] == [0], "the end of all leases and drafts")
+        returncode, out, err = (*end_with(process, "done"),)
+    finally:
+        process.kill()
+        process.wait()
+    assert (returncode, out, err) == (0, "done\n", "")
+
+
+def end_with(process: subprocess.Popen[str], word: str) -> tuple[int, str, str]:
+    out, err = process.communicate(word + "\n", timeout=PATIENCE)
+    return process.returncode, out, err
+
+
+def test_a_killed_worker_holds_nothing(client: Broker, lender: BrokerProcess, name: str) -> None:
+    publish(client, name)
+    process = start(
+        lender,
+        """
+        broker = Broker(directory)
+        pool = broker.attach(sys.argv[2])
+        print("attached", flush=True)
+        signal.pause()
+        """,
+        name,
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "attached\n"
+        assert leases(client, name) == 1
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    eventually(lambda: leases(client, name) == 0, "the end of the lease")
+
+
+def test_a_process_whose_broker_has_died_exits_too() -> None:
+    with serving() as broker:
+        process = start(
+            broker,
+            """
+            broker = Broker(directory)
+            draft = broker.create("pool", Layout.pack([("a", "U8", (4,))]))
+            array = draft["a"].numpy()
+            print("open", flush=True)
+            sys.stdin.readline()
+            array[:] = 1
+            """,
+        )
+        assert process.stdout is not None
+        assert process.stdout.readline() == "open\n"
+        broker.kill()
+        try:
+            assert end_with(process, "go on") == (0, "", "")
+        finally:
+            process.kill()
+            process.wait()

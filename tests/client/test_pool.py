@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from cubroker.client import Broker
+from cubroker.driver import Context, DriverError
+from cubroker.protocol.errors import DeviceFailure, Invalid, OutOfMemory
+from tests.brokers import eventually
+from tests.client.conftest import LAYOUT, content, leases, publish
+
+
+def test_a_closed_pool_is_of_no_use_and_may_be_closed_again(client: Broker, name: str) -> None:
+    publish(client, name)
+    pool = client.attach(name)
+    pool.close()
+    pool.close()
+    assert leases(client, name) == 0
+    assert list(pool) == [tensor.name for tensor in LAYOUT.tensors]
+    for use in (lambda: pool["weight"], lambda: pool.slabs):
+        with pytest.raises(Invalid, match=f"pool {name!r} version 1 is closed in this process; attach again"):
+            use()
+
+
+def test_a_tensor_keeps_the_memory_and_the_lease(client: Broker, name: str) -> None:
+    publish(client, name)
+    pool = client.attach(name)
+    tensor = pool["weight"]
+    pool.close()
+    assert tensor.tobytes() == content("weight", 128)
+    assert leases(client, name) == 1
+    del tensor
+    eventually(lambda: leases(client, name) == 0, "the end of the lease")
+
+
+def test_an_array_keeps_the_memory_whatever_is_made_of_it(client: Broker, name: str) -> None:
+    publish(client, name)
+    with client.attach(name) as pool:
+        row: Any = pool["weight"].numpy()[1:, ::2].T[0]
+        bits = pool["bias"].numpy().view("u2")
+    assert leases(client, name) == 1
+    assert row[0].tobytes() == content("weight", 128)[32:36]
+    del row
+    assert leases(client, name) == 1
+    assert bits.tobytes() == content("bias", 16)
+    del bits
+    eventually(lambda: leases(client, name) == 0, "the end of the lease")
+
+
+def test_the_connection_stays_until_the_last_array_is_gone(client: Broker, name: str) -> None:
+    publish(client, name)
+    with Broker(client.directory) as other:
+        array = other.attach(name)["weight"].numpy()
+        number = other.session
+
+    def state() -> list[str]:
+        return [info.state for info in client.clients() if info.session == number]
+
+    assert state() == ["connected"]
+    assert array.tobytes() == content("weight", 128)
+    del array
+    eventually(lambda: not state(), "the end of the session")
+
+
+def test_a_pool_that_is_dropped_gives_its_lease_back(client: Broker, name: str) -> None:
+    publish(client, name)
+    assert client.attach(name).version == 1
+    eventually(lambda: leases(client, name) == 0, "the end of the lease")
+
+
+def test_many_threads_may_close_one_pool(client: Broker, name: str) -> None:
+    publish(client, name)
+    pool = client.attach(name)
+    threads = [threading.Thread(target=pool.close) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert leases(client, name) == 0
+
+
+def test_memory_that_cannot_be_opened_leaves_nothing_open(
+    client: Broker, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(client, name, devices=(0,))
+    opened: list[int] = []
+    closed: list[int] = []
+    original = Context.open, Context.close
+
+    def open_(context: Context, handle: bytes) -> int:
+        if opened:
+            raise DriverError("cuIpcOpenMemHandle", 2, "CUDA_ERROR_OUT_OF_MEMORY")
+        opened.append(original[0](context, handle))
+        return opened[-1]
+
+    def close(context: Context, pointer: int) -> None:
+        closed.append(pointer)
+        original[1](context, pointer)
+
+    monkeypatch.setattr(Context, "open", open_)
+    monkeypatch.setattr(Context, "close", close)
+    with pytest.raises(OutOfMemory, match=rf"opening draft of pool '{name}' version 2: cuIpcOpenMemHandle failed"):
+        client.create(name, LAYOUT, devices=(0, 1))
+    eventually(lambda: len([info for info in client.pools() if info.name == name]) == 1, "the end of the draft")
+    assert opened == closed
+    assert leases(client, name) == 0
+
+
+def test_memory_that_cannot_be_unmapped_stays_on_loan(
+    client: Broker, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    publish(client, name)
+    pool = client.attach(name)
+    (pointer,) = (slab.pointer for slab in pool.slabs)
+
+    def close(context: Context, pointer: int) -> None:
+        raise DriverError("cuIpcCloseMemHandle", 700, "CUDA_ERROR_ILLEGAL_ADDRESS")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Context, "close", close)
+        with pytest.raises(DeviceFailure, match="unmapping the memory of lease"):
+            pool.close()
+    assert "given back when this process ends" in caplog.text
+    assert leases(client, name) == 1
+    pool.context.close(pointer)
+    client.requests.submit(_close(pool.lease)).result(60)
+
+
+def _close(lease: int) -> Any:
+    from cubroker.protocol.messages import Close
+
+    return Close(lease)

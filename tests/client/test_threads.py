@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import random
+import threading
+
+from cubroker.client import Broker
+from cubroker.protocol.errors import Exists, NotFound, Retired, TimedOut
+from cubroker.protocol.messages import Attach, Attached, Close, Done
+from tests.client.conftest import content, publish
+
+
+def together(count: int, work: object) -> None:
+    """Run ``work(number)`` in ``count`` threads and raise what any of them raised."""
+    errors: list[BaseException] = []
+
+    def run(number: int) -> None:
+        try:
+            work(number)  # type: ignore[operator]
+        except BaseException as error:
+            errors.append(error)
+            raise
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+
+
+def test_threads_share_a_broker(client: Broker, name: str) -> None:
+    publish(client, name, devices=(0, 1))
+
+    def work(number: int) -> None:
+        for _ in range(10):
+            with client.attach(name, device=number % 2) as pool:
+                assert pool["weight"].tobytes() == content("weight", 128)
+                array = pool["bias"].numpy()
+            assert array.tobytes() == content("bias", 16)
+            assert name in [info.name for info in client.pools()]
+
+    together(8, work)
+
+
+def test_threads_publish_read_and_retire_one_pool(client: Broker, name: str) -> None:
+    publish(client, name)
+
+    def work(number: int) -> None:
+        chance = random.Random(number)
+        for _ in range(8):
+            try:
+                if chance.random() < 0.3:
+                    publish(client, name)
+                elif chance.random() < 0.2:
+                    client.retire(name)
+                else:
+                    with client.attach(name, wait=chance.choice([0, 0.05])) as pool:
+                        assert pool["weight"].tobytes() == content("weight", 128)
+            except (Exists, NotFound, Retired, TimedOut):
+                pass  # what another thread did may stand in the way, and in no other way
+
+    together(6, work)
+
+
+def test_requests_may_be_pipelined(client: Broker, name: str) -> None:
+    publish(client, name)
+    attached = [client.requests.submit(Attach(name, 0, None, 0.0)) for _ in range(200)]
+    leases = set()
+    for future in attached:
+        reply = future.result(60)
+        assert isinstance(reply, Attached)
+        leases.add(reply.lease)
+    assert len(leases) == 200
+    closed = [client.requests.submit(Close(lease)) for lease in leases]
+    assert {type(future.result(60)) for future in closed} == {Done}

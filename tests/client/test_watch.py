@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from cubroker.client import Broker
+from cubroker.protocol.errors import Invalid, Unavailable
+from tests.brokers import serving
+from tests.client.conftest import publish
+
+
+def test_a_watch_tells_of_now_and_of_every_change(client: Broker, name: str) -> None:
+    with client.watch(name) as watch:
+        assert next(watch) == 0
+        publish(client, name)
+        assert next(watch) == 1
+        publish(client, name)
+        assert next(watch) == 2
+        client.retire(name)
+        assert next(watch) == 0
+
+
+def test_changes_that_nobody_reads_are_seen_as_one(client: Broker, name: str) -> None:
+    with client.watch(name) as watch, client.watch(name) as marker:
+        assert next(watch) == 0
+        for _ in range(3):
+            publish(client, name)
+        while next(marker) != 3:
+            pass
+        assert next(watch) == 3
+
+
+def test_a_second_watch_begins_with_the_state_now_and_repeats_nothing_to_the_first(client: Broker, name: str) -> None:
+    publish(client, name)
+    with client.watch(name) as one:
+        assert next(one) == 1
+        with client.watch(name) as two:
+            assert next(two) == 1
+        publish(client, name)
+        assert next(one) == 2
+
+
+def test_closing_from_another_thread_ends_the_iteration(client: Broker, name: str) -> None:
+    watch = client.watch(name)
+    seen: list[int] = []
+    begun = threading.Event()
+
+    def read(versions: Iterator[int]) -> None:
+        for version in versions:
+            seen.append(version)
+            begun.set()
+
+    reader = threading.Thread(target=read, args=(watch,))
+    reader.start()
+    assert begun.wait(60)
+    watch.close()
+    watch.close()
+    reader.join()
+    assert seen == [0]
+
+
+def test_a_watch_that_is_dropped_is_forgotten(client: Broker, name: str) -> None:
+    client.watch(name)
+    with client.watch(name) as watch:
+        assert next(watch) == 0
+        publish(client, name)
+        assert next(watch) == 1
+
+
+def test_a_watch_ends_with_the_broker() -> None:
+    with serving() as process, Broker(process.directory) as broker:
+        watch = broker.watch("pool")
+        assert next(watch) == 0
+        process.stop()
+        with pytest.raises(Unavailable, match="is gone"):
+            next(watch)
+        with pytest.raises(Unavailable, match="is gone"):
+            broker.watch("other")
+
+
+def test_a_name_that_no_pool_can_have_is_not_watched(client: Broker) -> None:
+    with pytest.raises(Invalid, match="cannot name a pool"):
+        client.watch("no name!")
