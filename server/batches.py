@@ -1,16 +1,15 @@
 """How broker and gateway talk over their socketpair: batches of routing ids and frames.
 
-One batch is four bytes of length (little-endian) and a msgpack array of byte strings, which
-alternate: routing id, frame, routing id, frame. The gateway wrote what the broker reads here and
-the other way round, so the shape is checked and the rest is trusted. The empty batch is the
-gateway's word that it listens.
+One batch is a msgpack array of byte strings, which alternate: routing id, frame, routing id, frame.
+The gateway wrote what the broker reads here and the other way round, so the shape is checked and
+the rest is trusted. The empty batch is the gateway's word that it listens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import msgspec
+import msgpack
 
 from cubroker.protocol import wire
 
@@ -20,17 +19,15 @@ MAX_MESSAGES = 256
 FULL = 1 << 20
 """Bytes of frames after which a batch takes no further message."""
 
-MAX_BATCH = 4 * wire.MAX_MESSAGE
-"""Bytes. No batch is larger, since none grows past ``FULL`` by more than one message."""
+MAX_BATCH = 64 << 20
+"""Bytes. No honest batch is larger: the broker answers one batch with one, of as many messages."""
 
-_HEADER = 4
-_DECODER = msgspec.msgpack.Decoder(list[bytes])
+assert MAX_BATCH > FULL + wire.MAX_MESSAGE
 
 
 def encode(frames: Sequence[bytes]) -> bytes:
     """Return ``frames`` as one batch."""
-    payload = msgspec.msgpack.encode(frames)
-    return len(payload).to_bytes(_HEADER, "little") + payload
+    return bytes(msgpack.packb(frames))
 
 
 def pairs(frames: Sequence[bytes]) -> Iterator[tuple[bytes, bytes]]:
@@ -43,7 +40,7 @@ class Batches:
     """Cuts a stream of bytes into batches."""
 
     def __init__(self) -> None:
-        self._buffer = bytearray()
+        self._unpacker = msgpack.Unpacker(max_buffer_size=MAX_BATCH, max_str_len=0, max_map_len=0, max_ext_len=0)
 
     def feed(self, data: bytes) -> list[list[bytes]]:
         """Add what arrived and return the batches that are whole now.
@@ -51,19 +48,12 @@ class Batches:
         Raises:
             ValueError: these are no batches; the stream cannot be used any more.
         """
-        buffer = self._buffer
-        buffer += data
-        batches: list[list[bytes]] = []
-        start = 0
-        while len(buffer) - start >= _HEADER:
-            size = int.from_bytes(buffer[start : start + _HEADER], "little")
-            if size > MAX_BATCH:
-                raise ValueError(f"a batch of {size} bytes")
-            if len(buffer) - start - _HEADER < size:
-                break
-            start += _HEADER
-            with memoryview(buffer) as view:
-                batches.append(_DECODER.decode(view[start : start + size]))
-            start += size
-        del buffer[:start]
+        try:
+            self._unpacker.feed(data)
+            batches = list(self._unpacker)
+        except msgpack.UnpackException as error:
+            raise ValueError(f"no batches: {error!r}") from None
+        for batch in batches:
+            if not isinstance(batch, list) or not all(type(frame) is bytes for frame in batch):
+                raise ValueError(f"no batch of byte strings, but {type(batch).__name__}")
         return batches

@@ -105,7 +105,8 @@ def _check_pool(books: Books, pool: Pool) -> None:
     if pool.writer is not None:
         allocating = pool.draft is not None and pool.draft.state is State.ALLOCATING
         assert allocating == (pool.writer.phase is Phase.MEMORY)
-    for waiter in (*pool.readers, *pool.line, *([pool.writer] if pool.writer else [])):
+    waiters: list[Waiter] = [*pool.readers, *pool.line, *([pool.writer] if pool.writer else [])]
+    for waiter in waiters:
         assert waiter.session.unfinished[waiter.request] is waiter
     assert all(session.watches[pool.name] is pool for session in pool.watchers)
     assert all(books.sessions[session.id] is session for session in pool.watchers)

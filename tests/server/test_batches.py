@@ -25,8 +25,17 @@ def test_a_batch_is_pairs_of_routing_id_and_frame() -> None:
 
 
 @pytest.mark.parametrize(
-    "junk", [b"\xff\xff\xff\xff", (batches.MAX_BATCH + 1).to_bytes(4, "little"), b"\1\0\0\0\xc0", b"\2\0\0\0\x91\x01"]
+    "junk", [b"\xc0", b"\x91\x01", b"\x91\xa1x", b"\x80", b"\xc1", b"\x91\x91\x90", b"\xc7\x01\x01x"], ids=bytes.hex
 )
 def test_what_is_no_batch_is_an_error(junk: bytes) -> None:
-    with pytest.raises(ValueError, match=r"batch of|Expected"):
+    with pytest.raises(ValueError, match=r"no batch|exceeds"):
         Batches().feed(junk)
+
+
+def test_a_batch_without_end_is_an_error_before_it_fills_memory() -> None:
+    reader = Batches()
+    piece = bytes(1 << 20)
+    assert reader.feed(b"\xc6\xff\xff\xff\xff") == []
+    with pytest.raises(ValueError, match="no batches"):
+        for _ in range(2 * batches.MAX_BATCH // len(piece)):
+            assert reader.feed(piece) == []
