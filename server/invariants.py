@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from cubroker.server.books import Books
-from cubroker.server.records import Account, Phase, Pool, Reader, Session, Version, Writer
+from cubroker.server.records import Account, Phase, Pool, Reader, Session, Version, Waiter, Writer
 from cubroker.server.states import ALLOCATED, PROMISED, Stage, State
 
 
