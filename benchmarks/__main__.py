@@ -22,11 +22,13 @@ def main() -> None:
     """Run everything and publish it together."""
     plan = parse("python -m benchmarks")
     results: dict[str, list[Figure]] = {}
-    for name, measure in ALL.items():
-        began = perf_counter()
-        results[name] = measure(plan)
-        print(f"{name}: {perf_counter() - began:.1f} s", file=sys.stderr)
-    publish(plan, results)
+    try:
+        for name, measure in ALL.items():
+            began = perf_counter()
+            results[name] = measure(plan)
+            print(f"{name}: {perf_counter() - began:.1f} s", file=sys.stderr)
+    finally:
+        publish(plan, results)  # also what was measured before one failed
 
 
 if __name__ == "__main__":

@@ -116,7 +116,7 @@ def _gpu_driver() -> str:
     if not (program := shutil.which("nvidia-smi")):
         return "unknown"
     query = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
-    return subprocess.check_output(query, text=True).partition("\n")[0]
+    return subprocess.run(query, stdout=subprocess.PIPE, text=True, check=False).stdout.partition("\n")[0]
 
 
 def _cpu() -> str:
