@@ -265,9 +265,14 @@ def test_a_name_belongs_to_the_user_who_wrote_it_first_as_long_as_any_version_li
     story >> creates(3, 1, "a", MIB, wait=5.0)
     story << refused(3, 1, "denied", "user 1002 may not publish or retire versions of a, which belongs to user 1001")
     assert story.publishes(4, "a") == 2
+    story.quietly(creates(1, 2, "a", MIB))
+    story >> creates(3, 2, "a", MIB, wait=5.0)
+    story << refused(3, 2, "denied", "belongs to user 1001")
+    story.quietly(asks(1, 3, m.Cancel(2)))
     story >> asks(1, 1, m.Retire("a", 0))
     story << e.Free(2, "GPU-0")
     story << answer(1, 1, m.Retirement(2, 0))
+    story.quietly(e.Freed(1), e.Freed(2), e.Allocated(3, (handle(3),)), e.Freed(3))
     assert story.publishes(3, "a") == 3
 
 
