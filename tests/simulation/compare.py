@@ -7,7 +7,8 @@ import msgspec
 from cubroker.protocol import messages as m
 from cubroker.server import events as e
 from cubroker.server.ledger import Budget, Ledger, Limits
-from tests.simulation.model import Block, Expected, Model
+from tests.simulation.model import Model
+from tests.simulation.records import Block, Expected
 
 
 class Pair:

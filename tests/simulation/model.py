@@ -7,127 +7,23 @@ from what the ledger does, by :mod:`tests.simulation.compare`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 from cubroker.protocol import messages as m
 from cubroker.protocol.layout import Layout
 from cubroker.server import events as e
 from cubroker.server.ledger import Budget, Limits
+from tests.simulation.facts import Facts
+from tests.simulation.records import Block, Expected, Lease, Refusal, Request, Session, Version
 
 MIB = 1 << 20
 GOOD_NAMES = ("a", "b", "c")
 
 
-@dataclass(eq=False)
-class Session:
-    id: int
-    pid: int
-    uid: int
-    connected: bool = True
+class Model(Facts):
+    """Takes events, and says what each should have for effects."""
 
-
-@dataclass(eq=False)
-class Version:
-    name: str
-    number: int
-    owner: int
-    body: m.Create
-    layout: Layout
-    state: str = "allocating"
-
-
-@dataclass(eq=False)
-class Block:
-    """Memory of a version on a device: wanted, held, unwanted (on its way, to be freed) or freeing."""
-
-    version: Version
-    device: str
-    sizes: tuple[int, ...]
-    state: str = "wanted"
-    handles: tuple[bytes, ...] = ()
-    ticket: int = 0
-
-
-@dataclass(eq=False)
-class Lease:
-    session: Session
-    version: Version
-    id: int = 0
-
-
-@dataclass(eq=False)
-class Request:
-    """A request that is not answered; ``waits`` for publication, turn, room or memory."""
-
-    session: Session
-    id: int
-    body: m.Attach | m.Create
-    waits: str
-    layout: Layout | None = None
-    version: Version | None = None
-    timed: bool = False
-    timer: int = 0
-
-
-@dataclass
-class Expected:
-    """What one event should have for effects. A code stands for a refusal with any text."""
-
-    answers: dict[tuple[int, int], m.Reply | str] = field(default_factory=dict)
-    leases: dict[tuple[int, int], Lease] = field(default_factory=dict)
-    notices: list[tuple[int, m.PoolChanged]] = field(default_factory=list)
-    blocks: list[Block] = field(default_factory=list)
-    frees: list[Block] = field(default_factory=list)
-    timer: Request | None = None
-    dropped: list[int] = field(default_factory=list)
-    forgotten: list[int] = field(default_factory=list)
-
-
-class Refusal(Exception):
-    def __init__(self, code: str) -> None:
-        super().__init__(code)
-        self.code = code
-
-
-class Model:
     def __init__(self, devices: tuple[Budget, ...], uid: int, limits: Limits) -> None:
-        self.devices, self.uid, self.limits = devices, uid, limits
-        self.sessions: list[Session] = []
-        self.versions: list[Version] = []
-        self.blocks: list[Block] = []
-        self.leases: list[Lease] = []
-        self.requests: list[Request] = []  # in order of arrival
-        self.watches: list[tuple[Session, str]] = []
-        self.last: dict[str, int] = {}
-        self.owners: dict[str, int] = {}
+        super().__init__(devices, uid, limits)
         self.out = Expected()
-
-    # -- looking things up ---------------------------------------------------------------------
-
-    def session(self, number: int) -> Session | None:
-        return next((session for session in self.sessions if session.id == number), None)
-
-    def of(self, name: str) -> list[Version]:
-        return [version for version in self.versions if version.name == name]
-
-    def current(self, name: str) -> Version | None:
-        return next((version for version in self.of(name) if version.state == "current"), None)
-
-    def drafted(self, name: str) -> bool:
-        return any(version.state in ("allocating", "draft") for version in self.of(name))
-
-    def blocks_of(self, version: Version) -> list[Block]:
-        return [block for block in self.blocks if block.version is version and block.state in ("wanted", "held")]
-
-    def holds(self, version: Version) -> int:
-        return sum(lease.version is version for lease in self.leases)
-
-    def room(self, uuid: str) -> int:
-        budget = next(device.budget for device in self.devices if device.uuid == uuid)
-        return budget - sum(sum(block.sizes) for block in self.blocks if block.device == uuid)
-
-    def may_change(self, session: Session, name: str) -> bool:
-        return name not in self.owners or session.uid in (0, self.uid, self.owners[name])
 
     # -- events --------------------------------------------------------------------------------
 
@@ -469,7 +365,7 @@ class Model:
     def rounded(layout: Layout) -> tuple[int, ...]:
         return tuple((size + 2 * MIB - 1) // (2 * MIB) * (2 * MIB) for size in layout.allocations)
 
-    # -- words and reports ---------------------------------------------------------------------
+    # -- words ---------------------------------------------------------------------
 
     def name(self, name: str) -> None:
         if name not in GOOD_NAMES:
@@ -490,26 +386,3 @@ class Model:
     def notice(self, session: Session, name: str) -> None:
         current = self.current(name)
         self.out.notices.append((session.id, m.PoolChanged(name, current.number if current else 0)))
-
-    def info(self, version: Version) -> m.PoolInfo:
-        body, layout = version.body, version.layout
-        state = "draft" if version.state == "allocating" else version.state
-        nbytes, tensors, leases = sum(layout.allocations), len(layout.tensors), self.holds(version)
-        return m.PoolInfo(
-            version.name, version.number, state, nbytes, tensors, "ipc", body.devices, False, leases, version.owner
-        )
-
-    def client(self, session: Session) -> m.ClientInfo:
-        state = "connected" if session.connected else "detached"
-        leases = [lease.version for lease in self.leases if lease.session is session]
-        infos = tuple(m.LeaseInfo(version.name, version.number) for version in leases)
-        return m.ClientInfo(session.id, session.pid, session.uid, state, infos)
-
-    def device(self, device: Budget) -> m.DeviceInfo:
-        sums = {
-            states: sum(
-                sum(block.sizes) for block in self.blocks if block.device == device.uuid and block.state in states
-            )
-            for states in (("held", "freeing"), ("wanted", "unwanted"))
-        }
-        return m.DeviceInfo(device.index, device.uuid, device.name, device.total, device.budget, *sums.values())

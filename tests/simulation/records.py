@@ -1,0 +1,79 @@
+"""What the model remembers, and what it expects of one event."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from cubroker.protocol import messages as m
+from cubroker.protocol.layout import Layout
+
+
+@dataclass(eq=False)
+class Session:
+    id: int
+    pid: int
+    uid: int
+    connected: bool = True
+
+
+@dataclass(eq=False)
+class Version:
+    name: str
+    number: int
+    owner: int
+    body: m.Create
+    layout: Layout
+    state: str = "allocating"
+
+
+@dataclass(eq=False)
+class Block:
+    """Memory of a version on a device: wanted, held, unwanted (on its way, to be freed) or freeing."""
+
+    version: Version
+    device: str
+    sizes: tuple[int, ...]
+    state: str = "wanted"
+    handles: tuple[bytes, ...] = ()
+    ticket: int = 0
+
+
+@dataclass(eq=False)
+class Lease:
+    session: Session
+    version: Version
+    id: int = 0
+
+
+@dataclass(eq=False)
+class Request:
+    """A request that is not answered; ``waits`` for publication, turn, room or memory."""
+
+    session: Session
+    id: int
+    body: m.Attach | m.Create
+    waits: str
+    layout: Layout | None = None
+    version: Version | None = None
+    timed: bool = False
+    timer: int = 0
+
+
+@dataclass
+class Expected:
+    """What one event should have for effects. A code stands for a refusal with any text."""
+
+    answers: dict[tuple[int, int], m.Reply | str] = field(default_factory=dict)
+    leases: dict[tuple[int, int], Lease] = field(default_factory=dict)
+    notices: list[tuple[int, m.PoolChanged]] = field(default_factory=list)
+    blocks: list[Block] = field(default_factory=list)
+    frees: list[Block] = field(default_factory=list)
+    timer: Request | None = None
+    dropped: list[int] = field(default_factory=list)
+    forgotten: list[int] = field(default_factory=list)
+
+
+class Refusal(Exception):
+    def __init__(self, code: str) -> None:
+        super().__init__(code)
+        self.code = code
