@@ -44,8 +44,8 @@ class Draft(Pool):
         return expect(self._loan.confirm(), Sealed).version
 
     def _release(self) -> None:
-        if self._mapped is not None:
-            self._mapped.end()
+        assert self._mapped is not None
+        self._mapped.end()
         self._drop()
 
     def _drop(self) -> None:

@@ -81,9 +81,9 @@ class Loan:
 
     def end(self) -> None:
         """Have the memory unmapped and the lease closed, as happens when nobody uses the memory any more."""
+        assert self._guard is not None
         self._ending = True
-        if self._guard is not None:
-            self._session.janitor.put(self._guard)
+        self._session.janitor.put(self._guard)
 
     def seal_at_end(self) -> None:
         """Let the end of the memory publish the draft, instead of discarding it."""
@@ -106,9 +106,11 @@ class Loan:
                 self.lease = reply.lease
                 self._session.janitor.put(lambda: self._open(reply))
             case CubrokerError():
-                self._refuse(reply)
+                self._fail(reply)
+                self._session.forget(self)
             case _:
-                self._refuse(Unavailable(f"the broker answered a request for a lease with {type(reply).__name__}"))
+                self._fail(Unavailable(f"the broker answered a request for a lease with {type(reply).__name__}"))
+                self._session.forget(self)
 
     def _closed(self, reply: Reply | CubrokerError) -> None:
         if self._last is Seal and not isinstance(reply, Sealed | Unavailable):
@@ -134,8 +136,8 @@ class Loan:
         self._guard = self._session.janitor.guard(mapped, self._end)
         # From here on the memory ends with the last reference to it, so none may stay in this object.
         future, self._granted = self._granted, None
-        if future:
-            future.set((reply, mapped))
+        assert future is not None
+        future.set((reply, mapped))
         return None
 
     def _map(self, reply: Attached | Created) -> Mapped:
@@ -165,10 +167,6 @@ class Loan:
             return self._session.forget(self)
         self._session.requests.send(self._last(self.lease), self._closed)
         return None
-
-    def _refuse(self, error: CubrokerError) -> None:
-        self._fail(error)
-        self._session.forget(self)
 
     def _fail(self, error: CubrokerError) -> None:
         if future := self._granted:

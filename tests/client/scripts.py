@@ -1,7 +1,8 @@
-"""Programs that use the client, each in an interpreter of its own, which reports any warning as an error."""
+"""Programs that use the client, each in an interpreter of its own, in which warnings are errors."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -16,23 +17,27 @@ directory = sys.argv[1]
 """
 
 
-def start(broker: BrokerProcess, program: str, *args: str) -> subprocess.Popen[str]:
-    """Start a program; it has ``directory`` and what PREAMBLE imports."""
+def start(broker: BrokerProcess, program: str, *args: str, measured: bool = True) -> subprocess.Popen[str]:
+    """Start a program; it has ``directory`` and what PREAMBLE imports.
+
+    Without ``measured`` its coverage is not: coverage's own locks do not bear being interrupted, and it has much to say in workers.
+    """
     source = PREAMBLE + textwrap.dedent(program)
-    command = [sys.executable, "-W", "error", "-c", source, str(broker.directory), *args]
+    strict = [f"-Werror::{kind}Warning" for kind in ("Resource", "Runtime", "Deprecation", "User")]
     return subprocess.Popen(
-        command,
+        [sys.executable, *strict, "-c", source, str(broker.directory), *args],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        env={name: value for name, value in os.environ.items() if measured or not name.startswith("COVERAGE_")},
     )
 
 
-def run(broker: BrokerProcess, program: str, *args: str) -> subprocess.CompletedProcess[str]:
+def run(broker: BrokerProcess, program: str, *args: str, measured: bool = True) -> subprocess.CompletedProcess[str]:
     """Run a program to its end, within a test's patience."""
-    process = start(broker, program, *args)
+    process = start(broker, program, *args, measured=measured)
     try:
         out, err = process.communicate(timeout=PATIENCE)
     finally:

@@ -99,6 +99,7 @@ def test_an_interrupt_ends_a_wait_at_once_and_loses_no_lease(
                 broker.pools()
                 print(broker.requests.waiting())
             """,
+            measured=False,
         )
         returncode, out, err = end(process)
     assert (returncode, err) == (0, "")
@@ -139,6 +140,7 @@ def test_interrupts_at_any_moment_lose_no_lease(client: Broker, lender: BrokerPr
             print(sys.stdin.readline().strip())
         """,
         name,
+        measured=False,
     )
     try:
         assert process.stdout is not None

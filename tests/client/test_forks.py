@@ -187,6 +187,7 @@ def test_workers_of_multiprocessing_open_brokers_of_their_own(
         """,
         name,
         method,
+        measured=False,
     )
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "True\n")
     eventually(lambda: leases(client, name) == 0, "the end of the leases")
