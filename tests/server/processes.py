@@ -10,15 +10,22 @@ from tests.brokers import eventually
 
 def gateway_of(broker: int) -> int:
     """Return the pid of a broker's gateway; waits until there is one."""
-    children = Path(f"/proc/{broker}/task/{broker}/children")
-
-    def found() -> list[int]:
-        every = [int(child) for child in children.read_text().split()]
-        return [child for child in every if b"cubroker.server.gateway" in Path(f"/proc/{child}/cmdline").read_bytes()]
-
-    eventually(found, "a gateway")
-    (gateway,) = found()
+    eventually(lambda: gateways(broker), "a gateway")
+    (gateway,) = gateways(broker)
     return gateway
+
+
+def gateways(broker: int) -> list[int]:
+    """Return the pids of a broker's gateways."""
+    children = Path(f"/proc/{broker}/task/{broker}/children")
+    return [int(child) for child in children.read_text().split() if b"cubroker.server.gateway" in _command(child)]
+
+
+def _command(pid: str) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
 
 
 def resident(pid: int) -> int:

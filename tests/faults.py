@@ -1,0 +1,174 @@
+"""Faults on demand: driver calls and system calls that fail at the nth call.
+
+``python -m tests.faults DIRECTORY --devices host:2`` is a broker whose calls fail when a test says so;
+:class:`FaultyBroker` starts one and says so, over its standard input.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import importlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Lock, Thread
+from typing import Any
+
+from cubroker.driver.host import memory
+from cubroker.server.__main__ import main as serve
+from tests.brokers import BrokerProcess, eventually
+
+SYSTEM_CALLS = ("memfd_create", "ftruncate", "fcntl", "mmap", "madvise")
+"""Those that host memory is made with."""
+
+
+class Plan:
+    """Which call is to fail, and how many of those that may fail were made."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._names: frozenset[str] = frozenset()
+        self._at = self._error = self._seen = 0
+
+    def arm(self, names: Sequence[str], at: int, error: int) -> int:
+        """Have the ``at``-th call of any of ``names`` fail with ``error``, if there is one.
+
+        Returns how many there were since the last time.
+        """
+        with self._lock:
+            seen = self._seen
+            self._names, self._at, self._error, self._seen = frozenset(names), at, error, 0
+        return seen
+
+    def due(self, name: str) -> int:
+        """Count a call, and return the error that it is to fail with, or 0."""
+        with self._lock:
+            if name not in self._names:
+                return 0
+            self._seen += 1
+            return self._error if self._seen == self._at else 0
+
+
+class FaultyModule:
+    """A driver-shaped module whose functions fail, without being called, as ``plan`` says."""
+
+    def __init__(self, module: Any, plan: Plan) -> None:
+        self._module = module
+        self._plan = plan
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._module, name)
+        if not name.startswith("cu"):
+            return found
+
+        def call(*args: Any) -> tuple[Any, ...]:
+            if error := self._plan.due(name):
+                return (self._module.CUresult(error),)
+            result: tuple[Any, ...] = found(*args)
+            return result
+
+        return call
+
+
+class _FaultyLibc:
+    """The C library's functions that host memory is mapped with."""
+
+    def __init__(self, libc: Any, plan: Plan) -> None:
+        self._libc = libc
+        self._plan = plan
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(self._libc, name)
+
+        def call(*args: Any) -> Any:
+            if error := self._plan.due(name):
+                ctypes.set_errno(error)
+                return -1 if name != "mmap" else ctypes.c_void_p(-1).value
+            return function(*args)
+
+        return call
+
+
+def install(plan: Plan) -> None:
+    """Have the host driver and the system calls beneath it fail as ``plan`` says, in this process."""
+    loading: Any = importlib.import_module("cubroker.driver.load")
+    host_module = loading.host_module
+    loading.host_module = lambda count, size: FaultyModule(host_module(count, size), plan)
+    vars(memory)["_libc"] = _FaultyLibc(vars(memory)["_libc"], plan)
+    for module, name in ((os, "memfd_create"), (os, "ftruncate"), (fcntl, "fcntl")):
+        setattr(module, name, _failing(getattr(module, name), name, plan))
+
+
+def _failing(function: Callable[..., Any], name: str, plan: Plan) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        if error := plan.due(name):
+            raise OSError(error, f"{name}: {os.strerror(error)}")
+        return function(*args)
+
+    return call
+
+
+class FaultyBroker(BrokerProcess):
+    """A broker process whose calls fail on demand; its standard input is a socket, over which it is told."""
+
+    def start(self) -> None:
+        """As any broker; returns when it serves."""
+        self._control, theirs = socket.socketpair()
+        with theirs, self._log.open("ab") as log:
+            written = log.tell()
+            self.process = subprocess.Popen(self.command(), stdin=theirs.fileno(), stdout=log, stderr=log)
+        eventually(lambda: self._serves(written), "the broker to serve")
+
+    def command(self) -> list[str]:
+        return [sys.executable, "-m", "tests.faults", str(self.directory), "--devices", self.devices]
+
+    def arm(self, names: Sequence[str], at: int, error: int) -> int:
+        """As :meth:`Plan.arm`, in the broker's process."""
+        self._control.sendall(json.dumps([names, at, error]).encode())
+        return int(self._control.recv(100))
+
+    def disarm(self) -> int:
+        """Let every call succeed; return how many could have failed since the last time."""
+        return self.arm((), 0, 0)
+
+    def kill(self) -> None:
+        super().kill()
+        self._control.close()
+
+
+@contextmanager
+def faulty(devices: str) -> Iterator[FaultyBroker]:
+    """Start a broker that fails on demand, and stop it at the end whatever happens."""
+    with tempfile.TemporaryDirectory(prefix="cubroker-") as folder:
+        broker = FaultyBroker(Path(folder) / "run", devices)
+        try:
+            yield broker
+        finally:
+            try:
+                broker.stop()
+            finally:
+                broker.kill()
+
+
+def _obey(plan: Plan) -> None:
+    while order := os.read(0, 1000):
+        os.write(0, b"%d" % plan.arm(*json.loads(order)))
+
+
+def main() -> int:
+    """Serve, and fail as standard input says."""
+    plan = Plan()
+    install(plan)
+    Thread(target=_obey, args=(plan,), daemon=True).start()
+    return serve()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""Driver and system calls that fail while a draft's memory is made: the request fails, and nothing is left of it."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator, Sequence
+
+import pytest
+from cuda.bindings import driver as cuda
+
+from cubroker.protocol.layout import Layout
+from cubroker.protocol.messages import (
+    Close,
+    Create,
+    Created,
+    Done,
+    Failed,
+    ListPools,
+    Pools,
+)
+from tests.brokers import eventually
+from tests.faults import SYSTEM_CALLS, FaultyBroker, faulty
+from tests.server.clients import RawClient, session
+from tests.server.processes import descriptors, gateway_of
+
+MIB = 1 << 20
+THREE = Layout.pack([(name, "U8", (2 * MIB,)) for name in "abc"], slab=2 * MIB)
+"""Three allocations."""
+
+ALLOCATING = ("cuCtxPushCurrent", "cuMemAlloc", "cuMemsetD8", "cuCtxSynchronize", "cuIpcGetMemHandle")
+MANY = 1000
+
+
+@pytest.fixture(scope="module")
+def broker() -> Iterator[FaultyBroker]:
+    with faulty("host:2@64MiB") as process, session(process.directory) as client:
+        create(client, "first")  # the first export opens the socket over which host memory is handed out
+        yield process
+
+
+def create(client: RawClient, name: str = "pool") -> Created | Failed:
+    devices = tuple(device.uuid for device in client.devices())
+    reply = client.answer(client.send(Create(name, THREE.encode(), devices, "ipc", 0.0, None)))
+    assert isinstance(reply, Created | Failed)
+    return reply
+
+
+def state(broker: FaultyBroker, client: RawClient) -> object:
+    """All that a request could leave behind."""
+    return (
+        client.devices(),
+        client.ask(ListPools(), Pools),
+        client.clients(),
+        descriptors(broker.pid),
+        descriptors(gateway_of(broker.pid)),
+    )
+
+
+def check(client: RawClient, created: Created | Failed) -> None:
+    """A draft is whole: it can be sealed, attached to and retired."""
+    assert isinstance(created, Created), created
+    assert [len(replica.handles) for replica in created.replicas] == [3, 3]
+    client.ask(Close(created.lease), Done)
+
+
+def fail_each(broker: FaultyBroker, names: Sequence[str], error: int, code: str) -> int:
+    """Fail each call of a create in turn, in both devices' threads; return how many there were."""
+    with session(broker.directory) as client:
+        before = state(broker, client)
+        for number in range(1, MANY):
+            broker.arm(names, number, error)
+            refused = create(client)
+            if broker.disarm() < number:
+                check(client, refused)
+                eventually(lambda: state(broker, client) == before, f"{before} after a create")
+                return number - 1
+            assert isinstance(refused, Failed), number
+            assert refused.code == code, refused
+            eventually(lambda: state(broker, client) == before, f"{before} after call {number} failed")
+            check(client, create(client))
+            eventually(lambda: state(broker, client) == before, f"{before} after call {number} failed")
+    raise AssertionError("there is no end of calls")
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY, "out_of_memory"),
+        (cuda.CUresult.CUDA_ERROR_ECC_UNCORRECTABLE, "device"),
+    ],
+)
+def test_a_driver_call_that_fails_costs_one_request_and_nothing_else(
+    broker: FaultyBroker, error: int, code: str
+) -> None:
+    # Each allocation on each device is at least allocated, cleared, waited for and exported.
+    assert fail_each(broker, ALLOCATING, int(error), code) >= 2 * 3 * 4
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(errno.ENOMEM, "out_of_memory"), (errno.ENOSPC, "out_of_memory"), (errno.EMFILE, "device")]
+)
+def test_a_system_call_that_fails_costs_one_request_and_nothing_else(
+    broker: FaultyBroker, error: int, code: str
+) -> None:
+    assert fail_each(broker, SYSTEM_CALLS, error, code) == 2 * 3 * len(SYSTEM_CALLS)
