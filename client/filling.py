@@ -7,8 +7,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
-from queue import SimpleQueue
+from contextlib import ExitStack, suppress
+from queue import Empty, SimpleQueue
 from threading import Event
 
 from cubroker.client.checkpoint import Checkpoint
@@ -18,6 +18,9 @@ from cubroker.protocol import Layout
 
 MAX_THREADS = 16
 """More threads than this read no faster: memory is the limit by then."""
+
+REPORT = 0.1
+"""Seconds between reports of progress."""
 
 Progress = Callable[[int, int], None]
 """Called with the bytes done so far and the bytes there are."""
@@ -41,10 +44,11 @@ def fill(checkpoint: Checkpoint, layout: Layout, targets: Sequence[Target], prog
         sinks += (threads.submit(_sink, targets) for _ in range(count))
         ready = [sink.result() for sink in sinks]
         began = time.perf_counter()
-        news: SimpleQueue[int | Future[None]] = SimpleQueue()
-        for sink in ready:
-            threads.submit(_work, checkpoint, todo, sink, stop, news).add_done_callback(news.put)
-        _follow(news, count, checkpoint.nbytes, progress)
+        done = [0] * count
+        ended: SimpleQueue[Future[None]] = SimpleQueue()
+        for number, sink in enumerate(ready):
+            threads.submit(_work, checkpoint, todo, sink, stop, done, number).add_done_callback(ended.put)
+        _follow(ended, done, checkpoint.nbytes, progress)
         return time.perf_counter() - began
 
 
@@ -57,31 +61,31 @@ def _sink(targets: Sequence[Target]) -> Sink:
     return Mapped(targets) if targets[0].context.host else Ring(targets)
 
 
-def _work(
-    checkpoint: Checkpoint, todo: deque[Chunk], sink: Sink, stop: Event, news: SimpleQueue[int | Future[None]]
-) -> None:
-    """Bring chunks over until none is left, or ``stop`` is set."""
-    while not stop.is_set():
-        try:
-            chunk = todo.popleft()
-        except IndexError:
-            break
-        sink.put(checkpoint.files[chunk.file], chunk)
-        news.put(chunk.nbytes)
-    sink.finish()
+def _work(checkpoint: Checkpoint, todo: deque[Chunk], sink: Sink, stop: Event, done: list[int], number: int) -> None:
+    """Bring chunks over until none is left, or ``stop`` is set; count their bytes in ``done[number]``."""
+    with sink.thread():
+        while not stop.is_set():
+            try:
+                chunk = todo.popleft()
+            except IndexError:
+                break
+            sink.put(checkpoint.files[chunk.file], chunk)
+            done[number] += chunk.nbytes
+        sink.finish()
 
 
-def _follow(news: SimpleQueue[int | Future[None]], running: int, total: int, progress: Progress | None) -> None:
-    """Report progress until every thread is done; raise what the first of them to fail raised."""
-    done = 0
+def _follow(ended: SimpleQueue[Future[None]], done: list[int], total: int, progress: Progress | None) -> None:
+    """Report progress until every thread has ended; raise what the first of them to fail raised.
+
+    The threads leave a count and do not call: a thread woken for each chunk takes the interpreter from them.
+    """
+    running = len(done)
     while running:
-        piece = news.get()
-        if isinstance(piece, Future):
-            piece.result()
+        with suppress(Empty):
+            ended.get(timeout=REPORT if progress else None).result()
             running -= 1
-        elif progress:
-            done += piece
-            progress(done, total)
+        if progress:
+            progress(sum(done), total)
 
 
 def join(threads: ThreadPoolExecutor) -> None:

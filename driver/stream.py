@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 from cubroker.driver.calls import DriverError
 
@@ -33,20 +33,19 @@ class _Closing:
 
 
 class Event(_Closing):
-    """A place in a stream; see :meth:`Stream.record`."""
+    """A place in a stream, which :meth:`Stream.record` puts it at; it may be put anew. See :meth:`Context.event`."""
 
-    def __init__(self, context: Context, stream: Any) -> None:
+    def __init__(self, context: Context) -> None:
         super().__init__(context)
         flags = self._calls.module.CUevent_flags
         with context.current():
-            self._event = self._calls.cuEventCreate(flags.CU_EVENT_DISABLE_TIMING | flags.CU_EVENT_BLOCKING_SYNC)
-            self._calls.cuEventRecord(self._event, stream)
+            self.handle = self._calls.cuEventCreate(flags.CU_EVENT_DISABLE_TIMING | flags.CU_EVENT_BLOCKING_SYNC)
 
     def done(self) -> bool:
-        """Whether all work before this place is finished."""
+        """Whether all work before the place is finished; so it is if the event was never recorded."""
         try:
             with self._context.current():
-                self._calls.cuEventQuery(self._event)
+                self._calls.cuEventQuery(self.handle)
         except DriverError as error:
             if error.name == "CUDA_ERROR_NOT_READY":
                 return False
@@ -54,14 +53,14 @@ class Event(_Closing):
         return True
 
     def wait(self) -> None:
-        """Return when all work before this place is finished; the thread sleeps meanwhile."""
+        """Return when all work before the place is finished; the thread sleeps meanwhile."""
         with self._context.current():
-            self._calls.cuEventSynchronize(self._event)
+            self._calls.cuEventSynchronize(self.handle)
 
     def close(self) -> None:
         """Give the event back; work before it goes on."""
         with self._context.current():
-            self._calls.cuEventDestroy(self._event)
+            self._calls.cuEventDestroy(self.handle)
 
 
 class Stream(_Closing):
@@ -81,9 +80,10 @@ class Stream(_Closing):
         with self._context.current():
             self._calls.cuMemcpyHtoDAsync(pointer, host_pointer, nbytes, self._stream)
 
-    def record(self) -> Event:
-        """Mark the place after everything that was started so far. The caller closes the event."""
-        return Event(self._context, self._stream)
+    def record(self, event: Event) -> None:
+        """Put ``event``, of the same context, after everything that was started so far."""
+        with self._context.current():
+            self._calls.cuEventRecord(event.handle, self._stream)
 
     def synchronize(self) -> None:
         """Return when everything started so far is done."""

@@ -254,17 +254,21 @@ def test_an_importer_that_is_killed_leaves_the_memory_as_it_was(driver: Driver, 
 
 
 def test_a_stream_copies_from_pinned_memory_in_order(context: Context, memory: int) -> None:
-    with context.pin(BLOCK) as pinned, context.stream() as stream:
+    with context.pin(BLOCK) as pinned, context.stream() as stream, context.event() as event:
+        assert event.done(), "an event that marks nothing has nothing to wait for"
+        event.wait()
         pinned.view[:] = b"\x01" * BLOCK
         pinned.view[-3:] = b"end"
         stream.copy_in(memory, pinned.pointer, BLOCK)
         stream.copy_in(memory, pinned.pointer + BLOCK - 3, 3)
-        with stream.record() as event:
-            event.wait()
-            assert event.done()
+        stream.record(event)
+        event.wait()
+        assert event.done()
         assert context.read(memory, 4) == b"end\x01"
         assert context.read(memory + BLOCK - 4, 4) == b"\x01end"
         stream.copy_in(memory + 3, pinned.pointer, 1)
+        stream.record(event)
         stream.synchronize()
+        assert event.done()
         context.synchronize()
     assert context.read(memory, 5) == b"end\x01\x01"

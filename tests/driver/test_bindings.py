@@ -54,11 +54,11 @@ def use(context: Context) -> None:
     for call in (lambda: context.open(context.export(pointer)), lambda: context.close(pointer)):
         with pytest.raises(DriverError, match=r"cuIpc.* failed"):
             call()
-    with context.pin(10) as pinned, context.stream() as stream:
+    with context.pin(10) as pinned, context.stream() as stream, context.event() as event:
         stream.copy_in(pointer, pinned.pointer, 10)
-        with stream.record() as event:
-            event.wait()
-            assert event.done()
+        stream.record(event)
+        event.wait()
+        assert event.done()
     context.synchronize()
     context.free(pointer)
 

@@ -207,7 +207,8 @@ class NotReady:
 def test_an_event_that_is_not_done_says_so_and_one_that_failed_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = load("host:1@2MiB")
     with driver.context(0).stream() as stream:
-        event = stream.record()
+        event = driver.context(0).event()
+        stream.record(event)
         monkeypatch.setattr(event, "_calls", Calls(NotReady()))
         assert not event.done()
         monkeypatch.undo()
