@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import click
@@ -10,6 +9,7 @@ import click
 from cubroker.cli import options, text
 from cubroker.driver import DriverError, load
 from cubroker.protocol.errors import DeviceFailure
+from cubroker.server import logs
 from cubroker.server.run import DEFAULT_BUDGET, serve
 
 
@@ -35,8 +35,7 @@ def command(directory: Path, devices: str, budget: str) -> int:
     The broker runs without a store today: when it ends, its pools go with it.
     """
     _probe(devices)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    with options.own_broker():
+    with logs.to_standard_error(), options.own_broker():
         return serve(directory, devices, budget, lambda: text.say(f"cubroker: serving {devices} in {directory}"))
 
 

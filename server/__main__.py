@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 from pathlib import Path
 
 from cubroker.protocol.errors import CubrokerError
+from cubroker.server import logs
 from cubroker.server.run import serve
 
 
@@ -18,18 +18,13 @@ def main() -> int:
     parser.add_argument("--devices", default="cuda", help="cuda, cuda:0,1, host:2 or host:2@64MiB")
     parser.add_argument("--budget", help="of each device: 10GiB, or a share; 90%% by default")
     options = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    try:
-        return serve(
-            options.directory, options.devices, options.budget, lambda: _say(f"serving on {options.directory}")
-        )
-    except CubrokerError as error:
-        _say(error.message)
-        return 1
-
-
-def _say(text: str) -> None:
-    print(f"cubroker: {text}", file=sys.stderr, flush=True)  # noqa: T201  this is a program
+    ready = f"cubroker: serving on {options.directory}"
+    with logs.to_standard_error() as say:
+        try:
+            return serve(options.directory, options.devices, options.budget, lambda: say(ready))
+        except CubrokerError as error:
+            say(f"cubroker: {error.message}")
+            return 1
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import socket
 import sys
-from asyncio.subprocess import DEVNULL, Process
+from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -25,6 +25,9 @@ STEADY = 10.0
 
 FIRST_DELAY = 0.05
 LONGEST_DELAY = 2.0
+
+LAST_WORDS = 4000
+"""Characters of what a gateway wrote that are logged."""
 
 
 class Supervisor:
@@ -106,7 +109,7 @@ class Supervisor:
         self._link = None
         if process.returncode is None:
             process.kill()
-        return f"process {process.pid} ended with status {await process.wait()}"
+        return f"process {process.pid} ended with status {await process.wait()}{await _last_words(process)}"
 
     async def _spawn(self) -> tuple[Process, Link]:
         ours, theirs = socket.socketpair()
@@ -119,6 +122,7 @@ class Supervisor:
                     *(sys.executable, "-P", "-m", "cubroker.server.gateway"),
                     *(str(theirs.fileno()), str(self._listener.fileno()), str(self._path)),
                     stdin=DEVNULL,
+                    stderr=PIPE,  # where ours leads may block, and a gateway that cannot say why it aborts does not end
                     pass_fds=(theirs.fileno(), self._listener.fileno()),
                 )
             except OSError:
@@ -133,6 +137,16 @@ class Supervisor:
             self._changed()
         else:
             self._first.set_result("")
+
+
+async def _last_words(process: Process) -> str:
+    """Log what an ended gateway wrote to its standard error, and return the end of it, which says most."""
+    assert process.stderr
+    said = (await process.stderr.read()).decode(errors="replace").strip()
+    if not said:
+        return ""
+    log.error("the gateway said: %s", said[-LAST_WORDS:])
+    return f" ({said.splitlines()[-1][:200]})"
 
 
 def _ignore(*_: object) -> None:

@@ -1,0 +1,97 @@
+"""The log on standard error. The broker never waits for whoever reads it, nor ends because nobody does."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from queue import Full, Queue
+from threading import Thread
+
+MAX_LINES = 4096
+"""Lines that wait to be written; later ones are lost, and counted."""
+
+FAREWELL = 1.0
+"""Seconds that the last lines may take at the end."""
+
+FORMAT = "%(asctime)s %(levelname)s %(message)s"
+
+
+@contextmanager
+def to_standard_error() -> Iterator[Callable[[str], None]]:
+    """Log what is worth knowing to standard error, if there is one; yields what writes a plain line there."""
+    _fill()
+    if sys.__stderr__ is None:  # it was closed when this process began
+        yield _nowhere
+        return
+    lines = Lines(sys.__stderr__.fileno())
+    lines.setFormatter(logging.Formatter(FORMAT))
+    root = logging.getLogger()
+    root.addHandler(lines)
+    root.setLevel(logging.INFO)
+    try:
+        yield lines.say
+    finally:
+        root.removeHandler(lines)
+        lines.close()
+
+
+class Lines(logging.Handler):
+    """Has lines written to a descriptor by a thread of its own, since writing to a pipe may block for ever."""
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__()
+        self._descriptor = descriptor
+        self._lines: Queue[str | None] = Queue(MAX_LINES)
+        self._lost = 0
+        self._told = 0
+        # A daemon, and no buffered file beneath it, so that the interpreter can exit while it blocks.
+        self._thread = Thread(target=self._run, name="log", daemon=True)
+        self._thread.start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Have a record written."""
+        try:
+            self.say(self.format(record))
+        except Exception:  # noqa: BLE001  as every handler: logging must not fail
+            self.handleError(record)
+
+    def say(self, line: str) -> None:
+        """Have a line written, unless too many wait for that already."""
+        try:
+            self._lines.put_nowait(line)
+        except Full:
+            self._lost += 1
+
+    def close(self) -> None:
+        """Wait a moment for the last lines."""
+        with suppress(Full):
+            self._lines.put(None, timeout=FAREWELL)
+        self._thread.join(FAREWELL)
+        super().close()
+
+    def _run(self) -> None:
+        while (line := self._lines.get()) is not None:
+            self._write(line)
+            if lost := self._lost - self._told:
+                self._told += lost
+                self._write(f"{lost} lines of the log were lost here: they were not read in time")
+
+    def _write(self, line: str) -> None:
+        data = line.encode(errors="backslashreplace") + b"\n"
+        with suppress(OSError):  # nobody reads any more
+            while data:
+                data = data[os.write(self._descriptor, data) :]
+
+
+def _fill() -> None:
+    """Open what is closed of standard input, output and error, or the next socket or lock would get its number."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+
+
+def _nowhere(line: str) -> None:
+    """There is no standard error."""

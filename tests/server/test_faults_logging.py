@@ -1,0 +1,115 @@
+"""Standard error that nobody reads, that is full, or that is not there: the broker serves on, and ends when told to."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from cubroker.protocol.directory import SESSION_SOCKET
+from cubroker.server import logs
+from cubroker.server.logs import Lines
+from tests.brokers import DEVICES, PATIENCE, eventually
+from tests.server.clients import connect, greet, session
+from tests.server.processes import gateway_of
+
+FULL = 64 << 10
+"""Bytes that a pipe holds."""
+
+
+@contextmanager
+def pipe() -> Iterator[tuple[int, int]]:
+    read, write = os.pipe()
+    try:
+        yield read, write
+    finally:
+        for end in (read, write):
+            try:
+                os.close(end)
+            except OSError:
+                assert end == read
+
+
+@contextmanager
+def serving(stderr: int | None) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+    """A broker that logs to ``stderr`` (None: to nothing, the descriptor is closed), and must end well."""
+    with tempfile.TemporaryDirectory(prefix="cubroker-") as folder:
+        directory = Path(folder) / "run"
+        command = [sys.executable, "-m", "cubroker.server", str(directory), "--devices", DEVICES]
+        if stderr is None:
+            command = ["sh", "-c", 'exec "$@" 0<&- 1>&- 2>&-', "sh", *command]
+        with subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=stderr) as process:
+            try:
+                eventually((directory / SESSION_SOCKET).exists, "the broker to listen")
+                yield process, directory
+                process.send_signal(signal.SIGTERM)
+                assert process.wait(PATIENCE) == 0
+            finally:
+                process.kill()
+
+
+def use(process: subprocess.Popen[bytes], directory: Path) -> None:
+    """Have the broker log something, and its gateway go and come; both go on."""
+    with connect(directory) as connection:
+        greet(connection)
+    with session(directory) as client:
+        client.publish("pool")
+        gateway = gateway_of(process.pid)
+        os.kill(gateway, signal.SIGABRT)
+        eventually(lambda: gateway_of(process.pid) != gateway, "another gateway")
+        assert client.attach("pool").version == 1
+
+
+def test_a_broker_whose_log_nobody_reads_any_more_goes_on() -> None:
+    with pipe() as (read, write), serving(write) as broker:
+        os.close(read)
+        use(*broker)
+
+
+def test_a_broker_whose_log_is_never_read_goes_on() -> None:
+    with pipe() as (read, write):
+        os.write(write, bytes(FULL))
+        with serving(write) as broker:
+            use(*broker)
+        assert os.read(read, 2 * FULL) == bytes(FULL)
+
+
+def test_a_broker_without_standard_error_goes_on() -> None:
+    with serving(None) as broker:
+        use(*broker)
+
+
+def test_lines_that_cannot_be_written_are_counted_in_the_log() -> None:
+    with pipe() as (read, write):
+        os.write(write, bytes(FULL))
+        lines = Lines(write)
+        for number in range(logs.MAX_LINES + 100):
+            lines.say(f"line {number}")
+        said = b""
+        while b"lost" not in said:
+            said += os.read(read, FULL)
+        lines.close()
+    first, lost, *_ = said.lstrip(b"\0").decode().splitlines()
+    assert first == "line 0"
+    # The first is on its way or still waits, so there is room for one more, or none.
+    assert lost in {f"{number} lines of the log were lost here: they were not read in time" for number in (99, 100)}
+
+
+def test_a_record_that_makes_no_text_harms_nobody() -> None:
+    with pipe() as (read, write):
+        lines = Lines(write)
+        record = logging.LogRecord("name", logging.INFO, __file__, 1, "%d", ("no number",), None)
+        raising, logging.raiseExceptions = logging.raiseExceptions, False
+        try:
+            lines.emit(record)
+        finally:
+            logging.raiseExceptions = raising
+        lines.say("the next line, and a lone surrogate \ud800")
+        lines.close()
+        assert os.read(read, FULL) == b"the next line, and a lone surrogate \\ud800\n"
