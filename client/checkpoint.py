@@ -219,17 +219,20 @@ def _read_index(path: Path) -> dict[str, Path]:
         except OSError as error:
             text = f"cannot load {path}: its shard {shard[:100]!r} is not there ({error.strerror}); fetch it again"
             raise NotFound(text) from error
+        except ValueError as error:  # a zero byte, or half a surrogate pair
+            raise Invalid(f"cannot load {path}: {shard[:100]!r} cannot name a file ({error}); fetch it again") from None
     return {name: path.parent / shard for name, shard in weights.items()}
 
 
 def _all(file: FileIO, path: Path) -> bytes:
+    """Read a file that should be short; never more memory than it has bytes is taken for it."""
     try:
-        raw = file.read(header.MAX_HEADER + 1) or b""
+        size = os.fstat(file.fileno()).st_size
+        if size > header.MAX_HEADER:
+            raise Invalid(f"cannot load {path}: the index has over {header.MAX_HEADER} bytes, which is the most")
+        return file.read(size) or b""
     except OSError as error:
         raise header.failure(path, error) from error
-    if len(raw) > header.MAX_HEADER:
-        raise Invalid(f"cannot load {path}: the index has over {header.MAX_HEADER} bytes, which is the most")
-    return raw
 
 
 def _unfilled(buffers: list[memoryview], count: int) -> list[memoryview]:

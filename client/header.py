@@ -142,7 +142,7 @@ def _sections(path: Path, raw: bytes) -> tuple[dict[str, _Info], dict[str, str]]
     try:
         metadata = msgspec.convert(sections.pop("__metadata__", None) or {}, dict[str, str])
         return msgspec.convert(sections, dict[str, _Info]), metadata
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:  # the latter: a key with half a surrogate pair
         raise Invalid(f"cannot load {path}: its header has an entry of the wrong form: {error}") from None
 
 

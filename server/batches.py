@@ -22,6 +22,10 @@ FULL = 1 << 20
 MAX_BATCH = 64 << 20
 """Bytes. No honest batch is larger: the broker answers one batch with one, of as many messages."""
 
+MAX_FRAMES = 1 << 19
+"""Frames of one batch, which room is made for as soon as one promises them. An answer has 8 bytes at least."""
+
+assert FULL // 8 * 2 < MAX_FRAMES
 assert MAX_BATCH > FULL + wire.MAX_MESSAGE
 
 
@@ -40,7 +44,9 @@ class Batches:
     """Cuts a stream of bytes into batches."""
 
     def __init__(self) -> None:
-        self._unpacker = msgpack.Unpacker(max_buffer_size=MAX_BATCH, max_str_len=0, max_map_len=0, max_ext_len=0)
+        self._unpacker = msgpack.Unpacker(
+            max_buffer_size=MAX_BATCH, max_array_len=MAX_FRAMES, max_str_len=0, max_map_len=0, max_ext_len=0
+        )
 
     def feed(self, data: bytes) -> list[list[bytes]]:
         """Add what arrived and return the batches that are whole now.

@@ -25,7 +25,9 @@ def test_a_batch_is_pairs_of_routing_id_and_frame() -> None:
 
 
 @pytest.mark.parametrize(
-    "junk", [b"\xc0", b"\x91\x01", b"\x91\xa1x", b"\x80", b"\xc1", b"\x91\x91\x90", b"\xc7\x01\x01x"], ids=bytes.hex
+    "junk",
+    [b"\xc0", b"\x91\x01", b"\x91\xa1x", b"\x80", b"\xc1", b"\x91\x91\x90", b"\xc7\x01\x01x", b"\xdd\x7f\xff\xff\xff"],
+    ids=bytes.hex,
 )
 def test_what_is_no_batch_is_an_error(junk: bytes) -> None:
     with pytest.raises(ValueError, match=r"no batch|exceeds"):

@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cubroker.protocol.errors import Invalid
+from tests.fuzz.mutate import Finding, hunt
+from tests.fuzz.target import CRASHES, Target, attempt_measured
+from tests.fuzz.targets import TARGETS
+
+INPUTS = 3000
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_no_input_does_harm(name: str) -> None:
+    finding = hunt(TARGETS[name], INPUTS, seed=0)
+    assert finding is None, f"{finding.error}\n{finding.data!r}"
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_what_is_in_order_is_taken(name: str) -> None:
+    target = TARGETS[name]
+    taken = 0
+    for data in target.seeds:
+        try:
+            target.run(data)
+        except Invalid:
+            continue
+        taken += 1
+    assert taken
+
+
+@pytest.mark.parametrize("path", sorted(CRASHES.glob("*.bin")), ids=lambda path: path.stem)
+def test_what_once_did_harm_does_none_now(path: Path) -> None:
+    attempt_measured(TARGETS[path.stem.rpartition("-")[0]], path.read_bytes())
+
+
+def test_harm_is_found_and_found_again() -> None:
+    def fragile(data: bytes) -> None:
+        if data[:1] == b"b":
+            raise IndexError("fell over")
+        raise Invalid("as it should")
+
+    target = Target("fragile", fragile, (b"a",))
+    finding = hunt(target, 10_000, seed=1)
+    assert isinstance(finding, Finding)
+    assert finding.data[:1] == b"b"
+    assert finding.error == "IndexError: fell over"
+    assert hunt(target, 10_000, seed=1) == finding
+
+
+def test_an_input_that_takes_much_memory_is_found() -> None:
+    target = Target("greedy", lambda data: bytes(8 << 20), (b"a",))
+    finding = hunt(target, 1, seed=1)
+    assert finding is not None
+    assert finding.error.startswith("Greedy: 8")
