@@ -38,13 +38,13 @@ class Loan:
 
     def __init__(self, session: Session) -> None:
         self.owner = session.owner
-        self._ended: Future[Reply] = Future()
+        self.lease = 0
         self._session = session
+        self._ended: Future[Reply] = Future()
         self._granted: Future[Granted] | None = Future()
         self._request = 0
         self._answer = False
         self._abandoned = False
-        self.lease = 0
         self._guard: Guard | None = None
         self._ending = False
         self._opened: list[tuple[Context, int]] = []

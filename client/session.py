@@ -70,6 +70,7 @@ class Session:
 
     def borrow(self, body: Attach | Create) -> tuple[Loan, Attached | Created, Mapped]:
         """Ask for a lease and map its memory. If the caller gives up, by time or by interrupt, it is given back."""
+        self.owner.check()
         loan = Loan(self)
         future = None
         try:
@@ -78,8 +79,7 @@ class Session:
                     raise Unavailable("this Broker is closed; open another")
                 self._loans.add(loan)
             future = loan.ask(body)
-            reply, mapped = self._wait(future, body, body.wait)
-            return loan, reply, mapped
+            return loan, *self._wait(future, body, body.wait)
         except BaseException:
             loan.abandon(Unavailable("nobody waits for it"))
             if future:

@@ -20,7 +20,8 @@ directory = sys.argv[1]
 def start(broker: BrokerProcess, program: str, *args: str, measured: bool = True) -> subprocess.Popen[str]:
     """Start a program; it has ``directory`` and what PREAMBLE imports.
 
-    Without ``measured`` its coverage is not: coverage's own locks do not bear being interrupted, and it has much to say in workers.
+    Without ``measured`` its coverage is not: coverage's own locks do not bear being interrupted, and its warnings
+    in workers would be taken for theirs.
     """
     source = PREAMBLE + textwrap.dedent(program)
     strict = [f"-Werror::{kind}Warning" for kind in ("Resource", "Runtime", "Deprecation", "User")]
