@@ -13,7 +13,8 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 
 from cubroker.protocol import wire
-from cubroker.protocol.messages import Failed, Farewell, GatewayChanged, Notice, Welcome
+from cubroker.protocol.errors import Unavailable
+from cubroker.protocol.messages import Failed, Farewell, GatewayChanged, Notice, Refused, Welcome
 from cubroker.server import events
 from cubroker.server.devices import DeviceMemory
 from cubroker.server.events import Asked, Effect, Event
@@ -56,12 +57,23 @@ class Broker:
         """Open a session on a connection that has greeted."""
         number = next(self._numbers)
         session = Session(number, connection, peer, self._ended)
+        try:
+            session.watch()
+        except OSError as error:  # no memory, or this user may watch no more files (fs.epoll.max_user_watches)
+            return self._turn_away(session, error)
         self._sessions[number] = session
         self._requests.enter(session)
         log.info("session %d: process %d of user %d", number, peer.pid, peer.uid)
         self.handle(events.Joined(number, peer.pid, peer.uid, peer.gid))
         session.send(wire.pack(Welcome(version, number, session.secret, self._driver)))
-        session.watch()
+        return None
+
+    def _turn_away(self, session: Session, error: OSError) -> None:
+        """Refuse a session whose end nobody would hear of, so that its leases would never fall."""
+        message = f"the broker cannot watch process {session.peer.pid}: {error}; try again later"
+        log.error("%s", message)
+        session.send(wire.pack(Refused(Unavailable.code, message)))
+        session.close()
 
     def handle(self, event: Event) -> None:
         """Bring an event to the ledger, carry out its effects, and send what answers there are."""

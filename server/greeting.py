@@ -46,7 +46,10 @@ class Door:
     def open(self) -> None:
         """Begin to accept."""
         self._resume = None
-        self._loop.add_reader(self._listener, self._accept)
+        try:
+            self._loop.add_reader(self._listener, self._accept)
+        except OSError as error:
+            self._pause(error)
 
     def close(self) -> None:
         """Accept no more, and turn away who has not greeted yet."""
@@ -75,7 +78,10 @@ class Door:
         self._paused = False
         timer = self._loop.call_later(self._patience, self._give_up, connection)
         self._guests[connection] = (peer, timer)
-        self._loop.add_reader(connection, self._greet, connection)
+        try:
+            self._loop.add_reader(connection, self._greet, connection)
+        except OSError as error:
+            self._refuse(connection, Unavailable(f"the broker cannot listen to this connection: {error}"))
         return None
 
     def _pause(self, error: OSError) -> None:
@@ -138,5 +144,7 @@ def _agree(data: bytes) -> int:
 def _send(connection: socket.socket, error: CubrokerError) -> None:
     try:
         connection.send(wire.pack(Refused(error.code, error.message)))
+        # A greeting that is unread when the connection closes would be an error, which comes before the refusal.
+        connection.recv(1)
     except OSError as failure:
-        log.debug("a refusal was not delivered: %s", failure)
+        log.debug("a refusal was not delivered, or nothing came: %s", failure)

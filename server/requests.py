@@ -54,6 +54,7 @@ class Requests:
         self._unsent = 0
         self._checks: dict[Session, int] = {}
         self._checker = ThreadPoolExecutor(1, "layouts")
+        self._checker.submit(check, None)  # the thread is made now, or not at all: later there may be none to be had
 
     def enter(self, session: Session) -> None:
         """Accept requests of a session."""

@@ -100,7 +100,7 @@ class Supervisor:
         """Start a gateway, stay until it has ended, and return how."""
         try:
             process, link = await self._spawn()
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # asyncio wants a thread to wait for the process, and may get none
             return f"it cannot be started ({error})"
         self._link = link
         if self._stopping.is_set():
@@ -125,7 +125,7 @@ class Supervisor:
                     stderr=PIPE,  # where ours leads may block, and a gateway that cannot say why it aborts does not end
                     pass_fds=(theirs.fileno(), self._listener.fileno()),
                 )
-            except OSError:
+            except BaseException:
                 link.close()
                 raise
         return process, link

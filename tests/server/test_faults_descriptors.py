@@ -77,9 +77,10 @@ def test_who_connects_without_a_descriptor_to_spare_is_refused_or_waits(
                 eventually(lambda: "no new sessions for now" in broker.log(), "the door to be shut")
                 client.devices()  # those who are in notice nothing
             if free == 1:
-                assert isinstance(answer := hear(connection), Refused)
-                assert "cannot identify the process" in answer.message
-                connection.close()
+                with connection:
+                    refused = hear(connection)
+                assert isinstance(refused, Refused)
+                assert "cannot identify the process" in refused.message
             if free == 2:
                 assert isinstance(greeted(connection), Welcome)
         if free == 0:

@@ -1,0 +1,194 @@
+"""No memory to watch one more file, and no thread to be had: who asks is refused, and everything else goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cubroker.protocol.messages import Refused, Welcome
+from cubroker.server import greeting
+from cubroker.server.broker import Broker
+from cubroker.server.greeting import Door
+from cubroker.server.ledger import Budget, Ledger
+from cubroker.server.peers import Peer
+from cubroker.server.requests import Requests
+from cubroker.server.supervisor import Supervisor
+from tests.server.clients import HELLO, hear
+from tests.server.loops import run, until
+from tests.server.processes import descriptors, gateway_of
+from tests.server.test_requests import LARGE, create, desk
+
+Patch = pytest.MonkeyPatch
+
+
+def fail_once(patch: Patch, thing: object, name: str, at: int, error: Exception) -> Callable[[], int]:
+    """Have the ``at``-th call of a method fail; returns what tells how many calls there were."""
+    calls = 0
+    real = getattr(thing, name)
+
+    def call(*args: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == at:
+            raise error
+        return real(*args, **options)
+
+    patch.setattr(thing, name, call)
+    return lambda: calls
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_a_process_that_cannot_be_watched_gets_no_session(monkeypatch: Patch, at: int) -> None:
+    async def test() -> None:
+        before = descriptors(os.getpid())
+        broker = Broker(Ledger([Budget(0, "HOST-0", "device", 1, 1)], 0), {}, "host:1", lambda batch: None)
+        for expected in (Refused, Welcome):
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            ours.setblocking(False)
+            peer = Peer(os.getpid(), 0, 0, os.pidfd_open(os.getpid()))
+            with monkeypatch.context() as broken, theirs:
+                if expected is Refused:
+                    loop = asyncio.get_running_loop()
+                    fail_once(broken, loop, "add_reader", at, OSError(errno.ENOSPC, "No space left on device"))
+                broker.admit(ours, peer, 1)
+                answer = hear(theirs)
+                assert isinstance(answer, expected), answer
+                if isinstance(answer, Refused):
+                    assert answer.code == "unavailable"
+                    assert "No space left" in answer.message
+        broker.close("the end")
+        assert descriptors(os.getpid()) == before
+
+    run(test())
+
+
+class Hall:
+    """A door on a listening socket, and who came in."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        self.listener.bind(str(path))
+        self.listener.listen()
+        self.admitted: list[socket.socket] = []
+        self.door = Door(self.listener, self._admit)
+
+    def _admit(self, connection: socket.socket, peer: Peer, version: int) -> None:
+        self.admitted.append(connection)
+        os.close(peer.pidfd)
+
+    async def enter(self) -> socket.socket:
+        guest = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        guest.connect(str(self.path))
+        guest.send(HELLO)
+        return guest
+
+    def close(self) -> None:
+        self.door.close()
+        for end in (self.listener, *self.admitted):
+            end.close()
+
+
+def test_a_door_that_cannot_be_watched_is_opened_later(tmp_path: Path, monkeypatch: Patch) -> None:
+    async def test() -> None:
+        hall = Hall(tmp_path / "door")
+        calls = fail_once(monkeypatch, asyncio.get_running_loop(), "add_reader", 1, OSError(errno.ENOMEM, "none"))
+        hall.door.open()
+        guest = await hall.enter()
+        await until(lambda: hall.admitted)
+        assert calls() == 3
+        guest.close()
+        hall.close()
+
+    monkeypatch.setattr(greeting, "PAUSE", 0.01)
+    run(test())
+
+
+def test_a_guest_who_cannot_be_listened_to_is_refused(tmp_path: Path, monkeypatch: Patch) -> None:
+    async def test() -> None:
+        hall = Hall(tmp_path / "door")
+        before = descriptors(os.getpid())
+        hall.door.open()
+        fail_once(monkeypatch, asyncio.get_running_loop(), "add_reader", 1, OSError(errno.ENOMEM, "no memory"))
+        with await hall.enter() as guest:
+            guest.setblocking(False)
+            refused: list[Refused | Welcome] = []
+            await until(lambda: refused or _heard(guest, refused))
+            assert refused == [
+                Refused("unavailable", "the broker cannot listen to this connection: [Errno 12] no memory")
+            ]
+            await until(lambda: descriptors(os.getpid()) == before + 1)
+        with await hall.enter():
+            await until(lambda: hall.admitted)
+        hall.close()
+
+    run(test())
+
+
+def _heard(guest: socket.socket, answers: list[Refused | Welcome]) -> bool:
+    try:
+        answers.append(hear(guest))
+    except BlockingIOError:
+        return False
+    return True
+
+
+def no_thread(*_: Any) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def test_a_layout_is_checked_though_no_thread_can_be_had_any_more(monkeypatch: Patch) -> None:
+    async def test() -> None:
+        async with desk() as at:
+            monkeypatch.setattr(threading.Thread, "start", no_thread)
+            at.send(create(LARGE.encode()))
+            await until(lambda: at.asked)
+            assert at.asked[0].layout == LARGE
+            monkeypatch.undo()
+
+    run(test())
+
+
+def test_a_broker_without_a_thread_for_layouts_does_not_begin(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    with pytest.raises(RuntimeError, match="new thread"):
+        Requests(lambda asked: None, lambda batch: None)
+
+
+def test_a_gateway_that_finds_no_thread_to_wait_for_it_is_not_the_last(tmp_path: Path, monkeypatch: Patch) -> None:
+    failures = 0
+    spawn = asyncio.create_subprocess_exec
+
+    async def scarce(*command: Any, **options: Any) -> Any:
+        nonlocal failures
+        failures += 1
+        if failures < 3:
+            no_thread()
+        return await spawn(*command, **options)
+
+    async def test() -> None:
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(tmp_path / "requests"))
+            listener.listen()
+            supervisor = Supervisor(listener, tmp_path / "requests")
+            changed: list[None] = []
+            supervisor.start()
+            await supervisor.connect(lambda batch: None, lambda: changed.append(None))
+            before = descriptors(os.getpid())
+            monkeypatch.setattr(asyncio, "create_subprocess_exec", scarce)
+            os.kill(gateway_of(os.getpid()), signal.SIGKILL)
+            await until(lambda: changed)
+            assert failures == 3
+            await until(lambda: descriptors(os.getpid()) == before)
+            await supervisor.stop()
+
+    run(test())
