@@ -60,6 +60,14 @@ def test_a_lost_session_keeps_its_leases_and_ends_with_the_last_of_them(story: S
     story >> asks(2, 6, m.Close(3))
 
 
+def test_a_lost_session_that_holds_a_lease_stops_waiting_and_watching_all_the_same(story: Story) -> None:
+    story.quietly(attaches(2, 1, "a"), attaches(2, 2, "b", wait=5.0), asks(2, 3, m.Watch("a", on=True)))
+    story >> e.Lost(2)
+    story << e.DropTimer(1)
+    story >> asks(1, 1, m.Retire("a", 0))
+    story << answer(1, 1, m.Retirement(1, 1))
+
+
 def test_a_lost_session_that_holds_nothing_ends_at_once_and_all_it_waits_for_with_it(story: Story) -> None:
     story.quietly(asks(2, 1, m.Watch("a", on=True)), attaches(2, 2, "b", wait=5.0), creates(2, 3, "c", MIB))
     story >> e.Lost(2)

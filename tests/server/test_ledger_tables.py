@@ -68,6 +68,13 @@ def test_an_event_or_a_request_of_no_known_kind_is_a_fault() -> None:
         story.quietly(asks(1, 1, "nonsense"))  # type: ignore[arg-type]
 
 
+def test_books_that_do_not_add_up_fail_the_check() -> None:
+    story = Story()
+    story.ledger._books.accounts["GPU-0"].allocated = 1
+    with pytest.raises(AssertionError):
+        story.ledger.check()
+
+
 def test_stories_are_short_and_there_is_none_of_the_unknown() -> None:
     story = Story()
     story.joins(1)
