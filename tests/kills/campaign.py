@@ -1,0 +1,199 @@
+"""One broker, workers that are killed, and what must be true after every one of them."""
+
+from __future__ import annotations
+
+import random
+import select
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Self
+
+from cubroker.client import Broker, Draft
+from cubroker.driver.host import BLOCK
+from cubroker.protocol import Layout
+from cubroker.protocol.errors import NotFound
+from tests.brokers import PATIENCE, BrokerProcess, serving
+from tests.kills.content import LAYOUT, check, fill
+from tests.kills.judge import settles
+from tests.kills.nursery import Nursery, Worker
+from tests.kills.points import Point
+from tests.kills.scenes import IN_LINE
+
+DEVICES = "host:2@32MiB"
+BUDGET = "28MiB"
+BALLAST = Layout.pack([("ballast", "U8", (24 << 20,))])
+"""Leaves 4 MiB of device 1, room for ``LAYOUT`` once."""
+
+SCENES = "tests.kills.scenes"
+COMPANY = "company"
+BUSY = ("busy-0", "busy-1", "busy-2")
+
+
+@dataclass
+class Campaign:
+    """The broker, the judge (this process, a client too), and two readers who live through everything.
+
+    Attributes:
+        delays: seconds from each kill to the end of the victim's leases, where it had any.
+        kills: how many there were.
+    """
+
+    process: BrokerProcess
+    nursery: Nursery
+    judge: Broker
+    readers: tuple[Worker, ...]
+    kills: int = 0
+    delays: list[float] = field(default_factory=list)
+
+    @classmethod
+    @contextmanager
+    def begin(cls) -> Iterator[Self]:
+        """Start everything, and end it afterwards."""
+        with serving(DEVICES, BUDGET) as process, Nursery(SCENES) as nursery, Broker(process.directory) as judge:
+            with judge.create(COMPANY, LAYOUT) as draft:
+                fill(draft)
+                draft.seal()
+            readers = [nursery.worker(f"{SCENES}:keep_reading", str(process.directory), COMPANY) for _ in range(2)]
+            try:
+                for reader in readers:
+                    reader.expect("right")
+                yield cls(process, nursery, judge, tuple(readers))
+            finally:
+                for reader in readers:
+                    reader.close()
+
+    # -- at a point ----------------------------------------------------------------------------------
+
+    def kill_at(self, point: Point) -> None:
+        """Kill a worker at a point, and check that all is well for everybody else."""
+        name = f"pool-{self.kills}"
+        if point.obstacle in ("", "turn", "room"):
+            self._publish(name)
+        with ExitStack() as stack:
+            if point.obstacle == "room":
+                stack.enter_context(self.judge.create("ballast", BALLAST, devices=(1,)))
+            self._play(point, name, self._obstruct(point, name))
+        self._check_current(name)
+        self._settle()
+
+    def _play(self, point: Point, name: str, obstacle: Draft | None) -> None:
+        with self._scene(point, name) as victim:
+            if obstacle:
+                victim.expect(IN_LINE)
+            if obstacle and point.granted:
+                self._let_go(point, obstacle)
+                obstacle = None
+            if point.label != IN_LINE:
+                victim.expect(point.label)
+            with self._successor(point, name) as successor:
+                self._kill(victim)
+                if obstacle:
+                    self._let_go(point, obstacle)
+                assert successor.hear().startswith("sealed")
+                successor.wait()
+
+    def _publish(self, name: str) -> None:
+        with self.judge.create(name, LAYOUT) as draft:
+            fill(draft)
+            draft.seal()
+
+    def _scene(self, point: Point, name: str) -> Worker:
+        return self.nursery.worker(f"{SCENES}:play", str(self.process.directory), point.scene, name, point.label)
+
+    def _successor(self, point: Point, name: str) -> Worker:
+        """Start the next writer, who stands behind the victim in whatever line that stands in."""
+        room = point.obstacle == "room"  # elsewhere it would wait behind the victim's name, and not for room
+        args = (f"{name}-next", 1) if room else (name, 0)
+        successor = self.nursery.worker(f"{SCENES}:succeed", str(self.process.directory), *args)
+        try:
+            successor.expect(IN_LINE)
+        except BaseException:
+            successor.close()
+            raise
+        return successor
+
+    def _obstruct(self, point: Point, name: str) -> Draft | None:
+        """Put a draft into the victim's way; with ballast, one on device 1 takes the last room there."""
+        if point.obstacle == "room":
+            return self.judge.create("filler", LAYOUT, devices=(1,))
+        return self.judge.create(name, LAYOUT) if point.obstacle else None
+
+    def _let_go(self, point: Point, obstacle: Draft) -> None:
+        if point.obstacle == "publication":
+            fill(obstacle)
+            obstacle.seal()
+        else:
+            obstacle.close()
+
+    def _check_current(self, name: str) -> None:
+        with self.judge.attach(name) as pool:
+            check(pool)
+
+    # -- at any moment -------------------------------------------------------------------------------
+
+    def kill_at_any_moment(self, count: int, chance: random.Random, company: int = 5) -> None:
+        """Kill ``count`` workers of ``company`` that do anything, each at a random moment; then the rest."""
+        workers = [self._busy(chance) for _ in range(min(company, count))]
+        try:
+            for number in range(count):
+                self._let_work(workers, chance.uniform(0.0, 0.04))
+                victim = workers.pop(chance.randrange(len(workers)))
+                with victim:
+                    self._kill(victim)
+                if number + len(workers) + 1 < count:
+                    workers.append(self._busy(chance))
+        finally:
+            for worker in workers:
+                worker.close()
+        for name in BUSY:
+            try:
+                self._check_current(name)
+            except NotFound:
+                continue  # retired, or never published
+        self._settle()
+
+    def _busy(self, chance: random.Random) -> Worker:
+        seed = chance.getrandbits(32)
+        return self.nursery.worker(f"{SCENES}:do_anything", str(self.process.directory), " ".join(BUSY), seed)
+
+    def _let_work(self, workers: list[Worker], seconds: float) -> None:
+        """Return after ``seconds``; fails if a worker has something to say, which they have only when they fail."""
+        for worker in select.select(workers, [], [], seconds)[0]:
+            raise AssertionError(f"worker {worker.pid} said {worker.hear()!r}")
+
+    # -- the end of one ------------------------------------------------------------------------------
+
+    def _kill(self, victim: Worker) -> None:
+        """Kill a worker, and note how long its leases outlived it."""
+        held = self._leases(victim.pid)
+        moment = victim.kill()
+        self.kills += 1
+        while self._leases(victim.pid) is not None:  # each time a request and its answer
+            assert time.monotonic() < moment + PATIENCE, f"the session of dead process {victim.pid} is still there"
+        if held:
+            self.delays.append(time.monotonic() - moment)
+        for reader in self.readers:
+            reader.tell("check")
+        for reader in self.readers:
+            reader.expect("right")
+
+    def _leases(self, pid: int) -> int | None:
+        """Return how many leases a process has; None if it has no session."""
+        leases = [len(client.leases) for client in self.judge.clients() if client.pid == pid]
+        return sum(leases) if leases else None
+
+    def _settle(self) -> None:
+        """Retire what was published, and wait until nothing is left of it anywhere."""
+        pids = [client.pid for client in self.judge.clients() if client.session == self.judge.session]
+        pids += [reader.pid for reader in self.readers]
+        settles(self.judge, pids)
+        for pool in self.judge.pools():
+            if pool.name != COMPANY and pool.state == "current":
+                self.judge.retire(pool.name, pool.version)
+        settles(self.judge, pids)
+        left = [pool.name for pool in self.judge.pools() if pool.name != COMPANY]
+        assert not left, f"{left} are left over"
+        bytes_left = [device.allocated for device in self.judge.devices()]
+        assert bytes_left == [2 * BLOCK, 0], f"{bytes_left} bytes are allocated; the company has {2 * BLOCK}"

@@ -1,0 +1,152 @@
+"""A client that says where it is: around every message, every driver call, and every copy.
+
+``install(reach)`` changes the client of this process so that ``reach`` is called with a label, on the thread that
+gets there. Labels of requests are, with the request's kind for ``X``:
+
+``asking X``    before it is given to the connection's thread
+``sending X``   before it is given to libzmq
+``sent X``      after that
+``received X``  its answer was read, and nothing done with it
+``settled X``   whoever asked has the answer
+
+Labels of the greeting: ``connecting``, ``connected``, ``greeted``, ``welcomed``. Of the driver, counted from 1:
+``opening n``, ``opened n``, ``unmapping n``, ``unmapped n``; ``writing`` and ``reading`` half-way through a copy.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import zmq
+
+from cubroker.client import hello
+from cubroker.client.requests import Requests, Settle
+from cubroker.driver import Context
+from cubroker.protocol import wire
+from cubroker.protocol.errors import CubrokerError
+from cubroker.protocol.messages import Answer, Envelope, Reply, Request
+
+Reach = Callable[[str], None]
+
+
+def install(reach: Reach) -> None:
+    """Have ``reach`` called at every step from now on."""
+    _greeting(reach)
+    _messages(reach)
+    _requests(reach)
+    _mappings(reach)
+    _copies(reach)
+
+
+def _replace(owner: object, name: str, make: Callable[[Any], Any]) -> None:
+    setattr(owner, name, make(getattr(owner, name)))
+
+
+def _greeting(reach: Reach) -> None:
+    class Channel(socket.socket):
+        def connect(self, address: Any) -> None:
+            reach("connecting")
+            super().connect(address)
+            reach("connected")
+
+        def send(self, data: Any, flags: int = 0) -> int:
+            sent = super().send(data, flags)
+            reach("greeted")
+            return sent
+
+        def recv(self, size: int, flags: int = 0) -> bytes:
+            data = super().recv(size, flags)
+            reach("welcomed")
+            return data
+
+    _replace(hello, "socket", lambda module: SimpleNamespace(**{**vars(module), "socket": Channel}))
+
+
+def _messages(reach: Reach) -> None:
+    kinds: dict[int, str] = {}
+
+    class Dealer(zmq.Socket[bytes]):
+        pass
+
+    def hooked_send(send: Callable[..., None]) -> Callable[..., None]:
+        def sending(dealer: Dealer, data: bytes, flags: int = 0) -> None:
+            envelope = wire.unpack(data, Envelope)
+            kind = kinds[envelope.id] = type(envelope.body).__name__
+            reach(f"sending {kind}")
+            send(dealer, data, flags)
+            reach(f"sent {kind}")
+
+        return sending
+
+    def hooked_recv(recv: Callable[..., bytes]) -> Callable[..., bytes]:
+        def receiving(dealer: Dealer, flags: int = 0) -> bytes:
+            data = recv(dealer, flags)
+            reach(f"received {kinds[wire.unpack(data, Answer).id]}")
+            return data
+
+        return receiving
+
+    _replace(Dealer, "send", hooked_send)
+    _replace(Dealer, "recv", hooked_recv)
+    _replace(zmq.Context, "_socket_class", lambda plain: Dealer)
+
+
+def _requests(reach: Reach) -> None:
+    def hooked(send: Callable[[Requests, Request, Settle], int]) -> Callable[[Requests, Request, Settle], int]:
+        def asking(requests: Requests, body: Request, settle: Settle) -> int:
+            def settled(reply: Reply | CubrokerError) -> None:
+                settle(reply)
+                reach(f"settled {type(body).__name__}")
+
+            reach(f"asking {type(body).__name__}")
+            return send(requests, body, settled)
+
+        return asking
+
+    _replace(Requests, "send", hooked)
+
+
+def _mappings(reach: Reach) -> None:
+    def counted(before: str, after: str) -> Callable[[Any], Any]:
+        def hooked(call: Callable[[Context, Any], Any]) -> Callable[[Context, Any], Any]:
+            calls = 0
+
+            def counting(context: Context, what: Any) -> Any:
+                nonlocal calls
+                calls += 1
+                reach(f"{before} {calls}")
+                result = call(context, what)
+                reach(f"{after} {calls}")
+                return result
+
+            return counting
+
+        return hooked
+
+    _replace(Context, "open", counted("opening", "opened"))
+    _replace(Context, "close", counted("unmapping", "unmapped"))
+
+
+def _copies(reach: Reach) -> None:
+    def in_halves_out(read: Callable[[Context, int, int], bytes]) -> Callable[[Context, int, int], bytes]:
+        def reading(context: Context, pointer: int, nbytes: int) -> bytes:
+            half = read(context, pointer, nbytes // 2)
+            reach("reading")
+            return half + read(context, pointer + nbytes // 2, nbytes - nbytes // 2)
+
+        return reading
+
+    def in_halves_in(write: Callable[[Context, int, Any], None]) -> Callable[[Context, int, Any], None]:
+        def writing(context: Context, pointer: int, data: Any) -> None:
+            view = memoryview(data).cast("B")
+            write(context, pointer, view[: view.nbytes // 2])
+            reach("writing")
+            write(context, pointer + view.nbytes // 2, view[view.nbytes // 2 :])
+
+        return writing
+
+    _replace(Context, "read", in_halves_out)
+    _replace(Context, "write", in_halves_in)
