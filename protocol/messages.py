@@ -320,5 +320,5 @@ Reply = Attached | Created | Sealed | Done | Retirement | Pools | Clients | Devi
 class Answer(Struct, frozen=True, array_like=True):
     """One reply as it travels, with the id of the request that it answers."""
 
-    id: Natural
+    id: Identifier
     body: Reply

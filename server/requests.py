@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-import msgspec
+import msgpack
 
 from cubroker.protocol import wire
 from cubroker.protocol.errors import Invalid
 from cubroker.protocol.layout import Layout
-from cubroker.protocol.messages import Answer, Cancel, Create, Envelope, Failed, Identifier, Reply, Request
+from cubroker.protocol.messages import Answer, Cancel, Create, Envelope, Failed, Reply, Request
 from cubroker.server import batches
 from cubroker.server.answers import MAX_REQUESTS, Verdict
 from cubroker.server.events import Asked
@@ -25,17 +25,13 @@ log = logging.getLogger(__name__)
 INLINE = 16 << 10
 """Bytes of a layout that is checked at once (about 0.5 ms); larger ones are checked on a thread."""
 
+HEAD = 64
+"""Bytes of a frame that are looked at for its secret and its id, which take 28 at most."""
+
 DENIED = Failed("denied", "no session has this secret: the broker was started again, or the session is over; open one")
 FULL = Failed(
     "over_quota", f"{MAX_REQUESTS} requests of this session, or too many bytes, await an answer or its receipt"
 )
-
-
-class Head(msgspec.Struct, frozen=True, array_like=True):
-    """As much of an envelope as it takes to say that the rest is wrong."""
-
-    secret: bytes
-    id: Identifier
 
 
 class Requests:
@@ -110,12 +106,9 @@ class Requests:
 
     def _reject(self, routing: bytes, frame: bytes, error: Invalid) -> None:
         """Say what is wrong to a session that sent it. A stranger hears nothing, and is no line in the log."""
-        try:
-            head = wire.unpack(frame, Head)
-        except Invalid:
-            return
-        if head.secret in self._sessions:
-            self._put(routing, wire.pack(Answer(head.id, Failed(error.code, error.message))))
+        secret, request = author(frame)
+        if secret in self._sessions and request:
+            self._put(routing, wire.pack(Answer(request, Failed(error.code, error.message))))
 
     def _begin(self, session: Session, request: int, body: Request) -> None:
         layout = body.layout if isinstance(body, Create) else None
@@ -142,6 +135,20 @@ class Requests:
             self.respond(session, request, layout)
         else:
             self._ask(Asked(session.number, request, body, layout))
+
+
+def author(frame: bytes) -> tuple[bytes, int]:
+    """Return the secret and the id that a frame begins with, whatever follows them; no secret and 0 if it has none."""
+    unpacker = msgpack.Unpacker(max_buffer_size=HEAD, max_array_len=0, max_map_len=0)
+    unpacker.feed(frame[:HEAD])
+    try:
+        unpacker.read_array_header()
+        secret, request = unpacker.unpack(), unpacker.unpack()
+    except (msgpack.UnpackException, ValueError):
+        return b"", 0
+    # A bool is an int, and an id beyond what an answer can carry is none.
+    fits = type(secret) is bytes and type(request) is int and 0 < request < 1 << 63
+    return (secret, request) if fits else (b"", 0)
 
 
 def check(data: bytes | None) -> Layout | Failed | None:
