@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from threading import Lock, Thread
 
@@ -16,6 +17,9 @@ from cubroker.protocol import wire
 from cubroker.protocol.directory import REQUEST_SOCKET
 from cubroker.protocol.errors import CubrokerError, Unavailable
 from cubroker.protocol.messages import Answer, Farewell, GatewayChanged, Notice, PoolChanged
+
+DESCRIPTORS = 8
+"""Those that libzmq takes for a context and its connection, and one more."""
 
 BATCH = 256
 """Answers that are read before requests get their turn."""
@@ -56,6 +60,9 @@ class Waker:
 class Connection:
     """A session's sockets and their thread.
 
+    Raises ``OSError``, ``ZMQError`` or ``RuntimeError`` where descriptors or threads have run out; then the caller
+    closes what it gave.
+
     Args:
         channel: the session socket, after the welcome. The connection closes it.
         directory: the broker's.
@@ -85,16 +92,15 @@ class Connection:
         self._poller = zmq.Poller()
         self._poller.register(waker.fd, zmq.POLLIN)
         self._poller.register(channel.fileno(), zmq.POLLIN)
+        _check_descriptors()
         self._context = zmq.Context()
         try:
             self._dealer = self._dial()
-        except zmq.ZMQError as error:  # no descriptors left, as a rule
-            self._context.destroy()
-            channel.close()
-            waker.close()
-            raise Unavailable(f"no connection for requests to the broker on {directory}: {error}") from error
-        self._thread = Thread(target=self._run, name="cubroker-connection", daemon=True)
-        self._thread.start()
+            self._thread = Thread(target=self._run, name="cubroker-connection", daemon=True)
+            self._thread.start()
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
 
     def stop(self, *, quietly: bool = False) -> None:
         """Tell the thread to close everything; returns at once. ``quietly``: whoever waits is left waiting."""
@@ -194,3 +200,10 @@ class Connection:
                 break
             outbox.popleft()
         self._poller.register(self._dealer, events)
+
+
+def _check_descriptors() -> None:
+    """Raise ``OSError`` where few descriptors are left: libzmq aborts the process if it gets some and then no more."""
+    with ExitStack() as taken:
+        for _ in range(DESCRIPTORS):
+            taken.callback(os.close, os.eventfd(0, os.EFD_CLOEXEC))

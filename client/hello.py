@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import struct
+from contextlib import suppress
 from pathlib import Path
 
 from cubroker.protocol import wire
@@ -31,20 +32,32 @@ def greet(directory: Path, timeout: float) -> tuple[socket.socket, Welcome]:
     path = str(directory / SESSION_SOCKET)
     if len(path.encode()) > MAX_PATH:
         raise Invalid(f"{path} has more than {MAX_PATH} bytes, too many for a socket; choose a shorter directory")
-    channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    except OSError as error:
+        raise _explain(error, directory, timeout) from error
     try:
         # The kernel's own time limits: with Python's, connect() gives up at once when the backlog is full.
         limit = struct.pack("ll", int(timeout), int(timeout % 1 * 1e6))
         channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         channel.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         channel.connect(path)
-        channel.send(wire.pack(Hello("cubroker", VERSIONS)))
-        return channel, _welcome(channel.recv(MAX_NOTICE), directory)
+        return channel, _welcome(_ask(channel), directory)
     except BaseException as error:
         channel.close()
         if isinstance(error, OSError):
             raise _explain(error, directory, timeout) from error
         raise
+
+
+def _ask(channel: socket.socket) -> bytes:
+    """Greet, and return the answer. Who is refused before that finds the line broken, and the answer there to read."""
+    with suppress(BrokenPipeError, ConnectionResetError):
+        channel.send(wire.pack(Hello("cubroker", VERSIONS)))
+    try:
+        return channel.recv(MAX_NOTICE)
+    except ConnectionResetError:
+        return channel.recv(MAX_NOTICE)
 
 
 def _welcome(data: bytes, directory: Path) -> Welcome:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
+from socket import socket
 from threading import Lock
 from typing import TypeVar
+
+from zmq import ZMQError
 
 from cubroker.client import devices, processes
 from cubroker.client.connection import Connection, Waker
@@ -42,20 +46,33 @@ class Session:
         self.directory = directory = directory.absolute()  # of a process that may change its own
         self.timeout = timeout
         self.owner = processes.Owner()
-        channel, welcome = greet(directory, timeout)
-        self.id = welcome.session
-        self._spec = welcome.driver
         self._lock = Lock()
         self._loans: set[Loan] = set()
         self._leaving = False
         self.stopped = False
         self._left: Future[bool] = Future()
-        waker = Waker()
-        self.requests = Requests(welcome.secret, self.owner, waker.set)
-        self.watches = Watches(self.requests)
-        self._connection = Connection(channel, directory, waker, self.requests, self.watches.changed, self.watches.fail)
-        self.janitor = Janitor()
+        channel, welcome = greet(directory, timeout)
+        self.id = welcome.session
+        self._spec = welcome.driver
+        try:
+            self._begin(channel, welcome.secret)
+        except (OSError, RuntimeError, ZMQError) as error:  # descriptors have run out, as a rule, or threads
+            raise Unavailable(f"no connection for requests to the broker on {directory}: {error}") from error
         processes.register(self)
+
+    def _begin(self, channel: socket, secret: bytes) -> None:
+        """Start the threads, which own the connection from then on; or leave nothing."""
+        with ExitStack() as undo:
+            undo.callback(channel.close)
+            waker = Waker()
+            undo.callback(waker.close)
+            self.requests = Requests(secret, self.owner, waker.set)
+            self.watches = Watches(self.requests)
+            self.janitor = Janitor()
+            undo.callback(self.janitor.stop)
+            changed, lost = self.watches.changed, self.watches.fail
+            self._connection = Connection(channel, self.directory, waker, self.requests, changed, lost)
+            undo.pop_all()
 
     @property
     def driver(self) -> Driver:

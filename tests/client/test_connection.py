@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import zmq
 
 from cubroker.client import Broker
+from cubroker.client.requests import RESEND
 from cubroker.protocol import wire
 from cubroker.protocol.directory import SESSION_SOCKET
 from cubroker.protocol.errors import Denied, Invalid, TimedOut, Unavailable, Unsupported
@@ -67,9 +69,11 @@ def test_requests_survive_the_gateway() -> None:
 
 
 def test_requests_that_are_lost_are_sent_again_and_done_once(client: Broker, lender: BrokerProcess, name: str) -> None:
+    client.pools()  # the connection to the gateway stands, so that requests leave for it
     with stopped(gateway_of(lender.pid)):
+        begun = time.monotonic()
         futures = [client.requests.submit(_create(client, f"{name}-{number}")) for number in range(3)]
-        eventually(lambda: _sent_again(client), "requests to be sent again")
+        eventually(lambda: _sent_again(client, begun + RESEND), "requests to be sent again")
     drafts: list[Any] = [future.result(PATIENCE) for future in futures]
     assert len({draft.lease for draft in drafts}) == 3
     assert leases(client, f"{name}-0") == 1
@@ -89,8 +93,8 @@ def _close(lease: int) -> Any:
     return Close(lease)
 
 
-def _sent_again(client: Broker) -> bool:
-    return client.requests._checked > 0 and not client.requests.outbox
+def _sent_again(client: Broker, since: float) -> bool:
+    return not client.requests.outbox and all(each.sent > since for each in client.requests._pending.values())
 
 
 def test_a_broker_that_dies_ends_what_waits_and_what_comes_later() -> None:
@@ -122,8 +126,9 @@ def test_a_broker_that_shuts_down_says_so() -> None:
 
 
 def test_a_broker_that_is_stuck_runs_into_the_time_limit_and_no_lease_is_lost() -> None:
-    with serving() as process, Broker(process.directory) as other, Broker(process.directory, timeout=0.2) as broker:
+    with serving() as process, Broker(process.directory) as other, Broker(process.directory) as broker:
         publish(other, "pool")
+        broker._session.timeout = 0.2
         with stopped(process.pid):
             with pytest.raises(TimedOut, match=r"did not answer the request Attach within 0\.2 s"):
                 broker.attach("pool")
@@ -138,14 +143,17 @@ def test_a_broker_that_is_stuck_runs_into_the_time_limit_and_no_lease_is_lost() 
         eventually(lambda: not broker.requests.waiting(), "all answers")
         assert [(info.name, info.leases) for info in other.pools()] == [("pool", 0)]
         assert not broker._session._loans
+        broker._session.timeout = PATIENCE
 
 
 def test_a_close_is_confirmed_in_time_or_reported() -> None:
-    with serving() as process, Broker(process.directory, timeout=1.0) as broker:
+    with serving() as process, Broker(process.directory) as broker:
         publish(broker, "pool")
         pool = broker.attach("pool")
+        broker._session.timeout = 0.2
         with stopped(process.pid), pytest.raises(TimedOut, match="has not confirmed the end of lease"):
             pool.close()
+        broker._session.timeout = PATIENCE
         eventually(lambda: leases(broker, "pool") == 0, "the end of the lease")
 
 
