@@ -5,13 +5,16 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from cubroker.protocol.directory import LOCK, MAX_PATH, REQUEST_SOCKET, SESSION_SOCKET
 from cubroker.protocol.errors import Denied, Invalid, Unavailable
+
+SO_PASSRIGHTS = 83
+"""Linux 6.16: whether a Unix socket takes descriptors (asm-generic/socket.h; Python does not name it)."""
 
 BACKLOG = 512
 """Connections that may wait to be accepted."""
@@ -54,6 +57,16 @@ class Directory:
         self._undo.close()
 
 
+def _refuse_descriptors(listener: socket.socket) -> None:
+    """Have the system refuse descriptors that peers push at this socket; older systems deliver them, to be dropped.
+
+    To drop one is to close it, which may take as long as the peer likes: a TCP socket that lingers, a file on a server
+    that does not answer.
+    """
+    with suppress(OSError):
+        listener.setsockopt(socket.SOL_SOCKET, SO_PASSRIGHTS, 0)
+
+
 def _make(path: Path) -> None:
     longest = path / max(SESSION_SOCKET, REQUEST_SOCKET, key=len)
     if len(os.fsencode(longest)) > MAX_PATH:
@@ -91,5 +104,6 @@ def _listen(path: Path, kind: int, undo: ExitStack) -> socket.socket:
     finally:
         os.umask(before)
     undo.callback(path.unlink, missing_ok=True)
+    _refuse_descriptors(listener)
     listener.listen(BACKLOG)
     return listener

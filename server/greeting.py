@@ -10,7 +10,7 @@ import socket
 from collections.abc import Callable
 
 from cubroker.protocol import wire
-from cubroker.protocol.errors import CubrokerError, Invalid, TimedOut, Unavailable, Unsupported
+from cubroker.protocol.errors import CubrokerError, Invalid, OverQuota, TimedOut, Unavailable, Unsupported
 from cubroker.protocol.messages import VERSIONS, Hello, Refused
 from cubroker.server.peers import Peer, identify
 
@@ -21,6 +21,9 @@ MAX_HELLO = 4096
 
 PATIENCE = 10.0
 """Seconds that a peer may take to greet."""
+
+MAX_GUESTS = 256
+"""Connections that may stand in the door. Who greets at once is served, however many others do not."""
 
 PAUSE = 1.0
 """Seconds without accepting after the system refused, mostly because no descriptors were left."""
@@ -81,7 +84,9 @@ class Door:
         try:
             self._loop.add_reader(connection, self._greet, connection)
         except OSError as error:
-            self._refuse(connection, Unavailable(f"the broker cannot listen to this connection: {error}"))
+            return self._refuse(connection, Unavailable(f"the broker cannot listen to this connection: {error}"))
+        if len(self._guests) > MAX_GUESTS:
+            self._make_room()
         return None
 
     def _pause(self, error: OSError) -> None:
@@ -91,6 +96,11 @@ class Door:
         self._paused = True
         self._loop.remove_reader(self._listener)
         self._resume = self._loop.call_later(PAUSE, self.open)
+
+    def _make_room(self) -> None:
+        """Turn away who has stood in the door for the longest, so that silent peers cannot fill it."""
+        reason = f"{MAX_GUESTS} others that came later have not greeted either; greet at once"
+        self._refuse(next(iter(self._guests)), OverQuota(reason))
 
     def _give_up(self, connection: socket.socket) -> None:
         self._refuse(connection, TimedOut(f"no greeting came within {self._patience:g} seconds"))

@@ -25,6 +25,10 @@ log = logging.getLogger(__name__)
 INLINE = 16 << 10
 """Bytes of a layout that is checked at once (about 0.5 ms); larger ones are checked on a thread."""
 
+TOO_LONG = Failed(
+    "over_quota", f"the answer has over {wire.MAX_MESSAGE} bytes, the most of a message; ask again when less is in use"
+)
+
 HEAD = 64
 """Bytes of a frame that are looked at for its secret and its id, which take 28 at most."""
 
@@ -73,6 +77,8 @@ class Requests:
     def respond(self, session: Session, request: int, body: Reply) -> None:
         """Answer a request; the answer is kept for when it is asked again."""
         answer = wire.pack(Answer(request, body))
+        if len(answer) > wire.MAX_MESSAGE:
+            answer = wire.pack(Answer(request, TOO_LONG))
         self._put(session.answers.settle(request, answer), answer)
 
     def flush(self) -> None:

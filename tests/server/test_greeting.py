@@ -50,15 +50,6 @@ def test_the_newest_common_version_is_spoken_and_every_session_has_its_own_secre
     assert first.secret != second.secret
 
 
-def test_descriptors_that_a_peer_sends_are_not_kept(broker: BrokerProcess) -> None:
-    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0] * 50))]
-    with connect(broker.directory) as connection:
-        before = descriptors(broker.pid)
-        connection.sendmsg([HELLO], rights)
-        assert isinstance(hear(connection), Welcome)
-        assert descriptors(broker.pid) <= before + 2  # the connection and its process
-
-
 def test_who_hangs_up_before_greeting_leaves_nothing(broker: BrokerProcess, client: RawClient) -> None:
     before = descriptors(broker.pid)
     guests = [connect(broker.directory) for _ in range(10)]
@@ -73,7 +64,9 @@ def test_who_hangs_up_before_greeting_leaves_nothing(broker: BrokerProcess, clie
 
 def test_a_broker_out_of_descriptors_waits_for_some_and_serves_on(broker: BrokerProcess, client: RawClient) -> None:
     limits = resource.prlimit(broker.pid, resource.RLIMIT_NOFILE)
-    resource.prlimit(broker.pid, resource.RLIMIT_NOFILE, (descriptors(broker.pid), limits[1]))
+    taken = {int(file.name) for file in Path(f"/proc/{broker.pid}/fd").iterdir()}
+    lowest_free = min(set(range(len(taken) + 1)) - taken)
+    resource.prlimit(broker.pid, resource.RLIMIT_NOFILE, (lowest_free, limits[1]))
     with connect(broker.directory) as late:
         late.send(HELLO)
         eventually(lambda: "no new sessions for now" in broker.log(), "the broker to run out")
@@ -127,6 +120,36 @@ def test_a_peer_that_says_nothing_is_turned_away_in_time(listener: socket.socket
                 await until(lambda: readable(silent))
             assert refusal(silent) == "timeout"
 
+    run(test())
+
+
+def test_descriptors_that_a_system_delivers_are_not_kept(listener: socket.socket, tmp_path: Path) -> None:
+    async def test() -> None:
+        reading, writing = os.pipe()
+        with connect(tmp_path) as guest, open(reading, "rb") as pipe:
+            guest.sendmsg([b"junk"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [writing] * 50))])
+            os.close(writing)
+            async with opened(listener):
+                await until(lambda: readable(guest))
+            assert refusal(guest) == "invalid"
+            assert pipe.read() == b""
+
+    run(test())
+
+
+def test_silent_peers_cannot_fill_the_door(
+    listener: socket.socket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test() -> None:
+        guests = [connect(tmp_path) for _ in range(5)]
+        async with opened(listener):
+            await until(lambda: readable(guests[1]))
+            assert not any(map(readable, guests[2:]))
+        assert [refusal(guest) for guest in guests] == ["over_quota"] * 2 + ["unavailable"] * 3
+        for guest in guests:
+            guest.close()
+
+    monkeypatch.setattr(greeting, "MAX_GUESTS", 3)
     run(test())
 
 

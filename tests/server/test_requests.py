@@ -16,6 +16,7 @@ from cubroker.protocol.messages import (
     Attach,
     Cancel,
     Create,
+    Description,
     Done,
     Envelope,
     Failed,
@@ -30,6 +31,7 @@ from cubroker.server.peers import Peer
 from cubroker.server.requests import INLINE, Requests
 from cubroker.server.sessions import Session
 from tests.brokers import BrokerProcess
+from tests.protocol.samples import INFO
 from tests.server.clients import LAYOUT, RawClient
 from tests.server.loops import run, until
 
@@ -140,6 +142,20 @@ def test_a_batch_of_large_answers_is_sent_in_parts() -> None:
             at.requests.respond(at.session, 1, Failed("invalid", "x" * batches.FULL))
             assert len(at.sent) == 1
 
+    run(test())
+
+
+def test_an_answer_that_no_client_would_read_is_replaced_by_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        async with desk() as at:
+            at.send(ListDevices())
+            at.requests.respond(at.session, 1, Description(INFO, bytes(2000)))
+            at.requests.flush()
+            (refused,) = at.replies()
+            assert isinstance(refused.body, Failed)
+            assert refused.body.code == "over_quota"
+
+    monkeypatch.setattr(wire, "MAX_MESSAGE", 1000)
     run(test())
 
 
