@@ -9,6 +9,9 @@ from cubroker.protocol.errors import CubrokerError, TimedOut
 
 T = TypeVar("T")
 
+PART = 1.0
+"""Seconds: the most that a wait with a limit waits at a time."""
+
 
 class Future(Generic[T]):
     """A value or an error to come. Any thread may wait, and any deliver; the first delivery counts."""
@@ -28,9 +31,17 @@ class Future(Generic[T]):
         return not self._gate.locked()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait up to ``timeout`` seconds (None: without limit); whether something was delivered."""
-        if not self._gate.acquire(timeout=-1 if timeout is None else timeout):
-            return False
+        """Wait up to ``timeout`` seconds (None: without limit); whether something was delivered.
+
+        Time in which this process is stopped hardly counts: it waits in parts, and a part is lost, not the whole.
+        """
+        left = part = -1.0
+        if timeout is not None:
+            left, part = timeout, min(PART, timeout / 10)
+        while not self._gate.acquire(timeout=part):
+            left -= part
+            if left <= 0:
+                return False
         self._gate.release()
         return True
 

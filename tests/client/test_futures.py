@@ -41,6 +41,29 @@ def test_waiting_ends_with_the_time() -> None:
         future.result(0.001)
 
 
+def test_a_process_that_is_stopped_while_it_waits_finds_what_came_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    future: Future[int] = Future()
+    gate = future._gate
+
+    class Stopped:
+        """A lock that is waited for while the process is stopped: all the time is over, and the value is there."""
+
+        release = gate.release
+
+        def acquire(self, timeout: float) -> bool:
+            if not future.done():
+                future.set(7)
+                return False
+            return gate.acquire(timeout=timeout)
+
+        def locked(self) -> bool:
+            return gate.locked()
+
+    monkeypatch.setattr(future, "_gate", Stopped())
+    assert future.wait(30)
+    assert future.result() == 7
+
+
 def test_the_first_delivery_counts() -> None:
     future: Future[int] = Future()
     future.set(1)
