@@ -1,0 +1,1 @@
+"""What takes long: stopped clients, leaks, load."""
