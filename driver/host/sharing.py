@@ -13,7 +13,6 @@ import secrets
 import socket
 import struct
 import threading
-import time
 from contextlib import suppress
 
 from cubroker.driver.host.heap import SECRET_BYTES, Allocation, Block
@@ -97,13 +96,14 @@ def fetch(handle: bytes) -> tuple[int, int]:
         TimeoutError: its owner does not answer.
     """
     address, secret = handle[:_ADDRESS_BYTES], handle[_ADDRESS_BYTES : _ADDRESS_BYTES + SECRET_BYTES]
-    deadline = time.monotonic() + PATIENCE
+    left = PATIENCE  # of the owner's time: a process that is stopped while it asks loses one question, not all
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as asker:
         asker.bind("")  # the kernel picks a name; without one there is no answer
         try:
             asker.connect(_NAMESPACE + address.hex().encode())  # from now on only the owner can send to it
-            while (left := deadline - time.monotonic()) > 0:
+            while left > 0:
                 asker.settimeout(min(left, _AGAIN))
+                left -= _AGAIN
                 with suppress(TimeoutError):
                     return _ask(asker, secret)
         except ConnectionError:

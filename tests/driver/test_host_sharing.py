@@ -170,6 +170,23 @@ def test_a_stopped_owner_is_given_up(context: Context, owner: Neighbour, monkeyp
     context.close(pointer)
 
 
+def test_a_process_that_was_stopped_while_it_asked_asks_again(
+    context: Context, owner: Neighbour, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time in which it was stopped is no time that the owner had."""
+    handle, ask, now = offer(owner, b"awake"), sharing._ask, time.monotonic
+
+    def stopped(asker: socket.socket, secret: bytes) -> tuple[int, int]:
+        monkeypatch.setattr(sharing, "_ask", ask)
+        monkeypatch.setattr(time, "monotonic", lambda: now() + 2 * sharing.PATIENCE)
+        raise TimeoutError
+
+    monkeypatch.setattr(sharing, "_ask", stopped)
+    pointer = context.open(handle)
+    assert context.read(pointer, 5) == b"awake"
+    context.close(pointer)
+
+
 def test_waiting_for_one_owner_delays_no_other(context: Context, owner: Neighbour, neighbour: Neighbour) -> None:
     handle, other = offer(owner, b"late"), offer(neighbour, b"prompt")
     owner.stop()
