@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from cubroker.client import devices, dlpack
@@ -61,13 +63,26 @@ class SharedTensor(Unsendable):
 
     @property
     def pointer(self) -> int:
-        """Its address on the device; on host devices an address of this process. It does not keep a draft's memory.
+        """Its address on the device; on host devices an address of this process. See :meth:`hold` for a draft's.
 
         Raises:
             Invalid: the memory was given back.
         """
         self._mapped.check()
         return self._address
+
+    @contextmanager
+    def hold(self) -> Iterator[int]:
+        """Keep the memory mapped within a ``with`` block, whoever closes the draft meanwhile; yields the address.
+
+        Raises:
+            Invalid: the memory was given back.
+        """
+        lent = self._mapped.lend(self.name)
+        try:
+            yield self._address
+        finally:
+            del lent  # a traceback may keep this frame for long
 
     def numpy(self) -> NDArray[Any]:
         """Return it as an array on the same memory; host devices only. Types that numpy lacks come from ml_dtypes.
@@ -98,13 +113,11 @@ class SharedTensor(Unsendable):
             DeviceFailure: the driver could not copy them.
             Invalid: the memory was given back.
         """
-        lent = self._mapped.lend(self.name)
         try:
-            return self._place.context.read(self._address, self.nbytes)
+            with self.hold() as address:
+                return self._place.context.read(address, self.nbytes)
         except DriverError as error:
             raise devices.failure(error, f"reading tensor {self.name!r}") from error
-        finally:
-            del lent
 
     def copy_from(self, buffer: ReadableBuffer) -> None:
         """Fill it with the bytes of a C-contiguous buffer of the same size; drafts only.
@@ -125,13 +138,11 @@ class SharedTensor(Unsendable):
         if view.nbytes != self.nbytes or not view.c_contiguous:
             gaps = "" if view.c_contiguous else ", with gaps"
             raise Invalid(f"tensor {self.name!r} takes {self.nbytes} contiguous bytes; these are {view.nbytes}{gaps}")
-        lent = self._mapped.lend(self.name)
         try:
-            self._place.context.write(self._address, view)
+            with self.hold() as address:
+                self._place.context.write(address, view)
         except DriverError as error:
             raise devices.failure(error, f"filling tensor {self.name!r}") from error
-        finally:
-            del lent
 
     def __dlpack_device__(self) -> tuple[int, int]:
         """DLPack's type and ordinal of the device; the ordinal is this process's."""

@@ -129,7 +129,7 @@ def test_interrupts_at_any_moment_lose_no_lease(client: Broker, lender: BrokerPr
                     with broker.attach(name) as pool:
                         pool["weight"].tobytes()
                     if number % 3 == 0:
-                        with broker.create("interrupted", pool.layout):
+                        with broker.create("interrupted", pool.layout, wait=60):
                             pass
                     signal.setitimer(signal.ITIMER_REAL, 0)
                 except KeyboardInterrupt:
@@ -144,7 +144,7 @@ def test_interrupts_at_any_moment_lose_no_lease(client: Broker, lender: BrokerPr
     )
     try:
         assert process.stdout is not None
-        assert process.stdout.readline() == "hits True\n"
+        assert process.stdout.readline() == "hits True\n", process.communicate()[1]
         eventually(lambda: [info.leases for info in client.pools()] == [0], "the end of all leases and drafts")
         returncode, out, err = (*end_with(process, "done"),)
     finally:
