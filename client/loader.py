@@ -11,6 +11,7 @@ from cubroker.client.checkpoint import Checkpoint, Paths
 from cubroker.client.devices import failure
 from cubroker.client.draft import Draft
 from cubroker.client.filling import Progress, fill
+from cubroker.client.replica import Replica
 from cubroker.client.rings import Target
 from cubroker.driver import DriverError
 from cubroker.protocol import Layout
@@ -84,8 +85,13 @@ def load(
 
 
 def _fill(checkpoint: Checkpoint, draft: Draft, progress: Progress | None) -> float:
-    targets = [Target(replica.context, tuple(slab.pointer for slab in replica.slabs)) for replica in draft.replicas]
+    targets = [_target(replica) for replica in draft.replicas]
     try:
         return fill(checkpoint, draft.layout, targets, progress)
     except DriverError as error:
         raise failure(error, f"copying files into a draft of {draft.name!r}") from error
+
+
+def _target(replica: Replica) -> Target:
+    slabs = replica.slabs
+    return Target(replica.context, tuple(slab.pointer for slab in slabs), slabs[0].hold)

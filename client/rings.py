@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import cycle
 from typing import Protocol
@@ -23,17 +23,18 @@ DEPTH = 2
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One device's copy of the allocations: where each begins."""
+    """One device's copy of the allocations: where each begins, and what keeps them there while a thread writes."""
 
     context: Context
     pointers: tuple[int, ...]
+    hold: Callable[[], AbstractContextManager[object]] = nullcontext
 
 
 class Sink(Protocol):
     """One thread's way of bringing chunks to every target."""
 
     def thread(self) -> AbstractContextManager[None]:
-        """Prepare the calling thread for its calls of the other methods, which are faster within."""
+        """Keep the targets mapped, and let the calling thread :meth:`put`; the calls are faster within."""
 
     def put(self, file: File, chunk: Chunk) -> None:
         """Read ``chunk`` from ``file`` and bring it to all targets; may return while copies are under way."""
@@ -52,8 +53,8 @@ class Mapped:
         self._targets = targets
 
     def thread(self) -> AbstractContextManager[None]:
-        """Nothing needs to be prepared."""
-        return nullcontext()
+        """Keep the memory there."""
+        return _held(self._targets)
 
     def put(self, file: File, chunk: Chunk) -> None:
         """Read the chunk into its place; the gaps are zero since the memory was made."""
@@ -86,16 +87,18 @@ class Ring:
 
     def __init__(self, targets: Sequence[Target], nbytes: int = CHUNK, depth: int = DEPTH) -> None:
         """Pin ``depth`` buffers of ``nbytes`` bytes, which is what takes time here."""
-        self._context = targets[0].context
+        self._targets = targets
         with ExitStack() as undo:
             self._slots = [_slot(undo, targets, nbytes) for _ in range(depth)]
             self._streams = [(target, undo.enter_context(target.context.stream())) for target in targets]
             self._undo = undo.pop_all()
         self._turn = cycle(self._slots)
 
-    def thread(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def thread(self) -> Iterator[None]:
         """Make the context current for a whole run of :meth:`put`, which is about half of its driver calls."""
-        return self._context.current()
+        with _held(self._targets), self._targets[0].context.current():
+            yield
 
     def put(self, file: File, chunk: Chunk) -> None:
         """Read the chunk into the next buffer once that is free, and start one copy of it per target."""
@@ -116,6 +119,15 @@ class Ring:
         """Wait for the copies, then unpin the buffers."""
         with self._undo:
             self.finish()
+
+
+@contextmanager
+def _held(targets: Sequence[Target]) -> Iterator[None]:
+    """Keep what is written into mapped. Each thread does so for itself: nothing interrupts it, unlike its caller."""
+    with ExitStack() as holds:
+        for target in targets:
+            holds.enter_context(target.hold())
+        yield
 
 
 def _slot(undo: ExitStack, targets: Sequence[Target], nbytes: int) -> _Slot:
