@@ -9,6 +9,7 @@ writes garbage, or never reads, costs it one failed send.
 
 from __future__ import annotations
 
+import errno
 import secrets
 import socket
 import struct
@@ -114,7 +115,9 @@ def fetch(handle: bytes) -> tuple[int, int]:
 def _ask(asker: socket.socket, secret: bytes) -> tuple[int, int]:
     asker.send(secret)
     # socket.recv_fds would drop the flag, and a child that is started meanwhile would inherit the memory.
-    data, ancillary, _, _ = asker.recvmsg(_OFFSET_BYTES, socket.CMSG_LEN(_INT.size), socket.MSG_CMSG_CLOEXEC)
+    data, ancillary, flags, _ = asker.recvmsg(_OFFSET_BYTES, socket.CMSG_LEN(_INT.size), socket.MSG_CMSG_CLOEXEC)
+    if flags & socket.MSG_CTRUNC:
+        raise OSError(errno.EMFILE, "no descriptor is left for the memory")
     if not ancillary:
         raise LookupError("the owner of the memory does not know the handle")
     return _INT.unpack(ancillary[0][2])[0], int.from_bytes(data, "little")
