@@ -1,0 +1,209 @@
+"""Do the same thing very often, and see what is left of it: ``python -m tests.soak leaks --scale 1``.
+
+After each subject the broker, its gateway and the client have exactly as many descriptors as before, the broker has
+as many bytes and leases on its books, and between the first and the second half no process has grown by more than
+TOLERANCE.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from threading import active_count
+
+from cubroker.client import Broker
+from cubroker.client.futures import Future
+from cubroker.protocol import CubrokerError, Layout
+from cubroker.protocol.errors import OverBudget, TimedOut
+from cubroker.protocol.messages import Attach, Cancel, Reply
+from tests.brokers import BrokerProcess, eventually, serving
+from tests.kills.nursery import Line, Nursery
+from tests.server.processes import descriptors, gateway_of, gateways, resident
+
+HERE = "tests.soak.leaks"
+POOL, DRAFT = "pool", "draft"
+LAYOUT = Layout.pack([("a", "U8", (1 << 20,)), ("b", "U8", (1 << 20,))], slab=1 << 20)
+TOO_LARGE = Layout.pack([("a", "U8", (1 << 30,))])
+
+TOLERANCE = 2 << 20
+"""Bytes that a process may grow by in the second half of a subject: the noise of its allocators."""
+
+PROCESSES = ("broker", "gateway", "client")
+
+
+class Scene:
+    """A broker, a client of it in this process with a pool to attach to, and a nursery for other clients."""
+
+    def __init__(self, process: BrokerProcess, client: Broker, nursery: Nursery) -> None:
+        self.process = process
+        self.client = client
+        self.nursery = nursery
+        with client.create(POOL, LAYOUT) as draft:
+            draft.seal()
+
+    def pids(self) -> tuple[int, int, int]:
+        return self.process.pid, gateway_of(self.process.pid), os.getpid()
+
+    def holdings(self) -> object:
+        """All that must be as before: descriptors of every process, threads of this one, and the broker's books."""
+        counts = tuple(descriptors(pid) for pid in self.pids())
+        return counts, active_count(), self.client.pools(), self.client.devices(), self.client.clients()
+
+    def resident(self) -> tuple[int, ...]:
+        return tuple(resident(pid) for pid in self.pids())
+
+
+# -- what is done very often ------------------------------------------------------------------------
+
+
+def attach_and_close(scene: Scene) -> None:
+    scene.client.attach(POOL).close()
+
+
+def begin_a_session(scene: Scene) -> None:
+    Broker(scene.client.directory).close()
+
+
+def create_and_discard(scene: Scene) -> None:
+    scene.client.create(DRAFT, LAYOUT).close()
+
+
+def publish_and_retire(scene: Scene) -> None:
+    with scene.client.create(DRAFT, LAYOUT) as draft:
+        draft.seal()
+    scene.client.retire(DRAFT)
+
+
+def wait_and_cancel(scene: Scene) -> None:
+    ended: Future[Reply | CubrokerError] = Future()
+    requests = scene.client.requests
+    number = requests.send(Attach("nothing", 0, None, 3600.0), ended.set)
+    requests.submit(Cancel(number)).result(60)
+    assert isinstance(ended.result(60), CubrokerError)
+
+
+def wait_in_vain(scene: Scene) -> None:
+    try:
+        scene.client.attach("nothing", wait=0.001)
+    except TimedOut:
+        return
+    raise AssertionError("there is something")
+
+
+def watch(scene: Scene) -> None:
+    with scene.client.watch(POOL) as watching:
+        assert next(watching) == 1
+
+
+def ask_for_too_much(scene: Scene) -> None:
+    try:
+        scene.client.create("large", TOO_LARGE)
+    except OverBudget:
+        return
+    raise AssertionError("there was room")
+
+
+def kill_a_worker(scene: Scene) -> None:
+    with scene.nursery.worker(f"{HERE}:hold", str(scene.client.directory)) as worker:
+        worker.expect("holding")
+
+
+def hold(line: Line, directory: str) -> None:
+    """A worker with a pool, a draft and a request that waits, until it is killed."""
+    with Broker(directory) as broker, broker.attach(POOL), broker.create(f"{DRAFT}-{os.getpid()}", LAYOUT):
+        broker.requests.submit(Attach("nothing", 0, None, 3600.0))
+        broker.pools()
+        line.say("holding")
+        line.hear()
+
+
+def kill_the_gateway(scene: Scene) -> None:
+    gateway = gateway_of(scene.process.pid)
+    with suppress(ProcessLookupError):
+        os.kill(gateway, signal.SIGKILL)
+    eventually(lambda: set(gateways(scene.process.pid)) - {gateway}, "another gateway")
+    scene.client.pools()
+
+
+Deed = Callable[[Scene], None]
+
+DEEDS: dict[Deed, int] = {
+    attach_and_close: 100_000,
+    begin_a_session: 1000,
+    create_and_discard: 1000,
+    publish_and_retire: 1000,
+    wait_and_cancel: 1000,
+    wait_in_vain: 1000,
+    watch: 1000,
+    ask_for_too_much: 1000,
+    kill_a_worker: 1000,
+    kill_the_gateway: 20,
+}
+"""How often each is done in the long form."""
+
+
+# -- what is left of it -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Bytes by which each process grew in the second half of ``count`` times; None for one that was replaced."""
+
+    deed: str
+    count: int
+    seconds: float
+    grown: tuple[int | None, ...]
+
+    def __str__(self) -> str:
+        sizes = [f"{name} {'replaced' if size is None else f'{size / 1024:+.0f} KiB'}" for name, size in self.named()]
+        return f"{self.deed:20} {self.count:7} times in {self.seconds:6.1f} s; {', '.join(sizes)}"
+
+    def named(self) -> Iterator[tuple[str, int | None]]:
+        return zip(PROCESSES, self.grown, strict=True)
+
+    def check(self) -> None:
+        for name, size in self.named():
+            assert size is None or size <= TOLERANCE, f"{name} has grown by {size} bytes: {self}"
+
+
+def repeat(scene: Scene, deed: Deed, count: int) -> Growth:
+    """Do something ``count`` times; nothing may be held afterwards that was not held before."""
+    for _ in range(max(2, count // 10)):  # what is made once, and caches of some size
+        deed(scene)
+    eventually(lambda: len(scene.client.clients()) == 1, "the end of the other sessions")
+    before = scene.holdings()
+    began = time.monotonic()
+    for _ in range(count // 2):
+        deed(scene)
+    pids, middle = scene.pids(), scene.resident()
+    for _ in range(count - count // 2):
+        deed(scene)
+    seconds = time.monotonic() - began
+    eventually(lambda: scene.holdings() == before, f"things as they were before: {before}")
+    sizes = zip(pids, scene.pids(), middle, scene.resident(), strict=True)
+    grown = tuple(end - begin if pid == now else None for pid, now, begin, end in sizes)
+    return Growth(deed.__name__.replace("_", " "), count, seconds, grown)
+
+
+@contextmanager
+def scene() -> Iterator[Scene]:
+    with Nursery(HERE) as nursery, serving() as process, Broker(process.directory) as client:
+        yield Scene(process, client, nursery)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Return 0; what leaks fails an assertion."""
+    parser = argparse.ArgumentParser(prog="python -m tests.soak leaks", description=__doc__)
+    parser.add_argument("--scale", type=float, default=1.0, help="of the numbers of the long form")
+    options = parser.parse_args(arguments)
+    with scene() as stage:
+        for deed, count in DEEDS.items():
+            growth = repeat(stage, deed, max(2, round(count * options.scale)))
+            print(growth, flush=True)
+            growth.check()
+    return 0
