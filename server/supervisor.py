@@ -23,6 +23,9 @@ log = logging.getLogger(__name__)
 STEADY = 10.0
 """Seconds that a gateway must have lived for its death to be followed by a start at once."""
 
+GRACE = 1.0
+"""Seconds that a gateway may take to end once the pipe to it has closed: it may have to say why."""
+
 FIRST_DELAY = 0.05
 LONGEST_DELAY = 2.0
 
@@ -107,9 +110,7 @@ class Supervisor:
             link.close()
         await link.ended
         self._link = None
-        if process.returncode is None:
-            process.kill()
-        return f"process {process.pid} ended with status {await process.wait()}{await _last_words(process)}"
+        return f"process {process.pid} ended with status {await _end(process)}{await _last_words(process)}"
 
     async def _spawn(self) -> tuple[Process, Link]:
         ours, theirs = socket.socketpair()
@@ -137,6 +138,16 @@ class Supervisor:
             self._changed()
         else:
             self._first.set_result("")
+
+
+async def _end(process: Process) -> int:
+    """Return the status of a gateway whose pipe has closed, which ends it, or else is killed."""
+    try:
+        return await asyncio.wait_for(process.wait(), GRACE)
+    except TimeoutError:
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            process.kill()
+        return await process.wait()
 
 
 async def _last_words(process: Process) -> str:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from cubroker.protocol.directory import SESSION_SOCKET
+from cubroker.protocol.messages import GatewayChanged
 from cubroker.server import logs
 from cubroker.server.logs import Lines
 from tests.brokers import DEVICES, PATIENCE, eventually
@@ -62,7 +63,8 @@ def use(process: subprocess.Popen[bytes], directory: Path) -> None:
         client.publish("pool")
         gateway = gateway_of(process.pid)
         os.kill(gateway, signal.SIGABRT)
-        eventually(lambda: gateway_of(process.pid) != gateway, "another gateway")
+        # Not before it listens: what is sent while the old connection breaks may be lost with it.
+        assert client.notice() == GatewayChanged()
         assert client.attach("pool").version == 1
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import socket
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from cubroker.protocol.errors import Unavailable
+from cubroker.server import supervisor as supervisors
 from cubroker.server.supervisor import Supervisor
 from tests.server.loops import run, until
 from tests.server.processes import gateway_of
@@ -78,6 +80,38 @@ def test_answers_for_a_gateway_that_is_gone_are_dropped(tmp_path: Path) -> None:
             assert told == []
 
     run(test())
+
+
+def test_a_gateway_that_fails_ends_by_itself_and_its_reason_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test() -> None:
+        async with supervised(tmp_path) as (supervisor, told):
+            for failures in (1, 2):
+                supervisor.send([b"a routing id without a frame"])
+                await until(lambda failures=failures: len(told) == failures)
+
+    with caplog.at_level(logging.WARNING):
+        run(test())
+    assert caplog.text.count("Traceback") == 2
+    assert caplog.text.count("ended with status 1 (ValueError: ") == 2
+
+
+def test_a_gateway_that_hangs_after_its_end_of_the_pipe_closed_is_killed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test() -> None:
+        async with supervised(tmp_path) as (supervisor, told):
+            gateway = gateway_of(os.getpid())
+            os.kill(gateway, signal.SIGSTOP)
+            assert supervisor._link
+            supervisor._link.close()
+            await until(lambda: told)
+
+    monkeypatch.setattr(supervisors, "GRACE", 0.01)
+    with caplog.at_level(logging.WARNING):
+        run(test())
+    assert "ended with status -9" in caplog.text
 
 
 def test_a_supervisor_that_is_stopped_as_it_starts_leaves_no_process(tmp_path: Path) -> None:
