@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from itertools import islice
 from threading import Lock
 from time import monotonic
 from typing import TypeVar
@@ -16,7 +17,7 @@ from cubroker.client.futures import Future
 from cubroker.client.processes import Owner
 from cubroker.protocol import wire
 from cubroker.protocol.errors import CubrokerError, OverQuota, Unavailable, from_code
-from cubroker.protocol.messages import Answer, Cancel, Close, Envelope, Failed, Reply, Request, Seal
+from cubroker.protocol.messages import MAX_RECEIVED, Answer, Cancel, Close, Envelope, Failed, Reply, Request, Seal
 
 R = TypeVar("R", bound=Reply)
 
@@ -57,6 +58,7 @@ class Requests:
         self._lock = Lock()
         self._next = 1
         self._pending: dict[int, _Pending] = {}
+        self._received: deque[int] = deque()  # answered while an older request waits, and not told yet
         self._closed: CubrokerError | None = None
         self._checked = 0.0
 
@@ -84,7 +86,10 @@ class Requests:
             if closed is None:
                 number = self._next
                 oldest = next(iter(self._pending), number)
-                data = wire.pack(Envelope(self._secret, number, oldest, body))
+                received = tuple(islice(self._received, MAX_RECEIVED))
+                data = wire.pack(Envelope(self._secret, number, oldest, body, received))
+                for _ in received:
+                    self._received.popleft()
                 self._next += 1
                 self._pending[number] = _Pending(data, settle, insist=isinstance(body, LAST_WORDS))
                 self.outbox.append(data)
@@ -105,6 +110,8 @@ class Requests:
             if pending is None or (pending.insist and _refused_for_now(body)):
                 return
             del self._pending[answer.id]
+            if next(iter(self._pending), answer.id) < answer.id:
+                self._received.append(answer.id)
         pending.settle(from_code(body.code, body.message) if isinstance(body, Failed) else body)
 
     def resend_all(self) -> None:

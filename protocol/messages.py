@@ -21,6 +21,9 @@ VERSIONS = (1,)
 MAX_WAIT = 7 * 86_400.0
 """Seconds: the longest that a request may wait."""
 
+MAX_RECEIVED = 256
+"""Answers whose receipt one request tells."""
+
 MAX_DEVICES = 64
 """Devices of one pool."""
 
@@ -180,13 +183,15 @@ class Envelope(Struct, frozen=True, array_like=True):
     """One request as it travels.
 
     ``id`` rises by one with every new request of a session, and stays when one is sent again.
-    ``oldest`` is the lowest id still unanswered at the client: the broker may forget older answers.
+    ``oldest`` is the lowest id still unanswered at the client: the broker may forget older answers. ``received``
+    are later ones whose answers came, so that one that waits for long does not keep those of all after it.
     """
 
     secret: Annotated[bytes, Meta(min_length=16, max_length=16)]
     id: Identifier
     oldest: Identifier
     body: Request
+    received: Annotated[tuple[Identifier, ...], Meta(max_length=MAX_RECEIVED)] = ()
 
 
 # -- answers ---------------------------------------------------------------------------------------

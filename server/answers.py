@@ -1,12 +1,16 @@
 """What one session asked and was answered: a request that is sent again is answered again, not done again.
 
 Pure. A request is *pending* from its first arrival until its answer, which is *kept*, encoded, until
-the client says (``oldest``) that it has it. Both are bounded: past the bound further requests are
-refused, and nothing is remembered of them, so the client may send them again when there is room.
+the client says that it has it: by its number (``received``), or with all before one (``oldest``).
+From then on only the number is remembered, as part of a span, since a copy may still be on its way.
+All of it is bounded: past the bound further requests are refused, and nothing is remembered of
+them, so the client may send them again when there is room.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Iterable
 from enum import Enum
 
 MAX_REQUESTS = 4096
@@ -25,17 +29,48 @@ class Verdict(Enum):
     FULL = "refuse it; it is not remembered"
 
 
+class Spans:
+    """A set of numbers that mostly follow each other, as the edges of its runs."""
+
+    def __init__(self) -> None:
+        self._edges: list[int] = []  # first, last + 1, first, last + 1, …: rising
+
+    def __contains__(self, number: int) -> bool:
+        return bisect_right(self._edges, number) % 2 == 1
+
+    def __len__(self) -> int:
+        return len(self._edges) // 2
+
+    def add(self, number: int) -> None:
+        """Add a number that is not in it."""
+        edges = self._edges
+        place = bisect_right(edges, number)
+        start = place - 1 if place and edges[place - 1] == number else place
+        end = place + 1 if place < len(edges) and edges[place] == number + 1 else place
+        edges[start:end] = [number] * (start == place) + [number + 1] * (end == place)
+
+    def drop_runs_before(self, number: int) -> None:
+        """Forget the runs that end before ``number``."""
+        place = bisect_right(self._edges, number)
+        del self._edges[: place - place % 2]
+
+
 class Answers:
     """The requests of one session that its client may send again."""
 
     def __init__(self) -> None:
         self._pending: dict[int, tuple[bytes, int]] = {}  # routing id and bytes of the request
         self._kept: dict[int, bytes] = {}
+        self._received = Spans()
         self._oldest = 0
         self._nbytes = 0
 
-    def admit(self, number: int, oldest: int, routing: bytes, nbytes: int) -> Verdict | bytes:
+    def admit(
+        self, number: int, oldest: int, routing: bytes, nbytes: int, received: Iterable[int] = ()
+    ) -> Verdict | bytes:
         """Take note of request ``number``, ``nbytes`` long; return the kept answer if there is one."""
+        for other in received:
+            self._drop(other)
         if oldest > self._oldest:
             self._acknowledge(oldest)
         if (kept := self._kept.get(number)) is not None:
@@ -43,9 +78,9 @@ class Answers:
         if number in self._pending:
             self._pending[number] = (routing, self._pending[number][1])
             return Verdict.PENDING
-        if number < self._oldest:
+        if number < self._oldest or number in self._received:
             return Verdict.STALE
-        known = len(self._pending) + len(self._kept)
+        known = len(self._pending) + len(self._kept) + len(self._received)
         if known >= MAX_REQUESTS or (known and self._nbytes + nbytes > MAX_BYTES):
             return Verdict.FULL
         self._pending[number] = (routing, nbytes)
@@ -65,9 +100,17 @@ class Answers:
         """Whether the request is still to be answered."""
         return number in self._pending
 
+    def _drop(self, number: int) -> None:
+        """Drop an answer that the client has, and remember that it has it."""
+        answer = self._kept.pop(number, None)
+        if answer is not None:
+            self._nbytes -= len(answer)
+            self._received.add(number)
+
     def _acknowledge(self, oldest: int) -> None:
         """Drop kept answers before ``oldest``, up to the first that stays; requests are answered about in order."""
         self._oldest = oldest
+        self._received.drop_runs_before(oldest)
         kept = self._kept
         while kept and (number := next(iter(kept))) < oldest:
             self._nbytes -= len(kept.pop(number))

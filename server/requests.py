@@ -101,7 +101,7 @@ class Requests:
         session = self._sessions.get(envelope.secret)
         if session is None:
             return self._put(routing, wire.pack(Answer(envelope.id, DENIED)))
-        verdict = session.answers.admit(envelope.id, envelope.oldest, routing, len(frame))
+        verdict = session.answers.admit(envelope.id, envelope.oldest, routing, len(frame), envelope.received)
         if verdict is Verdict.NEW:
             self._begin(session, envelope.id, envelope.body)
         elif verdict is Verdict.FULL:

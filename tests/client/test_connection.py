@@ -18,7 +18,7 @@ from cubroker.client.requests import RESEND
 from cubroker.protocol import wire
 from cubroker.protocol.directory import SESSION_SOCKET
 from cubroker.protocol.errors import Denied, Invalid, TimedOut, Unavailable, Unsupported
-from cubroker.protocol.messages import Done, Refused, Welcome
+from cubroker.protocol.messages import Attach, DeviceList, Done, ListDevices, Refused, Welcome
 from tests.brokers import PATIENCE, BrokerProcess, eventually, serving
 from tests.client.conftest import LAYOUT, content, leases, publish
 from tests.server.processes import descriptors, gateway_of
@@ -95,6 +95,14 @@ def _close(lease: int) -> Any:
 
 def _sent_again(client: Broker, since: float) -> bool:
     return not client.requests.outbox and all(each.sent > since for each in client.requests._pending.values())
+
+
+def test_one_long_wait_keeps_nobody_from_asking(client: Broker, lender: BrokerProcess) -> None:
+    waiting = client.requests.submit(Attach("not-yet-published", 0, None, 3600.0))
+    for _ in range(12):  # more than the broker keeps answers for
+        asked = [client.requests.submit(ListDevices()) for _ in range(500)]
+        assert all(isinstance(one.result(PATIENCE), DeviceList) for one in asked)
+    assert not waiting.done()
 
 
 def test_a_broker_that_dies_ends_what_waits_and_what_comes_later() -> None:

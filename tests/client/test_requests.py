@@ -8,6 +8,7 @@ from cubroker.client.requests import Requests, expect
 from cubroker.protocol import wire
 from cubroker.protocol.errors import NotFound, OverQuota, TimedOut, Unavailable
 from cubroker.protocol.messages import (
+    MAX_RECEIVED,
     Answer,
     Close,
     Done,
@@ -53,6 +54,21 @@ def test_numbers_rise_and_the_oldest_unanswered_one_is_told() -> None:
     assert desk.sent() == [(4, 2, ListDevices())]
     assert [future.done() for future in futures] == [True, False, True]
     assert desk.wakes == 4
+
+
+def test_answers_past_one_that_waits_are_told_one_by_one_and_once() -> None:
+    desk = Desk()
+    for _ in range(MAX_RECEIVED + 3):
+        desk.requests.submit(ListPools())
+    desk.requests.outbox.clear()
+    for number in range(2, MAX_RECEIVED + 4):
+        desk.answer(number, Pools(()))
+    told = []
+    for _ in range(3):
+        desk.requests.submit(ListDevices())
+        told.append(wire.unpack(desk.requests.outbox.pop(), Envelope).received)
+    assert [len(numbers) for numbers in told] == [MAX_RECEIVED, 2, 0]
+    assert [*told[0], *told[1]] == list(range(2, MAX_RECEIVED + 4))
 
 
 def test_a_failure_becomes_the_error_of_its_code() -> None:

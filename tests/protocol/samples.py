@@ -53,7 +53,7 @@ SAMPLES: tuple[tuple[Any, Any], ...] = (
     (m.Hello("cubroker", (1, 2)), m.Hello),
     *((value, m.Greeting) for value in GREETINGS),
     *((value, m.Notice) for value in NOTICES),
-    *((m.Envelope(SECRET, 12, 11, body), m.Envelope) for body in REQUESTS),
+    *((m.Envelope(SECRET, 12, 11, body, (13, 15)), m.Envelope) for body in REQUESTS),
     *((m.Answer(12, body), m.Answer) for body in REPLIES),
     (LAYOUT, Layout),
 )

@@ -176,7 +176,11 @@ def test_a_missing_field_is_refused(sample: tuple[Any, Any]) -> None:
             for key in value:
                 less = {other: value[other] for other in value if other != key}
                 assert accept(msgspec.msgpack.encode(put(plain, path, less)), sample[1]) is None
-    assert accept(msgspec.msgpack.encode(plain[:-1]), sample[1]) is None
+    # Fields with a default came later than the others, and older peers do not send them.
+    optional = sum(not field.required for field in msgspec.structs.fields(sample[0]))
+    for count in range(optional):
+        assert accept(msgspec.msgpack.encode(plain[: len(plain) - count]), sample[1]) is not None
+    assert accept(msgspec.msgpack.encode(plain[: len(plain) - optional - 1]), sample[1]) is None
 
 
 # -- values out of bounds ----------------------------------------------------------------------------

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
-from cubroker.server.answers import MAX_BYTES, MAX_REQUESTS, Answers, Verdict
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cubroker.server.answers import MAX_BYTES, MAX_REQUESTS, Answers, Spans, Verdict
 
 
 def answered(answers: Answers, number: int, answer: bytes = b"answer") -> None:
@@ -63,3 +66,47 @@ def test_bytes_past_the_bound_are_refused_but_one_request_always_fits() -> None:
     assert answers.admit(3, 2, b"here", 1) is Verdict.FULL
     answers.settle(2, b"")
     assert answers.admit(3, 2, b"here", MAX_BYTES) is Verdict.NEW
+
+
+def test_a_request_that_waits_does_not_keep_the_answers_of_those_after_it() -> None:
+    answers = Answers()
+    assert answers.admit(1, 1, b"here", 10) is Verdict.NEW  # and is never answered
+    for number in range(2, 3 * MAX_REQUESTS):
+        assert answers.admit(number, 1, b"here", 10, (number - 1,)) is Verdict.NEW
+        answers.settle(number, bytes(100_000))
+    assert answers.admit(5, 1, b"here", 10) is Verdict.STALE, "a late copy of a request whose answer came"
+    assert answers.is_pending(1)
+    assert answers.settle(1, b"at last") == b"here"
+    assert answers.admit(1, 1, b"here", 10) == b"at last"
+
+
+def test_numbers_that_were_never_asked_are_no_receipts() -> None:
+    answers = Answers()
+    assert answers.admit(1, 1, b"here", 10, (1, 2, 3)) is Verdict.NEW
+    assert answers.settle(1, b"one") == b"here"
+    assert answers.admit(2, 1, b"here", 10) is Verdict.NEW
+
+
+def test_receipts_in_tatters_are_bounded_too() -> None:
+    answers = Answers()
+    assert answers.admit(1, 1, b"here", 10) is Verdict.NEW
+    number = 3
+    while answers.admit(number, 1, b"here", 10, (number - 2,)) is Verdict.NEW:
+        answers.settle(number, b"")
+        number += 2
+    assert number <= 2 * MAX_REQUESTS + 3
+    assert answers.admit(number, number, b"here", 10) is Verdict.NEW
+
+
+@given(st.lists(st.integers(0, 30), unique=True), st.integers(0, 31))
+def test_spans_are_a_set(numbers: list[int], bound: int) -> None:
+    spans, known = Spans(), set[int]()
+    for number in numbers:
+        spans.add(number)
+        known.add(number)
+        assert {other for other in range(32) if other in spans} == known
+        assert len(spans) == sum(other - 1 not in known for other in known)
+    spans.drop_runs_before(bound)
+    kept = {other for other in range(32) if other in spans}
+    assert {other for other in known if other >= bound} <= kept <= known
+    assert all(other >= bound or other + 1 in kept or other + 1 == bound for other in kept)
