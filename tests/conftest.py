@@ -1,10 +1,16 @@
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import pytest
 
 from tests.brokers import BrokerProcess, serving
+
+# A shell starts what it runs in the background with SIGINT ignored, and so do our children then: no test of an
+# interrupt could pass. A handler, unlike SIG_IGN, does not outlive an exec.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture

@@ -165,8 +165,9 @@ class Process:
         return self.process.stdout.readline().strip()
 
     def result(self) -> Any:
-        out, _ = self.process.communicate(timeout=PATIENCE)
-        return json.loads(out)
+        line = self.line()  # not from communicate(), which does not see what readline() has buffered
+        assert self.process.wait(PATIENCE) == 0, line
+        return json.loads(line)
 
 
 @pytest.fixture

@@ -205,6 +205,7 @@ def minilm() -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_two_workers_embed_with_shared_weights_exactly_as_with_the_file(minilm: Path) -> None:
     expected = embed(AutoModel.from_pretrained(minilm).eval(), minilm).numpy().tobytes().hex()
     with ExitStack() as undo:
