@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 from cubroker.client import devices as local
 from cubroker.client.draft import Draft
@@ -45,6 +45,8 @@ from cubroker.protocol.messages import (
     Retire,
     Retirement,
 )
+
+P = TypeVar("P", bound=Pool)
 
 Device = int | str
 """A device: its ordinal in this process, or its UUID."""
@@ -232,13 +234,17 @@ class Broker(Unsendable):
         """Close all pools, discard all drafts, and end the session.
 
         Where tensors of a pool are still alive, the connection stays until the last of them is gone.
+
+        Raises:
+            CubrokerError: as :meth:`Pool.close`, of the first pool that has something to tell; all are closed.
         """
         self._session.owner.check()
+        self._session.closed = True
         with ExitStack() as stack:  # all of it happens, whatever one of them raises
             stack.callback(self._session.left)
             stack.callback(self._session.janitor.put, self._guard)
-            for pool in self._pools:
-                stack.callback(pool.close)
+            for pool in [pool for pool in self._pools if pool.let_go()]:  # none waits for another
+                pool.confirm()
 
     def _create(
         self, name: str, layout: Layout, devices: Sequence[Device], share: str, wait: float, attach: Device | None
@@ -252,14 +258,18 @@ class Broker(Unsendable):
         return self._session.borrow(Create(name, layout.encode(), uuids, share, _seconds(wait), here))
 
     def _pool(self, loan: Loan, reply: Attached, mapped: Mapped) -> Pool:
-        pool = Pool(loan, mapped, decode(reply.layout), reply.name, reply.version)
-        self._pools.add(pool)
-        return pool
+        return self._keep(Pool(loan, mapped, decode(reply.layout), reply.name, reply.version))
 
     def _draft(self, loan: Loan, reply: Created, mapped: Mapped, layout: Layout) -> Draft:
-        draft = Draft(loan, mapped, Index(layout), reply.name, reply.version)
-        self._pools.add(draft)
-        return draft
+        return self._keep(Draft(loan, mapped, Index(layout), reply.name, reply.version))
+
+    def _keep(self, pool: P) -> P:
+        """Note a pool for :meth:`close`, which another thread may have called since it was asked for."""
+        self._pools.add(pool)
+        if self._session.closed:
+            pool.close()
+        self._session.check_open()
+        return pool
 
     def _ready(self, device: Device) -> str:
         """Return the UUID of a device, with this process's context on it made: the lease need not wait for that."""

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from threading import Lock, Thread
+from threading import Lock, Thread, current_thread
 
 import zmq
 
@@ -107,6 +107,10 @@ class Connection:
         self._quiet = quietly
         self._stopping = True
         self._waker.set()
+
+    def here(self) -> bool:
+        """Whether this is the connection's thread."""
+        return current_thread() is self._thread
 
     def join(self, timeout: float) -> None:
         """Wait up to ``timeout`` seconds for the thread to end."""

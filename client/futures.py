@@ -55,7 +55,7 @@ class Future(Generic[T]):
         if not self.wait(timeout):
             raise TimedOut(f"no result within {timeout:g} s")
         if self._error is not None:
-            raise self._error
+            raise self._error.anew()
         return cast(T, self._value)
 
     def set(self, value: T) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from queue import SimpleQueue
-from threading import Thread
+from threading import Thread, current_thread
 from weakref import ref
 
 Task = Callable[[], None]
@@ -47,6 +47,10 @@ class Janitor:
     def stop(self) -> None:
         """End the thread after the tasks that it has."""
         self._tasks.put(None)
+
+    def here(self) -> bool:
+        """Whether this is the janitor's thread."""
+        return current_thread() is self._thread
 
     def join(self, timeout: float) -> None:
         """Wait up to ``timeout`` seconds for the thread to end."""

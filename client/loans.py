@@ -93,6 +93,7 @@ class Loan:
         """Wait until the broker has the lease back, and return what it answered; for loans that are ending."""
         if self._session.stopped:
             raise Unavailable("the interpreter exits, and the lease ends with this process")
+        self._session.check_may_wait()
         if not self._ended.wait(self._session.timeout):
             raise TimedOut(f"the broker has not confirmed the end of lease {self.lease} in {self._session.timeout:g} s")
         return self._ended.result()

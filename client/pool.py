@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from threading import Lock
 from types import TracebackType
 from typing import Self
@@ -62,19 +63,22 @@ class Pool(Replica):
             DeviceFailure: the memory could not be unmapped; the lease ends with this process.
             TimedOut: the memory is unmapped, but the broker has not yet confirmed that the lease is over.
         """
+        if self.let_go():
+            self.confirm()
+
+    def let_go(self) -> bool:
+        """Begin to close the pool, without waiting; returns whether :meth:`confirm` has something to wait for."""
         self._loan.owner.check()
         with self._closing:
             closed = self.closed
             if not closed:
                 self._release()
-        if not closed and self._loan.ending:
-            self._confirm()
+        return not closed and self._loan.ending
+
+    def confirm(self) -> None:
+        """Wait for what :meth:`let_go` began; raises as :meth:`close` does."""
+        with suppress(Unavailable):  # a broker that is gone holds no leases
+            self._loan.confirm()
 
     def _release(self) -> None:
         self._drop()
-
-    def _confirm(self) -> None:
-        try:
-            self._loan.confirm()
-        except Unavailable:
-            return  # a broker that is gone holds no leases

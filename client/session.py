@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from socket import socket
 from threading import Lock
@@ -49,6 +49,7 @@ class Session:
         self._lock = Lock()
         self._loans: set[Loan] = set()
         self._leaving = False
+        self.closed = False
         self.stopped = False
         self._left: Future[bool] = Future()
         channel, welcome = greet(directory, timeout)
@@ -80,8 +81,20 @@ class Session:
         self.owner.check()
         return devices.driver(self._spec)
 
+    def check_open(self) -> None:
+        """Raise ``Unavailable`` if the Broker is closed: arrays that still live keep the connection, for themselves."""
+        if self.closed or self._leaving:
+            raise Unavailable("this Broker is closed; open another")
+
+    def check_may_wait(self) -> None:
+        """Raise ``Unavailable`` on the session's own threads: there a finalizer would wait for itself."""
+        if self._connection.here() or self.janitor.here():
+            raise Unavailable("called by a finalizer on the session's own thread, which cannot wait for the answer")
+
     def ask(self, body: Request, kind: type[R]) -> R:
         """Send a request and wait for its answer, which is a ``kind``."""
+        self.owner.check()
+        self.check_open()
         reply = self._wait(self.requests.submit(body), body, 0.0)
         return expect(reply, kind)
 
@@ -92,8 +105,7 @@ class Session:
         future = None
         try:
             with self._lock:
-                if self._leaving:
-                    raise Unavailable("this Broker is closed; open another")
+                self.check_open()
                 self._loans.add(loan)
             future = loan.ask(body)
             return loan, *self._wait(future, body, body.wait)
@@ -108,6 +120,7 @@ class Session:
     def watch(self, name: str) -> Watch:
         """Watch a pool."""
         self.owner.check()
+        self.check_open()
         watch = Watch(name, self.watches, self.owner)
         try:
             expect(self._wait(self.watches.add(watch), messages.Watch(name, on=True), 0.0), Done)
@@ -129,6 +142,7 @@ class Session:
         with self._lock:
             self._leaving = True
             loans = list(self._loans)
+        self.watches.fail(Unavailable("this Broker was closed"))
         for loan in loans:
             loan.abandon(Unavailable("this Broker was closed while it waited"))
         if not loans:
@@ -137,8 +151,10 @@ class Session:
 
     def left(self) -> None:
         """After :meth:`leave` was given to the janitor: wait for the end, if no lease is left to wait for."""
-        if not self.stopped and self._left.result(self.timeout):
-            self.join(self.timeout)
+        with suppress(Unavailable):
+            self.check_may_wait()
+            if not self.stopped and self._left.result(self.timeout):
+                self.join(self.timeout)
 
     def stop(self) -> None:
         """The interpreter exits: end the threads and the connection, within a bounded time.
@@ -165,6 +181,7 @@ class Session:
         self.janitor.stop()
 
     def _wait(self, future: Future[T], body: Request, wait: float) -> T:
+        self.check_may_wait()
         limit = self.timeout + wait
         if not future.wait(limit):
             raise TimedOut(

@@ -21,7 +21,7 @@ class Watch(Iterator[int]):
 
     Changes that come faster than they are read are seen as one. Iterating blocks until there is a
     change, until :meth:`close` is called (from any thread; the iteration stops), or until the broker
-    is gone (``Unavailable``).
+    is gone or the :class:`Broker` closed (``Unavailable``).
     """
 
     def __init__(self, name: str, watches: Watches, owner: Owner) -> None:
@@ -42,7 +42,7 @@ class Watch(Iterator[int]):
             if self._closed:
                 raise StopIteration
             if self._error:
-                raise self._error
+                raise self._error.anew()
             self._seen = self._latest
             assert self._seen is not None
             return self._seen
@@ -72,7 +72,7 @@ class Watch(Iterator[int]):
     def fail(self, error: CubrokerError) -> None:
         """There will be no more news."""
         with self._condition:
-            self._error = error
+            self._error = self._error or error
             self._condition.notify_all()
 
 

@@ -6,7 +6,7 @@ travels: the side that receives one builds the class that belongs to it with :fu
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Self
 
 
 class CubrokerError(Exception):
@@ -17,6 +17,10 @@ class CubrokerError(Exception):
     def __init__(self, message: str) -> None:
         super().__init__(message)
         self.message = message
+
+    def anew(self) -> Self:
+        """Return the same failure without a traceback: one that is kept and raised would keep its callers' frames."""
+        return type(self)(self.message)
 
 
 class NotFound(CubrokerError):

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import gc
+import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from cubroker.client import Broker, checkpoint, loader
-from cubroker.protocol.errors import Invalid
+from cubroker.client import Broker, Pool, checkpoint, loader
+from cubroker.protocol.errors import Invalid, TimedOut, Unavailable
+from cubroker.protocol.messages import ListPools
 from tests import checkpoints
-from tests.brokers import PATIENCE, eventually
-from tests.client.conftest import LAYOUT
+from tests.brokers import PATIENCE, BrokerProcess, eventually
+from tests.client.conftest import LAYOUT, leases, publish
 
 
 @pytest.fixture
@@ -57,3 +60,122 @@ def test_held_memory_outlives_its_draft(client: Broker, name: str) -> None:
         assert tensor.tobytes() == bytes(128)
     del tensor
     eventually(lambda: not client.pools(), "the end of the draft")
+
+
+def test_a_closed_broker_is_of_no_use_though_arrays_keep_its_connection(
+    client: Broker, name: str, threads: ThreadPoolExecutor
+) -> None:
+    publish(client, name)
+    broker = Broker(client.directory)
+    array = broker.attach(name)["weight"].numpy()
+    watch = broker.watch(name)
+    assert next(watch) == 1
+    following = threads.submit(next, watch)
+    waiting = threads.submit(broker.attach, "never", wait=PATIENCE)
+    broker.close()
+    told = [repr(call.exception(PATIENCE)) for call in (following, waiting)]
+    assert told == [
+        "Unavailable('this Broker was closed')",
+        "Unavailable('this Broker was closed while it waited')",
+    ]
+    calls: list[Callable[[], object]] = [
+        broker.pools,
+        lambda: broker.watch(name),
+        lambda: broker.retire(name),
+        lambda: broker.attach(name),
+    ]
+    for call in calls:
+        with pytest.raises(Unavailable, match="this Broker is closed; open another"):
+            call()
+    assert array.shape == (4, 8)
+
+
+def test_a_pool_that_comes_while_its_broker_is_closed_is_closed_too(
+    client: Broker, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(client, name)
+    broker = Broker(client.directory)
+    borrow = broker._session.borrow
+
+    def closing(*args: object) -> object:
+        lent = borrow(*args)  # type: ignore[arg-type]
+        broker.close()  # as another thread may, between the lease and the Pool
+        return lent
+
+    monkeypatch.setattr(broker._session, "borrow", closing)
+    with pytest.raises(Unavailable, match="this Broker is closed; open another"):
+        broker.attach(name)
+    eventually(lambda: leases(client, name) == 0, "the end of the lease")
+
+
+def test_closing_many_pools_waits_for_a_stopped_broker_once(
+    broker: BrokerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = Broker(broker.directory, timeout=0.2)
+    publish(client, "pool")
+    pools = [client.attach("pool") for _ in range(4)]
+    asked: list[Pool] = []
+    confirm = Pool.confirm
+    monkeypatch.setattr(Pool, "confirm", lambda pool: (asked.append(pool), confirm(pool)))
+    broker.process.send_signal(signal.SIGSTOP)
+    try:
+        with pytest.raises(TimedOut, match=r"has not confirmed the end of lease \d+ in 0.2 s"):
+            client.close()
+    finally:
+        broker.process.send_signal(signal.SIGCONT)
+    assert len(asked) == 1
+    assert all(pool.closed for pool in pools)
+    with Broker(broker.directory) as other:
+        eventually(lambda: leases(other, "pool") == 0, "the end of the leases")
+
+
+@pytest.mark.parametrize("thread", ["connection", "janitor"])
+@pytest.mark.parametrize("what", ["pool", "broker", "draft", "request"])
+def test_a_finalizer_that_runs_on_the_sessions_own_thread_does_not_wait_for_itself(
+    client: Broker, name: str, thread: str, what: str
+) -> None:
+    publish(client, name)
+    broker = Broker(client.directory, timeout=PATIENCE)
+    told: list[str] = []
+
+    class Engine:
+        def __init__(self) -> None:
+            self.cycle = self
+            self.uses = {
+                "pool": broker.attach(name).close,
+                "draft": broker.create(f"{name}-draft", LAYOUT).close,
+                "broker": broker.close,
+                "request": broker.pools,
+            }
+
+        def __del__(self) -> None:
+            try:
+                self.uses[what]()
+            except Unavailable as error:
+                told.append(error.message)
+            told.append(threading.current_thread().name)
+
+    collected = threading.Event()
+
+    def collect() -> None:
+        gc.collect()
+        collected.set()
+
+    gc.disable()  # the collector runs in whichever thread makes objects; here, in the one that is meant
+    try:
+        Engine()
+        if thread == "janitor":
+            broker._session.janitor.put(collect)
+        else:
+            broker.requests.send(ListPools(), lambda _: collect())
+        assert collected.wait(PATIENCE / 4)
+    finally:
+        gc.enable()
+    assert told.pop() == f"cubroker-{thread}"
+    assert told == (
+        ["called by a finalizer on the session's own thread, which cannot wait for the answer"]
+        if what == "request"
+        else []
+    )
+    broker.close()
+    eventually(lambda: [info.leases for info in client.pools()] == [0], "the end of the lease and of the draft")

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+import gc
 import threading
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
 from cubroker.client import Broker
 from cubroker.driver import Context, DriverError
-from cubroker.protocol.errors import DeviceFailure, Invalid, OutOfMemory
+from cubroker.protocol.errors import DeviceFailure, Invalid, NotFound, OutOfMemory, Unavailable
 from tests.brokers import eventually
 from tests.client.conftest import LAYOUT, content, leases, publish
 
@@ -68,6 +70,29 @@ def test_a_pool_that_is_dropped_gives_its_lease_back(client: Broker, name: str) 
     publish(client, name)
     assert client.attach(name).version == 1
     eventually(lambda: leases(client, name) == 0, "the end of the lease")
+
+
+def test_a_call_that_fails_keeps_nothing_of_its_caller(client: Broker, name: str) -> None:
+    publish(client, name)
+
+    def work() -> None:
+        pool = client.attach(name)
+        array = pool["weight"].numpy()
+        for call in (lambda: client.attach("never"), lambda: client.retire("never")):
+            with suppress(NotFound):
+                call()
+        with Broker(client.directory) as other:
+            watch = other.watch(name)
+        with suppress(Unavailable):
+            next(watch)
+        assert array.shape == (4, 8)
+
+    gc.disable()  # which would find what refers to itself, some day
+    try:
+        work()
+        eventually(lambda: leases(client, name) == 0, "the end of the lease")
+    finally:
+        gc.enable()
 
 
 def test_many_threads_may_close_one_pool(client: Broker, name: str) -> None:
