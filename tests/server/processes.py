@@ -10,8 +10,14 @@ from tests.brokers import eventually
 
 def gateway_of(broker: int) -> int:
     """Return the pid of a broker's gateway; waits until there is one."""
-    eventually(lambda: gateways(broker), "a gateway")
-    (gateway,) = gateways(broker)
+    found: list[int] = []
+
+    def look() -> list[int]:
+        found[:] = gateways(broker)
+        return found
+
+    eventually(look, "a gateway")
+    (gateway,) = found
     return gateway
 
 

@@ -1,13 +1,14 @@
 """Do the same thing very often, and see what is left of it: ``python -m tests.soak leaks --scale 1``.
 
-After each subject the broker, its gateway and the client have exactly as many descriptors as before, the broker has
-as many bytes and leases on its books, and between the first and the second half no process has grown by more than
-TOLERANCE.
+After each deed the broker, its gateway and the client have no more descriptors, and the client no more threads, than
+at the beginning; the broker has the same on its books; and in the second half of the times no process has grown by
+more than TOLERANCE.
 """
 
 from __future__ import annotations
 
 import argparse
+import operator
 import os
 import signal
 import time
@@ -45,14 +46,23 @@ class Scene:
         self.nursery = nursery
         with client.create(POOL, LAYOUT) as draft:
             draft.seal()
+        self._books = self._reported()
+        self._at_first = self._counts()
 
     def pids(self) -> tuple[int, int, int]:
         return self.process.pid, gateway_of(self.process.pid), os.getpid()
 
-    def holdings(self) -> object:
-        """All that must be as before: descriptors of every process, threads of this one, and the broker's books."""
-        counts = tuple(descriptors(pid) for pid in self.pids())
-        return counts, active_count(), self.client.pools(), self.client.devices(), self.client.clients()
+    def settles(self) -> None:
+        """Wait until nothing is held that was not held at the beginning; what is under way may take its time."""
+        eventually(lambda: self._reported() == self._books, f"books like {self._books}")
+        eventually(lambda: all(map(operator.le, self._counts(), self._at_first)), f"no more than {self._at_first}")
+
+    def _reported(self) -> object:
+        return self.client.pools(), self.client.devices(), self.client.clients()
+
+    def _counts(self) -> tuple[int, ...]:
+        """Descriptors of every process, and threads of this one."""
+        return (*(descriptors(pid) for pid in self.pids()), active_count())
 
     def resident(self) -> tuple[int, ...]:
         return tuple(resident(pid) for pid in self.pids())
@@ -172,11 +182,10 @@ class Growth:
 
 
 def repeat(scene: Scene, deed: Deed, count: int) -> Growth:
-    """Do something ``count`` times; nothing may be held afterwards that was not held before."""
-    for _ in range(max(2, count // 10)):  # what is made once, and caches of some size
+    """Do something ``count`` times, after some to fill caches; nothing may be held that was not held before."""
+    for _ in range(max(2, count // 10)):
         deed(scene)
-    eventually(lambda: len(scene.client.clients()) == 1, "the end of the other sessions")
-    before = scene.holdings()
+    scene.settles()
     began = time.monotonic()
     for _ in range(count // 2):
         deed(scene)
@@ -184,7 +193,7 @@ def repeat(scene: Scene, deed: Deed, count: int) -> Growth:
     for _ in range(count - count // 2):
         deed(scene)
     seconds = time.monotonic() - began
-    eventually(lambda: scene.holdings() == before, f"things as they were before: {before}")
+    scene.settles()
     sizes = zip(pids, scene.pids(), middle, scene.resident(), strict=True)
     grown = tuple(end - begin if pid == now else None for pid, now, begin, end in sizes)
     return Growth(deed.__name__.replace("_", " "), count, seconds, grown)
