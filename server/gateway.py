@@ -147,7 +147,10 @@ def main() -> None:
     with socket.socket(fileno=int(pipe)) as end, zmq.Context() as context:
         end.setblocking(False)
         with bind(context, int(listener), path) as router:
-            Gateway(end, router).run()
+            try:
+                Gateway(end, router).run()
+            except MemoryError:
+                sys.exit("no memory is left to it; a peer sends without end, or does not read")
 
 
 if __name__ == "__main__":
