@@ -1,7 +1,7 @@
 """What one session asked and was answered: a request that is sent again is answered again, not done again.
 
-Pure. A request is *pending* from its first arrival until its answer, which is *kept*, encoded, until
-the client says that it has it: by its number (``received``), or with all before one (``oldest``).
+Pure. A request is *pending* from its first arrival until its answer, which is *kept* until the
+client says that it has it: by its number (``received``), or with all before one (``oldest``).
 From then on only the number is remembered, as part of a span, since a copy may still be on its way.
 All of it is bounded: past the bound further requests are refused, and nothing is remembered of
 them, so the client may send them again when there is room.
@@ -13,11 +13,25 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from enum import Enum
 
+from cubroker.protocol.messages import Answer, Attached
+
 MAX_REQUESTS = 4096
 """Requests of one session that are pending or whose answers are kept."""
 
 MAX_BYTES = 64 << 20
 """Bytes of those requests and answers; some times the largest message."""
+
+Frame = bytes | Answer
+"""An answer: encoded, or a lease as it is, to be encoded whenever it is sent. All leases on a version share its layout,
+which can take megabytes, and any number of requests may wait for it."""
+
+
+def weight(answer: Frame) -> int:
+    """Return the bytes of an answer as it travels, or about so many."""
+    if isinstance(answer, bytes):
+        return len(answer)
+    assert isinstance(answer.body, Attached)
+    return len(answer.body.layout) + sum(map(len, answer.body.handles))
 
 
 class Verdict(Enum):
@@ -60,14 +74,14 @@ class Answers:
 
     def __init__(self) -> None:
         self._pending: dict[int, tuple[bytes, int]] = {}  # routing id and bytes of the request
-        self._kept: dict[int, bytes] = {}
+        self._kept: dict[int, Frame] = {}
         self._received = Spans()
         self._oldest = 0
         self._nbytes = 0
 
     def admit(
         self, number: int, oldest: int, routing: bytes, nbytes: int, received: Iterable[int] = ()
-    ) -> Verdict | bytes:
+    ) -> Verdict | Frame:
         """Take note of request ``number``, ``nbytes`` long; return the kept answer if there is one."""
         for other in received:
             self._drop(other)
@@ -87,13 +101,13 @@ class Answers:
         self._nbytes += nbytes
         return Verdict.NEW
 
-    def settle(self, number: int, answer: bytes) -> bytes:
+    def settle(self, number: int, answer: Frame) -> bytes:
         """Keep the answer of a pending request and return the routing id to send it to."""
         routing, nbytes = self._pending.pop(number)
         self._nbytes -= nbytes
         if number >= self._oldest:  # else the client gave it up
             self._kept[number] = answer
-            self._nbytes += len(answer)
+            self._nbytes += weight(answer)
         return routing
 
     def is_pending(self, number: int) -> bool:
@@ -104,7 +118,7 @@ class Answers:
         """Drop an answer that the client has, and remember that it has it."""
         answer = self._kept.pop(number, None)
         if answer is not None:
-            self._nbytes -= len(answer)
+            self._nbytes -= weight(answer)
             self._received.add(number)
 
     def _acknowledge(self, oldest: int) -> None:
@@ -113,4 +127,4 @@ class Answers:
         self._received.drop_runs_before(oldest)
         kept = self._kept
         while kept and (number := next(iter(kept))) < oldest:
-            self._nbytes -= len(kept.pop(number))
+            self._nbytes -= weight(kept.pop(number))

@@ -29,9 +29,9 @@ assert FULL // 8 * 2 < MAX_FRAMES
 assert MAX_BATCH > FULL + wire.MAX_MESSAGE
 
 
-def encode(frames: Sequence[bytes]) -> bytes:
-    """Return ``frames`` as one batch."""
-    return bytes(msgpack.packb(frames))
+def encode(frames: Sequence[object]) -> bytes:
+    """Return ``frames`` as one batch; those that are structs still are encoded with it."""
+    return bytes(msgpack.packb(frames, default=wire.pack))
 
 
 def pairs(frames: Sequence[bytes]) -> Iterator[tuple[bytes, bytes]]:

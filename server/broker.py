@@ -16,6 +16,7 @@ from cubroker.protocol import wire
 from cubroker.protocol.errors import Unavailable
 from cubroker.protocol.messages import Failed, Farewell, GatewayChanged, Notice, Refused, Welcome
 from cubroker.server import events
+from cubroker.server.answers import Frame
 from cubroker.server.devices import DeviceMemory
 from cubroker.server.events import Asked, Effect, Event
 from cubroker.server.ledger import Ledger
@@ -41,7 +42,7 @@ class Broker:
         ledger: Ledger,
         memory: Mapping[str, DeviceMemory],
         driver: str,
-        send: Callable[[Sequence[bytes]], None],
+        send: Callable[[Sequence[Frame]], None],
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._ledger = ledger

@@ -14,9 +14,9 @@ import msgpack
 from cubroker.protocol import wire
 from cubroker.protocol.errors import Invalid
 from cubroker.protocol.layout import Layout
-from cubroker.protocol.messages import Answer, Cancel, Create, Envelope, Failed, Reply, Request
+from cubroker.protocol.messages import Answer, Attached, Cancel, Create, Envelope, Failed, Reply, Request
 from cubroker.server import batches
-from cubroker.server.answers import MAX_REQUESTS, Verdict
+from cubroker.server.answers import MAX_REQUESTS, Frame, Verdict, weight
 from cubroker.server.events import Asked
 from cubroker.server.sessions import Session
 
@@ -46,11 +46,11 @@ class Requests:
         send: takes batches of answers for the gateway.
     """
 
-    def __init__(self, ask: Callable[[Asked], None], send: Callable[[Sequence[bytes]], None]) -> None:
+    def __init__(self, ask: Callable[[Asked], None], send: Callable[[Sequence[Frame]], None]) -> None:
         self._ask = ask
         self._send = send
         self._sessions: dict[bytes, Session] = {}
-        self._outbox: list[bytes] = []
+        self._outbox: list[Frame] = []
         self._unsent = 0
         self._checks: dict[Session, int] = {}
         self._checker = ThreadPoolExecutor(1, "layouts")
@@ -76,9 +76,7 @@ class Requests:
 
     def respond(self, session: Session, request: int, body: Reply) -> None:
         """Answer a request; the answer is kept for when it is asked again."""
-        answer = wire.pack(Answer(request, body))
-        if len(answer) > wire.MAX_MESSAGE:
-            answer = wire.pack(Answer(request, TOO_LONG))
+        answer = _frame(Answer(request, body))
         self._put(session.answers.settle(request, answer), answer)
 
     def flush(self) -> None:
@@ -87,9 +85,9 @@ class Requests:
             outbox, self._outbox, self._unsent = self._outbox, [], 0
             self._send(outbox)
 
-    def _put(self, routing: bytes, answer: bytes) -> None:
+    def _put(self, routing: bytes, answer: Frame) -> None:
         self._outbox += (routing, answer)
-        self._unsent += len(answer)
+        self._unsent += weight(answer)
         if self._unsent > batches.FULL:
             self.flush()
 
@@ -106,7 +104,7 @@ class Requests:
             self._begin(session, envelope.id, envelope.body)
         elif verdict is Verdict.FULL:
             self._put(routing, wire.pack(Answer(envelope.id, FULL)))
-        elif isinstance(verdict, bytes):
+        elif not isinstance(verdict, Verdict):
             self._put(routing, verdict)
         return None
 
@@ -141,6 +139,14 @@ class Requests:
             self.respond(session, request, layout)
         else:
             self._ask(Asked(session.number, request, body, layout))
+
+
+def _frame(answer: Answer) -> Frame:
+    """Encode an answer, unless it is a lease, which is no longer than a client reads."""
+    if isinstance(answer.body, Attached):
+        return answer
+    data = wire.pack(answer)
+    return data if len(data) <= wire.MAX_MESSAGE else wire.pack(Answer(answer.id, TOO_LONG))
 
 
 def author(frame: bytes) -> tuple[bytes, int]:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from cubroker.protocol.errors import Unavailable
+from cubroker.server.answers import Frame
 from cubroker.server.transport import Link
 
 log = logging.getLogger(__name__)
@@ -69,7 +70,7 @@ class Supervisor:
         if failure := await self._first:
             raise Unavailable(f"the gateway does not come up on {self._path}: {failure}")
 
-    def send(self, frames: Sequence[bytes]) -> None:
+    def send(self, frames: Sequence[Frame]) -> None:
         """Send a batch of answers. Without a gateway it is dropped: clients ask again, and are answered again."""
         if self._link:
             self._link.send(frames)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Self, cast
 
 from cubroker.server import batches
+from cubroker.server.answers import Frame
 
 log = logging.getLogger(__name__)
 
@@ -37,8 +38,8 @@ class Link(asyncio.Protocol):
         _, link = await asyncio.get_running_loop().create_unix_connection(lambda: cls(receive), sock=end)
         return link
 
-    def send(self, frames: Sequence[bytes]) -> None:
-        """Send one batch, unless the gateway is gone or far behind."""
+    def send(self, frames: Sequence[Frame]) -> None:
+        """Send one batch, unless the gateway is gone or far behind: then it is not even encoded."""
         if not self._transport.is_closing() and self._transport.get_write_buffer_size() < MAX_UNSENT:
             self._transport.write(batches.encode(frames))
 

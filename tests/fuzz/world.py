@@ -13,7 +13,7 @@ from cubroker.protocol import wire
 from cubroker.protocol.layout import Layout
 from cubroker.server import batches
 from cubroker.server import events as e
-from cubroker.server.answers import Answers
+from cubroker.server.answers import Answers, Frame
 from cubroker.server.ledger import Budget, Ledger, Limits
 from cubroker.server.requests import INLINE, Requests
 
@@ -51,10 +51,11 @@ class World:
     def ask(self, asked: e.Asked) -> None:
         self.tell(asked)
 
-    def take(self, frames: Sequence[bytes]) -> None:
+    def take(self, frames: Sequence[Frame]) -> None:
         """Every answer can be read by its client."""
-        for _, frame in batches.pairs(frames):
-            wire.unpack(frame, m.Answer)
+        for batch in batches.Batches().feed(batches.encode(frames)):
+            for _, frame in batches.pairs(batch):
+                wire.unpack(frame, m.Answer)
 
     def tell(self, event: e.Event) -> None:
         for effect in self.ledger.handle(event):

@@ -24,6 +24,7 @@ from cubroker.protocol.messages import (
     Welcome,
 )
 from cubroker.server import batches
+from cubroker.server.answers import Frame
 from cubroker.server.broker import Broker
 from cubroker.server.events import Asked, Effect, Event, Forget, Gone, Joined
 from cubroker.server.ledger import Ledger
@@ -88,12 +89,15 @@ class Stage:
     def __init__(self) -> None:
         ours, self.client = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
-        self.sent: list[Sequence[bytes]] = []
-        self.broker = Broker(cast(Ledger, Mistaken()), {}, "host:1", self.sent.append)
+        self.sent: list[list[bytes]] = []
+        self.broker = Broker(cast(Ledger, Mistaken()), {}, "host:1", self._send)
         self.broker.admit(ours, Peer(os.getpid(), 0, 0, os.pidfd_open(os.getpid())), 1)
         welcome = wire.unpack(self.client.recv(1000), Greeting)
         assert isinstance(welcome, Welcome)
         self.secret = welcome.secret
+
+    def _send(self, frames: Sequence[Frame]) -> None:
+        self.sent += batches.Batches().feed(batches.encode(frames))
 
     def ask(self, number: int) -> list[Answer]:
         self.sent.clear()

@@ -14,26 +14,34 @@ from cubroker.protocol.layout import Layout
 from cubroker.protocol.messages import (
     Answer,
     Attach,
+    Attached,
     Cancel,
+    Clients,
     Create,
     Description,
     Done,
     Envelope,
     Failed,
+    ListClients,
     ListDevices,
     ListPools,
     Pools,
+    Reply,
     Request,
+    Seal,
+    Sealed,
 )
 from cubroker.server import answers, batches
+from cubroker.server.answers import Frame
 from cubroker.server.events import Asked
 from cubroker.server.peers import Peer
 from cubroker.server.requests import INLINE, Requests
 from cubroker.server.sessions import Session
 from tests.brokers import BrokerProcess
 from tests.protocol.samples import INFO
-from tests.server.clients import LAYOUT, RawClient
+from tests.server.clients import LAYOUT, RawClient, session
 from tests.server.loops import run, until
+from tests.server.processes import resident
 
 LARGE = Layout.pack([(f"layer.{number}.weight", "BF16", (64, 64)) for number in range(2000)])
 
@@ -80,6 +88,32 @@ def test_a_session_hears_what_is_wrong_with_its_request(broker: BrokerProcess, c
     assert reply.body.code == "invalid"
 
 
+def insist(client: RawClient, body: Request, number: int | None = None) -> Reply:
+    """Ask until there is an answer, which may be dropped on its way while there are too many."""
+    number = client.send(body, number)
+    while not client.dealer.poll(200):
+        client.send(body, number)
+    return client.answer(number)
+
+
+def test_many_who_wait_for_one_large_layout_share_it(broker: BrokerProcess, client: RawClient) -> None:
+    layout = Layout.pack([(f"{number:0100d}", "U8", (1,)) for number in range(20_000)])
+    data, attach = layout.encode(), Attach("pool", 0, None, 60.0)
+    with session(broker.directory) as writer:
+        lease, before = writer.create("pool", layout).lease, resident(broker.pid)
+        waiting = [client.send(attach) for _ in range(200)]
+        assert not client.clients()[0].leases  # by now they wait
+        assert insist(writer, Seal(lease)) == Sealed(1)
+        clients = insist(writer, ListClients())
+        assert isinstance(clients, Clients)
+        assert len(clients.clients[0].leases) == len(waiting)
+        assert resident(broker.pid) - before < len(waiting) * len(data) // 2
+    for number in (waiting[0], waiting[-1]):
+        attached = insist(client, attach, number)
+        assert isinstance(attached, Attached)
+        assert attached.layout == data
+
+
 # -- without a broker ------------------------------------------------------------------------------
 
 
@@ -90,9 +124,12 @@ class Desk:
         ours, self.client = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.session = Session(1, ours, Peer(os.getpid(), 0, 0, os.pidfd_open(os.getpid())), lambda event: None)
         self.asked: list[Asked] = []
-        self.sent: list[Sequence[bytes]] = []
-        self.requests = Requests(self.asked.append, self.sent.append)
+        self.sent: list[list[bytes]] = []
+        self.requests = Requests(self.asked.append, self._send)
         self.requests.enter(self.session)
+
+    def _send(self, frames: Sequence[Frame]) -> None:
+        self.sent += batches.Batches().feed(batches.encode(frames))
 
     def frame(self, number: int, body: Request, oldest: int = 1) -> bytes:
         return wire.pack(Envelope(self.session.secret, number, oldest, body))
