@@ -115,3 +115,16 @@ def test_a_record_that_makes_no_text_harms_nobody() -> None:
         lines.say("the next line, and a lone surrogate \ud800")
         lines.close()
         assert os.read(read, FULL) == b"the next line, and a lone surrogate \\ud800\n"
+
+
+def test_what_a_gateway_says_as_it_fails_is_logged_and_told(caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        with socket.socket(socket.AF_UNIX) as listener:
+            supervisor = Supervisor(listener, Path("/" + "x" * MAX_PATH))
+            supervisor.start()
+            with pytest.raises(Unavailable, match=r"ended with status 1 \(.*ZMQError"):
+                await supervisor.connect(lambda batch: None, lambda: None)
+            await supervisor.stop()
+
+    run(test())
+    assert "the gateway said: Traceback" in caplog.text
