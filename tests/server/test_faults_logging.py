@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -12,12 +13,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from cubroker.protocol.directory import SESSION_SOCKET
+import pytest
+
+from cubroker.protocol.directory import MAX_PATH, SESSION_SOCKET
+from cubroker.protocol.errors import Unavailable
 from cubroker.protocol.messages import GatewayChanged
 from cubroker.server import logs
 from cubroker.server.logs import Lines
+from cubroker.server.supervisor import Supervisor
 from tests.brokers import DEVICES, PATIENCE, eventually
 from tests.server.clients import connect, greet, session
+from tests.server.loops import run
 from tests.server.processes import gateway_of
 
 FULL = 64 << 10
