@@ -53,9 +53,8 @@ class World:
 
     def take(self, frames: Sequence[Frame]) -> None:
         """Every answer can be read by its client."""
-        for batch in batches.Batches().feed(batches.encode(frames)):
-            for _, frame in batches.pairs(batch):
-                wire.unpack(frame, m.Answer)
+        for _, frame in batches.pairs(wire.unpack(batches.encode(frames), list[bytes])):
+            wire.unpack(frame, m.Answer)
 
     def tell(self, event: e.Event) -> None:
         for effect in self.ledger.handle(event):
