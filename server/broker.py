@@ -104,21 +104,28 @@ class Broker:
         self.handle(event)
 
     def _apply(self, event: Event) -> None:
+        effects: Sequence[Effect] = ()
         try:
-            for effect in self._ledger.handle(event):
-                self._carry_out(effect)
+            effects = self._ledger.handle(event)
         # A mistake in the ledger over one event must not take every other client's memory with it, as
         # the end of this process would. The log has the event, and whoever asked hears of it.
         except Exception as error:
             log.exception("the broker failed at %.500r", event)
-            if isinstance(event, Asked):
-                self._respond_failed(event, error)
+            self._respond_failed(event, error)
+        for effect in effects:
+            try:
+                self._carry_out(effect)
+            # Nor may one effect, an answer that no memory is left for, take the others with it: memory to be freed.
+            except Exception as error:
+                log.exception("the broker failed at %.500r", effect)
+                self._respond_failed(effect, error)
 
-    def _respond_failed(self, asked: Asked, error: Exception) -> None:
-        session = self._sessions.get(asked.session)
-        if session and session.answers.is_pending(asked.request):
-            message = f"the broker failed at {type(asked.body).__name__}: {error!r}; its log says more"
-            self._requests.respond(session, asked.request, Failed("invalid", message))
+    def _respond_failed(self, at: Event | Effect, error: Exception) -> None:
+        if isinstance(at, Asked | events.Respond):
+            session = self._sessions.get(at.session)
+            if session and session.answers.is_pending(at.request):
+                message = f"the broker failed at this request: {error!r}; its log says more"
+                self._requests.respond(session, at.request, Failed("invalid", message))
 
     def _carry_out(self, effect: Effect) -> None:
         match effect:

@@ -19,6 +19,7 @@ from cubroker.protocol.messages import (
     Done,
     Envelope,
     Failed,
+    GatewayChanged,
     Greeting,
     ListDevices,
     Welcome,
@@ -26,7 +27,20 @@ from cubroker.protocol.messages import (
 from cubroker.server import batches
 from cubroker.server.answers import Frame
 from cubroker.server.broker import Broker
-from cubroker.server.events import Asked, Effect, Event, Forget, Gone, Joined
+from cubroker.server.devices import DeviceMemory
+from cubroker.server.events import (
+    Allocate,
+    Asked,
+    Effect,
+    Event,
+    Forget,
+    Free,
+    Freed,
+    Gone,
+    Joined,
+    Notify,
+    Respond,
+)
 from cubroker.server.ledger import Ledger
 from cubroker.server.peers import Peer
 from tests.brokers import BrokerProcess, eventually, serving
@@ -69,17 +83,39 @@ def test_what_does_not_fit_is_refused_and_costs_nothing() -> None:
 # -- without processes -----------------------------------------------------------------------------
 
 
+class Memory:
+    """Device memory that only notes what it is asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[Allocate | Free] = []
+
+    def submit(self, request: Allocate | Free) -> None:
+        self.asked.append(request)
+
+
+WAITS = 6
+"""The one request that is not answered at once."""
+
+
 class Mistaken:
-    """A ledger that fails at whatever is asked, and goes on."""
+    """A ledger that fails at whatever is asked, and goes on; of some events it says what cannot be carried out."""
 
     def handle(self, event: Event) -> list[Effect]:
         match event:
             case Joined():
                 return []
+            case Asked(request=number) if number == WAITS:
+                return []
             case Asked():
                 raise ZeroDivisionError("a mistake")
             case Gone():
                 return [Forget(event.session)]
+            case Freed(ticket):
+                return [
+                    Notify(7, GatewayChanged()),  # there is no such session
+                    Respond(1, ticket, Failed("invalid", "\ud800")),  # no text
+                    Free(ticket, "device"),
+                ]
         raise KeyError(event)
 
 
@@ -90,7 +126,9 @@ class Stage:
         ours, self.client = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         self.sent: list[list[bytes]] = []
-        self.broker = Broker(cast(Ledger, Mistaken()), {}, "host:1", self._send)
+        self.memory = Memory()
+        memory = {"device": cast(DeviceMemory, self.memory)}
+        self.broker = Broker(cast(Ledger, Mistaken()), memory, "host:1", self._send)
         self.broker.admit(ours, Peer(os.getpid(), 0, 0, os.pidfd_open(os.getpid())), 1)
         welcome = wire.unpack(self.client.recv(1000), Greeting)
         assert isinstance(welcome, Welcome)
@@ -102,7 +140,31 @@ class Stage:
     def ask(self, number: int) -> list[Answer]:
         self.sent.clear()
         self.broker.receive([b"id", wire.pack(Envelope(self.secret, number, 1, ListDevices()))])
+        return self.answers()
+
+    def answers(self) -> list[Answer]:
         return [wire.unpack(frame, Answer) for batch in self.sent for _, frame in batches.pairs(batch)]
+
+
+def test_an_effect_that_fails_keeps_none_of_the_others_from_being_carried_out(caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        stage = Stage()
+        stage.broker.handle(Freed(5))  # nobody waits for this answer
+        assert stage.memory.asked == [Free(5, "device")]
+        assert stage.sent == []
+        assert stage.ask(WAITS) == []
+        stage.broker.handle(Freed(WAITS))
+        (answer,) = stage.answers()
+        assert isinstance(answer.body, Failed)
+        assert (answer.id, answer.body.code) == (WAITS, "invalid")
+        assert "surrogates not allowed" in answer.body.message
+        stage.broker.close("the end")
+        stage.client.close()
+
+    with caplog.at_level(logging.ERROR):
+        run(test())
+    assert caplog.text.count("the broker failed at Notify") == 2
+    assert caplog.text.count("the broker failed at Respond") == 2
 
 
 def test_a_mistake_in_the_ledger_is_logged_answered_and_survived(caplog: pytest.LogCaptureFixture) -> None:
