@@ -149,7 +149,9 @@ def main() -> None:
         with bind(context, int(listener), path) as router:
             try:
                 Gateway(end, router).run()
-            except MemoryError:
+            except (MemoryError, zmq.ZMQError) as error:
+                if getattr(error, "errno", errno.ENOMEM) != errno.ENOMEM:
+                    raise
                 sys.exit("no memory is left to it; a peer sends without end, or does not read")
 
 

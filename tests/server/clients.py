@@ -50,8 +50,8 @@ Body = TypeVar("Body")
 def connect(directory: Path) -> socket.socket:
     """Connect to the session socket."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.connect(str(directory / SESSION_SOCKET))  # with a time limit it would fail at once while many connect
     connection.settimeout(PATIENCE)
-    connection.connect(str(directory / SESSION_SOCKET))
     return connection
 
 

@@ -12,7 +12,9 @@ from contextlib import contextmanager
 from cubroker.client import Broker
 from cubroker.protocol.directory import REQUEST_SOCKET
 from cubroker.protocol.layout import Layout
+from cubroker.protocol.messages import ListDevices
 from tests.brokers import PATIENCE, BrokerProcess, eventually
+from tests.server.clients import RawClient
 from tests.server.processes import descriptors
 
 HOSTILITY = int(os.environ.get("CUBROKER_HOSTILITY", "1"))
@@ -66,6 +68,11 @@ def witnessed(process: BrokerProcess) -> Iterator[Witness]:
         witness.client.close()
 
 
+def acknowledge(client: RawClient) -> None:
+    """Tell the broker that all answers of a session have come, so that it need not keep them."""
+    client.answer(client.send(ListDevices(), oldest=client._last + 1))
+
+
 def push(connection: socket.socket, data: bytes, descriptors: Sequence[int]) -> bool:
     """Send ``data`` with descriptors; False if the system lets the receiver refuse them, which leaves nothing sent."""
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
@@ -98,8 +105,8 @@ def frame(data: bytes, *, more: bool = False) -> bytes:
 def dial(process: BrokerProcess) -> socket.socket:
     """Connect to the request socket, and say nothing."""
     connection = socket.socket(socket.AF_UNIX)
-    connection.settimeout(PATIENCE)
     connection.connect(str(process.directory / REQUEST_SOCKET))
+    connection.settimeout(PATIENCE)
     return connection
 
 

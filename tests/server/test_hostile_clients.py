@@ -26,7 +26,7 @@ from cubroker.server.answers import MAX_REQUESTS
 from cubroker.server.records import Limits
 from tests.brokers import BrokerProcess, serving
 from tests.server.clients import LAYOUT, session
-from tests.server.hostile import HOSTILITY, MIB, Witness, witnessed
+from tests.server.hostile import HOSTILITY, MIB, Witness, acknowledge, witnessed
 from tests.server.processes import resident
 
 
@@ -59,6 +59,7 @@ def test_the_largest_layouts_one_after_the_other(broker: BrokerProcess, witness:
             for reply in replies:
                 assert isinstance(reply, Created)
                 assert client.ask(Describe(reply.name, reply.version), Description).layout == data
+                acknowledge(client)
                 witness.attach(witness.client)
                 client.ask(Close(reply.lease), Done)
     assert resident(broker.pid) - before < 512 * MIB
@@ -96,8 +97,7 @@ def test_as_many_leases_as_there_may_be(broker: BrokerProcess, witness: Witness)
         for start in range(0, count, 512):
             asked = [client.send(Attach("witness", 0, None, 0.0)) for _ in range(start, start + 512)]
             assert all(isinstance(client.answer(number), Attached) for number in asked)
-            client.send(Watch("witness", False), oldest=client._last + 1)  # it has the answers
-            client.answer(client._last)
+            acknowledge(client)
         assert client.ask(Attach("witness", 0, None, 0.0), Failed).code == "over_quota"
         assert max(len(known.leases) for known in witness.client.clients()) == count
         witness.check()

@@ -31,7 +31,7 @@ from cubroker.server.directory import SO_PASSRIGHTS
 from cubroker.server.greeting import MAX_GUESTS
 from tests.brokers import BrokerProcess, eventually, serving
 from tests.server.clients import HELLO, RawClient, connect, session
-from tests.server.hostile import HOSTILITY, MIB, Witness, pour, push, witnessed
+from tests.server.hostile import HOSTILITY, MIB, Witness, acknowledge, pour, push, witnessed
 from tests.server.processes import descriptors, resident
 
 GUESSES = 4000 if HOSTILITY == 1 else 100_000 * HOSTILITY
@@ -105,6 +105,7 @@ def test_sessions_that_never_read_their_notices(broker: BrokerProcess, witness: 
                 writer.publish(name)
                 writer.ask(Retire(name, 0), Retirement)
             if number % 10 == 0:
+                acknowledge(writer)
                 witness.check()
         assert resident(broker.pid) - before < 64 * MIB
         # Each of them still gets the last word on every pool, once it reads.
