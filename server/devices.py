@@ -100,4 +100,7 @@ class DeviceMemory:
         except DriverError as error:
             log.error("device %d: %s", self._context.device.index, error)
             return False
+        except Exception:  # as in an allocation, the thread must go on
+            log.exception("device %d: freeing failed in an unexpected way", self._context.device.index)
+            return False
         return True

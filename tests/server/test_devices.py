@@ -132,9 +132,14 @@ def test_a_free_asked_for_while_its_allocation_is_queued_comes_after_it(driver: 
             assert device.next() == Freed(ticket)
 
 
-def test_memory_that_the_driver_keeps_stays_counted(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error", [DriverError("cuMemFree", 700, "CUDA_ERROR_ILLEGAL_ADDRESS"), MemoryError(), RuntimeError("a mistake")]
+)
+def test_memory_that_the_driver_keeps_stays_counted(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     def fail(pointer: int) -> None:
-        raise DriverError("cuMemFree", 700, "CUDA_ERROR_ILLEGAL_ADDRESS")
+        raise error
 
     context = driver.context(0)
     with serving(context) as device:
