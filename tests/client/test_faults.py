@@ -159,6 +159,7 @@ def refuse_nth(monkeypatch: pytest.MonkeyPatch, thing: object, name: str, at: in
 def test_a_session_that_cannot_begin_leaves_nothing(
     client: Broker, monkeypatch: pytest.MonkeyPatch, thing: object, name: str, at: int, error: Exception
 ) -> None:
+    client.pools()  # its own connection is there now
     with unchanged():
         with monkeypatch.context() as broken:
             refuse_nth(broken, thing, name, at, error)

@@ -53,12 +53,17 @@ def serving(stderr: int | None) -> Iterator[tuple[subprocess.Popen[bytes], Path]
             command = ["sh", "-c", 'exec "$@" 0<&- 1>&- 2>&-', "sh", *command]
         with subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=stderr) as process:
             try:
-                eventually((directory / SESSION_SOCKET).exists, "the broker to listen")
+                eventually(lambda: listens(directory), "the broker to listen")
                 yield process, directory
                 process.send_signal(signal.SIGTERM)
                 assert process.wait(PATIENCE) == 0
             finally:
                 process.kill()
+
+
+def listens(directory: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as caller:
+        return caller.connect_ex(str(directory / SESSION_SOCKET)) == 0
 
 
 def use(process: subprocess.Popen[bytes], directory: Path) -> None:
