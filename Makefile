@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 WORKERS ?= 2
 SEEDS ?= 1000000
+KILLS ?= 1000
+INPUTS ?= 10000000
 DEVICES ?= host:2
 BIN := $(VENV)/bin
 PACKAGES := protocol driver server client cli
@@ -10,13 +12,17 @@ SOURCES := pyproject.toml README.md LICENSE $(shell find $(PACKAGES) -name '*.py
 LEDGER := answers ledger events states records books leases room waiting attaching drafts publishing reports wording \
 	permissions policy invariants
 
-.PHONY: help demo test lint types unit simulate benchmarks clean
+.PHONY: help demo test lint types unit simulate kill soak fuzz hostile benchmarks clean
 
 help:
 	@echo 'make demo        load real weights, share them, kill a worker, publish a second version'
 	@echo 'make test        ruff, mypy --strict and pytest with branch coverage'
 	@echo 'make lint|types|unit   one of these alone'
 	@echo 'make simulate    SEEDS=$(SEEDS) random histories of the ledger against a naive model'
+	@echo 'make kill        KILLS=$(KILLS) workers killed at every step of what a client does'
+	@echo 'make soak        leaks, load and stopped clients'
+	@echo 'make fuzz        INPUTS=$(INPUTS) mutated inputs to everything that reads bytes'
+	@echo 'make hostile     peers that mean harm, ten times as hard as in make test'
 	@echo 'make benchmarks  DEVICES=$(DEVICES): the figures of benchmarks/, on this machine'
 
 demo: $(VENV)/demo
@@ -41,6 +47,20 @@ unit: $(VENV)/test
 
 simulate: $(VENV)/test
 	$(BIN)/python -m tests.simulation --seeds $(SEEDS)
+
+kill: $(VENV)/test
+	$(BIN)/python -m tests.kills --kills $(KILLS)
+
+soak: $(VENV)/test
+	$(BIN)/python -m tests.soak leaks
+	$(BIN)/python -m tests.soak load
+	$(BIN)/python -m tests.soak stops
+
+fuzz: $(VENV)/test
+	$(BIN)/python -m tests.fuzz --inputs $(INPUTS) --jobs $(WORKERS)
+
+hostile: $(VENV)/test
+	CUBROKER_HOSTILITY=10 $(BIN)/python -m pytest tests/server/test_hostile_*.py --timeout 1200
 
 benchmarks: $(VENV)/test
 	$(BIN)/python -m benchmarks --devices $(DEVICES)
