@@ -36,6 +36,7 @@ from cubroker.protocol.messages import MAX_WAIT
     metavar="SECONDS",
     help="How long to wait for room and for another writer.  [default: 0; with --if-absent, as long as it takes]",
 )
+@click.option("--mode", callback=options.mode, metavar="MODE", help="Who may attach and publish, like a file's: 640.")
 @options.directory
 def command(
     name: str,
@@ -46,6 +47,7 @@ def command(
     if_absent: bool,
     slab: int | None,
     wait: float | None,
+    mode: int | None,
     directory: Path,
 ) -> None:
     """Publish safetensors files as the next version of pool NAME.
@@ -69,6 +71,7 @@ def command(
             if_absent=if_absent,
             slab=slab,
             wait=wait,
+            mode=mode,
             progress=report,
         )
     text.say(summary(loaded))

@@ -20,6 +20,7 @@ COLUMNS = (
     table.Column("DEVICES"),
     table.Column("LEASES", right=True),
     table.Column("OWNER"),
+    table.Column("MODE"),
 )
 
 
@@ -51,4 +52,5 @@ def _row(pool: PoolInfo, indexes: Mapping[str, int]) -> tuple[str, ...]:
         ",".join(str(indexes[uuid]) for uuid in pool.devices),
         str(pool.leases),
         text.user(pool.owner),
+        f"{pool.mode:03o}",
     )

@@ -53,6 +53,15 @@ def size(context: click.Context, parameter: click.Parameter, value: str | None) 
         raise click.BadParameter(error.message, context, parameter) from None
 
 
+def mode(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
+    """Return a mode written in octal as ``640``, or fail as wrong usage; a callback."""
+    if value is None:
+        return None
+    if not re.fullmatch(r"0?[0-7]{3}", value, re.ASCII):
+        raise click.BadParameter(f"{value!r} is no mode: write three octal digits, as in 640", context, parameter)
+    return int(value, 8)
+
+
 @contextmanager
 def own_broker() -> Iterator[None]:
     """Report as a plain refusal what is unavailable to a command that runs a broker itself: status 1, not 3."""

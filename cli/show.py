@@ -63,6 +63,7 @@ def _heading(info: PoolInfo, layout: Layout) -> list[str]:
     held = text.count(len(layout.allocations), "allocation")
     return [
         f"{info.name}@{info.version}: {info.state}, {text.count(info.leases, 'lease')}, owner {text.user(info.owner)}",
+        f"mode {info.mode:03o}, group {text.group(info.group)}",
         f"{text.count(info.tensors, 'tensor')}, {text.size(info.nbytes)} in {held}, shared by {info.share}{durable}",
         *(f"on {uuid}" for uuid in info.devices),
     ]

@@ -52,6 +52,17 @@ def user(uid: int) -> str:
         return str(uid)
 
 
+@cache
+def group(gid: int) -> str:
+    """Return the name of a group, or the number where there is none."""
+    import grp
+
+    try:
+        return grp.getgrgid(gid).gr_name
+    except KeyError:
+        return str(gid)
+
+
 def printable(value: str) -> str:
     """Escape what would move the cursor or break a line; tensors are named by whoever wrote the file."""
     return value if value.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in value)

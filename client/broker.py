@@ -124,6 +124,8 @@ class Broker(Unsendable):
         Raises:
             NotFound: no such pool, version or device.
             Retired: the version was retired.
+            Denied: the pool's mode keeps this user from reading it.
+            OverQuota: this session, or this user, holds as many leases as it may.
             TimedOut: it was not published in ``wait`` seconds.
             Invalid: the pool is on several devices and ``device`` does not say which.
             OutOfMemory, DeviceFailure: the memory could not be mapped.
@@ -135,7 +137,14 @@ class Broker(Unsendable):
         return self._pool(loan, expect(reply, Attached), mapped)
 
     def create(
-        self, name: str, layout: Layout, *, devices: Sequence[Device] = (0,), share: str = "ipc", wait: float = 0.0
+        self,
+        name: str,
+        layout: Layout,
+        *,
+        devices: Sequence[Device] = (0,),
+        share: str = "ipc",
+        wait: float = 0.0,
+        mode: int | None = None,
     ) -> Draft:
         """Open a draft of the pool's next version and map its memory.
 
@@ -145,15 +154,19 @@ class Broker(Unsendable):
             devices: each gets a copy of every allocation.
             share: how the memory is shared.
             wait: seconds to wait for other writers of the pool, and for room.
+            mode: who may attach (read) and publish and retire (write), like a file's: ``0o640``. By default a pool
+                keeps its mode, and a new one gets the broker's default.
 
         Raises:
             Exists: somebody else is writing a version of it.
+            Denied: it is another user's, whose mode keeps this one from writing.
             OverBudget: there is no room on a device.
-            TimedOut: neither changed in ``wait`` seconds.
+            OverQuota: this user has used up what it may have.
+            TimedOut: none of it changed in ``wait`` seconds.
             Unsupported: no such share kind.
             OutOfMemory, DeviceFailure: the memory could not be allocated or mapped.
         """
-        loan, reply, mapped = self._create(name, layout, devices, share, wait, None)
+        loan, reply, mapped = self._create(name, layout, devices, share, wait, None, mode)
         return self._draft(loan, expect(reply, Created), mapped, layout)
 
     def attach_or_create(
@@ -165,6 +178,7 @@ class Broker(Unsendable):
         devices: Sequence[Device] | None = None,
         share: str = "ipc",
         wait: float = 600.0,
+        mode: int | None = None,
     ) -> Pool | Draft:
         """Attach to the current version, or become its writer: the first of many gets the draft, the rest wait for it.
 
@@ -177,6 +191,7 @@ class Broker(Unsendable):
             devices: where to create; by default ``device``, or the first device.
             share: how the memory is to be shared.
             wait: seconds to wait for the publication, or for the turn and room to create.
+            mode: as for :meth:`create`, should it be created.
 
         Raises:
             CubrokerError: as :meth:`attach` and :meth:`create`.
@@ -184,7 +199,7 @@ class Broker(Unsendable):
         if devices is None:
             devices = (0,) if device is None else (device,)
         here = next(iter(devices), None) if device is None else device
-        loan, reply, mapped = self._create(name, layout, devices, share, wait, here)
+        loan, reply, mapped = self._create(name, layout, devices, share, wait, here, mode)
         if isinstance(reply, Attached):
             return self._pool(loan, reply, mapped)
         return self._draft(loan, reply, mapped, layout)
@@ -247,7 +262,14 @@ class Broker(Unsendable):
                 pool.confirm()
 
     def _create(
-        self, name: str, layout: Layout, devices: Sequence[Device], share: str, wait: float, attach: Device | None
+        self,
+        name: str,
+        layout: Layout,
+        devices: Sequence[Device],
+        share: str,
+        wait: float,
+        attach: Device | None,
+        mode: int | None,
     ) -> tuple[Loan, Attached | Created, Mapped]:
         names.check(name)
         layout.check()
@@ -255,7 +277,7 @@ class Broker(Unsendable):
             raise Invalid(f"no device to create pool {name!r} on; name one at least")
         uuids = tuple(self._ready(device) for device in devices)
         here = None if attach is None else self._ready(attach)
-        return self._session.borrow(Create(name, layout.encode(), uuids, share, _seconds(wait), here))
+        return self._session.borrow(Create(name, layout.encode(), uuids, share, _seconds(wait), here, _mode(mode)))
 
     def _pool(self, loan: Loan, reply: Attached, mapped: Mapped) -> Pool:
         return self._keep(Pool(loan, mapped, decode(reply.layout), reply.name, reply.version))
@@ -282,6 +304,12 @@ def _version(version: int | None) -> int:
     if version < 1:
         raise Invalid(f"version {version}: versions count from 1; leave it out for the current one")
     return version
+
+
+def _mode(mode: int | None) -> int | None:
+    if mode is not None and not 0 <= mode <= 0o777:
+        raise Invalid(f"a mode of 0o{mode:o}; it can be 0 to 0o777")
+    return mode
 
 
 def _seconds(wait: float) -> float:

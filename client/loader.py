@@ -50,6 +50,7 @@ def load(
     if_absent: bool = False,
     slab: int | None = None,
     wait: float = 0.0,
+    mode: int | None = None,
     progress: Progress | None = None,
 ) -> Loaded:
     """Load a checkpoint into a new version of pool ``name`` and publish it.
@@ -64,6 +65,7 @@ def load(
             others wait, up to ``wait`` seconds; if it fails or is killed, the next one takes over.
         slab: the most bytes of one allocation; by default there is one allocation per device.
         wait: seconds to wait for room and for the turn to write.
+        mode: who may attach and publish, as :meth:`Broker.create` has it.
         progress: called by this thread, now and then, with bytes done and bytes in all.
 
     Raises:
@@ -74,7 +76,7 @@ def load(
     with Checkpoint.open(paths) as checkpoint:
         layout = Layout.pack(((e.name, e.dtype, e.shape) for e in checkpoint.entries), slab=slab)
         ask = broker.attach_or_create if if_absent else broker.create
-        with ask(name, layout, devices=devices, share=share, wait=wait) as pool:
+        with ask(name, layout, devices=devices, share=share, wait=wait, mode=mode) as pool:
             version, held, copying = pool.version, pool.layout, 0.0
             if loaded := isinstance(pool, Draft):
                 copying = _fill(checkpoint, pool, progress)

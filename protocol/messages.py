@@ -35,6 +35,7 @@ Seconds = Annotated[float, Meta(ge=0, le=MAX_WAIT)]
 Encoded = Annotated[bytes, Meta(max_length=MAX_ENCODED)]
 Handle = Annotated[bytes, Meta(max_length=64)]
 Handles = Annotated[tuple[Handle, ...], Meta(max_length=MAX_ALLOCATIONS)]
+Mode = Annotated[int, Meta(ge=0, le=0o777)]
 Devices = Annotated[tuple[Uuid, ...], Meta(min_length=1, max_length=MAX_DEVICES)]
 
 
@@ -114,7 +115,8 @@ class Create(Message, frozen=True):
 
     Waits up to ``wait`` seconds for its turn as the writer and for room. With ``attach`` it is
     answered like an attach to ``attach``'s device as soon as the pool has a current version.
-    Answer: :class:`Created`, or :class:`Attached`.
+    ``mode`` is the pool's from the publication on, like a file's; without it a pool keeps its mode, and
+    a new one gets the broker's default. Answer: :class:`Created`, or :class:`Attached`.
     """
 
     name: Name
@@ -123,6 +125,7 @@ class Create(Message, frozen=True):
     share: Annotated[str, Meta(max_length=16)]
     wait: Seconds
     attach: Uuid | None
+    mode: Mode | None = None
 
 
 class Seal(Message, frozen=True):
@@ -244,7 +247,10 @@ class Retirement(Message, frozen=True):
 
 
 class PoolInfo(Struct, frozen=True):
-    """One live version. ``state``: ``draft``, ``current``, ``superseded`` or ``retired``; ``nbytes`` per device."""
+    """One live version. ``state``: ``draft``, ``current``, ``superseded`` or ``retired``; ``nbytes`` per device.
+
+    ``owner`` made the version; ``group`` and ``mode`` are the pool's.
+    """
 
     name: str
     version: int
@@ -256,6 +262,8 @@ class PoolInfo(Struct, frozen=True):
     durable: bool
     leases: int
     owner: int
+    group: int
+    mode: int
 
 
 class LeaseInfo(Struct, frozen=True):

@@ -8,20 +8,22 @@ from pathlib import Path
 
 from cubroker.protocol.errors import CubrokerError
 from cubroker.server import logs
-from cubroker.server.run import serve
+from cubroker.server.run import configure, serve
 
 
 def main() -> int:
     """Serve until told to stop; 1 if the broker cannot start."""
     parser = argparse.ArgumentParser(prog="python -m cubroker.server")
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--devices", default="cuda", help="cuda, cuda:0,1, host:2 or host:2@64MiB")
+    parser.add_argument("--config", type=Path, help="a TOML file; what is given here comes before it")
+    parser.add_argument("--devices", help="cuda, cuda:0,1, host:2 or host:2@64MiB")
     parser.add_argument("--budget", help="of each device: 10GiB, or a share; 90%% by default")
     options = parser.parse_args()
     ready = f"cubroker: serving on {options.directory}"
     with logs.to_standard_error() as say:
         try:
-            return serve(options.directory, options.devices, options.budget, lambda: say(ready))
+            config = configure(options.config, devices=options.devices, budget=options.budget)
+            return serve(options.directory, config.devices, None, lambda: say(ready), config)
         except CubrokerError as error:
             say(f"cubroker: {error.message}")
             return 1

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from cubroker.protocol import names
-from cubroker.protocol.errors import Invalid, NotFound, Retired
+from cubroker.protocol.errors import Denied, Invalid, NotFound, Retired
 from cubroker.protocol.messages import Attach, Attached
 from cubroker.server import waiting, wording
 from cubroker.server.books import Books
 from cubroker.server.leases import grant
+from cubroker.server.permissions import may_read
 from cubroker.server.records import Pool, Reader, Session, Version
 from cubroker.server.states import State
 
@@ -15,10 +16,12 @@ from cubroker.server.states import State
 def attach(books: Books, session: Session, request: int, body: Attach) -> Attached | None:
     """Lease a published version, or have the request wait for it; raises what stands in the way."""
     pool = books.pools.get(body.name)
+    if pool is not None:
+        check_readable(books, session, pool)
     version = None if pool is None else _published(pool, body.version)
     if version is not None:
         return lease(books, session, version, body.device)
-    _check_missing(books, pool, body)
+    _check_missing(books, session, pool, body)
     waiting.admit(books, session, request)
     reader = Reader(next(books.arrivals), session, request, books.pool(body.name), body)
     waiting.begin(reader)
@@ -33,7 +36,13 @@ def _published(pool: Pool, number: int) -> Version | None:
     return version if version is not None and version.state in (State.CURRENT, State.SUPERSEDED) else None
 
 
-def _check_missing(books: Books, pool: Pool | None, body: Attach) -> None:
+def check_readable(books: Books, session: Session, pool: Pool) -> None:
+    """Raise ``Denied`` if ``session`` may not attach to, describe and watch a pool."""
+    if not may_read(books, session, pool):
+        raise Denied(wording.not_readable(session.uid, pool))
+
+
+def _check_missing(books: Books, session: Session, pool: Pool | None, body: Attach) -> None:
     """Raise unless the missing version can come and the request may wait for it."""
     names.check(body.name)
     if 0 < body.version <= books.last(body.name):
@@ -42,18 +51,26 @@ def _check_missing(books: Books, pool: Pool | None, body: Attach) -> None:
     if body.device is not None and body.device not in books.accounts:
         raise NotFound(wording.no_device(body.device, books.accounts))
     if not body.wait:
-        raise NotFound(missing(books, pool, body.name, body.version))
+        raise NotFound(missing(books, session, pool, body.name, body.version))
 
 
-def missing(books: Books, pool: Pool | None, name: str, number: int) -> str:
-    """Say why there is no such version (0: no current one)."""
+def missing(books: Books, session: Session, pool: Pool | None, name: str, number: int) -> str:
+    """Say why there is no such version (0: no current one), and what else there is that ``session`` may see."""
     if pool is None or not pool.versions:
-        return wording.no_pool(name, books.pools.values(), books.last(name))
+        visible = (other for other in books.pools.values() if may_read(books, session, other))
+        return wording.no_pool(name, visible, books.last(name))
     return wording.unpublished(pool, number)
 
 
 def lease(books: Books, session: Session, version: Version, device: str | None) -> Attached:
-    """Give a session a lease on a published version, with the handles of one device (None: the only one)."""
+    """Give a session a lease on a published version, with the handles of one device (None: the only one).
+
+    Raises:
+        Denied: the session may not read the pool.
+        Invalid, NotFound: the device has to be named, or has none of it.
+        OverQuota: the session or its user has enough leases.
+    """
+    check_readable(books, session, version.pool)
     if device is None:
         if len(version.replicas) > 1:
             raise Invalid(wording.which_device(version))

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from itertools import count
 
 from cubroker.server.events import Effect
-from cubroker.server.records import Account, Allocation, Budget, Limits, Pool, Session, Waiter
+from cubroker.server.policy import Policy
+from cubroker.server.records import Account, Allocation, Budget, Limits, Pool, Session, User, Waiter
 
 MAX_NUMBERS = 65_536
 """Names without a pool whose last version number is remembered; beyond it the oldest are forgotten."""
@@ -20,11 +21,13 @@ class Books:
     waits there may be served: :func:`cubroker.server.drafts.settle` looks at each of them.
     """
 
-    def __init__(self, devices: Sequence[Budget], uid: int, limits: Limits) -> None:
+    def __init__(self, devices: Sequence[Budget], uid: int, limits: Limits, policy: Policy) -> None:
         self.uid = uid
         self.limits = limits
+        self.policy = policy
         self.accounts = {device.uuid: Account(device) for device in devices}
         assert len(self.accounts) == len(devices), "two devices with one UUID"
+        self.users: dict[int, User] = {}
         self.sessions: dict[int, Session] = {}
         self.pools: dict[str, Pool] = {}
         self.allocations: dict[int, Allocation] = {}
@@ -49,6 +52,18 @@ class Books:
         if pool is None:
             pool = self.pools[name] = Pool(name, self.numbers.pop(name, 0))
         return pool
+
+    def user(self, uid: int) -> User:
+        """Return the record of a user, a new one if there is none."""
+        user = self.users.get(uid)
+        if user is None:
+            user = self.users[uid] = User(uid, self.policy.quota_of(uid))
+        return user
+
+    def part(self, user: User) -> None:
+        """Drop the record of a user who has nothing any more."""
+        if user.idle:
+            self.users.pop(user.uid, None)
 
     def forget(self, pool: Pool) -> None:
         """Drop the record of a pool that is idle, except for its last number: numbers are not given out twice."""

@@ -13,10 +13,11 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 
 from cubroker.protocol import wire
-from cubroker.protocol.errors import Unavailable
+from cubroker.protocol.errors import CubrokerError, Denied, Unavailable
 from cubroker.protocol.messages import Failed, Farewell, GatewayChanged, Notice, Refused, Welcome
 from cubroker.server import events
 from cubroker.server.answers import Frame
+from cubroker.server.denials import Denials
 from cubroker.server.devices import DeviceMemory
 from cubroker.server.events import Asked, Effect, Event
 from cubroker.server.ledger import Ledger
@@ -53,27 +54,34 @@ class Broker:
         self._sessions: dict[int, Session] = {}
         self._numbers = itertools.count(1)
         self._timers: dict[int, asyncio.TimerHandle] = {}
+        self._denials = Denials()
 
     def admit(self, connection: socket.socket, peer: Peer, version: int) -> None:
-        """Open a session on a connection that has greeted."""
+        """Open a session on a connection that has greeted, if its user may have one more."""
         number = next(self._numbers)
         session = Session(number, connection, peer, self._ended)
+        if (refusal := self._ledger.admit(peer.uid)) is not None:
+            self._denials.log(peer, refusal.message)
+            return self._turn_away(session, refusal)
         try:
             session.watch()
         except OSError as error:  # no memory, or this user may watch no more files (fs.epoll.max_user_watches)
-            return self._turn_away(session, error)
+            return self._unwatched(session, error)
         self._sessions[number] = session
         self._requests.enter(session)
         log.info("session %d: process %d of user %d", number, peer.pid, peer.uid)
-        self.handle(events.Joined(number, peer.pid, peer.uid, peer.gid))
+        self.handle(events.Joined(number, peer.pid, peer.uid, peer.gid, peer.groups))
         session.send(wire.pack(Welcome(version, number, session.secret, self._driver)))
         return None
 
-    def _turn_away(self, session: Session, error: OSError) -> None:
+    def _unwatched(self, session: Session, error: OSError) -> None:
         """Refuse a session whose end nobody would hear of, so that its leases would never fall."""
         message = f"the broker cannot watch process {session.peer.pid}: {error}; try again later"
         log.error("%s", message)
-        session.send(wire.pack(Refused(Unavailable.code, message)))
+        self._turn_away(session, Unavailable(message))
+
+    def _turn_away(self, session: Session, error: CubrokerError) -> None:
+        session.send(wire.pack(Refused(error.code, error.message)))
         session.close()
 
     def handle(self, event: Event) -> None:
@@ -130,7 +138,10 @@ class Broker:
     def _carry_out(self, effect: Effect) -> None:
         match effect:
             case events.Respond():
-                self._requests.respond(self._sessions[effect.session], effect.request, effect.body)
+                session = self._sessions[effect.session]
+                if isinstance(effect.body, Failed) and effect.body.code == Denied.code:
+                    self._denials.log(session.peer, effect.body.message)
+                self._requests.respond(session, effect.request, effect.body)
             case events.Notify():
                 self._sessions[effect.session].notify(effect.notice)
             case events.Allocate() | events.Free():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
+import stat
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
@@ -12,6 +13,7 @@ from typing import Self
 
 from cubroker.protocol.directory import LOCK, MAX_PATH, REQUEST_SOCKET, SESSION_SOCKET
 from cubroker.protocol.errors import Denied, Invalid, Unavailable
+from cubroker.server.config import Access
 
 SO_PASSRIGHTS = 83
 """Linux 6.16: whether a Unix socket takes descriptors (asm-generic/socket.h; Python does not name it)."""
@@ -23,7 +25,9 @@ BACKLOG = 512
 class Directory:
     """The directory, locked and with its two sockets listening, for as long as the context lasts.
 
-    The sockets are for the broker's own user (and root) alone.
+    Args:
+        path: the directory; made if it is not there.
+        access: who may connect; by default the broker's own user (and root) alone.
 
     Raises:
         Invalid: the path is too long for a socket.
@@ -31,8 +35,9 @@ class Directory:
         Unavailable: another broker serves there, or the directory cannot be made.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, access: Access | None = None) -> None:
         self.path = path.absolute()
+        self._access = access or Access()
         self.sessions: socket.socket
         self.requests: socket.socket
         self._undo = ExitStack()
@@ -42,8 +47,9 @@ class Directory:
             try:
                 _make(self.path)
                 _lock(self.path, undo)
-                self.sessions = _listen(self.path / SESSION_SOCKET, socket.SOCK_SEQPACKET, undo)
-                self.requests = _listen(self.path / REQUEST_SOCKET, socket.SOCK_STREAM, undo)
+                _let_in(self.path, self._access)
+                self.sessions = _listen(self.path / SESSION_SOCKET, socket.SOCK_SEQPACKET, self._access, undo)
+                self.requests = _listen(self.path / REQUEST_SOCKET, socket.SOCK_STREAM, self._access, undo)
             except PermissionError as error:
                 raise Denied(f"cannot serve in {self.path}: {error}; choose another directory or user") from None
             except OSError as error:
@@ -94,7 +100,17 @@ def _lock(path: Path, undo: ExitStack) -> None:
     lock.flush()
 
 
-def _listen(path: Path, kind: int, undo: ExitStack) -> socket.socket:
+def _let_in(path: Path, access: Access) -> None:
+    """Let whoever may connect to the sockets pass through the directory as well."""
+    here = path.stat()
+    if access.group is not None and not here.st_mode & stat.S_IXOTH:
+        os.chown(path, -1, access.group)
+    through = (stat.S_IXGRP if access.mode & 0o060 else 0) | (stat.S_IXOTH if access.mode & 0o006 else 0)
+    if through & ~here.st_mode:
+        path.chmod(stat.S_IMODE(here.st_mode) | through)
+
+
+def _listen(path: Path, kind: int, access: Access, undo: ExitStack) -> socket.socket:
     """Return a listening socket at ``path``. What stands there is a dead broker's: the lock says so."""
     path.unlink(missing_ok=True)
     listener = undo.enter_context(socket.socket(socket.AF_UNIX, kind | socket.SOCK_NONBLOCK))
@@ -104,6 +120,10 @@ def _listen(path: Path, kind: int, undo: ExitStack) -> socket.socket:
     finally:
         os.umask(before)
     undo.callback(path.unlink, missing_ok=True)
+    # The directory is ours or root's, so nobody can have put another file in its place.
+    if access.group is not None:
+        os.chown(path, -1, access.group, follow_symlinks=False)
+    path.chmod(access.mode)
     _refuse_descriptors(listener)
     listener.listen(BACKLOG)
     return listener

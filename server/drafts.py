@@ -1,15 +1,31 @@
-"""Create: from the request to a draft with memory, through two lines.
+"""Create: from the request to a draft with memory, through two lines, and at times a third.
 
 There is one line per name, for the turn as its writer, and one line per device, for room, which a
 create enters when its turn has come. Each line is in order of arrival at the broker, and nobody is
-served before the one ahead: a small request does not overtake a large one on the same device. Since
-all lines have the same order, the oldest request is first in all of its own, and so nobody waits in a circle.
+served before the one ahead: a small request does not overtake a large one on the same device.
+
+With its turn a create gets room in its user's quota, both at once or neither; the bytes are set aside
+from then on, so no line for a device ever waits for a quota. Whoever could have the turn but for
+the quota *steps aside*: it keeps its place in the line for the name, while later creates of other users
+may go ahead, and enters the line of its user, where it holds up that user alone. In that line, too,
+nobody is served before the one ahead.
+
+Nobody waits in a circle: who has a turn, and so bytes of a quota, waits for devices only. And nobody
+starves. Of those who wait for devices, the oldest is first in all its lines, since they all have the same
+order. Of those who stepped aside, take a user's oldest: nothing more is taken of that quota before it, so
+in time there is room and there stays room, and the next time that the name is free it is the first of
+all who can have the turn, but for older ones, of which there are only so many.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from heapq import heappop, heappush
+from itertools import count
+
 from cubroker.protocol import names
 from cubroker.protocol.errors import (
+    CubrokerError,
     Denied,
     Exists,
     Invalid,
@@ -26,11 +42,23 @@ from cubroker.server.attaching import lease
 from cubroker.server.books import Books
 from cubroker.server.events import Allocated, Freed, NotAllocated
 from cubroker.server.leases import check_quota, grant
-from cubroker.server.permissions import may_change
+from cubroker.server.permissions import may_rule, may_write
+from cubroker.server.policy import exceeds
 from cubroker.server.records import Account, Phase, Pool, Session, Version, Writer
 from cubroker.server.room import allocate, rounded, shift, take_off, under_way
 from cubroker.server.states import Cause, Report, Stage, State
-from cubroker.server.waiting import admit, answer, begin, leave, leave_lines, limit, refuse, unlimit
+from cubroker.server.waiting import (
+    admit,
+    answer,
+    begin,
+    come_back,
+    leave,
+    leave_lines,
+    limit,
+    refuse,
+    step_aside,
+    unlimit,
+)
 
 SHARES = ("ipc",)
 FUTURE_SHARES = ("vmm", "multicast")
@@ -42,8 +70,9 @@ def create(books: Books, session: Session, request: int, body: Create, layout: L
     if body.attach is not None and pool is not None and pool.current is not None:
         return lease(books, session, pool.current, body.attach)
     _check(books, body, layout)
-    if body.attach is None:
-        _check_owner(books, session, pool)
+    if pool is not None and body.attach is None:
+        _check_writable(books, session, pool, body)
+    _check_quotas(books, session, body, layout)
     check_quota(books, session)
     admit(books, session, request)
     writer = _writer(books, session, request, body, layout)
@@ -59,8 +88,10 @@ def _wait(books: Books, writer: Writer) -> None:
     if writer.body.wait:
         limit(books, writer)
         return
-    error = Exists if writer.phase is Phase.TURN else OverBudget
-    refuse(books, writer, error(wording.blocked(writer)))
+    error: type[CubrokerError] = OverBudget
+    if writer.phase is Phase.TURN:
+        error = Exists if writer.pool.draft or writer.pool.writer else OverQuota
+    refuse(books, writer, error(wording.blocked(books, writer)))
 
 
 def _check(books: Books, body: Create, layout: Layout) -> None:
@@ -83,9 +114,21 @@ def _check(books: Books, body: Create, layout: Layout) -> None:
             raise OverBudget(wording.never_fits(body.name, nbytes, books.accounts[uuid]))
 
 
-def _check_owner(books: Books, session: Session, pool: Pool | None) -> None:
-    if pool is not None and not may_change(session.uid, pool.owner, books.uid):
-        raise Denied(wording.not_owner(session.uid, pool.name, pool.owner))
+def _check_writable(books: Books, session: Session, pool: Pool, body: Create) -> None:
+    if not may_write(books, session, pool):
+        raise Denied(wording.not_writable(session.uid, pool))
+    if body.mode not in (None, pool.mode) and not may_rule(books, session, pool):
+        raise Denied(wording.not_ruled(session.uid, pool))
+
+
+def _check_quotas(books: Books, session: Session, body: Create, layout: Layout) -> None:
+    """Raise if the user's quota can never have room, or has none for one more layout."""
+    user = session.user
+    nbytes = sum(map(rounded, layout.allocations)) * len(body.devices)
+    if exceeds(0, nbytes, user.quota.memory):
+        raise OverQuota(wording.never_affords(user, body.name, nbytes))
+    if exceeds(user.layouts, len(body.layout), user.quota.layouts):
+        raise OverQuota(wording.too_many_layouts(user, len(body.layout)))
 
 
 def _writer(books: Books, session: Session, request: int, body: Create, layout: Layout) -> Writer:
@@ -109,27 +152,54 @@ def settle(books: Books) -> None:
 
     Turns come first, so that whoever has one now takes part when room is given; giving room ends nothing.
     """
-    while books.stirred_pools:
-        _give_turn(books, books.stirred_pools.popleft())
+    _give_turns(books)
     while books.stirred_accounts:
         _give_room(books, books.stirred_accounts.popleft())
 
 
-def _give_turn(books: Books, pool: Pool) -> None:
-    while pool.line and pool.writer is None and pool.draft is None:
-        writer = next(iter(pool.line))
-        try:
-            _check_owner(books, writer.session, pool)
-        except Denied as error:
-            refuse(books, writer, error)
-            continue
+def _give_turns(books: Books) -> None:
+    """Offer the turn in every pool that was stirred, in order of arrival over all of them: they may share a quota."""
+    offers: list[tuple[int, int, Writer, Iterator[Writer]]] = []
+    serials = count()
+
+    def offer(candidates: Iterator[Writer]) -> None:
+        writer = next(candidates, None)
+        if writer is not None:
+            heappush(offers, (writer.arrival, next(serials), writer, candidates))
+
+    while books.stirred_pools or offers:
+        while books.stirred_pools:
+            pool = books.stirred_pools.popleft()
+            if pool.free:
+                offer(iter(tuple(pool.line)))
+            if pool.idle and books.pools.get(pool.name) is pool:
+                books.forget(pool)
+        if offers:
+            _, _, writer, others = heappop(offers)
+            if writer.pool.free:
+                _offer_turn(books, writer)
+                offer(others)
+
+
+def _offer_turn(books: Books, writer: Writer) -> None:
+    if writer not in writer.pool.line:
+        return  # its pool was stirred twice, and it was refused the first time
+    session = writer.session
+    try:
+        _check_writable(books, session, writer.pool, writer.body)
+    except Denied as error:
+        refuse(books, writer, error)
+        return
+    if session.user.affords(writer):
         _take_turn(books, writer)
-    if pool.idle and books.pools.get(pool.name) is pool:
-        books.forget(pool)
+    else:
+        step_aside(writer)
 
 
 def _take_turn(books: Books, writer: Writer) -> None:
     del writer.pool.line[writer]
+    come_back(books, writer)
+    writer.session.user.memory += writer.total
     writer.pool.writer = writer
     writer.phase = Phase.ROOM
     for account in writer.accounts:
@@ -153,8 +223,9 @@ def _begin_draft(books: Books, writer: Writer) -> None:
     version = Version(
         pool=pool,
         number=pool.last + 1,
-        owner=session.uid,
+        user=session.user,
         writer=session.label,
+        mode=writer.body.mode,
         share=writer.body.share,
         layout=writer.body.layout,
         tensors=writer.tensors,
@@ -162,7 +233,8 @@ def _begin_draft(books: Books, writer: Writer) -> None:
     )
     pool.draft = pool.versions[version.number] = version
     if pool.owner is None:
-        pool.owner = session.uid
+        pool.owner, pool.group = session.uid, session.gid
+        pool.mode = books.policy.mode if version.mode is None else version.mode
     for account in writer.accounts:
         allocate(books, version, account, writer.sizes)
 

@@ -16,12 +16,13 @@ from cubroker.protocol.messages import Notice, Reply, Request
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A process opened a session; the kernel says who it is."""
+    """A process opened a session; the kernel says who it is. ``groups`` are its supplementary ones."""
 
     session: int
     pid: int
     uid: int
     gid: int
+    groups: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

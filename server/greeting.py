@@ -12,6 +12,7 @@ from collections.abc import Callable
 from cubroker.protocol import wire
 from cubroker.protocol.errors import CubrokerError, Invalid, OverQuota, TimedOut, Unavailable, Unsupported
 from cubroker.protocol.messages import VERSIONS, Hello, Refused
+from cubroker.server.denials import Denials
 from cubroker.server.peers import Peer, identify
 
 log = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ class Door:
         self._listener = listener
         self._admit = admit
         self._patience = patience
+        self._denials = Denials()
         self._guests: dict[socket.socket, tuple[Peer, asyncio.TimerHandle]] = {}
         self._resume: asyncio.TimerHandle | None = None
         self._paused = False
@@ -127,7 +129,7 @@ class Door:
 
     def _refuse(self, connection: socket.socket, error: CubrokerError) -> None:
         peer, _ = self._guests[connection]
-        log.warning("process %d (user %d) is turned away: %s", peer.pid, peer.uid, error)
+        self._denials.log(peer, error.message)
         _send(connection, error)
         self._dismiss(connection)
 

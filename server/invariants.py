@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import Counter
 
 from cubroker.server.books import Books
-from cubroker.server.records import Account, Phase, Pool, Reader, Session, Version, Waiter, Writer
+from cubroker.server.leases import is_kept
+from cubroker.server.policy import exceeds
+from cubroker.server.records import Account, Phase, Pool, Reader, Session, User, Version, Waiter, Writer
 from cubroker.server.states import ALLOCATED, PROMISED, Stage, State
 
 
@@ -16,6 +18,8 @@ def check(books: Books) -> None:
     assert not books.effects
     for account in books.accounts.values():
         _check_account(books, account)
+    for user in books.users.values():
+        _check_user(books, user)
     for session in books.sessions.values():
         _check_session(books, session)
     leases = Counter(lease.version for session in books.sessions.values() for lease in session.leases.values())
@@ -24,7 +28,7 @@ def check(books: Books) -> None:
         assert name not in books.numbers
         _check_pool(books, pool)
         for version in pool.versions.values():
-            _check_version(version, leases.pop(version, 0))
+            _check_version(books, version, leases.pop(version, 0))
     assert not leases, "a lease on a version that no pool has"
     held = {a.ticket for p in books.pools.values() for v in p.versions.values() for a in v.replicas.values()}
     for ticket, allocation in books.allocations.items():
@@ -51,6 +55,37 @@ def _check_account(books: Books, account: Account) -> None:
         first = account.line[0]
         served = all(other.line[0] is first and other.room >= first.nbytes for other in first.accounts)
         assert not served, "somebody waits for room that there is"
+
+
+def _check_user(books: Books, user: User) -> None:
+    sessions, quota = user.sessions.values(), user.quota
+    assert not user.idle
+    assert quota == books.policy.quota_of(user.uid)
+    assert list(sessions) == [session for session in books.sessions.values() if session.user is user]
+    assert list(user.allocations.values()) == [a for a in books.allocations.values() if a.version.user is user]
+    writers = [w for session in sessions for w in session.unfinished.values() if isinstance(w, Writer)]
+    aside = sum(writer.total for writer in writers if writer.phase is Phase.ROOM)
+    assert user.memory == aside + sum(allocation.nbytes for allocation in user.allocations.values())
+    assert user.leases == sum(len(session.leases) for session in sessions)
+    assert user.unfinished == sum(len(session.unfinished) for session in sessions)
+    assert user.watches == sum(len(session.watches) for session in sessions)
+    versions = (v for pool in books.pools.values() for v in pool.versions.values() if v.user is user)
+    layouts = [v.layout for v in versions] + [w.body.layout for w in writers if w.phase is not Phase.MEMORY]
+    assert user.layouts == sum(map(len, layouts))
+    _check_quota(user)
+    assert user.line == sorted((w for w in writers if w.aside), key=lambda writer: writer.arrival)
+    if user.line:
+        assert not (user.line[0].pool.free and user.affords(user.line[0])), "somebody waits for a quota that there is"
+
+
+def _check_quota(user: User) -> None:
+    quota = user.quota
+    assert not exceeds(user.memory, 0, quota.memory)
+    assert not exceeds(len(user.sessions), 0, quota.sessions)
+    assert not exceeds(user.leases, 0, quota.leases)
+    assert not exceeds(user.unfinished, 0, quota.requests)
+    assert not exceeds(user.watches, 0, quota.watches)
+    assert not exceeds(user.layouts, 0, quota.layouts)
 
 
 def _check_session(books: Books, session: Session) -> None:
@@ -84,6 +119,7 @@ def _check_waiter(books: Books, reader: Reader) -> None:
 def _check_writer(books: Books, writer: Writer) -> None:
     pool = writer.pool
     assert (writer.phase is Phase.TURN) == (writer in pool.line)
+    assert writer.phase is Phase.TURN or not writer.aside
     assert (writer.phase is not Phase.TURN) == (pool.writer is writer)
     assert all((writer.phase is Phase.ROOM) == (writer in account.line) for account in writer.accounts)
     assert (writer.phase is Phase.MEMORY) == (writer.timer == 0)
@@ -98,7 +134,7 @@ def _check_pool(books: Books, pool: Pool) -> None:
     assert current == ([] if pool.current is None else [pool.current])
     drafts = [version for version in pool.versions.values() if version.number > pool.last]
     assert drafts == ([] if pool.draft is None else [pool.draft])
-    assert not pool.line or pool.writer or pool.draft, "somebody waits for a turn that nobody has"
+    assert not pool.free or all(writer.aside for writer in pool.line), "somebody waits for a turn that nobody has"
     if pool.draft is not None:
         assert pool.draft.number == pool.last + 1
         assert pool.draft.state in (State.ALLOCATING, State.DRAFT)
@@ -112,11 +148,11 @@ def _check_pool(books: Books, pool: Pool) -> None:
     assert all(books.sessions[session.id] is session for session in pool.watchers)
 
 
-def _check_version(version: Version, leases: int) -> None:
+def _check_version(books: Books, version: Version, leases: int) -> None:
     pool, state = version.pool, version.state
     assert pool.versions[version.number] is version
     assert version.leases == leases
-    assert leases or state in (State.ALLOCATING, State.CURRENT), "a version that nothing keeps"
+    assert leases or state in (State.ALLOCATING, State.CURRENT) or is_kept(books, version), "nothing keeps a version"
     assert state is not State.ALLOCATING or not leases
     assert state is not State.DRAFT or leases == 1
     assert version.replicas

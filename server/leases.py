@@ -2,6 +2,9 @@
 
 A lease ends because its holder closed it, sealed its draft, or is gone. Whatever the cause, it ends
 in :func:`release`; a version ends in :func:`end`, and nowhere else is memory freed.
+
+The policy may keep the newest superseded versions of each pool: as many as it says stay although they
+have no lease, until a newer one takes their place or somebody retires them.
 """
 
 from __future__ import annotations
@@ -9,7 +12,8 @@ from __future__ import annotations
 from cubroker.protocol.errors import NotFound, OverQuota
 from cubroker.server import wording
 from cubroker.server.books import Books
-from cubroker.server.records import Lease, Session, Version
+from cubroker.server.policy import exceeds
+from cubroker.server.records import Lease, Pool, Session, Version
 from cubroker.server.room import give_up
 from cubroker.server.states import Cause, State
 
@@ -19,15 +23,19 @@ def grant(books: Books, session: Session, version: Version) -> Lease:
     check_quota(books, session)
     lease = Lease(next(books.lease_ids), session, version)
     session.leases[lease.id] = lease
+    session.user.leases += 1
     version.leases += 1
     session.story.append(f"lease {lease.id} on {version.label} began")
     return lease
 
 
 def check_quota(books: Books, session: Session) -> None:
-    """Raise ``OverQuota`` if ``session`` may have no more leases."""
+    """Raise ``OverQuota`` if ``session`` or its user may have no more leases."""
     if len(session.leases) >= books.limits.leases:
         raise OverQuota(f"this session holds {books.limits.leases} leases, the most that one may; close some of them")
+    user = session.user
+    if exceeds(user.leases, 1, user.quota.leases):
+        raise OverQuota(wording.too_many_leases(user))
 
 
 def held(session: Session, lease: int) -> Lease:
@@ -42,6 +50,7 @@ def release(books: Books, lease: Lease) -> None:
     """End a lease, and its version if nothing else keeps that."""
     del lease.session.leases[lease.id]
     version = lease.version
+    lease.session.user.leases -= 1
     version.leases -= 1
     lease.session.story.append(f"lease {lease.id} on {version.label} ended")
     if version.state is State.DRAFT:
@@ -51,15 +60,27 @@ def release(books: Books, lease: Lease) -> None:
 
 
 def end_if_empty(books: Books, version: Version) -> None:
-    """End a version that is out of service once it has no lease."""
-    if version.leases == 0 and version.state in (State.SUPERSEDED, State.RETIRED):
+    """End a version that is out of service once it has no lease, unless it is kept."""
+    if version.leases == 0 and version.state in (State.SUPERSEDED, State.RETIRED) and not is_kept(books, version):
         end(books, version, Cause.EMPTIED)
+
+
+def is_kept(books: Books, version: Version) -> bool:
+    """Say whether a version is among the newest superseded ones of its pool that the policy keeps."""
+    keep = books.policy.keep
+    return keep > 0 and version in superseded(version.pool)[-keep:]
+
+
+def superseded(pool: Pool) -> list[Version]:
+    """Return the superseded versions of a pool, the oldest first."""
+    return [version for version in pool.versions.values() if version.state is State.SUPERSEDED]
 
 
 def end(books: Books, version: Version, cause: Cause) -> None:
     """End a version and have its memory freed, whatever of it there is already."""
     version.move(cause)
     pool = version.pool
+    version.user.layouts -= len(version.layout)
     del pool.versions[version.number]
     if pool.draft is version:
         pool.draft = None

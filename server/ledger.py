@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import assert_never
 
-from cubroker.protocol.errors import CubrokerError, TimedOut, Unavailable
+from cubroker.protocol.errors import CubrokerError, OverQuota, TimedOut, Unavailable
 from cubroker.protocol.messages import (
     Attach,
     Cancel,
@@ -58,6 +58,7 @@ from cubroker.server.events import (
     NotAllocated,
     Respond,
 )
+from cubroker.server.policy import Policy, exceeds
 from cubroker.server.records import Budget, Limits, Session
 from cubroker.server.states import Impossible
 
@@ -74,10 +75,19 @@ class Ledger:
         devices: the devices whose memory the broker lends, with their budgets.
         uid: the user that the broker runs as, who may change every pool.
         limits: what one session may have at once.
+        policy: what users may do and have; by default there are no quotas, and everybody may attach to everything.
     """
 
-    def __init__(self, devices: Sequence[Budget], uid: int, limits: Limits | None = None) -> None:
-        self._books = Books(devices, uid, limits or Limits())
+    def __init__(
+        self, devices: Sequence[Budget], uid: int, limits: Limits | None = None, policy: Policy | None = None
+    ) -> None:
+        self._books = Books(devices, uid, limits or Limits(), policy or Policy())
+
+    def admit(self, uid: int) -> CubrokerError | None:
+        """Return why a user may open no session now, None if it may; to be asked before it has ``Joined``."""
+        user = self._books.users.get(uid)
+        used, limit = len(user.sessions) if user else 0, self._books.policy.quota_of(uid).sessions
+        return OverQuota(wording.too_many_sessions(uid, limit, user)) if exceeds(used, 1, limit) else None
 
     def handle(self, event: Event) -> list[Effect]:
         """Take one event; return what is to be done about it, in order.
@@ -155,11 +165,11 @@ class Ledger:
             case Watch():
                 return publishing.watch(books, session, body)
             case Describe():
-                return reports.describe(books, body)
+                return reports.describe(books, session, body)
             case ListPools():
-                return reports.list_pools(books)
+                return reports.list_pools(books, session)
             case ListClients():
-                return reports.list_clients(books)
+                return reports.list_clients(books, session)
             case ListDevices():
                 return reports.list_devices(books)
             case _:
@@ -175,13 +185,15 @@ class Ledger:
         waiter = self._books.timers.pop(event.timer, None)
         if waiter is not None:
             waiter.timer = 0
-            waiting.refuse(self._books, waiter, TimedOut(wording.waited(waiter)))
+            waiting.refuse(self._books, waiter, TimedOut(wording.waited(self._books, waiter)))
 
     def _joined(self, event: Joined) -> None:
         known = self._books.sessions.get(event.session)
         if known is not None:
             raise Impossible(f"session {event.session} joined twice; what happened before:", known.story)
-        self._books.sessions[event.session] = Session(event.session, event.pid, event.uid, event.gid)
+        user = self._books.user(event.uid)
+        session = Session(event.session, event.pid, user, event.gid, event.groups)
+        self._books.sessions[session.id] = user.sessions[session.id] = session
 
     def _lost(self, event: Lost) -> None:
         session = self._books.sessions.get(event.session)
@@ -209,5 +221,6 @@ class Ledger:
         self._stop(session)
         for lease in tuple(session.leases.values()):
             leases.release(self._books, lease)
-        del self._books.sessions[session.id]
+        del self._books.sessions[session.id], session.user.sessions[session.id]
+        self._books.part(session.user)
         self._books.effects.append(Forget(session.id))

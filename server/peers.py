@@ -12,17 +12,25 @@ from dataclasses import dataclass
 SO_PEERPIDFD = 77
 """Linux 6.5: a pidfd of the process that connected (asm-generic/socket.h; Python does not name it)."""
 
+SO_PEERGROUPS = 59
+"""Linux 4.13: the supplementary groups of the process that connected, as ``gid_t[]``."""
+
 _CREDENTIALS = struct.Struct("iII")
+_GROUPS_BYTES = 1024  # the most that Python asks a socket option for
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """The process that connected. ``pidfd`` turns readable when it has ended; its holder closes it."""
+    """The process that connected. ``pidfd`` turns readable when it has ended; its holder closes it.
+
+    ``gid`` is its primary group and ``groups`` are the supplementary ones, as they were when it connected.
+    """
 
     pid: int
     uid: int
     gid: int
     pidfd: int
+    groups: frozenset[int] = frozenset()
 
 
 def identify(connection: socket.socket) -> Peer:
@@ -34,7 +42,17 @@ def identify(connection: socket.socket) -> Peer:
     """
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, gid = _CREDENTIALS.unpack(raw)
-    return Peer(pid, uid, gid, _peer_pidfd(connection, pid))
+    groups = _peer_groups(connection)
+    return Peer(pid, uid, gid, _peer_pidfd(connection, pid), groups)
+
+
+def _peer_groups(connection: socket.socket) -> frozenset[int]:
+    """Return the peer's supplementary groups; none where the kernel does not tell, or there are more than 256."""
+    try:
+        raw = connection.getsockopt(socket.SOL_SOCKET, SO_PEERGROUPS, _GROUPS_BYTES)
+    except OSError:
+        return frozenset()
+    return frozenset(group for (group,) in struct.iter_unpack("I", raw))
 
 
 def _peer_pidfd(connection: socket.socket, pid: int) -> int:

@@ -1,13 +1,42 @@
-"""Who may do what: the one place where that is decided."""
+"""Who may do what with a pool: the one place where that is decided.
+
+A pool has an owner, a group and a mode, as a file has. Reading is attaching, describing and watching;
+writing is publishing and retiring. Of the mode's three classes the first that a user belongs to
+counts: its group's for a member of the group, else the one for others; execution means nothing. Its
+owner may do both whatever the mode says, so that nobody can lock away memory that is nobody else's to free.
+"""
 
 from __future__ import annotations
 
+from cubroker.server.books import Books
+from cubroker.server.records import Pool, Session
+
 ROOT = 0
+READ, WRITE = 4, 2
 
 
-def may_change(uid: int, owner: int | None, broker: int) -> bool:
-    """Say whether ``uid`` may publish and retire versions of a pool that belongs to ``owner`` (None: to nobody).
+def is_privileged(books: Books, session: Session) -> bool:
+    """Say whether a session is root's, an administrator's, or of the broker's own user: they may do everything."""
+    return session.uid in (ROOT, books.uid) or session.uid in books.policy.admins
 
-    Its owner may, root may, and the user that the broker runs as. Everybody may attach.
-    """
-    return owner is None or uid in (owner, ROOT, broker)
+
+def may_read(books: Books, session: Session, pool: Pool) -> bool:
+    """Say whether a session may attach to, describe and watch a pool; anybody may if nothing of it lives."""
+    return _may(books, session, pool, READ)
+
+
+def may_write(books: Books, session: Session, pool: Pool) -> bool:
+    """Say whether a session may publish and retire versions of a pool; anybody may if nothing of it lives."""
+    return _may(books, session, pool, WRITE)
+
+
+def may_rule(books: Books, session: Session, pool: Pool) -> bool:
+    """Say whether a session may change the mode of a pool, as its owner may."""
+    return pool.owner in (None, session.uid) or is_privileged(books, session)
+
+
+def _may(books: Books, session: Session, pool: Pool, bit: int) -> bool:
+    if may_rule(books, session, pool):
+        return True
+    member = pool.group == session.gid or pool.group in session.groups
+    return bool(pool.mode >> (3 if member else 0) & bit)

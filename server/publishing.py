@@ -6,11 +6,12 @@ from cubroker.protocol import names
 from cubroker.protocol.errors import CubrokerError, Denied, Invalid, NotFound, OverQuota, Retired
 from cubroker.protocol.messages import Done, Failed, PoolChanged, Reply, Retire, Retirement, Seal, Sealed, Watch
 from cubroker.server import waiting, wording
-from cubroker.server.attaching import lease, missing
+from cubroker.server.attaching import check_readable, lease, missing
 from cubroker.server.books import Books
 from cubroker.server.events import Notify
-from cubroker.server.leases import end_if_empty, held, release
-from cubroker.server.permissions import may_change
+from cubroker.server.leases import end_if_empty, held, release, superseded
+from cubroker.server.permissions import may_read, may_write
+from cubroker.server.policy import exceeds
 from cubroker.server.records import Pool, Session, Version, Waiter
 from cubroker.server.states import Cause, State
 
@@ -24,10 +25,13 @@ def seal(books: Books, session: Session, body: Seal) -> Sealed:
     pool = version.pool
     version.move(Cause.SEALED)
     previous, pool.current, pool.draft, pool.last = pool.current, version, None, version.number
+    if version.mode is not None:
+        pool.mode = version.mode
     release(books, draft)
     if previous is not None:
         previous.move(Cause.REPLACED)
-        end_if_empty(books, previous)
+    for old in superseded(pool):  # the one that is no longer kept ends as well
+        end_if_empty(books, old)
     announce(books, pool)
     _serve(books, version)
     books.stirred_pools.append(pool)
@@ -54,10 +58,11 @@ def _lease(books: Books, session: Session, version: Version, device: str | None)
 
 def retire(books: Books, session: Session, body: Retire) -> Retirement:
     """Take a version out of service; it ends with its last lease. Again: say how many it still waits for."""
-    version = find(books, body.name, body.version)
+    known = books.pools.get(body.name)
+    if known is not None and not may_write(books, session, known):
+        raise Denied(wording.not_writable(session.uid, known))
+    version = find(books, session, body.name, body.version)
     pool = version.pool
-    if not may_change(session.uid, pool.owner, books.uid):
-        raise Denied(wording.not_owner(session.uid, pool.name, pool.owner))
     if version is pool.draft:
         raise Invalid(wording.still_draft(version))
     leases = version.leases
@@ -75,7 +80,7 @@ def _retire(books: Books, version: Version) -> None:
         announce(books, pool)
 
 
-def find(books: Books, name: str, number: int) -> Version:
+def find(books: Books, session: Session, name: str, number: int) -> Version:
     """Return a live version, whatever its state (0: the current one); raises ``NotFound`` or ``Retired``."""
     names.check(name)
     pool = books.pools.get(name)
@@ -85,7 +90,7 @@ def find(books: Books, name: str, number: int) -> Version:
             return version
     if 0 < number <= books.last(name):
         raise Retired(wording.retired(name, number, pool.current.number if pool and pool.current else 0))
-    raise NotFound(missing(books, pool, name, number))
+    raise NotFound(missing(books, session, pool, name, number))
 
 
 def watch(books: Books, session: Session, body: Watch) -> Done:
@@ -94,12 +99,23 @@ def watch(books: Books, session: Session, body: Watch) -> Done:
     if not body.on:
         unwatch(books, session, body.name)
         return Done()
-    if body.name not in session.watches and len(session.watches) >= books.limits.watches:
-        raise OverQuota(f"this session watches {books.limits.watches} pools, the most that one may; end some of them")
-    pool = session.watches[body.name] = books.pool(body.name)
-    pool.watchers[session] = None
-    books.effects.append(_notice(session, pool))
+    if (known := books.pools.get(body.name)) is not None:
+        check_readable(books, session, known)
+    if body.name not in session.watches:
+        _begin_watch(books, session, body.name)
+    books.effects.append(_notice(session, books.pools[body.name]))
     return Done()
+
+
+def _begin_watch(books: Books, session: Session, name: str) -> None:
+    user = session.user
+    if len(session.watches) >= books.limits.watches:
+        raise OverQuota(f"this session watches {books.limits.watches} pools, the most that one may; end some of them")
+    if exceeds(user.watches, 1, user.quota.watches):
+        raise OverQuota(wording.too_many_watches(user))
+    pool = session.watches[name] = books.pool(name)
+    pool.watchers[session] = None
+    user.watches += 1
 
 
 def unwatch(books: Books, session: Session, name: str) -> None:
@@ -107,13 +123,15 @@ def unwatch(books: Books, session: Session, name: str) -> None:
     pool = session.watches.pop(name, None)
     if pool is not None:
         del pool.watchers[session]
+        session.user.watches -= 1
         books.stirred_pools.append(pool)
 
 
 def announce(books: Books, pool: Pool) -> None:
-    """Tell everybody who watches a pool which version is current."""
+    """Tell everybody who watches a pool, and may read it, which version is current."""
     for session in pool.watchers:
-        books.effects.append(_notice(session, pool))
+        if may_read(books, session, pool):
+            books.effects.append(_notice(session, pool))
 
 
 def _notice(session: Session, pool: Pool) -> Notify:

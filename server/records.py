@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from cubroker.protocol.messages import Attach, Create
+from cubroker.server.policy import MODE, Quota, exceeds
 from cubroker.server.states import MEMORY, VERSION, Cause, Report, Stage, State, step
 
 STORY = 32
@@ -63,18 +64,57 @@ class Account:
 
 
 @dataclass(slots=True, eq=False)
+class User:
+    """What one user has, all sessions together, and the line of creates that wait for room in its quota.
+
+    ``memory`` counts the bytes of its versions until their device has them back, and those that are set
+    aside for its creates that wait for room; ``layouts`` the encoded layouts of its versions and waiting creates.
+    """
+
+    uid: int
+    quota: Quota
+    sessions: dict[int, Session] = field(default_factory=dict)
+    allocations: dict[int, Allocation] = field(default_factory=dict)
+    memory: int = 0
+    leases: int = 0
+    unfinished: int = 0
+    watches: int = 0
+    layouts: int = 0
+    line: list[Writer] = field(default_factory=list)
+
+    @property
+    def idle(self) -> bool:
+        """Whether it has nothing any more."""
+        return not (self.sessions or self.allocations)
+
+    def place(self, writer: Writer) -> int:
+        """Return where in the line ``writer`` is, or belongs: the line is in order of arrival."""
+        return bisect_left(self.line, writer.arrival, key=_arrival)
+
+    def affords(self, writer: Writer) -> bool:
+        """Whether its quota has room for all that ``writer`` takes, and no earlier one waits for that."""
+        return self.place(writer) == 0 and not exceeds(self.memory, writer.total, self.quota.memory)
+
+
+@dataclass(slots=True, eq=False)
 class Session:
     """One client process. ``connected`` is False while it lives without a connection and still holds leases."""
 
     id: int
     pid: int
-    uid: int
+    user: User
     gid: int
+    groups: frozenset[int] = frozenset()
     connected: bool = True
     leases: dict[int, Lease] = field(default_factory=dict)
     unfinished: dict[int, Waiter] = field(default_factory=dict)
     watches: dict[str, Pool] = field(default_factory=dict)
     story: deque[str] = field(default_factory=_story)
+
+    @property
+    def uid(self) -> int:
+        """The user that its process runs as."""
+        return self.user.uid
 
     @property
     def label(self) -> str:
@@ -96,13 +136,16 @@ class Pool:
     """One name: its live versions, and everybody who waits for or watches it.
 
     ``last`` is the number of the last version published. ``owner`` is the uid that the name belongs
-    to while any version of it lives. ``draft`` is the version being allocated or filled, ``writer``
-    the request whose turn it is until its draft is filled, ``line`` those whose turn comes later.
+    to while any version of it lives; ``group`` and ``mode`` say what others may do. ``draft`` is the
+    version being allocated or filled, ``writer`` the request whose turn it is until its draft is
+    filled, ``line`` those whose turn comes later.
     """
 
     name: str
     last: int
     owner: int | None = None
+    group: int = 0
+    mode: int = MODE
     versions: dict[int, Version] = field(default_factory=dict)
     current: Version | None = None
     draft: Version | None = None
@@ -117,18 +160,25 @@ class Pool:
         """Whether nothing of it lives and nobody waits for or watches it."""
         return not (self.versions or self.writer or self.line or self.readers or self.watchers)
 
+    @property
+    def free(self) -> bool:
+        """Whether somebody could have the turn as its writer."""
+        return self.writer is None and self.draft is None
+
 
 @dataclass(slots=True, eq=False)
 class Version:
-    """One version of a pool, made by user ``owner``; ``writer`` says which session fills or filled it.
+    """One version of a pool, made by ``user``; ``writer`` says which session fills or filled it.
 
     ``layout`` is as it travels; ``nbytes`` is what it describes, per device; ``replicas`` is keyed by device UUID.
+    ``mode`` is what the pool's becomes with its publication, if it is given.
     """
 
     pool: Pool
     number: int
-    owner: int
+    user: User
     writer: str
+    mode: int | None
     share: str
     layout: bytes
     tensors: int
@@ -141,6 +191,11 @@ class Version:
     def label(self) -> str:
         """``name@number``."""
         return f"{self.pool.name}@{self.number}"
+
+    @property
+    def owner(self) -> int:
+        """The uid of whoever made it."""
+        return self.user.uid
 
     def move(self, cause: Cause) -> None:
         """Take the step that the table has for ``cause``, or raise ``Impossible``."""
@@ -191,7 +246,8 @@ class Writer:
     """A create that waits for its turn, for room, or for its memory; ``arrival`` counts requests that waited.
 
     ``sizes`` are those of its allocations, as they are allocated, and ``nbytes`` their sum: what it takes per
-    device. ``content`` is the sum of the sizes as they were asked for.
+    device. ``content`` is the sum of the sizes as they were asked for. ``aside`` says that it is in its
+    user's line, since it could have had its turn but for its user's quota.
     """
 
     arrival: int
@@ -205,7 +261,13 @@ class Writer:
     tensors: int
     content: int
     phase: Phase = Phase.TURN
+    aside: bool = False
     timer: int = 0
+
+    @property
+    def total(self) -> int:
+        """Bytes that it takes of its user's quota: those of all its devices."""
+        return self.nbytes * len(self.accounts)
 
 
 def _arrival(writer: Writer) -> int:

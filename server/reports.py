@@ -13,21 +13,24 @@ from cubroker.protocol.messages import (
     PoolInfo,
     Pools,
 )
+from cubroker.server.attaching import check_readable
 from cubroker.server.books import Books
+from cubroker.server.permissions import may_read
 from cubroker.server.publishing import find
 from cubroker.server.records import Account, Session, Version
 from cubroker.server.states import State
 
 
-def list_pools(books: Books) -> Pools:
-    """Return every live version, by name and number."""
-    pools = sorted(books.pools.values(), key=lambda pool: pool.name)
+def list_pools(books: Books, session: Session) -> Pools:
+    """Return every live version that ``session`` may see, by name and number."""
+    visible = (pool for pool in books.pools.values() if may_read(books, session, pool))
+    pools = sorted(visible, key=lambda pool: pool.name)
     return Pools(tuple(_pool(version) for pool in pools for version in pool.versions.values()))
 
 
-def list_clients(books: Books) -> Clients:
-    """Return every session, in order of arrival."""
-    return Clients(tuple(map(_client, books.sessions.values())))
+def list_clients(books: Books, session: Session) -> Clients:
+    """Return every session, in order of arrival, with its leases on what ``session`` may see."""
+    return Clients(tuple(_client(books, session, other) for other in books.sessions.values()))
 
 
 def list_devices(books: Books) -> DeviceList:
@@ -35,9 +38,17 @@ def list_devices(books: Books) -> DeviceList:
     return DeviceList(tuple(sorted(map(_device, books.accounts.values()), key=lambda device: device.index)))
 
 
-def describe(books: Books, body: Describe) -> Description:
-    """Return the state and layout of one version, a draft too if it is named; raises ``NotFound`` or ``Retired``."""
-    version = find(books, body.name, body.version)
+def describe(books: Books, session: Session, body: Describe) -> Description:
+    """Return the state and layout of one version, a draft too if it is named.
+
+    Raises:
+        Denied: ``session`` may not read the pool.
+        NotFound, Retired: there is no such version, or not any more.
+    """
+    pool = books.pools.get(body.name)
+    if pool is not None:
+        check_readable(books, session, pool)
+    version = find(books, session, body.name, body.version)
     return Description(_pool(version), version.layout)
 
 
@@ -54,16 +65,19 @@ def _pool(version: Version) -> PoolInfo:
         durable=False,
         leases=version.leases,
         owner=version.owner,
+        group=version.pool.group,
+        mode=version.pool.mode,
     )
 
 
-def _client(session: Session) -> ClientInfo:
+def _client(books: Books, asking: Session, session: Session) -> ClientInfo:
+    versions = (lease.version for lease in session.leases.values())
     return ClientInfo(
         session=session.id,
         pid=session.pid,
         uid=session.uid,
         state="connected" if session.connected else "detached",
-        leases=tuple(LeaseInfo(lease.version.pool.name, lease.version.number) for lease in session.leases.values()),
+        leases=tuple(LeaseInfo(v.pool.name, v.number) for v in versions if may_read(books, asking, v.pool)),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cubroker.server.books import Books
 from cubroker.server.events import Allocate, Free
-from cubroker.server.records import Account, Allocation, Version
+from cubroker.server.records import Account, Allocation, User, Version
 from cubroker.server.states import ALLOCATED, PROMISED, Impossible, Report, Stage
 
 GRANULARITY = 2 << 20
@@ -17,10 +17,11 @@ def rounded(nbytes: int) -> int:
 
 
 def allocate(books: Books, version: Version, account: Account, sizes: tuple[int, ...]) -> None:
-    """Promise a version its memory on one device, and have it allocated."""
+    """Promise a version its memory on one device, and have it allocated; its user's quota has it set aside already."""
     allocation = Allocation(next(books.tickets), account, version, sizes, sum(sizes))
     version.replicas[account.device.uuid] = allocation
     books.allocations[allocation.ticket] = account.allocations[allocation.ticket] = allocation
+    version.user.allocations[allocation.ticket] = allocation
     account.promised += allocation.nbytes
     books.effects.append(Allocate(allocation.ticket, account.device.uuid, sizes))
 
@@ -57,6 +58,22 @@ def give_up(books: Books, allocation: Allocation) -> None:
 def take_off(books: Books, allocation: Allocation, report: Report) -> None:
     """Take an allocation off the books: its device has the bytes, so somebody may have room now."""
     shift(allocation, report)
+    user = allocation.version.user
     del books.allocations[allocation.ticket]
     del allocation.account.allocations[allocation.ticket]
+    del user.allocations[allocation.ticket]
     books.stirred_accounts.append(allocation.account)
+    spare(books, user, allocation.nbytes)
+    books.part(user)
+
+
+def spare(books: Books, user: User, nbytes: int) -> None:
+    """Count bytes to a user's quota no longer; whoever is first in its line may have room now."""
+    user.memory -= nbytes
+    stir(books, user)
+
+
+def stir(books: Books, user: User) -> None:
+    """Look again at whoever waits first for room in a user's quota."""
+    if user.line:
+        books.stirred_pools.append(user.line[0].pool)

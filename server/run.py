@@ -7,14 +7,17 @@ import logging
 import os
 import resource
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from cubroker.driver import Device, Driver, DriverError, load
 from cubroker.protocol.directory import REQUEST_SOCKET
 from cubroker.protocol.errors import DeviceFailure, Invalid
+from cubroker.server import config as configuration
 from cubroker.server.broker import Broker
+from cubroker.server.config import Budgets, Config
 from cubroker.server.devices import DeviceMemory
 from cubroker.server.directory import Directory
 from cubroker.server.events import Event
@@ -25,27 +28,44 @@ from cubroker.server.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
 
-DEFAULT_BUDGET = "90%"
+
+def configure(path: Path | None, *, devices: str | None = None, budget: str | None = None) -> Config:
+    """Return the configuration of a file, or what holds without one; what is given here comes before the file.
+
+    Raises:
+        Invalid: the file cannot be read, or says what makes no sense.
+    """
+    descriptors = _raise_descriptors()
+    config = configuration.default(descriptors) if path is None else configuration.read(path, descriptors)
+    return replace(config, devices=devices or config.devices, budget=budget or config.budget)
 
 
-def serve(directory: Path, devices: str, budget: str | None = None, ready: Callable[[], None] | None = None) -> int:
+def serve(
+    directory: Path,
+    devices: str,
+    budget: Budgets | None = None,
+    ready: Callable[[], None] | None = None,
+    config: Config | None = None,
+) -> int:
     """Serve until SIGTERM or SIGINT, and return the exit status.
 
     Args:
         directory: where to serve; made if it is not there.
         devices: ``cuda``, ``cuda:0,1``, ``host:2`` or ``host:2@64MiB``.
-        budget: what the broker may use of each device: ``10GiB``, or a share; ``90%`` by default.
+        budget: what the broker may use of each device: ``10GiB``, or a share; by default as ``config`` says.
         ready: called once when clients are served.
+        config: who may connect and what users may do and have; its directory and devices do not count.
 
     Raises:
         CubrokerError: it cannot start, or another broker serves there.
     """
-    _raise_descriptors()
-    with Directory(directory) as place:
-        return asyncio.run(_serve(place, devices, budget or DEFAULT_BUDGET, ready))
+    config = config or configure(None)
+    config = replace(config, devices=devices, budget=budget or config.budget)
+    with Directory(directory, config.access) as place:
+        return asyncio.run(_serve(place, config, ready))
 
 
-async def _serve(place: Directory, devices: str, budget: str, ready: Callable[[], None] | None) -> int:
+async def _serve(place: Directory, config: Config, ready: Callable[[], None] | None) -> int:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -53,7 +73,7 @@ async def _serve(place: Directory, devices: str, budget: str, ready: Callable[[]
         supervisor = Supervisor(place.requests, place.path / REQUEST_SOCKET)
         undo.push_async_callback(supervisor.stop)
         supervisor.start()  # it comes up while the driver does
-        broker = await _assemble(undo, supervisor, devices, budget)
+        broker = await _assemble(undo, supervisor, config)
         await supervisor.connect(broker.receive, broker.announce_gateway)
         door = Door(place.sessions, broker.admit)
         undo.callback(door.close)
@@ -66,14 +86,15 @@ async def _serve(place: Directory, devices: str, budget: str, ready: Callable[[]
     return 0
 
 
-async def _assemble(undo: AsyncExitStack, supervisor: Supervisor, devices: str, budget: str) -> Broker:
+async def _assemble(undo: AsyncExitStack, supervisor: Supervisor, config: Config) -> Broker:
     """Return a broker over the devices; ``undo`` says farewell, frees their memory and closes them."""
     loop = asyncio.get_running_loop()
-    driver = await asyncio.to_thread(_load, devices)
+    driver = await asyncio.to_thread(_load, config.devices)
     undo.callback(driver.close)
-    budgets = [_grant(device, budget) for device in driver.devices]
+    budgets = _grant(driver.devices, config.budget)
     memory: dict[str, DeviceMemory] = {}
-    broker = Broker(Ledger(budgets, os.geteuid()), memory, driver.spec, supervisor.send)
+    ledger = Ledger(budgets, os.geteuid(), policy=config.policy)
+    broker = Broker(ledger, memory, driver.spec, supervisor.send)
 
     def report(event: Event) -> None:
         loop.call_soon_threadsafe(broker.handle, event)
@@ -99,7 +120,25 @@ def _load(devices: str) -> Driver:
     return driver
 
 
-def _grant(device: Device, budget: str) -> Budget:
+def _grant(devices: Sequence[Device], budgets: Budgets) -> list[Budget]:
+    """Return the budget of every device; raises ``Invalid`` for one that there is not."""
+    if not isinstance(budgets, Mapping):
+        return [_grant_one(device, budgets) for device in devices]
+    known = {configuration.OTHERS, *(name for device in devices for name in _names(device))}
+    for name in budgets:
+        if name not in known:
+            there = ", ".join(" or ".join(_names(device)) for device in devices)
+            raise Invalid(f"a budget for device {name!r}, which is not served; there are {there}, and default")
+    usual = budgets.get(configuration.OTHERS, configuration.DEFAULT_BUDGET)
+    return [_grant_one(device, next((budgets[n] for n in _names(device) if n in budgets), usual)) for device in devices]
+
+
+def _names(device: Device) -> tuple[str, str]:
+    """What a device may be called in the configuration."""
+    return device.uuid, str(device.index)
+
+
+def _grant_one(device: Device, budget: str) -> Budget:
     granted = parse_budget(budget, device.total)
     log.info(
         "device %d: %s, %s, budget %d MiB of %d MiB",
@@ -112,7 +151,8 @@ def _grant(device: Device, budget: str) -> Budget:
     return Budget(device.index, device.uuid, device.name, device.total, granted)
 
 
-def _raise_descriptors() -> None:
-    """Allow as many open files as the system does: a session takes two."""
+def _raise_descriptors() -> int:
+    """Allow as many open files as the system does, and return how many: a session takes two."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard

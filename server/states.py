@@ -5,7 +5,8 @@ else; and nothing here knows who asked for the change.
 
 A *version* begins while its memory is being allocated, becomes a draft once its writer has it, and
 current once that writer seals it. Sealing the next one supersedes it; retiring takes it out of
-service. A superseded or retired version ends with its last lease, a current one never by itself.
+service. A superseded or retired version ends with its last lease, but for the superseded ones that
+the policy keeps; a current one never ends by itself.
 
 An *allocation* is the memory of one version on one device, known by its ticket. Its bytes are
 promised from the moment that it is asked for, allocated once the device has said so, and counted
@@ -39,7 +40,7 @@ class Cause(Enum):
     SEALED = "its writer sealed it"
     REPLACED = "the next version was sealed"
     RETIRED = "somebody retired it"
-    EMPTIED = "its last lease ended"
+    EMPTIED = "nobody holds it or is to have it any more"
 
 
 VERSION: Mapping[State, Mapping[Cause, State]] = {

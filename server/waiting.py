@@ -9,15 +9,18 @@ from __future__ import annotations
 
 from cubroker.protocol.errors import CubrokerError, Invalid, OverQuota
 from cubroker.protocol.messages import Failed, Reply
+from cubroker.server import wording
 from cubroker.server.books import Books
 from cubroker.server.events import DropTimer, Respond, SetTimer
 from cubroker.server.leases import end
+from cubroker.server.policy import exceeds
 from cubroker.server.records import Phase, Reader, Session, Waiter, Writer
+from cubroker.server.room import spare, stir
 from cubroker.server.states import Cause, State
 
 
 def admit(books: Books, session: Session, request: int) -> None:
-    """Raise unless ``session`` may have one more unfinished request, ``request``."""
+    """Raise unless ``session`` and its user may have one more unfinished request, ``request``."""
     if request in session.unfinished:
         raise Invalid(f"request {request} is unfinished; a new request needs a new id")
     if len(session.unfinished) >= books.limits.unfinished:
@@ -25,15 +28,21 @@ def admit(books: Books, session: Session, request: int) -> None:
             f"this session has {books.limits.unfinished} unfinished requests, the most that one may;"
             f" cancel some of them"
         )
+    user = session.user
+    if exceeds(user.unfinished, 1, user.quota.requests):
+        raise OverQuota(wording.too_many_requests(user))
 
 
 def begin(waiter: Waiter) -> None:
     """Put an admitted request on the books."""
+    user = waiter.session.user
     waiter.session.unfinished[waiter.request] = waiter
+    user.unfinished += 1
     if isinstance(waiter, Reader):
         waiter.pool.readers[waiter] = None
     else:
         waiter.pool.line[waiter] = None
+        user.layouts += len(waiter.body.layout)
     waiter.pool.story.append(f"request {waiter.request} of {waiter.session.label} began to wait")
 
 
@@ -55,6 +64,7 @@ def unlimit(books: Books, waiter: Waiter) -> None:
 def leave(books: Books, waiter: Waiter) -> None:
     """Take a request off the books, with all that it was given so far."""
     del waiter.session.unfinished[waiter.request]
+    waiter.session.user.unfinished -= 1
     unlimit(books, waiter)
     if isinstance(waiter, Reader):
         del waiter.pool.readers[waiter]
@@ -65,17 +75,37 @@ def leave(books: Books, waiter: Waiter) -> None:
 
 
 def _step_out(books: Books, writer: Writer) -> None:
+    user = writer.session.user
+    if writer.phase is not Phase.MEMORY:
+        user.layouts -= len(writer.body.layout)
     if writer.phase is Phase.TURN:
         del writer.pool.line[writer]
+        come_back(books, writer)
         return
     writer.pool.writer = None
     if writer.phase is Phase.ROOM:
         leave_lines(books, writer)
+        spare(books, user, writer.total)
         return
     draft = writer.pool.draft
     assert draft is not None
     if draft.state is State.ALLOCATING:
         end(books, draft, Cause.DROPPED)
+
+
+def step_aside(writer: Writer) -> None:
+    """Put a create whose turn it could be into its user's line, so that others may have the turn meanwhile."""
+    if not writer.aside:
+        user, writer.aside = writer.session.user, True
+        user.line.insert(user.place(writer), writer)
+
+
+def come_back(books: Books, writer: Writer) -> None:
+    """Take a create out of its user's line, if it is in it; whoever is next there may have room now."""
+    if writer.aside:
+        user, writer.aside = writer.session.user, False
+        del user.line[user.place(writer)]
+        stir(books, user)
 
 
 def leave_lines(books: Books, writer: Writer) -> None:

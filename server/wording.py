@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from heapq import nlargest
 from itertools import islice
 
-from cubroker.server.records import Account, Phase, Pool, Reader, Version, Waiter, Writer
-from cubroker.server.states import PROMISED, Stage, State
+from cubroker.server.books import Books
+from cubroker.server.permissions import may_read
+from cubroker.server.records import Account, Allocation, Phase, Pool, Reader, Session, User, Version, Waiter, Writer
+from cubroker.server.states import Stage, State
 
 NEAR_NAMES = 32
 NEAR_LENGTH = 48
@@ -17,6 +19,9 @@ NEAR_LENGTH = 48
 Comparing two names costs up to the product of their lengths, and any client may ask for what is not
 there: with these limits the worst names cost some milliseconds, usual ones a third of one.
 """
+
+SURVEY = 1000
+"""Sessions or allocations of one user that are looked at for its largest."""
 
 
 def size(nbytes: int) -> str:
@@ -84,12 +89,101 @@ def no_lease(lease: int) -> str:
     return f"this session holds no lease {lease}; it was closed already, or was never its own"
 
 
-def not_owner(uid: int, name: str, owner: int | None) -> str:
-    """Say that a user may not change a pool."""
+def not_writable(uid: int, pool: Pool) -> str:
+    """Say that a user may not publish or retire versions of a pool."""
     return (
-        f"user {uid} may not publish or retire versions of {name}, which belongs to user {owner};"
-        f" attach to it, or use another name"
+        f"user {uid} may not publish or retire versions of {pool.name}, {_belongs(pool)};"
+        f" use another name, or ask its owner for a mode that lets you"
     )
+
+
+def not_readable(uid: int, pool: Pool) -> str:
+    """Say that a user may not attach to a pool."""
+    return (
+        f"user {uid} may not attach to {pool.name}, describe or watch it, {_belongs(pool)};"
+        f" ask its owner for a mode that lets you"
+    )
+
+
+def not_ruled(uid: int, pool: Pool) -> str:
+    """Say that a user may not change the mode of a pool."""
+    return f"user {uid} may not change the mode of {pool.name}, {_belongs(pool)}; leave the mode out"
+
+
+def _belongs(pool: Pool) -> str:
+    return f"which belongs to user {pool.owner} and group {pool.group}, with mode {pool.mode:03o}"
+
+
+def never_affords(user: User, name: str, nbytes: int) -> str:
+    """Say that a create is larger than its user's whole quota."""
+    assert user.quota.memory is not None
+    return (
+        f"{name} needs {size(nbytes)}, devices taken together, and the quota of user {user.uid} is"
+        f" {size(user.quota.memory)}; ask for a larger quota, or make it smaller"
+    )
+
+
+def too_much_memory(writer: Writer) -> str:
+    """Say that a create has no room in its user's quota, and what takes it."""
+    user = writer.session.user
+    assert user.quota.memory is not None
+    ahead = user.place(writer)
+    line = f", and {ahead} earlier creates of this user wait for room in it" if ahead else ""
+    return (
+        f"{writer.pool.name} needs {size(writer.total)} of the quota of user {user.uid}: of"
+        f" {size(user.quota.memory)}, {size(user.memory)} are used or set aside{_hoard(user)}{line};"
+        f" retire what is not needed, or wait"
+    )
+
+
+def too_many_leases(user: User) -> str:
+    """Say that a user has all the leases that it may have."""
+    most = _most(user, lambda session: len(session.leases))
+    return f"user {user.uid} holds {user.leases} leases of a quota of {user.quota.leases}{most}; close some of them"
+
+
+def too_many_requests(user: User) -> str:
+    """Say that a user has all the requests waiting that it may have."""
+    most = _most(user, lambda session: len(session.unfinished))
+    return (
+        f"user {user.uid} has {user.unfinished} unfinished requests of a quota of {user.quota.requests}{most};"
+        f" cancel some of them"
+    )
+
+
+def too_many_watches(user: User) -> str:
+    """Say that a user has all the watches that it may have."""
+    most = _most(user, lambda session: len(session.watches))
+    return f"user {user.uid} has {user.watches} watches of a quota of {user.quota.watches}{most}; end some of them"
+
+
+def too_many_sessions(uid: int, limit: int | None, user: User | None) -> str:
+    """Say that a user has all the sessions that it may have."""
+    used = len(user.sessions) if user else 0
+    most = _most(user, lambda session: len(session.leases), "leases: ") if user else ""
+    return f"user {uid} has {used} sessions of a quota of {limit}{most}; end some of them"
+
+
+def too_many_layouts(user: User, nbytes: int) -> str:
+    """Say that the broker keeps all the layouts for a user that it does."""
+    assert user.quota.layouts is not None
+    return (
+        f"this layout takes {size(nbytes)}, and those of user {user.uid} take {size(user.layouts)} of a quota of"
+        f" {size(user.quota.layouts)}; retire what is not needed, or describe fewer tensors"
+    )
+
+
+def _most(user: User, count: Callable[[Session], int], what: str = "") -> str:
+    counts = ((count(session), session) for session in islice(user.sessions.values(), SURVEY))
+    largest = nlargest(3, (pair for pair in counts if pair[0]), key=lambda pair: pair[0])
+    words = ", ".join(f"session {session.id} (pid {session.pid}) {number}" for number, session in largest)
+    return f" ({what}{words})" if words else ""
+
+
+def _hoard(user: User) -> str:
+    largest = nlargest(3, islice(user.allocations.values(), SURVEY), key=lambda allocation: allocation.nbytes)
+    words = ", ".join(f"{each.version.label} {size(each.nbytes)} ({_state(each)})" for each in largest)
+    return f"; the largest are {words}" if words else ""
 
 
 def taken(pool: Pool) -> str:
@@ -114,7 +208,7 @@ def never_fits(name: str, nbytes: int, account: Account) -> str:
     )
 
 
-def no_room(writer: Writer) -> str:
+def no_room(books: Books, writer: Writer) -> str:
     """Say which device has no room for a create, and what takes it."""
     account = next((account for account in writer.accounts if account.room < writer.nbytes), None)
     if account is None:
@@ -128,30 +222,34 @@ def no_room(writer: Writer) -> str:
     return (
         f"{writer.pool.name} needs {size(writer.nbytes)} on device {device.uuid}: of its budget of"
         f" {size(device.budget)}, {size(account.allocated)} are allocated and {size(account.promised)} promised"
-        f"{_holders(account)}; retire what is not needed, or wait"
+        f"{_holders(books, writer.session, account)}; retire what is not needed, or wait"
     )
 
 
-def _holders(account: Account) -> str:
+def _holders(books: Books, session: Session, account: Account) -> str:
+    """What takes most of a device, without the names of pools that are not for ``session`` to see."""
     largest = nlargest(3, account.allocations.values(), key=lambda allocation: allocation.nbytes)
     words = []
     for allocation in largest:
         version = allocation.version
-        state = allocation.stage.value if allocation.stage is Stage.FREEING else version.state.value
-        if allocation.stage in PROMISED:
-            state = allocation.stage.value
+        label = version.label if may_read(books, session, version.pool) else "a private pool"
         words.append(
-            f"{version.label} {size(allocation.nbytes)} ({state}, user {version.owner}, {version.leases} leases)"
+            f"{label} {size(allocation.nbytes)} ({_state(allocation)}, user {version.owner}, {version.leases} leases)"
         )
     return f"; the largest are {', '.join(words)}" if words else ""
 
 
-def waited(waiter: Waiter) -> str:
+def _state(allocation: Allocation) -> str:
+    """The state of a version, or of its memory as long as that comes or goes."""
+    return allocation.version.state.value if allocation.stage is Stage.HELD else allocation.stage.value
+
+
+def waited(books: Books, waiter: Waiter) -> str:
     """Say what a request waited for in vain."""
     name, seconds = waiter.pool.name, f"waited {waiter.body.wait:g} s"
     if isinstance(waiter, Reader):
         return f"attach to {name} {seconds} for it to be published: {unpublished(waiter.pool, waiter.body.version)}"
-    return f"create of {name} {seconds} for {waiter.phase.value}: {blocked(waiter)}"
+    return f"create of {name} {seconds} for {waiter.phase.value}: {blocked(books, waiter)}"
 
 
 def unpublished(pool: Pool, number: int) -> str:
@@ -159,9 +257,11 @@ def unpublished(pool: Pool, number: int) -> str:
     return no_version(pool, number) if number else no_current(pool)
 
 
-def blocked(writer: Writer) -> str:
+def blocked(books: Books, writer: Writer) -> str:
     """Say what keeps a create from its draft."""
-    return taken(writer.pool) if writer.phase is Phase.TURN else no_room(writer)
+    if writer.phase is Phase.TURN:
+        return too_much_memory(writer) if writer.pool.free else taken(writer.pool)
+    return no_room(books, writer)
 
 
 def still_draft(version: Version) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import grp
 import json
 import os
 import pwd
@@ -17,8 +18,12 @@ from tests.brokers import BrokerProcess, eventually
 from tests.cli import terminal
 from tests.cli.processes import run
 
-POOL_KEYS = ["name", "version", "state", "nbytes", "tensors", "share", "devices", "durable", "leases", "owner"]
+POOL_KEYS = [
+    *("name", "version", "state", "nbytes", "tensors", "share", "devices", "durable", "leases", "owner"),
+    *("group", "mode"),
+]
 USER = pwd.getpwuid(os.getuid()).pw_name
+GROUP = grp.getgrgid(os.getgid()).gr_name
 
 
 @pytest.fixture
@@ -70,13 +75,15 @@ def test_ls_has_one_object_per_live_version(directory: Path, llama: str) -> None
         "durable": False,
         "leases": 1,
         "owner": os.getuid(),
+        "group": os.getgid(),
+        "mode": 0o644,
     }
 
 
 def test_ls_shows_the_same_as_a_table(directory: Path, llama: str) -> None:
     assert [line.split() for line in lines(directory, "ls")] == [
-        ["POOL", "STATE", "SIZE", "TENSORS", "DEVICES", "LEASES", "OWNER"],
-        ["llama@1", "current", "512", "B", "2", "0,1", "0", USER],
+        ["POOL", "STATE", "SIZE", "TENSORS", "DEVICES", "LEASES", "OWNER", "MODE"],
+        ["llama@1", "current", "512", "B", "2", "0,1", "0", USER, "644"],
     ]
 
 
@@ -113,6 +120,7 @@ def test_show_reads_well(directory: Path, llama: str) -> None:
     uuids = [device["uuid"] for device in document(directory, "devices")]
     assert lines(directory, "show", f"{llama}@1") == [
         f"llama@1: current, 0 leases, owner {USER}",
+        f"mode 644, group {GROUP}",
         "2 tensors, 512 B in 1 allocation, shared by ipc",
         *(f"on {uuid}" for uuid in uuids),
         "",

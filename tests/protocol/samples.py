@@ -9,7 +9,7 @@ from cubroker.protocol import messages as m
 
 SECRET = bytes(range(16))
 LAYOUT = Layout.pack([("model.norm.weight", "BF16", (64,)), ("scalar", "F32", ()), ("none", "U8", (0,))], slab=256)
-INFO = m.PoolInfo("llama", 3, "current", 1024, 3, "ipc", ("GPU-a", "GPU-b"), False, 2, 1000)
+INFO = m.PoolInfo("llama", 3, "current", 1024, 3, "ipc", ("GPU-a", "GPU-b"), False, 2, 1000, 100, 0o640)
 HANDLES = (bytes(64), b"h" * 64)
 
 GREETINGS = (
@@ -22,7 +22,7 @@ REQUESTS = (
     m.Attach("llama", 0, None, 0.0),
     m.Attach("llama", 3, "GPU-a", 0.5),
     m.Create("llama", LAYOUT.encode(), ("GPU-a",), "ipc", 0.0, None),
-    m.Create("llama", LAYOUT.encode(), ("GPU-a", "GPU-b"), "vmm", 604_800.0, "GPU-b"),
+    m.Create("llama", LAYOUT.encode(), ("GPU-a", "GPU-b"), "vmm", 604_800.0, "GPU-b", 0o640),
     m.Seal(1),
     m.Close((1 << 63) - 1),
     m.Cancel(9),

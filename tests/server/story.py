@@ -12,6 +12,7 @@ from cubroker.protocol import messages as m
 from cubroker.protocol.layout import Layout
 from cubroker.server import events as e
 from cubroker.server.ledger import Budget, Ledger, Limits
+from cubroker.server.policy import Policy
 
 MIB = 1 << 20
 BROKER, ALICE, BOB = 1000, 1001, 1002
@@ -22,8 +23,8 @@ GPU1 = Budget(1, "GPU-1", "second", 16 * MIB, 6 * MIB)
 class Story:
     """A ledger, its invariants checked after every event, and the effects that nobody asserted yet."""
 
-    def __init__(self, *devices: Budget, limits: Limits | None = None) -> None:
-        self.ledger = Ledger(devices or (GPU0, GPU1), BROKER, limits)
+    def __init__(self, *devices: Budget, limits: Limits | None = None, policy: Policy | None = None) -> None:
+        self.ledger = Ledger(devices or (GPU0, GPU1), BROKER, limits, policy)
         self.effects: deque[e.Effect] = deque()
 
     def __rshift__(self, event: e.Event) -> Story:
@@ -40,9 +41,9 @@ class Story:
     def end(self) -> None:
         assert not self.effects, f"not in the script: {[*self.effects]}"
 
-    def joins(self, *sessions: int, uid: int = ALICE) -> None:
+    def joins(self, *sessions: int, uid: int = ALICE, gid: int = 100, groups: tuple[int, ...] = ()) -> None:
         for session in sessions:
-            self >> e.Joined(session, 100 + session, uid, 100)
+            self >> e.Joined(session, 100 + session, uid, gid, frozenset(groups))
 
     def quietly(self, *events: e.Event) -> list[e.Effect]:
         """Tell the beginning of a story whose effects are asserted elsewhere; return those of the last event."""
@@ -53,9 +54,17 @@ class Story:
             self.ledger.check()
         return effects
 
-    def publishes(self, session: int, name: str, *, nbytes: int = MIB, devices: tuple[str, ...] = ("GPU-0",)) -> int:
+    def publishes(
+        self,
+        session: int,
+        name: str,
+        *,
+        nbytes: int = MIB,
+        devices: tuple[str, ...] = ("GPU-0",),
+        mode: int | None = None,
+    ) -> int:
         """Have a session create, fill and seal a version; return its number. Uses its requests 900 to 902."""
-        effects = self.quietly(creates(session, 900, name, nbytes, devices=devices))
+        effects = self.quietly(creates(session, 900, name, nbytes, devices=devices, mode=mode))
         for effect in effects:
             assert isinstance(effect, e.Allocate)
             last = self.quietly(e.Allocated(effect.ticket, (handle(effect.ticket),)))
@@ -103,9 +112,10 @@ def creates(
     share: str = "ipc",
     wait: float = 0.0,
     attach: str | None = None,
+    mode: int | None = None,
 ) -> e.Asked:
     made = layout(*sizes)
-    return e.Asked(session, request, m.Create(name, made.encode(), devices, share, wait, attach), made)
+    return e.Asked(session, request, m.Create(name, made.encode(), devices, share, wait, attach, mode), made)
 
 
 def attaches(

@@ -100,6 +100,9 @@ WAITS = 6
 class Mistaken:
     """A ledger that fails at whatever is asked, and goes on; of some events it says what cannot be carried out."""
 
+    def admit(self, uid: int) -> None:
+        """Everybody may come in."""
+
     def handle(self, event: Event) -> list[Effect]:
         match event:
             case Joined():

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from cubroker.protocol.errors import Denied, Invalid, Unavailable
+from cubroker.server.config import Access
 from cubroker.server.directory import Directory
 
 
@@ -62,4 +63,47 @@ def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(Denied, match="choose another directory or user"), Directory(tmp_path):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("access", "before", "after"),
+    [
+        (Access(), 0o700, 0o700),
+        (Access(0o660), 0o700, 0o710),
+        (Access(0o666), 0o700, 0o711),
+        (Access(0o606), 0o700, 0o701),
+        (Access(0o666), 0o755, 0o755),
+    ],
+)
+def test_whoever_may_connect_may_pass_through_the_directory(
+    tmp_path: Path, access: Access, before: int, after: int
+) -> None:
+    path = tmp_path / "run"
+    path.mkdir()
+    path.chmod(before)
+    with Directory(path, access):
+        assert stat.S_IMODE(path.stat().st_mode) == after
+        for name in ("session.sock", "broker.zmq"):
+            assert stat.S_IMODE((path / name).stat().st_mode) == access.mode
+        assert stat.S_IMODE((path / "lock").stat().st_mode) == 0o600
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to any group")
+@pytest.mark.parametrize(("mode", "group"), [(0o700, 4321), (0o755, os.getgid())])
+def test_sockets_and_a_private_directory_belong_to_the_group_that_may_connect(
+    tmp_path: Path, mode: int, group: int
+) -> None:
+    path = tmp_path / "run"
+    path.mkdir()
+    path.chmod(mode)
+    with Directory(path, Access(0o660, 4321)):
+        assert path.stat().st_gid == group
+        for name in ("session.sock", "broker.zmq"):
+            assert (path / name).stat().st_gid == 4321
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may give a file to any group")
+def test_a_group_that_the_broker_is_not_in_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Denied, match="cannot serve in"), Directory(tmp_path, Access(0o660, 4321)):
         pass

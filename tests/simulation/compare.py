@@ -7,6 +7,7 @@ import msgspec
 from cubroker.protocol import messages as m
 from cubroker.server import events as e
 from cubroker.server.ledger import Budget, Ledger, Limits
+from cubroker.server.policy import Policy
 from tests.simulation.model import Model
 from tests.simulation.records import Block, Expected
 
@@ -14,11 +15,18 @@ from tests.simulation.records import Block, Expected
 class Pair:
     """A ledger and a model that have seen the same events."""
 
-    def __init__(self, devices: tuple[Budget, ...], uid: int, limits: Limits) -> None:
-        self.ledger = Ledger(devices, uid, limits)
-        self.model = Model(devices, uid, limits)
+    def __init__(self, devices: tuple[Budget, ...], uid: int, limits: Limits, policy: Policy) -> None:
+        self.ledger = Ledger(devices, uid, limits, policy)
+        self.model = Model(devices, uid, limits, policy)
         self.under_way: list[Block] = []  # asked for and not reported
         self.to_free: list[Block] = []  # to be freed and not reported
+
+    def admits(self, uid: int) -> bool:
+        """Whether a user may open one more session, by both."""
+        refusal = self.ledger.admit(uid)
+        assert refusal is None or (refusal.code == "over_quota" and refusal.message)
+        assert (refusal is None) == self.model.admits(uid)
+        return refusal is None
 
     def handle(self, event: e.Event) -> None:
         """Give an event to both; raises ``AssertionError`` if the effects differ or the ledger contradicts itself."""

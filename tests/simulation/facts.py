@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from cubroker.protocol import messages as m
 from cubroker.server.ledger import Budget, Limits
+from cubroker.server.policy import Policy, Quota
 from tests.simulation.records import Block, Lease, Request, Session, Version
 
 
 class Facts:
     """All that the model knows, in lists, and ways to look it up."""
 
-    def __init__(self, devices: tuple[Budget, ...], uid: int, limits: Limits) -> None:
-        self.devices, self.uid, self.limits = devices, uid, limits
+    def __init__(self, devices: tuple[Budget, ...], uid: int, limits: Limits, policy: Policy) -> None:
+        self.devices, self.uid, self.limits, self.policy = devices, uid, limits, policy
         self.sessions: list[Session] = []
         self.versions: list[Version] = []
         self.blocks: list[Block] = []
@@ -20,6 +21,8 @@ class Facts:
         self.watches: list[tuple[Session, str]] = []
         self.last: dict[str, int] = {}
         self.owners: dict[str, int] = {}
+        self.groups: dict[str, int] = {}
+        self.modes: dict[str, int] = {}
 
     # -- looking things up ---------------------------------------------------------------------
 
@@ -45,8 +48,46 @@ class Facts:
         budget = next(device.budget for device in self.devices if device.uuid == uuid)
         return budget - sum(sum(block.sizes) for block in self.blocks if block.device == uuid)
 
-    def may_change(self, session: Session, name: str) -> bool:
-        return name not in self.owners or session.uid in (0, self.uid, self.owners[name])
+    def rules(self, session: Session, name: str) -> bool:
+        return name not in self.owners or session.uid in {0, self.uid, self.owners[name], *self.policy.admins}
+
+    def may(self, letter: str, session: Session, name: str) -> bool:
+        """Whether the mode, written as ``ls`` does, has ``r`` or ``w`` for the session."""
+        if self.rules(session, name):
+            return True
+        bits = f"{self.modes[name]:09b}"
+        written = "".join(kind if bit == "1" else "-" for kind, bit in zip("rwxrwxrwx", bits, strict=True))
+        return letter in (written[3:6] if self.groups[name] in session.groups else written[6:])
+
+    # -- what users have -----------------------------------------------------------------------
+
+    def quota(self, uid: int) -> Quota:
+        return self.policy.quotas.get(uid, self.policy.quota)
+
+    def memory_of(self, uid: int) -> int:
+        blocks = sum(sum(block.sizes) for block in self.blocks if block.version.owner == uid)
+        return blocks + sum(
+            self.total(request) for request in self.requests if request.waits == "room" and request.session.uid == uid
+        )
+
+    def layouts_of(self, uid: int) -> int:
+        bodies = [version.body for version in self.versions if version.owner == uid]
+        bodies += [
+            request.body
+            for request in self.requests
+            if isinstance(request.body, m.Create) and request.version is None and request.session.uid == uid
+        ]
+        return sum(len(body.layout) for body in bodies)
+
+    def total(self, request: Request) -> int:
+        """Bytes that a create takes on all its devices."""
+        assert isinstance(request.body, m.Create)
+        assert request.layout is not None
+        return sum(-(-size // (2 << 20)) * (2 << 20) for size in request.layout.allocations) * len(request.body.devices)
+
+    @staticmethod
+    def full(used: int, limit: int | None) -> bool:
+        return limit is not None and used >= limit
 
     # -- reports -------------------------------------------------------------------------------
 
@@ -55,13 +96,24 @@ class Facts:
         state = "draft" if version.state == "allocating" else version.state
         nbytes, tensors, leases = sum(layout.allocations), len(layout.tensors), self.holds(version)
         return m.PoolInfo(
-            version.name, version.number, state, nbytes, tensors, "ipc", body.devices, False, leases, version.owner
+            version.name,
+            version.number,
+            state,
+            nbytes,
+            tensors,
+            "ipc",
+            body.devices,
+            False,
+            leases,
+            version.owner,
+            self.groups[version.name],
+            self.modes[version.name],
         )
 
-    def client(self, session: Session) -> m.ClientInfo:
+    def client(self, asking: Session, session: Session) -> m.ClientInfo:
         state = "connected" if session.connected else "detached"
         leases = [lease.version for lease in self.leases if lease.session is session]
-        infos = tuple(m.LeaseInfo(version.name, version.number) for version in leases)
+        infos = tuple(m.LeaseInfo(v.name, v.number) for v in leases if self.may("r", asking, v.name))
         return m.ClientInfo(session.id, session.pid, session.uid, state, infos)
 
     def device(self, device: Budget) -> m.DeviceInfo:

@@ -15,15 +15,24 @@ from cubroker.protocol import messages as m
 from cubroker.protocol.layout import Layout
 from cubroker.server import events as e
 from cubroker.server.ledger import Budget, Limits
+from cubroker.server.policy import Policy, Quota
 from tests.simulation.compare import Pair
 from tests.simulation.model import MIB
 
 Action = tuple[str, tuple[int, ...]]
 
 BROKER = 1000
-UIDS = (BROKER, 1001, 1002, 0, 1001, 1001, 1001)
+ADMIN = 1003
+UIDS = (BROKER, 1001, 1002, 0, 1001, 1001, 1002, ADMIN, 1004)
 DEVICES = (Budget(0, "GPU-0", "first", 16 * MIB, 12 * MIB), Budget(1, "GPU-1", "second", 16 * MIB, 8 * MIB))
 LIMITS = (Limits(), Limits(leases=3, unfinished=3, watches=1))
+SCARCE = Quota(memory=8 * MIB, sessions=4, leases=5, requests=4, watches=2, layouts=60)
+POLICIES = (
+    Policy(),
+    Policy(quota=Quota(memory=8 * MIB), quotas={1002: Quota(memory=4 * MIB), BROKER: Quota()}),
+    Policy(keep=2, mode=0o640, admins=frozenset((ADMIN,))),
+    Policy(keep=1, mode=0o660, admins=frozenset((ADMIN,)), quota=SCARCE, quotas={BROKER: Quota(), 1004: Quota(0)}),
+)
 OBSERVER = 1
 
 # What requests are made of: usual values, and rare ones that are mostly refused.
@@ -37,6 +46,8 @@ DEVICE_SETS = (
 LAYOUTS = (((1,), (2 * MIB,), (3 * MIB, 256), (4 * MIB,), (8 * MIB,)), ((6 * MIB, 6 * MIB), (13 * MIB,), ()))
 SHARES = (("ipc",), ("vmm", "multicast", "wish"))
 WAITS = ((0.0, 5.0, 7.0), (0.0,))
+GROUPS = ((100, (200,)), (100, ()), (200, ()), (300, (100, 200)))
+MODES = ((None, None, None, 0o600, 0o640, 0o660, 0o644, 0o666), (0o604, 0o020, 0))
 OR_ATTACH = ((None, None, "GPU-0"), ("GPU-1", "GPU-9"))
 
 WEIGHTS = {
@@ -67,9 +78,10 @@ def generate(seed: int) -> list[Action]:
     """Return the history of a seed: 30 to 200 actions, after the world that it is played in."""
     chance = random.Random(seed)
     weights = [weight * chance.choice((0.3, 1, 1, 2)) for weight in WEIGHTS.values()]
-    world: list[Action] = [("world", (int(chance.random() < 0.25),)), ("join", (1,)), ("join", (1,)), ("join", (2,))]
+    rules = (int(chance.random() < 0.25), chance.randrange(len(POLICIES)))
+    world: list[Action] = [("world", rules), ("join", (1, 1)), ("join", (1, 2)), ("join", (2, 0))]
     kinds = chance.choices(list(WEIGHTS), weights, k=chance.randrange(30, 200))
-    return world + [(kind, tuple(chance.randrange(1 << 16) for _ in range(7))) for kind in kinds]
+    return world + [(kind, tuple(chance.randrange(1 << 16) for _ in range(8))) for kind in kinds]
 
 
 def choose(choices: Choices[T], number: int) -> T:
@@ -87,8 +99,8 @@ def layout(sizes: tuple[int, ...]) -> tuple[Layout, bytes]:
 class Play:
     """A pair of ledger and model, and the state of those who use it."""
 
-    def __init__(self, tight: int) -> None:
-        self.pair = Pair(DEVICES, BROKER, LIMITS[tight])
+    def __init__(self, tight: int, policy: int) -> None:
+        self.pair = Pair(DEVICES, BROKER, LIMITS[tight], POLICIES[policy])
         self.sessions = OBSERVER
         self.requests = 0
         self.events: list[e.Event] = []
@@ -120,9 +132,11 @@ class Play:
 
     # -- actions -------------------------------------------------------------------------------
 
-    def join(self, uid: int, *_: int) -> None:
-        self.sessions += 1
-        self.tell(e.Joined(self.sessions, 100 + self.sessions, UIDS[uid % len(UIDS)], 100))
+    def join(self, uid: int, groups: int, *_: int) -> None:
+        user, (gid, others) = UIDS[uid % len(UIDS)], GROUPS[groups % len(GROUPS)]
+        if self.pair.admits(user):
+            self.sessions += 1
+            self.tell(e.Joined(self.sessions, 100 + self.sessions, user, gid, frozenset(others)))
 
     def lost(self, session: int, *_: int) -> None:
         self.tell(e.Lost(self.user(session)))
@@ -134,10 +148,12 @@ class Play:
         body = m.Attach(choose(NAMES, name), choose(VERSIONS, version), choose(ANY_DEVICE, device), choose(WAITS, wait))
         self.ask(self.user(session), body)
 
-    def create(self, session: int, name: int, sizes: int, on: int, share: int, wait: int, attach: int) -> None:
+    def create(
+        self, session: int, name: int, sizes: int, on: int, share: int, wait: int, attach: int, mode: int
+    ) -> None:
         made, encoded = layout(choose(LAYOUTS, sizes))
         devices, kind, device = choose(DEVICE_SETS, on), choose(SHARES, share), choose(OR_ATTACH, attach)
-        body = m.Create(choose(NAMES, name), encoded, devices, kind, choose(WAITS, wait), device)
+        body = m.Create(choose(NAMES, name), encoded, devices, kind, choose(WAITS, wait), device, choose(MODES, mode))
         self.ask(self.user(session), body, made)
 
     def _with_lease(self, number: int, body: type[m.Seal | m.Close], *, draft: bool) -> None:
@@ -180,8 +196,10 @@ class Play:
     def describe(self, session: int, name: int, number: int, *_: int) -> None:
         self.ask(self.user(session), m.Describe(*self._version(name, number)))
 
-    def list(self, *_: int) -> None:
+    def list(self, session: int, *_: int) -> None:
         self.observe()
+        for body in (m.ListPools(), m.ListClients()):
+            self.ask(self.user(session), body)
 
     def again(self, number: int, name: int, *_: int) -> None:
         """Ask with the id of a request that is unfinished."""

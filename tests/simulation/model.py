@@ -11,6 +11,7 @@ from cubroker.protocol import messages as m
 from cubroker.protocol.layout import Layout
 from cubroker.server import events as e
 from cubroker.server.ledger import Budget, Limits
+from cubroker.server.policy import Policy
 from tests.simulation.facts import Facts
 from tests.simulation.records import Block, Expected, Lease, Refusal, Request, Session, Version
 
@@ -21,8 +22,8 @@ GOOD_NAMES = ("a", "b", "c")
 class Model(Facts):
     """Takes events, and says what each should have for effects."""
 
-    def __init__(self, devices: tuple[Budget, ...], uid: int, limits: Limits) -> None:
-        super().__init__(devices, uid, limits)
+    def __init__(self, devices: tuple[Budget, ...], uid: int, limits: Limits, policy: Policy) -> None:
+        super().__init__(devices, uid, limits, policy)
         self.out = Expected()
 
     # -- events --------------------------------------------------------------------------------
@@ -31,7 +32,7 @@ class Model(Facts):
         self.out = Expected()
         match event:
             case e.Joined():
-                self.sessions.append(Session(event.session, event.pid, event.uid))
+                self.sessions.append(Session(event.session, event.pid, event.uid, (event.gid, *event.groups)))
             case e.Asked():
                 self.asked(event)
             case e.Lost() | e.Gone():
@@ -87,16 +88,19 @@ class Model(Facts):
                         self.refuse(request, "timeout")
                 return m.Done()
             case m.Retire():
-                return self.retire(session, self.find(body.name, body.version))
+                self.permit("w", session, body.name)
+                return self.retire(self.find(body.name, body.version))
             case m.Watch():
                 return self.watch(session, body)
             case m.Describe():
+                self.permit("r", session, body.name)
                 version = self.find(body.name, body.version)
                 return m.Description(self.info(version), version.body.layout)
             case m.ListPools():
-                return m.Pools(tuple(map(self.info, sorted(self.versions, key=lambda v: (v.name, v.number)))))
+                visible = [version for version in self.versions if self.may("r", session, version.name)]
+                return m.Pools(tuple(map(self.info, sorted(visible, key=lambda v: (v.name, v.number)))))
             case m.ListClients():
-                return m.Clients(tuple(map(self.client, self.sessions)))
+                return m.Clients(tuple(self.client(session, other) for other in self.sessions))
             case m.ListDevices():
                 return m.DeviceList(tuple(map(self.device, self.devices)))
             case _:
@@ -104,7 +108,12 @@ class Model(Facts):
 
     # -- requests ------------------------------------------------------------------------------
 
+    def permit(self, letter: str, session: Session, name: str) -> None:
+        if not self.may(letter, session, name):
+            raise Refusal("denied")
+
     def attach(self, session: Session, number: int, body: m.Attach) -> None:
+        self.permit("r", session, body.name)
         for version in self.of(body.name):
             if version.state == "current" and body.version in (0, version.number):
                 return self.lease(session, number, version, body.device)
@@ -134,21 +143,35 @@ class Model(Facts):
         for device in self.devices:
             if device.uuid in body.devices and sum(self.rounded(layout)) > device.budget:
                 raise Refusal("over_budget")
-        if body.attach is None and not self.may_change(session, body.name):
-            raise Refusal("denied")
-        self.quota(session)
+        if body.attach is None:
+            self.check_writer(session, body)
+        self.check_leases(session)
         request = Request(session, number, body, "turn", layout)
+        quota = self.quota(session.uid)
+        if quota.memory is not None and self.total(request) > quota.memory:
+            raise Refusal("over_quota")
+        if quota.layouts is not None and self.layouts_of(session.uid) + len(body.layout) > quota.layouts:
+            raise Refusal("over_quota")
         self.admit(request)
         self.serve()
         if request in self.requests and request.waits != "memory" and body.wait == 0:
-            self.refuse(request, "exists" if request.waits == "turn" else "over_budget")
+            reason = "exists" if self.busy(body.name) else "over_quota"
+            self.refuse(request, reason if request.waits == "turn" else "over_budget")
         return None
+
+    def check_writer(self, session: Session, body: m.Create) -> None:
+        self.permit("w", session, body.name)
+        if body.mode is not None and not self.rules(session, body.name) and body.mode != self.modes[body.name]:
+            raise Refusal("denied")
 
     def admit(self, request: Request) -> None:
         mine = [other for other in self.requests if other.session is request.session]
         if any(other.id == request.id for other in mine):
             raise Refusal("invalid")
         if len(mine) >= self.limits.unfinished:
+            raise Refusal("over_quota")
+        uid = request.session.uid
+        if self.full(sum(other.session.uid == uid for other in self.requests), self.quota(uid).requests):
             raise Refusal("over_quota")
         self.requests.append(request)
         if request.body.wait and request.waits == "publication":
@@ -160,11 +183,14 @@ class Model(Facts):
             raise Refusal("invalid")
         previous = self.current(version.name)
         version.state = "current"
+        if version.body.mode is not None:
+            self.modes[version.name] = version.body.mode
         self.last[version.name] = version.number
         self.leases.remove(lease)
         if previous is not None:
             previous.state = "superseded"
-            self.end_if_unused(previous)
+        for old in self.of(version.name):
+            self.end_if_unused(old)
         self.announce(version.name)
         for request in list(self.requests):
             if request.body.name == version.name:
@@ -183,9 +209,7 @@ class Model(Facts):
             except Refusal as refusal:
                 self.out.answers[request.session.id, request.id] = refusal.code
 
-    def retire(self, session: Session, version: Version) -> m.Retirement:
-        if not self.may_change(session, version.name):
-            raise Refusal("denied")
+    def retire(self, version: Version) -> m.Retirement:
         if version.state in ("allocating", "draft"):
             raise Refusal("invalid")
         was, version.state = version.state, "retired"
@@ -201,8 +225,12 @@ class Model(Facts):
         if not body.on:
             self.watches = [watch for watch in self.watches if watch != (session, body.name)]
             return m.Done()
+        self.permit("r", session, body.name)
         if not watching:
             if sum(watcher is session for watcher, _ in self.watches) >= self.limits.watches:
+                raise Refusal("over_quota")
+            users = sum(watcher.uid == session.uid for watcher, _ in self.watches)
+            if self.full(users, self.quota(session.uid).watches):
                 raise Refusal("over_quota")
             self.watches.append((session, body.name))
         self.notice(session, body.name)
@@ -211,22 +239,28 @@ class Model(Facts):
     # -- leases and memory ---------------------------------------------------------------------
 
     def lease(self, session: Session, number: int, version: Version, uuid: str | None) -> None:
+        self.permit("r", session, version.name)
         blocks = self.blocks_of(version)
         if uuid is None and len(blocks) > 1:
             raise Refusal("invalid")
         block = next((block for block in blocks if uuid in (None, block.device)), None)
         if block is None:
             raise Refusal("not_found")
-        self.quota(session)
+        self.check_leases(session)
         self.leases.append(Lease(session, version))
         self.out.leases[session.id, number] = self.leases[-1]
         self.out.answers[session.id, number] = m.Attached(
             0, version.name, version.number, block.device, version.body.share, version.body.layout, block.handles
         )
 
-    def quota(self, session: Session) -> None:
+    def check_leases(self, session: Session) -> None:
         if sum(lease.session is session for lease in self.leases) >= self.limits.leases:
             raise Refusal("over_quota")
+        if self.full(sum(lease.session.uid == session.uid for lease in self.leases), self.quota(session.uid).leases):
+            raise Refusal("over_quota")
+
+    def admits(self, uid: int) -> bool:
+        return not self.full(sum(session.uid == uid for session in self.sessions), self.quota(uid).sessions)
 
     def own(self, session: Session, number: int) -> Lease:
         for lease in self.leases:
@@ -241,8 +275,12 @@ class Model(Facts):
         self.end_if_unused(lease.version)
 
     def end_if_unused(self, version: Version) -> None:
-        if version.state in ("superseded", "retired") and not self.holds(version):
+        if version.state in ("superseded", "retired") and not self.holds(version) and not self.kept(version):
             self.end(version)
+
+    def kept(self, version: Version) -> bool:
+        newer = [v for v in self.of(version.name) if v.state == "superseded" and v.number > version.number]
+        return version.state == "superseded" and len(newer) < self.policy.keep
 
     def end(self, version: Version) -> None:
         for block in self.blocks_of(version):
@@ -251,7 +289,7 @@ class Model(Facts):
         version.state = "ended"
         self.versions.remove(version)
         if not self.of(version.name):
-            del self.owners[version.name]
+            del self.owners[version.name], self.groups[version.name], self.modes[version.name]
 
     def memory(self, event: e.Allocated | e.NotAllocated | e.Freed) -> None:
         block = next((block for block in self.blocks if block.ticket == event.ticket), None)
@@ -272,7 +310,7 @@ class Model(Facts):
 
     def filled(self, request: Request, version: Version) -> None:
         try:
-            self.quota(request.session)
+            self.check_leases(request.session)
         except Refusal as refusal:
             return self.refuse(request, refusal.code)
         version.state = "draft"
@@ -326,13 +364,7 @@ class Model(Facts):
     def serve_one(self) -> bool:
         creates = [request for request in self.requests if isinstance(request.body, m.Create)]
         for request in creates:
-            name = request.body.name
-            busy = self.drafted(name) or any(r.waits == "room" and r.body.name == name for r in creates)
-            if request.waits == "turn" and not busy:
-                if self.may_change(request.session, name):
-                    request.waits = "room"
-                else:
-                    self.refuse(request, "denied")
+            if request.waits == "turn" and not self.busy(request.body.name) and self.offer(request, creates):
                 return True
         taken: set[str] = set()
         for request in creates:
@@ -342,6 +374,29 @@ class Model(Facts):
                     return True
                 taken |= set(request.body.devices)
         return False
+
+    def busy(self, name: str) -> bool:
+        return self.drafted(name) or any(r.waits == "room" and r.body.name == name for r in self.requests)
+
+    def offer(self, request: Request, creates: list[Request]) -> bool:
+        """Give a create its turn, or refuse it, or let it step aside: False."""
+        assert isinstance(request.body, m.Create)
+        try:
+            self.check_writer(request.session, request.body)
+        except Refusal as refusal:
+            self.refuse(request, refusal.code)
+            return True
+        uid = request.session.uid
+        earlier = creates[: creates.index(request)]
+        limit = self.quota(uid).memory
+        if any(other.aside and other.session.uid == uid for other in earlier) or (
+            limit is not None and self.memory_of(uid) + self.total(request) > limit
+        ):
+            request.aside = True
+            return False
+        request.aside = False
+        request.waits = "room"
+        return True
 
     def grant(self, request: Request, body: m.Create) -> bool:
         assert request.layout is not None
@@ -355,7 +410,10 @@ class Model(Facts):
         number = self.last.get(body.name, 0) + 1
         request.version = Version(body.name, number, request.session.uid, body, request.layout)
         self.versions.append(request.version)
-        self.owners.setdefault(body.name, request.session.uid)
+        if body.name not in self.owners:
+            self.owners[body.name] = request.session.uid
+            self.groups[body.name] = request.session.groups[0]
+            self.modes[body.name] = self.policy.mode if body.mode is None else body.mode
         for uuid in body.devices:
             self.blocks.append(Block(request.version, uuid, sizes))
             self.out.blocks.append(self.blocks[-1])
@@ -380,7 +438,7 @@ class Model(Facts):
 
     def announce(self, name: str) -> None:
         for session, watched in self.watches:
-            if watched == name:
+            if watched == name and self.may("r", session, name):
                 self.notice(session, name)
 
     def notice(self, session: Session, name: str) -> None:

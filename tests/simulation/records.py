@@ -13,6 +13,7 @@ class Session:
     id: int
     pid: int
     uid: int
+    groups: tuple[int, ...] = ()
     connected: bool = True
 
 
@@ -47,7 +48,10 @@ class Lease:
 
 @dataclass(eq=False)
 class Request:
-    """A request that is not answered; ``waits`` for publication, turn, room or memory."""
+    """A request that is not answered; ``waits`` for publication, turn, room or memory.
+
+    ``aside`` says that it could have had its turn but for its user's quota.
+    """
 
     session: Session
     id: int
@@ -56,6 +60,7 @@ class Request:
     layout: Layout | None = None
     version: Version | None = None
     timed: bool = False
+    aside: bool = False
     timer: int = 0
 
 

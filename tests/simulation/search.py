@@ -14,8 +14,8 @@ OBSERVE_EVERY = 16
 
 def attempt(history: Sequence[Action]) -> tuple[Play, Exception | None]:
     """Play a history to its end; return the game as far as it went, and what went wrong."""
-    (_, (tight,)), *actions = history
-    game = Play(tight)
+    (_, world), *actions = history
+    game = Play(*world)
     try:
         for number, action in enumerate(actions):
             game.do(action)

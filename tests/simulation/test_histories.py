@@ -4,10 +4,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from cubroker.server import drafts
+from cubroker.server import drafts, leases, permissions
 from cubroker.server.events import Effect, Event
 from cubroker.server.ledger import Ledger
-from cubroker.server.records import Account
+from cubroker.server.policy import exceeds
+from cubroker.server.records import Account, User
+from cubroker.server.states import State
 from tests.simulation.search import explain, search
 from tests.simulation.shrink import shrink
 
@@ -45,6 +47,22 @@ def test_a_ledger_that_frees_under_a_lease_is_found(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(Ledger, "handle", closing)
     assert explain(0) is not None or search(range(100)) is not None
+
+
+def test_a_ledger_that_lets_a_users_later_creates_overtake_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(User, "place", lambda user, writer: user.line.index(writer) if writer in user.line else 0)
+    monkeypatch.setattr(User, "affords", lambda user, writer: not exceeds(user.memory, writer.total, user.quota.memory))
+    assert search(range(500)) is not None
+
+
+def test_a_ledger_that_keeps_what_was_superseded_too_long_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases, "is_kept", lambda books, version: version.state is State.SUPERSEDED)
+    assert search(range(100)) is not None
+
+
+def test_a_ledger_that_asks_for_no_permission_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(permissions, "may_rule", lambda books, session, pool: True)
+    assert search(range(100)) is not None
 
 
 def test_a_shrunk_history_has_nothing_to_leave_out() -> None:

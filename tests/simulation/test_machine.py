@@ -4,7 +4,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from tests.simulation.histories import WEIGHTS, Play
+from tests.simulation.histories import POLICIES, WEIGHTS, Play
 
 NUMBER = st.integers(0, (1 << 16) - 1)
 
@@ -12,15 +12,15 @@ NUMBER = st.integers(0, (1 << 16) - 1)
 class LedgerMachine(RuleBasedStateMachine):
     """The same actions as in the random histories, chosen and shrunk by Hypothesis."""
 
-    @initialize(tight=st.integers(0, 1))
-    def begin(self, tight: int) -> None:
-        self.game = Play(tight)
+    @initialize(tight=st.integers(0, 1), policy=st.integers(0, len(POLICIES) - 1))
+    def begin(self, tight: int, policy: int) -> None:
+        self.game = Play(tight, policy)
         for uid in range(3):
-            self.game.join(uid)
+            self.game.join(uid, uid)
 
     @rule(
         kind=st.sampled_from([kind for kind, weight in WEIGHTS.items() for _ in range(weight)]),
-        numbers=st.tuples(*[NUMBER] * 7),
+        numbers=st.tuples(*[NUMBER] * 8),
     )
     def act(self, kind: str, numbers: tuple[int, ...]) -> None:
         self.game.do((kind, numbers))

@@ -1,0 +1,62 @@
+"""What users may do and have, as plain data: quotas, administrators, and how pools begin and are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+MODE = 0o644
+"""A pool that says nothing else: whoever reaches the broker may attach, its owner publishes and retires."""
+
+MAX_KEEP = 1000
+"""The most superseded versions of a pool that can be asked to be kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """What one user may have at once, all sessions together; None: as much as there is.
+
+    Attributes:
+        memory: bytes of device memory, summed over all devices: allocated, promised, and set aside for a
+            create that waits for room.
+        sessions: sessions, detached ones included. Each takes two of the broker's descriptors.
+        leases: leases on versions.
+        requests: requests that wait.
+        watches: watched names.
+        layouts: bytes of the encoded layouts of the user's versions and waiting creates, in the broker's own memory.
+    """
+
+    memory: int | None = None
+    sessions: int | None = None
+    leases: int | None = None
+    requests: int | None = None
+    watches: int | None = None
+    layouts: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """The rules of one broker.
+
+    Attributes:
+        keep: superseded versions per pool, the newest ones, that stay although nobody has a lease on them.
+        mode: the mode of a pool whose creator gave none.
+        admins: users who may do everything, as root and the broker's own user may.
+        quota: what every user may have, but for those in ``quotas``.
+        quotas: what certain users may have, by uid.
+    """
+
+    keep: int = 0
+    mode: int = MODE
+    admins: frozenset[int] = frozenset()
+    quota: Quota = Quota()
+    quotas: Mapping[int, Quota] = field(default_factory=dict)
+
+    def quota_of(self, uid: int) -> Quota:
+        """Return what a user may have."""
+        return self.quotas.get(uid, self.quota)
+
+
+def exceeds(used: int, more: int, limit: int | None) -> bool:
+    """Say whether ``more`` on top of ``used`` is over a limit (None: there is none)."""
+    return limit is not None and used + more > limit

@@ -1,0 +1,174 @@
+"""Real processes of several users, over real sockets."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from cubroker.protocol.messages import Attach, Failed, Refused
+from tests.brokers import BrokerProcess, eventually
+from tests.server.clients import connect, greet, session
+from tests.server.visitor import visiting
+
+ALICE, BOB, EVE = 4001, 4002, 4003
+STAFF = 5000
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can run processes as other users")
+
+
+class Configured(BrokerProcess):
+    """A broker with a configuration file."""
+
+    def __init__(self, directory: Path, text: str) -> None:
+        self.file = directory.with_name("cubroker.toml")
+        self.file.write_text(text)
+        super().__init__(directory)
+
+    def command(self) -> list[str]:
+        return [*super().command(), "--config", str(self.file)]
+
+
+@contextmanager
+def configured(text: str) -> Iterator[Configured]:
+    with tempfile.TemporaryDirectory(prefix="cubroker-") as folder:
+        Path(folder).chmod(0o755)
+        broker = Configured(Path(folder) / "run", text)
+        try:
+            yield broker
+        finally:
+            try:
+                broker.stop()
+            finally:
+                broker.kill()
+
+
+@needs_root
+def test_a_pool_is_for_whom_its_mode_says() -> None:
+    text = f"mode = 0o640\nadmins = [{EVE}]\n[sockets]\nmode = 0o666"
+    with (
+        configured(text) as broker,
+        visiting(broker.directory, ALICE, STAFF) as alice,
+        visiting(broker.directory, BOB, BOB, STAFF) as mate,
+        visiting(broker.directory, BOB, BOB) as stranger,
+        visiting(broker.directory, EVE, EVE) as admin,
+    ):
+        assert alice("publish", "llama") == 1
+        for user in (alice, mate, admin):
+            assert user("attach", "llama") == [1, ALICE % 251]
+            (pool,) = user("pools")
+            assert (pool["owner"], pool["group"], pool["mode"]) == (ALICE, STAFF, 0o640)
+        assert stranger("pools") == []
+        code, message = stranger.refused("attach", "llama")
+        assert code == "denied"
+        assert f"user {BOB} may not attach to llama" in message
+        assert mate.refused("publish", "llama")[0] == "denied"
+        assert mate.refused("retire", "llama")[0] == "denied"
+        assert alice("publish", "llama", 0o660) == 2
+        assert mate("publish", "llama") == 3
+        assert admin("retire", "llama") == ["Retirement", 3, 0]
+        said = f"(user {BOB}) was refused: user {BOB} may not "
+        eventually(lambda: broker.log().count(said) == 3, "three lines in the log")
+        assert f"{said}attach to llama" in broker.log()
+
+
+@needs_root
+def test_who_is_refused_all_the_time_does_not_fill_the_log() -> None:
+    with (
+        configured("mode = 0o600\n[sockets]\nmode = 0o666") as broker,
+        visiting(broker.directory, ALICE, ALICE) as alice,
+        visiting(broker.directory, BOB, BOB) as bob,
+    ):
+        alice("publish", "llama")
+        for _ in range(200):
+            assert bob.refused("attach", "llama")[0] == "denied"
+        broker.stop()
+        assert 0 < broker.log().count("may not attach") < 100
+
+
+@needs_root
+def test_a_user_that_uses_up_its_quota_leaves_that_of_others_untouched() -> None:
+    text = f"keep = 1\n[sockets]\nmode = 0o666\n[quota]\nmemory = '4MiB'\nsessions = 1\n[quotas.{EVE}]\nmemory = 0"
+    with (
+        configured(text) as broker,
+        visiting(broker.directory, ALICE, ALICE) as alice,
+        visiting(broker.directory, ALICE, ALICE) as again,
+        visiting(broker.directory, BOB, BOB) as bob,
+        visiting(broker.directory, EVE, EVE) as eve,
+    ):
+        assert [alice("publish", name) for name in ("a", "a")] == [1, 2]
+        assert alice("attach", "a", 1) == [1, ALICE % 251]
+        code, message = alice.refused("publish", "b")
+        assert code == "over_quota"
+        assert "a@1 2 MiB (superseded)" in message
+        code, message = again.refused("hello")
+        assert code == "over_quota"
+        assert f"user {ALICE} has 1 sessions of a quota of 1" in message
+        assert bob("publish", "b") == 1
+        code, message = eve.refused("publish", "c")
+        assert code == "over_quota"
+        assert f"c needs 2 MiB, devices taken together, and the quota of user {EVE} is 0 bytes" in message
+
+
+@needs_root
+def test_only_the_group_of_the_sockets_may_connect() -> None:
+    with (
+        configured(f"[sockets]\ngroup = {STAFF}") as broker,
+        visiting(broker.directory, ALICE, STAFF) as alice,
+        visiting(broker.directory, BOB, BOB, STAFF) as bob,
+        visiting(broker.directory, EVE, EVE) as eve,
+    ):
+        assert alice("publish", "a") == 1
+        assert bob("attach", "a") == [1, ALICE % 251]
+        assert eve.refused("hello")[0] == "denied"
+
+
+def test_a_session_too_many_is_refused_and_there_is_room_when_one_ends() -> None:
+    with configured("[quota]\nsessions = 2") as broker, session(broker.directory) as first:
+        with session(broker.directory):
+            with connect(broker.directory) as third:
+                refused = greet(third)
+            assert isinstance(refused, Refused)
+            assert refused.code == "over_quota"
+            assert "has 2 sessions of a quota of 2" in refused.message
+            eventually(lambda: "has 2 sessions of a quota of 2" in broker.log(), "a line in the log")
+        eventually(lambda: len(first.clients()) == 1, "the second session to end")
+        with session(broker.directory) as third_again:
+            assert len(third_again.clients()) == 2
+
+
+def test_leases_of_several_sessions_count_together() -> None:
+    with (
+        configured("[quota]\nleases = 1") as broker,
+        session(broker.directory) as one,
+        session(broker.directory) as two,
+    ):
+        one.publish("a")
+        one.attach("a")
+        assert two.ask(Attach("a", 0, None, 0.0), Failed).code == "over_quota"
+
+
+def test_budgets_may_differ_from_device_to_device() -> None:
+    with configured("[budget]\ndefault = '50%'\n1 = '2MiB'") as broker, session(broker.directory) as client:
+        assert [device.budget for device in client.devices()] == [32 << 20, 2 << 20]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[budget]\n7 = '2MiB'", "a budget for device '7', which is not served; there are HOST-"),
+        ("kep = 1", "there is no setting kep; did you mean keep?"),
+    ],
+)
+def test_a_broker_does_not_start_with_a_configuration_that_makes_no_sense(tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "cubroker.toml"
+    file.write_text(text)
+    command = [sys.executable, "-m", "cubroker.server", tmp_path / "run", "--devices", "host:1", "--config", file]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert said in done.stderr

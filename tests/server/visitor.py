@@ -1,0 +1,94 @@
+"""A client process of any user: ``python -m tests.server.visitor DIRECTORY UID GID [GROUP …]``, started by root.
+
+It takes one JSON list per line, a command and its arguments, and answers each with one line: what came of
+it, or ``{"code", "message"}`` of a refusal. It opens its session with the first command.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from cubroker.client import Broker
+from cubroker.protocol import CubrokerError, Layout
+
+ROOT = Path(__file__).parents[2]
+LAYOUT = Layout.pack([("x", "U8", (1 << 20,))])
+
+
+class Visitor:
+    """Such a process, seen from the test that started it."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    def __call__(self, command: str, *arguments: object) -> Any:
+        assert self._process.stdin
+        assert self._process.stdout
+        self._process.stdin.write(json.dumps([command, *arguments]) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+    def refused(self, command: str, *arguments: object) -> tuple[str, str]:
+        """Return the code and the message of a refusal."""
+        answer = self(command, *arguments)
+        return answer["code"], answer["message"]
+
+
+@contextmanager
+def visiting(directory: Path, uid: int, gid: int, *groups: int) -> Iterator[Visitor]:
+    """A client of user ``uid`` for the length of a block."""
+    command = [sys.executable, "-m", "tests.server.visitor", str(directory), *map(str, (uid, gid, *groups))]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield Visitor(process)
+        finally:
+            process.kill()
+
+
+def _publish(broker: Broker, name: str, mode: int | None = None) -> int:
+    with broker.create(name, LAYOUT, mode=mode) as draft:
+        draft["x"].copy_from(bytes([os.getuid() % 251]) * (1 << 20))
+        return draft.seal()
+
+
+def _attach(broker: Broker, name: str, version: int | None = None) -> list[int]:
+    with broker.attach(name, version=version) as pool:
+        return [pool.version, pool["x"].tobytes()[-1]]
+
+
+COMMANDS: dict[str, Callable[..., Any]] = {
+    "hello": lambda broker: broker.session,
+    "publish": _publish,
+    "attach": _attach,
+    "retire": lambda broker, name: msgspec.to_builtins(broker.retire(name)),
+    "pools": lambda broker: msgspec.to_builtins(broker.pools()),
+}
+
+
+def main() -> None:
+    directory, uid, gid, *groups = sys.argv[1:]
+    os.setgroups([int(group) for group in groups])
+    os.setgid(int(gid))
+    os.setuid(int(uid))
+    broker: Broker | None = None
+    for line in sys.stdin:
+        command, *arguments = json.loads(line)
+        try:
+            broker = broker or Broker(directory)
+            answer = COMMANDS[command](broker, *arguments)
+        except CubrokerError as error:
+            answer = {"code": error.code, "message": error.message}
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()
