@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from cubroker.client import Broker
 from cubroker.protocol.layout import Layout
 from cubroker.protocol.messages import Close, Create, Created, Done, Failed, Refused, Welcome
 from tests.brokers import BrokerProcess, eventually
@@ -106,14 +107,13 @@ def after_the_death_of_its_gateway(broker: BrokerProcess, free: int) -> str:
         return outcome()
 
 
-def test_a_gateway_that_cannot_be_started_is_started_when_there_are_descriptors_again(
-    broker: BrokerProcess, client: RawClient
-) -> None:
+def test_a_gateway_that_cannot_be_started_is_started_when_there_are_descriptors_again(broker: BrokerProcess) -> None:
     def counts() -> tuple[int, int]:
         return descriptors(broker.pid), descriptors(gateway_of(broker.pid))
 
-    devices, before = client.devices(), counts()
-    for free, outcome in ((0, "there is none"), (3, "there is none"), (ENOUGH, "there is another")):
-        assert after_the_death_of_its_gateway(broker, free) == outcome
-        assert client.devices() == devices
-        eventually(lambda: counts() == before, f"{before} descriptors")
+    with Broker(broker.directory) as client:  # it asks again, where a request went with the gateway
+        devices, before = client.devices(), counts()
+        for free, outcome in ((0, "there is none"), (3, "there is none"), (ENOUGH, "there is another")):
+            assert after_the_death_of_its_gateway(broker, free) == outcome
+            assert client.devices() == devices
+            eventually(lambda: counts() == before, f"{before} descriptors")
