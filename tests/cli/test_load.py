@@ -55,6 +55,13 @@ def test_a_load_goes_to_the_devices_that_were_named_in_slabs_that_were_asked_for
     assert len(layout.allocations) > 1
 
 
+def test_a_load_gives_a_pool_its_mode_and_the_next_one_keeps_it(directory: Path, path: Path) -> None:
+    for version, options in ((1, ("--mode", "640")), (2, ()), (3, ("--mode", "0600"))):
+        assert run("load", "x", path, *options, "--directory", directory).returncode == 0
+        with Broker(directory) as broker:
+            assert broker.describe("x", version)[0].mode == (0o600 if version == 3 else 0o640)
+
+
 def test_if_absent_loads_once(directory: Path, path: Path) -> None:
     arguments = ("load", "x", path, "--if-absent", "--directory", directory)
     with started(*arguments) as first, started(*arguments) as second:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.processes import DEADLINE, run, started
+from tests.cli.processes import DEADLINE, environment, run, started
 
 
 @pytest.fixture
@@ -50,6 +50,46 @@ def test_a_budget_beyond_the_device_is_refused(directory: Path) -> None:
     done = run("serve", "--devices", "host:1@64MiB", "--budget", "1GiB", "--directory", directory)
     assert done.returncode == 1
     assert "budget of 1GiB" in done.stderr
+
+
+def test_options_come_before_the_environment_and_that_before_the_file(directory: Path) -> None:
+    file, named = directory.with_name("cubroker.toml"), directory.with_name("named")
+    file.write_text(f'directory = "{directory}"\ndevices = "host:1@64MiB"\nbudget = "50%"\n')
+    cases = (
+        ((), {}, directory, "host:1@64MiB", 32 << 20),
+        ((), {"CUBROKER_DIR": str(named)}, named, "host:1@64MiB", 32 << 20),
+        (
+            ("--directory", directory, "--budget", "25%"),
+            {"CUBROKER_DIR": str(named)},
+            directory,
+            "host:1@64MiB",
+            16 << 20,
+        ),
+        (("--devices", "host:1@32MiB"), {}, directory, "host:1@32MiB", 16 << 20),
+    )
+    for options, names, place, devices, budget in cases:
+        with started("serve", "--config", file, *options, env=environment(**names)) as broker:
+            assert broker.stdout is not None
+            assert broker.stdout.readline() == f"cubroker: serving {devices} in {place}\n"
+            assert f'"budget": {budget}' in run("devices", "--json", "--directory", place).stdout
+            broker.terminate()
+            broker.communicate(timeout=DEADLINE)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("kep = 1", "there is no setting kep; did you mean keep?"),
+        ('devices = "tpu:1"', "devices is 'tpu:1'; "),
+    ],
+)
+def test_a_configuration_that_makes_no_sense_is_one_line_and_status_1(directory: Path, text: str, said: str) -> None:
+    file = directory.with_name("cubroker.toml")
+    file.write_text(text)
+    done = run("serve", "--config", file, "--directory", directory)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith(f"cubroker: {file}: {said}")
 
 
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="needs a machine without a GPU")

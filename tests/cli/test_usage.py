@@ -21,6 +21,8 @@ from tests.cli.processes import environment, run
         ["load", "no name", "x.safetensors"],
         ["load", "llama", "x.safetensors", "--share", "magic"],
         ["load", "llama", "x.safetensors", "--slab", "much"],
+        ["load", "llama", "x.safetensors", "--mode", "rw-"],
+        ["load", "llama", "x.safetensors", "--mode", "1777"],
         ["load", "llama", "x.safetensors", "--device", "0,0"],
         ["load", "llama", "x.safetensors", "--wait", "-1"],
         ["show"],

@@ -277,3 +277,12 @@ def test_a_broker_that_is_dropped_leaves_its_pools_alone(client: Broker, name: s
 def test_nobody_there_is_answered_with_how_to_start_one(tmp_path: Path) -> None:
     with pytest.raises(Unavailable, match=f"start one with: cubroker serve --directory {tmp_path}"):
         Broker(tmp_path)
+
+
+def test_a_mode_is_the_pools_and_one_that_cannot_be_is_refused(client: Broker, name: str) -> None:
+    with pytest.raises(Invalid, match="0o1000"):
+        client.create(name, LAYOUT, mode=0o1000)
+    with client.attach_or_create(name, LAYOUT, mode=0o604) as draft:
+        assert isinstance(draft, Draft)
+        draft.seal()
+    assert client.describe(name)[0].mode == 0o604

@@ -34,17 +34,18 @@ def ended(pidfd: int) -> bool:
 
 
 class Without:
-    """A connection on a kernel without SO_PEERPIDFD, or where asking for it fails."""
+    """A connection on a kernel without an option, or where asking for it fails."""
 
-    def __init__(self, connection: socket.socket, failure: int) -> None:
+    def __init__(self, connection: socket.socket, failure: int, option: int = peers.SO_PEERPIDFD) -> None:
         self._connection = connection
         self._failure = failure
+        self._option = option
 
     def fileno(self) -> int:
         return self._connection.fileno()
 
     def getsockopt(self, level: int, option: int, *size: int) -> bytes | int:
-        if option == peers.SO_PEERPIDFD:
+        if option == self._option:
             raise OSError(self._failure, os.strerror(self._failure))
         return self._connection.getsockopt(level, option, *size)
 
@@ -82,3 +83,17 @@ def test_a_process_that_is_gone_is_reported_as_such(listener: socket.socket) -> 
                 peers.identify(Without(connection, failure))  # type: ignore[arg-type]
         with pytest.raises(OSError, match="Too many open files"):
             peers.identify(Without(connection, errno.EMFILE))  # type: ignore[arg-type]
+
+
+def test_the_groups_of_a_process_are_known_where_the_kernel_tells_them(listener: socket.socket) -> None:
+    with visitor(listener) as process:
+        connection, _ = listener.accept()
+        with connection:
+            peer = peers.identify(connection)
+            assert peer.groups == frozenset(os.getgroups())
+            os.close(peer.pidfd)
+            silent = Without(connection, errno.ENOPROTOOPT, peers.SO_PEERGROUPS)
+            peer = peers.identify(silent)  # type: ignore[arg-type]
+            assert peer.groups == frozenset()
+            os.close(peer.pidfd)
+        process.kill()
