@@ -15,14 +15,14 @@ from pathlib import Path
 
 import pytest
 
+from cubroker.client import Broker
 from cubroker.protocol.directory import MAX_PATH, SESSION_SOCKET
 from cubroker.protocol.errors import Unavailable
-from cubroker.protocol.messages import GatewayChanged
 from cubroker.server import logs
 from cubroker.server.logs import Lines
 from cubroker.server.supervisor import Supervisor
 from tests.brokers import DEVICES, PATIENCE, eventually
-from tests.server.clients import connect, greet, session
+from tests.server.clients import LAYOUT, connect, greet
 from tests.server.loops import run
 from tests.server.processes import gateway_of
 
@@ -70,13 +70,13 @@ def use(process: subprocess.Popen[bytes], directory: Path) -> None:
     """Have the broker log something, and its gateway go and come; both go on."""
     with connect(directory) as connection:
         greet(connection)
-    with session(directory) as client:
-        client.publish("pool")
+    with Broker(directory) as client:  # it asks again, where a request went with the gateway
+        client.create("pool", LAYOUT).seal()
         gateway = gateway_of(process.pid)
         os.kill(gateway, signal.SIGABRT)
-        # Not before it listens: what is sent while the old connection breaks may be lost with it.
-        assert client.notice() == GatewayChanged()
-        assert client.attach("pool").version == 1
+        with client.attach("pool") as pool:
+            assert pool.version == 1
+        eventually(lambda: gateway_of(process.pid) != gateway, "another gateway")
 
 
 def test_a_broker_whose_log_nobody_reads_any_more_goes_on() -> None:
