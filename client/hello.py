@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
 from contextlib import suppress
 from pathlib import Path
 
 from cubroker.protocol import wire
-from cubroker.protocol.directory import MAX_PATH, SESSION_SOCKET
+from cubroker.protocol.directory import MAX_PATH, SESSION_SOCKET, directory_of
 from cubroker.protocol.errors import Denied, Invalid, Unavailable, from_code
 from cubroker.protocol.messages import VERSIONS, Greeting, Hello, Refused, Welcome
 
@@ -29,6 +30,7 @@ def greet(directory: Path, timeout: float) -> tuple[socket.socket, Welcome]:
         Invalid: the path is too long for a socket.
         CubrokerError: the broker refused, with its own code.
     """
+    _check_owner(directory)
     path = str(directory / SESSION_SOCKET)
     if len(path.encode()) > MAX_PATH:
         raise Invalid(f"{path} has more than {MAX_PATH} bytes, too many for a socket; choose a shorter directory")
@@ -48,6 +50,17 @@ def greet(directory: Path, timeout: float) -> tuple[socket.socket, Welcome]:
         if isinstance(error, OSError):
             raise _explain(error, directory, timeout) from error
         raise
+
+
+def _check_owner(directory: Path) -> None:
+    """Refuse a directory that somebody else made where this user's broker would serve, and so poses as it."""
+    if directory == directory_of(os.getuid()):
+        with suppress(FileNotFoundError):
+            owner = directory.lstat().st_uid
+            if owner != os.getuid():
+                raise Denied(
+                    f"{directory} belongs to user {owner}, not to you; name the directory to use, or remove it"
+                )
 
 
 def _ask(channel: socket.socket) -> bytes:

@@ -23,4 +23,9 @@ def default_directory(environ: Mapping[str, str] = os.environ, uid: int | None =
         return Path("/run/cubroker")
     if runtime := environ.get("XDG_RUNTIME_DIR"):
         return Path(runtime) / "cubroker"
+    return directory_of(uid)
+
+
+def directory_of(uid: int) -> Path:
+    """Return the directory of a user without a runtime directory. Everybody may make one of that name."""
     return Path(f"/tmp/cubroker-{uid}")

@@ -31,7 +31,7 @@ class Directory:
 
     Raises:
         Invalid: the path is too long for a socket.
-        Denied: the directory is another user's, or cannot be written.
+        Denied: the directory is another user's, cannot be written, or can be by everybody.
         Unavailable: another broker serves there, or the directory cannot be made.
     """
 
@@ -78,10 +78,14 @@ def _make(path: Path) -> None:
     if len(os.fsencode(longest)) > MAX_PATH:
         raise Invalid(f"{longest} is longer than the {MAX_PATH} bytes of a socket's path; choose a shorter directory")
     path.mkdir(mode=0o755, parents=True, exist_ok=True)
-    owner = path.stat().st_uid
-    # Whoever owns the directory can put sockets of their own in it, and so pose as the broker.
-    if owner not in (0, os.geteuid()):
-        raise Denied(f"{path} belongs to user {owner}, who could pose as the broker; choose a directory of your own")
+    here = path.stat()
+    # Whoever owns the directory, or may write in it, can put sockets of their own in it, and so pose as the broker.
+    if here.st_uid not in (0, os.geteuid()):
+        raise Denied(
+            f"{path} belongs to user {here.st_uid}, who could pose as the broker; choose a directory of your own"
+        )
+    if here.st_mode & stat.S_IWOTH and not here.st_mode & stat.S_ISVTX:
+        raise Denied(f"everybody may write in {path}, and so pose as the broker; chmod o-w {path}")
 
 
 def _lock(path: Path, undo: ExitStack) -> None:

@@ -47,7 +47,7 @@ def serve(
     ready: Callable[[], None] | None = None,
     config: Config | None = None,
 ) -> int:
-    """Serve until SIGTERM or SIGINT, and return the exit status.
+    """Serve until SIGTERM, SIGINT or SIGHUP, and return the exit status.
 
     Args:
         directory: where to serve; made if it is not there.
@@ -66,24 +66,42 @@ def serve(
 
 
 async def _serve(place: Directory, config: Config, ready: Callable[[], None] | None) -> int:
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    stop = asyncio.create_task(_told_to_stop())
     async with AsyncExitStack() as undo:
-        supervisor = Supervisor(place.requests, place.path / REQUEST_SOCKET)
-        undo.push_async_callback(supervisor.stop)
-        supervisor.start()  # it comes up while the driver does
-        broker = await _assemble(undo, supervisor, config)
-        await supervisor.connect(broker.receive, broker.announce_gateway)
-        door = Door(place.sessions, broker.admit)
-        undo.callback(door.close)
-        door.open()
-        log.info("serving on %s", place.path)
-        if ready:
-            ready()
-        await stop.wait()
+        starting = asyncio.create_task(_start(undo, place, config))
+        await asyncio.wait((starting, stop), return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            starting.result()
+            log.info("serving on %s", place.path)
+            if ready:
+                ready()
+            await stop
+        else:
+            starting.cancel()
+            await asyncio.wait((starting,))
         log.info("shutting down")
     return 0
+
+
+async def _told_to_stop() -> None:
+    """Return at a signal to end. One that is ignored stays so: shells start background work like that, and nohup."""
+    told = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            asyncio.get_running_loop().add_signal_handler(number, told.set)
+    await told.wait()
+
+
+async def _start(undo: AsyncExitStack, place: Directory, config: Config) -> None:
+    """Start everything; ``undo`` takes it down again, however far this came."""
+    supervisor = Supervisor(place.requests, place.path / REQUEST_SOCKET)
+    undo.push_async_callback(supervisor.stop)
+    supervisor.start()  # it comes up while the driver does
+    broker = await _assemble(undo, supervisor, config)
+    await supervisor.connect(broker.receive, broker.announce_gateway)
+    door = Door(place.sessions, broker.admit)
+    undo.callback(door.close)
+    door.open()
 
 
 async def _assemble(undo: AsyncExitStack, supervisor: Supervisor, config: Config) -> Broker:

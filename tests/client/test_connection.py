@@ -16,7 +16,7 @@ import zmq
 from cubroker.client import Broker
 from cubroker.client.requests import RESEND
 from cubroker.protocol import wire
-from cubroker.protocol.directory import SESSION_SOCKET
+from cubroker.protocol.directory import SESSION_SOCKET, directory_of
 from cubroker.protocol.errors import Denied, Invalid, TimedOut, Unavailable, Unsupported
 from cubroker.protocol.messages import Attach, DeviceList, Done, ListDevices, Refused, Welcome
 from tests.brokers import PATIENCE, BrokerProcess, eventually, serving
@@ -243,6 +243,18 @@ def test_a_socket_that_this_user_may_not_use_is_denied(tmp_path: Path, monkeypat
     monkeypatch.setattr(socket, "socket", Forbidden)
     with pytest.raises(Denied, match=r"may not connect .* Permission denied"):
         Broker(tmp_path)
+
+
+def test_a_directory_that_somebody_else_made_in_this_users_name_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere = os.getuid() + 54_321
+    theirs = directory_of(elsewhere)
+    theirs.mkdir()
+    try:
+        monkeypatch.setattr(os, "getuid", lambda: elsewhere)
+        with pytest.raises(Denied, match=r"belongs to user \d+, not to you"):
+            Broker(theirs)
+    finally:
+        theirs.rmdir()
 
 
 def test_an_unknown_trouble_is_passed_on(tmp_path: Path) -> None:

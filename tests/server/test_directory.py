@@ -47,6 +47,15 @@ def test_the_directory_of_another_user_is_refused(tmp_path: Path, monkeypatch: p
         pass
 
 
+def test_a_directory_that_everybody_may_write_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    with pytest.raises(Denied, match="chmod o-w"), Directory(tmp_path):
+        pass
+    tmp_path.chmod(0o1777)  # where nobody may remove what is another's
+    with Directory(tmp_path):
+        pass
+
+
 def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.write_text("data")

@@ -11,7 +11,7 @@ import pytest
 from cubroker.protocol.messages import Attach, Farewell
 from tests.brokers import BrokerProcess, eventually
 from tests.server.clients import RawClient, session
-from tests.server.processes import alive, gateway_of, maps, resident
+from tests.server.processes import alive, gateway_of, gateways, maps, resident
 
 
 def start(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -20,7 +20,7 @@ def start(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_broker_serves_until_it_is_told_to_stop(broker: BrokerProcess, number: signal.Signals) -> None:
     gateway = gateway_of(broker.pid)
     assert {entry.name for entry in broker.directory.iterdir()} == {"lock", "session.sock", "broker.zmq"}
@@ -98,6 +98,37 @@ def test_a_broker_without_a_driver_says_so(tmp_path: Path) -> None:
     ended = start(tmp_path, "--devices", "cuda:999")
     assert ended.returncode == 1
     assert "cannot use devices 'cuda:999'" in ended.stderr
+
+
+def test_signals_that_are_ignored_at_the_start_stay_so(tmp_path: Path) -> None:
+    ignore = (
+        "import os, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN); os.execv(sys.executable, sys.argv[1:])"
+    )
+    command = [sys.executable, "-c", ignore, sys.executable, "-m", "cubroker.server", str(tmp_path)]
+    with subprocess.Popen([*command, "--devices", "host:1@64MiB"], stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        while "serving on" not in process.stderr.readline():
+            assert process.poll() is None
+        process.send_signal(signal.SIGHUP)
+        with session(tmp_path) as client:
+            assert client.devices()
+        process.terminate()
+        process.stderr.read()
+    assert process.returncode == 0
+
+
+def test_a_broker_that_does_not_come_up_can_be_stopped(tmp_path: Path) -> None:
+    (tmp_path / "zmq.py").write_text("import signal\nsignal.pause()\n")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))}
+    command = [sys.executable, "-m", "cubroker.server", str(tmp_path / "run"), "--devices", "host:1@64MiB"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        eventually(lambda: gateways(process.pid), "a gateway")
+        gateway = gateway_of(process.pid)
+        process.terminate()
+        assert process.stderr is not None
+        process.stderr.read()
+    assert process.returncode == 0
+    assert not alive(gateway)
 
 
 def test_a_broker_whose_gateway_cannot_run_says_so(tmp_path: Path) -> None:
