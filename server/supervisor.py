@@ -31,7 +31,7 @@ FIRST_DELAY = 0.05
 LONGEST_DELAY = 2.0
 
 LAST_WORDS = 4000
-"""Characters of what a gateway wrote that are logged."""
+"""Bytes of what a gateway wrote that are kept for the log."""
 
 
 class Supervisor:
@@ -106,12 +106,13 @@ class Supervisor:
             process, link = await self._spawn()
         except (OSError, RuntimeError) as error:  # asyncio wants a thread to wait for the process, and may get none
             return f"it cannot be started ({error})"
+        said = asyncio.create_task(_hear(process))
         self._link = link
         if self._stopping.is_set():
             link.close()
         await link.ended
         self._link = None
-        return f"process {process.pid} ended with status {await _end(process)}{await _last_words(process)}"
+        return f"process {process.pid} ended with status {await _end(process)}{_last_words(await said)}"
 
     async def _spawn(self) -> tuple[Process, Link]:
         ours, theirs = socket.socketpair()
@@ -151,14 +152,22 @@ async def _end(process: Process) -> int:
         return await process.wait()
 
 
-async def _last_words(process: Process) -> str:
-    """Log what an ended gateway wrote to its standard error, and return the end of it, which says most."""
+async def _hear(process: Process) -> bytes:
+    """Return the last that a gateway writes to its standard error, all of which is read, or it might wait for that."""
     assert process.stderr
-    said = (await process.stderr.read()).decode(errors="replace").strip()
-    if not said:
+    said = b""
+    while more := await process.stderr.read(LAST_WORDS):
+        said = (said + more)[-LAST_WORDS:]
+    return said
+
+
+def _last_words(said: bytes) -> str:
+    """Log what an ended gateway wrote to its standard error, and return the end of it, which says most."""
+    text = said.decode(errors="replace").strip()
+    if not text:
         return ""
-    log.error("the gateway said: %s", said[-LAST_WORDS:])
-    return f" ({said.splitlines()[-1][:200]})"
+    log.error("the gateway said: %s", text)
+    return f" ({text.splitlines()[-1][:200]})"
 
 
 def _ignore(*_: object) -> None:

@@ -115,6 +115,28 @@ def test_a_gateway_that_hangs_after_its_end_of_the_pipe_closed_is_killed(
     assert "ended with status -9" in caplog.text
 
 
+TALKS = "import sys; sys.stderr.write('much\\n' * 200_000 + 'the end')"
+
+
+def test_a_gateway_that_says_much_is_heard_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    spawn = asyncio.create_subprocess_exec
+
+    async def talkative(program: str, *_: str, **options: Any) -> Any:
+        return await spawn(program, "-c", TALKS, **options)
+
+    async def test() -> None:
+        with pytest.raises(Unavailable, match="the end"):
+            async with supervised(tmp_path):
+                pass
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", talkative)
+    with caplog.at_level(logging.ERROR):
+        run(test())
+    assert caplog.text.count("much") < supervisors.LAST_WORDS
+
+
 def test_a_supervisor_that_is_stopped_as_it_starts_leaves_no_process(tmp_path: Path) -> None:
     async def test() -> None:
         with socket.socket(socket.AF_UNIX) as listener:
