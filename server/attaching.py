@@ -16,11 +16,11 @@ from cubroker.server.states import State
 def attach(books: Books, session: Session, request: int, body: Attach) -> Attached | None:
     """Lease a published version, or have the request wait for it; raises what stands in the way."""
     pool = books.pools.get(body.name)
-    if pool is not None:
-        check_readable(books, session, pool)
     version = None if pool is None else _published(pool, body.version)
     if version is not None:
         return lease(books, session, version, body.device)
+    if pool is not None:
+        check_readable(books, session, pool)
     _check_missing(books, session, pool, body)
     waiting.admit(books, session, request)
     reader = Reader(next(books.arrivals), session, request, books.pool(body.name), body)

@@ -36,7 +36,5 @@ def may_rule(books: Books, session: Session, pool: Pool) -> bool:
 
 
 def _may(books: Books, session: Session, pool: Pool, bit: int) -> bool:
-    if may_rule(books, session, pool):
-        return True
     member = pool.group == session.gid or pool.group in session.groups
-    return bool(pool.mode >> (3 if member else 0) & bit)
+    return bool(pool.mode >> (3 if member else 0) & bit) or may_rule(books, session, pool)
