@@ -60,7 +60,7 @@ fuzz: $(VENV)/test
 	$(BIN)/python -m tests.fuzz --inputs $(INPUTS) --jobs $(WORKERS)
 
 hostile: $(VENV)/test
-	CUBROKER_HOSTILITY=10 $(BIN)/python -m pytest tests/server/test_hostile_*.py --timeout 1200
+	CUBROKER_HOSTILITY=10 $(BIN)/python -m pytest tests/hostile --timeout 1200
 
 benchmarks: $(VENV)/test
 	$(BIN)/python -m benchmarks --devices $(DEVICES)

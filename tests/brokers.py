@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 DEVICES = "host:2@64MiB"
 PATIENCE = 60.0
@@ -75,16 +76,27 @@ class BrokerProcess:
         return b"cubroker: serving on " in said
 
 
+B = TypeVar("B", bound=BrokerProcess)
+
+
 @contextmanager
 def serving(devices: str = DEVICES, budget: str | None = None) -> Iterator[BrokerProcess]:
     """Start a broker on a fresh directory, and stop it at the end whatever happens."""
     # Not pytest's tmp_path: the path of a socket has 107 bytes at most.
-    with tempfile.TemporaryDirectory(prefix="cubroker-") as folder:
-        broker = BrokerProcess(Path(folder) / "run", devices, budget)
+    with (
+        tempfile.TemporaryDirectory(prefix="cubroker-") as folder,
+        ended(BrokerProcess(Path(folder) / "run", devices, budget)) as broker,
+    ):
+        yield broker
+
+
+@contextmanager
+def ended(broker: B) -> Iterator[B]:
+    """Stop a broker at the end, whatever happens, and kill it if it does not."""
+    try:
+        yield broker
+    finally:
         try:
-            yield broker
+            broker.stop()
         finally:
-            try:
-                broker.stop()
-            finally:
-                broker.kill()
+            broker.kill()

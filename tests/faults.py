@@ -23,7 +23,7 @@ from typing import Any
 
 from cubroker.driver.host import memory
 from cubroker.server.__main__ import main as serve
-from tests.brokers import BrokerProcess, eventually
+from tests.brokers import BrokerProcess, ended, eventually
 
 SYSTEM_CALLS = ("memfd_create", "ftruncate", "fcntl", "mmap", "madvise")
 """Those that host memory is made with."""
@@ -146,15 +146,11 @@ class FaultyBroker(BrokerProcess):
 @contextmanager
 def faulty(devices: str) -> Iterator[FaultyBroker]:
     """Start a broker that fails on demand, and stop it at the end whatever happens."""
-    with tempfile.TemporaryDirectory(prefix="cubroker-") as folder:
-        broker = FaultyBroker(Path(folder) / "run", devices)
-        try:
-            yield broker
-        finally:
-            try:
-                broker.stop()
-            finally:
-                broker.kill()
+    with (
+        tempfile.TemporaryDirectory(prefix="cubroker-") as folder,
+        ended(FaultyBroker(Path(folder) / "run", devices)) as broker,
+    ):
+        yield broker
 
 
 def _obey(plan: Plan) -> None:

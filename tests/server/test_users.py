@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from cubroker.protocol.messages import Attach, Failed, Refused
-from tests.brokers import BrokerProcess, eventually
+from tests.brokers import BrokerProcess, ended, eventually
 from tests.server.clients import connect, greet, session
 from tests.server.visitor import visiting
 
@@ -38,14 +38,8 @@ class Configured(BrokerProcess):
 def configured(text: str) -> Iterator[Configured]:
     with tempfile.TemporaryDirectory(prefix="cubroker-") as folder:
         Path(folder).chmod(0o755)
-        broker = Configured(Path(folder) / "run", text)
-        try:
+        with ended(Configured(Path(folder) / "run", text)) as broker:
             yield broker
-        finally:
-            try:
-                broker.stop()
-            finally:
-                broker.kill()
 
 
 @needs_root

@@ -29,24 +29,12 @@ from cubroker.protocol.messages import (
 )
 from cubroker.server.directory import SO_PASSRIGHTS
 from cubroker.server.greeting import MAX_GUESTS
-from tests.brokers import BrokerProcess, eventually, serving
+from tests.brokers import BrokerProcess, eventually
+from tests.hostile.peers import HOSTILITY, MIB, Witness, acknowledge, pour, push
 from tests.server.clients import HELLO, RawClient, connect, session
-from tests.server.hostile import HOSTILITY, MIB, Witness, acknowledge, pour, push, witnessed
 from tests.server.processes import descriptors, resident
 
 GUESSES = 4000 if HOSTILITY == 1 else 100_000 * HOSTILITY
-
-
-@pytest.fixture(scope="module")
-def witness() -> Iterator[Witness]:
-    """A client of one broker for all of these tests: what one of them breaks, the next one notices."""
-    with serving() as process, witnessed(process) as witness:
-        yield witness
-
-
-@pytest.fixture
-def broker(witness: Witness) -> BrokerProcess:
-    return witness.process
 
 
 def test_junk_on_the_session_socket(broker: BrokerProcess, witness: Witness) -> None:

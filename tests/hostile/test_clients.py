@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import pytest
-
 from cubroker.protocol.layout import MAX_TENSORS, Layout
 from cubroker.protocol.messages import (
     MAX_WAIT,
@@ -24,22 +20,10 @@ from cubroker.protocol.messages import (
 )
 from cubroker.server.answers import MAX_REQUESTS
 from cubroker.server.records import Limits
-from tests.brokers import BrokerProcess, serving
+from tests.brokers import BrokerProcess
+from tests.hostile.peers import HOSTILITY, MIB, Witness, acknowledge
 from tests.server.clients import LAYOUT, session
-from tests.server.hostile import HOSTILITY, MIB, Witness, acknowledge, witnessed
 from tests.server.processes import resident
-
-
-@pytest.fixture(scope="module")
-def witness() -> Iterator[Witness]:
-    """A client of one broker for all of these tests: what one of them breaks, the next one notices."""
-    with serving() as process, witnessed(process) as witness:
-        yield witness
-
-
-@pytest.fixture
-def broker(witness: Witness) -> BrokerProcess:
-    return witness.process
 
 
 def create(name: str, layout: bytes, device: str, wait: float = 0.0) -> Create:

@@ -16,22 +16,10 @@ from cubroker.protocol import wire
 from cubroker.protocol.directory import REQUEST_SOCKET
 from cubroker.protocol.layout import Layout
 from cubroker.protocol.messages import Describe, Envelope, ListPools
-from tests.brokers import BrokerProcess, eventually, serving
+from tests.brokers import BrokerProcess, eventually
+from tests.hostile.peers import GREETING, HOSTILITY, MIB, Witness, dial, frame, pour, ready
 from tests.server.clients import session
-from tests.server.hostile import GREETING, HOSTILITY, MIB, Witness, dial, frame, pour, ready, witnessed
 from tests.server.processes import alive, descriptors, gateway_of, resident
-
-
-@pytest.fixture(scope="module")
-def witness() -> Iterator[Witness]:
-    """A client of one broker for all of these tests: what one of them breaks, the next one notices."""
-    with serving() as process, witnessed(process) as witness:
-        yield witness
-
-
-@pytest.fixture
-def broker(witness: Witness) -> BrokerProcess:
-    return witness.process
 
 
 def leave_descriptors(pid: int, count: int) -> None:

@@ -18,11 +18,11 @@ from cubroker.protocol.directory import REQUEST_SOCKET
 from cubroker.protocol.errors import ERRORS
 from cubroker.protocol.messages import Answer, Failed, Greeting, Hello, Refused, Welcome
 from cubroker.server import greeting
-from tests.brokers import BrokerProcess, eventually, serving
+from tests.brokers import BrokerProcess, eventually
+from tests.hostile.peers import MIB, Witness, push
 from tests.protocol.samples import REQUESTS, SAMPLES, SECRET
 from tests.protocol.test_messages import HOSTILE, OF_EACH_TYPE, places, put
 from tests.server.clients import HELLO, RawClient, connect, session
-from tests.server.hostile import MIB, Witness, push, witnessed
 from tests.server.processes import descriptors, gateway_of, resident
 
 BATCH = 200
@@ -30,13 +30,6 @@ BATCH = 200
 
 FIRST = 1 << 40
 """Requests are numbered from here, so that every number takes as many bytes."""
-
-
-@pytest.fixture(scope="module")
-def witness() -> Iterator[Witness]:
-    """A client of one broker for all of these tests: what one of them breaks, the next one notices."""
-    with serving() as process, witnessed(process) as witness:
-        yield witness
 
 
 @pytest.fixture
