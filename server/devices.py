@@ -9,11 +9,9 @@ from queue import SimpleQueue
 
 from cubroker.driver import Context, DriverError
 from cubroker.server.events import Allocate, Allocated, Event, Free, Freed, NotAllocated
+from cubroker.server.room import rounded
 
 log = logging.getLogger(__name__)
-
-GRANULARITY = 2 << 20
-"""Bytes. Smaller allocations share a block of the driver's, and opening one of them exposes the whole block."""
 
 
 class DeviceMemory:
@@ -75,7 +73,7 @@ class DeviceMemory:
         context = self._context
         pointers = self._pointers[request.ticket]
         for size in request.sizes:
-            whole = -(-size // GRANULARITY) * GRANULARITY
+            whole = rounded(size)
             pointers.append(context.allocate(whole))
             context.clear(pointers[-1], whole)  # before there is a handle: nobody may read what was there
         return tuple(context.export(pointer) for pointer in pointers)
