@@ -7,8 +7,9 @@ from queue import Queue
 import pytest
 
 from cubroker.driver import Context, Driver, DriverError, load
-from cubroker.server.devices import GRANULARITY, DeviceMemory
+from cubroker.server.devices import DeviceMemory
 from cubroker.server.events import Allocate, Allocated, Event, Free, Freed, NotAllocated
+from cubroker.server.room import GRANULARITY
 from tests.brokers import PATIENCE
 
 SIZE = 16 << 20
