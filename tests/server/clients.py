@@ -27,6 +27,7 @@ from cubroker.protocol.messages import (
     DeviceInfo,
     DeviceList,
     Envelope,
+    GatewayChanged,
     Greeting,
     Hello,
     ListClients,
@@ -77,9 +78,8 @@ class RawClient:
         assert isinstance(welcome, Welcome), welcome
         self.welcome = welcome
         self.context = zmq.Context()
-        self.dealer = self.context.socket(zmq.DEALER)
-        self.dealer.setsockopt(zmq.LINGER, 0)
-        self.dealer.connect(f"ipc://{directory / REQUEST_SOCKET}")
+        self._directory = directory
+        self.dealer = self._dial()
         self._last = 0
         self._answers: dict[int, Reply] = {}
 
@@ -107,6 +107,18 @@ class RawClient:
         reply = self.answer(self.send(body))
         assert isinstance(reply, shape), reply
         return reply
+
+    def _dial(self) -> zmq.Socket[bytes]:
+        dealer = self.context.socket(zmq.DEALER)
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.connect(f"ipc://{self._directory / REQUEST_SOCKET}")
+        return dealer
+
+    def redial(self) -> None:
+        """Connect anew, as clients do when the gateway was replaced: libzmq's own way back is not always one."""
+        assert self.notice() == GatewayChanged()
+        self.dealer.close()
+        self.dealer = self._dial()
 
     def notice(self) -> Notice:
         """Return the next notice."""
