@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
@@ -248,18 +247,19 @@ class Broker(Unsendable):
     def close(self) -> None:
         """Close all pools, discard all drafts, and end the session.
 
-        Where tensors of a pool are still alive, the connection stays until the last of them is gone.
+        Where tensors of a pool are still alive, the connection stays until the last of them is gone. A signal handler
+        does better to raise an exception: while one runs, the call that it came into cannot go on.
 
         Raises:
             CubrokerError: as :meth:`Pool.close`, of the first pool that has something to tell; all are closed.
         """
         self._session.owner.check()
         self._session.closed = True
-        with ExitStack() as stack:  # all of it happens, whatever one of them raises
-            stack.callback(self._session.left)
-            stack.callback(self._session.janitor.put, self._guard)
+        try:
             for pool in [pool for pool in self._pools if pool.let_go()]:  # none waits for another
                 pool.confirm()
+        finally:
+            self._session.end(self._guard)
 
     def _create(
         self,

@@ -11,6 +11,7 @@ from threading import Lock, Thread, current_thread
 
 import zmq
 
+from cubroker.client.futures import Future
 from cubroker.client.hello import MAX_NOTICE
 from cubroker.client.requests import RESEND, Requests
 from cubroker.protocol import wire
@@ -58,15 +59,12 @@ class Waker:
 
 
 class Connection:
-    """A session's sockets and their thread.
-
-    Raises ``OSError``, ``ZMQError`` or ``RuntimeError`` where descriptors or threads have run out; then the caller
-    closes what it gave.
+    """A session's sockets and their thread, which alone makes, uses and closes what is libzmq's.
 
     Args:
-        channel: the session socket, after the welcome. The connection closes it.
+        channel: the session socket, after the welcome. The connection closes it, once it was started.
         directory: the broker's.
-        waker: what ``requests`` wakes this thread with. The connection closes it.
+        waker: what ``requests`` wakes this thread with. The connection closes it, once it was started.
         requests: where requests come from and answers go to.
         changed: called on this thread with every change of a watched pool.
         lost: called on this thread, once, with the reason why the connection is over.
@@ -92,15 +90,27 @@ class Connection:
         self._poller = zmq.Poller()
         self._poller.register(waker.fd, zmq.POLLIN)
         self._poller.register(channel.fileno(), zmq.POLLIN)
-        _check_descriptors()
-        self._context = zmq.Context()
-        try:
-            self._dealer = self._dial()
-            self._thread = Thread(target=self._run, name="cubroker-connection", daemon=True)
-            self._thread.start()
-        except BaseException:
-            self._context.destroy(linger=0)
-            raise
+        self._ready: Future[None] = Future()
+        self._begun = Lock()  # taken by the thread, or by whoever closes everything in its place
+        self._thread = Thread(target=self._run, name="cubroker-connection", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread, and return when it can send.
+
+        Raises:
+            RuntimeError: threads have run out.
+            Unavailable: descriptors have.
+        """
+        self._thread.start()
+        self._ready.result()
+
+    def discard(self) -> None:
+        """Undo a :meth:`start` that failed or was interrupted, or never came: close everything."""
+        if self._begun.acquire(blocking=False):
+            self._close()
+        else:
+            self.stop()
+            self._thread.join()  # nobody may close what it polls
 
     def stop(self, *, quietly: bool = False) -> None:
         """Tell the thread to close everything; returns at once. ``quietly``: whoever waits is left waiting."""
@@ -133,21 +143,36 @@ class Connection:
         return dealer
 
     def _run(self) -> None:
+        if not self._begun.acquire(blocking=False):
+            return
         reason: CubrokerError = Unavailable("the thread of the connection to the broker has failed")
         try:
-            reason = self._serve()
+            reason = self._converse()
         except CubrokerError as error:
             reason = Unavailable(f"the broker on {self._directory} sent {error.message}")
-        except zmq.ZMQError as error:
+        except (zmq.ZMQError, OSError) as error:
             reason = Unavailable(f"no connection for requests to the broker on {self._directory}: {error}")
         finally:
+            self._ready.fail(reason)
             if self._quiet:
                 self._requests.refuse(reason)
             else:
                 self._requests.close(reason)
                 self._lost(reason)
-            self._waker.close()
-            self._channel.close()
+            self._close()
+
+    def _close(self) -> None:
+        self._waker.close()
+        self._channel.close()
+
+    def _converse(self) -> CubrokerError:
+        _check_descriptors()
+        self._context = zmq.Context()
+        try:
+            self._dealer = self._dial()
+            self._ready.set(None)
+            return self._serve()
+        finally:
             self._context.destroy(linger=0)
 
     def _serve(self) -> CubrokerError:

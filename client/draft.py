@@ -32,6 +32,7 @@ class Draft(Pool):
 
         Raises:
             Invalid: arrays or framework tensors of it are in use; the draft stays open.
+            DeviceFailure: the memory could not be unmapped; the draft is discarded when this process ends.
             Unavailable, TimedOut: the broker is gone or silent; the draft may or may not be published.
         """
         self._loan.owner.check()
@@ -44,8 +45,8 @@ class Draft(Pool):
         return expect(self._loan.confirm(), Sealed).version
 
     def _release(self) -> None:
-        assert self._mapped is not None
-        self._mapped.end()
+        if mapped := self._mapped:
+            mapped.end()
         self._drop()
 
     def _drop(self) -> None:

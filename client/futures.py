@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from threading import Lock
 from typing import Generic, TypeVar, cast
 
@@ -16,33 +17,35 @@ PART = 1.0
 class Future(Generic[T]):
     """A value or an error to come. Any thread may wait, and any deliver; the first delivery counts."""
 
-    __slots__ = ("_abandoned", "_error", "_gate", "_taken", "_value")
+    __slots__ = ("_abandoned", "_done", "_error", "_gate", "_taken", "_value")
 
     def __init__(self) -> None:
         self._gate = Lock()  # held until the delivery
         self._gate.acquire()
         self._taken = Lock()  # held from the delivery on
+        self._done = False  # what counts: whoever is interrupted while it passes the gate leaves it shut
         self._value: T | None = None
         self._error: CubrokerError | None = None
         self._abandoned = False
 
     def done(self) -> bool:
         """Whether :meth:`result` would return or raise at once."""
-        return not self._gate.locked()
+        return self._done
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait up to ``timeout`` seconds (None: without limit); whether something was delivered.
 
         Time in which this process is stopped hardly counts: it waits in parts, and a part is lost, not the whole.
         """
-        left = part = -1.0
-        if timeout is not None:
-            left, part = timeout, min(PART, timeout / 10)
-        while not self._gate.acquire(timeout=part):
-            left -= part
-            if left <= 0:
-                return False
-        self._gate.release()
+        left = inf if timeout is None else timeout
+        part = min(PART, left / 10)
+        while not self._done:
+            if self._gate.acquire(timeout=part):
+                self._gate.release()
+            else:
+                left -= part
+                if left <= 0:
+                    return self._done
         return True
 
     def result(self, timeout: float | None = None) -> T:
@@ -64,12 +67,14 @@ class Future(Generic[T]):
             self._value = value
             if self._abandoned:
                 self._value = None
+            self._done = True
             self._gate.release()
 
     def fail(self, error: CubrokerError) -> None:
         """Deliver an error."""
         if self._taken.acquire(blocking=False):
             self._error = error
+            self._done = True
             self._gate.release()
 
     def abandon(self) -> None:

@@ -31,6 +31,9 @@ class Janitor:
         self._tasks: SimpleQueue[Guard | Task | None] = SimpleQueue()
         self._guards: dict[int, Guard] = {}
         self._thread = Thread(target=self._run, name="cubroker-janitor", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread. Should that be interrupted, :meth:`stop` ends it, whether it runs or not."""
         self._thread.start()
 
     def put(self, task: Task | Guard) -> None:
@@ -63,3 +66,4 @@ class Janitor:
             elif self._guards.pop(id(task), None):
                 task.task()
             del task  # whatever it refers to must not live until the next one comes
+        self._guards.clear()  # they refer to this object

@@ -15,6 +15,7 @@ from cubroker.client import devices
 from cubroker.client.futures import Future
 from cubroker.client.janitor import Guard
 from cubroker.client.mapping import Mapped, Place
+from cubroker.client.requests import Pending
 from cubroker.driver import Context, DriverError
 from cubroker.protocol.errors import CubrokerError, TimedOut, Unavailable
 from cubroker.protocol.messages import Attach, Attached, Cancel, Close, Create, Created, Reply, Seal, Sealed
@@ -42,8 +43,7 @@ class Loan:
         self._session = session
         self._ended: Future[Reply] = Future()
         self._granted: Future[Granted] | None = Future()
-        self._request = 0
-        self._answer = False
+        self._request: Pending | None = Pending(self._answered)  # until it is answered
         self._abandoned = False
         self._guard: Guard | None = None
         self._ending = False
@@ -52,15 +52,17 @@ class Loan:
 
     def ask(self, body: Attach | Create) -> Future[Granted]:
         """Send the request; the future brings the memory, mapped."""
-        future = self._granted
+        future, request = self._granted, self._request
         assert future is not None
-        self._request = self._session.requests.send(body, self._answered)
+        assert request is not None
+        self._session.requests.post(body, request)
         return future
 
     @property
     def asked(self) -> bool:
-        """Whether the request was sent."""
-        return self._request > 0
+        """Whether the request is under way, or was."""
+        request = self._request
+        return request is None or request.number > 0
 
     def abandon(self, reason: CubrokerError) -> None:
         """Nobody waits any more, because of ``reason``: tell the broker, and give back what comes nevertheless.
@@ -71,8 +73,8 @@ class Loan:
         if future := self._granted:
             future.abandon()
             future.fail(reason)
-        if self.asked and not self._answer:
-            self._session.requests.submit(Cancel(self._request))
+        if (request := self._request) and request.number:
+            self._session.requests.submit(Cancel(request.number))
 
     @property
     def ending(self) -> bool:
@@ -101,7 +103,7 @@ class Loan:
     # -- on the connection's thread ----------------------------------------------------------------
 
     def _answered(self, reply: Reply | CubrokerError) -> None:
-        self._answer = True
+        self._request = None
         match reply:
             case Attached() | Created():
                 self.lease = reply.lease

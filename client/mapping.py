@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from threading import Lock
+from threading import RLock
 
 from cubroker.client.living import Living
 from cubroker.client.processes import Owner
@@ -38,7 +38,7 @@ class Mapped:
         self._finish = finish
         self._owner = Owner()
         self._ended = False
-        self._lock = Lock()
+        self._lock = RLock()  # a finalizer or a signal handler may end it in the middle
         self._lent: Living[Lent] = Living()
 
     def check(self) -> None:
@@ -51,9 +51,9 @@ class Mapped:
         """Note that somebody outside uses tensor ``name``, for as long as the returned object lives."""
         self._owner.check()
         with self._lock:
-            self.check()
             lent = Lent(self, name)
             self._lent.add(lent)
+            self.check()
         return lent
 
     def end(self, prepare: Callable[[], None] | None = None) -> tuple[str, ...]:

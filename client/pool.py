@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from threading import Lock
+from threading import RLock
 from types import TracebackType
 from typing import Self
 
@@ -31,7 +31,7 @@ class Pool(Replica):
         self.version = version
         self.lease = loan.lease
         self._loan = loan
-        self._closing = Lock()
+        self._closing = RLock()  # a finalizer or a signal handler may close it in the middle
 
     def __repr__(self) -> str:
         state = ", closed" if self.closed else ""

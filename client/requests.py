@@ -31,14 +31,21 @@ Settle = Callable[[Reply | CubrokerError], None]
 """Takes the answer of a request, or why there will be none. Runs on the connection's thread: it must be quick."""
 
 
-class _Pending:
-    __slots__ = ("data", "insist", "sent", "settle")
+class Pending:
+    """What is to become of a request's answer.
 
-    def __init__(self, data: bytes, settle: Settle, *, insist: bool) -> None:
-        self.data = data
-        self.insist = insist
+    Attributes:
+        number: the request's, once it is under way; 0 before.
+    """
+
+    __slots__ = ("data", "insist", "number", "sent", "settle")
+
+    def __init__(self, settle: Settle) -> None:
+        self.number = 0
+        self.data = b""
+        self.insist = False
         self.settle = settle
-        self.sent = monotonic()
+        self.sent = 0.0
 
 
 class Requests:
@@ -57,7 +64,7 @@ class Requests:
         self._wake = wake
         self._lock = Lock()
         self._next = 1
-        self._pending: dict[int, _Pending] = {}
+        self._pending: dict[int, Pending] = {}
         self._received: deque[int] = deque()  # answered while an older request waits, and not told yet
         self._closed: CubrokerError | None = None
         self._checked = 0.0
@@ -78,8 +85,12 @@ class Requests:
         self.send(body, settle)
         return future
 
-    def send(self, body: Request, settle: Settle) -> int:
-        """Send a request; ``settle`` is called once, with its reply or an error. Returns the request's number."""
+    def send(self, body: Request, settle: Settle) -> None:
+        """Send a request; ``settle`` is called once, with its reply or an error."""
+        self.post(body, Pending(settle))
+
+    def post(self, body: Request, pending: Pending) -> None:
+        """Send a request whose ``pending`` the caller keeps, and so knows it to be under way if this is interrupted."""
         self._owner.check()
         with self._lock:  # until it is in the outbox: requests leave in the order of their numbers
             closed = self._closed
@@ -87,16 +98,19 @@ class Requests:
                 number = self._next
                 oldest = next(iter(self._pending), number)
                 received = tuple(islice(self._received, MAX_RECEIVED))
-                data = wire.pack(Envelope(self._secret, number, oldest, body, received))
+                pending.data = wire.pack(Envelope(self._secret, number, oldest, body, received))
                 for _ in received:
                     self._received.popleft()
-                self._next += 1
-                self._pending[number] = _Pending(data, settle, insist=isinstance(body, LAST_WORDS))
-                self.outbox.append(data)
+                pending.insist = isinstance(body, LAST_WORDS)
+                pending.sent = monotonic()
+                # Nothing is called in these lines, so no signal handler runs between them.
+                pending.number = number
+                self._next = number + 1
+                self._pending[number] = pending
+                self.outbox.append(pending.data)
                 self._wake()
-                return number
-        settle(type(closed)(closed.message))
-        return 0
+                return
+        pending.settle(closed.anew())
 
     def waiting(self) -> bool:
         """Whether any request is unanswered."""
@@ -146,7 +160,7 @@ class Requests:
         self.refuse(reason)
         pending, self._pending = self._pending, {}
         for request in pending.values():
-            request.settle(type(reason)(reason.message))
+            request.settle(reason.anew())
 
 
 def _refused_for_now(body: Reply) -> bool:

@@ -8,13 +8,11 @@ from socket import socket
 from threading import Lock
 from typing import TypeVar
 
-from zmq import ZMQError
-
 from cubroker.client import devices, processes
 from cubroker.client.connection import Connection, Waker
 from cubroker.client.futures import Future
 from cubroker.client.hello import greet
-from cubroker.client.janitor import Janitor
+from cubroker.client.janitor import Guard, Janitor, Task
 from cubroker.client.loans import Loan
 from cubroker.client.mapping import Mapped
 from cubroker.client.requests import Requests, expect
@@ -57,7 +55,7 @@ class Session:
         self._spec = welcome.driver
         try:
             self._begin(channel, welcome.secret)
-        except (OSError, RuntimeError, ZMQError) as error:  # descriptors have run out, as a rule, or threads
+        except (OSError, RuntimeError) as error:  # descriptors have run out, as a rule, or threads
             raise Unavailable(f"no connection for requests to the broker on {directory}: {error}") from error
         processes.register(self)
 
@@ -71,8 +69,13 @@ class Session:
             self.watches = Watches(self.requests)
             self.janitor = Janitor()
             undo.callback(self.janitor.stop)
+            self.janitor.start()
             changed, lost = self.watches.changed, self.watches.fail
             self._connection = Connection(channel, self.directory, waker, self.requests, changed, lost)
+            undo.callback(self._connection.discard)
+            # Should an interrupt come before anybody has this object, then its threads end with it.
+            self.janitor.guard(self, _stopping(self._connection, self.janitor))
+            self._connection.start()
             undo.pop_all()
 
     @property
@@ -149,8 +152,9 @@ class Session:
             self._stop()
         self._left.set(not loans)
 
-    def left(self) -> None:
-        """After :meth:`leave` was given to the janitor: wait for the end, if no lease is left to wait for."""
+    def end(self, guard: Guard) -> None:
+        """Have the janitor :meth:`leave`, as ``guard`` says, and wait for the end if no lease is left to wait for."""
+        self.janitor.put(guard)
         with suppress(Unavailable):
             self.check_may_wait()
             if not self.stopped and self._left.result(self.timeout):
@@ -188,3 +192,13 @@ class Session:
                 f"the broker on {self.directory} did not answer the request {type(body).__name__} within {limit:g} s"
             )
         return future.result()
+
+
+def _stopping(connection: Connection, janitor: Janitor) -> Task:
+    """Return what stops both threads, and does not refer to their session."""
+
+    def stop() -> None:
+        connection.stop()
+        janitor.stop()
+
+    return stop

@@ -179,3 +179,26 @@ def test_a_finalizer_that_runs_on_the_sessions_own_thread_does_not_wait_for_itse
     )
     broker.close()
     eventually(lambda: [info.leases for info in client.pools()] == [0], "the end of the lease and of the draft")
+
+
+def test_a_pool_may_be_closed_in_the_middle_of_being_closed_or_used(client: Broker, name: str) -> None:
+    """As a finalizer or a signal handler does that comes in between."""
+    publish(client, name)
+    draft = client.create(name, LAYOUT)
+    for pool, tensor in ((client.attach(name), None), (draft, draft["weight"])):
+        with pool._closing:
+            pool.close()
+        pool.close()
+        if tensor:
+            with pytest.raises(Invalid, match="was given back, and its tensors with it"):
+                tensor.numpy()
+    assert leases(client, name) == 0
+    draft = client.create(name, LAYOUT)
+    tensor, mapped = draft["weight"], draft._mapped
+    assert mapped is not None
+    with mapped._lock:
+        draft.close()
+        with pytest.raises(Invalid, match="was given back, and its tensors with it"):
+            tensor.__dlpack__()
+    del mapped, tensor
+    eventually(lambda: len(client.pools()) == 1, "the end of the draft")

@@ -85,3 +85,27 @@ def test_nothing_is_kept_for_a_waiter_that_has_left(early: bool) -> None:
         future.abandon()
     del thing
     assert alive() is None
+
+
+def test_an_interrupt_at_the_gate_shuts_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    future: Future[int] = Future()
+    gate = future._gate
+
+    class Interrupted:
+        """A lock whose holder is interrupted before it gives it back."""
+
+        def acquire(self, timeout: float) -> bool:
+            taken = gate.acquire(timeout=timeout)
+            future.set(7)  # which opens the gate
+            if taken or gate.acquire(timeout=timeout):
+                raise KeyboardInterrupt
+            return False
+
+        release = gate.release
+
+    with monkeypatch.context() as patch:
+        patch.setattr(future, "_gate", Interrupted())
+        with pytest.raises(KeyboardInterrupt):
+            future.wait(30)
+    assert future.wait(0)
+    assert future.result(0) == 7

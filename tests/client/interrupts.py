@@ -1,0 +1,156 @@
+"""Interrupts one call of the client at every place where Python delivers a signal: ``… DIRECTORY WHAT``.
+
+That is after a call into C returned, and at the beginning of a function. Each place in turn gets a SIGINT, the first
+time that it is come to; then nothing of what was begun may be left, neither at the broker nor as threads here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dis
+import functools
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import PurePath
+from types import CodeType, FrameType
+from typing import Any
+
+import cubroker.client
+from cubroker.client import Broker
+from cubroker.protocol import Layout
+from tests.brokers import eventually
+
+LAYOUT = Layout.pack([("a", "F32", (100,)), ("b", "BF16", (3,))])
+PACKAGE = str(PurePath(cubroker.client.__file__ or "").parent)
+
+# A trace function in C: after one in Python the signal's handler would run at once, inside of it.
+_trip = ctypes.PYFUNCTYPE(None, *[ctypes.py_object] * 3)(("PyErr_SetInterrupt", ctypes.pythonapi))
+
+
+@functools.cache
+def before_calls(code: CodeType) -> frozenset[int]:
+    """Return the offsets of the instructions that are followed by a call."""
+    steps = [step for step in dis.get_instructions(code) if step.opname != "CACHE"]
+    return frozenset(step.offset for step, following in pairwise(steps) if following.opname.startswith("CALL"))
+
+
+class Interrupt:
+    """One SIGINT, at the place of that number that is come to in the client's code."""
+
+    def __init__(self, number: int) -> None:
+        self._left = number
+        self.came = False
+
+    def __enter__(self) -> Interrupt:
+        signal.signal(signal.SIGINT, self._handle)
+        sys.settrace(self._called)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _called(self, frame: FrameType, event: str, arg: object) -> Any:
+        return self._step if frame.f_code.co_filename.startswith(PACKAGE) else None
+
+    def _step(self, frame: FrameType, event: str, arg: object) -> Any:
+        frame.f_trace_opcodes = True
+        if event == "opcode" and frame.f_lasti in before_calls(frame.f_code):
+            self._left -= 1
+            if self._left == 0:
+                return _trip
+        return self._step
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        sys.settrace(None)
+        while frame:
+            frame.f_trace = None
+            frame = frame.f_back
+        if not self.came:
+            self.came = True
+            raise KeyboardInterrupt
+
+
+def attach(broker: Broker, name: str) -> None:
+    pool = broker.attach("shared")
+    pool["a"].tobytes()
+    pool["a"].numpy()
+    pool.close()
+
+
+def publish(broker: Broker, name: str) -> None:
+    with broker.create(name, LAYOUT) as draft:
+        draft["a"].copy_from(bytes(400))
+        draft["b"].__dlpack__()
+        draft.seal()
+    broker.retire(name)
+
+
+def discard(broker: Broker, name: str) -> None:
+    with broker.create(name, LAYOUT):
+        pass
+
+
+def watch(broker: Broker, name: str) -> None:
+    with broker.watch("shared") as changes:
+        next(changes)
+
+
+def close(broker: Broker, name: str) -> None:
+    pool, draft = broker.attach("shared"), broker.create(name, LAYOUT)
+    array = pool["a"].numpy()
+    broker.close()
+    del array, draft
+
+
+def begin(broker: Broker, name: str) -> None:
+    with Broker(broker.directory):
+        pass
+
+
+def attempt(directory: str, work: Callable[[Broker, str], None], number: int) -> bool:
+    """Interrupt ``work`` at that place; returns whether it came so far."""
+    with Broker(directory, timeout=60) as broker:
+        interrupt = Interrupt(number)
+        try:
+            with interrupt:
+                work(broker, f"own-{number}")
+        except KeyboardInterrupt:
+            pass
+        broker.close()
+    return interrupt.came
+
+
+def left(observer: Broker, threads: int) -> list[object]:
+    """Return what there is besides the shared pool and the observer itself."""
+    pools = [pool for pool in observer.pools() if pool.leases or pool.state == "draft"]
+    others = [client for client in observer.clients() if client.session != observer.session]
+    return [*pools, *others, *threading.enumerate()[threads:]]
+
+
+def main(directory: str, what: str) -> None:
+    """Interrupt everywhere, and say how many places there were."""
+    work: Callable[[Broker, str], None] = globals()[what]
+    number = 1
+    # A socket that was made and that nobody has yet is closed by its death, with a warning.
+    warnings.simplefilter("ignore", ResourceWarning)
+    with Broker(directory) as observer:
+        with observer.create("shared", LAYOUT) as draft:
+            draft.seal()
+        work(observer if what != "close" else Broker(directory), "warm")  # imports and contexts are made by now
+        threads = threading.active_count()
+        while attempt(directory, work, number):
+            eventually(lambda: not left(observer, threads), f"the end of what came before place {number}")
+            for pool in observer.pools():
+                if pool.name != "shared":
+                    observer.retire(pool.name)
+            number += 1
+        observer.retire("shared")
+    print(number - 1)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
