@@ -6,6 +6,7 @@ import os
 import socket
 import struct
 from contextlib import suppress
+from math import ceil
 from pathlib import Path
 
 from cubroker.protocol import wire
@@ -40,7 +41,7 @@ def greet(directory: Path, timeout: float) -> tuple[socket.socket, Welcome]:
         raise _explain(error, directory, timeout) from error
     try:
         # The kernel's own time limits: with Python's, connect() gives up at once when the backlog is full.
-        limit = struct.pack("ll", int(timeout), int(timeout % 1 * 1e6))
+        limit = struct.pack("ll", *divmod(ceil(timeout * 1e6), 1_000_000))  # never 0, which is no limit
         channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         channel.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         channel.connect(path)
