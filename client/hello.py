@@ -10,8 +10,8 @@ from math import ceil
 from pathlib import Path
 
 from cubroker.protocol import wire
-from cubroker.protocol.directory import MAX_PATH, SESSION_SOCKET, directory_of
-from cubroker.protocol.errors import Denied, Invalid, Unavailable, from_code
+from cubroker.protocol.directory import SESSION_SOCKET, check, directory_of
+from cubroker.protocol.errors import Denied, Unavailable, from_code
 from cubroker.protocol.messages import VERSIONS, Greeting, Hello, Refused, Welcome
 
 MAX_NOTICE = 1 << 16
@@ -28,13 +28,11 @@ def greet(directory: Path, timeout: float) -> tuple[socket.socket, Welcome]:
     Raises:
         Unavailable: nobody serves there, or the broker does not answer.
         Denied: this user may not connect.
-        Invalid: the path is too long for a socket.
+        Invalid: no socket can have the path.
         CubrokerError: the broker refused, with its own code.
     """
+    check(directory)
     _check_owner(directory)
-    path = str(directory / SESSION_SOCKET)
-    if len(path.encode()) > MAX_PATH:
-        raise Invalid(f"{path} has more than {MAX_PATH} bytes, too many for a socket; choose a shorter directory")
     try:
         channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     except OSError as error:
@@ -44,7 +42,7 @@ def greet(directory: Path, timeout: float) -> tuple[socket.socket, Welcome]:
         limit = struct.pack("ll", *divmod(ceil(timeout * 1e6), 1_000_000))  # never 0, which is no limit
         channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         channel.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-        channel.connect(path)
+        channel.connect(str(directory / SESSION_SOCKET))
         return channel, _welcome(_ask(channel), directory)
     except BaseException as error:
         channel.close()

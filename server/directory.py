@@ -11,8 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from cubroker.protocol.directory import LOCK, MAX_PATH, REQUEST_SOCKET, SESSION_SOCKET
-from cubroker.protocol.errors import Denied, Invalid, Unavailable
+from cubroker.protocol.directory import LOCK, REQUEST_SOCKET, SESSION_SOCKET, check
+from cubroker.protocol.errors import Denied, Unavailable
 from cubroker.server.config import Access
 
 SO_PASSRIGHTS = 83
@@ -30,7 +30,7 @@ class Directory:
         access: who may connect; by default the broker's own user (and root) alone.
 
     Raises:
-        Invalid: the path is too long for a socket.
+        Invalid: no socket can have the path.
         Denied: the directory is another user's, cannot be written, or can be by everybody.
         Unavailable: another broker serves there, or the directory cannot be made.
     """
@@ -74,9 +74,7 @@ def _refuse_descriptors(listener: socket.socket) -> None:
 
 
 def _make(path: Path) -> None:
-    longest = path / max(SESSION_SOCKET, REQUEST_SOCKET, key=len)
-    if len(os.fsencode(longest)) > MAX_PATH:
-        raise Invalid(f"{longest} is longer than the {MAX_PATH} bytes of a socket's path; choose a shorter directory")
+    check(path)
     path.mkdir(mode=0o755, parents=True, exist_ok=True)
     here = path.stat()
     # Whoever owns the directory, or may write in it, can put sockets of their own in it, and so pose as the broker.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -100,6 +101,15 @@ def test_a_file_that_cannot_be_used_is_a_refusal(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("cubroker: ")
     assert "/proc/nowhere" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["ls", "serve --devices host:1@64MiB"])
+def test_a_directory_that_is_not_utf8_is_refused_in_one_line(tmp_path: Path, command: str) -> None:
+    done = run(*command.split(), "--directory", os.fsdecode(bytes(tmp_path) + b"/\xff"))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "is not UTF-8" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir())
 
 
 def test_help_imports_neither_cuda_nor_zeromq_nor_torch() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from cubroker.protocol import directory
+from cubroker.protocol.errors import Invalid
 
 
 @pytest.mark.parametrize(
@@ -29,6 +30,21 @@ def test_the_own_user_and_environment_are_the_default(monkeypatch: pytest.Monkey
     assert directory.default_directory() == directory.default_directory(os.environ, os.getuid())
     monkeypatch.setenv("CUBROKER_DIR", "/there")
     assert directory.default_directory() == Path("/there")
+
+
+def test_a_directory_without_room_for_a_socket_is_refused() -> None:
+    socket_path = f"/{directory.SESSION_SOCKET}"
+    directory.check(Path("x" * (directory.MAX_PATH - len(socket_path))))
+    with pytest.raises(Invalid, match="longer than the 107 bytes"):
+        directory.check(Path("x" * (directory.MAX_PATH - len(socket_path) + 1)))
+    with pytest.raises(Invalid, match="longer than the 107 bytes"):
+        directory.check(Path("ü" * 50))
+
+
+def test_a_directory_that_is_not_utf8_is_refused_in_printable_words() -> None:
+    with pytest.raises(Invalid, match="is not UTF-8") as caught:
+        directory.check(Path(os.fsdecode(b"/run/\xff")))
+    assert str(caught.value).isprintable()
 
 
 def test_the_longest_path_of_a_socket_is_what_the_kernel_takes(tmp_path: Path) -> None:
