@@ -27,6 +27,12 @@ MAX_RECEIVED = 256
 MAX_DEVICES = 64
 """Devices of one pool."""
 
+MAX_DESCRIPTORS = 16
+"""Descriptors that one :class:`Descriptors` carries."""
+
+DESCRIPTOR = b"descriptor"
+"""The handle of memory that no bytes open: a descriptor of it comes on the session socket."""
+
 Natural = Annotated[int, Meta(ge=0, le=MAX_EXTENT)]
 Identifier = Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -37,6 +43,8 @@ Handle = Annotated[bytes, Meta(max_length=64)]
 Handles = Annotated[tuple[Handle, ...], Meta(max_length=MAX_ALLOCATIONS)]
 Mode = Annotated[int, Meta(ge=0, le=0o777)]
 Devices = Annotated[tuple[Uuid, ...], Meta(min_length=1, max_length=MAX_DEVICES)]
+Peers = Annotated[tuple[Uuid, ...], Meta(max_length=MAX_DEVICES)]
+Plan = Annotated[tuple[Natural, ...], Meta(max_length=MAX_ALLOCATIONS)]
 
 
 class Message(Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
@@ -93,25 +101,42 @@ class Farewell(Message, frozen=True):
     reason: str
 
 
-Notice = PoolChanged | GatewayChanged | Farewell
+class Descriptors(Message, frozen=True):
+    """Here are the next ``count`` descriptors of ``lease``, as ``SCM_RIGHTS`` in the same packet.
+
+    A lease has one for each :data:`DESCRIPTOR` among its handles: in the order of the replicas in the answer that
+    grants it, and of the handles in each. They may come before that answer or after it, in several notices.
+    The receiver closes them.
+    """
+
+    lease: Identifier
+    count: Annotated[int, Meta(ge=1, le=MAX_DESCRIPTORS)]
+
+
+Notice = PoolChanged | GatewayChanged | Farewell | Descriptors
 
 # -- requests --------------------------------------------------------------------------------------
 
 
 class Attach(Message, frozen=True):
-    """Lease ``version`` of pool ``name`` (0: the current one) on ``device`` (None: its only device).
+    """Lease ``version`` of pool ``name`` (0: the current one) on ``device``.
 
-    Waits up to ``wait`` seconds for it to be published. Answer: :class:`Attached`.
+    None is the only device of a replicated pool, and all devices of a sharded one. ``peers`` are other devices
+    whose memory the asker can reach, best first: where ``device`` has nothing of the pool, the first of them that
+    has is taken. Waits up to ``wait`` seconds for the version to be published. Answer: :class:`Attached`.
     """
 
     name: Name
     version: Natural
     device: Uuid | None
     wait: Seconds
+    peers: Peers = ()
 
 
 class Create(Message, frozen=True):
-    """Open a draft of pool ``name``, each allocation of ``layout`` once per device.
+    """Open a draft of pool ``name``: without a ``plan`` replicated, each allocation of ``layout`` once per device.
+
+    With a ``plan`` the pool is sharded: for each allocation, the index in ``devices`` of the one device where it lies.
 
     Waits up to ``wait`` seconds for its turn as the writer and for room. With ``attach`` it is
     answered like an attach to ``attach``'s device as soon as the pool has a current version.
@@ -126,6 +151,7 @@ class Create(Message, frozen=True):
     wait: Seconds
     attach: Uuid | None
     mode: Mode | None = None
+    plan: Plan | None = None
 
 
 class Seal(Message, frozen=True):
@@ -200,23 +226,31 @@ class Envelope(Struct, frozen=True, array_like=True):
 # -- answers ---------------------------------------------------------------------------------------
 
 
+class Replica(Struct, frozen=True, array_like=True):
+    """A version's memory on one device: one handle per allocation of the layout, in its order.
+
+    ``b""`` stands for an allocation that the device has not got, :data:`DESCRIPTOR` for one that a descriptor opens.
+    """
+
+    device: Uuid
+    handles: Handles
+
+
+Replicas = Annotated[tuple[Replica, ...], Meta(max_length=MAX_DEVICES)]
+
+
 class Attached(Message, frozen=True):
-    """A lease on a published version: one handle per allocation of the layout, in its order."""
+    """A lease on a published version.
+
+    ``replicas`` is the one on the device that was chosen; of a sharded version, all if no device was named.
+    """
 
     lease: Identifier
     name: str
     version: Natural
-    device: str
     share: str
     layout: Encoded
-    handles: Handles
-
-
-class Replica(Struct, frozen=True, array_like=True):
-    """A draft's memory on one device: one handle per allocation of the layout, in its order."""
-
-    device: str
-    handles: Handles
+    replicas: Replicas
 
 
 class Created(Message, frozen=True):
@@ -226,7 +260,7 @@ class Created(Message, frozen=True):
     name: str
     version: Natural
     share: str
-    replicas: Annotated[tuple[Replica, ...], Meta(max_length=MAX_DEVICES)]
+    replicas: Replicas
 
 
 class Sealed(Message, frozen=True):
@@ -247,8 +281,9 @@ class Retirement(Message, frozen=True):
 
 
 class PoolInfo(Struct, frozen=True):
-    """One live version. ``state``: ``draft``, ``current``, ``superseded`` or ``retired``; ``nbytes`` per device.
+    """One live version. ``state``: ``draft``, ``current``, ``superseded`` or ``retired``.
 
+    ``nbytes`` is what its layout takes: on each device, or, if it is ``sharded``, on all of them together.
     ``owner`` made the version; ``group`` and ``mode`` are the pool's.
     """
 
@@ -264,6 +299,7 @@ class PoolInfo(Struct, frozen=True):
     owner: int
     group: int
     mode: int
+    sharded: bool
 
 
 class LeaseInfo(Struct, frozen=True):

@@ -9,20 +9,31 @@ from cubroker.protocol import messages as m
 
 SECRET = bytes(range(16))
 LAYOUT = Layout.pack([("model.norm.weight", "BF16", (64,)), ("scalar", "F32", ()), ("none", "U8", (0,))], slab=256)
-INFO = m.PoolInfo("llama", 3, "current", 1024, 3, "ipc", ("GPU-a", "GPU-b"), False, 2, 1000, 100, 0o640)
+INFO = m.PoolInfo("llama", 3, "current", 1024, 3, "ipc", ("GPU-a", "GPU-b"), False, 2, 1000, 100, 0o640, False)
+SHARDED = m.PoolInfo("moe", 1, "draft", 1024, 3, "vmm", ("GPU-a", "GPU-b"), False, 1, 1000, 100, 0o640, True)
 HANDLES = (bytes(64), b"h" * 64)
+SHARDS = (m.Replica("GPU-a", (m.DESCRIPTOR, b"")), m.Replica("GPU-b", (b"", m.DESCRIPTOR)))
 
 GREETINGS = (
     m.Welcome(1, 7, SECRET, "host:2@1048576"),
     m.Welcome(1, 1 << 62, SECRET, "cuda"),
     m.Refused("denied", "user 5 may not come in"),
 )
-NOTICES = (m.PoolChanged("llama", 2), m.PoolChanged("llama", 0), m.GatewayChanged(), m.Farewell("the broker stops"))
+NOTICES = (
+    m.PoolChanged("llama", 2),
+    m.PoolChanged("llama", 0),
+    m.GatewayChanged(),
+    m.Farewell("the broker stops"),
+    m.Descriptors(5, 1),
+    m.Descriptors(5, m.MAX_DESCRIPTORS),
+)
 REQUESTS = (
     m.Attach("llama", 0, None, 0.0),
     m.Attach("llama", 3, "GPU-a", 0.5),
+    m.Attach("llama", 3, "GPU-a", 0.5, ("GPU-b", "GPU-c")),
     m.Create("llama", LAYOUT.encode(), ("GPU-a",), "ipc", 0.0, None),
-    m.Create("llama", LAYOUT.encode(), ("GPU-a", "GPU-b"), "vmm", 604_800.0, "GPU-b", 0o640),
+    m.Create("llama", LAYOUT.encode(), ("GPU-a", "GPU-b"), "vmm", 604_800.0, "GPU-b", 0o640, (1, 0)),
+    m.Create("llama", LAYOUT.encode(), ("GPU-a",), "ipc", 0.0, None, None, ()),
     m.Seal(1),
     m.Close((1 << 63) - 1),
     m.Cancel(9),
@@ -35,12 +46,13 @@ REQUESTS = (
     m.Describe("llama", 1),
 )
 REPLIES = (
-    m.Attached(5, "llama", 3, "GPU-a", "ipc", LAYOUT.encode(), HANDLES),
+    m.Attached(5, "llama", 3, "ipc", LAYOUT.encode(), (m.Replica("GPU-a", HANDLES),)),
+    m.Attached(5, "llama", 3, "vmm", LAYOUT.encode(), SHARDS),
     m.Created(6, "llama", 4, "ipc", (m.Replica("GPU-a", HANDLES), m.Replica("GPU-b", ()))),
     m.Sealed(4),
     m.Done(),
     m.Retirement(3, 0),
-    m.Pools((INFO, INFO)),
+    m.Pools((INFO, SHARDED)),
     m.Pools(()),
     m.Clients((m.ClientInfo(7, 4711, 1000, "connected", (m.LeaseInfo("llama", 3),)),)),
     m.DeviceList((m.DeviceInfo(0, "GPU-a", "NVIDIA H200", 150_754_820_096, 135_679_338_086, 8 << 30, 0),)),

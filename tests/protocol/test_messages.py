@@ -28,6 +28,8 @@ from tests.protocol.samples import (
     members,
 )
 
+PLAN = (63,) * MAX_ALLOCATIONS
+
 each_sample = pytest.mark.parametrize("sample", SAMPLES, ids=label)
 
 
@@ -224,6 +226,10 @@ def test_a_wait_is_read_as_a_float(wait: float) -> None:
         envelope(m.Create("n", b"", ("d",) * 65, "ipc", 0.0, None)),
         envelope(m.Create("n", b"", ("d",), "s" * 17, 0.0, None)),
         envelope(m.Create("n", bytes(MAX_ENCODED + 1), ("d",), "ipc", 0.0, None)),
+        envelope(m.Create("n", b"", ("d",), "ipc", 0.0, None, None, (*PLAN, 0))),
+        envelope(m.Create("n", b"", ("d",), "ipc", 0.0, None, None, (-1,))),
+        envelope(m.Attach("n", 0, "d", 0.0, ("u",) * 65)),
+        envelope(m.Attach("n", 0, "d", 0.0, ("",))),
         envelope(m.Done()),
         envelope([]),
         envelope(["Reboot"]),
@@ -244,6 +250,11 @@ def test_a_stranger_s_hello_is_refused(hello: m.Hello) -> None:
     assert accept(wire.pack(hello), m.Hello) is None
 
 
+@pytest.mark.parametrize("notice", [m.Descriptors(0, 1), m.Descriptors(1, 0), m.Descriptors(1, m.MAX_DESCRIPTORS + 1)])
+def test_a_notice_out_of_bounds_is_refused(notice: m.Descriptors) -> None:
+    assert accept(wire.pack(notice), m.Notice) is None
+
+
 def test_a_hello_of_a_later_version_is_understood() -> None:
     assert wire.unpack(wire.pack(["cubroker", [1, 2, 3], {"later": True}]), m.Hello) == m.Hello("cubroker", (1, 2, 3))
 
@@ -251,10 +262,17 @@ def test_a_hello_of_a_later_version_is_understood() -> None:
 def test_the_largest_answers_fit_into_a_message() -> None:
     handles = (bytes(64),) * MAX_ALLOCATIONS
     created = m.Created(1, "n" * 255, 1, "ipc", (m.Replica("u" * 64, handles),) * m.MAX_DEVICES)
-    attached = m.Attached(1, "n" * 255, 1, "u" * 64, "ipc", bytes(MAX_ENCODED), handles)
-    for body in (created, attached):
+    attached = m.Attached(1, "n" * 255, 1, "ipc", bytes(MAX_ENCODED), (m.Replica("u" * 64, handles),))
+    shard = m.Replica(
+        "u" * 64, (bytes(64),) * (MAX_ALLOCATIONS // m.MAX_DEVICES) + (b"",) * (MAX_ALLOCATIONS * 63 // 64)
+    )
+    sharded = m.Attached(1, "n" * 255, 1, "ipc", bytes(MAX_ENCODED), (shard,) * m.MAX_DEVICES)
+    for body in (created, attached, sharded):
         assert wire.unpack(wire.pack(m.Answer(1, body)), m.Answer).body == body
-    assert len(envelope(m.Create("n", bytes(MAX_ENCODED), ("u" * 64,) * 64, "ipc", 0.0, None))) < wire.MAX_MESSAGE
+    assert (
+        len(envelope(m.Create("n", bytes(MAX_ENCODED), ("u" * 64,) * 64, "ipc", 0.0, None, None, PLAN)))
+        < wire.MAX_MESSAGE
+    )
 
 
 # -- the shape of the protocol itself ----------------------------------------------------------------
@@ -315,7 +333,7 @@ HOSTILE = {
     "a string that promises more": (START + b"\x93\xa6Retire\xdb\xff\xff\xff\xff", m.Envelope),
     "bytes that promise more": (b"\x94\xc6\xff\xff\xff\xff", m.Envelope),
     "handles that promise more": (
-        b"\x92\x01\x98\xa8Attached\x01\xa1x\x01\xa1d\xa3ipc\xc4\x00" + array(1 << 31),
+        b"\x92\x01\x97\xa8Attached\x01\xa1x\x01\xa3ipc\xc4\x00\x91\x92\xa1d" + array(1 << 31),
         m.Answer,
     ),
     "a layout that promises more": (b"\x92" + array(0xFFFFFFFF), Layout),
