@@ -6,10 +6,10 @@ created and hands the same bytes to every reader, so an attach costs no re-encod
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from operator import index
-from typing import Annotated, Self, SupportsIndex
+from typing import Annotated, Self, SupportsIndex, TypeVar
 
 import msgspec
 
@@ -29,6 +29,7 @@ MAX_EXTENT = 1 << 48
 MAX_ENCODED = 12 << 20
 """Bytes of an encoded layout; one of 100,000 tensors with names of 80 characters has 10 MiB."""
 
+Group = TypeVar("Group", bound=Hashable)
 
 Shape = Iterable[SupportsIndex]
 """Dimensions as callers have them: a tuple, a list, a ``torch.Size``, a numpy array."""
@@ -69,6 +70,7 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
         tensors: Iterable[tuple[str, str, Shape]] | Mapping[str, tuple[str, Shape]],
         *,
         slab: int | None = None,
+        groups: Mapping[str, Hashable] | None = None,
     ) -> Self:
         """Lay tensors out one after the other, each aligned to 256 bytes.
 
@@ -76,9 +78,11 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
             tensors: ``(name, dtype, shape)`` triples, or a mapping of name to ``(dtype, shape)``.
             slab: the most bytes of one allocation. By default all tensors share one. A tensor larger
                 than ``slab`` gets an allocation of its own, since a tensor is never split.
+            groups: for each tensor by name, what it belongs to, such as the device of a plan. Tensors of different
+                groups share no allocation.
 
         Raises:
-            Invalid: a name twice, an unknown dtype, a negative dimension, a limit exceeded.
+            Invalid: a name twice, an unknown dtype, a negative dimension, a limit exceeded, a tensor without a group.
         """
         if slab is not None and slab < ALIGNMENT:
             raise Invalid(f"a slab of {slab} bytes is less than the alignment of one tensor, {ALIGNMENT}")
@@ -86,17 +90,42 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
             tensors = ((name, dtype, shape) for name, (dtype, shape) in tensors.items())
         placed: list[TensorSpec] = []
         sizes: list[int] = []
+        last: dict[Hashable, int] = {}  # the allocation that each group fills now
         for name, dtype, dimensions in tensors:
             shape = _dimensions(name, dimensions)
             size = _aligned(_nbytes(name, dtype, shape))
-            if not sizes or (slab is not None and sizes[-1] and sizes[-1] + size > slab):
+            group = None if groups is None else _group(groups, name)
+            here = last.get(group)
+            if here is None or (slab is not None and sizes[here] and sizes[here] + size > slab):
+                here = last[group] = len(sizes)
                 sizes.append(0)
-            placed.append(TensorSpec(name, dtype, shape, len(sizes) - 1, sizes[-1]))
-            sizes[-1] += size
+            placed.append(TensorSpec(name, dtype, shape, here, sizes[here]))
+            sizes[here] += size
         # Tensors without elements still need an address; an allocation is never empty.
         layout = cls(tuple(placed), tuple(max(size, ALIGNMENT) for size in sizes))
         layout.check()
         return layout
+
+    def spread(self, groups: Mapping[str, Group]) -> tuple[Group, ...]:
+        """Return the group of each allocation, whose tensors are all of one group by name.
+
+        Raises:
+            Invalid: they are not, a tensor has no group, a group is of no tensor, or an allocation has no tensor.
+        """
+        found: dict[int, tuple[Group, str]] = {}
+        for tensor in self.tensors:
+            group = _group(groups, tensor.name)
+            first, name = found.setdefault(tensor.allocation, (group, tensor.name))
+            if first != group:
+                raise Invalid(
+                    f"tensors {name!r} ({first}) and {tensor.name!r} ({group}) share allocation {tensor.allocation};"
+                    f" lay them out apart, with Layout.pack(..., groups=...)"
+                )
+        if strangers := groups.keys() - {tensor.name for tensor in self.tensors}:
+            raise Invalid(f"the layout has no tensor {min(strangers)!r}")
+        if empty := set(range(len(self.allocations))) - found.keys():
+            raise Invalid(f"allocation {min(empty)} has no tensor, and so no group")
+        return tuple(found[number][0] for number in range(len(self.allocations)))
 
     def check(self) -> None:
         """Raise ``Invalid`` unless every tensor lies whole, aligned and alone in an allocation of this layout."""
@@ -163,6 +192,13 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
 
 def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _group(groups: Mapping[str, Group], name: str) -> Group:
+    try:
+        return groups[name]
+    except KeyError:
+        raise Invalid(f"nothing says where tensor {name!r} belongs; name the group of every tensor") from None
 
 
 def _dimensions(name: str, shape: Shape) -> tuple[int, ...]:

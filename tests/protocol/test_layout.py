@@ -205,3 +205,45 @@ def test_bytes_that_are_no_layout_are_refused_shortly(plain: object) -> None:
     with pytest.raises(Invalid) as caught:
         Layout.decode(wire.pack(plain))
     assert len(caught.value.message) < 600
+
+
+# -- groups ----------------------------------------------------------------------------------------
+
+
+@given(triples(), st.none() | st.integers(layout.ALIGNMENT, 4096), st.integers(1, 3))
+def test_groups_share_no_allocation_and_are_found_again(tensors: list[Triple], slab: int | None, count: int) -> None:
+    groups = {name: number % count for number, (name, _, _) in enumerate(tensors)}
+    packed = Layout.pack(tensors, slab=slab, groups=groups)
+    assert [(spec.name, spec.dtype, spec.shape) for spec in packed.tensors] == tensors
+    assert [packed.spread(groups)[spec.allocation] for spec in packed.tensors] == list(groups.values())
+    for group in range(count):
+        alone = Layout.pack([each for each in tensors if groups[each[0]] == group], slab=slab)
+        sizes = zip(packed.allocations, packed.spread(groups), strict=True)
+        assert tuple(size for size, mine in sizes if mine == group) == alone.allocations
+
+
+THREE = [("a", "U8", (1,)), ("b", "U8", (1,)), ("c", "U8", (1,))]
+
+
+@pytest.mark.parametrize(
+    ("groups", "says"),
+    [
+        ({"a": 0, "b": 0, "c": 1}, r"tensors 'a' \(0\) and 'c' \(1\) share allocation 0; .* groups="),
+        ({"a": 0, "b": 0}, "nothing says where tensor 'c' belongs"),
+        ({"a": 0, "b": 0, "c": 0, "e": 1, "d": 1}, "the layout has no tensor 'd'"),
+    ],
+)
+def test_groups_that_do_not_fit_a_layout_are_refused(groups: dict[str, int], says: str) -> None:
+    with pytest.raises(Invalid, match=says):
+        Layout.pack(THREE).spread(groups)
+
+
+def test_an_allocation_without_tensors_has_no_group() -> None:
+    packed = Layout.pack(THREE)
+    with pytest.raises(Invalid, match="allocation 1 has no tensor"):
+        Layout(packed.tensors, (*packed.allocations, 512)).spread(dict.fromkeys("abc", 0))
+
+
+def test_a_tensor_without_a_group_is_not_packed() -> None:
+    with pytest.raises(Invalid, match="nothing says where tensor 'b' belongs"):
+        Layout.pack(THREE, groups={"a": 0})
