@@ -6,7 +6,8 @@ so does the host driver. Everything above this module sees the values alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -34,6 +35,17 @@ class DriverError(Exception):
     def out_of_memory(self) -> bool:
         """Whether the device had no room."""
         return self.name == "CUDA_ERROR_OUT_OF_MEMORY"
+
+
+@contextmanager
+def explained(texts: Mapping[str, str]) -> Iterator[None]:
+    """Give the detail of a :class:`DriverError` in the words that ``texts`` has for its name, if it has any."""
+    try:
+        yield
+    except DriverError as error:
+        if error.name not in texts:
+            raise
+        raise DriverError(error.call, error.status, error.name, texts[error.name]) from None
 
 
 class Calls:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ctypes
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from cubroker.driver.calls import DriverError
 
 if TYPE_CHECKING:
     from cubroker.driver.context import Context
+
+HANDLE_BYTES = 64
+"""Bytes of a legacy IPC handle, of memory or of an event (``CU_IPC_HANDLE_SIZE``)."""
 
 
 class _Closing:
@@ -33,13 +36,47 @@ class _Closing:
 
 
 class Event(_Closing):
-    """A place in a stream, which :meth:`Stream.record` puts it at; it may be put anew. See :meth:`Context.event`."""
+    """A place in a stream, which :meth:`Stream.record` puts it at; it may be put anew.
 
-    def __init__(self, context: Context) -> None:
+    :meth:`Context.event` makes one, and :meth:`Context.open_event` opens another process's: whoever has it
+    records it, asks for it or waits for it, and all mean the same place. Once the process that made it has
+    closed it or has ended, the driver promises nothing about the others' calls, of which ``close`` alone is
+    then in place; host devices refuse the rest (CUDA_ERROR_INVALID_HANDLE).
+    """
+
+    def __init__(self, context: Context, handle: Any) -> None:
         super().__init__(context)
-        flags = self._calls.module.CUevent_flags
+        self.handle = handle
+
+    @classmethod
+    def make(cls, context: Context, *, shared: bool) -> Self:
+        """Make an event; see :meth:`Context.event`."""
+        flags = context.calls.module.CUevent_flags
+        chosen = flags.CU_EVENT_DISABLE_TIMING | flags.CU_EVENT_BLOCKING_SYNC
+        if shared:
+            chosen |= flags.CU_EVENT_INTERPROCESS
         with context.current():
-            self.handle = self._calls.cuEventCreate(flags.CU_EVENT_DISABLE_TIMING | flags.CU_EVENT_BLOCKING_SYNC)
+            return cls(context, context.calls.cuEventCreate(int(chosen)))
+
+    @classmethod
+    def open(cls, context: Context, handle: bytes) -> Self:
+        """Open another process's event; see :meth:`Context.open_event`."""
+        if len(handle) != HANDLE_BYTES:
+            raise ValueError(f"an event's handle of {len(handle)} bytes; it has {HANDLE_BYTES}")
+        raw = context.calls.module.CUipcEventHandle()
+        ctypes.memmove(raw.getPtr(), handle, HANDLE_BYTES)
+        with context.current():
+            return cls(context, context.calls.cuIpcOpenEventHandle(raw))
+
+    def export(self) -> bytes:
+        """Return the handle, 64 bytes, with which other processes open this event.
+
+        Raises:
+            DriverError: the event was not made with ``shared=True``, or is another process's.
+        """
+        with self._context.current():
+            handle = self._calls.cuIpcGetEventHandle(self.handle)
+        return ctypes.string_at(handle.getPtr(), HANDLE_BYTES)
 
     def done(self) -> bool:
         """Whether all work before the place is finished; so it is if the event was never recorded."""
@@ -53,12 +90,15 @@ class Event(_Closing):
         return True
 
     def wait(self) -> None:
-        """Return when all work before the place is finished; the thread sleeps meanwhile."""
+        """Return when all work before the place is finished.
+
+        The thread sleeps meanwhile, unless the event is another process's: then it may spin.
+        """
         with self._context.current():
             self._calls.cuEventSynchronize(self.handle)
 
     def close(self) -> None:
-        """Give the event back; work before it goes on."""
+        """Give the event back; work before it goes on, and so does a stream that waits for it."""
         with self._context.current():
             self._calls.cuEventDestroy(self.handle)
 
@@ -79,6 +119,25 @@ class Stream(_Closing):
         """
         with self._context.current():
             self._calls.cuMemcpyHtoDAsync(pointer, host_pointer, nbytes, self._stream)
+
+    def copy(self, pointer: int, source: int, nbytes: int) -> None:
+        """Start a copy of ``nbytes`` bytes at device address ``source`` to device address ``pointer``.
+
+        Either may be on another device than the stream: addresses are unified, and tell. The copy goes directly
+        between two devices if this stream's context has access to the other one (:meth:`Peers.enable`, an
+        :meth:`Context.open` across devices), else through host memory, which is slower.
+        """
+        with self._context.current():
+            self._calls.cuMemcpyDtoDAsync(pointer, source, nbytes, self._stream)
+
+    def wait(self, event: Event) -> None:
+        """Hold everything that is started from now on until the work before ``event`` is done; the caller goes on.
+
+        The event may be of another device or another process. What counts is where it was recorded last when
+        this is called; if it never was, there is nothing to wait for.
+        """
+        with self._context.current():
+            self._calls.cuStreamWaitEvent(self._stream, event.handle, 0)
 
     def record(self, event: Event) -> None:
         """Put ``event``, of the same context, after everything that was started so far."""

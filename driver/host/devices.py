@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import itertools
 import os
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,22 @@ _ATTRIBUTES = {
 }
 """All others are 0: not there."""
 
+_CREATED = 1 << 20
+"""The number of the first context that is nobody's primary one."""
+
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Devices(State):
-    """The functions that need no current context, and those that change it."""
+    """The functions that need no current context, and those that change it.
+
+    A context that a program creates beside the primary one is only a second name for the device: what is
+    allocated in it does not end with it.
+    """
+
+    def __init__(self, count: int, size: int, island: int | None = None) -> None:
+        super().__init__(count, size, island)
+        self._numbers = itertools.count(_CREATED)
 
     def cuInit(self, Flags: int) -> tuple[Any]:
         if Flags:
@@ -73,7 +85,7 @@ class Devices(State):
     def cuDevicePrimaryCtxRetain(self, dev: Any) -> Any:
         with self.lock:
             self.retained[self.index(dev)] += 1
-        return _context(int(dev))
+        return cuda.CUcontext(int(dev) + 1)  # not 0, which stands for none
 
     @answers(0)
     def cuDevicePrimaryCtxRelease(self, dev: Any) -> None:
@@ -88,24 +100,44 @@ class Devices(State):
         if idle:
             idle.stop()
 
+    @answers(1)
+    def cuCtxCreate(self, ctxCreateParams: Any, flags: int, dev: Any) -> Any:
+        device = self.index(dev)
+        with self.lock:
+            number = next(self._numbers)
+            self.created[number] = device
+        self.stack.append(number)
+        return cuda.CUcontext(number)
+
+    @answers(0)
+    def cuCtxDestroy(self, ctx: Any) -> None:
+        number = int(ctx)
+        with self.lock:
+            if self.created.pop(number, None) is None:
+                raise Refusal(Result.CUDA_ERROR_INVALID_CONTEXT)
+        if self.stack[-1:] == [number]:
+            self.stack.pop()
+
     @answers(0)
     def cuCtxPushCurrent(self, ctx: Any) -> None:
-        self.stack.append(self._retained(ctx))
+        self.device_of(ctx)
+        self.stack.append(int(ctx))
 
     @answers(1)
     def cuCtxPopCurrent(self) -> Any:
         if not self.stack:
             raise Refusal(Result.CUDA_ERROR_INVALID_CONTEXT)
-        return _context(self.stack.pop())
+        return cuda.CUcontext(self.stack.pop())
 
     @answers(0)
     def cuCtxSetCurrent(self, ctx: Any) -> None:
-        top = [self._retained(ctx)] if int(ctx) else []
-        self.stack[-1:] = top
+        if int(ctx):
+            self.device_of(ctx)
+        self.stack[-1:] = [int(ctx)] if int(ctx) else []
 
     @answers(1)
     def cuCtxGetCurrent(self) -> Any:
-        return _context(self.stack[-1]) if self.stack else cuda.CUcontext(0)
+        return cuda.CUcontext(self.stack[-1] if self.stack else 0)
 
     @answers(1)
     def cuCtxGetDevice(self) -> Any:
@@ -114,13 +146,3 @@ class Devices(State):
     @answers(0)
     def cuCtxSynchronize(self) -> None:
         self.current()
-
-    def _retained(self, ctx: Any) -> int:
-        device = int(ctx) - 1
-        if not 0 <= device < len(self.retained) or not self.retained[device]:
-            raise Refusal(Result.CUDA_ERROR_INVALID_CONTEXT)
-        return device
-
-
-def _context(device: int) -> Any:
-    return cuda.CUcontext(device + 1)  # not 0, which stands for none

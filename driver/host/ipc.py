@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import stat
 from typing import Any
 
 from cuda.bindings import driver as cuda
@@ -42,6 +43,8 @@ class Ipc(State):
         with self.lock:
             if self.owner and self.owner.owns(raw):
                 raise Refusal(Result.CUDA_ERROR_INVALID_CONTEXT)
+            if self.stack[-1] in self.created:  # one context per device and process opens memory
+                raise Refusal(Result.CUDA_ERROR_INVALID_HANDLE)
             pointer = self._open_again(device, raw)
         return cuda.CUdeviceptr(pointer or self._open_first(device, raw))
 
@@ -59,13 +62,17 @@ class Ipc(State):
     def _open_first(self, device: int, raw: bytes) -> int:
         """Map what the owner sends; no lock is held while it is asked, so another thread may have been faster."""
         try:
-            fd, offset = sharing.fetch(raw)
+            fd, owner, offset = sharing.fetch(raw)
         except LookupError:
             raise Refusal(Result.CUDA_ERROR_INVALID_VALUE) from None
         try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):  # a handle of an event
+                raise Refusal(Result.CUDA_ERROR_INVALID_VALUE)
             nbytes = memory.sealed_size(fd)
             if offset >= nbytes:
                 raise Refusal(Result.CUDA_ERROR_INVALID_VALUE)
+            if not self.reaches(device, owner):
+                raise Refusal(Result.CUDA_ERROR_PEER_ACCESS_UNSUPPORTED)
             with self.lock:
                 return self._open_again(device, raw) or self._map(device, raw, fd, nbytes, offset)
         finally:

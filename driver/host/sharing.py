@@ -2,19 +2,22 @@
 
 A handle is 64 bytes: the owner's address, the secret, zeros. The address names a datagram socket in
 the abstract namespace, which any user of this network namespace can write to and which ends with
-its process. One message asks (the secret), one answers (the descriptor and the allocation's offset,
-or nothing if the secret is unknown). The owner keeps no state between the two, so a peer that
-writes garbage, or never reads, costs it one failed send.
+its process. One message asks (the secret), one answers (the descriptor, the device whose memory it is
+and the allocation's offset, or nothing if the secret is unknown). The owner keeps no state between
+the two, so a peer that writes garbage, or never reads, costs it one failed send. Events are handed
+over in the same way.
 """
 
 from __future__ import annotations
 
 import errno
+import os
 import secrets
 import socket
 import struct
 import threading
 from contextlib import suppress
+from typing import NamedTuple
 
 from cubroker.driver.host.heap import SECRET_BYTES, Allocation, Block
 
@@ -28,15 +31,23 @@ _AGAIN = 1.0
 _ADDRESS_BYTES = 16
 _NAMESPACE = b"\0cubroker-host-"
 _INT = struct.Struct("=i")
-_OFFSET_BYTES = 8
+_ANSWER = struct.Struct("=QI")
+
+
+class Offer(NamedTuple):
+    """What stands behind a handle: a descriptor, and the device and the offset in it that are meant."""
+
+    fd: int
+    device: int
+    offset: int = 0
 
 
 class Owner:
-    """Answers for the allocations of this process, on a thread of its own, until stopped."""
+    """Answers for the allocations and the events of this process, on a thread of its own, until stopped."""
 
     def __init__(self) -> None:
         self._address = secrets.token_bytes(_ADDRESS_BYTES)
-        self._exported: dict[bytes, tuple[int, int]] = {}
+        self._exported: dict[bytes, Offer] = {}
         self._lock = threading.Lock()
         self._stopping = False
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -46,14 +57,18 @@ class Owner:
 
     def export(self, block: Block, allocation: Allocation) -> bytes:
         """Return the handle of an allocation; from now on whoever shows it gets the block."""
-        with self._lock:
-            self._exported[allocation.secret] = block.fd, allocation.pointer - block.pointer
-        return (self._address + allocation.secret).ljust(HANDLE_BYTES, b"\0")
+        return self.offer(allocation.secret, Offer(block.fd, block.device, allocation.pointer - block.pointer))
 
-    def withdraw(self, allocation: Allocation) -> None:
-        """Answer for this allocation no more; its block's descriptor may be closed afterwards."""
+    def offer(self, secret: bytes, offer: Offer) -> bytes:
+        """Return the handle with which others get what is offered."""
         with self._lock:
-            self._exported.pop(allocation.secret, None)
+            self._exported[secret] = offer
+        return (self._address + secret).ljust(HANDLE_BYTES, b"\0")
+
+    def withdraw(self, secret: bytes) -> None:
+        """Answer for this secret no more; the descriptor may be closed afterwards."""
+        with self._lock:
+            self._exported.pop(secret, None)
 
     def owns(self, handle: bytes) -> bool:
         """Whether a handle was made here."""
@@ -82,18 +97,19 @@ class Owner:
     def _answer(self, secret: bytes, asker: bytes) -> None:
         with self._lock:  # so that the descriptor stays open meanwhile
             if secret in self._exported:
-                fd, offset = self._exported[secret]
-                rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, _INT.pack(fd))
-                self._socket.sendmsg([offset.to_bytes(_OFFSET_BYTES, "little")], [rights], socket.MSG_DONTWAIT, asker)
+                offer = self._exported[secret]
+                rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, _INT.pack(offer.fd))
+                answer = _ANSWER.pack(offer.offset, offer.device)
+                self._socket.sendmsg([answer], [rights], socket.MSG_DONTWAIT, asker)
             else:
                 self._socket.sendto(b"", socket.MSG_DONTWAIT, asker)
 
 
-def fetch(handle: bytes) -> tuple[int, int]:
-    """Return a descriptor of the block that the allocation of ``handle`` lies in, and its offset there.
+def fetch(handle: bytes) -> Offer:
+    """Return what stands behind a handle; the descriptor is the caller's to close.
 
     Raises:
-        LookupError: nobody answers for it: it is made up, or the memory was freed, or its owner is gone.
+        LookupError: nobody answers for it: it is made up, or what it stood for was freed, or its owner is gone.
         TimeoutError: its owner does not answer.
     """
     address, secret = handle[:_ADDRESS_BYTES], handle[_ADDRESS_BYTES : _ADDRESS_BYTES + SECRET_BYTES]
@@ -112,12 +128,17 @@ def fetch(handle: bytes) -> tuple[int, int]:
     raise TimeoutError(f"the owner of the memory has not answered for {PATIENCE:g} s; is it stopped?")
 
 
-def _ask(asker: socket.socket, secret: bytes) -> tuple[int, int]:
+def _ask(asker: socket.socket, secret: bytes) -> Offer:
     asker.send(secret)
     # socket.recv_fds would drop the flag, and a child that is started meanwhile would inherit the memory.
-    data, ancillary, flags, _ = asker.recvmsg(_OFFSET_BYTES, socket.CMSG_LEN(_INT.size), socket.MSG_CMSG_CLOEXEC)
+    data, ancillary, flags, _ = asker.recvmsg(_ANSWER.size, socket.CMSG_LEN(_INT.size), socket.MSG_CMSG_CLOEXEC)
     if flags & socket.MSG_CTRUNC:
         raise OSError(errno.EMFILE, "no descriptor is left for the memory")
     if not ancillary:
         raise LookupError("the owner of the memory does not know the handle")
-    return _INT.unpack(ancillary[0][2])[0], int.from_bytes(data, "little")
+    fd: int = _INT.unpack(ancillary[0][2])[0]
+    if len(data) < _ANSWER.size:  # another version of this module, or an impostor
+        os.close(fd)
+        raise LookupError("the owner of the memory does not answer as it should")
+    offset, device = _ANSWER.unpack(data)
+    return Offer(fd, device, offset)

@@ -265,7 +265,7 @@ def test_an_impostor_cannot_make_us_map_what_would_fault(
         def serve() -> None:
             _, asker = impostor.recvfrom(64)
             rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))
-            impostor.sendmsg([offset.to_bytes(8, "little")], [rights], 0, asker)
+            impostor.sendmsg([sharing._ANSWER.pack(offset, 0)], [rights], 0, asker)
 
         thread = threading.Thread(target=serve)
         thread.start()

@@ -22,6 +22,8 @@ MIB = 1 << 20
         ("host:2@64MiB", "host:2@67108864", [64 * MIB] * 2),
         ("host:1@3000KiB", "host:1@2097152", [2 * MIB]),
         ("host:1@1TiB", "host:1@1099511627776", [1 << 40]),
+        ("host:4@2MiB/2", "host:4@2097152/2", [2 * MIB] * 4),
+        ("host:2@2MiB/2", "host:2@2097152", [2 * MIB] * 2),
     ],
 )
 def test_a_spec_sets_the_number_and_the_size_of_host_devices(spec: str, full: str, sizes: list[int]) -> None:
@@ -42,7 +44,7 @@ def test_host_devices_share_half_of_the_memory_unless_told_otherwise() -> None:
 @pytest.mark.parametrize(
     ("spec", "text"),
     [
-        ("", "no driver ''; write cuda, cuda:0,1, host:2 or host:2@64MiB"),
+        ("", "no driver ''; write cuda, cuda:0,1, host:2, host:2@64MiB or host:4@64MiB/2"),
         ("metal", "no driver 'metal'"),
         ("cuda:", "no driver 'cuda:'"),
         ("cuda:1,", "no driver 'cuda:1,'"),
@@ -53,6 +55,9 @@ def test_host_devices_share_half_of_the_memory_unless_told_otherwise() -> None:
         ("host:0", "asks for 0 devices; it can be 1 to 64"),
         ("host:65", "asks for 65 devices"),
         ("host:1@1MiB", "gives a device 0 bytes; it needs 2097152 at least"),
+        ("host:4/5", "makes groups of 5 devices; they can be of 1 to 4"),
+        ("host:4/0", "makes groups of 0 devices"),
+        ("host:4/", "no driver 'host:4/'"),
         ("host:1@128TiB", "less than 140737488355328"),
     ],
 )

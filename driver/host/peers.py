@@ -1,0 +1,84 @@
+"""Peer access on host devices: which reach each other's memory, what their links can do, and who has access enabled."""
+
+# ruff: noqa: D102  (the functions are NVIDIA's, and described in the reference of the CUDA driver API)
+
+from __future__ import annotations
+
+from typing import Any
+
+from cubroker.driver.host.answers import Refusal, Result, answers
+from cubroker.driver.host.state import State
+
+# All by number: the bindings have names for the last attribute, and for atomic operations, only since CUDA 13.0.
+_PERFORMANCE_RANK, _ACCESS, _NATIVE_ATOMICS, _ARRAY_ACCESS, _ONLY_PARTIAL_NATIVE_ATOMICS = range(1, 6)
+_LINK = {_PERFORMANCE_RANK: 0, _ACCESS: 1, _NATIVE_ATOMICS: 1, _ARRAY_ACCESS: 1, _ONLY_PARTIAL_NATIVE_ATOMICS: 0}
+"""Between devices that reach each other, as between two H200s; between others all are 0."""
+
+_OPERATIONS = range(13)
+"""The atomic operations of 13.0, CU_ATOMIC_OPERATION_INTEGER_ADD to _FLOAT_MAX."""
+
+_NATIVE = 1 | 2 | 8 | 16
+"""CU_ATOMIC_CAPABILITY_SIGNED, _UNSIGNED, _SCALAR_32 and _SCALAR_64."""
+
+
+class Peers(State):
+    """The functions of peer access. It is enabled in one direction at a time, from one context to another."""
+
+    def __init__(self, count: int, size: int, island: int | None = None) -> None:
+        super().__init__(count, size, island)
+        self._enabled: set[tuple[int, int]] = set()
+
+    @answers(1)
+    def cuDeviceCanAccessPeer(self, dev: Any, peerDev: Any) -> int:
+        device, peer = self.index(dev), self.index(peerDev)
+        return int(device != peer and self.reaches(device, peer))
+
+    @answers(1)
+    def cuDeviceGetP2PAttribute(self, attrib: Any, srcDevice: Any, dstDevice: Any) -> int:
+        linked = self._linked(srcDevice, dstDevice)
+        if int(attrib) not in _LINK:
+            raise Refusal(Result.CUDA_ERROR_INVALID_VALUE)
+        return _LINK[int(attrib)] if linked else 0
+
+    @answers(1)
+    def cuDeviceGetP2PAtomicCapabilities(
+        self, operations: Any, count: int, srcDevice: Any, dstDevice: Any
+    ) -> list[int]:
+        linked = self._linked(srcDevice, dstDevice)
+        if not operations or count != len(operations) or any(int(item) not in _OPERATIONS for item in operations):
+            raise Refusal(Result.CUDA_ERROR_INVALID_VALUE)
+        return [_NATIVE if linked else 0] * count
+
+    @answers(0)
+    def cuCtxEnablePeerAccess(self, peerContext: Any, Flags: int) -> None:
+        device, peer = self.current(), self.device_of(peerContext)
+        if Flags:
+            raise Refusal(Result.CUDA_ERROR_INVALID_VALUE)
+        if device == peer or not self.reaches(device, peer):
+            raise Refusal(Result.CUDA_ERROR_PEER_ACCESS_UNSUPPORTED)
+        pair = self.stack[-1], int(peerContext)
+        with self.lock:
+            if pair in self._enabled:
+                raise Refusal(Result.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED)
+            self._enabled.add(pair)
+
+    @answers(0)
+    def cuCtxDisablePeerAccess(self, peerContext: Any) -> None:
+        self.current()
+        self.device_of(peerContext)
+        pair = self.stack[-1], int(peerContext)
+        with self.lock:
+            if pair not in self._enabled:
+                raise Refusal(Result.CUDA_ERROR_PEER_ACCESS_NOT_ENABLED)
+            self._enabled.discard(pair)
+
+    def destroy(self, device: int) -> None:
+        """End what the context of a device had enabled too, and what others had enabled to it."""
+        super().destroy(device)
+        self._enabled = {pair for pair in self._enabled if device + 1 not in pair}
+
+    def _linked(self, source: Any, target: Any) -> bool:
+        device, peer = self.index(source), self.index(target)
+        if device == peer:
+            raise Refusal(Result.CUDA_ERROR_INVALID_DEVICE)
+        return self.reaches(device, peer)
