@@ -15,15 +15,18 @@ from cubroker.driver.host.sharing import Owner
 class State:
     """``count`` devices of ``size`` bytes each, as one process sees them.
 
+    So many of them as an ``island`` says, counted from the first, reach each other's memory; then come the next.
     ``lock`` guards the tables. It is never held while bytes are copied or another process is asked.
     """
 
-    def __init__(self, count: int, size: int) -> None:
+    def __init__(self, count: int, size: int, island: int | None = None) -> None:
         self.lock = threading.Lock()
         self.initialised_by: int | None = None
         self.addresses = AddressMap()
         self.heaps = [Heap(device, size, self.addresses) for device in range(count)]
+        self.island = island or count
         self.retained = [0] * count
+        self.created: dict[int, int] = {}
         self.opened: dict[tuple[int, bytes], Opened] = {}
         self.owner: Owner | None = None
         self._thread = threading.local()
@@ -42,15 +45,29 @@ class State:
 
     @property
     def stack(self) -> list[int]:
-        """The devices whose contexts this thread has pushed, the current one last."""
+        """The contexts that this thread has pushed, by number, the current one last."""
         stack: list[int] = self._thread.__dict__.setdefault("stack", [])
         return stack
 
     def current(self) -> int:
         """Return the device whose context is current on this thread."""
-        if not self.stack or not self.retained[self.stack[-1]]:
+        return self.device_of(self.stack[-1] if self.stack else 0)
+
+    def device_of(self, context: Any) -> int:
+        """Return the device that a context is of.
+
+        A device's primary context has its index plus 1 for a number; ``created`` has the others, each with its device.
+        """
+        number = int(context)
+        if number in self.created:
+            return self.created[number]
+        if not 0 < number <= len(self.retained) or not self.retained[number - 1]:
             raise Refusal(Result.CUDA_ERROR_INVALID_CONTEXT)
-        return self.stack[-1]
+        return number - 1
+
+    def reaches(self, device: int, other: int) -> bool:
+        """Whether a device can access another's memory, or its own."""
+        return device // self.island == other // self.island
 
     def index(self, dev: Any) -> int:
         """Return the number of a device."""
@@ -70,7 +87,7 @@ class State:
         """Free these allocations of one block; the caller holds the lock."""
         for pointer in pointers:
             if self.owner:
-                self.owner.withdraw(block.allocations[pointer])
+                self.owner.withdraw(block.allocations[pointer].secret)
             self.heaps[block.device].free(block, pointer)
 
     def unmap(self, region: Opened) -> None:
