@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from cubroker.protocol import names
 from cubroker.protocol.errors import Denied, Invalid, NotFound, Retired
-from cubroker.protocol.messages import Attach, Attached
+from cubroker.protocol.messages import Attach, Attached, Replica
 from cubroker.server import waiting, wording
 from cubroker.server.books import Books
 from cubroker.server.leases import grant
 from cubroker.server.permissions import may_read
-from cubroker.server.records import Pool, Reader, Session, Version
+from cubroker.server.records import Allocation, Pool, Reader, Session, Version
 from cubroker.server.states import State
 
 
@@ -18,7 +20,7 @@ def attach(books: Books, session: Session, request: int, body: Attach) -> Attach
     pool = books.pools.get(body.name)
     version = None if pool is None else _published(pool, body.version)
     if version is not None:
-        return lease(books, session, version, body.device)
+        return lease(books, session, version, body.device, body.peers)
     if pool is not None:
         check_readable(books, session, pool)
     _check_missing(books, session, pool, body)
@@ -48,7 +50,7 @@ def _check_missing(books: Books, session: Session, pool: Pool | None, body: Atta
     if 0 < body.version <= books.last(body.name):
         current = 0 if pool is None or pool.current is None else pool.current.number
         raise Retired(wording.retired(body.name, body.version, current))
-    if body.device is not None and body.device not in books.accounts:
+    if body.device is not None and books.accounts.keys().isdisjoint((body.device, *body.peers)):
         raise NotFound(wording.no_device(body.device, books.accounts))
     if not body.wait:
         raise NotFound(missing(books, session, pool, body.name, body.version))
@@ -62,8 +64,8 @@ def missing(books: Books, session: Session, pool: Pool | None, name: str, number
     return wording.unpublished(pool, number)
 
 
-def lease(books: Books, session: Session, version: Version, device: str | None) -> Attached:
-    """Give a session a lease on a published version, with the handles of one device (None: the only one).
+def lease(books: Books, session: Session, version: Version, device: str | None, peers: Sequence[str] = ()) -> Attached:
+    """Give a session a lease on a published version, with the handles of one device, or of all its shards.
 
     Raises:
         Denied: the session may not read the pool.
@@ -71,20 +73,32 @@ def lease(books: Books, session: Session, version: Version, device: str | None) 
         OverQuota: the session or its user has enough leases.
     """
     check_readable(books, session, version.pool)
-    if device is None:
-        if len(version.replicas) > 1:
-            raise Invalid(wording.which_device(version))
-        device = next(iter(version.replicas))
-    replica = version.replicas.get(device)
-    if replica is None:
-        raise NotFound(wording.not_here(version, device))
-    granted = grant(books, session, version)
+    allocations = _choose(version, device, peers)
+    granted = grant(books, session, version, allocations)
     return Attached(
         lease=granted.id,
         name=version.pool.name,
         version=version.number,
-        device=device,
         share=version.share,
         layout=version.layout,
-        handles=replica.handles,
+        replicas=tuple(map(replica, allocations)),
     )
+
+
+def _choose(version: Version, device: str | None, peers: Sequence[str]) -> tuple[Allocation, ...]:
+    """Return what is leased to who asks for ``device`` and reaches ``peers``; raises ``Invalid`` or ``NotFound``."""
+    if device is None:
+        if version.plan is None and len(version.replicas) > 1:
+            raise Invalid(wording.which_device(version))
+        return tuple(version.replicas.values())
+    # A shard elsewhere is no replacement for one here, which would hold other tensors.
+    wanted = (device, *peers) if version.plan is None else (device,)
+    for uuid in wanted:
+        if uuid in version.replicas:
+            return (version.replicas[uuid],)
+    raise NotFound(wording.not_here(version, device, peers))
+
+
+def replica(allocation: Allocation) -> Replica:
+    """Return the memory of a version on one device, as it travels."""
+    return Replica(allocation.account.device.uuid, allocation.handles)

@@ -21,6 +21,7 @@ from cubroker.server.denials import Denials
 from cubroker.server.devices import DeviceMemory
 from cubroker.server.events import Asked, Effect, Event
 from cubroker.server.ledger import Ledger
+from cubroker.server.parcels import Parcel
 from cubroker.server.peers import Peer
 from cubroker.server.requests import Requests
 from cubroker.server.sessions import Session
@@ -48,6 +49,7 @@ class Broker:
         self._loop = asyncio.get_running_loop()
         self._ledger = ledger
         self._memory = memory
+        self._descriptors: dict[int, tuple[int, ...]] = {}  # by ticket, of memory that is allocated
         self._driver = driver
         self._requests = Requests(self._apply, send)
         self.receive = self._requests.receive
@@ -113,6 +115,7 @@ class Broker:
 
     def _apply(self, event: Event) -> None:
         effects: Sequence[Effect] = ()
+        self._keep(event)
         try:
             effects = self._ledger.handle(event)
         # A mistake in the ledger over one event must not take every other client's memory with it, as
@@ -127,6 +130,14 @@ class Broker:
             except Exception as error:
                 log.exception("the broker failed at %.500r", effect)
                 self._respond_failed(effect, error)
+
+    def _keep(self, event: Event) -> None:
+        """Note which descriptors there are. Their device closes them, after they are forgotten here."""
+        match event:
+            case events.Allocated(ticket, _, descriptors) if descriptors:
+                self._descriptors[ticket] = descriptors
+            case events.Freed(ticket):  # and was to be freed before it was known to be allocated
+                self._descriptors.pop(ticket, None)
 
     def _respond_failed(self, at: Event | Effect, error: Exception) -> None:
         if isinstance(at, Asked | events.Respond):
@@ -144,8 +155,16 @@ class Broker:
                 self._requests.respond(session, effect.request, effect.body)
             case events.Notify():
                 self._sessions[effect.session].notify(effect.notice)
-            case events.Allocate() | events.Free():
+            case events.Allocate():
                 self._memory[effect.device].submit(effect)
+            case events.Free():
+                self._descriptors.pop(effect.ticket, None)
+                self._memory[effect.device].submit(effect)
+            case events.HandOver(session, lease, allocations):
+                tickets = (ticket for _, ticket in allocations)
+                self._sessions[session].hand_over(Parcel(lease, tickets, self._descriptors))
+            case events.Withdraw():
+                self._sessions[effect.session].withdraw(effect.lease)
             case events.SetTimer():
                 self._timers[effect.timer] = self._loop.call_later(effect.seconds, self._elapse, effect.timer)
             case events.DropTimer():

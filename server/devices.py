@@ -1,17 +1,62 @@
-"""Device memory: one thread per device, since freeing 64 GB takes 46 ms and the event loop has none to spare."""
+"""Device memory: one thread per device, since freeing 64 GB takes 46 ms and the event loop has none to spare.
+
+Memory that is shared as ``ipc`` has an address, and so needs a context of the device, which takes half a gigabyte of
+it: the first such allocation makes one. Other memory is not mapped here, and so not cleared either: it comes all zero.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 
-from cubroker.driver import Context, DriverError
+from cubroker.driver import Context, Device, Driver, DriverError
+from cubroker.protocol.messages import DESCRIPTOR
 from cubroker.server.events import Allocate, Allocated, Event, Free, Freed, NotAllocated
-from cubroker.server.room import rounded
+from cubroker.server.room import VMM, rounded
 
 log = logging.getLogger(__name__)
+
+
+class Mapped:
+    """An allocation with an address, which others open with a handle."""
+
+    descriptor = -1
+
+    def __init__(self, context: Context, nbytes: int) -> None:
+        self._context = context
+        self._nbytes = nbytes
+        self._pointer = context.allocate(nbytes)
+
+    def share(self) -> bytes:
+        """Return the handle, once it is cleared: nobody may read what was there."""
+        self._context.clear(self._pointer, self._nbytes)
+        return self._context.export(self._pointer)
+
+    def release(self) -> None:
+        """Free it."""
+        self._context.free(self._pointer)
+
+
+class Unmapped:
+    """An allocation without an address here, which others map with ``descriptor``."""
+
+    def __init__(self, driver: Driver, index: int, nbytes: int) -> None:
+        self._physical = driver.create(index, nbytes)
+        self.descriptor = -1
+
+    def share(self) -> bytes:
+        """Make the descriptor; return what stands for it among the handles."""
+        self.descriptor = self._physical.export()
+        return DESCRIPTOR
+
+    def release(self) -> None:
+        """Give it up. The device has it back when no client has it, mapped or as a descriptor, either."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+        self._physical.release()
 
 
 class DeviceMemory:
@@ -21,16 +66,18 @@ class DeviceMemory:
     still finds it done.
 
     Args:
-        context: the device, used on the thread alone.
+        driver: the device's; used on the thread alone.
+        device: whose memory it is.
         report: takes what came of each request; called on the thread.
     """
 
-    def __init__(self, context: Context, report: Callable[[Event], None]) -> None:
-        self._context = context
+    def __init__(self, driver: Driver, device: Device, report: Callable[[Event], None]) -> None:
+        self._driver = driver
+        self._device = device
         self._report = report
-        self._pointers: dict[int, list[int]] = {}
+        self._pieces: dict[int, list[Mapped | Unmapped]] = {}
         self._queue: SimpleQueue[Allocate | Free | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._serve, name=f"device-{context.device.index}")
+        self._thread = threading.Thread(target=self._serve, name=f"device-{device.index}")
         self._thread.start()
 
     def submit(self, request: Allocate | Free) -> None:
@@ -48,14 +95,14 @@ class DeviceMemory:
                 self._report(self._allocate(request))
             elif self._free(request.ticket):
                 self._report(Freed(request.ticket))
-        for ticket in list(self._pointers):
+        for ticket in list(self._pieces):
             self._free(ticket)
 
     def _allocate(self, request: Allocate) -> Allocated | NotAllocated:
         """Allocate all sizes of a request, or none of them."""
-        self._pointers[request.ticket] = []
+        self._pieces[request.ticket] = []
         try:
-            handles = self._obtain(request)
+            allocated = self._obtain(request)
         except DriverError as error:
             failed = self._failed(request, "out_of_memory" if error.out_of_memory else "device", str(error))
         except MemoryError:
@@ -65,40 +112,43 @@ class DeviceMemory:
             log.exception("%s failed in an unexpected way", request)
             failed = self._failed(request, "device", repr(error))
         else:
-            return Allocated(request.ticket, handles)
+            return allocated
         self._free(request.ticket)
         return failed
 
-    def _obtain(self, request: Allocate) -> tuple[bytes, ...]:
-        context = self._context
-        pointers = self._pointers[request.ticket]
+    def _obtain(self, request: Allocate) -> Allocated:
+        pieces = self._pieces[request.ticket]
         for size in request.sizes:
-            whole = rounded(size)
-            pointers.append(context.allocate(whole))
-            context.clear(pointers[-1], whole)  # before there is a handle: nobody may read what was there
-        return tuple(context.export(pointer) for pointer in pointers)
+            pieces.append(self._piece(request.share, rounded(size)))
+        handles = tuple(piece.share() for piece in pieces)
+        return Allocated(request.ticket, handles, tuple(piece.descriptor for piece in pieces if piece.descriptor >= 0))
+
+    def _piece(self, share: str, nbytes: int) -> Mapped | Unmapped:
+        if share == VMM:
+            return Unmapped(self._driver, self._device.index, nbytes)
+        return Mapped(self._driver.context(self._device.index), nbytes)
 
     def _failed(self, request: Allocate, code: str, reason: str) -> NotAllocated:
-        device = self._context.device
+        device = self._device
         message = f"device {device.index} ({device.name}) cannot provide {sum(request.sizes)} bytes: {reason}"
         log.warning("%s", message)
         return NotAllocated(request.ticket, code, message)
 
     def _free(self, ticket: int) -> bool:
         """Free a ticket's memory; False if the driver does not take all of it back, so that it stays counted."""
-        pointers = self._pointers.pop(ticket, [])
-        kept = [pointer for pointer in pointers if not self._give_back(pointer)]
+        pieces = self._pieces.pop(ticket, [])
+        kept = [piece for piece in pieces if not self._give_back(piece)]
         if kept:
-            log.error("%d of %d allocations of ticket %d remain allocated", len(kept), len(pointers), ticket)
+            log.error("%d of %d allocations of ticket %d remain allocated", len(kept), len(pieces), ticket)
         return not kept
 
-    def _give_back(self, pointer: int) -> bool:
+    def _give_back(self, piece: Mapped | Unmapped) -> bool:
         try:
-            self._context.free(pointer)
+            piece.release()
         except DriverError as error:
-            log.error("device %d: %s", self._context.device.index, error)
+            log.error("device %d: %s", self._device.index, error)
             return False
         except Exception:  # as in an allocation, the thread must go on
-            log.exception("device %d: freeing failed in an unexpected way", self._context.device.index)
+            log.exception("device %d: freeing failed in an unexpected way", self._device.index)
             return False
         return True

@@ -36,16 +36,16 @@ from cubroker.protocol.errors import (
     from_code,
 )
 from cubroker.protocol.layout import Layout
-from cubroker.protocol.messages import Attached, Create, Created, Replica
+from cubroker.protocol.messages import Attached, Create, Created
 from cubroker.server import wording
-from cubroker.server.attaching import lease
+from cubroker.server.attaching import lease, replica
 from cubroker.server.books import Books
 from cubroker.server.events import Allocated, Freed, NotAllocated
 from cubroker.server.leases import check_quota, grant
 from cubroker.server.permissions import may_rule, may_write
 from cubroker.server.policy import exceeds
-from cubroker.server.records import Account, Phase, Pool, Session, Version, Writer
-from cubroker.server.room import allocate, rounded, shift, take_off, under_way
+from cubroker.server.records import Account, Allocation, Phase, Pool, Session, Version, Writer
+from cubroker.server.room import VMM, allocate, rounded, shift, take_off, under_way
 from cubroker.server.states import Cause, Report, Stage, State
 from cubroker.server.waiting import (
     admit,
@@ -60,8 +60,8 @@ from cubroker.server.waiting import (
     unlimit,
 )
 
-SHARES = ("ipc",)
-FUTURE_SHARES = ("vmm", "multicast")
+SHARES = ("ipc", VMM)
+FUTURE_SHARES = ("multicast",)
 
 
 def create(books: Books, session: Session, request: int, body: Create, layout: Layout) -> Attached | None:
@@ -105,13 +105,41 @@ def _check(books: Books, body: Create, layout: Layout) -> None:
         raise Invalid(f"the layout of {body.name} has no memory; a pool needs at least one tensor")
     if len(set(body.devices)) < len(body.devices):
         raise Invalid(f"create of {body.name} names a device twice: {', '.join(body.devices)}")
+    if body.plan is not None:
+        _check_plan(body, body.plan, len(layout.allocations))
     for uuid in (*body.devices, body.attach):
         if uuid is not None and uuid not in books.accounts:
             raise NotFound(wording.no_device(uuid, books.accounts))
-    nbytes = sum(map(rounded, layout.allocations))
-    for uuid in body.devices:
-        if nbytes > books.accounts[uuid].device.budget:
-            raise OverBudget(wording.never_fits(body.name, nbytes, books.accounts[uuid]))
+    for uuid, sizes in _sizes(body, layout).items():
+        if sum(sizes) > books.accounts[uuid].device.budget:
+            raise OverBudget(wording.never_fits(body.name, sum(sizes), books.accounts[uuid]))
+
+
+def _check_plan(body: Create, plan: tuple[int, ...], allocations: int) -> None:
+    """Raise unless a plan has a device for every allocation, and an allocation for every device."""
+    if len(plan) != allocations:
+        raise Invalid(
+            f"the plan of {body.name} places {len(plan)} allocations, and its layout has {allocations}; place each once"
+        )
+    if max(plan) >= len(body.devices):
+        raise Invalid(
+            f"the plan of {body.name} names device {max(plan)} of {len(body.devices)}; they are counted from 0"
+        )
+    used = set(plan)
+    idle = [uuid for index, uuid in enumerate(body.devices) if index not in used]
+    if idle:
+        raise Invalid(f"the plan of {body.name} puts nothing on {', '.join(idle)}; leave out what has no part in it")
+
+
+def _sizes(body: Create, layout: Layout) -> dict[str, tuple[int, ...]]:
+    """Return what a create allocates on each device."""
+    sizes = tuple(map(rounded, layout.allocations))
+    if body.plan is None:
+        return dict.fromkeys(body.devices, sizes)
+    shards: list[list[int]] = [[] for _ in body.devices]
+    for index, size in zip(body.plan, sizes, strict=True):
+        shards[index].append(size)
+    return dict(zip(body.devices, map(tuple, shards), strict=True))
 
 
 def _check_writable(books: Books, session: Session, pool: Pool, body: Create) -> None:
@@ -124,7 +152,7 @@ def _check_writable(books: Books, session: Session, pool: Pool, body: Create) ->
 def _check_quotas(books: Books, session: Session, body: Create, layout: Layout) -> None:
     """Raise if the user's quota can never have room, or has none for one more layout."""
     user = session.user
-    nbytes = sum(map(rounded, layout.allocations)) * len(body.devices)
+    nbytes = sum(map(rounded, layout.allocations)) * (len(body.devices) if body.plan is None else 1)
     if exceeds(0, nbytes, user.quota.memory):
         raise OverQuota(wording.never_affords(user, body.name, nbytes))
     if exceeds(user.layouts, len(body.layout), user.quota.layouts):
@@ -132,16 +160,15 @@ def _check_quotas(books: Books, session: Session, body: Create, layout: Layout) 
 
 
 def _writer(books: Books, session: Session, request: int, body: Create, layout: Layout) -> Writer:
-    sizes = tuple(map(rounded, layout.allocations))
+    sizes = {books.accounts[uuid]: each for uuid, each in _sizes(body, layout).items()}
     return Writer(
         arrival=next(books.arrivals),
         session=session,
         request=request,
         pool=books.pool(body.name),
         body=body,
-        accounts=tuple(books.accounts[uuid] for uuid in body.devices),
         sizes=sizes,
-        nbytes=sum(sizes),
+        nbytes={account: sum(each) for account, each in sizes.items()},
         content=layout.nbytes,
         tensors=len(layout.tensors),
     )
@@ -210,7 +237,7 @@ def _take_turn(books: Books, writer: Writer) -> None:
 def _give_room(books: Books, account: Account) -> None:
     while account.line:
         writer = account.line[0]
-        if any(other.room < writer.nbytes or other.line[0] is not writer for other in writer.accounts):
+        if any(other.room < nbytes or other.line[0] is not writer for other, nbytes in writer.nbytes.items()):
             return
         _begin_draft(books, writer)
 
@@ -227,6 +254,7 @@ def _begin_draft(books: Books, writer: Writer) -> None:
         writer=session.label,
         mode=writer.body.mode,
         share=writer.body.share,
+        plan=writer.body.plan,
         layout=writer.body.layout,
         tensors=writer.tensors,
         nbytes=writer.content,
@@ -235,8 +263,8 @@ def _begin_draft(books: Books, writer: Writer) -> None:
     if pool.owner is None:
         pool.owner, pool.group = session.uid, session.gid
         pool.mode = books.policy.mode if version.mode is None else version.mode
-    for account in writer.accounts:
-        allocate(books, version, account, writer.sizes)
+    for account, sizes in writer.sizes.items():
+        allocate(books, version, account, sizes)
 
 
 def allocated(books: Books, event: Allocated) -> None:
@@ -244,10 +272,21 @@ def allocated(books: Books, event: Allocated) -> None:
     allocation = under_way(books, event.ticket)
     assert len(event.handles) == len(allocation.sizes)
     shift(allocation, Report.ALLOCATED)
-    allocation.handles = event.handles
     version = allocation.version
-    if version.state is State.ALLOCATING and all(other.stage is Stage.HELD for other in version.replicas.values()):
-        _fill(books, version)
+    if version.state is State.ALLOCATING:
+        allocation.handles = _spread(allocation, event.handles)
+        if all(other.stage is Stage.HELD for other in version.replicas.values()):
+            _fill(books, version)
+
+
+def _spread(allocation: Allocation, handles: tuple[bytes, ...]) -> tuple[bytes, ...]:
+    """Return a handle for each allocation of the layout, ``b""`` for those on other devices."""
+    version = allocation.version
+    plan = version.plan
+    if plan is None:
+        return handles
+    here, rest = list(version.replicas).index(allocation.account.device.uuid), iter(handles)
+    return tuple(next(rest) if index == here else b"" for index in plan)
 
 
 def _fill(books: Books, version: Version) -> None:
@@ -260,8 +299,8 @@ def _fill(books: Books, version: Version) -> None:
         return
     version.move(Cause.FILLED)
     leave(books, writer)
-    lease_id = grant(books, writer.session, version).id
-    replicas = tuple(Replica(uuid, allocation.handles) for uuid, allocation in version.replicas.items())
+    lease_id = grant(books, writer.session, version, tuple(version.replicas.values())).id
+    replicas = tuple(map(replica, version.replicas.values()))
     answer(books, writer, Created(lease_id, version.pool.name, version.number, version.share, replicas))
 
 

@@ -51,10 +51,14 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Allocated:
-    """An :class:`Allocate` succeeded: cleared memory, one handle per size."""
+    """An :class:`Allocate` succeeded: cleared memory, one handle per size.
+
+    ``descriptors``, one per size of ``vmm`` memory, are for the shell alone; they stay open until the ticket is freed.
+    """
 
     ticket: int
     handles: tuple[bytes, ...]
+    descriptors: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +108,15 @@ class Notify:
 
 @dataclass(frozen=True, slots=True)
 class Allocate:
-    """Allocate, clear and export ``sizes`` bytes on device ``device`` (a UUID), known as ``ticket`` from now on."""
+    """Allocate, clear and export ``sizes`` bytes on device ``device`` (a UUID), known as ``ticket`` from now on.
+
+    ``share`` says how they are to be shared.
+    """
 
     ticket: int
     device: str
     sizes: tuple[int, ...]
+    share: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +125,26 @@ class Free:
 
     ticket: int
     device: str
+
+
+@dataclass(frozen=True, slots=True)
+class HandOver:
+    """Send a session the descriptors of a lease: those of each ``(device, ticket)``, in order, until ``Withdraw``.
+
+    It comes before the answer that grants the lease.
+    """
+
+    session: int
+    lease: int
+    allocations: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Withdraw:
+    """A lease that was handed over has ended: send no more of its descriptors. It comes before they are closed."""
+
+    session: int
+    lease: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,4 +169,4 @@ class Forget:
     session: int
 
 
-Effect = Respond | Notify | Allocate | Free | SetTimer | DropTimer | Forget
+Effect = Respond | Notify | Allocate | Free | HandOver | Withdraw | SetTimer | DropTimer | Forget

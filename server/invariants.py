@@ -53,7 +53,7 @@ def _check_account(books: Books, account: Account) -> None:
         assert account in writer.accounts
     if account.line:
         first = account.line[0]
-        served = all(other.line[0] is first and other.room >= first.nbytes for other in first.accounts)
+        served = all(other.line[0] is first and other.room >= nbytes for other, nbytes in first.nbytes.items())
         assert not served, "somebody waits for room that there is"
 
 
@@ -156,9 +156,13 @@ def _check_version(books: Books, version: Version, leases: int) -> None:
     assert state is not State.ALLOCATING or not leases
     assert state is not State.DRAFT or leases == 1
     assert version.replicas
+    assert version.plan is None or set(version.plan) == set(range(len(version.replicas)))
     for uuid, allocation in version.replicas.items():
         assert allocation.version is version
         assert allocation.account.device.uuid == uuid
         if state is not State.ALLOCATING:
             assert allocation.stage is Stage.HELD
-            assert len(allocation.handles) == len(allocation.sizes)
+            assert len(allocation.sizes) == sum(map(bool, allocation.handles))
+    if version.plan is not None and state is not State.ALLOCATING:
+        copies = zip(*(allocation.handles for allocation in version.replicas.values()), strict=True)
+        assert [[bool(handle) for handle in there].index(True) for there in copies] == list(version.plan)

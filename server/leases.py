@@ -9,23 +9,29 @@ have no lease, until a newer one takes their place or somebody retires them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from cubroker.protocol.errors import NotFound, OverQuota
 from cubroker.server import wording
 from cubroker.server.books import Books
+from cubroker.server.events import HandOver, Withdraw
 from cubroker.server.policy import exceeds
-from cubroker.server.records import Lease, Pool, Session, Version
-from cubroker.server.room import give_up
+from cubroker.server.records import Allocation, Lease, Pool, Session, Version
+from cubroker.server.room import VMM, give_up
 from cubroker.server.states import Cause, State
 
 
-def grant(books: Books, session: Session, version: Version) -> Lease:
-    """Give ``session`` a lease on ``version``; raises ``OverQuota``."""
+def grant(books: Books, session: Session, version: Version, allocations: Sequence[Allocation]) -> Lease:
+    """Give ``session`` a lease on ``version``, and the descriptors of ``allocations``; raises ``OverQuota``."""
     check_quota(books, session)
     lease = Lease(next(books.lease_ids), session, version)
     session.leases[lease.id] = lease
     session.user.leases += 1
     version.leases += 1
     session.story.append(f"lease {lease.id} on {version.label} began")
+    if version.share == VMM:
+        tickets = tuple((allocation.account.device.uuid, allocation.ticket) for allocation in allocations)
+        books.effects.append(HandOver(session.id, lease.id, tickets))
     return lease
 
 
@@ -53,6 +59,8 @@ def release(books: Books, lease: Lease) -> None:
     lease.session.user.leases -= 1
     version.leases -= 1
     lease.session.story.append(f"lease {lease.id} on {version.label} ended")
+    if version.share == VMM:
+        books.effects.append(Withdraw(lease.session.id, lease.id))
     if version.state is State.DRAFT:
         end(books, version, Cause.DROPPED)
     else:

@@ -12,7 +12,7 @@ from cubroker.server.events import Notify
 from cubroker.server.leases import end_if_empty, held, release, superseded
 from cubroker.server.permissions import may_read, may_write
 from cubroker.server.policy import exceeds
-from cubroker.server.records import Pool, Session, Version, Waiter
+from cubroker.server.records import Pool, Session, Version, Waiter, Writer
 from cubroker.server.states import Cause, State
 
 
@@ -41,17 +41,18 @@ def seal(books: Books, session: Session, body: Seal) -> Sealed:
 def _serve(books: Books, version: Version) -> None:
     """Give leases to those who wait for a version that was just published, in order of arrival."""
     pool = version.pool
-    waiters: list[tuple[Waiter, str | None]] = []
-    waiters += [(reader, reader.body.device) for reader in pool.readers if reader.body.version in (0, version.number)]
-    waiters += [(writer, writer.body.attach) for writer in pool.line if writer.body.attach is not None]
-    for waiter, device in sorted(waiters, key=lambda pair: pair[0].arrival):
+    waiters: list[Waiter] = [reader for reader in pool.readers if reader.body.version in (0, version.number)]
+    waiters += [writer for writer in pool.line if writer.body.attach is not None]
+    for waiter in sorted(waiters, key=lambda waiter: waiter.arrival):
         waiting.leave(books, waiter)
-        waiting.answer(books, waiter, _lease(books, waiter.session, version, device))
+        waiting.answer(books, waiter, _lease(books, waiter, version))
 
 
-def _lease(books: Books, session: Session, version: Version, device: str | None) -> Reply:
+def _lease(books: Books, waiter: Waiter, version: Version) -> Reply:
     try:
-        return lease(books, session, version, device)
+        if isinstance(waiter, Writer):
+            return lease(books, waiter.session, version, waiter.body.attach)
+        return lease(books, waiter.session, version, waiter.body.device, waiter.body.peers)
     except CubrokerError as error:
         return Failed(error.code, error.message)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import OrderedDict, deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -170,7 +171,8 @@ class Pool:
 class Version:
     """One version of a pool, made by ``user``; ``writer`` says which session fills or filled it.
 
-    ``layout`` is as it travels; ``nbytes`` is what it describes, per device; ``replicas`` is keyed by device UUID.
+    ``layout`` is as it travels; ``nbytes`` is what it describes; ``replicas`` is keyed by device UUID. With a ``plan``,
+    which has the index in ``replicas`` of each allocation's device, each of them has a part, a *shard*; else all of it.
     ``mode`` is what the pool's becomes with its publication, if it is given.
     """
 
@@ -180,6 +182,7 @@ class Version:
     writer: str
     mode: int | None
     share: str
+    plan: tuple[int, ...] | None
     layout: bytes
     tensors: int
     nbytes: int
@@ -205,7 +208,10 @@ class Version:
 
 @dataclass(slots=True, eq=False)
 class Allocation:
-    """The memory of one version on one device: one handle per size once it is allocated."""
+    """The memory of one version on one device.
+
+    ``handles`` has one per allocation of the version's layout once this is allocated, ``b""`` for those elsewhere.
+    """
 
     ticket: int
     account: Account
@@ -245,9 +251,9 @@ class Phase(Enum):
 class Writer:
     """A create that waits for its turn, for room, or for its memory; ``arrival`` counts requests that waited.
 
-    ``sizes`` are those of its allocations, as they are allocated, and ``nbytes`` their sum: what it takes per
-    device. ``content`` is the sum of the sizes as they were asked for. ``aside`` says that it is in its
-    user's line, since it could have had its turn but for its user's quota.
+    ``sizes`` are those of its allocations on each device, as they are allocated, and ``nbytes`` their sums: what it
+    takes there. ``content`` is the sum of the sizes of its layout as they were asked for. ``aside`` says that it is
+    in its user's line, since it could have had its turn but for its user's quota.
     """
 
     arrival: int
@@ -255,9 +261,8 @@ class Writer:
     request: int
     pool: Pool
     body: Create
-    accounts: tuple[Account, ...]
-    sizes: tuple[int, ...]
-    nbytes: int
+    sizes: dict[Account, tuple[int, ...]]
+    nbytes: dict[Account, int]
     tensors: int
     content: int
     phase: Phase = Phase.TURN
@@ -265,9 +270,14 @@ class Writer:
     timer: int = 0
 
     @property
+    def accounts(self) -> Iterable[Account]:
+        """Its devices, in the order in which it names them."""
+        return self.sizes
+
+    @property
     def total(self) -> int:
         """Bytes that it takes of its user's quota: those of all its devices."""
-        return self.nbytes * len(self.accounts)
+        return sum(self.nbytes.values())
 
 
 def _arrival(writer: Writer) -> int:

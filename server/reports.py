@@ -67,6 +67,7 @@ def _pool(version: Version) -> PoolInfo:
         owner=version.owner,
         group=version.pool.group,
         mode=version.pool.mode,
+        sharded=version.plan is not None,
     )
 
 

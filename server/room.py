@@ -10,6 +10,9 @@ from cubroker.server.states import ALLOCATED, PROMISED, Impossible, Report, Stag
 GRANULARITY = 2 << 20
 """Bytes. Smaller pieces of device memory would share a block, and opening one would expose its neighbours."""
 
+VMM = "vmm"
+"""The share kind whose memory descriptors open, not handles; every lease has them handed over."""
+
 
 def rounded(nbytes: int) -> int:
     """Return the bytes that an allocation takes of its device."""
@@ -23,7 +26,7 @@ def allocate(books: Books, version: Version, account: Account, sizes: tuple[int,
     books.allocations[allocation.ticket] = account.allocations[allocation.ticket] = allocation
     version.user.allocations[allocation.ticket] = allocation
     account.promised += allocation.nbytes
-    books.effects.append(Allocate(allocation.ticket, account.device.uuid, sizes))
+    books.effects.append(Allocate(allocation.ticket, account.device.uuid, sizes, version.share))
 
 
 def under_way(books: Books, ticket: int) -> Allocation:

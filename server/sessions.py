@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
+import select
 import socket
 from collections.abc import Callable
 
@@ -12,16 +14,25 @@ from cubroker.protocol import wire
 from cubroker.protocol.messages import Notice, PoolChanged
 from cubroker.server.answers import Answers
 from cubroker.server.events import Gone, Lost
+from cubroker.server.parcels import Parcel
 from cubroker.server.peers import Peer
 
 log = logging.getLogger(__name__)
+
+SCARCE = (errno.ETOOMANYREFS, errno.ENOMEM, errno.ENOBUFS, errno.EAGAIN)
+"""What the system says while too many descriptors of the broker are on their way to all clients together, or too little
+memory is left: that passes."""
+
+PAUSE = 0.05
+"""Seconds after which what was refused like that is tried again."""
 
 
 class Session:
     """Watches a client's connection and process, and sends it notices without ever waiting for it.
 
     Notices that the client does not take are kept, the latest for each pool and of each other kind,
-    so a client that does not read costs no more than one notice for each pool that it watches.
+    so a client that does not read costs no more than one notice for each pool that it watches. Descriptors
+    that it does not take wait as well, all of them: they are numbers here, and few are on their way at any time.
 
     Args:
         number: the session.
@@ -41,7 +52,9 @@ class Session:
         self._connection: socket.socket | None = connection
         self._pidfd = peer.pidfd
         self._report = report
-        self._waiting: dict[str, Notice] = {}
+        self._waiting: dict[str, Notice | Parcel] = {}
+        # The least that the kernel knows: what is on its way counts as open files, and whoever does not read stops it.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 0)
 
     def watch(self) -> None:
         """Begin to look for the end of the connection and of the process."""
@@ -65,11 +78,16 @@ class Session:
 
     def notify(self, notice: Notice) -> None:
         """Send a notice now, or when the client has read the ones before it."""
-        blocked = bool(self._waiting)
         # The names of pools begin with no dot, so the kinds cannot be taken for one.
-        self._waiting[notice.name if isinstance(notice, PoolChanged) else f".{type(notice).__name__}"] = notice
-        if not blocked:
-            self._drain()
+        self._put(notice.name if isinstance(notice, PoolChanged) else f".{type(notice).__name__}", notice)
+
+    def hand_over(self, parcel: Parcel) -> None:
+        """Send descriptors now, or when the client has read the notices before them."""
+        self._put(f".lease {parcel.lease}", parcel)
+
+    def withdraw(self, lease: int) -> None:
+        """Send no more descriptors of a lease."""
+        self._waiting.pop(f".lease {lease}", None)
 
     def close(self) -> None:
         """Close the connection and forget the process."""
@@ -79,12 +97,46 @@ class Session:
             os.close(self._pidfd)
             self._pidfd = -1
 
+    def _put(self, key: str, item: Notice | Parcel) -> None:
+        blocked = bool(self._waiting)
+        self._waiting[key] = item
+        if not blocked:
+            self._drain()
+
     def _drain(self) -> None:
         while self._waiting:
-            key = next(iter(self._waiting))
-            if not self.send(wire.pack(self._waiting[key])):
+            key, item = next(iter(self._waiting.items()))
+            if not (self._deliver(item) if isinstance(item, Parcel) else self.send(wire.pack(item))):
                 return
             del self._waiting[key]
+
+    def _deliver(self, parcel: Parcel) -> bool:
+        """Send what is left of a parcel; False if not all of it could be sent now."""
+        while packet := parcel.packet():
+            if not self._send_descriptors(*packet):
+                return False
+            parcel.sent()
+        return True
+
+    def _send_descriptors(self, data: bytes, descriptors: list[int]) -> bool:
+        """Send one packet now; False if the client has not read those before it, or the system is short of something.
+
+        The kernel calls a socket writable when no more than a quarter of its buffer is unread: one such packet.
+        """
+        if self._connection is None:
+            return True
+        try:
+            if _is_writable(self._connection):
+                socket.send_fds(self._connection, [data], descriptors)
+                return True
+        except OSError as error:
+            if error.errno not in SCARCE:
+                log.debug("session %d: %s", self.number, error)  # as in send()
+                return True
+            self._loop.call_later(PAUSE, self._drain)
+        else:
+            self._loop.add_writer(self._connection, self._resume, self._connection)
+        return False
 
     def _resume(self, connection: socket.socket) -> None:
         self._loop.remove_writer(connection)
@@ -116,3 +168,9 @@ class Session:
             self._loop.remove_writer(self._connection)
             self._connection.close()
             self._connection = None
+
+
+def _is_writable(connection: socket.socket) -> bool:
+    poll = select.poll()
+    poll.register(connection, select.POLLOUT)
+    return bool(poll.poll(0))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from heapq import nlargest
 from itertools import islice
@@ -69,9 +69,20 @@ def retired(name: str, number: int, current: int) -> str:
     return f"{name}@{number} was retired or replaced and is out of service; {hint}"
 
 
-def not_here(version: Version, uuid: str) -> str:
-    """Say that a version has no replica on a device."""
-    return f"{version.label} is not on device {uuid}; it is on {', '.join(version.replicas)}"
+def not_here(version: Version, uuid: str, peers: Sequence[str]) -> str:
+    """Say that a version has nothing on a device, nor what would do in its place on the asker's ``peers``."""
+    there = ", ".join(version.replicas)
+    if version.plan is not None:
+        return f"{version.label} has no shard on device {uuid}: its shards are on {there}; name one, or none for all"
+    if peers:
+        return (
+            f"{version.label} is not on device {uuid}, nor on one that it can reach ({', '.join(peers)}): it is on"
+            f" {there}; attach there, or load it here as well"
+        )
+    return (
+        f"{version.label} is not on device {uuid}; it is on {there}: attach there, load it here as well, or reach it"
+        f" from here over peer access, where the hardware can"
+    )
 
 
 def which_device(version: Version) -> str:
@@ -210,17 +221,17 @@ def never_fits(name: str, nbytes: int, account: Account) -> str:
 
 def no_room(books: Books, writer: Writer) -> str:
     """Say which device has no room for a create, and what takes it."""
-    account = next((account for account in writer.accounts if account.room < writer.nbytes), None)
+    account = next((account for account, nbytes in writer.nbytes.items() if account.room < nbytes), None)
     if account is None:
         first = next(account for account in writer.accounts if account.line[0] is not writer)
         return (
-            f"{writer.pool.name} needs {size(writer.nbytes)} on device {first.device.uuid}, where"
+            f"{writer.pool.name} needs {size(writer.nbytes[first])} on device {first.device.uuid}, where"
             f" {first.place(writer)} earlier requests wait for room; wait as well,"
             f" or retire what is not needed"
         )
     device = account.device
     return (
-        f"{writer.pool.name} needs {size(writer.nbytes)} on device {device.uuid}: of its budget of"
+        f"{writer.pool.name} needs {size(writer.nbytes[account])} on device {device.uuid}: of its budget of"
         f" {size(device.budget)}, {size(account.allocated)} are allocated and {size(account.promised)} promised"
         f"{_holders(books, writer.session, account)}; retire what is not needed, or wait"
     )

@@ -113,15 +113,23 @@ def creates(
     wait: float = 0.0,
     attach: str | None = None,
     mode: int | None = None,
+    plan: tuple[int, ...] | None = None,
 ) -> e.Asked:
     made = layout(*sizes)
-    return e.Asked(session, request, m.Create(name, made.encode(), devices, share, wait, attach, mode), made)
+    return e.Asked(session, request, m.Create(name, made.encode(), devices, share, wait, attach, mode, plan), made)
 
 
 def attaches(
-    session: int, request: int, name: str, version: int = 0, *, device: str | None = None, wait: float = 0.0
+    session: int,
+    request: int,
+    name: str,
+    version: int = 0,
+    *,
+    device: str | None = None,
+    wait: float = 0.0,
+    peers: tuple[str, ...] = (),
 ) -> e.Asked:
-    return e.Asked(session, request, m.Attach(name, version, device, wait))
+    return e.Asked(session, request, m.Attach(name, version, device, wait, peers))
 
 
 def answer(session: int, request: int, body: m.Reply) -> e.Respond:
@@ -147,7 +155,8 @@ def attached(
     device: str = "GPU-0",
     nbytes: int = MIB,
 ) -> e.Respond:
-    body = m.Attached(lease, name, version, device, "ipc", layout(nbytes).encode(), (handle(ticket),))
+    replicas = (m.Replica(device, (handle(ticket),)),)
+    body = m.Attached(lease, name, version, "ipc", layout(nbytes).encode(), replicas)
     return e.Respond(session, request, body)
 
 

@@ -25,17 +25,17 @@ def driver() -> Iterator[Driver]:
 class Device:
     """Device memory, and what it reported."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, driver: Driver) -> None:
         self._events: Queue[Event] = Queue()
-        self._context = context
-        self.memory = DeviceMemory(context, self._events.put)
+        (self.device,) = driver.devices
+        self.memory = DeviceMemory(driver, self.device, self._events.put)
 
-    def allocate(self, ticket: int, *sizes: int) -> Event:
-        self.memory.submit(Allocate(ticket, self._context.device.uuid, sizes))
+    def allocate(self, ticket: int, *sizes: int, share: str = "ipc") -> Event:
+        self.memory.submit(Allocate(ticket, self.device.uuid, sizes, share))
         return self._events.get(timeout=PATIENCE)
 
     def free(self, ticket: int) -> Event:
-        self.memory.submit(Free(ticket, self._context.device.uuid))
+        self.memory.submit(Free(ticket, self.device.uuid))
         return self._events.get(timeout=PATIENCE)
 
     def next(self) -> Event:
@@ -43,8 +43,8 @@ class Device:
 
 
 @contextmanager
-def serving(context: Context) -> Iterator[Device]:
-    device = Device(context)
+def serving(driver: Driver) -> Iterator[Device]:
+    device = Device(driver)
     try:
         yield device
     finally:
@@ -57,7 +57,7 @@ def free_bytes(context: Context) -> int:
 
 def test_memory_is_allocated_in_whole_blocks_and_given_back(driver: Driver) -> None:
     context = driver.context(0)
-    with serving(context) as device:
+    with serving(driver) as device:
         allocated = device.allocate(1, 1, GRANULARITY + 1)
         assert isinstance(allocated, Allocated)
         assert len(set(allocated.handles)) == 2
@@ -82,13 +82,13 @@ def test_memory_is_cleared_before_there_is_a_handle(driver: Driver, monkeypatch:
     context = driver.context(0)
     monkeypatch.setattr(context, "clear", clear)
     monkeypatch.setattr(context, "export", export)
-    with serving(context) as device:
+    with serving(driver) as device:
         assert isinstance(device.allocate(1, 100, 100), Allocated)
 
 
 def test_a_request_that_does_not_fit_leaves_nothing_allocated(driver: Driver) -> None:
     context = driver.context(0)
-    with serving(context) as device:
+    with serving(driver) as device:
         refused = device.allocate(1, GRANULARITY, SIZE)
         assert isinstance(refused, NotAllocated)
         assert refused.code == "out_of_memory"
@@ -112,7 +112,7 @@ def test_whatever_fails_is_reported_undone_and_not_fatal(
         raise error
 
     context = driver.context(0)
-    with serving(context) as device:
+    with serving(driver) as device:
         with monkeypatch.context() as broken:
             broken.setattr(context, "export", fail)
             refused = device.allocate(1, 100)
@@ -123,11 +123,10 @@ def test_whatever_fails_is_reported_undone_and_not_fatal(
 
 
 def test_a_free_asked_for_while_its_allocation_is_queued_comes_after_it(driver: Driver) -> None:
-    context = driver.context(0)
-    with serving(context) as device:
+    with serving(driver) as device:
         for ticket in range(10):
-            device.memory.submit(Allocate(ticket, context.device.uuid, (GRANULARITY,)))
-            device.memory.submit(Free(ticket, context.device.uuid))
+            device.memory.submit(Allocate(ticket, device.device.uuid, (GRANULARITY,), "ipc"))
+            device.memory.submit(Free(ticket, device.device.uuid))
         for ticket in range(10):
             assert isinstance(device.next(), Allocated)
             assert device.next() == Freed(ticket)
@@ -143,7 +142,7 @@ def test_memory_that_the_driver_keeps_stays_counted(
         raise error
 
     context = driver.context(0)
-    with serving(context) as device:
+    with serving(driver) as device:
         assert isinstance(device.allocate(1, 100), Allocated)
         with monkeypatch.context() as broken:
             broken.setattr(context, "free", fail)
@@ -153,7 +152,7 @@ def test_memory_that_the_driver_keeps_stays_counted(
 
 def test_closing_frees_what_is_left(driver: Driver) -> None:
     context = driver.context(0)
-    with serving(context) as device:
+    with serving(driver) as device:
         device.allocate(1, 100)
         device.allocate(2, 100)
     assert free_bytes(context) == SIZE

@@ -19,7 +19,7 @@ from cubroker.protocol.messages import (
     Pools,
 )
 from tests.brokers import eventually
-from tests.faults import SYSTEM_CALLS, FaultyBroker, faulty
+from tests.faults import FaultyBroker, faulty
 from tests.server.clients import RawClient, session
 from tests.server.processes import descriptors, gateway_of
 
@@ -28,6 +28,9 @@ THREE = Layout.pack([(name, "U8", (2 * MIB,)) for name in "abc"], slab=2 * MIB)
 """Three allocations."""
 
 ALLOCATING = ("cuCtxPushCurrent", "cuMemAlloc", "cuMemsetD8", "cuCtxSynchronize", "cuIpcGetMemHandle")
+CREATING = ("cuMemCreate", "cuMemExportToShareableHandle")
+SYSTEM_CALLS = ("memfd_create", "ftruncate", "fcntl", "mmap", "madvise")
+"""Those that host memory is made with; without the last two if it is not mapped."""
 MANY = 1000
 
 
@@ -38,9 +41,9 @@ def broker() -> Iterator[FaultyBroker]:
         yield process
 
 
-def create(client: RawClient, name: str = "pool") -> Created | Failed:
+def create(client: RawClient, name: str = "pool", share: str = "ipc") -> Created | Failed:
     devices = tuple(device.uuid for device in client.devices())
-    reply = client.answer(client.send(Create(name, THREE.encode(), devices, "ipc", 0.0, None)))
+    reply = client.answer(client.send(Create(name, THREE.encode(), devices, share, 0.0, None)))
     assert isinstance(reply, Created | Failed)
     return reply
 
@@ -63,13 +66,13 @@ def check(client: RawClient, created: Created | Failed) -> None:
     client.ask(Close(created.lease), Done)
 
 
-def fail_each(broker: FaultyBroker, names: Sequence[str], error: int, code: str) -> int:
+def fail_each(broker: FaultyBroker, names: Sequence[str], error: int, code: str, share: str = "ipc") -> int:
     """Fail each call of a create in turn, in both devices' threads; return how many there were."""
     with session(broker.directory) as client:
         before = state(broker, client)
         for number in range(1, MANY):
             broker.arm(names, number, error)
-            refused = create(client)
+            refused = create(client, share=share)
             if broker.disarm() < number:
                 check(client, refused)
                 eventually(lambda: state(broker, client) == before, f"{before} after a create")
@@ -77,7 +80,7 @@ def fail_each(broker: FaultyBroker, names: Sequence[str], error: int, code: str)
             assert isinstance(refused, Failed), number
             assert refused.code == code, refused
             eventually(lambda: state(broker, client) == before, f"{before} after call {number} failed")
-            check(client, create(client))
+            check(client, create(client, share=share))
             eventually(lambda: state(broker, client) == before, f"{before} after call {number} failed")
     raise AssertionError("there is no end of calls")
 
@@ -103,3 +106,17 @@ def test_a_system_call_that_fails_costs_one_request_and_nothing_else(
     broker: FaultyBroker, error: int, code: str
 ) -> None:
     assert fail_each(broker, SYSTEM_CALLS, error, code) == 2 * 3 * len(SYSTEM_CALLS)
+
+
+@pytest.mark.parametrize(
+    ("names", "error", "code"),
+    [
+        (CREATING, int(cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY), "out_of_memory"),
+        (CREATING, int(cuda.CUresult.CUDA_ERROR_ECC_UNCORRECTABLE), "device"),
+        (SYSTEM_CALLS[:3], errno.EMFILE, "device"),
+    ],
+)
+def test_a_call_that_fails_for_memory_without_addresses_costs_one_request_and_nothing_else(
+    broker: FaultyBroker, names: Sequence[str], error: int, code: str
+) -> None:
+    assert fail_each(broker, names, error, code, "vmm") >= 2 * 3 * len(names)

@@ -36,8 +36,8 @@ def story() -> Iterator[Story]:
 
 def test_a_draft_gets_memory_in_units_of_2_mib_on_each_of_its_devices(story: Story) -> None:
     story >> creates(1, 1, "a", 1, 3 * MIB, devices=("GPU-1", "GPU-0"))
-    story << e.Allocate(1, "GPU-1", (2 * MIB, 4 * MIB))
-    story << e.Allocate(2, "GPU-0", (2 * MIB, 4 * MIB))
+    story << e.Allocate(1, "GPU-1", (2 * MIB, 4 * MIB), "ipc")
+    story << e.Allocate(2, "GPU-0", (2 * MIB, 4 * MIB), "ipc")
     story >> asks(2, 1, m.ListDevices())
     devices = story.effects.popleft()
     assert isinstance(devices, e.Respond)
@@ -69,7 +69,7 @@ def test_sealing_ends_the_lease_of_the_writer_and_only_of_the_writer(story: Stor
 
 def test_a_second_writer_is_refused_or_waits_for_its_turn(story: Story) -> None:
     story >> creates(1, 1, "a", MIB)
-    story << e.Allocate(1, "GPU-0", (2 * MIB,))
+    story << e.Allocate(1, "GPU-0", (2 * MIB,), "ipc")
     story >> creates(2, 1, "a", MIB)
     story << refused(2, 1, "exists", "a@1 is being written by session 1 (pid 101, uid 1001)")
     story >> creates(2, 2, "a", MIB, wait=5.0)
@@ -81,7 +81,7 @@ def test_a_second_writer_is_refused_or_waits_for_its_turn(story: Story) -> None:
     story >> asks(1, 3, m.Seal(1))
     story << answer(1, 3, m.Sealed(1))
     story << e.DropTimer(1)
-    story << e.Allocate(2, "GPU-0", (2 * MIB,))
+    story << e.Allocate(2, "GPU-0", (2 * MIB,), "ipc")
     story >> e.Elapsed(2)
     story << refused(1, 2, "timeout", "create of a waited 6 s for its turn as the writer: a@2 is being written by sess")
     story >> e.Allocated(2, (handle(2),))
@@ -94,7 +94,7 @@ def test_a_draft_given_up_is_freed_and_its_number_goes_to_the_next_in_line(story
     story << e.Free(1, "GPU-0")
     story << done(1, 2)
     story << e.DropTimer(1)
-    story << e.Allocate(2, "GPU-0", (2 * MIB,))
+    story << e.Allocate(2, "GPU-0", (2 * MIB,), "ipc")
     story >> e.Allocated(2, (handle(2),))
     story << created(2, 1, 2, "a", 1, GPU_0=2)
 
@@ -133,15 +133,15 @@ def test_room_is_given_in_order_of_arrival_and_small_requests_do_not_overtake(st
     story >> creates(2, 2, "small", MIB, wait=5.0)
     story << e.SetTimer(2, 5.0)
     story >> creates(2, 3, "other", MIB, devices=("GPU-1",))
-    story << e.Allocate(2, "GPU-1", (2 * MIB,))
+    story << e.Allocate(2, "GPU-1", (2 * MIB,), "ipc")
     story >> asks(1, 2, m.Retire("old", 1))
     story << e.Free(1, "GPU-0")
     story << answer(1, 2, m.Retirement(1, 0))
     story >> e.Freed(1)
     story << e.DropTimer(1)
-    story << e.Allocate(3, "GPU-0", (6 * MIB,))
+    story << e.Allocate(3, "GPU-0", (6 * MIB,), "ipc")
     story << e.DropTimer(2)
-    story << e.Allocate(4, "GPU-0", (2 * MIB,))
+    story << e.Allocate(4, "GPU-0", (2 * MIB,), "ipc")
 
 
 def test_a_request_on_two_devices_is_served_when_it_is_first_on_both(story: Story) -> None:
@@ -154,13 +154,13 @@ def test_a_request_on_two_devices_is_served_when_it_is_first_on_both(story: Stor
     story >> e.Freed(1)
     story >> e.Freed(2)
     story << e.DropTimer(1)
-    story << e.Allocate(3, "GPU-1", (4 * MIB,))
+    story << e.Allocate(3, "GPU-1", (4 * MIB,), "ipc")
     story >> asks(1, 6, m.Cancel(2))
     story << e.DropTimer(2)
     story << refused(1, 2, "timeout", "cancelled")
     story << done(1, 6)
     story << e.DropTimer(3)
-    story << e.Allocate(4, "GPU-0", (4 * MIB,))
+    story << e.Allocate(4, "GPU-0", (4 * MIB,), "ipc")
 
 
 def test_whoever_got_its_turn_late_keeps_its_place_by_arrival_in_the_line_for_room(story: Story) -> None:
@@ -172,9 +172,9 @@ def test_whoever_got_its_turn_late_keeps_its_place_by_arrival_in_the_line_for_ro
     story.quietly(asks(1, 3, m.Retire("old", 0)))
     story >> e.Freed(1)
     story << e.DropTimer(1)
-    story << e.Allocate(3, "GPU-0", (4 * MIB,))
+    story << e.Allocate(3, "GPU-0", (4 * MIB,), "ipc")
     story << e.DropTimer(2)
-    story << e.Allocate(4, "GPU-0", (4 * MIB,))
+    story << e.Allocate(4, "GPU-0", (4 * MIB,), "ipc")
 
 
 def test_time_that_is_up_in_the_line_for_room_lets_the_next_one_pass(story: Story) -> None:
@@ -192,13 +192,13 @@ def test_time_that_is_up_in_the_line_for_room_lets_the_next_one_pass(story: Stor
     story >> e.Elapsed(1)
     story << refused(1, 1, "timeout", "create of a waited 5 s for room: a needs 8 MiB", "6 MiB are allocated")
     story << e.DropTimer(2)
-    story << e.Allocate(2, "GPU-0", (2 * MIB,))
+    story << e.Allocate(2, "GPU-0", (2 * MIB,), "ipc")
 
 
 def test_a_device_that_fails_ends_the_draft_on_all_devices_and_the_next_in_line_is_served(story: Story) -> None:
     story >> creates(1, 1, "a", 4 * MIB, devices=("GPU-0", "GPU-1"))
-    story << e.Allocate(1, "GPU-0", (4 * MIB,))
-    story << e.Allocate(2, "GPU-1", (4 * MIB,))
+    story << e.Allocate(1, "GPU-0", (4 * MIB,), "ipc")
+    story << e.Allocate(2, "GPU-1", (4 * MIB,), "ipc")
     story >> creates(2, 1, "a", 4 * MIB, devices=("GPU-1",), wait=5.0)
     story << e.SetTimer(1, 5.0)
     story >> e.NotAllocated(1, "out_of_memory", "cuMemAlloc said no")
@@ -207,7 +207,7 @@ def test_a_device_that_fails_ends_the_draft_on_all_devices_and_the_next_in_line_
     story >> e.Allocated(2, (handle(2),))
     story >> e.Freed(2)
     story << e.DropTimer(1)
-    story << e.Allocate(3, "GPU-1", (4 * MIB,))
+    story << e.Allocate(3, "GPU-1", (4 * MIB,), "ipc")
 
 
 def test_memory_that_is_not_wanted_any_more_is_counted_until_its_device_has_it_back(story: Story) -> None:
@@ -221,12 +221,12 @@ def test_memory_that_is_not_wanted_any_more_is_counted_until_its_device_has_it_b
     story >> e.Freed(2)
     story >> e.Freed(1)
     story << e.DropTimer(1)
-    story << e.Allocate(3, "GPU-0", (6 * MIB,))
+    story << e.Allocate(3, "GPU-0", (6 * MIB,), "ipc")
 
 
 def test_the_first_of_many_writes_and_the_rest_attach(story: Story) -> None:
     story >> creates(1, 1, "a", MIB, wait=5.0, attach="GPU-0")
-    story << e.Allocate(1, "GPU-0", (2 * MIB,))
+    story << e.Allocate(1, "GPU-0", (2 * MIB,), "ipc")
     story >> creates(2, 1, "a", MIB, wait=5.0, attach="GPU-0")
     story << e.SetTimer(1, 5.0)
     story >> creates(3, 1, "a", MIB, wait=5.0, attach="GPU-1")
@@ -242,7 +242,7 @@ def test_the_first_of_many_writes_and_the_rest_attach(story: Story) -> None:
     story << refused(3, 1, "not_found", "a@1 is not on device GPU-1")
     story << answer(1, 2, m.Sealed(1))
     story << e.DropTimer(3)
-    story << e.Allocate(2, "GPU-0", (2 * MIB,))
+    story << e.Allocate(2, "GPU-0", (2 * MIB,), "ipc")
     story >> creates(3, 2, "a", MIB, attach="GPU-0")
     story << attached(3, 2, 3, "a", 1, ticket=1)
 
@@ -254,7 +254,7 @@ def test_when_the_writer_dies_one_of_those_who_wait_takes_over(story: Story) -> 
     story << e.Free(1, "GPU-0")
     story << e.Forget(1)
     story << e.DropTimer(1)
-    story << e.Allocate(2, "GPU-0", (2 * MIB,))
+    story << e.Allocate(2, "GPU-0", (2 * MIB,), "ipc")
     story >> e.Allocated(2, (handle(2),))
     story << created(3, 1, 2, "a", 1, GPU_0=2)
 
@@ -288,7 +288,7 @@ def test_who_may_not_write_is_refused_when_its_turn_comes_and_the_next_is_served
     story << e.DropTimer(1)
     story << refused(3, 1, "denied", "belongs to user 1001")
     story << e.DropTimer(2)
-    story << e.Allocate(3, "GPU-0", (2 * MIB,))
+    story << e.Allocate(3, "GPU-0", (2 * MIB,), "ipc")
     story >> creates(3, 2, "a", MIB, attach="GPU-0")
     story << refused(3, 2, "exists", "a@2 is being written by session 2")
     story.quietly(e.NotAllocated(3, "device", "no"))
@@ -300,9 +300,24 @@ def test_who_may_not_write_is_refused_when_its_turn_comes_and_the_next_is_served
     ("name", "sizes", "options", "code", "words"),
     [
         ("a name", (1,), {}, "invalid", "cannot name a pool"),
-        ("a", (1,), {"share": "vmm"}, "unsupported", "share kind vmm is not built yet; use ipc"),
-        ("a", (1,), {"share": "multicast"}, "unsupported", "share kind multicast is not built yet"),
-        ("a", (1,), {"share": "wish"}, "invalid", "unknown share kind 'wish'; use ipc"),
+        ("a", (1,), {"share": "multicast"}, "unsupported", "share kind multicast is not built yet; use ipc or vmm"),
+        ("a", (1,), {"share": "wish"}, "invalid", "unknown share kind 'wish'; use ipc or vmm"),
+        ("a", (1,), {"plan": (0, 0)}, "invalid", "the plan of a places 2 allocations, and its layout has 1"),
+        ("a", (1,), {"plan": (1,)}, "invalid", "the plan of a names device 1 of 1; they are counted from 0"),
+        (
+            "a",
+            (1, 1),
+            {"devices": ("GPU-0", "GPU-1"), "plan": (1, 1)},
+            "invalid",
+            "the plan of a puts nothing on GPU-0; leave out what has no part in it",
+        ),
+        (
+            "a",
+            (1, 7 * MIB),
+            {"devices": ("GPU-0", "GPU-1"), "plan": (0, 1)},
+            "over_budget",
+            "a needs 8 MiB on device GPU-1, whose whole budget is 6 MiB",
+        ),
         ("a", (), {}, "invalid", "the layout of a has no memory"),
         ("a", (1,), {"devices": ("GPU-0", "GPU-0")}, "invalid", "names a device twice: GPU-0, GPU-0"),
         ("a", (1,), {"devices": ("GPU-0", "GPU-7")}, "not_found", "no device GPU-7; it has GPU-0, GPU-1"),

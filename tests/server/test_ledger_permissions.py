@@ -119,7 +119,7 @@ def test_the_mode_changes_when_its_owner_publishes_with_another(story: Story) ->
     story >> creates(2, 2, "a", MIB, mode=0o600)
     story << refused(2, 2, "denied", "user 1002 may not change the mode of a", "leave the mode out")
     story >> creates(2, 3, "a", MIB, mode=0o666)
-    story << e.Allocate(3, "GPU-0", (2 * MIB,))
+    story << e.Allocate(3, "GPU-0", (2 * MIB,), "ipc")
 
 
 def test_a_discarded_draft_changes_no_mode_and_a_name_without_versions_is_free_for_all(story: Story) -> None:

@@ -56,13 +56,13 @@ def test_a_user_who_has_used_up_its_memory_is_told_by_what_and_others_are_untouc
     words = ("quota of user 1001", "of 8 MiB, 4 MiB are used", "a@1 4 MiB (current)", "retire what is not needed")
     story << refused(2, 1, "over_quota", *words)
     story >> creates(3, 1, "b", 32 * MIB)
-    story << e.Allocate(2, "GPU-0", (32 * MIB,))
+    story << e.Allocate(2, "GPU-0", (32 * MIB,), "ipc")
 
 
 def test_memory_counts_on_all_devices_together(story: Story) -> None:
     story >> creates(1, 1, "a", 4 * MIB, devices=("GPU-0", "GPU-1"))
-    story << e.Allocate(1, "GPU-0", (4 * MIB,))
-    story << e.Allocate(2, "GPU-1", (4 * MIB,))
+    story << e.Allocate(1, "GPU-0", (4 * MIB,), "ipc")
+    story << e.Allocate(2, "GPU-1", (4 * MIB,), "ipc")
     story >> creates(2, 1, "b", 1)
     story << refused(2, 1, "over_quota", "8 MiB are used", "a@1 4 MiB (promised)")
 
@@ -71,7 +71,7 @@ def test_what_can_never_fit_a_quota_is_refused_at_once(story: Story) -> None:
     story >> creates(1, 1, "a", 6 * MIB, devices=("GPU-0", "GPU-1"), wait=5.0)
     story << refused(1, 1, "over_quota", "a needs 12 MiB", "the quota of user 1001 is 8 MiB")
     story >> creates(1, 2, "a", 8 * MIB)
-    story << e.Allocate(1, "GPU-0", (8 * MIB,))
+    story << e.Allocate(1, "GPU-0", (8 * MIB,), "ipc")
 
 
 def test_memory_counts_until_the_device_has_it_back(story: Story) -> None:
@@ -86,7 +86,7 @@ def test_memory_counts_until_the_device_has_it_back(story: Story) -> None:
     story << refused(2, 2, "over_quota", *words)
     story >> e.Freed(1)
     story << e.DropTimer(1)
-    story << e.Allocate(2, "GPU-0", (2 * MIB,))
+    story << e.Allocate(2, "GPU-0", (2 * MIB,), "ipc")
 
 
 def test_a_wait_for_memory_of_ones_own_ends_with_its_time(story: Story) -> None:
@@ -103,7 +103,7 @@ def test_a_create_over_its_quota_steps_aside_for_other_users_of_its_name(story: 
     story >> creates(2, 1, "b", 2 * MIB, wait=5.0)
     story << e.SetTimer(1, 5.0)
     story >> creates(3, 1, "b", 2 * MIB)
-    story << e.Allocate(3, "GPU-0", (2 * MIB,))
+    story << e.Allocate(3, "GPU-0", (2 * MIB,), "ipc")
     # Now there is room in the quota, but it is Bob's turn.
     story.quietly(asks(1, 1, m.Retire("a", 0)))
     story >> e.Freed(2)
@@ -115,7 +115,7 @@ def test_a_create_over_its_quota_steps_aside_for_other_users_of_its_name(story: 
     story << e.Free(3, "GPU-0")
     story << done(3, 2)
     story << e.DropTimer(1)
-    story << e.Allocate(4, "GPU-0", (2 * MIB,))
+    story << e.Allocate(4, "GPU-0", (2 * MIB,), "ipc")
 
 
 def test_a_create_over_its_quota_holds_up_nobody_on_its_device() -> None:
@@ -124,7 +124,7 @@ def test_a_create_over_its_quota_holds_up_nobody_on_its_device() -> None:
     story >> creates(2, 1, "b", 8 * MIB, wait=5.0)
     story << e.SetTimer(1, 5.0)
     story >> creates(3, 1, "c", 10 * MIB)
-    story << e.Allocate(2, "GPU-0", (10 * MIB,))
+    story << e.Allocate(2, "GPU-0", (10 * MIB,), "ipc")
     story.end()
 
 
@@ -139,17 +139,17 @@ def test_later_creates_of_the_same_user_do_not_overtake(story: Story) -> None:
     story << refused(2, 1, "timeout", "cancelled")
     story << done(2, 2)
     story << e.DropTimer(2)
-    story << e.Allocate(2, "GPU-0", (2 * MIB,))
+    story << e.Allocate(2, "GPU-0", (2 * MIB,), "ipc")
 
 
 def test_creates_that_wait_for_their_turn_take_nothing_of_the_quota(story: Story) -> None:
     story >> creates(1, 1, "a", 4 * MIB)
-    story << e.Allocate(1, "GPU-0", (4 * MIB,))
+    story << e.Allocate(1, "GPU-0", (4 * MIB,), "ipc")
     for request in (2, 3, 4):
         story >> creates(1, request, "a", 4 * MIB, wait=5.0, attach="GPU-0")
         story << e.SetTimer(request - 1, 5.0)
     story >> creates(2, 1, "b", 4 * MIB)
-    story << e.Allocate(2, "GPU-0", (4 * MIB,))
+    story << e.Allocate(2, "GPU-0", (4 * MIB,), "ipc")
     story >> e.Allocated(1, (handle(1),))
     story << created(1, 1, 1, "a", 1, GPU_0=1)
     story >> asks(1, 5, m.Seal(1))
@@ -171,7 +171,7 @@ def test_room_in_the_quota_is_set_aside_while_a_create_waits_for_a_device() -> N
     story >> e.Elapsed(1)
     story << refused(1, 1, "timeout", "for room")
     story << e.DropTimer(2)
-    story << e.Allocate(2, "GPU-1", (4 * MIB,))
+    story << e.Allocate(2, "GPU-1", (4 * MIB,), "ipc")
     story.end()
 
 
@@ -187,7 +187,7 @@ def test_the_oldest_create_of_a_user_is_served_first_in_whatever_order_its_names
     story << done(3, 2)
     story >> e.Freed(1)
     story << e.DropTimer(1)
-    story << e.Allocate(4, "GPU-0", (4 * MIB,))
+    story << e.Allocate(4, "GPU-0", (4 * MIB,), "ipc")
 
 
 def test_a_name_that_two_users_wait_for_is_offered_in_order_of_arrival_to_those_who_may(story: Story) -> None:
@@ -205,7 +205,7 @@ def test_a_name_that_two_users_wait_for_is_offered_in_order_of_arrival_to_those_
     story << e.Free(3, "GPU-0")
     story << e.Forget(3)
     story << e.DropTimer(2)
-    story << e.Allocate(4, "GPU-0", (2 * MIB,))
+    story << e.Allocate(4, "GPU-0", (2 * MIB,), "ipc")
 
 
 def test_everything_of_a_user_that_is_gone_is_forgotten_but_what_it_published() -> None:
@@ -318,5 +318,5 @@ def test_layouts_of_a_user_are_limited_while_they_wait_and_while_they_are_publis
     story << refused(1, 1, "timeout", "cancelled")
     story << done(1, 2)
     story >> creates(2, 2, "c", MIB)
-    story << e.Allocate(3, "GPU-0", (2 * MIB,))
+    story << e.Allocate(3, "GPU-0", (2 * MIB,), "ipc")
     story.end()

@@ -104,7 +104,7 @@ def test_leases_of_a_session_are_limited(story: Story) -> None:
     story >> attaches(2, 1, "b", wait=5.0)
     story << e.SetTimer(1, 5.0)
     story >> creates(2, 2, "c", MIB)
-    story << e.Allocate(2, "GPU-0", (2 * MIB,))
+    story << e.Allocate(2, "GPU-0", (2 * MIB,), "ipc")
     story >> attaches(2, 3, "a")
     story << attached(2, 3, 2, "a", 1, ticket=1)
     story >> attaches(2, 4, "a")
@@ -129,7 +129,7 @@ def test_unfinished_requests_of_a_session_are_limited_and_need_ids_of_their_own(
     story >> attaches(2, 1, "c", wait=5.0)
     story << refused(2, 1, "invalid", "request 1 is unfinished")
     story >> creates(2, 2, "b", MIB)
-    story << e.Allocate(2, "GPU-0", (2 * MIB,))
+    story << e.Allocate(2, "GPU-0", (2 * MIB,), "ipc")
     story >> attaches(2, 3, "b", wait=5.0)
     story << refused(2, 3, "over_quota", "this session has 2 unfinished requests")
     story >> creates(2, 4, "d", MIB)
@@ -151,10 +151,10 @@ def test_watches_of_a_session_are_limited(story: Story) -> None:
 
 def test_pools_clients_and_devices_are_listed(story: Story) -> None:
     story >> creates(2, 1, "b", 3 * MIB, devices=("GPU-0", "GPU-1"))
-    story << e.Allocate(2, "GPU-0", (4 * MIB,))
-    story << e.Allocate(3, "GPU-1", (4 * MIB,))
-    published = m.PoolInfo("a", 1, "current", MIB, 0, "ipc", ("GPU-0",), False, 0, ALICE, 100, 0o644)
-    draft = m.PoolInfo("b", 1, "draft", 3 * MIB, 0, "ipc", ("GPU-0", "GPU-1"), False, 0, BOB, 100, 0o644)
+    story << e.Allocate(2, "GPU-0", (4 * MIB,), "ipc")
+    story << e.Allocate(3, "GPU-1", (4 * MIB,), "ipc")
+    published = m.PoolInfo("a", 1, "current", MIB, 0, "ipc", ("GPU-0",), False, 0, ALICE, 100, 0o644, False)
+    draft = m.PoolInfo("b", 1, "draft", 3 * MIB, 0, "ipc", ("GPU-0", "GPU-1"), False, 0, BOB, 100, 0o644, False)
     story >> asks(1, 1, m.ListPools())
     story << answer(1, 1, m.Pools((published, draft)))
     story >> e.Allocated(2, (handle(2),))
@@ -172,7 +172,7 @@ def test_pools_clients_and_devices_are_listed(story: Story) -> None:
 
 
 def test_a_version_is_described_by_number_or_as_the_current_one(story: Story) -> None:
-    info = m.PoolInfo("a", 1, "current", MIB, 0, "ipc", ("GPU-0",), False, 0, ALICE, 100, 0o644)
+    info = m.PoolInfo("a", 1, "current", MIB, 0, "ipc", ("GPU-0",), False, 0, ALICE, 100, 0o644, False)
     story >> asks(2, 1, m.Describe("a", 0))
     story << answer(2, 1, m.Description(info, layout(MIB).encode()))
     story >> asks(2, 2, m.Describe("a", 1))
@@ -187,11 +187,11 @@ def test_a_version_is_described_by_number_or_as_the_current_one(story: Story) ->
     story >> asks(2, 5, m.Describe("a", 1))
     story << refused(2, 5, "retired", "a@1", "the current one is 2")
     story >> creates(2, 6, "b", MIB)
-    story << e.Allocate(3, "GPU-0", (2 * MIB,))
+    story << e.Allocate(3, "GPU-0", (2 * MIB,), "ipc")
     story >> asks(2, 7, m.Describe("b", 0))
     story << refused(2, 7, "not_found", "b has no current version: b@1 is being written by session 2")
     story >> asks(2, 8, m.Describe("b", 1))
-    draft = m.PoolInfo("b", 1, "draft", MIB, 0, "ipc", ("GPU-0",), False, 0, BOB, 100, 0o644)
+    draft = m.PoolInfo("b", 1, "draft", MIB, 0, "ipc", ("GPU-0",), False, 0, BOB, 100, 0o644, False)
     story << answer(2, 8, m.Description(draft, layout(MIB).encode()))
 
 

@@ -20,6 +20,7 @@ class Pair:
         self.model = Model(devices, uid, limits, policy)
         self.under_way: list[Block] = []  # asked for and not reported
         self.to_free: list[Block] = []  # to be freed and not reported
+        self.handed: dict[tuple[int, int], set[int]] = {}  # tickets whose descriptors a session may still be sent
 
     def admits(self, uid: int) -> bool:
         """Whether a user may open one more session, by both."""
@@ -40,6 +41,7 @@ class Pair:
         assert forgotten == expected.forgotten
         _check_order(effects)
         self._memory(expected, effects)
+        self._descriptors(expected, effects)
         self._timers(expected, effects)
 
     def _answers(self, expected: Expected, responses: list[e.Respond]) -> None:
@@ -71,6 +73,26 @@ class Pair:
         assert sorted(frees) == sorted((block.ticket, block.device) for block in expected.frees)
         self.to_free += expected.frees
 
+    def _descriptors(self, expected: Expected, effects: list[e.Effect]) -> None:
+        """What is handed over comes before the answer, and stays until it is withdrawn."""
+        handed = [effect for effect in effects if isinstance(effect, e.HandOver)]
+        assert sorted((effect.session, effect.lease, effect.allocations) for effect in handed) == sorted(
+            (lease.session.id, lease.id, tuple((block.device, block.ticket) for block in blocks))
+            for lease, blocks in expected.handed
+        )
+        withdrawn = [(effect.session, effect.lease) for effect in effects if isinstance(effect, e.Withdraw)]
+        assert sorted(withdrawn) == sorted(expected.withdrawn)
+        for effect in effects:
+            match effect:
+                case e.HandOver(session, lease, allocations):
+                    self.handed[session, lease] = {ticket for _, ticket in allocations}
+                case e.Withdraw(session, lease):
+                    del self.handed[session, lease]
+                case e.Respond(session, _, m.Attached() | m.Created() as body) if body.share == "vmm":
+                    assert (session, body.lease) in self.handed
+                case e.Free(ticket):
+                    assert not any(ticket in tickets for tickets in self.handed.values())
+
     def _timers(self, expected: Expected, effects: list[e.Effect]) -> None:
         timers = [effect for effect in effects if isinstance(effect, e.SetTimer)]
         if expected.timer is None:
@@ -88,7 +110,7 @@ def _check_order(effects: list[e.Effect]) -> None:
     for effect in effects:
         if isinstance(effect, e.Forget):
             forgotten.add(effect.session)
-        elif isinstance(effect, e.Respond | e.Notify):
+        elif isinstance(effect, e.Respond | e.Notify | e.HandOver | e.Withdraw):
             assert effect.session not in forgotten
 
 

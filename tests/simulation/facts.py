@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from cubroker.protocol import messages as m
+from cubroker.protocol.layout import Layout
 from cubroker.server.ledger import Budget, Limits
 from cubroker.server.policy import Policy, Quota
 from tests.simulation.records import Block, Lease, Request, Session, Version
@@ -83,7 +84,22 @@ class Facts:
         """Bytes that a create takes on all its devices."""
         assert isinstance(request.body, m.Create)
         assert request.layout is not None
-        return sum(-(-size // (2 << 20)) * (2 << 20) for size in request.layout.allocations) * len(request.body.devices)
+        return sum(sum(self.sizes(request.body, request.layout, uuid)) for uuid in request.body.devices)
+
+    def sizes(self, body: m.Create, layout: Layout, uuid: str) -> tuple[int, ...]:
+        """What a create takes on one of its devices: all that it has, or what its plan puts there."""
+        sizes = [-(-size // (2 << 20)) * (2 << 20) for size in layout.allocations]
+        if body.plan is None:
+            return tuple(sizes)
+        return tuple(size for size, where in zip(sizes, body.plan, strict=True) if body.devices[where] == uuid)
+
+    def replica(self, block: Block) -> m.Replica:
+        """A block as it travels: with nothing for the allocations that are on other devices."""
+        body, handles = block.version.body, list(block.handles)
+        if body.plan is None:
+            return m.Replica(block.device, block.handles)
+        here = [body.devices[where] == block.device for where in body.plan]
+        return m.Replica(block.device, tuple(handles.pop(0) if mine else b"" for mine in here))
 
     @staticmethod
     def full(used: int, limit: int | None) -> bool:
@@ -101,13 +117,14 @@ class Facts:
             state,
             nbytes,
             tensors,
-            "ipc",
+            body.share,
             body.devices,
             False,
             leases,
             version.owner,
             self.groups[version.name],
             self.modes[version.name],
+            body.plan is not None,
         )
 
     def client(self, asking: Session, session: Session) -> m.ClientInfo:

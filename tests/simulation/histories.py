@@ -44,7 +44,16 @@ DEVICE_SETS = (
     (("GPU-1", "GPU-0"), ("GPU-0", "GPU-0"), ("GPU-9",)),
 )
 LAYOUTS = (((1,), (2 * MIB,), (3 * MIB, 256), (4 * MIB,), (8 * MIB,)), ((6 * MIB, 6 * MIB), (13 * MIB,), ()))
-SHARES = (("ipc",), ("vmm", "multicast", "wish"))
+SHARES = (("ipc", "vmm"), ("multicast", "wish"))
+PEERS: tuple[tuple[tuple[str, ...], ...], ...] = (
+    ((), (), (), ("GPU-1",), ("GPU-0",), ("GPU-0", "GPU-1")),
+    (("GPU-9",), ("GPU-9", "GPU-0"), ("GPU-1", "GPU-9")),
+)
+SHARDS = (
+    (((2 * MIB, 1), (0, 1)), ((2 * MIB, 4 * MIB), (1, 0)), ((6 * MIB, 6 * MIB), (0, 1)), ((1, 1, 1), (1, 0, 1))),
+    (((1, 1), (0, 0)), ((1, 1), (1, 1)), ((1, 1), (0, 2)), ((1, 1), (0,)), ((1,), (0, 1)), ((1, 9 * MIB), (0, 1))),
+)
+SHARD_SETS = ((("GPU-0", "GPU-1"), ("GPU-1", "GPU-0")), (("GPU-0",), ("GPU-0", "GPU-9"), ("GPU-1", "GPU-1")))
 WAITS = ((0.0, 5.0, 7.0), (0.0,))
 GROUPS = ((100, (200,)), (100, ()), (200, ()), (300, (100, 200)))
 MODES = ((None, None, None, 0o600, 0o640, 0o660, 0o644, 0o666), (0o604, 0o020, 0))
@@ -56,6 +65,7 @@ WEIGHTS = {
     "gone": 3,
     "attach": 24,
     "create": 36,
+    "shard": 12,
     "seal": 24,
     "close": 12,
     "cancel": 3,
@@ -70,6 +80,9 @@ WEIGHTS = {
     "again": 1,
 }
 
+NUMBERS = 8
+"""Numbers that an action has."""
+
 T = TypeVar("T")
 Choices = tuple[tuple[T, ...], tuple[T, ...]]
 
@@ -81,7 +94,7 @@ def generate(seed: int) -> list[Action]:
     rules = (int(chance.random() < 0.25), chance.randrange(len(POLICIES)))
     world: list[Action] = [("world", rules), ("join", (1, 1)), ("join", (1, 2)), ("join", (2, 0))]
     kinds = chance.choices(list(WEIGHTS), weights, k=chance.randrange(30, 200))
-    return world + [(kind, tuple(chance.randrange(1 << 16) for _ in range(8))) for kind in kinds]
+    return world + [(kind, tuple(chance.randrange(1 << 16) for _ in range(NUMBERS))) for kind in kinds]
 
 
 def choose(choices: Choices[T], number: int) -> T:
@@ -144,8 +157,9 @@ class Play:
     def gone(self, session: int, *_: int) -> None:
         self.tell(e.Gone(self.user(session)))
 
-    def attach(self, session: int, name: int, version: int, device: int, wait: int, *_: int) -> None:
-        body = m.Attach(choose(NAMES, name), choose(VERSIONS, version), choose(ANY_DEVICE, device), choose(WAITS, wait))
+    def attach(self, session: int, name: int, version: int, device: int, wait: int, peers: int, *_: int) -> None:
+        wanted, where = choose(VERSIONS, version), choose(ANY_DEVICE, device)
+        body = m.Attach(choose(NAMES, name), wanted, where, choose(WAITS, wait), choose(PEERS, peers))
         self.ask(self.user(session), body)
 
     def create(
@@ -154,6 +168,14 @@ class Play:
         made, encoded = layout(choose(LAYOUTS, sizes))
         devices, kind, device = choose(DEVICE_SETS, on), choose(SHARES, share), choose(OR_ATTACH, attach)
         body = m.Create(choose(NAMES, name), encoded, devices, kind, choose(WAITS, wait), device, choose(MODES, mode))
+        self.ask(self.user(session), body, made)
+
+    def shard(self, session: int, name: int, plan: int, on: int, share: int, wait: int, attach: int, _: int) -> None:
+        """Create a pool whose allocations are spread over devices by a plan."""
+        (sizes, places), devices = choose(SHARDS, plan), choose(SHARD_SETS, on)
+        made, encoded = layout(sizes)
+        kind, device = choose(SHARES, share), choose(OR_ATTACH, attach)
+        body = m.Create(choose(NAMES, name), encoded, devices, kind, choose(WAITS, wait), device, None, places)
         self.ask(self.user(session), body, made)
 
     def _with_lease(self, number: int, body: type[m.Seal | m.Close], *, draft: bool) -> None:

@@ -116,13 +116,13 @@ class Model(Facts):
         self.permit("r", session, body.name)
         for version in self.of(body.name):
             if version.state == "current" and body.version in (0, version.number):
-                return self.lease(session, number, version, body.device)
+                return self.lease(session, number, version, body.device, body.peers)
             if version.state == "superseded" and body.version == version.number:
-                return self.lease(session, number, version, body.device)
+                return self.lease(session, number, version, body.device, body.peers)
         self.name(body.name)
         if 0 < body.version <= self.last.get(body.name, 0):
             raise Refusal("retired")
-        if body.device is not None and body.device not in [device.uuid for device in self.devices]:
+        if body.device is not None and not {body.device, *body.peers} & {device.uuid for device in self.devices}:
             raise Refusal("not_found")
         if body.wait == 0:
             raise Refusal("not_found")
@@ -134,14 +134,18 @@ class Model(Facts):
         if body.attach is not None and current is not None:
             return self.lease(session, number, current, body.attach)
         self.name(body.name)
-        if body.share != "ipc":
-            raise Refusal("unsupported" if body.share in ("vmm", "multicast") else "invalid")
+        if body.share not in ("ipc", "vmm"):
+            raise Refusal("unsupported" if body.share == "multicast" else "invalid")
         if not layout.allocations or len(set(body.devices)) != len(body.devices):
+            raise Refusal("invalid")
+        if body.plan is not None and (
+            len(body.plan) != len(layout.allocations) or sorted(set(body.plan)) != list(range(len(body.devices)))
+        ):
             raise Refusal("invalid")
         if not {*body.devices, body.attach or body.devices[0]} <= {device.uuid for device in self.devices}:
             raise Refusal("not_found")
         for device in self.devices:
-            if device.uuid in body.devices and sum(self.rounded(layout)) > device.budget:
+            if device.uuid in body.devices and sum(self.sizes(body, layout, device.uuid)) > device.budget:
                 raise Refusal("over_budget")
         if body.attach is None:
             self.check_writer(session, body)
@@ -186,7 +190,7 @@ class Model(Facts):
         if version.body.mode is not None:
             self.modes[version.name] = version.body.mode
         self.last[version.name] = version.number
-        self.leases.remove(lease)
+        self.give_back(lease)
         if previous is not None:
             previous.state = "superseded"
         for old in self.of(version.name):
@@ -198,14 +202,16 @@ class Model(Facts):
         return m.Sealed(version.number)
 
     def published(self, request: Request, version: Version) -> None:
+        peers: tuple[str, ...] = ()
         if isinstance(request.body, m.Attach):
             wanted, device = request.body.version in (0, version.number), request.body.device
+            peers = request.body.peers
         else:
             wanted, device = request.body.attach is not None, request.body.attach
         if wanted:
             self.leave(request)
             try:
-                self.lease(request.session, request.id, version, device)
+                self.lease(request.session, request.id, version, device, peers)
             except Refusal as refusal:
                 self.out.answers[request.session.id, request.id] = refusal.code
 
@@ -238,20 +244,40 @@ class Model(Facts):
 
     # -- leases and memory ---------------------------------------------------------------------
 
-    def lease(self, session: Session, number: int, version: Version, uuid: str | None) -> None:
+    def lease(
+        self, session: Session, number: int, version: Version, uuid: str | None, peers: tuple[str, ...] = ()
+    ) -> None:
         self.permit("r", session, version.name)
         blocks = self.blocks_of(version)
-        if uuid is None and len(blocks) > 1:
+        if uuid is None and len(blocks) > 1 and version.body.plan is None:
             raise Refusal("invalid")
-        block = next((block for block in blocks if uuid in (None, block.device)), None)
-        if block is None:
+        if uuid is not None:
+            places = (uuid, *peers) if version.body.plan is None else (uuid,)
+            blocks = [block for place in places for block in blocks if block.device == place][:1]
+        if not blocks:
             raise Refusal("not_found")
         self.check_leases(session)
-        self.leases.append(Lease(session, version))
-        self.out.leases[session.id, number] = self.leases[-1]
+        self.give(session, number, version, blocks)
         self.out.answers[session.id, number] = m.Attached(
-            0, version.name, version.number, block.device, version.body.share, version.body.layout, block.handles
+            0,
+            version.name,
+            version.number,
+            version.body.share,
+            version.body.layout,
+            tuple(map(self.replica, blocks)),
         )
+
+    def give(self, session: Session, number: int, version: Version, blocks: list[Block]) -> None:
+        lease = Lease(session, version)
+        self.leases.append(lease)
+        self.out.leases[session.id, number] = lease
+        if version.body.share == "vmm":
+            self.out.handed.append((lease, blocks))
+
+    def give_back(self, lease: Lease) -> None:
+        self.leases.remove(lease)
+        if lease.version.body.share == "vmm":
+            self.out.withdrawn.append((lease.session.id, lease.id))
 
     def check_leases(self, session: Session) -> None:
         if sum(lease.session is session for lease in self.leases) >= self.limits.leases:
@@ -269,7 +295,7 @@ class Model(Facts):
         raise Refusal("not_found")
 
     def close(self, lease: Lease) -> None:
-        self.leases.remove(lease)
+        self.give_back(lease)
         if lease.version.state == "draft":
             self.end(lease.version)
         self.end_if_unused(lease.version)
@@ -315,12 +341,12 @@ class Model(Facts):
             return self.refuse(request, refusal.code)
         version.state = "draft"
         self.requests.remove(request)
-        self.leases.append(Lease(request.session, version))
-        key = request.session.id, request.id
-        self.out.leases[key] = self.leases[-1]
-        by_device = {block.device: block.handles for block in self.blocks_of(version)}
-        replicas = tuple(m.Replica(uuid, by_device[uuid]) for uuid in version.body.devices)
-        self.out.answers[key] = m.Created(0, version.name, version.number, version.body.share, replicas)
+        blocks = [block for uuid in version.body.devices for block in self.blocks_of(version) if block.device == uuid]
+        self.give(request.session, request.id, version, blocks)
+        replicas = tuple(map(self.replica, blocks))
+        self.out.answers[request.session.id, request.id] = m.Created(
+            0, version.name, version.number, version.body.share, replicas
+        )
         return None
 
     # -- ends ----------------------------------------------------------------------------------
@@ -400,8 +426,8 @@ class Model(Facts):
 
     def grant(self, request: Request, body: m.Create) -> bool:
         assert request.layout is not None
-        sizes = self.rounded(request.layout)
-        if any(self.room(uuid) < sum(sizes) for uuid in body.devices):
+        sizes = {uuid: self.sizes(body, request.layout, uuid) for uuid in body.devices}
+        if any(self.room(uuid) < sum(sizes[uuid]) for uuid in body.devices):
             return False
         if request.timed:
             self.out.dropped.append(request.timer)
@@ -415,13 +441,9 @@ class Model(Facts):
             self.groups[body.name] = request.session.groups[0]
             self.modes[body.name] = self.policy.mode if body.mode is None else body.mode
         for uuid in body.devices:
-            self.blocks.append(Block(request.version, uuid, sizes))
+            self.blocks.append(Block(request.version, uuid, sizes[uuid]))
             self.out.blocks.append(self.blocks[-1])
         return True
-
-    @staticmethod
-    def rounded(layout: Layout) -> tuple[int, ...]:
-        return tuple((size + 2 * MIB - 1) // (2 * MIB) * (2 * MIB) for size in layout.allocations)
 
     # -- words ---------------------------------------------------------------------
 

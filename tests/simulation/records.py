@@ -73,6 +73,8 @@ class Expected:
     notices: list[tuple[int, m.PoolChanged]] = field(default_factory=list)
     blocks: list[Block] = field(default_factory=list)
     frees: list[Block] = field(default_factory=list)
+    handed: list[tuple[Lease, list[Block]]] = field(default_factory=list)
+    withdrawn: list[tuple[int, int]] = field(default_factory=list)
     timer: Request | None = None
     dropped: list[int] = field(default_factory=list)
     forgotten: list[int] = field(default_factory=list)

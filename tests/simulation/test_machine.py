@@ -4,7 +4,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from tests.simulation.histories import POLICIES, WEIGHTS, Play
+from tests.simulation.histories import NUMBERS, POLICIES, WEIGHTS, Play
 
 NUMBER = st.integers(0, (1 << 16) - 1)
 
@@ -20,7 +20,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(
         kind=st.sampled_from([kind for kind, weight in WEIGHTS.items() for _ in range(weight)]),
-        numbers=st.tuples(*[NUMBER] * 8),
+        numbers=st.tuples(*[NUMBER] * NUMBERS),
     )
     def act(self, kind: str, numbers: tuple[int, ...]) -> None:
         self.game.do((kind, numbers))

@@ -1,0 +1,41 @@
+"""The descriptors of a lease on their way to its holder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import islice
+
+from cubroker.protocol import wire
+from cubroker.protocol.messages import MAX_DESCRIPTORS, Descriptors
+
+
+class Parcel:
+    """All descriptors of one lease, in packets, each as large as a notice may be.
+
+    It holds numbers of tickets, and looks a descriptor up when it is to be sent: it keeps nothing open.
+
+    Args:
+        lease: whose they are.
+        tickets: whose descriptors they are, in order.
+        descriptors: those of every ticket; of these tickets for as long as the parcel is not thrown away.
+    """
+
+    def __init__(self, lease: int, tickets: Iterable[int], descriptors: Mapping[int, tuple[int, ...]]) -> None:
+        self.lease = lease
+        self._descriptors = descriptors
+        self._places = ((ticket, place) for ticket in tickets for place in range(len(descriptors[ticket])))
+        self._next = self._take()
+
+    def packet(self) -> tuple[bytes, list[int]] | None:
+        """Return the next notice and its descriptors, the same until it is :meth:`sent`; None after the last."""
+        if not self._next:
+            return None
+        notice = Descriptors(self.lease, len(self._next))
+        return wire.pack(notice), [self._descriptors[ticket][place] for ticket, place in self._next]
+
+    def sent(self) -> None:
+        """Go on to the next packet."""
+        self._next = self._take()
+
+    def _take(self) -> list[tuple[int, int]]:
+        return list(islice(self._places, MAX_DESCRIPTORS))
