@@ -202,6 +202,24 @@ def test_a_device_opens_another_devices_memory_both_ways(driver: Driver, pair: P
             neighbour.ask("close", opened, device=there)
 
 
+def test_memory_opened_by_handle_does_not_need_what_was_enabled(
+    driver: Driver, pair: Pair, neighbour: Neighbour
+) -> None:
+    near, far = pair
+    there = [device.index for device in driver.devices].index(far.device.index)
+    theirs = neighbour.ask("allocate", BLOCK, device=there)
+    neighbour.ask("write", theirs, b"within reach", device=there)
+    driver.peers.enable(near, far.device.index)
+    opened = near.open(neighbour.ask("export", theirs, device=there))
+    driver.peers.disable(near, far.device.index)
+    with blocks(near) as (ours,), near.stream() as stream:
+        stream.copy(ours, opened, 12)
+        stream.synchronize()
+        assert near.read(ours, 12) == b"within reach"
+    near.close(opened)
+    neighbour.ask("free", theirs, device=there)
+
+
 def test_a_thread_in_a_second_context_of_the_device_opens_nothing(
     context: Context, memory: int, neighbour: Neighbour
 ) -> None:
@@ -211,6 +229,15 @@ def test_a_thread_in_a_second_context_of_the_device_opens_nothing(
     assert "in another context of device 0 than its primary one" in error
     assert untouched
     neighbour.ask("close", neighbour.ask("open", handle))
+
+
+def test_a_thread_that_works_on_another_device_may_open(pair: Pair, neighbour: Neighbour) -> None:
+    near, far = pair
+    theirs = neighbour.ask("allocate", BLOCK)
+    with far.current():
+        near.check_thread()
+        near.close(near.open(neighbour.ask("export", theirs)))
+    neighbour.ask("free", theirs)
 
 
 # -- events of other processes -------------------------------------------------------------------------

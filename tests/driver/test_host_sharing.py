@@ -250,12 +250,16 @@ def _named() -> socket.socket:
 
 
 @pytest.mark.parametrize(
-    ("sealed", "offset", "name"),
-    [(False, 0, "CUDA_ERROR_OPERATING_SYSTEM"), (True, BLOCK, "CUDA_ERROR_INVALID_VALUE")],
-    ids=["memory that could shrink", "an offset outside"],
+    ("sealed", "answer", "name"),
+    [
+        (False, sharing._ANSWER.pack(0, 0), "CUDA_ERROR_OPERATING_SYSTEM"),
+        (True, sharing._ANSWER.pack(BLOCK, 0), "CUDA_ERROR_INVALID_VALUE"),
+        (True, b"short", "CUDA_ERROR_INVALID_VALUE"),
+    ],
+    ids=["memory that could shrink", "an offset outside", "half an answer"],
 )
 def test_an_impostor_cannot_make_us_map_what_would_fault(
-    context: Context, sealed: bool, offset: int, name: str
+    context: Context, sealed: bool, answer: bytes, name: str
 ) -> None:
     handle = bytes(range(64))
     fd = memory.create(BLOCK) if sealed else os.memfd_create("unsealed")
@@ -265,7 +269,7 @@ def test_an_impostor_cannot_make_us_map_what_would_fault(
         def serve() -> None:
             _, asker = impostor.recvfrom(64)
             rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))
-            impostor.sendmsg([sharing._ANSWER.pack(offset, 0)], [rights], 0, asker)
+            impostor.sendmsg([answer], [rights], 0, asker)
 
         thread = threading.Thread(target=serve)
         thread.start()

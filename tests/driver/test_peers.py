@@ -97,6 +97,16 @@ def test_a_copy_to_another_group_goes_through_the_host(driver: Driver) -> None:
     assert far.read(target, 12) == b"the long way"
 
 
+def test_each_direction_is_disabled_for_itself(driver: Driver) -> None:
+    first, second = driver.context(0), driver.context(1)
+    driver.peers.enable(first, 1)
+    driver.peers.enable(second, 0)
+    driver.peers.disable(second, 0)
+    with second.current(), pytest.raises(DriverError, match="NOT_ENABLED"):
+        second.calls.cuCtxDisablePeerAccess(first.handle)
+    driver.peers.disable(first, 1)
+
+
 def test_closing_the_driver_ends_the_access_that_it_enabled(driver: Driver) -> None:
     other = load(SPEC)
     driver.peers.enable(driver.context(0), 1)
@@ -149,6 +159,10 @@ def test_a_context_of_ones_own_is_no_place_to_open_memory(module: HostModule) ->
     handle = cuda.CUipcMemHandle()
     assert module.cuIpcOpenMemHandle(handle, 1) == (Result.CUDA_ERROR_INVALID_HANDLE, None)
     assert module.cuCtxDestroy(own) == (Result.CUDA_SUCCESS,)
+    assert int(module.cuCtxGetDevice()[1]) == 0
+    with_another_on_top = module.cuCtxCreate(None, 0, 1)[1]
+    module.cuCtxPushCurrent(cuda.CUcontext(1))
+    assert module.cuCtxDestroy(with_another_on_top) == (Result.CUDA_SUCCESS,)
     assert int(module.cuCtxGetDevice()[1]) == 0
     for call in (module.cuCtxDestroy, module.cuCtxPushCurrent, module.cuCtxSetCurrent):
         assert call(own) == (Result.CUDA_ERROR_INVALID_CONTEXT,)
