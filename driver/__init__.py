@@ -8,6 +8,21 @@ same functions; nothing above can tell which, except by asking ``host``.
 from cubroker.driver.calls import DriverError
 from cubroker.driver.context import Context, Device
 from cubroker.driver.load import Driver, load
+from cubroker.driver.peers import Link, Peers
 from cubroker.driver.stream import Event, Pinned, Stream
+from cubroker.driver.vmm import Physical, Reservation
 
-__all__ = ["Context", "Device", "Driver", "DriverError", "Event", "Pinned", "Stream", "load"]
+__all__ = [
+    "Context",
+    "Device",
+    "Driver",
+    "DriverError",
+    "Event",
+    "Link",
+    "Peers",
+    "Physical",
+    "Pinned",
+    "Reservation",
+    "Stream",
+    "load",
+]

@@ -10,14 +10,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cubroker.driver.buffers import address
-from cubroker.driver.calls import Calls
-from cubroker.driver.stream import Event, Pinned, Stream
+from cubroker.driver.calls import Calls, DriverError, explained
+from cubroker.driver.stream import HANDLE_BYTES, Event, Pinned, Stream
+from cubroker.driver.vmm import Reservation
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
-
-HANDLE_BYTES = 64
-"""Bytes of a legacy IPC handle (``CU_IPC_HANDLE_SIZE``)."""
 
 _thread = threading.local()
 """``context``: the one that the innermost :meth:`Context.current` block of this thread made current."""
@@ -52,7 +50,7 @@ class Context:
         self.device = device
         self.host = host
         self._ordinal = calls.cuDeviceGet(device.index)
-        self._context = calls.cuDevicePrimaryCtxRetain(self._ordinal)
+        self.handle = calls.cuDevicePrimaryCtxRetain(self._ordinal)
 
     @contextmanager
     def current(self) -> Iterator[None]:
@@ -65,7 +63,7 @@ class Context:
         if outer is self:
             yield
             return
-        self.calls.cuCtxPushCurrent(self._context)
+        self.calls.cuCtxPushCurrent(self.handle)
         _thread.context = self
         try:
             yield
@@ -122,22 +120,56 @@ class Context:
 
         Opening again returns the same pointer; each time counts, and needs its own :meth:`close`.
         The process that exported it cannot open it (CUDA_ERROR_INVALID_CONTEXT); a handle that is
-        made up, or whose memory was freed, is CUDA_ERROR_INVALID_VALUE.
+        made up, or whose memory was freed, is CUDA_ERROR_INVALID_VALUE. The memory may be on another
+        device, if this one reaches it (else CUDA_ERROR_PEER_ACCESS_UNSUPPORTED): access is enabled by itself.
         """
+        self.check_thread()
         if len(handle) != HANDLE_BYTES:
             raise ValueError(f"a handle of {len(handle)} bytes; it has {HANDLE_BYTES}")
         module = self.calls.module
         shared = module.CUipcMemHandle()
         ctypes.memmove(shared.getPtr(), handle, HANDLE_BYTES)
-        with self.current():
-            flags = module.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+        flags = module.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+        with explained(self._refusals()), self.current():
             return int(self.calls.cuIpcOpenMemHandle(shared, int(flags)))
+
+    def check_thread(self) -> None:
+        """Refuse a thread that works in another context of this device than the primary one.
+
+        CUDA lets a process open shared memory in one context per device, and that is the primary one here. To such a
+        thread what is opened would be out of reach, so :meth:`open` refuses it before anything is touched;
+        call this where memory will be opened on behalf of the thread.
+
+        Raises:
+            DriverError: CUDA_ERROR_INVALID_CONTEXT.
+        """
+        if int(self.calls.cuCtxGetCurrent()) in (0, int(self.handle)):
+            return
+        if int(self.calls.cuCtxGetDevice()) == int(self._ordinal):
+            code = self.calls.module.CUresult.CUDA_ERROR_INVALID_CONTEXT
+            text = (
+                f"this thread works in another context of device {self.device.index} than its primary one, and a "
+                "process opens shared memory in one context per device: use the primary one, as the CUDA runtime does"
+            )
+            raise DriverError("cuIpcOpenMemHandle", int(code), code.name, text)
 
     def close(self, pointer: int) -> None:
         """Undo one :meth:`open`, once the work that uses the memory is done."""
         with self.current():
             self.calls.cuCtxSynchronize()
             self.calls.cuIpcCloseMemHandle(pointer)
+
+    def reserve(self, nbytes: int) -> Reservation:
+        """Reserve addresses for memory to be mapped at; the caller closes the range. See :meth:`Driver.create`."""
+        return Reservation(self, nbytes)
+
+    def _refusals(self) -> dict[str, str]:
+        return {
+            "CUDA_ERROR_PEER_ACCESS_UNSUPPORTED": f"the memory is on a device that device {self.device.index} does not "
+            "reach; open it on that device, or on one that does",
+            "CUDA_ERROR_INVALID_HANDLE": "this process has it open in another context of the device; "
+            "shared memory can be opened in one context per device and process",
+        }
 
     # -- copies ------------------------------------------------------------------------------------
 
@@ -167,9 +199,16 @@ class Context:
         """Make a stream, which the caller closes."""
         return Stream(self)
 
-    def event(self) -> Event:
-        """Make an event, which the caller closes."""
-        return Event(self)
+    def event(self, *, shared: bool = False) -> Event:
+        """Make an event, which the caller closes; if ``shared``, other processes can open what it exports."""
+        return Event.make(self, shared=shared)
+
+    def open_event(self, handle: bytes) -> Event:
+        """Open another process's event (:meth:`Event.export`); the caller closes it.
+
+        Neither the process that made it can open it, nor a device that does not reach that of the event.
+        """
+        return Event.open(self, handle)
 
     def pin(self, nbytes: int) -> Pinned:
         """Allocate ``nbytes`` bytes of pinned host memory, usable from every device; the caller closes it."""

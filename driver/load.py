@@ -8,15 +8,17 @@ import threading
 from typing import Any
 from uuid import UUID
 
+from cubroker.driver import vmm
 from cubroker.driver.calls import Calls, DriverError
 from cubroker.driver.context import Context, Device
 from cubroker.driver.host import BLOCK, host_module
+from cubroker.driver.peers import Peers
 
 MAX_HOST_DEVICES = 64
 
 _SPEC = re.compile(
     r"(?P<cuda>cuda)(:(?P<ordinals>\d{1,4}(,\d{1,4})*))?"
-    r"|host:(?P<count>\d{1,4})(@(?P<size>\d{1,18})(?P<unit>|KiB|MiB|GiB|TiB))?"
+    r"|host:(?P<count>\d{1,4})(@(?P<size>\d{1,18})(?P<unit>|KiB|MiB|GiB|TiB))?(/(?P<island>\d{1,4}))?"
 )
 _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
@@ -28,6 +30,7 @@ class Driver:
         spec: what another process passes to :func:`load` to open this one's handles.
         host: whether the devices are emulated in host memory.
         devices: all of them, or those that were asked for, in that order. Listing them makes no context.
+        peers: which of them reach each other's memory, and direct access between them.
     """
 
     def __init__(self, module: Any, spec: str, *, host: bool, ordinals: tuple[int, ...] | None = None) -> None:
@@ -39,6 +42,7 @@ class Driver:
         self._start()
         chosen = range(self._calls.cuDeviceGetCount()) if ordinals is None else ordinals
         self.devices: tuple[Device, ...] = tuple(self._describe(index) for index in chosen)
+        self.peers = Peers(self._calls, self.devices, self.context)
 
     def context(self, index: int) -> Context:
         """Return the context of the device with that ordinal; made on first use, shared afterwards."""
@@ -47,8 +51,25 @@ class Driver:
                 self._contexts[index] = Context(self._calls, self._device(index), host=self.host)
             return self._contexts[index]
 
+    def granularity(self, index: int) -> int:
+        """Return the bytes of which :meth:`create` and :meth:`Context.reserve` take multiples, on that device."""
+        return vmm.granularity(self._calls, self._device(index).index)
+
+    def create(self, index: int, nbytes: int) -> vmm.Physical:
+        """Create memory on the device with that ordinal, which the caller releases. No context is made or needed.
+
+        Raises:
+            DriverError: ``nbytes`` is no multiple of the granularity, or the device has not so much left.
+        """
+        return vmm.Physical(self._calls, self._device(index).index, nbytes)
+
+    def fabric(self, index: int) -> bool:
+        """Whether that device's memory can be shared by fabric handle; see :func:`vmm.fabric`."""
+        return vmm.fabric(self._calls, self._device(index).index)
+
     def close(self) -> None:
         """Let go of all contexts. What is still allocated or open in them goes, unless others hold them too."""
+        self.peers.close()
         with self._lock:
             for context in self._contexts.values():
                 context.release()
@@ -83,7 +104,8 @@ def load(spec: str) -> Driver:
 
     Args:
         spec: ``cuda`` (every GPU), ``cuda:0,1`` (these ordinals), ``host:2`` (two emulated devices that
-            share half of the machine's memory) or ``host:2@64MiB`` (so much memory each).
+            share half of the machine's memory), ``host:2@64MiB`` (so much memory each) or ``host:4@64MiB/2``
+            (of which two and two reach each other's memory, and nobody else's; without ``/2`` all do).
 
     Raises:
         ValueError: ``spec`` is none of these.
@@ -91,7 +113,7 @@ def load(spec: str) -> Driver:
     """
     match = _SPEC.fullmatch(spec)
     if match is None:
-        raise ValueError(f"no driver {spec!r}; write cuda, cuda:0,1, host:2 or host:2@64MiB")
+        raise ValueError(f"no driver {spec!r}; write cuda, cuda:0,1, host:2, host:2@64MiB or host:4@64MiB/2")
     if match["cuda"]:
         from cuda.bindings import driver as cuda
 
@@ -103,7 +125,11 @@ def load(spec: str) -> Driver:
     size -= size % BLOCK
     if not BLOCK <= size < 1 << 47:
         raise ValueError(f"{spec!r} gives a device {size} bytes; it needs {BLOCK} at least, and less than {1 << 47}")
-    return Driver(host_module(count, size), f"host:{count}@{size}", host=True)
+    island = int(match["island"] or count)
+    if not 0 < island <= count:
+        raise ValueError(f"{spec!r} makes groups of {island} devices; they can be of 1 to {count}")
+    full = f"host:{count}@{size}" + (f"/{island}" if island < count else "")
+    return Driver(host_module(count, size, island), full, host=True)
 
 
 def _ordinals(spec: str, text: str | None) -> tuple[int, ...] | None:

@@ -25,7 +25,7 @@ from cubroker.driver.host import memory
 from cubroker.server.__main__ import main as serve
 from tests.brokers import BrokerProcess, ended, eventually
 
-SYSTEM_CALLS = ("memfd_create", "ftruncate", "fcntl", "mmap", "madvise")
+SYSTEM_CALLS = ("memfd_create", "ftruncate", "fcntl", "mmap", "mprotect", "madvise")
 """Those that host memory is made with."""
 
 
@@ -100,7 +100,7 @@ def install(plan: Plan) -> None:
     """Have the host driver and the system calls beneath it fail as ``plan`` says, in this process."""
     loading: Any = importlib.import_module("cubroker.driver.load")
     host_module = loading.host_module
-    loading.host_module = lambda count, size: FaultyModule(host_module(count, size), plan)
+    loading.host_module = lambda *args: FaultyModule(host_module(*args), plan)
     vars(memory)["_libc"] = _FaultyLibc(vars(memory)["_libc"], plan)
     for module, name in ((os, "memfd_create"), (os, "ftruncate"), (fcntl, "fcntl")):
         setattr(module, name, _failing(getattr(module, name), name, plan))

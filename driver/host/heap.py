@@ -30,6 +30,20 @@ class Region:
     pointer: int
     nbytes: int
 
+    @property
+    def end(self) -> int:
+        """The first address behind it."""
+        return self.pointer + self.nbytes
+
+    @property
+    def whole(self) -> object:
+        """What it is a part of: bytes in regions side by side can be copied together if this is the same."""
+        return self
+
+    def allows(self, device: int, *, writing: bool) -> bool:
+        """Whether the work of a device may read, or write, here."""
+        return True
+
 
 @dataclass(eq=False)
 class Opened(Region):
@@ -87,15 +101,29 @@ class AddressMap:
 
     def remove(self, region: Region) -> None:
         """Take a region out and unmap it; its address may be somebody else's at once."""
+        self.forget(region)
+        memory.unmap(region.pointer, region.nbytes)
+
+    def forget(self, region: Region) -> None:
+        """Take a region out."""
         del self._regions[region.pointer]
         self._starts.remove(region.pointer)
-        memory.unmap(region.pointer, region.nbytes)
 
     def find(self, pointer: int, nbytes: int = 1) -> Region | None:
         """Return the region in which all of the bytes lie."""
         place = bisect_right(self._starts, pointer)
         region = self._regions[self._starts[place - 1]] if place else None
-        return region if region and pointer + nbytes <= region.pointer + region.nbytes else None
+        return region if region and pointer + nbytes <= region.end else None
+
+    def allows(self, device: int, pointer: int, nbytes: int, *, writing: bool) -> bool:
+        """Whether the work of a device may read, or write, all of the bytes."""
+        region = self.find(pointer, 0)
+        while region and region.allows(device, writing=writing):
+            if pointer + nbytes <= region.end:
+                return True
+            following = self._regions.get(region.end)
+            region = following if following and following.whole is region.whole else None
+        return False
 
 
 class Heap:
@@ -126,6 +154,11 @@ class Heap:
             self._addresses.remove(block)
             os.close(block.fd)
 
+    def require(self, nbytes: int) -> None:
+        """Raise MemoryError if the device has not so much left."""
+        if self.used + nbytes > self.total:
+            raise MemoryError
+
     def blocks(self) -> list[Block]:
         """Return every block."""
         return list(self._blocks.values())
@@ -144,8 +177,7 @@ class Heap:
         return block, block.pointer
 
     def _grow(self, nbytes: int) -> Block:
-        if self.used + nbytes > self.total:
-            raise MemoryError
+        self.require(nbytes)
         fd = memory.create(nbytes)
         try:
             block = Block(self._device, memory.map_shared(fd, nbytes), nbytes, fd)

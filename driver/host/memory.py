@@ -11,12 +11,17 @@ import errno
 import fcntl
 import mmap
 import os
+from pathlib import Path
 
 BLOCK = 2 << 20
 """Bytes: the granularity of device memory; larger allocations are multiples of it, small ones share one."""
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _MAP_NORESERVE = 0x4000
+_MAP_FIXED = 0x10
+_EMPTY = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+_NO_ACCESS = 0
+_ALL_ACCESS = mmap.PROT_READ | mmap.PROT_WRITE
 _FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -31,11 +36,12 @@ _libc.mmap.argtypes = (
 _libc.mmap.restype = ctypes.c_void_p
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
-def create(nbytes: int) -> int:
+def create(nbytes: int, name: str = "cubroker-host") -> int:
     """Return the descriptor of new shared memory, all zero; its size never changes, so no access to it can fault."""
-    fd = os.memfd_create("cubroker-host", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, nbytes)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
@@ -47,19 +53,55 @@ def create(nbytes: int) -> int:
 
 def sealed_size(fd: int) -> int:
     """Return the bytes of memory that came from another process; raises OSError unless they can never shrink."""
-    if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+    if not sealed(fd):
         raise OSError(errno.EPERM, "the memory is not sealed")
     return os.fstat(fd).st_size
 
 
+def sealed(fd: int) -> bool:
+    """Whether the size of shared memory can never change."""
+    return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+
+
+def name_of(fd: int) -> str:
+    """Return the name that shared memory was created with, in whichever process."""
+    return str(Path(f"/proc/self/fd/{fd}").readlink()).removeprefix("/memfd:").removesuffix(" (deleted)")
+
+
 def map_shared(fd: int, nbytes: int) -> int:
     """Map the memory of ``fd`` and return its address; the descriptor is not needed afterwards."""
-    return _map(fd, nbytes, mmap.MAP_SHARED | _MAP_NORESERVE)
+    return _map(fd, nbytes, _ALL_ACCESS, mmap.MAP_SHARED | _MAP_NORESERVE)
 
 
 def map_private(nbytes: int) -> int:
     """Map ``nbytes`` of this process's own memory and return their address."""
-    return _map(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return _map(-1, nbytes, _ALL_ACCESS, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+def reserve(nbytes: int, alignment: int) -> int:
+    """Keep addresses free of anything else and return the first, a multiple of ``alignment``; nothing is there yet."""
+    whole = _map(-1, nbytes + alignment, _NO_ACCESS, _EMPTY)
+    before = -whole % alignment
+    for start, size in ((whole, before), (whole + before + nbytes, alignment - before)):
+        if size:
+            unmap(start, size)
+    return whole + before
+
+
+def map_at(pointer: int, fd: int, nbytes: int) -> None:
+    """Map the memory of ``fd`` at an address that is reserved; nobody has access to it yet."""
+    _map(fd, nbytes, _NO_ACCESS, mmap.MAP_SHARED | _MAP_NORESERVE | _MAP_FIXED, pointer)
+
+
+def unmap_at(pointer: int, nbytes: int) -> None:
+    """Undo ``map_at``: the addresses are reserved again."""
+    _map(-1, nbytes, _NO_ACCESS, _EMPTY | _MAP_FIXED, pointer)
+
+
+def protect(pointer: int, nbytes: int, access: int) -> None:
+    """Give access to what is mapped at an address: ``PROT_READ``, ``PROT_WRITE``, both or 0."""
+    if _libc.mprotect(pointer, nbytes, access):
+        raise _error("mprotect")
 
 
 def unmap(pointer: int, nbytes: int) -> None:
@@ -77,8 +119,8 @@ def fill(pointer: int, value: int, nbytes: int) -> None:
         ctypes.memset(pointer, value, nbytes)
 
 
-def _map(fd: int, nbytes: int, flags: int) -> int:
-    pointer: int | None = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
+def _map(fd: int, nbytes: int, access: int, flags: int, at: int | None = None) -> int:
+    pointer: int | None = _libc.mmap(at, nbytes, access, flags, fd, 0)
     if pointer is None or pointer == _FAILED:
         raise _error("mmap")
     return pointer

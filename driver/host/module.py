@@ -15,11 +15,13 @@ from cuda.bindings import driver as cuda
 
 from cubroker.driver.host.devices import Devices
 from cubroker.driver.host.ipc import Ipc
+from cubroker.driver.host.peers import Peers
 from cubroker.driver.host.storage import Storage
 from cubroker.driver.host.streams import Streams
+from cubroker.driver.host.vmm import Vmm
 
 
-class HostModule(Devices, Storage, Streams, Ipc):
+class HostModule(Devices, Storage, Streams, Ipc, Peers, Vmm):
     """All functions of the host driver; structs, enums and constants are those of the bindings."""
 
     def __getattr__(self, name: str) -> Any:
@@ -28,15 +30,15 @@ class HostModule(Devices, Storage, Streams, Ipc):
         raise AttributeError(f"the host driver has no {name}")
 
 
-_modules: dict[tuple[int, int], HostModule] = {}
+_modules: dict[tuple[int, int, int], HostModule] = {}
 _making = threading.Lock()
 
 
-def host_module(count: int, size: int) -> HostModule:
-    """Return the driver of ``count`` devices of ``size`` bytes: one per process, as there is one CUDA driver."""
+def host_module(count: int, size: int, island: int) -> HostModule:
+    """Return the driver of such devices (see ``State``): one per process, as there is one CUDA driver."""
     with _making:
-        module = _modules.get((count, size))
+        module = _modules.get((count, size, island))
         if module is None:
-            module = _modules[count, size] = HostModule(count, size)
+            module = _modules[count, size, island] = HostModule(count, size, island)
             os.register_at_fork(after_in_child=module.forked)
         return module

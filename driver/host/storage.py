@@ -18,8 +18,8 @@ from cubroker.driver.host.state import State
 class Storage(State):
     """Device memory and pinned host memory."""
 
-    def __init__(self, count: int, size: int) -> None:
-        super().__init__(count, size)
+    def __init__(self, count: int, size: int, island: int | None = None) -> None:
+        super().__init__(count, size, island)
         self._pinned: dict[int, int] = {}
 
     @answers(1)
@@ -55,24 +55,29 @@ class Storage(State):
 
     @answers(0)
     def cuMemsetD8(self, dstDevice: Any, uc: int, N: int) -> None:
-        memory.fill(self._device_bytes(dstDevice, N), uc, N)
+        memory.fill(self._writable(dstDevice, N), uc, N)
 
     @answers(0)
     def cuMemcpyHtoD(self, dstDevice: Any, srcHost: int, ByteCount: int) -> None:
-        ctypes.memmove(self._device_bytes(dstDevice, ByteCount), srcHost, ByteCount)
+        ctypes.memmove(self._writable(dstDevice, ByteCount), srcHost, ByteCount)
 
     @answers(0)
     def cuMemcpyHtoDAsync(self, dstDevice: Any, srcHost: int, ByteCount: int, hStream: Any) -> None:
-        ctypes.memmove(self._device_bytes(dstDevice, ByteCount), srcHost, ByteCount)
+        ctypes.memmove(self._writable(dstDevice, ByteCount), srcHost, ByteCount)
 
     @answers(0)
     def cuMemcpyDtoH(self, dstHost: int, srcDevice: Any, ByteCount: int) -> None:
-        ctypes.memmove(dstHost, self._device_bytes(srcDevice, ByteCount), ByteCount)
+        ctypes.memmove(dstHost, self._readable(srcDevice, ByteCount), ByteCount)
 
     @answers(0)
     def cuMemcpyDtoD(self, dstDevice: Any, srcDevice: Any, ByteCount: int) -> None:
-        source = self._device_bytes(srcDevice, ByteCount)
-        ctypes.memmove(self._device_bytes(dstDevice, ByteCount), source, ByteCount)
+        source = self._readable(srcDevice, ByteCount)
+        ctypes.memmove(self._writable(dstDevice, ByteCount), source, ByteCount)
+
+    @answers(0)
+    def cuMemcpyDtoDAsync(self, dstDevice: Any, srcDevice: Any, ByteCount: int, hStream: Any) -> None:
+        source = self._readable(srcDevice, ByteCount)
+        ctypes.memmove(self._writable(dstDevice, ByteCount), source, ByteCount)
 
     @answers(1)
     def cuMemHostAlloc(self, bytesize: int, Flags: int) -> int:
@@ -90,13 +95,19 @@ class Storage(State):
             raise Refusal(Result.CUDA_ERROR_INVALID_VALUE)
         memory.unmap(p, nbytes)
 
-    def _device_bytes(self, pointer: Any, nbytes: int) -> int:
-        """Return the address of device memory, all of it in one region; the copy itself runs without the lock."""
-        self.current()
+    def _readable(self, pointer: Any, nbytes: int) -> int:
+        return self._checked(int(pointer), nbytes, writing=False)
+
+    def _writable(self, pointer: Any, nbytes: int) -> int:
+        return self._checked(int(pointer), nbytes, writing=True)
+
+    def _checked(self, pointer: int, nbytes: int, *, writing: bool) -> int:
+        """Return the address of device memory that may be so used; the copy itself runs without the lock."""
+        device = self.current()
         with self.lock:
-            if self.addresses.find(int(pointer), nbytes) is None:
+            if not self.addresses.allows(device, pointer, nbytes, writing=writing):
                 raise Refusal(Result.CUDA_ERROR_INVALID_VALUE)
-        return int(pointer)
+        return pointer
 
 
 def _check_size(nbytes: int) -> None:

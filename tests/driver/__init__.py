@@ -2,4 +2,4 @@
 
 import pytest
 
-pytest.register_assert_rewrite("tests.driver.conformance")
+pytest.register_assert_rewrite("tests.driver.conformance", "tests.driver.conformance_vmm")

@@ -6,13 +6,15 @@ import base64
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 from pathlib import Path
 from typing import Any, Self
 
-from cubroker.driver import Context, Driver, DriverError, load
+from cubroker.driver import Context, Driver, DriverError, Event, load
+from tests.driver.mapper import Mapper
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,12 +23,15 @@ class Neighbour:
     """The process, as its starter sees it. ``ask`` calls a method of the context of one of its devices."""
 
     def __init__(self, spec: str) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.driver.neighbour", spec],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            cwd=ROOT,
-        )
+        self._link, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.driver.neighbour", spec, str(theirs.fileno())],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                cwd=ROOT,
+                pass_fds=[theirs.fileno()],
+            )
         self.pid = self._process.pid
 
     def ask(self, method: str, *args: Any, device: int = 0) -> Any:
@@ -49,6 +54,16 @@ class Neighbour:
         if error:
             raise DriverError(*error)
         return _decode(result)
+
+    def attach(self, descriptor: int, nbytes: int, *, readonly: bool, device: int = 0) -> int:
+        """Have it map the memory of a descriptor, which it gets a duplicate of; return its pointer."""
+        socket.send_fds(self._link, [b"."], [descriptor])
+        return int(self.ask("attach", nbytes, readonly, device=device))
+
+    def lend(self, nbytes: int, *, device: int = 0) -> int:
+        """Have it create memory, and return a descriptor of it, which the caller closes."""
+        self.ask("lend", nbytes, device=device)
+        return socket.recv_fds(self._link, 1, 1)[1][0]
 
     def stop(self) -> None:
         """Stop it, as a debugger would; return when no thread of it runs any more."""
@@ -73,6 +88,7 @@ class Neighbour:
                 self._process.wait(30)
             except subprocess.TimeoutExpired:
                 self.kill()
+        self._link.close()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 pipe.close()
@@ -127,33 +143,119 @@ def fork_and_open(context: Context, handle: bytes) -> str:
     return name
 
 
+_events: list[Event] = []
+"""What this process has made or opened, by number."""
+
+
+def make_event(context: Context) -> int:
+    """Make an event for others to open and return its number here."""
+    _events.append(context.event(shared=True))
+    return len(_events) - 1
+
+
+def export_event(context: Context, number: int) -> bytes:
+    return _events[number].export()
+
+
+def open_event(context: Context, handle: bytes) -> int:
+    """Open another process's event and return its number here."""
+    _events.append(context.open_event(handle))
+    return len(_events) - 1
+
+
+def record(context: Context, number: int) -> None:
+    """Record an event, and wait until it is reached."""
+    with context.stream() as stream:
+        stream.record(_events[number])
+        _events[number].wait()
+
+
+def event_done(context: Context, number: int) -> bool:
+    return _events[number].done()
+
+
+def close_event(context: Context, number: int) -> None:
+    _events[number].close()
+
+
+def fork_and_stay(context: Context) -> int:
+    """Fork a child that does nothing until :func:`end_child`; return its process id once it runs."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(writing, b".")
+        signal.pause()
+        os._exit(0)
+    os.read(reading, 1)
+    os.close(reading)
+    os.close(writing)
+    return child
+
+
+def end_child(context: Context, child: int) -> None:
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
+def in_a_second_context(context: Context, handle: bytes) -> list[object]:
+    """Open a handle while a context of our own is current; return the error, and whether it still is."""
+    calls = context.calls
+    own = calls.cuCtxCreate(None, 0, calls.cuDeviceGet(context.device.index))
+    try:
+        context.open(handle)
+    except DriverError as error:
+        return [str(error), int(calls.cuCtxGetCurrent()) == int(own)]
+    finally:
+        calls.cuCtxDestroy(own)
+    return ["opened", None]
+
+
+_OURS = (
+    open_at_once,
+    fork_and_open,
+    make_event,
+    export_event,
+    open_event,
+    record,
+    event_done,
+    close_event,
+    fork_and_stay,
+    end_child,
+    in_a_second_context,
+)
+"""What it can be told to do with a context beside the context's own methods."""
+
+
 def uuids(driver: Driver) -> list[str]:
     return [device.uuid for device in driver.devices]
 
 
-def _do(driver: Driver, device: int, method: str, args: list[Any]) -> Any:
+def _do(driver: Driver, mapper: Mapper, device: int, method: str, args: list[Any]) -> Any:
     if method == "uuids":
         return uuids(driver)
+    if hasattr(mapper, method):
+        return getattr(mapper, method)(driver.devices[device].index, *args)
     context = driver.context(driver.devices[device].index)
-    if method == "open_at_once":
-        return open_at_once(context, *args)
-    if method == "fork_and_open":
-        return fork_and_open(context, *args)
+    for ours in _OURS:
+        if ours.__name__ == method:
+            return ours(context, *args)
     return getattr(context, method)(*args)
 
 
-def main(spec: str) -> None:
+def main(spec: str, link: str) -> None:
     """Serve until standard input ends."""
     driver = load(spec)
+    mapper = Mapper(driver, socket.socket(fileno=int(link)))
     for line in sys.stdin.buffer:
         device, method, args = json.loads(line)
         try:
-            answer = [None, _encode(_do(driver, device, method, [_decode(arg) for arg in args]))]
+            answer = [None, _encode(_do(driver, mapper, device, method, [_decode(arg) for arg in args]))]
         except DriverError as error:
             answer = [error.args, None]
         print(json.dumps(answer), flush=True)
+    mapper.end()
     driver.close()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

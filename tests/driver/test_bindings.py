@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +28,7 @@ class Both:
     """The host driver, which also offers every call to the bindings first."""
 
     def __init__(self) -> None:
-        self.host = HostModule(1, 8 * BLOCK)
+        self.host = HostModule(2, 8 * BLOCK)
         self.called: set[str] = set()
 
     def __getattr__(self, name: str) -> Any:
@@ -59,14 +60,40 @@ def use(context: Context) -> None:
         stream.record(event)
         event.wait()
         assert event.done()
+        stream.wait(event)
+        stream.copy(pointer, pointer + 10, 10)
+    with context.event(shared=True) as event, pytest.raises(DriverError, match=r"cuIpcOpenEventHandle failed"):
+        context.open_event(event.export())
     context.synchronize()
     context.free(pointer)
 
 
+def share(driver: Driver) -> None:
+    """Create memory, export it and map it, which is all that is done with descriptors."""
+    assert not driver.fabric(0)
+    physical = driver.create(0, driver.granularity(0))
+    descriptor = physical.export()
+    with driver.context(0).reserve(physical.nbytes) as reservation:
+        reservation.map(descriptor, readonly=True)
+    os.close(descriptor)
+    physical.release()
+
+
+def link(driver: Driver) -> None:
+    """Ask everything about two devices, and enable and disable access between them."""
+    assert len(driver.peers.matrix()) == 2
+    assert driver.peers.can_access(0, 1)
+    assert driver.peers.atomics(0, 1)
+    driver.peers.enable(driver.context(0), 1)
+    driver.peers.disable(driver.context(0), 1)
+
+
 def test_the_bindings_accept_what_the_recipes_pass() -> None:
     both = Both()
-    driver = Driver(both, "host:1", host=True)
+    driver = Driver(both, "host:2", host=True)
     use(driver.context(0))
+    share(driver)
+    link(driver)
     driver.close()
     assert len(both.called) > 25
 

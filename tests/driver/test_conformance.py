@@ -1,3 +1,5 @@
 """Host devices do what every driver does."""
 
 from tests.driver.conformance import *  # noqa: F403
+from tests.driver.conformance_devices import *  # noqa: F403
+from tests.driver.conformance_vmm import *  # noqa: F403

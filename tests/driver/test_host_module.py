@@ -15,6 +15,7 @@ from cuda.bindings import driver as cuda
 from cubroker.driver import DriverError, load
 from cubroker.driver.calls import Calls
 from cubroker.driver.host import BLOCK, HostModule, memory
+from cubroker.driver.host.heap import AddressMap, Region
 
 Result = cuda.CUresult
 Attribute = cuda.CUdevice_attribute
@@ -130,6 +131,14 @@ def test_copies_stay_within_device_memory(current: HostModule) -> None:
         current.cuMemcpyDtoH(first, 8, 2),
     ):
         assert status == (Result.CUDA_ERROR_INVALID_VALUE,)
+
+
+def test_memory_side_by_side_is_not_one_piece() -> None:
+    addresses = AddressMap()
+    for pointer in (BLOCK, 2 * BLOCK):
+        addresses.add(Region(0, pointer, BLOCK))
+    assert addresses.allows(0, BLOCK + 1, BLOCK - 1, writing=True)
+    assert not addresses.allows(0, BLOCK + 1, BLOCK, writing=False)
 
 
 def test_a_pointer_is_undone_by_its_own_function_alone(current: HostModule) -> None:

@@ -1,0 +1,147 @@
+"""Physical memory that has no address, ranges of addresses that have no memory, and mappings of the one in the other.
+
+Nothing here is thread-safe: the driver holds its lock around every call.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+from dataclasses import dataclass, field
+
+from cubroker.driver.host import memory
+from cubroker.driver.host.heap import AddressMap, Heap, Region
+
+READ = 1
+WRITE = 2
+"""Bits of ``CUmemAccess_flags``, and of ``mprotect``."""
+
+_NAME = "cubroker-device-{}"
+"""What the memory of a device is called, by which an importer knows where it is."""
+
+_NAMES = re.compile(_NAME.format(r"(\d{1,4})"))
+
+
+@dataclass(eq=False)
+class Physical:
+    """Memory of a device, by descriptor, until it is released. Mappings of it stay.
+
+    ``heap`` is where it counts meanwhile; what was imported counts nowhere.
+    """
+
+    device: int
+    nbytes: int
+    fd: int
+    exportable: bool
+    heap: Heap | None
+
+    def release(self) -> None:
+        """Let go of it."""
+        os.close(self.fd)
+        if self.heap:
+            self.heap.used -= self.nbytes
+
+    def export(self) -> int:
+        """Return another descriptor of it, which whoever receives it can import."""
+        return _duplicate(self.fd)
+
+
+@dataclass(eq=False)
+class Mapping(Region):
+    """All of some memory, at an address. ``access`` has the bits that were set, by device."""
+
+    range: Range
+    access: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def whole(self) -> object:
+        """The range: work goes across the mappings in it."""
+        return self.range
+
+    def allows(self, device: int, *, writing: bool) -> bool:
+        """Whether access was set for the device."""
+        return bool(self.access.get(device, 0) & (WRITE if writing else READ))
+
+    def set_access(self, access: dict[int, int]) -> None:
+        """Set the access of some devices; this process's own is all that any of them has."""
+        merged = self.access | access
+        bits = 0
+        for flags in merged.values():
+            bits |= flags
+        memory.protect(self.pointer, self.nbytes, bits)
+        self.access = merged
+
+
+@dataclass(eq=False)
+class Range:
+    """Reserved addresses, and what is mapped there, by its first address."""
+
+    pointer: int
+    nbytes: int
+    mappings: dict[int, Mapping] = field(default_factory=dict)
+
+    def has(self, pointer: int, nbytes: int) -> bool:
+        """Whether all of the addresses are of this range."""
+        return self.pointer <= pointer and pointer + nbytes <= self.pointer + self.nbytes
+
+    def vacant(self, pointer: int, nbytes: int) -> bool:
+        """Whether nothing is mapped at any of the addresses."""
+        return all(m.end <= pointer or pointer + nbytes <= m.pointer for m in self.mappings.values())
+
+    def exactly(self, pointer: int, nbytes: int) -> list[Mapping]:
+        """Return the mappings that fill these addresses, each of them whole; none if they do not."""
+        found, end = [], pointer + nbytes
+        while pointer < end and (mapping := self.mappings.get(pointer)):
+            found.append(mapping)
+            pointer = mapping.end
+        return found if pointer == end else []
+
+    def map(self, physical: Physical, pointer: int, addresses: AddressMap) -> None:
+        """Map memory at vacant addresses; no device has access yet."""
+        memory.map_at(pointer, physical.fd, physical.nbytes)
+        mapping = Mapping(physical.device, pointer, physical.nbytes, self)
+        self.mappings[pointer] = mapping
+        addresses.add(mapping)
+
+    def unmap(self, mapping: Mapping, addresses: AddressMap) -> None:
+        """Undo ``map``."""
+        memory.unmap_at(mapping.pointer, mapping.nbytes)
+        addresses.forget(mapping)
+        del self.mappings[mapping.pointer]
+
+
+def create(device: int, nbytes: int, heap: Heap, *, exportable: bool) -> Physical:
+    """Return new memory, all zero; raises MemoryError if the device is full, OSError if the system is."""
+    heap.require(nbytes)
+    fd = memory.create(nbytes, _NAME.format(device))
+    heap.used += nbytes
+    return Physical(device, nbytes, fd, exportable, heap)
+
+
+def adopt(descriptor: int, devices: int) -> Physical:
+    """Return the memory that a descriptor stands for, whoever created it; the descriptor stays the caller's.
+
+    Raises:
+        LookupError: it stands for no memory of any of so many devices.
+        OSError: the system is short of something.
+    """
+    try:
+        fd = _duplicate(descriptor)
+    except OSError as error:
+        if error.errno == errno.EBADF:
+            raise LookupError(f"descriptor {descriptor} is not open") from None
+        raise
+    try:
+        match = _NAMES.fullmatch(memory.name_of(fd))
+        if match is None or int(match[1]) >= devices or not memory.sealed(fd):
+            raise LookupError(f"descriptor {descriptor} is not the memory of a device")
+        return Physical(int(match[1]), os.fstat(fd).st_size, fd, exportable=False, heap=None)
+    except (LookupError, OSError):
+        os.close(fd)
+        raise
+
+
+def _duplicate(fd: int) -> int:
+    return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0)

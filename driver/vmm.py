@@ -1,0 +1,161 @@
+"""Physical memory that is shared by descriptor, and ranges of addresses that it is mapped into and out of.
+
+Creating and exporting need no context. The memory lives while anybody on the host has a descriptor of it, or has it
+mapped; whoever created it may be gone. What is mapped at an address can change, the address stays.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from cubroker.driver.calls import Calls, DriverError
+
+if TYPE_CHECKING:
+    from cubroker.driver.context import Context
+
+
+class Physical:
+    """Memory of one device, which has no address; see :meth:`Driver.create`.
+
+    Attributes:
+        nbytes: its size.
+    """
+
+    def __init__(self, calls: Calls, device: int, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._calls = calls
+        self._handle = calls.cuMemCreate(nbytes, _properties(calls.module, device), 0)
+
+    def export(self) -> int:
+        """Return a descriptor of it, which another process imports and which the caller closes; exec closes it too."""
+        descriptor = int(self._calls.cuMemExportToShareableHandle(self._handle, _descriptor(self._calls.module), 0))
+        os.set_inheritable(descriptor, False)
+        return descriptor
+
+    def release(self) -> None:
+        """Give the handle up, once; the memory stays while there is a descriptor or a mapping."""
+        self._calls.cuMemRelease(self._handle)
+
+
+class Reservation:
+    """A range of addresses in which memory can be mapped, whole and one at a time; see :meth:`Context.reserve`.
+
+    Attributes:
+        pointer: its first address.
+        nbytes: its size.
+        mapped: whether something is mapped there now.
+    """
+
+    def __init__(self, context: Context, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.mapped = False
+        self._context = context
+        self._calls = context.calls
+        with context.current():
+            self.pointer: int = int(self._calls.cuMemAddressReserve(nbytes, 0, 0, 0))
+
+    def map(self, descriptor: int, *, readonly: bool) -> None:
+        """Map the memory of a descriptor, of ``nbytes`` bytes; the descriptor is not needed afterwards.
+
+        The memory may be of another device, if this one can reach it. Where it is read-only, copies into it are
+        refused, and a kernel that writes ends the context it runs in and no other.
+
+        Raises:
+            DriverError: what is mapped is to be unmapped first, the descriptor is of something else or of memory of
+                another size, or it cannot be reached. Nothing is mapped then.
+        """
+        with self._context.current(), ExitStack() as undo:
+            with self._imported(descriptor) as handle:
+                self._calls.cuMemMap(self.pointer, self.nbytes, 0, handle, 0)
+                undo.callback(self._calls.cuMemUnmap, self.pointer, self.nbytes)
+            self._calls.cuMemSetAccess(self.pointer, self.nbytes, [self._access(readonly)], 1)
+            undo.pop_all()
+            self.mapped = True
+
+    def unmap(self) -> None:
+        """Unmap the memory once the work that uses it is done. The addresses stay reserved."""
+        with self._context.current():
+            self._calls.cuCtxSynchronize()
+            self._calls.cuMemUnmap(self.pointer, self.nbytes)
+            self.mapped = False
+
+    def close(self) -> None:
+        """Unmap what is mapped and give the addresses back; to be called once."""
+        if self.mapped:
+            self.unmap()
+        with self._context.current():
+            self._calls.cuMemAddressFree(self.pointer, self.nbytes)
+
+    @contextmanager
+    def _imported(self, descriptor: int) -> Iterator[Any]:
+        handle = self._calls.cuMemImportFromShareableHandle(descriptor, _descriptor(self._calls.module))
+        try:
+            yield handle
+        finally:
+            self._calls.cuMemRelease(handle)  # a mapping keeps the memory
+
+    def _access(self, readonly: bool) -> Any:
+        module = self._calls.module
+        flags = module.CUmemAccess_flags
+        access = module.CUmemAccessDesc()
+        access.location.type = module.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        access.location.id = self._context.device.index
+        access.flags = flags.CU_MEM_ACCESS_FLAGS_PROT_READ if readonly else flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        return access
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def granularity(calls: Calls, device: int) -> int:
+    """Return what the sizes of physical memory and of reservations are multiples of, in bytes."""
+    minimum = calls.module.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+    return int(calls.cuMemGetAllocationGranularity(_properties(calls.module, device), minimum))
+
+
+def fabric(calls: Calls, device: int) -> bool:
+    """Whether memory of a device can be shared by fabric handle, found by trying it with one granule.
+
+    The device's attribute says only what the hardware can: without an IMEX channel the driver refuses all the same.
+
+    Raises:
+        DriverError: the trial failed for another reason; the device may be full.
+    """
+    kind = calls.module.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_FABRIC
+    try:
+        handle = calls.cuMemCreate(granularity(calls, device), _properties(calls.module, device, kind), 0)
+        try:
+            calls.cuMemExportToShareableHandle(handle, kind, 0)
+        finally:
+            calls.cuMemRelease(handle)
+    except DriverError as error:
+        if error.name in _NO_FABRIC:
+            return False
+        raise
+    return True
+
+
+_NO_FABRIC = frozenset({"CUDA_ERROR_NOT_PERMITTED", "CUDA_ERROR_NOT_SUPPORTED", "CUDA_ERROR_INVALID_VALUE"})
+"""Refusals of a machine without it: no channel, no such hardware, a driver that has not heard of it."""
+
+
+def _descriptor(module: Any) -> Any:
+    return module.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+
+
+def _properties(module: Any, device: int, kind: Any = None) -> Any:
+    properties = module.CUmemAllocationProp()
+    properties.type = module.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    properties.location.type = module.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    properties.location.id = device
+    properties.requestedHandleTypes = kind or _descriptor(module)
+    return properties

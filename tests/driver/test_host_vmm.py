@@ -1,0 +1,322 @@
+"""Physical memory, ranges and mappings of host devices: what is refused, what faults, what failures and forks leave."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cuda.bindings import driver as cuda
+
+from cubroker.driver import Context, Driver, DriverError, load
+from cubroker.driver.calls import Calls
+from cubroker.driver.host import BLOCK, HostModule, memory
+from tests import faults
+from tests.driver.conformance_vmm import imported, lent, mapped
+from tests.driver.conftest import SPEC
+from tests.driver.neighbour import ROOT, Neighbour
+
+Kind = cuda.CUmemAllocationHandleType
+Result = cuda.CUresult
+DESCRIPTOR = Kind.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+OURS = "cubroker-device-"
+SYSTEM_CALLS = ("memfd_create", "ftruncate", "fcntl", "mmap", "mprotect")
+
+
+@pytest.fixture
+def context(driver: Driver) -> Context:
+    return driver.context(0)
+
+
+@pytest.fixture
+def module() -> HostModule:
+    """A driver of its own, as a fresh process has it: two devices that do not reach each other, and no context."""
+    module = HostModule(2, 8 * BLOCK, 1)
+    assert module.cuInit(0) == (Result.CUDA_SUCCESS,)
+    return module
+
+
+def properties(device: int = 0, kind: Any = DESCRIPTOR) -> Any:
+    found = cuda.CUmemAllocationProp()
+    found.type = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    found.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    found.location.id = device
+    found.requestedHandleTypes = kind
+    return found
+
+
+def access(device: int, flags: Any = cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE) -> Any:
+    found = cuda.CUmemAccessDesc()
+    found.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    found.location.id = device
+    found.flags = flags
+    return found
+
+
+def value(answer: tuple[Any, ...]) -> Any:
+    """What a function answered when it succeeded."""
+    assert answer[0] == Result.CUDA_SUCCESS
+    return answer[1] if len(answer) > 1 else None
+
+
+def held() -> Counter[str]:
+    """What memory of devices this process has open and mapped, and how many descriptors there are in all."""
+    found = Counter(str(entry.readlink()) for entry in Path("/proc/self/fd").iterdir() if os.path.lexists(entry))
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    mappings = Counter(line.partition("/")[2] for line in lines if OURS in line)
+    return Counter({"descriptors": found.total()}) + mappings
+
+
+# -- refusals ------------------------------------------------------------------------------------------
+
+
+def test_arguments_that_make_no_sense_are_refused(module: HostModule) -> None:
+    managed, nowhere = properties(), properties()
+    managed.type = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_MANAGED
+    nowhere.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_HOST
+    handle = value(module.cuMemCreate(2 * BLOCK, properties(), 0))
+    start = int(value(module.cuMemAddressReserve(4 * BLOCK, 0, 0, 0)))
+    for status, *_ in (
+        module.cuMemCreate(BLOCK, managed, 0),
+        module.cuMemCreate(BLOCK, nowhere, 0),
+        module.cuMemCreate(BLOCK, properties(kind=Kind.CU_MEM_HANDLE_TYPE_WIN32), 0),
+        module.cuMemCreate(BLOCK, properties(), 1),
+        module.cuMemRelease(4711),
+        module.cuMemExportToShareableHandle(handle, Kind.CU_MEM_HANDLE_TYPE_FABRIC, 0),
+        module.cuMemExportToShareableHandle(handle, DESCRIPTOR, 1),
+        module.cuMemImportFromShareableHandle(0, Kind.CU_MEM_HANDLE_TYPE_FABRIC),
+        module.cuMemAddressReserve(BLOCK, 3, 0, 0),
+        module.cuMemAddressReserve(BLOCK, 0, 0, 1),
+        module.cuMemAddressFree(start, BLOCK),
+        module.cuMemAddressFree(start + BLOCK, 3 * BLOCK),
+        module.cuMemMap(start + 1, 2 * BLOCK, 0, handle, 0),
+        module.cuMemMap(start, 0, 0, handle, 0),
+        module.cuMemMap(start, 3 * BLOCK, 0, handle, 0),
+        module.cuMemMap(start, 2 * BLOCK, BLOCK, handle, 0),
+        module.cuMemMap(start, 2 * BLOCK, 0, handle, 1),
+        module.cuMemMap(start, 2 * BLOCK, 0, 4711, 0),
+        module.cuMemMap(start + 3 * BLOCK, 2 * BLOCK, 0, handle, 0),
+        module.cuMemUnmap(start, 2 * BLOCK),
+        module.cuMemSetAccess(start, 2 * BLOCK, [access(0)], 1),
+    ):
+        assert status == Result.CUDA_ERROR_INVALID_VALUE
+    for offset in (0, BLOCK):
+        assert module.cuMemMap(start, BLOCK, offset, handle, 0) == (Result.CUDA_ERROR_NOT_SUPPORTED,)
+    assert module.cuMemCreate(BLOCK, properties(2), 0) == (Result.CUDA_ERROR_INVALID_DEVICE, None)
+    assert module.cuMemCreate(7 * BLOCK, properties(), 0) == (Result.CUDA_ERROR_OUT_OF_MEMORY, None)
+    value(module.cuMemAddressFree(start, 4 * BLOCK))
+    value(module.cuMemRelease(handle))
+
+
+def test_what_is_mapped_is_unmapped_whole_and_before_its_range_is_freed(module: HostModule) -> None:
+    handle = value(module.cuMemCreate(2 * BLOCK, properties(), 0))
+    start = int(value(module.cuMemAddressReserve(4 * BLOCK, 8 * BLOCK, 0, 0)))
+    assert start % (8 * BLOCK) == 0
+    for place in (start, start + 2 * BLOCK):
+        value(module.cuMemMap(place, 2 * BLOCK, 0, handle, 0))
+    value(module.cuMemRelease(handle))
+    none = cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_MAX
+    for status, *_ in (
+        module.cuMemSetAccess(start, BLOCK, [access(0)], 1),
+        module.cuMemSetAccess(start, 4 * BLOCK, [access(0, none)], 1),
+        module.cuMemUnmap(start, BLOCK),
+        module.cuMemUnmap(start + BLOCK, 2 * BLOCK),
+        module.cuMemAddressFree(start, 4 * BLOCK),
+    ):
+        assert status == Result.CUDA_ERROR_INVALID_VALUE
+    value(module.cuMemUnmap(start, 4 * BLOCK))
+    value(module.cuMemAddressFree(start, 4 * BLOCK))
+
+
+def test_a_device_out_of_reach_gets_no_access(module: HostModule) -> None:
+    handle = value(module.cuMemCreate(BLOCK, properties(1), 0))
+    start = value(module.cuMemAddressReserve(BLOCK, 0, 0, 0))
+    value(module.cuMemMap(start, BLOCK, 0, handle, 0))
+    assert module.cuMemSetAccess(start, BLOCK, [access(1), access(0)], 2) == (Result.CUDA_ERROR_INVALID_DEVICE,)
+    value(module.cuCtxPushCurrent(value(module.cuDevicePrimaryCtxRetain(1))))
+    assert module.cuMemsetD8(start, 1, BLOCK) == (Result.CUDA_ERROR_INVALID_VALUE,), "nobody has access yet"
+    value(module.cuMemSetAccess(start, BLOCK, [access(1), access(0)], 1))
+    value(module.cuMemsetD8(start, 1, BLOCK))
+    value(module.cuMemUnmap(start, BLOCK))
+    value(module.cuMemAddressFree(start, BLOCK))
+    value(module.cuMemRelease(handle))
+
+
+def test_memory_of_a_device_out_of_reach_is_not_mapped() -> None:
+    driver = load("host:2@64MiB/1")
+    before = held()
+    with lent(driver, device=1) as descriptor, driver.context(0).reserve(BLOCK) as reservation:
+        with pytest.raises(DriverError, match="cuMemSetAccess failed with CUDA_ERROR_INVALID_DEVICE"):
+            reservation.map(descriptor, readonly=True)
+        with mapped(driver.context(1), descriptor):
+            pass
+    assert held() == before
+    driver.close()
+
+
+def test_memory_that_is_for_this_process_alone_has_no_descriptor(module: HostModule) -> None:
+    handle = value(module.cuMemCreate(BLOCK, properties(kind=Kind.CU_MEM_HANDLE_TYPE_NONE), 0))
+    assert module.cuMemExportToShareableHandle(handle, DESCRIPTOR, 0) == (Result.CUDA_ERROR_INVALID_VALUE, None)
+    value(module.cuMemRelease(handle))
+    assert module.cuMemRelease(handle) == (Result.CUDA_ERROR_INVALID_VALUE,)
+
+
+def test_an_impostor_cannot_make_us_map_what_would_fault(context: Context) -> None:
+    before = held()
+    unsealed, elsewhere = os.memfd_create(f"{OURS}0"), memory.create(BLOCK, f"{OURS}2")
+    for descriptor in (unsealed, elsewhere):
+        with pytest.raises(DriverError, match="CUDA_ERROR_INVALID_VALUE"), imported(context, descriptor):
+            pass
+        os.close(descriptor)
+    assert held() == before
+
+
+FABRIC = ("CUDA_ERROR_NOT_PERMITTED", "CUDA_ERROR_NOT_SUPPORTED", "CUDA_ERROR_INVALID_VALUE")
+
+
+@pytest.mark.parametrize("name", FABRIC)
+def test_a_refused_trial_means_that_there_are_no_fabric_handles(name: str) -> None:
+    plan = faults.Plan()
+    faulty = Driver(faults.FaultyModule(HostModule(1, BLOCK), plan), "host:1", host=True)
+    plan.arm(["cuMemCreate"], 1, int(getattr(Result, name)))
+    assert not faulty.fabric(0)
+    plan.arm(["cuMemCreate"], 1, int(Result.CUDA_ERROR_OUT_OF_MEMORY))
+    with pytest.raises(DriverError, match="CUDA_ERROR_OUT_OF_MEMORY"):
+        faulty.fabric(0)
+
+
+class WithFabric(HostModule):
+    """Host devices with fabric handles."""
+
+    def cuMemCreate(self, size: int, prop: Any, flags: int) -> Any:
+        return super().cuMemCreate(size, properties(prop.location.id), flags)
+
+    def cuMemExportToShareableHandle(self, handle: Any, handleType: Any, flags: int) -> Any:  # noqa: N803
+        assert handleType == Kind.CU_MEM_HANDLE_TYPE_FABRIC
+        return Result.CUDA_SUCCESS, cuda.CUmemFabricHandle()
+
+
+def test_a_trial_that_succeeds_means_that_there_are_and_leaves_nothing() -> None:
+    driver = Driver(WithFabric(1, BLOCK), "host:1", host=True)
+    assert driver.fabric(0)
+    assert driver.context(0).memory() == (BLOCK, BLOCK)
+    driver.close()
+
+
+# -- what is left --------------------------------------------------------------------------------------
+
+
+def test_pages_and_addresses_go_back_to_the_system(driver: Driver, context: Context) -> None:
+    before, memory_before = held(), context.memory()
+    with lent(driver, 8 * BLOCK) as descriptor, mapped(context, descriptor, 8 * BLOCK) as pointer:
+        context.write(pointer, b"x" * 8 * BLOCK)
+        assert context.memory()[0] == memory_before[0] - 8 * BLOCK
+        assert held()["descriptors"] == before["descriptors"] + 2, "the handle's own, and the one that was exported"
+    assert held() == before
+    assert context.memory() == memory_before
+
+
+@pytest.fixture
+def plan(monkeypatch: pytest.MonkeyPatch) -> faults.Plan:
+    """What says which system calls beneath host memory fail."""
+    plan = faults.Plan()
+    monkeypatch.setattr(memory, "_libc", faults._FaultyLibc(vars(memory)["_libc"], plan))
+    for owner, call in ((os, "memfd_create"), (os, "ftruncate"), (fcntl, "fcntl")):
+        monkeypatch.setattr(owner, call, faults._failing(getattr(owner, call), call, plan))
+    return plan
+
+
+@pytest.mark.parametrize("name", SYSTEM_CALLS)
+def test_system_calls_that_fail_leave_nothing(driver: Driver, context: Context, plan: faults.Plan, name: str) -> None:
+    """Whichever of them it is, on the way from nothing to a mapping."""
+    before = held()
+
+    def use() -> None:
+        with lent(driver) as descriptor, mapped(context, descriptor):
+            plan.arm([], 0, 0)
+
+    plan.arm([name], 0, 0)
+    with lent(driver) as descriptor, mapped(context, descriptor):
+        calls = plan.arm([], 0, 0)
+    assert calls
+    for at in range(1, calls + 1):
+        plan.arm([name], at, errno.ENOMEM)
+        with pytest.raises(DriverError, match="CUDA_ERROR_OUT_OF_MEMORY"):
+            use()
+        assert held() == before
+        assert context.memory() == (context.device.total,) * 2
+
+
+def test_an_unmap_that_fails_can_be_done_again(driver: Driver, context: Context, plan: faults.Plan) -> None:
+    with lent(driver) as descriptor, context.reserve(BLOCK) as reservation:
+        reservation.map(descriptor, readonly=False)
+        plan.arm(["mmap"], 1, errno.ENOMEM)
+        with pytest.raises(DriverError, match="cuMemUnmap failed with CUDA_ERROR_OUT_OF_MEMORY"):
+            reservation.unmap()
+        assert reservation.mapped
+        context.write(reservation.pointer, b"whole")
+
+
+def test_a_mapping_whose_handle_cannot_be_released_is_taken_back(
+    driver: Driver, context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = faults.Plan()
+    monkeypatch.setattr(context, "calls", Calls(faults.FaultyModule(context.calls.module, plan)))
+    with lent(driver) as descriptor, context.reserve(BLOCK) as reservation:
+        plan.arm(["cuMemRelease"], 1, 999)
+        with pytest.raises(DriverError, match="cuMemRelease failed with CUDA_ERROR_UNKNOWN"):
+            reservation.map(descriptor, readonly=False)
+        plan.arm([], 0, 0)
+        assert not reservation.mapped
+        assert not any(OURS in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+FAULTING = """
+import ctypes, os, sys
+from cubroker.driver import load
+driver = load(sys.argv[1])
+reservation = driver.context(0).reserve(2 << 20)
+if sys.argv[2] == "readonly":
+    reservation.map(driver.create(0, 2 << 20).export(), readonly=True)
+    assert ctypes.string_at(reservation.pointer, 1) == bytes(1)
+print("touching", flush=True)
+ctypes.memset(reservation.pointer, 1, 1)
+"""
+
+
+@pytest.mark.parametrize("state", ["readonly", "vacant"])
+def test_a_write_past_the_driver_ends_the_process_that_does_it(state: str) -> None:
+    ended = subprocess.run([sys.executable, "-c", FAULTING, SPEC, state], cwd=ROOT, capture_output=True, check=False)
+    assert ended.stdout == b"touching\n"
+    assert ended.returncode == -signal.SIGSEGV
+
+
+def test_a_forked_child_has_no_memory_of_its_parent_and_harms_nothing(driver: Driver, context: Context) -> None:
+    with Neighbour(SPEC) as owner:
+        descriptor = owner.lend(BLOCK)
+        pointer = owner.attach(descriptor, BLOCK, readonly=False)
+        name, *files = owner.ask("fork")
+        assert name == "CUDA_ERROR_NOT_INITIALIZED"
+        assert files
+        assert not [file for file in files if OURS in file]
+        owner.ask("write", pointer, b"whole")
+        with mapped(context, descriptor, readonly=True) as ours:
+            assert context.read(ours, 5) == b"whole"
+        os.close(descriptor)
+
+
+def test_a_range_is_closed_once(context: Context) -> None:
+    reservation = context.reserve(BLOCK)
+    reservation.close()
+    undone: tuple[Callable[[], None], ...] = (reservation.close, reservation.unmap)
+    for undo in undone:
+        with pytest.raises(DriverError, match="CUDA_ERROR_INVALID_VALUE"):
+            undo()
