@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from cubroker.driver.calls import Calls, DriverError
+from cubroker.driver.calls import Calls, DriverError, explained
 
 if TYPE_CHECKING:
     from cubroker.driver.context import Context
@@ -68,7 +68,7 @@ class Reservation:
             DriverError: what is mapped is to be unmapped first, the descriptor is of something else or of memory of
                 another size, or it cannot be reached. Nothing is mapped then.
         """
-        with self._context.current(), ExitStack() as undo:
+        with explained(self._refusals()), self._context.current(), ExitStack() as undo:
             with self._imported(descriptor) as handle:
                 self._calls.cuMemMap(self.pointer, self.nbytes, 0, handle, 0)
                 undo.callback(self._calls.cuMemUnmap, self.pointer, self.nbytes)
@@ -89,6 +89,11 @@ class Reservation:
             self.unmap()
         with self._context.current():
             self._calls.cuMemAddressFree(self.pointer, self.nbytes)
+
+    def _refusals(self) -> dict[str, str]:
+        """What a driver says of memory on a device out of reach; which of the two is not documented."""
+        unreachable = f"the memory is on a device that device {self._context.device.index} does not reach"
+        return {"CUDA_ERROR_INVALID_DEVICE": unreachable, "CUDA_ERROR_PEER_ACCESS_UNSUPPORTED": unreachable}
 
     @contextmanager
     def _imported(self, descriptor: int) -> Iterator[Any]:

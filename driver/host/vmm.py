@@ -147,7 +147,8 @@ class Vmm(State):
 
     def _mappings(self, pointer: int, nbytes: int) -> list[Mapping]:
         """Return what is mapped at exactly these addresses, in whole mappings."""
-        found = self._range(pointer, nbytes).exactly(pointer, nbytes)
+        first = self.addresses.find(pointer)
+        found = first.range.exactly(pointer, nbytes) if isinstance(first, Mapping) else []
         _check(bool(found))
         return found
 

@@ -154,7 +154,7 @@ def test_memory_of_a_device_out_of_reach_is_not_mapped() -> None:
     driver = load("host:2@64MiB/1")
     before = held()
     with lent(driver, device=1) as descriptor, driver.context(0).reserve(BLOCK) as reservation:
-        with pytest.raises(DriverError, match="cuMemSetAccess failed with CUDA_ERROR_INVALID_DEVICE"):
+        with pytest.raises(DriverError, match=r"cuMemSetAccess .* on a device that device 0 does not reach"):
             reservation.map(descriptor, readonly=True)
         with mapped(driver.context(1), descriptor):
             pass
@@ -253,6 +253,15 @@ def test_system_calls_that_fail_leave_nothing(driver: Driver, context: Context, 
             use()
         assert held() == before
         assert context.memory() == (context.device.total,) * 2
+
+
+def test_nothing_is_copied_where_nothing_is_mapped(driver: Driver, context: Context) -> None:
+    with lent(driver) as descriptor, context.reserve(BLOCK) as reservation:
+        for undo in (lambda: None, reservation.unmap):
+            undo()
+            with pytest.raises(DriverError, match="cuMemcpyDtoH failed with CUDA_ERROR_INVALID_VALUE"):
+                context.read(reservation.pointer, 1)
+            reservation.map(descriptor, readonly=False)
 
 
 def test_an_unmap_that_fails_can_be_done_again(driver: Driver, context: Context, plan: faults.Plan) -> None:
