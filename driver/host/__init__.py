@@ -1,8 +1,9 @@
 """A driver made of host memory: the shape of ``cuda.bindings.driver``, and no GPU.
 
 Bytes are shared between real processes. Any process of the same network namespace, whoever its
-user, can open a handle whose 64 bytes it knows, as with a GPU. Memory that is freed while others
-have it open stays theirs until they close it, and nothing is left on disk.
+user, can open a handle whose 64 bytes it knows, and any process at all a descriptor that it was
+given, as with a GPU. Memory that is freed while others have it open stays theirs until they close
+it, and nothing is left on disk.
 """
 
 from cubroker.driver.host.memory import BLOCK
