@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from cubroker.protocol import wire
 from cubroker.protocol.directory import REQUEST_SOCKET, SESSION_SOCKET
 from cubroker.protocol.layout import Layout
 from cubroker.protocol.messages import (
+    MAX_DESCRIPTORS,
     VERSIONS,
     Answer,
     Attach,
@@ -24,6 +26,7 @@ from cubroker.protocol.messages import (
     Clients,
     Create,
     Created,
+    Descriptors,
     DeviceInfo,
     DeviceList,
     Envelope,
@@ -82,6 +85,7 @@ class RawClient:
         self.dealer = self._dial()
         self._last = 0
         self._answers: dict[int, Reply] = {}
+        self._received: list[int] = []
 
     def send(self, body: Request, number: int | None = None, oldest: int = 1) -> int:
         """Send a request, with a new id unless one is given."""
@@ -127,10 +131,26 @@ class RawClient:
         notice: Notice = wire.unpack(data, Notice)
         return notice
 
+    def descriptors(self, lease: int, count: int) -> list[int]:
+        """Return ``count`` descriptors, which the next notices bring and are of ``lease``; closed with the client."""
+        received: list[int] = []
+        while len(received) < count:
+            data, descriptors, flags, _ = socket.recv_fds(
+                self.connection, 1 << 16, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+            )
+            self._received += descriptors
+            assert not flags & socket.MSG_CTRUNC
+            assert wire.unpack(data, Notice) == Descriptors(lease, len(descriptors))
+            received += descriptors
+        assert len(received) == count
+        return received
+
     def close(self) -> None:
         self.dealer.close()
         self.context.term()
         self.connection.close()
+        for descriptor in self._received:
+            os.close(descriptor)
 
     # -- common requests ---------------------------------------------------------------------------
 
@@ -140,12 +160,12 @@ class RawClient:
     def clients(self) -> tuple[ClientInfo, ...]:
         return self.ask(ListClients(), Clients).clients
 
-    def create(self, name: str, layout: Layout = LAYOUT) -> Created:
+    def create(self, name: str, layout: Layout = LAYOUT, share: str = "ipc") -> Created:
         device = self.devices()[0].uuid
-        return self.ask(Create(name, layout.encode(), (device,), "ipc", 0.0, None), Created)
+        return self.ask(Create(name, layout.encode(), (device,), share, 0.0, None), Created)
 
-    def publish(self, name: str, layout: Layout = LAYOUT) -> int:
-        return self.ask(Seal(self.create(name, layout).lease), Sealed).version
+    def publish(self, name: str, layout: Layout = LAYOUT, share: str = "ipc") -> int:
+        return self.ask(Seal(self.create(name, layout, share).lease), Sealed).version
 
     def attach(self, name: str) -> Attached:
         return self.ask(Attach(name, 0, None, 0.0), Attached)
@@ -162,9 +182,9 @@ def session(directory: Path) -> Iterator[RawClient]:
 
 
 @contextmanager
-def holder(directory: Path, name: str) -> Iterator[subprocess.Popen[str]]:
-    """Another process that holds a lease on the current version of ``name``; killed at the end of the block."""
-    command = [sys.executable, "-m", "tests.server.clients", str(directory), name]
+def holder(directory: Path, name: str, leases: str = "1") -> Iterator[subprocess.Popen[str]]:
+    """Another process that holds leases on the current version of ``name``; killed at the end of the block."""
+    command = [sys.executable, "-m", "tests.server.clients", str(directory), name, leases]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout
@@ -176,8 +196,11 @@ def holder(directory: Path, name: str) -> Iterator[subprocess.Popen[str]]:
 
 if __name__ == "__main__":
     with session(Path(sys.argv[1])) as worker:
-        worker.attach(sys.argv[2])
+        attached = [worker.attach(sys.argv[2]) for _ in range(int(sys.argv[3]))][-1]
         print("attached", flush=True)
-        if sys.stdin.readline() == "hang up\n":
+        order = sys.stdin.readline()
+        if order == "hang up\n":
             worker.connection.close()
+        elif order == "count\n":
+            print(len(worker.descriptors(attached.lease, len(attached.replicas[0].handles))), flush=True)
         sys.stdin.readline()

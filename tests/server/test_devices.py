@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import mmap
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from queue import Queue
@@ -7,10 +9,12 @@ from queue import Queue
 import pytest
 
 from cubroker.driver import Context, Driver, DriverError, load
+from cubroker.protocol.messages import DESCRIPTOR
 from cubroker.server.devices import DeviceMemory
 from cubroker.server.events import Allocate, Allocated, Event, Free, Freed, NotAllocated
 from cubroker.server.room import GRANULARITY
 from tests.brokers import PATIENCE
+from tests.server.processes import descriptors
 
 SIZE = 16 << 20
 
@@ -148,6 +152,64 @@ def test_memory_that_the_driver_keeps_stays_counted(
             broken.setattr(context, "free", fail)
             device.memory.submit(Free(1, context.device.uuid))
             assert isinstance(device.allocate(2, 100), Allocated)  # nothing was said of the free before
+
+
+@pytest.fixture
+def no_context(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever makes a context fails."""
+
+    def fail(index: int) -> Context:
+        raise AssertionError(f"a context of device {index}")
+
+    monkeypatch.setattr(driver, "context", fail)
+
+
+@pytest.mark.usefixtures("no_context")
+def test_memory_that_descriptors_open_needs_no_context_and_is_all_zero(driver: Driver) -> None:
+    before = descriptors(os.getpid())
+    with serving(driver) as device:
+        allocated = device.allocate(1, 1, GRANULARITY + 1, share="vmm")
+        assert isinstance(allocated, Allocated)
+        assert allocated.handles == (DESCRIPTOR, DESCRIPTOR)
+        sizes = []
+        for descriptor in allocated.descriptors:
+            with mmap.mmap(descriptor, 0) as seen:
+                sizes.append(len(seen))
+                assert seen[:] == bytes(len(seen))
+        assert sizes == [GRANULARITY, 2 * GRANULARITY]
+        assert device.free(1) == Freed(1)
+        assert descriptors(os.getpid()) == before
+        assert isinstance(device.allocate(2, SIZE, share="vmm"), Allocated)  # all of it is there again
+    assert descriptors(os.getpid()) == before
+
+
+@pytest.mark.usefixtures("no_context")
+def test_memory_without_addresses_that_does_not_fit_leaves_nothing_allocated(driver: Driver) -> None:
+    before = descriptors(os.getpid())
+    with serving(driver) as device:
+        refused = device.allocate(1, GRANULARITY, SIZE, share="vmm")
+        assert isinstance(refused, NotAllocated)
+        assert refused.code == "out_of_memory"
+        assert descriptors(os.getpid()) == before
+        assert isinstance(device.allocate(2, SIZE, share="vmm"), Allocated)
+
+
+def test_a_device_makes_its_context_for_the_first_memory_that_has_an_address(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    context = driver.context
+
+    def make(index: int) -> Context:
+        made.append(index)
+        return context(index)
+
+    monkeypatch.setattr(driver, "context", make)
+    with serving(driver) as device:
+        device.allocate(1, 1, share="vmm")
+        assert made == []
+        assert isinstance(device.allocate(2, 1), Allocated)
+        assert made == [0]
 
 
 def test_closing_frees_what_is_left(driver: Driver) -> None:

@@ -1,17 +1,24 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
 
 from cubroker.protocol import wire
 from cubroker.protocol.messages import (
+    MAX_DESCRIPTORS,
     Close,
+    Descriptors,
     Done,
     GatewayChanged,
     ListPools,
@@ -23,6 +30,7 @@ from cubroker.protocol.messages import (
     Watch,
 )
 from cubroker.server.events import Gone, Lost
+from cubroker.server.parcels import Parcel
 from cubroker.server.peers import Peer
 from cubroker.server.sessions import Session
 from tests.brokers import BrokerProcess, eventually
@@ -106,13 +114,21 @@ class Ends:
         self.session.watch()
 
     def heard(self) -> list[Notice]:
-        notices: list[Notice] = []
+        return [notice for notice, _ in self.received()]
+
+    def received(self) -> list[tuple[Notice, list[str]]]:
+        """All that can be read now; descriptors as what they are open on, and closed."""
+        notices: list[tuple[Notice, list[str]]] = []
         while True:
             try:
-                data = self.client.recv(1 << 16)
+                data, descriptors, *_ = socket.recv_fds(self.client, 1 << 16, MAX_DESCRIPTORS)
             except BlockingIOError:
                 return notices
-            notices.append(wire.unpack(data, Notice))
+            notices.append(
+                (wire.unpack(data, Notice), [str(Path(f"/proc/self/fd/{fd}").readlink()) for fd in descriptors])
+            )
+            for descriptor in descriptors:
+                os.close(descriptor)
 
 
 @asynccontextmanager
@@ -175,6 +191,125 @@ def test_a_connection_that_breaks_is_lost() -> None:
             pair.session.notify(GatewayChanged())
             pair.client.close()  # with a notice unread, so that reading fails with ECONNRESET
             await until(lambda: pair.events)
+            assert pair.events == [Lost(1)]
+
+    run(test())
+
+
+# -- descriptors -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def files() -> Iterator[dict[int, tuple[int, ...]]]:
+    """Descriptors of two tickets: 3 of the first, 40 of the second."""
+    made = {ticket: tuple(map(_file, range(ticket, ticket + count))) for ticket, count in ((100, 3), (200, 40))}
+    yield made
+    for descriptors in made.values():
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _file(number: int) -> int:
+    return os.memfd_create(f"file-{number}")
+
+
+def named(*numbers: int) -> list[str]:
+    return [f"/memfd:file-{number} (deleted)" for number in numbers]
+
+
+def test_descriptors_come_in_order_in_packets_and_between_the_notices_around_them(
+    files: dict[int, tuple[int, ...]],
+) -> None:
+    async def test() -> None:
+        async with ends() as pair:
+            pair.session.notify(PoolChanged("before", 1))
+            pair.session.hand_over(Parcel(7, (200, 100), files))
+            pair.session.notify(PoolChanged("after", 1))
+            received: list[tuple[Notice, list[str]]] = []
+            while not received or received[-1][0] != PoolChanged("after", 1):
+                received += pair.received()
+                await asyncio.sleep(0)
+            assert received == [
+                (PoolChanged("before", 1), []),
+                (Descriptors(7, 16), named(*range(200, 216))),
+                (Descriptors(7, 16), named(*range(216, 232))),
+                (Descriptors(7, 11), named(*range(232, 240), 100, 101, 102)),
+                (PoolChanged("after", 1), []),
+            ]
+
+    run(test())
+
+
+def test_two_packets_of_descriptors_are_on_their_way_to_a_client_that_does_not_read_and_none_is_lost(
+    files: dict[int, tuple[int, ...]],
+) -> None:
+    async def test() -> None:
+        async with ends() as pair:
+            for lease in range(1, 101):
+                pair.session.hand_over(Parcel(lease, (200,), files))
+                await asyncio.sleep(0)
+            assert pair.heard() == [Descriptors(1, 16)] * 2
+            received: list[tuple[Notice, list[str]]] = []
+            while len(received) < 298:
+                received += pair.received()
+                await asyncio.sleep(0)
+            assert received[0] == (Descriptors(1, 8), named(*range(232, 240)))
+            assert [notice for notice, _ in received[1:]] == [
+                Descriptors(lease, count) for lease in range(2, 101) for count in (16, 16, 8)
+            ]
+            assert sum(len(descriptors) for _, descriptors in received) == 40 * 100 - 32
+
+    run(test())
+
+
+def test_descriptors_of_a_lease_that_has_ended_are_not_sent(files: dict[int, tuple[int, ...]]) -> None:
+    async def test() -> None:
+        async with ends() as pair:
+            for lease in (1, 2, 3):
+                pair.session.hand_over(Parcel(lease, (200,), files))
+            pair.session.withdraw(1)  # of which two packets are on their way
+            pair.session.withdraw(2)
+            pair.session.withdraw(9)
+            received: list[Notice] = []
+            while len(received) < 5:
+                received += pair.heard()
+                await asyncio.sleep(0)
+            assert received == [Descriptors(1, 16)] * 2 + [Descriptors(3, 16)] * 2 + [Descriptors(3, 8)]
+
+    run(test())
+
+
+def test_a_shortage_of_the_system_delays_descriptors_and_what_comes_after_them(
+    files: dict[int, tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send_fds, refusals = socket.send_fds, [errno.ETOOMANYREFS, errno.ENOMEM]
+
+    def short(*arguments: Any) -> int:
+        if refusals:
+            raise OSError(refusals.pop(), "short of something")
+        return send_fds(*arguments)
+
+    async def test() -> None:
+        async with ends() as pair:
+            pair.session.hand_over(Parcel(1, (100,), files))
+            pair.session.notify(GatewayChanged())
+            received: list[tuple[Notice, list[str]]] = []
+            while len(received) < 2:
+                received += pair.received()
+                await asyncio.sleep(0.001)
+            assert received == [(Descriptors(1, 3), named(100, 101, 102)), (GatewayChanged(), [])]
+
+    monkeypatch.setattr(socket, "send_fds", short)
+    run(test())
+
+
+def test_descriptors_for_whoever_has_hung_up_go_nowhere(files: dict[int, tuple[int, ...]]) -> None:
+    async def test() -> None:
+        async with ends() as pair:
+            pair.client.close()
+            pair.session.hand_over(Parcel(1, (200,), files))
+            await until(lambda: pair.events)
+            pair.session.hand_over(Parcel(2, (200,), files))
             assert pair.events == [Lost(1)]
 
     run(test())
