@@ -94,7 +94,8 @@ class Peers:
 
         Operations are named like ``integer_add`` and ``cas``, forms like ``signed`` and ``scalar_64``
         (``CUatomicOperation``, ``CUatomicOperationCapability``). Operations that the driver does not know
-        are left out; one older than CUDA 13.0 knows none.
+        are left out; one older than CUDA 13.0 knows none. Between two H200, driver 580.159 knows all of them
+        and names no form of any, while the link's ``native_atomics`` is true.
         """
         operations = getattr(self._calls.module, "CUatomicOperation", ())
         with _about(device, peer), suppress(RuntimeError):  # the bindings find no such function in an older driver

@@ -46,7 +46,7 @@ class Vmm(State):
         device = self._located(prop)
         kind = prop.requestedHandleTypes
         _check_blocks(size)
-        _check(not flags)
+        _check(not flags and size <= self.heaps[device].total)  # more than there ever is: another status than too much
         if kind == _Kind.CU_MEM_HANDLE_TYPE_FABRIC:  # as where there is no IMEX channel
             raise Refusal(Result.CUDA_ERROR_NOT_PERMITTED)
         _check(kind in (_Kind.CU_MEM_HANDLE_TYPE_NONE, _Kind.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR))

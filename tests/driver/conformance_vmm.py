@@ -97,11 +97,14 @@ def test_created_memory_is_counted_and_comes_back(driver: Driver, context: Conte
     assert context.memory() == before
 
 
-def test_more_than_the_device_has_cannot_be_created(driver: Driver, context: Context) -> None:
-    with pytest.raises(DriverError) as caught:
-        driver.create(context.device.index, 2 * context.device.total)
+def test_more_than_is_free_cannot_be_created(driver: Driver, context: Context) -> None:
+    with lent(driver, PIECE), pytest.raises(DriverError) as caught:
+        driver.create(context.device.index, context.device.total // PIECE * PIECE)
     assert caught.value.out_of_memory
     assert caught.value.call == "cuMemCreate"
+    with pytest.raises(DriverError) as caught:  # more than there ever is
+        driver.create(context.device.index, 2 * context.device.total)
+    assert caught.value.name == "CUDA_ERROR_INVALID_VALUE"
 
 
 def test_a_descriptor_does_not_outlive_exec(driver: Driver) -> None:
