@@ -161,6 +161,10 @@ def _create(name: str, layout: bytes = SMALL, wait: float = 0.0, attach: str | N
     return m.Create(name, layout, ("GPU-a",), "ipc", wait, attach)
 
 
+def _shard(name: str, wait: float = 0.0) -> m.Create:
+    return m.Create(name, LARGE, ("GPU-b", "GPU-a"), "vmm", wait, None, None, (1, 0))
+
+
 BOTH = m.Create("b", SMALL, ("GPU-b", "GPU-a"), "ipc", 5.0, None)
 SEEDS = (
     _story((1, _create("a")), DEVICE, (1, m.Seal(1)), (2, m.Attach("a", 0, None, 0.0)), (2, m.Close(2))),
@@ -190,6 +194,7 @@ SEEDS = (
         DEVICE,
         (1, m.Seal(1)),
         (2, m.Attach("b", 1, "GPU-b", 0.0)),
+        (3, m.Attach("b", 1, "GPU-c", 0.0, ("GPU-d", "GPU-a"))),
         (1, BOTH),
         record(GONE, b"\x01"),
         DEVICE,
@@ -203,6 +208,19 @@ SEEDS = (
         DEVICE,
         (2, m.Seal(1)),
         record(LOST, b"\x01"),
+    ),
+    _story(
+        (1, _shard("a")),
+        (2, m.Attach("a", 0, "GPU-a", 5.0, ("GPU-b",))),
+        DEVICE,
+        DEVICE,
+        (1, m.Seal(1)),
+        (3, m.Attach("a", 0, None, 0.0)),
+        (2, m.Close(2)),
+        (1, m.Retire("a", 1)),
+        record(GONE, b"\x03"),
+        DEVICE,
+        DEVICE,
     ),
     _story(
         (1, m.ListClients()),
@@ -232,7 +250,9 @@ TOKENS = (
         for number, body in enumerate(
             (
                 *(m.Attach(name, version, None, 5.0) for name in "ab" for version in (0, 1, 2)),
+                *(m.Attach(name, 0, "GPU-c", 5.0, ("GPU-b",)) for name in "ab"),
                 *(_create(name, layout, 5.0) for name in "ab" for layout in (SMALL, LARGE)),
+                *(_shard(name, 5.0) for name in "ab"),
                 *(kind(lease) for lease in (1, 2, 3) for kind in (m.Seal, m.Close)),
                 *(m.Retire(name, 0) for name in "ab"),
                 *(m.Watch(name, True) for name in "ab"),

@@ -11,6 +11,7 @@ import pytest
 from cubroker.protocol import wire
 from cubroker.protocol.layout import Layout
 from cubroker.protocol.messages import (
+    DESCRIPTOR,
     Answer,
     Attach,
     Attached,
@@ -30,6 +31,7 @@ from cubroker.server.broker import Broker
 from cubroker.server.devices import DeviceMemory
 from cubroker.server.events import (
     Allocate,
+    Allocated,
     Asked,
     Effect,
     Event,
@@ -122,6 +124,16 @@ class Mistaken:
         raise KeyError(event)
 
 
+class Obedient:
+    """A ledger that wants the same whatever happens."""
+
+    def __init__(self, effects: list[Effect]) -> None:
+        self._effects = effects
+
+    def handle(self, _: Event) -> list[Effect]:
+        return self._effects
+
+
 class Stage:
     """A broker with one session over a socketpair, on a ledger that fails."""
 
@@ -168,6 +180,22 @@ def test_an_effect_that_fails_keeps_none_of_the_others_from_being_carried_out(ca
         run(test())
     assert caplog.text.count("the broker failed at Notify") == 2
     assert caplog.text.count("the broker failed at Respond") == 2
+
+
+def test_descriptors_are_known_for_as_long_as_they_are_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        stage = Stage()
+        known = stage.broker._descriptors
+        for effects in ([], [Free(1, "device")], []):
+            monkeypatch.setattr(stage.broker, "_ledger", Obedient(effects))
+            stage.broker.handle(Allocated(1, (DESCRIPTOR,), (77,)))
+            assert known == ({} if effects else {1: (77,)})
+        stage.broker.handle(Freed(1))  # as it is told of a free that overtook the outcome of its allocation
+        assert known == {}
+        stage.broker.close("the end")
+        stage.client.close()
+
+    run(test())
 
 
 def test_a_mistake_in_the_ledger_is_logged_answered_and_survived(caplog: pytest.LogCaptureFixture) -> None:

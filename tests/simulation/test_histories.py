@@ -4,11 +4,15 @@ from collections.abc import Sequence
 
 import pytest
 
-from cubroker.server import drafts, leases, permissions
-from cubroker.server.events import Effect, Event
+from cubroker.protocol.layout import Layout
+from cubroker.protocol.messages import Attached, Create
+from cubroker.server import attaching, drafts, leases, permissions
+from cubroker.server.books import Books
+from cubroker.server.events import Effect, Event, HandOver, Withdraw
 from cubroker.server.ledger import Ledger
 from cubroker.server.policy import exceeds
-from cubroker.server.records import Account, User
+from cubroker.server.records import Account, Session, User, Version
+from cubroker.server.room import rounded
 from cubroker.server.states import State
 from tests.simulation.search import explain, search
 from tests.simulation.shrink import shrink
@@ -62,6 +66,50 @@ def test_a_ledger_that_keeps_what_was_superseded_too_long_is_found(monkeypatch: 
 
 def test_a_ledger_that_asks_for_no_permission_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(permissions, "may_rule", lambda books, session, pool: True)
+    assert search(range(100)) is not None
+
+
+@pytest.mark.parametrize("effect", [HandOver, Withdraw])
+def test_a_ledger_that_forgets_to_hand_descriptors_over_or_to_withdraw_them_is_found(
+    monkeypatch: pytest.MonkeyPatch, effect: type[Effect]
+) -> None:
+    handle = Ledger.handle
+
+    def forgetful(ledger: Ledger, event: Event) -> list[Effect]:
+        return [each for each in handle(ledger, event) if not isinstance(each, effect)]
+
+    monkeypatch.setattr(Ledger, "handle", forgetful)
+    assert search(range(100)) is not None
+
+
+def test_a_ledger_that_answers_before_it_hands_over_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = Ledger.handle
+
+    def late(ledger: Ledger, event: Event) -> list[Effect]:
+        return sorted(handle(ledger, event), key=lambda effect: isinstance(effect, HandOver))
+
+    monkeypatch.setattr(Ledger, "handle", late)
+    assert search(range(100)) is not None
+
+
+def test_a_ledger_that_takes_a_shard_for_a_replica_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    lease = attaching.lease
+
+    def careless(
+        books: Books, session: Session, version: Version, device: str | None, peers: Sequence[str] = ()
+    ) -> Attached:
+        here = next((uuid for uuid in (device, *peers) if uuid in version.replicas), device)
+        return lease(books, session, version, here)
+
+    monkeypatch.setattr(attaching, "lease", careless)
+    assert search(range(200)) is not None
+
+
+def test_a_ledger_that_counts_all_of_a_sharded_pool_on_each_device_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def whole(body: Create, layout: Layout) -> dict[str, tuple[int, ...]]:
+        return dict.fromkeys(body.devices, tuple(map(rounded, layout.allocations)))
+
+    monkeypatch.setattr(drafts, "_sizes", whole)
     assert search(range(100)) is not None
 
 
