@@ -63,6 +63,26 @@ class Driver:
         """
         return vmm.Physical(self._calls, self._device(index).index, nbytes)
 
+    @property
+    def version(self) -> int:
+        """The CUDA version that the driver serves: 13000 for 13.0."""
+        return int(self._calls.cuDriverGetVersion())
+
+    def attribute(self, index: int, name: str) -> int | None:
+        """Return what the device with that ordinal says of itself, ``"COMPUTE_MODE"`` for one; no context is made.
+
+        Names are those of ``CUdevice_attribute``. None: the bindings, or the driver, have not heard of it.
+        """
+        attribute = getattr(self._calls.module.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}", None)
+        if attribute is None:
+            return None
+        try:
+            return int(self._calls.cuDeviceGetAttribute(attribute, self._calls.cuDeviceGet(self._device(index).index)))
+        except DriverError as error:
+            if error.name == "CUDA_ERROR_INVALID_VALUE":
+                return None
+            raise
+
     def fabric(self, index: int) -> bool:
         """Whether that device's memory can be shared by fabric handle; see :func:`vmm.fabric`."""
         return vmm.fabric(self._calls, self._device(index).index)

@@ -65,6 +65,15 @@ def test_a_device_that_is_not_there_is_named_in_the_error(driver: Driver) -> Non
         driver.context(4711)
 
 
+def test_the_driver_and_its_devices_say_what_they_are(driver: Driver) -> None:
+    index = driver.devices[0].index
+    assert 12000 <= driver.version < 20000
+    assert driver.attribute(index, "COMPUTE_MODE") in (0, 1, 2, 3)
+    assert driver.attribute(index, "TEA_MAKING_SUPPORTED") is None
+    with pytest.raises(ValueError, match="no device 4711; the devices are"):
+        driver.attribute(4711, "COMPUTE_MODE")
+
+
 # -- memory --------------------------------------------------------------------------------------------
 
 
