@@ -26,7 +26,13 @@ from cubroker.protocol.messages import MAX_WAIT
     callback=options.split_devices,
     help="Devices that get a copy each: indexes or UUIDs, as `cubroker devices` shows them.",
 )
-@click.option("--share", type=click.Choice(["ipc", "vmm", "multicast"]), default="ipc", show_default=True)
+@click.option(
+    "--share",
+    type=click.Choice(["ipc", "vmm", "multicast"]),
+    default="ipc",
+    show_default=True,
+    help="How workers open the memory: by handle, or by descriptor, read-only and able to sleep. multicast is to come.",
+)
 @click.option("--durable", is_flag=True, help="Keep the pool when the broker is restarted. Not built yet.")
 @click.option("--if-absent", is_flag=True, help="Load only if the pool has no version; of many at once, one loads.")
 @click.option("--slab", callback=options.size, metavar="SIZE", help="The most bytes of one allocation, such as 4GiB.")
@@ -57,8 +63,8 @@ def command(
     """
     if durable:
         raise Unsupported("--durable: pools that outlive the broker are not built yet; leave the option out")
-    if share != "ipc":
-        raise Unsupported(f"--share {share}: vmm and multicast are not built yet; use --share ipc, the default")
+    if share == "multicast":
+        raise Unsupported("--share multicast: such pools are not built yet; use ipc, the default, or vmm")
     if wait is None:
         wait = MAX_WAIT if if_absent else 0.0
     with Broker(directory) as broker, progress(f"loading {name}") as report:

@@ -65,7 +65,7 @@ def _heading(info: PoolInfo, layout: Layout) -> list[str]:
         f"{info.name}@{info.version}: {info.state}, {text.count(info.leases, 'lease')}, owner {text.user(info.owner)}",
         f"mode {info.mode:03o}, group {text.group(info.group)}",
         f"{text.count(info.tensors, 'tensor')}, {text.size(info.nbytes)} in {held}, shared by {info.share}{durable}",
-        *(f"on {uuid}" for uuid in info.devices),
+        *(f"{'sharded, in part ' if info.sharded else ''}on {uuid}" for uuid in info.devices),
     ]
 
 

@@ -13,7 +13,7 @@ from cubroker.client.draft import Draft
 from cubroker.client.living import Living
 from cubroker.client.loans import Loan
 from cubroker.client.mapping import Mapped
-from cubroker.client.pool import Pool
+from cubroker.client.pool import Pool, seconds
 from cubroker.client.processes import Unsendable
 from cubroker.client.replica import Index, decode
 from cubroker.client.requests import Requests, expect
@@ -131,8 +131,8 @@ class Broker(Unsendable):
         """
         names.check(name)
         uuid = None if device is None else self._ready(device)
-        body = Attach(name, _version(version), uuid, _seconds(wait))
-        loan, reply, mapped = self._session.borrow(body)
+        body = Attach(name, _version(version), uuid, seconds(wait))
+        loan, reply, mapped = self._session.borrow(body, Loan(self._session))
         return self._pool(loan, expect(reply, Attached), mapped)
 
     def create(
@@ -277,7 +277,8 @@ class Broker(Unsendable):
             raise Invalid(f"no device to create pool {name!r} on; name one at least")
         uuids = tuple(self._ready(device) for device in devices)
         here = None if attach is None else self._ready(attach)
-        return self._session.borrow(Create(name, layout.encode(), uuids, share, _seconds(wait), here, _mode(mode)))
+        body = Create(name, layout.encode(), uuids, share, seconds(wait), here, _mode(mode))
+        return self._session.borrow(body, Loan(self._session, layout))
 
     def _pool(self, loan: Loan, reply: Attached, mapped: Mapped) -> Pool:
         return self._keep(Pool(loan, mapped, decode(reply.layout), reply.name, reply.version))
@@ -310,9 +311,3 @@ def _mode(mode: int | None) -> int | None:
     if mode is not None and not 0 <= mode <= 0o777:
         raise Invalid(f"a mode of 0o{mode:o}; it can be 0 to 0o777")
     return mode
-
-
-def _seconds(wait: float) -> float:
-    if not 0 <= wait <= MAX_WAIT:
-        raise Invalid(f"a wait of {wait} seconds; it can be 0 to {MAX_WAIT:g}")
-    return float(wait)

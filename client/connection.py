@@ -11,13 +11,13 @@ from threading import Lock, Thread, current_thread
 
 import zmq
 
+from cubroker.client.descriptors import Inbox
 from cubroker.client.futures import Future
-from cubroker.client.hello import MAX_NOTICE
 from cubroker.client.requests import RESEND, Requests
 from cubroker.protocol import wire
 from cubroker.protocol.directory import REQUEST_SOCKET
 from cubroker.protocol.errors import CubrokerError, Unavailable
-from cubroker.protocol.messages import Answer, Farewell, GatewayChanged, Notice, PoolChanged
+from cubroker.protocol.messages import Answer, Descriptors, Farewell, GatewayChanged, Notice, PoolChanged
 
 DESCRIPTORS = 8
 """Those that libzmq takes for a context and its connection, and one more."""
@@ -66,6 +66,7 @@ class Connection:
         directory: the broker's.
         waker: what ``requests`` wakes this thread with. The connection closes it, once it was started.
         requests: where requests come from and answers go to.
+        inbox: where descriptors go to.
         changed: called on this thread with every change of a watched pool.
         lost: called on this thread, once, with the reason why the connection is over.
     """
@@ -76,6 +77,7 @@ class Connection:
         directory: Path,
         waker: Waker,
         requests: Requests,
+        inbox: Inbox,
         changed: Callable[[PoolChanged], None],
         lost: Callable[[CubrokerError], None],
     ) -> None:
@@ -83,6 +85,7 @@ class Connection:
         self._directory = directory
         self._waker = waker
         self._requests = requests
+        self._inbox = inbox
         self._changed = changed
         self._lost = lost
         self._stopping = False
@@ -158,6 +161,7 @@ class Connection:
                 self._requests.refuse(reason)
             else:
                 self._requests.close(reason)
+                self._inbox.fail(reason)
                 self._lost(reason)
             self._close()
 
@@ -190,12 +194,14 @@ class Connection:
 
     def _listen(self) -> CubrokerError | None:
         try:
-            data = self._channel.recv(MAX_NOTICE, socket.MSG_DONTWAIT)
+            data, descriptors = self._inbox.receive(self._channel)
         except ConnectionError:
-            data = b""
+            data, descriptors = b"", []
         if not data:
             return Unavailable(f"the broker on {self._directory} is gone: the connection to it has ended")
         match wire.unpack(data, Notice):
+            case Descriptors() as notice:
+                self._inbox.put(notice, descriptors)
             case Farewell(reason):
                 return Unavailable(f"the broker on {self._directory} is gone: {reason}")
             case GatewayChanged():
@@ -216,7 +222,9 @@ class Connection:
                 data = self._dealer.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._requests.answer(wire.unpack(data, Answer))
+            answer = wire.unpack(data, Answer)
+            if self._requests.answer(answer):
+                self._inbox.settled(answer.body)
 
     def _send(self) -> None:
         outbox = self._requests.outbox

@@ -23,7 +23,7 @@ class Draft(Pool):
 
     def __init__(self, loan: Loan, mapped: Mapped, index: Index, name: str, version: int) -> None:
         super().__init__(loan, mapped, index, name, version)
-        self.replicas = tuple(Replica(mapped, number, index) for number in range(len(mapped.places)))
+        self.replicas = tuple(Replica(mapped, (place,), index) for place in mapped.places)
 
     def seal(self) -> int:
         """Unmap the memory and publish it, on all devices, as the pool's current version, whose number is returned.

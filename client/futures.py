@@ -77,6 +77,13 @@ class Future(Generic[T]):
             self._done = True
             self._gate.release()
 
+    def settle(self, outcome: T | CubrokerError) -> None:
+        """Deliver a value or an error."""
+        if isinstance(outcome, CubrokerError):
+            self.fail(outcome)
+        else:
+            self.set(outcome)
+
     def abandon(self) -> None:
         """Leave: what was or will be delivered is dropped. A traceback may keep this object alive for long."""
         # Whichever of this and `set` comes last sees the other's first line, so the value never stays.

@@ -11,12 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from queue import SimpleQueue
 from threading import Thread, current_thread
+from typing import Any, TypeVar
 from weakref import ref
+
+T = TypeVar("T")
 
 Task = Callable[[], None]
 
 
-class Guard(ref[object]):
+class Guard(ref[T]):
     """A weak reference that knows what is to be done when its object is gone."""
 
     __slots__ = ("task",)
@@ -28,19 +31,19 @@ class Janitor:
     """Does what it is given, in order, on its own thread."""
 
     def __init__(self) -> None:
-        self._tasks: SimpleQueue[Guard | Task | None] = SimpleQueue()
-        self._guards: dict[int, Guard] = {}
+        self._tasks: SimpleQueue[Guard[Any] | Task | None] = SimpleQueue()
+        self._guards: dict[int, Guard[Any]] = {}
         self._thread = Thread(target=self._run, name="cubroker-janitor", daemon=True)
 
     def start(self) -> None:
         """Start the thread. Should that be interrupted, :meth:`stop` ends it, whether it runs or not."""
         self._thread.start()
 
-    def put(self, task: Task | Guard) -> None:
+    def put(self, task: Task | Guard[Any]) -> None:
         """Have ``task`` done; that of a guard once, whether it is asked for here or by the death of its object."""
         self._tasks.put(task)
 
-    def guard(self, thing: object, task: Task) -> Guard:
+    def guard(self, thing: T, task: Task) -> Guard[T]:
         """Have ``task`` done when ``thing`` is gone. In a forked child, which has no such thread, nothing happens."""
         guard = Guard(thing, self._tasks.put)
         guard.task = task

@@ -9,16 +9,20 @@ so a time limit or a KeyboardInterrupt cannot lose one: what nobody waits for is
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from cubroker.client import devices
+from cubroker.client import descriptors, devices
+from cubroker.client.addresses import Addresses
 from cubroker.client.futures import Future
 from cubroker.client.janitor import Guard
-from cubroker.client.mapping import Mapped, Place
+from cubroker.client.mapping import Mapped
+from cubroker.client.replica import decode
 from cubroker.client.requests import Pending
-from cubroker.driver import Context, DriverError
+from cubroker.driver import DriverError
 from cubroker.protocol.errors import CubrokerError, TimedOut, Unavailable
-from cubroker.protocol.messages import Attach, Attached, Cancel, Close, Create, Created, Reply, Seal, Sealed
+from cubroker.protocol.layout import Layout
+from cubroker.protocol.messages import Attach, Attached, Cancel, Close, Create, Created, Done, Reply, Seal, Sealed
 
 if TYPE_CHECKING:
     from cubroker.client.session import Session
@@ -32,22 +36,28 @@ Granted = tuple[Attached | Created, Mapped]
 class Loan:
     """One request for a lease, and the lease.
 
+    Args:
+        session: that asks.
+        layout: what the memory has to hold, if the answer may not say so.
+
     Attributes:
         owner: the process that it belongs to.
-        lease: its number, once granted.
+        lease: its number, once granted; 0 before, and while its memory is asleep.
     """
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, layout: Layout | None = None) -> None:
         self.owner = session.owner
         self.lease = 0
+        self._layout = layout
+        self._accessor: str | None = None
         self._session = session
         self._ended: Future[Reply] = Future()
         self._granted: Future[Granted] | None = Future()
         self._request: Pending | None = Pending(self._answered)  # until it is answered
         self._abandoned = False
-        self._guard: Guard | None = None
+        self._guard: Guard[Mapped] | None = None
         self._ending = False
-        self._opened: list[tuple[Context, int]] = []
+        self._addresses: Addresses | None = None
         self._last: type[Close] | type[Seal] = Close
 
     def ask(self, body: Attach | Create) -> Future[Granted]:
@@ -55,6 +65,7 @@ class Loan:
         future, request = self._granted, self._request
         assert future is not None
         assert request is not None
+        self._accessor = body.device if isinstance(body, Attach) else None
         self._session.requests.post(body, request)
         return future
 
@@ -87,18 +98,28 @@ class Loan:
         self._ending = True
         self._session.janitor.put(self._guard)
 
+    def sleep(self) -> Future[Reply]:
+        """Have the memory unmapped and the lease closed; its addresses stay. The future is for :meth:`confirm`."""
+        slept: Future[Reply] = Future()
+        self._session.janitor.put(lambda: self._sleep(slept))
+        return slept
+
     def seal_at_end(self) -> None:
         """Let the end of the memory publish the draft, instead of discarding it."""
         self._last = Seal
 
-    def confirm(self) -> Reply:
-        """Wait until the broker has the lease back, and return what it answered; for loans that are ending."""
+    def confirm(self, slept: Future[Reply] | None = None) -> Reply:
+        """Wait until the broker has the lease back, and return what it answered; for loans that are ending.
+
+        ``slept``: for one that falls asleep.
+        """
+        ended, lease = slept or self._ended, self.lease
         if self._session.stopped:
             raise Unavailable("the interpreter exits, and the lease ends with this process")
         self._session.check_may_wait()
-        if not self._ended.wait(self._session.timeout):
-            raise TimedOut(f"the broker has not confirmed the end of lease {self.lease} in {self._session.timeout:g} s")
-        return self._ended.result()
+        if not ended.wait(self._session.timeout):
+            raise TimedOut(f"the broker has not confirmed the end of lease {lease} in {self._session.timeout:g} s")
+        return ended.result()
 
     # -- on the connection's thread ----------------------------------------------------------------
 
@@ -107,13 +128,23 @@ class Loan:
         match reply:
             case Attached() | Created():
                 self.lease = reply.lease
-                self._session.janitor.put(lambda: self._open(reply))
+                if count := descriptors.due(reply):
+                    self._session.inbox.expect(reply.lease, count, lambda given: self._given(reply, given))
+                else:
+                    self._given(reply, ())
             case CubrokerError():
                 self._fail(reply)
                 self._session.forget(self)
             case _:
                 self._fail(Unavailable(f"the broker answered a request for a lease with {type(reply).__name__}"))
                 self._session.forget(self)
+
+    def _given(self, reply: Attached | Created, given: Sequence[int] | CubrokerError) -> None:
+        if isinstance(given, CubrokerError):
+            self._fail(given)
+            self._session.janitor.put(self._end)
+        else:
+            self._session.janitor.put(lambda: self._open(reply, given))
 
     def _closed(self, reply: Reply | CubrokerError) -> None:
         if self._last is Seal and not isinstance(reply, Sealed | Unavailable):
@@ -128,14 +159,16 @@ class Loan:
 
     # -- on the janitor's thread -------------------------------------------------------------------
 
-    def _open(self, reply: Attached | Created) -> None:
-        if self._abandoned:
-            return self._end()
+    def _open(self, reply: Attached | Created, given: Sequence[int]) -> None:
         try:
-            mapped = self._map(reply)
+            if self._abandoned:
+                return self._end()
+            mapped = self._map(reply, given)
         except (CubrokerError, DriverError, ValueError) as error:
             self._fail(devices.failure(error, f"opening {_label(reply)}"))
             return self._end()
+        finally:
+            self._session.inbox.close(given)
         self._guard = self._session.janitor.guard(mapped, self._end)
         # From here on the memory ends with the last reference to it, so none may stay in this object.
         future, self._granted = self._granted, None
@@ -143,33 +176,62 @@ class Loan:
         future.set((reply, mapped))
         return None
 
-    def _map(self, reply: Attached | Created) -> Mapped:
-        replicas = reply.replicas if isinstance(reply, Created) else (reply,)
-        places = tuple(self._place(replica.device, replica.handles) for replica in replicas)
-        return Mapped(_label(reply), places, readonly=isinstance(reply, Attached), finish=self.end)
-
-    def _place(self, device: str, handles: tuple[bytes, ...]) -> Place:
-        context = devices.context(self._session.driver, device)
-        pointers = []
-        for handle in handles:
-            pointers.append(context.open(handle))
-            self._opened.append((context, pointers[-1]))
-        return Place(context, tuple(pointers))
+    def _map(self, reply: Attached | Created, given: Sequence[int]) -> Mapped:
+        readonly = isinstance(reply, Attached)
+        layout = decode(reply.layout).layout if isinstance(reply, Attached) else self._layout
+        assert layout is not None
+        self._addresses = Addresses(readonly=readonly)
+        places = self._addresses.open(self._session.driver, reply.replicas, layout.allocations, given, self._accessor)
+        return Mapped(_label(reply), places, reply.share, readonly=readonly, finish=self.end)
 
     def _end(self) -> None:
         """Unmap everything, last first, then give the lease back. What cannot be unmapped stays on loan."""
         try:
-            while self._opened:
-                context, pointer = self._opened[-1]
-                context.close(pointer)
-                del self._opened[-1]
+            if self._addresses:
+                self._addresses.close()
         except DriverError as error:
             failure = devices.failure(error, f"unmapping the memory of lease {self.lease}")
             log.error("%s; it is given back when this process ends", failure)
             self._ended.fail(failure)
             return self._session.forget(self)
+        if not self.lease:  # it was asleep
+            self._ended.set(Done())
+            return self._session.forget(self)
         self._session.requests.send(self._last(self.lease), self._closed)
         return None
+
+    def _sleep(self, slept: Future[Reply]) -> None:
+        mapped = self._guard() if self._guard else None
+        if mapped is None or self._addresses is None or not mapped.asleep:  # it has ended, or was woken again
+            return slept.set(Done())
+        try:
+            self._addresses.sleep()
+        except DriverError as error:
+            return slept.fail(devices.failure(error, f"unmapping {mapped.label}"))
+        lease, self.lease = self.lease, 0
+        if not lease:
+            return slept.set(Done())
+        return self._session.requests.send(Close(lease), slept.settle)
+
+    def resume(self, lease: int, given: Sequence[int]) -> Mapped | None:
+        """Map memory that sleeps again, under another lease; memory that is awake stays under its own.
+
+        Returns:
+            The memory, or None if it has ended.
+
+        Raises:
+            DriverError, Unavailable: as :meth:`Addresses.wake` says.
+        """
+        mapped = self._guard() if self._guard else None
+        if mapped is None or self._addresses is None:
+            return None
+        if self._addresses.asleep:
+            self._addresses.wake(given)
+            before, self.lease = self.lease, lease
+            if before:  # it was not asleep whole
+                self._session.requests.submit(Close(before))
+        mapped.wake()
+        return mapped
 
     def _fail(self, error: CubrokerError) -> None:
         if future := self._granted:

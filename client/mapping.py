@@ -7,17 +7,24 @@ from threading import RLock
 
 from cubroker.client.living import Living
 from cubroker.client.processes import Owner
-from cubroker.driver import Context
+from cubroker.driver import Context, Device
 from cubroker.protocol.errors import Invalid
 
 
 class Place:
-    """One device's copy of a version: the address of each allocation of its layout, in order."""
+    """What one device has of a version.
 
-    __slots__ = ("context", "pointers")
+    Attributes:
+        context: in which it is mapped.
+        memory: the device.
+        pointers: the address of each allocation of the layout, in order; None for those that it has not got.
+    """
 
-    def __init__(self, context: Context, pointers: tuple[int, ...]) -> None:
+    __slots__ = ("context", "memory", "pointers")
+
+    def __init__(self, context: Context, memory: Device, pointers: tuple[int | None, ...]) -> None:
         self.context = context
+        self.memory = memory
         self.pointers = pointers
 
 
@@ -27,14 +34,19 @@ class Mapped:
     Args:
         label: what it is, for messages: ``pool 'llama' version 2``.
         places: one per device.
+        share: how it is shared.
         readonly: whether it was published, so that nobody may write it.
         finish: starts the unmapping, as the end of this object does; whichever comes first counts.
     """
 
-    def __init__(self, label: str, places: tuple[Place, ...], *, readonly: bool, finish: Callable[[], None]) -> None:
+    def __init__(
+        self, label: str, places: tuple[Place, ...], share: str, *, readonly: bool, finish: Callable[[], None]
+    ) -> None:
         self.label = label
         self.places = places
+        self.share = share
         self.readonly = readonly
+        self.asleep = False
         self._finish = finish
         self._owner = Owner()
         self._ended = False
@@ -42,19 +54,36 @@ class Mapped:
         self._lent: Living[Lent] = Living()
 
     def check(self) -> None:
-        """Raise ``Invalid`` if the memory is no longer mapped, or in a forked child."""
+        """Raise ``Invalid`` if the memory is not mapped, or in a forked child."""
         self._owner.check()
         if self._ended:
             raise Invalid(f"{self.label} was given back, and its tensors with it")
+        if self.asleep:
+            raise Invalid(f"{self.label} is asleep: its memory is not mapped; wake the pool before using its tensors")
 
-    def lend(self, name: str) -> Lent:
-        """Note that somebody outside uses tensor ``name``, for as long as the returned object lives."""
+    def lend(self, name: str, *, held: bool = False) -> Lent:
+        """Note that somebody outside uses tensor ``name``, for as long as the returned object lives.
+
+        ``held``: and that the memory may not even sleep meanwhile.
+        """
         self._owner.check()
         with self._lock:
-            lent = Lent(self, name)
+            lent = Lent(self, name, held=held)
             self._lent.add(lent)
             self.check()
         return lent
+
+    def sleep(self) -> tuple[str, ...]:
+        """Refuse every use from now on, until :meth:`wake`, unless tensors are held; returns the names of those."""
+        with self._lock:
+            names = tuple(sorted({lent.name for lent in self._lent if lent.held}))
+            if not names:
+                self.asleep = True
+        return names
+
+    def wake(self) -> None:
+        """The memory is mapped again."""
+        self.asleep = False
 
     def end(self, prepare: Callable[[], None] | None = None) -> tuple[str, ...]:
         """Unmap now, whoever holds this object, unless tensors are in use outside; returns the names of those.
@@ -74,9 +103,10 @@ class Mapped:
 class Lent:
     """A tensor in use outside of this package: under a numpy array, or behind a DLPack capsule."""
 
-    __slots__ = ("__array_interface__", "__weakref__", "mapped", "name")
+    __slots__ = ("__array_interface__", "__weakref__", "held", "mapped", "name")
 
-    def __init__(self, mapped: Mapped, name: str) -> None:
+    def __init__(self, mapped: Mapped, name: str, *, held: bool) -> None:
         self.mapped = mapped
         self.name = name
+        self.held = held
         self.__array_interface__: dict[str, object] = {}

@@ -7,10 +7,13 @@ from threading import RLock
 from types import TracebackType
 from typing import Self
 
+from cubroker.client.futures import Future
 from cubroker.client.loans import Loan
 from cubroker.client.mapping import Mapped
 from cubroker.client.replica import Index, Replica
-from cubroker.protocol.errors import Unavailable
+from cubroker.client.waking import Waking
+from cubroker.protocol.errors import Invalid, NotFound, Retired, Unavailable, Unsupported
+from cubroker.protocol.messages import MAX_WAIT, Attach, Reply
 
 
 class Pool(Replica):
@@ -22,19 +25,21 @@ class Pool(Replica):
     Attributes:
         name: the pool's name.
         version: the version, from 1 on.
-        lease: the lease's number.
+        share: how its memory is shared.
     """
 
     def __init__(self, loan: Loan, mapped: Mapped, index: Index, name: str, version: int) -> None:
-        super().__init__(mapped, 0, index)
+        super().__init__(mapped, mapped.places, index)
         self.name = name
         self.version = version
-        self.lease = loan.lease
+        self.share = mapped.share
         self._loan = loan
         self._closing = RLock()  # a finalizer or a signal handler may close it in the middle
+        self._waking = RLock()
+        self._wanted = mapped.places[0].memory.uuid if len(mapped.places) == 1 else None
 
     def __repr__(self) -> str:
-        state = ", closed" if self.closed else ""
+        state = ", closed" if self.closed else ", asleep" if self.asleep else ""
         return f"<{type(self).__name__} {self.name!r} version {self.version}, {len(self)} tensors{state}>"
 
     def __enter__(self) -> Self:
@@ -48,8 +53,57 @@ class Pool(Replica):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the version on one device, padding included."""
-        return self.layout.nbytes
+        """Bytes that this pool has mapped, padding included: a whole version's, or those of one shard."""
+        return sum(self.layout.allocations[number] for number in self.allocations)
+
+    @property
+    def lease(self) -> int:
+        """The number of its lease; 0 while it is asleep."""
+        return self._loan.lease
+
+    @property
+    def asleep(self) -> bool:
+        """Whether :meth:`sleep` unmapped it."""
+        mapped = self._mapped
+        return mapped is not None and mapped.asleep
+
+    def sleep(self) -> None:
+        """Unmap the memory and give the lease back, but keep the addresses for :meth:`wake`; ``vmm`` pools only.
+
+        Work that was submitted to the devices is waited for. Arrays, framework tensors and captured CUDA graphs
+        that use the addresses may stay, and must not be used meanwhile: on a host device that ends the process.
+        Nothing keeps the version there: once it is retired or superseded, it can be gone. A pool that sleeps may sleep
+        again, and be closed.
+
+        Raises:
+            Unsupported: the pool is not shared as ``vmm``.
+            Invalid: it is closed or a draft, or tensors are being copied or are held; it stays awake.
+            DeviceFailure: not all of the memory could be unmapped; the lease stays.
+            TimedOut: the memory is unmapped, but the broker has not yet confirmed that the lease is over.
+        """
+        self._loan.owner.check()
+        with self._closing:
+            slept = self._fall_asleep()
+        with suppress(Unavailable):  # a broker that is gone holds no leases
+            self._loan.confirm(slept)
+
+    def wake(self, wait: float = 0.0) -> None:
+        """Lease the same version again and map it where it was; a pool that is awake stays so.
+
+        Args:
+            wait: seconds that the broker may let the request wait.
+
+        Raises:
+            Retired, NotFound: the version is not there any more. As with every failure, the pool stays asleep.
+            Invalid: it is closed.
+            CubrokerError: as :meth:`Broker.attach`.
+        """
+        self._loan.owner.check()
+        with self._waking:
+            if self.closed:
+                raise Invalid(f"{self._label} is closed in this process; attach again")
+            if self.asleep:
+                self._wake(Attach(self.name, self.version, self._wanted, seconds(wait)))
 
     @property
     def closed(self) -> bool:
@@ -82,3 +136,27 @@ class Pool(Replica):
 
     def _release(self) -> None:
         self._drop()
+
+    def _fall_asleep(self) -> Future[Reply]:
+        if self.share != "vmm":
+            raise Unsupported(f"{self._label} is shared as {self.share} and cannot sleep; create it with share='vmm'")
+        mapped = self._mapped
+        if mapped is None or not mapped.readonly:
+            what = "is closed in this process; attach again" if mapped is None else "cannot sleep; seal it first"
+            raise Invalid(f"{self._label} {what}")
+        if in_use := mapped.sleep():
+            raise Invalid(f"{self._label} cannot sleep while tensors of it are copied or held: {', '.join(in_use[:8])}")
+        return self._loan.sleep()
+
+    def _wake(self, body: Attach) -> None:
+        try:
+            Waking(self._loan).wake(body)
+        except (NotFound, Retired) as error:
+            raise type(error)(f"{self._label} cannot wake: {error.message}; close it, and attach again") from None
+
+
+def seconds(wait: float) -> float:
+    """Return a wait as requests have it; raises ``Invalid`` if it is none."""
+    if not 0 <= wait <= MAX_WAIT:
+        raise Invalid(f"a wait of {wait} seconds; it can be 0 to {MAX_WAIT:g}")
+    return float(wait)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import os
+from threading import RLock
 from typing import NoReturn, Protocol
 from weakref import WeakSet
 
@@ -58,6 +59,13 @@ class Inherited(Protocol):
 
 _known: WeakSet[Inherited] = WeakSet()
 
+_unforked = RLock()
+
+
+def unforked() -> RLock:
+    """Return what keeps other threads from forking this process while it is held, which must be short."""
+    return _unforked
+
 
 def register(session: Inherited) -> None:
     """Tell ``session`` of forks and of the interpreter's end, while it lives."""
@@ -75,5 +83,6 @@ def _exit() -> None:
         session.stop()
 
 
+os.register_at_fork(before=_unforked.acquire, after_in_parent=_unforked.release, after_in_child=_unforked.release)
 os.register_at_fork(after_in_child=_forked)
 atexit.register(_exit)

@@ -72,17 +72,10 @@ class Requests:
     def submit(self, body: Request) -> Future[Reply]:
         """Send a request without waiting. The future's result is the reply; :class:`Failed` is raised as its error.
 
-        Leases that come this way are the caller's own to open and close.
+        Leases that come this way are the caller's own to open and close; their descriptors are closed.
         """
         future: Future[Reply] = Future()
-
-        def settle(reply: Reply | CubrokerError) -> None:
-            if isinstance(reply, CubrokerError):
-                future.fail(reply)
-            else:
-                future.set(reply)
-
-        self.send(body, settle)
+        self.send(body, future.settle)
         return future
 
     def send(self, body: Request, settle: Settle) -> None:
@@ -116,17 +109,18 @@ class Requests:
         """Whether any request is unanswered."""
         return bool(self._pending)
 
-    def answer(self, answer: Answer) -> None:
-        """Settle the request that ``answer`` belongs to; one that was answered before is left alone."""
+    def answer(self, answer: Answer) -> bool:
+        """Settle the request that ``answer`` belongs to; one that was answered before is left alone (False)."""
         body = answer.body
         with self._lock:
             pending = self._pending.get(answer.id)
             if pending is None or (pending.insist and _refused_for_now(body)):
-                return
+                return False
             del self._pending[answer.id]
             if next(iter(self._pending), answer.id) < answer.id:
                 self._received.append(answer.id)
         pending.settle(from_code(body.code, body.message) if isinstance(body, Failed) else body)
+        return True
 
     def resend_all(self) -> None:
         """Put every unanswered request into the outbox, oldest first, and nothing else."""

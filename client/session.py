@@ -6,10 +6,11 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from socket import socket
 from threading import Lock
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from cubroker.client import devices, processes
 from cubroker.client.connection import Connection, Waker
+from cubroker.client.descriptors import Inbox
 from cubroker.client.futures import Future
 from cubroker.client.hello import greet
 from cubroker.client.janitor import Guard, Janitor, Task
@@ -67,11 +68,12 @@ class Session:
             undo.callback(waker.close)
             self.requests = Requests(secret, self.owner, waker.set)
             self.watches = Watches(self.requests)
+            self.inbox = Inbox()
             self.janitor = Janitor()
             undo.callback(self.janitor.stop)
             self.janitor.start()
             changed, lost = self.watches.changed, self.watches.fail
-            self._connection = Connection(channel, self.directory, waker, self.requests, changed, lost)
+            self._connection = Connection(channel, self.directory, waker, self.requests, self.inbox, changed, lost)
             undo.callback(self._connection.discard)
             # Should an interrupt come before anybody has this object, then its threads end with it.
             self.janitor.guard(self, _stopping(self._connection, self.janitor))
@@ -101,10 +103,9 @@ class Session:
         reply = self._wait(self.requests.submit(body), body, 0.0)
         return expect(reply, kind)
 
-    def borrow(self, body: Attach | Create) -> tuple[Loan, Attached | Created, Mapped]:
+    def borrow(self, body: Attach | Create, loan: Loan) -> tuple[Loan, Attached | Created, Mapped]:
         """Ask for a lease and map its memory. If the caller gives up, by time or by interrupt, it is given back."""
         self.owner.check()
-        loan = Loan(self)
         future = None
         try:
             with self._lock:
@@ -152,7 +153,7 @@ class Session:
             self._stop()
         self._left.set(not loans)
 
-    def end(self, guard: Guard) -> None:
+    def end(self, guard: Guard[Any]) -> None:
         """Have the janitor :meth:`leave`, as ``guard`` says, and wait for the end if no lease is left to wait for."""
         self.janitor.put(guard)
         with suppress(Unavailable):
@@ -179,6 +180,7 @@ class Session:
     def disown(self) -> None:
         """In a forked child: close what was inherited."""
         self._connection.disown()
+        self.inbox.disown()
 
     def _stop(self) -> None:
         self._connection.stop()

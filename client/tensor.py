@@ -10,7 +10,7 @@ from cubroker.client import devices, dlpack
 from cubroker.client.elements import ELEMENTS, carrier
 from cubroker.client.mapping import Mapped, Place
 from cubroker.client.processes import Unsendable
-from cubroker.driver import Device, DriverError
+from cubroker.driver import Context, Device, DriverError
 from cubroker.protocol import dtypes
 from cubroker.protocol.errors import Invalid, Unsupported
 
@@ -53,8 +53,18 @@ class SharedTensor(Unsendable):
 
     @property
     def device(self) -> Device:
-        """The device that holds it."""
+        """The device that uses it."""
         return self._place.context.device
+
+    @property
+    def memory_device(self) -> Device:
+        """The device in whose memory it is: another than ``device`` if it is reached as a peer's."""
+        return self._place.memory
+
+    @property
+    def context(self) -> Context:
+        """This process's context on ``device``."""
+        return self._place.context
 
     @property
     def readonly(self) -> bool:
@@ -78,7 +88,7 @@ class SharedTensor(Unsendable):
         Raises:
             Invalid: the memory was given back.
         """
-        lent = self._mapped.lend(self.name)
+        lent = self._mapped.lend(self.name, held=True)
         try:
             yield self._address
         finally:

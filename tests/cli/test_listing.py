@@ -20,7 +20,7 @@ from tests.cli.processes import run
 
 POOL_KEYS = [
     *("name", "version", "state", "nbytes", "tensors", "share", "devices", "durable", "leases", "owner"),
-    *("group", "mode"),
+    *("group", "mode", "sharded"),
 ]
 USER = pwd.getpwuid(os.getuid()).pw_name
 GROUP = grp.getgrgid(os.getgid()).gr_name
@@ -77,6 +77,7 @@ def test_ls_has_one_object_per_live_version(directory: Path, llama: str) -> None
         "owner": os.getuid(),
         "group": os.getgid(),
         "mode": 0o644,
+        "sharded": False,
     }
 
 

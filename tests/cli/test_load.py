@@ -46,6 +46,13 @@ def test_a_terminal_sees_the_same_line_in_the_end(directory: Path, path: Path) -
     assert "x@1: 6 tensors, " in written.splitlines()[-1]
 
 
+def test_a_load_can_be_shared_by_descriptor(directory: Path, path: Path) -> None:
+    assert run("load", "x", path, "--share", "vmm", "--device", "0,1", "--directory", directory).returncode == 0
+    with Broker(directory) as broker:
+        assert [(pool.share, len(pool.devices)) for pool in broker.pools()] == [("vmm", 2)]
+    assert run("verify", "x", path, "--directory", directory).returncode == 0
+
+
 def test_a_load_goes_to_the_devices_that_were_named_in_slabs_that_were_asked_for(directory: Path, path: Path) -> None:
     with Broker(directory) as broker:
         second = broker.devices()[1].uuid

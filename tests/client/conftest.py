@@ -8,6 +8,7 @@ import pytest
 from cubroker.client import Broker
 from cubroker.protocol import Layout
 from tests.brokers import BrokerProcess, eventually, serving
+from tests.client import shares
 
 _numbers = itertools.count()
 
@@ -17,6 +18,15 @@ def lender() -> Iterator[BrokerProcess]:
     """One broker for all tests that leave it as they found it; two host devices of 64 MiB."""
     with serving() as process:
         yield process
+
+
+@pytest.fixture(params=shares.KINDS)
+def share(request: pytest.FixtureRequest) -> Iterator[str]:
+    """A share kind, which is that of all pools in the test; see :mod:`tests.client.shares`."""
+    kind: str = request.param
+    shares.by_default(kind)
+    yield kind
+    shares.by_default("ipc")
 
 
 @pytest.fixture

@@ -13,6 +13,8 @@ PREAMBLE = """
 import os, signal, sys, threading
 from cubroker.client import Broker
 from cubroker.protocol import Layout
+from tests.client import shares
+shares.by_default(os.environ.get(shares.VARIABLE, "ipc"))
 directory = sys.argv[1]
 """
 

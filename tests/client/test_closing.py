@@ -18,6 +18,8 @@ from tests import checkpoints
 from tests.brokers import PATIENCE, BrokerProcess, eventually
 from tests.client.conftest import LAYOUT, leases, publish
 
+pytestmark = pytest.mark.usefixtures("share")
+
 
 @pytest.fixture
 def threads() -> Iterator[ThreadPoolExecutor]:

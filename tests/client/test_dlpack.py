@@ -16,6 +16,8 @@ from tests.brokers import eventually
 from tests.client.conftest import content, leases, publish
 from tests.client.test_tensor import EVERY, on_gpu
 
+pytestmark = pytest.mark.usefixtures("share")
+
 TORCH = {
     "BOOL": torch.bool,
     "U8": torch.uint8,

@@ -9,6 +9,8 @@ from cubroker.protocol.messages import Close
 from tests.brokers import eventually
 from tests.client.conftest import LAYOUT, content, leases, publish
 
+pytestmark = pytest.mark.usefixtures("share")
+
 
 def test_every_device_gets_its_own_copy(client: Broker, name: str) -> None:
     with client.create(name, LAYOUT, devices=(1, 0)) as draft:

@@ -10,6 +10,8 @@ from tests.brokers import PATIENCE, BrokerProcess, eventually, serving
 from tests.client.conftest import leases, publish
 from tests.client.scripts import run, start
 
+pytestmark = pytest.mark.usefixtures("share")
+
 
 def end(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     try:

@@ -33,7 +33,11 @@ MIB = 1 << 20
 THREE = Layout.pack([(name, "U8", (2 * MIB,)) for name in "abc"], slab=2 * MIB)
 """Three allocations."""
 
-OPENING = ("cuCtxPushCurrent", "cuIpcOpenMemHandle")
+OPENING = (
+    "cuCtxPushCurrent",
+    "cuIpcOpenMemHandle",
+    *("cuMemAddressReserve", "cuMemImportFromShareableHandle", "cuMemMap", "cuMemSetAccess"),
+)
 MANY = 1000
 
 SCARCE = """
@@ -200,7 +204,8 @@ def plan(client: Broker, monkeypatch: pytest.MonkeyPatch) -> Iterator[Plan]:
     """What is to fail of this process's driver, which is the host driver otherwise."""
     plan = Plan()
     first = client.driver.devices[0]
-    module = FaultyModule(host_module(len(client.driver.devices), first.total), plan)
+    count = len(client.driver.devices)
+    module = FaultyModule(host_module(count, first.total, count), plan)
     driver = Driver(module, client.driver.spec, host=True)
     monkeypatch.setitem(devices._drivers, driver.spec, driver)
     yield plan
@@ -213,6 +218,7 @@ def regions() -> int:
     return Path("/proc/self/maps").read_text().count("memfd:cubroker-host")
 
 
+@pytest.mark.usefixtures("share")
 @pytest.mark.parametrize(
     ("action", "status", "error"),
     [

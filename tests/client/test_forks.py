@@ -10,6 +10,8 @@ from tests.brokers import BrokerProcess, eventually
 from tests.client.conftest import leases, publish
 from tests.client.scripts import run
 
+pytestmark = pytest.mark.usefixtures("share")
+
 FORK = """
 import warnings
 warnings.simplefilter("ignore", DeprecationWarning)  # Python warns of a fork with threads; that is what is tested

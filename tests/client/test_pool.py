@@ -9,9 +9,12 @@ import pytest
 
 from cubroker.client import Broker
 from cubroker.driver import Context, DriverError
+from cubroker.driver.vmm import Reservation
 from cubroker.protocol.errors import DeviceFailure, Invalid, NotFound, OutOfMemory, Unavailable
 from tests.brokers import eventually
 from tests.client.conftest import LAYOUT, content, leases, publish
+
+pytestmark = pytest.mark.usefixtures("share")
 
 
 def test_a_closed_pool_is_of_no_use_and_may_be_closed_again(client: Broker, name: str) -> None:
@@ -106,6 +109,7 @@ def test_many_threads_may_close_one_pool(client: Broker, name: str) -> None:
     assert leases(client, name) == 0
 
 
+@pytest.mark.parametrize("share", ["ipc"], indirect=True)
 def test_memory_that_cannot_be_opened_leaves_nothing_open(
     client: Broker, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,22 +138,26 @@ def test_memory_that_cannot_be_opened_leaves_nothing_open(
 
 
 def test_memory_that_cannot_be_unmapped_stays_on_loan(
-    client: Broker, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    client: Broker, name: str, share: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     publish(client, name)
     pool = client.attach(name)
-    (pointer,) = (slab.pointer for slab in pool.slabs)
+    stuck: list[tuple[Any, ...]] = []
+    kind: Any = Context if share == "ipc" else Reservation
+    closing = kind.close
 
-    def close(context: Context, pointer: int) -> None:
-        raise DriverError("cuIpcCloseMemHandle", 700, "CUDA_ERROR_ILLEGAL_ADDRESS")
+    def close(*args: Any) -> None:
+        stuck.append(args)
+        raise DriverError("cuMemUnmap", 700, "CUDA_ERROR_ILLEGAL_ADDRESS")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Context, "close", close)
+        patch.setattr(kind, "close", close)
         with pytest.raises(DeviceFailure, match="unmapping the memory of lease"):
             pool.close()
     assert "given back when this process ends" in caplog.text
     assert leases(client, name) == 1
-    pool.context.close(pointer)
+    for args in stuck:
+        closing(*args)
     client.requests.submit(_close(pool.lease)).result(60)
 
 

@@ -146,8 +146,8 @@ class Gpu:
 
 def on_gpu(dtype: str, shape: tuple[int, ...], *, readonly: bool = True) -> tuple[SharedTensor, Gpu]:
     gpu: Any = Gpu()
-    place = Place(gpu, (0x7F0000000000,))
-    mapped = Mapped("pool 'p' version 1", (place,), readonly=readonly, finish=lambda: None)
+    place = Place(gpu, gpu.device, (0x7F0000000000,))
+    mapped = Mapped("pool 'p' version 1", (place,), "ipc", readonly=readonly, finish=lambda: None)
     return SharedTensor(mapped, place, "t", dtype, shape, 0x7F0000000100), gpu
 
 

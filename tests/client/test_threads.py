@@ -3,10 +3,14 @@ from __future__ import annotations
 import random
 import threading
 
+import pytest
+
 from cubroker.client import Broker
 from cubroker.protocol.errors import Exists, NotFound, Retired, TimedOut
 from cubroker.protocol.messages import Attach, Attached, Close, Done
 from tests.client.conftest import content, publish
+
+pytestmark = pytest.mark.usefixtures("share")
 
 
 def together(count: int, work: object) -> None:

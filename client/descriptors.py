@@ -1,0 +1,133 @@
+"""Descriptors that the broker hands over on the session socket, on their way to whoever maps their memory.
+
+A descriptor keeps memory on its device, so none may be lost: each is on the books from the moment that it is received
+until it is closed, and a forked child closes its copies of them.
+"""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from socket import CMSG_SPACE, MSG_CMSG_CLOEXEC, MSG_DONTWAIT, SCM_RIGHTS, SOL_SOCKET, socket
+
+from cubroker.client.hello import MAX_NOTICE
+from cubroker.client.processes import unforked
+from cubroker.protocol.errors import CubrokerError, DeviceFailure
+from cubroker.protocol.messages import DESCRIPTOR, MAX_DESCRIPTORS, Attached, Created, Descriptors, Reply
+
+SIZE = array("i").itemsize
+
+Deliver = Callable[[Sequence[int] | CubrokerError], None]
+"""Takes the descriptors of a lease, all of them and in order, or why there are none. Must be quick."""
+
+
+def due(reply: Attached | Created) -> int:
+    """Return how many descriptors come with a lease."""
+    return sum(replica.handles.count(DESCRIPTOR) for replica in reply.replicas)
+
+
+class _Lease:
+    """What has come for one lease so far."""
+
+    __slots__ = ("count", "deliver", "descriptors", "error", "left")
+
+    def __init__(self) -> None:
+        self.descriptors: list[int] = []
+        self.count = 0  # that were sent
+        self.error: CubrokerError | None = None
+        self.left = 0  # that have to be sent yet, once the answer has said so
+        self.deliver: Deliver | None = None
+
+
+class Inbox:
+    """The descriptors of one session. All but :meth:`close` and :meth:`disown` runs on the connection's thread."""
+
+    def __init__(self) -> None:
+        self._open: set[int] = set()
+        self._leases: dict[int, _Lease] = {}
+        self._unwanted: dict[int, int] = {}  # by lease, how many are still to come; the broker may drop them
+
+    def receive(self, channel: socket) -> tuple[bytes, list[int]]:
+        """Return the next message of a session socket, and the descriptors that came along.
+
+        Raises:
+            OSError: as ``recvmsg`` does.
+        """
+        with unforked():
+            data, ancillary, _, _ = channel.recvmsg(
+                MAX_NOTICE, CMSG_SPACE(MAX_DESCRIPTORS * SIZE), MSG_DONTWAIT | MSG_CMSG_CLOEXEC
+            )
+            descriptors = [
+                descriptor
+                for level, kind, rights in ancillary
+                if (level, kind) == (SOL_SOCKET, SCM_RIGHTS)
+                for descriptor in array("i", rights[: len(rights) // SIZE * SIZE])
+            ]
+            self._open.update(descriptors)
+        return data, descriptors
+
+    def put(self, notice: Descriptors, descriptors: Sequence[int]) -> None:
+        """Deliver descriptors that have come, or keep them until the lease's answer is there."""
+        if notice.lease in self._unwanted:
+            return self._discard(notice.lease, notice.count, descriptors)
+        lease = self._leases.setdefault(notice.lease, _Lease())
+        lease.descriptors += descriptors
+        lease.count += notice.count
+        if len(descriptors) < notice.count:  # the kernel could not give this process more of them
+            lease.error = DeviceFailure(
+                f"this process has no room for the {notice.count} descriptors of the memory that it asked for; raise"
+                f" its limit of open files (ulimit -n), or make pools of fewer and larger allocations"
+            )
+        return self._deliver(notice.lease)
+
+    def expect(self, lease: int, count: int, deliver: Deliver) -> None:
+        """Deliver the ``count`` descriptors of a lease, one at least, once all are there."""
+        waiting = self._leases.setdefault(lease, _Lease())
+        waiting.left, waiting.deliver = count, deliver
+        self._deliver(lease)
+
+    def settled(self, reply: Reply) -> None:
+        """An answer has come, and whoever wants the descriptors that belong to it has said so: nobody else will."""
+        if isinstance(reply, Attached | Created) and (count := due(reply)):
+            lease = self._leases.get(reply.lease)
+            if lease is None or lease.deliver is None:
+                self._leases.pop(reply.lease, None)
+                self._unwanted[reply.lease] = count
+                early = lease or _Lease()
+                self._discard(reply.lease, early.count, early.descriptors)
+
+    def fail(self, reason: CubrokerError) -> None:
+        """The connection is over: nothing comes any more."""
+        leases, self._leases = self._leases, {}
+        for lease in leases.values():
+            self.close(lease.descriptors)
+            if lease.deliver:
+                lease.deliver(reason.anew())
+
+    def close(self, descriptors: Iterable[int]) -> None:
+        """Close descriptors that were received, in any thread."""
+        for descriptor in descriptors:
+            with unforked():
+                os.close(descriptor)
+                self._open.discard(descriptor)
+
+    def disown(self) -> None:
+        """In a forked child: close what was inherited."""
+        while self._open:
+            os.close(self._open.pop())
+
+    def _deliver(self, number: int) -> None:
+        lease = self._leases[number]
+        if lease.deliver is None or lease.count < lease.left:
+            return
+        del self._leases[number]
+        if lease.error:
+            self.close(lease.descriptors)
+        lease.deliver(lease.error or tuple(lease.descriptors))
+
+    def _discard(self, lease: int, count: int, descriptors: Sequence[int]) -> None:
+        self.close(descriptors)
+        self._unwanted[lease] -= count
+        if self._unwanted[lease] <= 0:
+            del self._unwanted[lease]

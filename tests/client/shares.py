@@ -1,0 +1,19 @@
+"""How the tests' pools are shared where a test does not say so: those that use the fixture ``share`` run over all."""
+
+from __future__ import annotations
+
+import os
+
+from cubroker.client import Broker, loader
+
+KINDS = ("ipc", "vmm")
+VARIABLE = "CUBROKER_TESTS_SHARE"
+"""Tells the programs that tests start."""
+
+
+def by_default(share: str) -> None:
+    """Have pools of this process, and of programs that it starts from now on, shared in that way by default."""
+    os.environ[VARIABLE] = share
+    for function in (Broker.create, Broker.attach_or_create, loader.load):
+        assert function.__kwdefaults__
+        function.__kwdefaults__["share"] = share
