@@ -10,31 +10,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from cubroker.driver import guard
+from cubroker.driver.errors import DriverError
 
-class DriverError(Exception):
-    """A driver call failed.
-
-    Attributes:
-        call: the function, ``"cuMemAlloc"``.
-        status: its ``CUresult`` as a number.
-        name: that number's name, ``"CUDA_ERROR_OUT_OF_MEMORY"``.
-        detail: what it was asked for, or what to do about it; may be empty.
-    """
-
-    def __init__(self, call: str, status: int, name: str, detail: str = "") -> None:
-        super().__init__(call, status, name, detail)
-        self.call = call
-        self.status = status
-        self.name = name
-        self.detail = detail
-
-    def __str__(self) -> str:
-        return f"{self.call} failed with {self.name} ({self.status})" + (f": {self.detail}" if self.detail else "")
-
-    @property
-    def out_of_memory(self) -> bool:
-        """Whether the device had no room."""
-        return self.name == "CUDA_ERROR_OUT_OF_MEMORY"
+__all__ = ["Calls", "DriverError", "explained"]
 
 
 @contextmanager
@@ -42,6 +21,8 @@ def explained(texts: Mapping[str, str]) -> Iterator[None]:
     """Give the detail of a :class:`DriverError` in the words that ``texts`` has for its name, if it has any."""
     try:
         yield
+    except guard.MulticastOff:
+        raise  # it has words of its own
     except DriverError as error:
         if error.name not in texts:
             raise
@@ -51,7 +32,8 @@ def explained(texts: Mapping[str, str]) -> Iterator[None]:
 class Calls:
     """The functions of a driver-shaped module, by their own names: ``calls.cuMemAlloc(nbytes)``.
 
-    A function of one value returns it, one of several a tuple, one of none ``None``.
+    A function of one value returns it, one of several a tuple, one of none ``None``. Multicast functions of real
+    hardware are not called unless :mod:`cubroker.driver.guard` lets them, each time.
     """
 
     def __init__(self, module: Any) -> None:
@@ -59,7 +41,10 @@ class Calls:
         """The module itself, for its structs and enums."""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        checked = _checked(name, getattr(self.module, name), self.module.CUresult)
+        if name.startswith(guard.PREFIX):
+            checked = _guarded(name, self.module)
+        else:
+            checked = _checked(name, getattr(self.module, name), self.module.CUresult)
         setattr(self, name, checked)  # found without __getattr__ from now on
         return checked
 
@@ -70,6 +55,16 @@ def _checked(name: str, function: Callable[..., tuple[Any, ...]], results: Any) 
         if status != results.CUDA_SUCCESS:
             raise DriverError(name, int(status), results(status).name, _shown(args))
         return values[0] if len(values) == 1 else tuple(values) or None
+
+    return call
+
+
+def _guarded(name: str, module: Any) -> Callable[..., Any]:
+    """The guard comes first: of real hardware the function is not even looked up before."""
+
+    def call(*args: Any) -> Any:
+        guard.check(module, name)
+        return _checked(name, getattr(module, name), module.CUresult)(*args)
 
     return call
 

@@ -24,6 +24,9 @@ from cubroker.driver.host.vmm import Vmm
 class HostModule(Devices, Storage, Streams, Ipc, Peers, Vmm):
     """All functions of the host driver; structs, enums and constants are those of the bindings."""
 
+    emulated = True
+    """It is no real hardware; see :mod:`cubroker.driver.guard`."""
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("CU"):
             return getattr(cuda, name)

@@ -1,0 +1,202 @@
+"""No multicast call reaches real hardware while a setting says no. Hardware is a stand-in here, always."""
+
+from __future__ import annotations
+
+import ast
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cuda.bindings import driver as cuda
+
+from cubroker.driver import DriverError, guard
+from cubroker.driver.calls import Calls
+from cubroker.driver.guard import MulticastOff
+from cubroker.driver.host import HostModule
+
+ROOT = Path(__file__).parents[2]
+PRODUCT = ("cli", "client", "driver", "protocol", "server", "benchmarks", "examples", "deploy")
+FUNCTIONS = tuple(name for name in dir(cuda) if name.startswith("cuMulticast"))
+SETTINGS = ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS", "CUBROKER_MULTICAST")
+YES = {"CUBROKER_MULTICAST": "1"}
+
+NO = [
+    *(
+        ("NCCL_NVLS_ENABLE", value)
+        for value in ("0", " 0 ", "00", "0x0", "-0", "", "false", "off", "no", "true", "0.5")
+    ),
+    *(
+        (setting, value)
+        for setting in ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS")
+        for value in ("1", " 1 ", "2", "true", "TRUE", "yes", "on", "", "false", "no", "00")
+    ),
+    *(
+        ("CUBROKER_MULTICAST", value)
+        for value in (
+            "0",
+            " 0",
+            "00",
+            "false",
+            "False",
+            "off",
+            "no",
+            "n",
+            "never",
+            "",
+            " ",
+            "2",
+            "-1",
+            "maybe",
+            "yes no",
+        )
+    ),
+]
+
+
+class StandIn:
+    """Real hardware as far as anybody can tell. It only writes down what was looked up and called."""
+
+    CUresult = cuda.CUresult
+
+    def __init__(self) -> None:
+        self.touched: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("cu"):
+            raise AttributeError(name)
+        self.touched.append(name)
+        return self._answer
+
+    def _answer(self, *args: Any) -> tuple[Any, int]:
+        self.touched.append("called")
+        return cuda.CUresult.CUDA_SUCCESS, 7
+
+
+class Subclass(HostModule):
+    """A host driver that does not own up to being one."""
+
+    emulated = False
+
+
+@pytest.fixture
+def hardware(monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    for setting in SETTINGS:
+        monkeypatch.delenv(setting, raising=False)
+    return StandIn()
+
+
+def refused(hardware: Any, setting: str) -> str:
+    """Try every function; return what the refusals say, all about this setting."""
+    calls = Calls(hardware)
+    texts = set()
+    for name in FUNCTIONS:
+        with pytest.raises(MulticastOff, match=f"^{name} was not called: ") as caught:
+            getattr(calls, name)(1, 2, 3)
+        assert (caught.value.call, caught.value.setting) == (name, setting)
+        assert (caught.value.status, caught.value.name) == (800, "CUDA_ERROR_NOT_PERMITTED")
+        texts.add(str(caught.value).partition(": ")[2])
+    (text,) = texts
+    return text
+
+
+@pytest.mark.parametrize(("setting", "value"), NO)
+def test_no_call_is_made_while_a_setting_says_no(
+    hardware: StandIn, monkeypatch: pytest.MonkeyPatch, setting: str, value: str
+) -> None:
+    for name, text in (YES | {setting: value}).items():
+        monkeypatch.setenv(name, text)
+    assert len(FUNCTIONS) >= 6
+    assert f"{setting}={value} says no" in refused(hardware, setting)
+    assert hardware.touched == []
+
+
+def test_no_call_is_made_before_somebody_has_said_yes(hardware: StandIn) -> None:
+    text = refused(hardware, "CUBROKER_MULTICAST")
+    assert text == "multicast is off on real hardware unless CUBROKER_MULTICAST=1 says yes"
+    assert hardware.touched == []
+
+
+@pytest.mark.parametrize("value", ["1", " 1\n", "true", "True", "YES", "y", "on"])
+def test_a_yes_lets_calls_pass_where_nobody_else_says_no(
+    hardware: StandIn, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setenv("CUBROKER_MULTICAST", value)
+    for name, text in zip(SETTINGS, ("2", "0", " 0 "), strict=False):
+        monkeypatch.setenv(name, text)
+    assert Calls(hardware).cuMulticastCreate("properties") == 7
+    assert hardware.touched == ["cuMulticastCreate", "called"]
+
+
+@pytest.mark.parametrize("value", ["1", "2", "0x1", "+3", " 1"])
+def test_what_nccl_takes_for_a_yes_is_no_objection(hardware: StandIn, value: str) -> None:
+    assert guard.objection(YES | {"NCCL_NVLS_ENABLE": value}) is None
+
+
+def test_a_no_is_heard_when_it_comes_later(hardware: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBROKER_MULTICAST", "1")
+    calls = Calls(hardware)
+    function = calls.cuMulticastCreate
+    function("properties")
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
+    for again in (function, calls.cuMulticastCreate):
+        with pytest.raises(MulticastOff, match="NCCL_NVLS_ENABLE=0 says no"):
+            again("properties")
+    assert hardware.touched == ["cuMulticastCreate", "called"]
+
+
+@pytest.mark.parametrize("claim", [None, False, 1, "yes"])
+def test_what_does_not_say_that_it_is_emulated_is_hardware(hardware: StandIn, claim: Any) -> None:
+    vars(hardware)["emulated"] = claim
+    refused(hardware, "CUBROKER_MULTICAST")
+    refused(Subclass(2, 4 << 20), "CUBROKER_MULTICAST")
+    assert hardware.touched == []
+    assert not guard.emulated(cuda)
+
+
+def test_the_host_driver_needs_no_permission(monkeypatch: pytest.MonkeyPatch) -> None:
+    for setting, value in zip(SETTINGS, ("0", "1", "1", "0"), strict=True):
+        monkeypatch.setenv(setting, value)
+    guard.check(HostModule(2, 4 << 20), "cuMulticastCreate")
+
+
+def test_a_refusal_is_an_error_of_the_driver_and_travels(hardware: StandIn) -> None:
+    with pytest.raises(DriverError) as caught:
+        Calls(hardware).cuMulticastUnbind()
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+# -- nothing goes past it ------------------------------------------------------------------------------
+
+
+def product() -> dict[str, str]:
+    """The text of every file that is not a test, by its path."""
+    files = [path for folder in PRODUCT for path in (ROOT / folder).rglob("*") if path.suffix not in (".pyc", ".json")]
+    return {str(path.relative_to(ROOT)): path.read_text() for path in files if path.is_file()}
+
+
+def mentioning(pattern: str) -> set[str]:
+    return {path for path, text in product().items() if re.search(pattern, text)}
+
+
+def test_the_functions_are_named_in_the_driver_layer_alone() -> None:
+    allowed = {"driver/guard.py", "driver/multicast.py", "driver/host/multicast.py"}
+    assert "driver/guard.py" in mentioning("cuMulticast") <= allowed
+
+
+def test_nothing_takes_functions_from_a_module_past_the_checked_calls() -> None:
+    """Nor finds them in another way: the bindings are named where a driver is loaded, and for host devices' types."""
+    assert mentioning(r"module\.cu[A-Z]|cuGetProcAddress|libcuda\.so|dlsym|cuda\.core|symmetric_memory") == set()
+    bindings = mentioning(r"(from|import) +cuda\b|import_module\(.*cuda")
+    assert {path for path in bindings if not path.startswith("driver/host/")} == {"driver/load.py"}
+    for path in bindings - {"driver/load.py"}:
+        for node in ast.walk(ast.parse((ROOT / path).read_text())):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "cuda":
+                assert node.attr.startswith("CU"), f"{path} calls {node.attr} of the bindings"
+
+
+def test_no_test_on_a_gpu_makes_a_multicast_call() -> None:
+    """Not even by importing the tests that run on host devices."""
+    for path in (ROOT / "tests" / "gpu").rglob("*.py"):
+        assert "multicast" not in path.read_text().lower(), path
