@@ -27,12 +27,12 @@ class Mapped:
 
     def __init__(self, context: Context, nbytes: int) -> None:
         self._context = context
-        self._nbytes = nbytes
+        self.nbytes = nbytes
         self._pointer = context.allocate(nbytes)
 
     def share(self) -> bytes:
         """Return the handle, once it is cleared: nobody may read what was there."""
-        self._context.clear(self._pointer, self._nbytes)
+        self._context.clear(self._pointer, self.nbytes)
         return self._context.export(self._pointer)
 
     def release(self) -> None:
@@ -44,6 +44,7 @@ class Unmapped:
     """An allocation without an address here, which others map with ``descriptor``."""
 
     def __init__(self, driver: Driver, index: int, nbytes: int) -> None:
+        self.nbytes = nbytes
         self._physical = driver.create(index, nbytes)
         self.descriptor = -1
 
