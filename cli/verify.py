@@ -28,18 +28,20 @@ def command(reference: options.Reference, paths: tuple[Path, ...], directory: Pa
     """
     with Broker(directory) as broker:
         info, _ = broker.describe(*reference)
-        found = {uuid: _compare(broker, info, uuid, paths) for uuid in info.devices}
+        # The shards of all devices are one copy.
+        copies = [None] if info.sharded else list(info.devices)
+        found = {uuid: _compare(broker, info, uuid, paths) for uuid in copies}
     title = f"{info.name}@{info.version}"
-    differences = [f"{uuid}: {line}" for uuid, outcome in found.items() for line in outcome.differences]
+    differences = [f"{uuid or title}: {line}" for uuid, outcome in found.items() for line in outcome.differences]
     for line in differences[:SHOWN]:
         text.say(text.printable(line))
     if differences:
         raise CubrokerError(f"{title} is not what the files hold: {text.count(len(differences), 'difference')}")
-    first = found[info.devices[0]]
+    first = found[copies[0]]
     places = "" if len(found) == 1 else f", on {len(found)} devices"
     text.say(f"{title}: {text.count(first.tensors, 'tensor')}, {text.size(first.nbytes)}, equal to the files{places}")
 
 
-def _compare(broker: Broker, info: PoolInfo, uuid: str, paths: tuple[Path, ...]) -> Verified:
-    with progress(f"comparing {info.name}@{info.version} on {uuid}") as report:
+def _compare(broker: Broker, info: PoolInfo, uuid: str | None, paths: tuple[Path, ...]) -> Verified:
+    with progress(f"comparing {info.name}@{info.version}" + (f" on {uuid}" if uuid else "")) as report:
         return verify(broker, info.name, paths, version=info.version, device=uuid, progress=report)

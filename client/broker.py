@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
@@ -111,14 +111,26 @@ class Broker(Unsendable):
 
     # -- pools -------------------------------------------------------------------------------------
 
-    def attach(self, name: str, *, version: int | None = None, device: Device | None = None, wait: float = 0.0) -> Pool:
+    def attach(
+        self,
+        name: str,
+        *,
+        version: int | None = None,
+        device: Device | None = None,
+        wait: float = 0.0,
+        peer: bool = False,
+    ) -> Pool:
         """Lease a published version and map its memory: one round trip, one driver call per allocation.
 
         Args:
             name: the pool.
             version: which one; by default the current one.
-            device: on which device; by default the pool's only one.
+            device: on which device; by default a replicated pool's only one. Of a sharded pool it gets what is on that
+                device, and by default every tensor, each on its own device.
             wait: seconds to wait for its publication.
+            peer: where ``device`` has nothing of the pool, whether it shall use the memory of another one that it
+                reaches directly, over the fastest link there is. The tensors are ``device``'s then;
+                ``pool.memory_device`` says where they lie.
 
         Raises:
             NotFound: no such pool, version or device.
@@ -126,12 +138,15 @@ class Broker(Unsendable):
             Denied: the pool's mode keeps this user from reading it.
             OverQuota: this session, or this user, holds as many leases as it may.
             TimedOut: it was not published in ``wait`` seconds.
-            Invalid: the pool is on several devices and ``device`` does not say which.
+            Invalid: the pool is on several devices and ``device`` does not say which; or ``peer`` without ``device``.
             OutOfMemory, DeviceFailure: the memory could not be mapped.
         """
         names.check(name)
+        if peer and device is None:
+            raise Invalid(f"attach to {name!r} with peer=True: say with `device` which device shall reach it")
         uuid = None if device is None else self._ready(device)
-        body = Attach(name, _version(version), uuid, seconds(wait))
+        peers = local.reachable(self.driver, uuid) if peer and uuid else ()
+        body = Attach(name, _version(version), uuid, seconds(wait), peers)
         loan, reply, mapped = self._session.borrow(body, Loan(self._session))
         return self._pool(loan, expect(reply, Attached), mapped)
 
@@ -144,19 +159,24 @@ class Broker(Unsendable):
         share: str = "ipc",
         wait: float = 0.0,
         mode: int | None = None,
+        plan: Mapping[str, Device] | None = None,
     ) -> Draft:
         """Open a draft of the pool's next version and map its memory.
 
         Args:
             name: the pool, new or not.
             layout: its tensors, from :meth:`Layout.pack` or another pool.
-            devices: each gets a copy of every allocation.
+            devices: each gets a copy of every allocation, unless there is a ``plan``.
             share: how the memory is shared.
             wait: seconds to wait for other writers of the pool, and for room.
             mode: who may attach (read) and publish and retire (write), like a file's: ``0o640``. By default a pool
                 keeps its mode, and a new one gets the broker's default.
+            plan: for every tensor by name, which of ``devices`` it lies on, and no other: the pool is sharded. The
+                layout must have tensors of different devices in different allocations, as those have that
+                ``Layout.pack(..., groups=plan)`` makes.
 
         Raises:
+            Invalid: the plan does not fit the layout or the devices.
             Exists: somebody else is writing a version of it.
             Denied: it is another user's, whose mode keeps this one from writing.
             OverBudget: there is no room on a device.
@@ -165,7 +185,7 @@ class Broker(Unsendable):
             Unsupported: no such share kind.
             OutOfMemory, DeviceFailure: the memory could not be allocated or mapped.
         """
-        loan, reply, mapped = self._create(name, layout, devices, share, wait, None, mode)
+        loan, reply, mapped = self._create(name, layout, devices, share, wait, None, mode, plan)
         return self._draft(loan, expect(reply, Created), mapped, layout)
 
     def attach_or_create(
@@ -270,6 +290,7 @@ class Broker(Unsendable):
         wait: float,
         attach: Device | None,
         mode: int | None,
+        plan: Mapping[str, Device] | None = None,
     ) -> tuple[Loan, Attached | Created, Mapped]:
         names.check(name)
         layout.check()
@@ -277,8 +298,16 @@ class Broker(Unsendable):
             raise Invalid(f"no device to create pool {name!r} on; name one at least")
         uuids = tuple(self._ready(device) for device in devices)
         here = None if attach is None else self._ready(attach)
-        body = Create(name, layout.encode(), uuids, share, seconds(wait), here, _mode(mode))
+        spread = None if plan is None else self._spread(layout, plan, uuids)
+        body = Create(name, layout.encode(), uuids, share, seconds(wait), here, _mode(mode), spread)
         return self._session.borrow(body, Loan(self._session, layout))
+
+    def _spread(self, layout: Layout, plan: Mapping[str, Device], uuids: Sequence[str]) -> tuple[int, ...]:
+        """Return the place in ``uuids`` of each allocation's device."""
+        known = {device: local.find(self.driver, device).uuid for device in set(plan.values())}
+        if strangers := {device for device, uuid in known.items() if uuid not in uuids}:
+            raise Invalid(f"the plan places tensors on {strangers}, which `devices` does not name")
+        return tuple(map(uuids.index, layout.spread({name: known[device] for name, device in plan.items()})))
 
     def _pool(self, loan: Loan, reply: Attached, mapped: Mapped) -> Pool:
         return self._keep(Pool(loan, mapped, decode(reply.layout), reply.name, reply.version))

@@ -7,6 +7,7 @@ from threading import Lock
 
 from cubroker.driver import Context, Device, Driver, DriverError, load
 from cubroker.protocol.errors import CubrokerError, DeviceFailure, NotFound, OutOfMemory, Unavailable
+from cubroker.protocol.messages import MAX_DEVICES
 
 _drivers: dict[str, Driver] = {}
 _lock = Lock()
@@ -66,6 +67,22 @@ def context(driver: Driver, device: int | str) -> Context:
         return driver.context(found.index)
     except DriverError as error:
         raise failure(error, f"a context on {found.name} ({found.uuid})") from error
+
+
+def reachable(driver: Driver, device: int | str) -> tuple[str, ...]:
+    """Return the UUIDs of the other devices whose memory a device reaches directly, over the fastest links first.
+
+    Raises:
+        NotFound: this process sees no such device.
+        DeviceFailure: the driver refused to tell.
+    """
+    found = find(driver, device)
+    try:
+        links = [(driver.peers.link(found.index, other.index), other) for other in driver.devices if other != found]
+    except DriverError as error:
+        raise failure(error, f"the peers of {found.name} ({found.uuid})") from error
+    near = [(link.performance_rank, other.index, other.uuid) for link, other in links if link.access]
+    return tuple(uuid for *_, uuid in sorted(near)[:MAX_DEVICES])
 
 
 def failure(error: DriverError | CubrokerError | ValueError, asked: str) -> CubrokerError:

@@ -53,11 +53,13 @@ def state_dict(pool: Pool) -> dict[str, torch.Tensor]:
     The tensors keep the memory mapped, and the lease with it, until the last of them is gone, whatever becomes
     of ``pool``. Do not write to them: everybody sees the same bytes.
     """
-    flats = [from_dlpack(slab) for slab in pool.slabs]
+    flats = {number: from_dlpack(slab) for number, slab in zip(pool.allocations, pool.slabs, strict=True)}
     typed: dict[tuple[int, str], torch.Tensor] = {}
     strides: dict[tuple[int, ...], tuple[int, ...]] = {}
     state: dict[str, torch.Tensor] = {}
     for spec in pool.layout.tensors:
+        if spec.allocation not in flats:  # the shard of another device
+            continue
         dtype, shape = spec.dtype, spec.shape
         if dtype in _PACKED:
             dtype, shape = _in_bytes(spec)

@@ -15,7 +15,7 @@ from cubroker.client.devices import failure
 from cubroker.client.filling import Progress, join, thread_count
 from cubroker.client.pool import Pool
 from cubroker.client.rings import CHUNK, at_address
-from cubroker.driver import DriverError
+from cubroker.driver import Context, DriverError
 from cubroker.protocol import TensorSpec
 
 _memcmp = ctypes.CDLL(None).memcmp
@@ -67,7 +67,7 @@ def verify(
         name: the pool.
         paths: what :meth:`Checkpoint.open` takes.
         version: by default the current one.
-        device: which device's copy; by default the only one.
+        device: which device's copy, or shard; by default the only copy, or all shards.
         progress: called by this thread, now and then, with bytes done and bytes in all.
 
     Raises:
@@ -78,7 +78,9 @@ def verify(
         common = [
             (entry, spec)
             for entry in checkpoint.entries
-            if (spec := specs.get(entry.name)) and (spec.dtype, spec.shape) == (entry.dtype, entry.shape)
+            if (spec := specs.get(entry.name))
+            and (spec.dtype, spec.shape) == (entry.dtype, entry.shape)
+            and entry.name in pool
         ]
         try:
             differences = [*_structural(checkpoint, specs), *_contents(checkpoint, pool, common, progress)]
@@ -141,15 +143,16 @@ class _Comparer:
 
     def __init__(self, checkpoint: Checkpoint, pool: Pool, count: int) -> None:
         self._files = checkpoint.files
-        self._context = pool.context
-        self._slabs = pool.slabs  # they keep the memory mapped, whoever closes the pool
+        # They keep the memory mapped, whoever closes the pool.
+        self._slabs = dict(zip(pool.allocations, pool.slabs, strict=True))
         self._buffers: SimpleQueue[tuple[bytearray, bytearray]] = SimpleQueue()
+        host = all(slab.context.host for slab in self._slabs.values())
         for _ in range(count):
-            self._buffers.put((bytearray(CHUNK), bytearray(0 if pool.context.host else CHUNK)))
+            self._buffers.put((bytearray(CHUNK), bytearray(0 if host else CHUNK)))
 
     def close(self) -> None:
         """Let the memory go; a traceback may keep this object for long."""
-        self._slabs = ()
+        self._slabs = {}
 
     def first_difference(self, piece: _Piece) -> int | None:
         """Return the first byte of the tensor, within the piece, that is not as in the file."""
@@ -165,12 +168,16 @@ class _Comparer:
 
     def _held(self, piece: _Piece, buffer: bytearray) -> memoryview:
         """Return the pool's bytes: themselves on a host device, a copy on a GPU."""
-        pointer = self._slabs[piece.spec.allocation].pointer + piece.spec.offset + piece.done
-        if self._context.host:
+        context, pointer = self._find(piece)
+        if context.host:
             return at_address(pointer, piece.count)
         held = memoryview(buffer)[: piece.count]
-        self._context.read_into(pointer, held)
+        context.read_into(pointer, held)
         return held
+
+    def _find(self, piece: _Piece) -> tuple[Context, int]:
+        slab = self._slabs[piece.spec.allocation]  # not in a frame that may fail, whose traceback would keep it
+        return slab.context, slab.pointer + piece.spec.offset + piece.done
 
 
 def _first_difference(one: memoryview, other: memoryview) -> int | None:

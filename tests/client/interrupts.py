@@ -81,6 +81,14 @@ def attach(broker: Broker, name: str) -> None:
     pool.close()
 
 
+def sleep(broker: Broker, name: str) -> None:
+    with broker.attach("shared") as pool:
+        pool.sleep()
+        pool.wake()
+        pool["a"].tobytes()
+        pool.sleep()
+
+
 def publish(broker: Broker, name: str) -> None:
     with broker.create(name, LAYOUT) as draft:
         draft["a"].copy_from(bytes(400))
@@ -138,7 +146,7 @@ def main(directory: str, what: str) -> None:
     # A socket that was made and that nobody has yet is closed by its death, with a warning.
     warnings.simplefilter("ignore", ResourceWarning)
     with Broker(directory) as observer:
-        with observer.create("shared", LAYOUT) as draft:
+        with observer.create("shared", LAYOUT, share="vmm" if what == "sleep" else "ipc") as draft:
             draft.seal()
         work(observer if what != "close" else Broker(directory), "warm")  # imports and contexts are made by now
         threads = threading.active_count()

@@ -1,0 +1,170 @@
+"""Pools on other devices than the worker's, and on several."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cubroker.client import Broker
+from cubroker.client.torch import state_dict
+from cubroker.client.verify import verify
+from cubroker.protocol import Layout
+from cubroker.protocol.errors import Invalid, NotFound
+from tests import checkpoints
+from tests.brokers import eventually, serving
+from tests.client.conftest import LAYOUT, content, leases, publish
+
+pytestmark = pytest.mark.usefixtures("share")
+
+PLAN = {"a": 0, "b": 1, "c": 0, "none": 1}
+TENSORS = [("a", "U8", (300,)), ("b", "F32", (8,)), ("c", "BF16", (3, 5)), ("none", "I64", (0,))]
+SHARDED = Layout.pack(TENSORS, groups=PLAN)
+
+
+@pytest.fixture(scope="module")
+def islands() -> Iterator[Path]:
+    """A broker whose four devices reach each other in twos."""
+    with serving("host:4@16MiB/2") as broker:
+        yield broker.directory
+
+
+# -- peers -----------------------------------------------------------------------------------------
+
+
+def test_a_pool_on_a_peer_is_reached_from_the_workers_own_device(client: Broker, name: str) -> None:
+    publish(client, name, devices=(1,))
+    near, far = client.driver.devices
+    with pytest.raises(NotFound, match="reach it from here over peer access"):
+        client.attach(name, device=0)
+    with client.attach(name, device=0, peer=True) as pool:
+        assert (pool.device, pool.memory_device, pool.context.device) == (near, far, near)
+        tensor = pool["weight"]
+        assert (tensor.device, tensor.memory_device) == (near, far)
+        assert tensor.tobytes() == content("weight", 128)
+        assert tensor.numpy().tobytes() == content("weight", 128)
+        if pool.share == "vmm":
+            pool.sleep()
+            pool.wake()
+            assert pool.device == near
+            assert tensor.tobytes() == content("weight", 128)
+        del tensor
+    assert leases(client, name) == 0
+
+
+def test_what_is_on_the_workers_own_device_is_not_taken_from_a_peer(client: Broker, name: str) -> None:
+    publish(client, name, devices=(1, 0))
+    with client.attach(name, device=0, peer=True) as pool:
+        assert pool.device == pool.memory_device == client.driver.devices[0]
+
+
+def test_what_no_device_reaches_is_refused_before_it_is_touched(islands: Path, name: str) -> None:
+    with Broker(islands) as client:
+        publish(client, name, devices=(2,))
+        with client.attach(name, device=3, peer=True) as pool:
+            assert (pool.device.index, pool.memory_device.index) == (3, 2)
+        with pytest.raises(NotFound, match=r"nor on one that it can reach.*attach there, or load it here"):
+            client.attach(name, device=0, peer=True)
+        assert leases(client, name) == 0
+        client.retire(name)
+
+
+def test_a_peer_has_to_be_somebodys(client: Broker, name: str) -> None:
+    with pytest.raises(Invalid, match="say with `device` which device shall reach it"):
+        client.attach(name, peer=True)
+
+
+# -- shards ----------------------------------------------------------------------------------------
+
+
+def publish_sharded(client: Broker, name: str) -> None:
+    with client.create(name, SHARDED, devices=(0, 1), plan=PLAN) as draft:
+        assert [tensor.device.index for tensor in draft.values()] == [0, 1, 0, 1]
+        assert [list(shard) for shard in draft.replicas] == [["a", "c"], ["b", "none"]]
+        assert [shard.device.index for shard in draft.replicas] == [0, 1]
+        for tensor in draft.values():
+            tensor.copy_from(content(tensor.name, tensor.nbytes))
+        draft.seal()
+
+
+def test_every_tensor_of_a_sharded_pool_is_on_its_own_device(client: Broker, name: str) -> None:
+    publish_sharded(client, name)
+    (info,) = client.pools()
+    assert (info.sharded, len(info.devices), info.nbytes) == (True, 2, SHARDED.nbytes)
+    with client.attach(name) as pool:
+        assert [device.index for device in pool.devices] == [0, 1]
+        assert {each: tensor.device.index for each, tensor in pool.items()} == PLAN
+        assert all(tensor.tobytes() == content(each, tensor.nbytes) for each, tensor in pool.items())
+        assert (pool.nbytes, pool.allocations, len(pool.slabs)) == (SHARDED.nbytes, (0, 1), 2)
+        for ask in (lambda: pool.device, lambda: pool.context, lambda: pool.memory_device):
+            with pytest.raises(Invalid, match=f"pool '{name}' version 1 is spread over devices 0, 1; ask each"):
+                ask()
+        assert list(state_dict(pool)) == list(PLAN)
+        if pool.share == "vmm":
+            where = [tensor.pointer for tensor in pool.values()]
+            pool.sleep()
+            pool.wake()
+            assert [tensor.pointer for tensor in pool.values()] == where
+            assert pool["b"].tobytes() == content("b", 32)
+
+
+def test_a_worker_may_take_the_shard_of_its_device_alone(client: Broker, name: str) -> None:
+    publish_sharded(client, name)
+    with client.attach(name, device=1) as pool:
+        assert (list(pool), len(pool), pool.device.index) == (["b", "none"], 2, 1)
+        assert "a" not in pool
+        with pytest.raises(KeyError):
+            pool["a"]
+        assert (pool.layout, pool.allocations, pool.nbytes) == (SHARDED, (1,), SHARDED.allocations[1])
+        assert [slab.name for slab in pool.slabs] == ["slab 1"]
+        state: dict[str, Any] = state_dict(pool)
+        assert list(state) == ["b", "none"]
+        assert bytes(state["b"].view(torch.uint8).numpy().tobytes()) == content("b", 32)
+        del state
+        if pool.share == "vmm":
+            pool.sleep()
+            pool.wake()
+            assert list(pool) == ["b", "none"]
+
+
+def test_a_sharded_draft_that_is_left_leaves_nothing(client: Broker, name: str) -> None:
+    with client.create(name, SHARDED, devices=(1, 0), plan=PLAN) as draft:
+        assert [shard.device.index for shard in draft.replicas] == [1, 0]
+        assert sum(device.allocated for device in client.devices()) == 4 << 20
+    eventually(lambda: not any(device.allocated for device in client.devices()), "the memory to return")
+
+
+@pytest.mark.parametrize(
+    ("layout", "devices", "plan", "says"),
+    [
+        (LAYOUT, (0, 1), {"weight": 0, "bias": 1, "scale": 0, "none": 0}, r"share allocation 0; .*groups="),
+        (SHARDED, (0,), PLAN, r"the plan places tensors on \{1\}, which `devices` does not name"),
+        (SHARDED, (0, 1), {"a": 0, "b": 1, "c": 0}, "nothing says where tensor 'none' belongs"),
+        (SHARDED, (0, 1), {**PLAN, "d": 0}, "the layout has no tensor 'd'"),
+        (SHARDED, (0, 1), dict.fromkeys(PLAN, 0), "puts nothing on"),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_refused(
+    client: Broker, name: str, layout: Layout, devices: tuple[int, ...], plan: dict[str, int], says: str
+) -> None:
+    with pytest.raises(Invalid, match=says):
+        client.create(name, layout, devices=devices, plan=plan)
+
+
+def test_a_sharded_pool_is_verified_whole_and_shard_by_shard(client: Broker, tmp_path: Path, name: str) -> None:
+    publish_sharded(client, name)
+    tensors = {
+        each: (dtype, shape, content(each, spec.nbytes))
+        for (each, dtype, shape), spec in zip(TENSORS, SHARDED.tensors, strict=True)
+    }
+    path = checkpoints.write(tmp_path / "m.safetensors", tensors)
+    found = verify(client, name, path)
+    assert (found.tensors, found.differences) == (4, ())
+    shard = verify(client, name, path, device=1)
+    assert (shard.tensors, shard.nbytes, shard.differences) == (2, 32, ())
+    tensors["b"] = ("F32", (8,), bytes(32))
+    path = checkpoints.write(tmp_path / "other.safetensors", tensors)
+    assert verify(client, name, path).differences == ("tensor 'b' differs, first in byte 0 of its 32",)
