@@ -7,10 +7,13 @@ same functions; nothing above can tell which, except by asking ``host``.
 
 from cubroker.driver.calls import DriverError
 from cubroker.driver.context import Context, Device
+from cubroker.driver.guard import MulticastOff
 from cubroker.driver.load import Driver, load
+from cubroker.driver.multicast import Granularity, Multicast
 from cubroker.driver.peers import Link, Peers
 from cubroker.driver.stream import Event, Pinned, Stream
 from cubroker.driver.vmm import Physical, Reservation
+from cubroker.driver.window import Window
 
 __all__ = [
     "Context",
@@ -18,11 +21,15 @@ __all__ = [
     "Driver",
     "DriverError",
     "Event",
+    "Granularity",
     "Link",
+    "Multicast",
+    "MulticastOff",
     "Peers",
     "Physical",
     "Pinned",
     "Reservation",
     "Stream",
+    "Window",
     "load",
 ]

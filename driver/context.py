@@ -13,6 +13,7 @@ from cubroker.driver.buffers import address
 from cubroker.driver.calls import Calls, DriverError, explained
 from cubroker.driver.stream import HANDLE_BYTES, Event, Pinned, Stream
 from cubroker.driver.vmm import Reservation
+from cubroker.driver.window import Window
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
@@ -162,6 +163,14 @@ class Context:
     def reserve(self, nbytes: int) -> Reservation:
         """Reserve addresses for memory to be mapped at; the caller closes the range. See :meth:`Driver.create`."""
         return Reservation(self, nbytes)
+
+    def window(self, nbytes: int) -> Window:
+        """Reserve addresses for a multicast object of ``nbytes`` bytes to be mapped at; the caller closes it.
+
+        Raises:
+            MulticastOff: a setting says no to multicast on real hardware.
+        """
+        return Window(self, nbytes)
 
     def _refusals(self) -> dict[str, str]:
         return {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import threading
+from collections.abc import Sequence
 from typing import Any
 from uuid import UUID
 
@@ -12,6 +13,7 @@ from cubroker.driver import vmm
 from cubroker.driver.calls import Calls, DriverError
 from cubroker.driver.context import Context, Device
 from cubroker.driver.host import BLOCK, host_module
+from cubroker.driver.multicast import Granularity, Multicast, granularity, obstacle
 from cubroker.driver.peers import Peers
 
 MAX_HOST_DEVICES = 64
@@ -86,6 +88,25 @@ class Driver:
     def fabric(self, index: int) -> bool:
         """Whether that device's memory can be shared by fabric handle; see :func:`vmm.fabric`."""
         return vmm.fabric(self._calls, self._device(index).index)
+
+    def multicast(self, indices: Sequence[int], nbytes: int) -> Multicast:
+        """Make a multicast object of these devices for ``nbytes`` bytes each, rounded up; the caller releases it.
+
+        No context is made or needed.
+
+        Raises:
+            DriverError: it cannot be had; see :func:`multicast.unavailable`.
+        """
+        return Multicast(self._calls, [self._device(index).index for index in indices], nbytes)
+
+    def multicast_granularity(self, indices: Sequence[int], nbytes: int) -> Granularity:
+        """Return the granularity of such an object."""
+        devices = [self._device(index).index for index in indices]
+        return granularity(self._calls, len(devices), nbytes)
+
+    def multicast_obstacle(self, index: int) -> str | None:
+        """Return why that device can have no part in multicast here, or None; see :func:`multicast.obstacle`."""
+        return obstacle(self._calls, self._device(index).index)
 
     def close(self) -> None:
         """Let go of all contexts. What is still allocated or open in them goes, unless others hold them too."""

@@ -22,23 +22,24 @@ class Physical:
     """Memory of one device, which has no address; see :meth:`Driver.create`.
 
     Attributes:
+        device: the ordinal of the device it is on.
         nbytes: its size.
+        handle: the driver's own.
     """
 
     def __init__(self, calls: Calls, device: int, nbytes: int) -> None:
+        self.device = device
         self.nbytes = nbytes
         self._calls = calls
-        self._handle = calls.cuMemCreate(nbytes, _properties(calls.module, device), 0)
+        self.handle = calls.cuMemCreate(nbytes, _properties(calls.module, device), 0)
 
     def export(self) -> int:
         """Return a descriptor of it, which another process imports and which the caller closes; exec closes it too."""
-        descriptor = int(self._calls.cuMemExportToShareableHandle(self._handle, _descriptor(self._calls.module), 0))
-        os.set_inheritable(descriptor, False)
-        return descriptor
+        return export(self._calls, self.handle)
 
     def release(self) -> None:
         """Give the handle up, once; the memory stays while there is a descriptor or a mapping."""
-        self._calls.cuMemRelease(self._handle)
+        self._calls.cuMemRelease(self.handle)
 
 
 class Reservation:
@@ -119,6 +120,13 @@ class Reservation:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def export(calls: Calls, handle: Any) -> int:
+    """Return a descriptor of what a handle stands for, which the caller closes; exec closes it too."""
+    descriptor = int(calls.cuMemExportToShareableHandle(handle, _descriptor(calls.module), 0))
+    os.set_inheritable(descriptor, False)
+    return descriptor
 
 
 def granularity(calls: Calls, device: int) -> int:

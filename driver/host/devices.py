@@ -78,7 +78,9 @@ class Devices(State):
 
     @answers(1)
     def cuDeviceGetAttribute(self, attrib: Any, dev: Any) -> int:
-        self.index(dev)
+        device = self.index(dev)
+        if attrib == cuda.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED:
+            return int(self.reached(device) > 1)
         return _ATTRIBUTES.get(attrib, 0)
 
     @answers(1)

@@ -68,6 +68,12 @@ def name_of(fd: int) -> str:
     return str(Path(f"/proc/self/fd/{fd}").readlink()).removeprefix("/memfd:").removesuffix(" (deleted)")
 
 
+def identity(fd: int) -> object:
+    """Return what is the same for all descriptors of the same memory, and for those of no other while it exists."""
+    found = os.fstat(fd)
+    return found.st_dev, found.st_ino
+
+
 def map_shared(fd: int, nbytes: int) -> int:
     """Map the memory of ``fd`` and return its address; the descriptor is not needed afterwards."""
     return _map(fd, nbytes, _ALL_ACCESS, mmap.MAP_SHARED | _MAP_NORESERVE)

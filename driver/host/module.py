@@ -15,13 +15,12 @@ from cuda.bindings import driver as cuda
 
 from cubroker.driver.host.devices import Devices
 from cubroker.driver.host.ipc import Ipc
+from cubroker.driver.host.kernels import Kernels
 from cubroker.driver.host.peers import Peers
-from cubroker.driver.host.storage import Storage
 from cubroker.driver.host.streams import Streams
-from cubroker.driver.host.vmm import Vmm
 
 
-class HostModule(Devices, Storage, Streams, Ipc, Peers, Vmm):
+class HostModule(Devices, Streams, Ipc, Peers, Kernels):
     """All functions of the host driver; structs, enums and constants are those of the bindings."""
 
     emulated = True

@@ -10,6 +10,7 @@ import fcntl
 import os
 import re
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from cubroker.driver.host import memory
 from cubroker.driver.host.heap import AddressMap, Heap, Region
@@ -22,6 +23,25 @@ _NAME = "cubroker-device-{}"
 """What the memory of a device is called, by which an importer knows where it is."""
 
 _NAMES = re.compile(_NAME.format(r"(\d{1,4})"))
+
+
+class Mappable(Protocol):
+    """What a handle stands for."""
+
+    exportable: bool
+    nbytes: int
+
+    def export(self) -> int:
+        """Return a descriptor of it."""
+
+    def release(self) -> None:
+        """Let go of it."""
+
+    def mapped_at(self, pointer: int, reserved: Range) -> Mapping:
+        """Map it at vacant addresses of a range."""
+
+    def forked(self) -> None:
+        """In a forked child: let go of everything that is the parent's."""
 
 
 @dataclass(eq=False)
@@ -43,16 +63,34 @@ class Physical:
         if self.heap:
             self.heap.used -= self.nbytes
 
+    def forked(self) -> None:
+        """In a forked child: close the descriptor, which would keep released memory."""
+        os.close(self.fd)
+
     def export(self) -> int:
         """Return another descriptor of it, which whoever receives it can import."""
-        return _duplicate(self.fd)
+        return duplicate(self.fd)
+
+    def mapped_at(self, pointer: int, reserved: Range) -> Mapping:
+        """Map it at vacant addresses; no device has access yet."""
+        memory.map_at(pointer, self.fd, self.nbytes)
+        return Mapping(self.device, pointer, self.nbytes, reserved, self.identity)
+
+    @property
+    def identity(self) -> object:
+        """What all handles and mappings of the same memory have in common."""
+        return memory.identity(self.fd)
 
 
 @dataclass(eq=False)
 class Mapping(Region):
-    """All of some memory, at an address. ``access`` has the bits that were set, by device."""
+    """All of some memory, at an address. ``access`` has the bits that were set, by device.
+
+    ``identity`` is the same in every mapping of the same memory.
+    """
 
     range: Range
+    identity: object = None
     access: dict[int, int] = field(default_factory=dict)
 
     @property
@@ -72,6 +110,10 @@ class Mapping(Region):
             bits |= flags
         memory.protect(self.pointer, self.nbytes, bits)
         self.access = merged
+
+    def remove(self) -> None:
+        """Undo it; the addresses are reserved again."""
+        memory.unmap_at(self.pointer, self.nbytes)
 
 
 @dataclass(eq=False)
@@ -98,16 +140,14 @@ class Range:
             pointer = mapping.end
         return found if pointer == end else []
 
-    def map(self, physical: Physical, pointer: int, addresses: AddressMap) -> None:
-        """Map memory at vacant addresses; no device has access yet."""
-        memory.map_at(pointer, physical.fd, physical.nbytes)
-        mapping = Mapping(physical.device, pointer, physical.nbytes, self)
-        self.mappings[pointer] = mapping
+    def map(self, mappable: Mappable, pointer: int, addresses: AddressMap) -> None:
+        """Map it at vacant addresses; no device has access yet."""
+        mapping = self.mappings[pointer] = mappable.mapped_at(pointer, self)
         addresses.add(mapping)
 
     def unmap(self, mapping: Mapping, addresses: AddressMap) -> None:
         """Undo ``map``."""
-        memory.unmap_at(mapping.pointer, mapping.nbytes)
+        mapping.remove()
         addresses.forget(mapping)
         del self.mappings[mapping.pointer]
 
@@ -128,7 +168,7 @@ def adopt(descriptor: int, devices: int) -> Physical:
         OSError: the system is short of something.
     """
     try:
-        fd = _duplicate(descriptor)
+        fd = duplicate(descriptor)
     except OSError as error:
         if error.errno == errno.EBADF:
             raise LookupError(f"descriptor {descriptor} is not open") from None
@@ -143,5 +183,6 @@ def adopt(descriptor: int, devices: int) -> Physical:
         raise
 
 
-def _duplicate(fd: int) -> int:
+def duplicate(fd: int) -> int:
+    """Return another descriptor of the same."""
     return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0)

@@ -105,6 +105,11 @@ class Owner:
                 self._socket.sendto(b"", socket.MSG_DONTWAIT, asker)
 
 
+def secret_of(handle: bytes) -> bytes:
+    """Return the secret in a handle."""
+    return handle[_ADDRESS_BYTES : _ADDRESS_BYTES + SECRET_BYTES]
+
+
 def fetch(handle: bytes) -> Offer:
     """Return what stands behind a handle; the descriptor is the caller's to close.
 
@@ -112,7 +117,7 @@ def fetch(handle: bytes) -> Offer:
         LookupError: nobody answers for it: it is made up, or what it stood for was freed, or its owner is gone.
         TimeoutError: its owner does not answer.
     """
-    address, secret = handle[:_ADDRESS_BYTES], handle[_ADDRESS_BYTES : _ADDRESS_BYTES + SECRET_BYTES]
+    address, secret = handle[:_ADDRESS_BYTES], secret_of(handle)
     left = PATIENCE  # of the owner's time: a process that is stopped while it asks loses one question, not all
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as asker:
         asker.bind("")  # the kernel picks a name; without one there is no answer

@@ -69,6 +69,10 @@ class State:
         """Whether a device can access another's memory, or its own."""
         return device // self.island == other // self.island
 
+    def reached(self, device: int) -> int:
+        """How many devices reach each other, of which this is one."""
+        return sum(self.reaches(device, other) for other in range(len(self.heaps)))
+
     def index(self, dev: Any) -> int:
         """Return the number of a device."""
         if not 0 <= int(dev) < len(self.heaps):

@@ -67,17 +67,15 @@ class Storage(State):
 
     @answers(0)
     def cuMemcpyDtoH(self, dstHost: int, srcDevice: Any, ByteCount: int) -> None:
-        ctypes.memmove(dstHost, self._readable(srcDevice, ByteCount), ByteCount)
+        ctypes.memmove(dstHost, self.readable(srcDevice, ByteCount), ByteCount)
 
     @answers(0)
     def cuMemcpyDtoD(self, dstDevice: Any, srcDevice: Any, ByteCount: int) -> None:
-        source = self._readable(srcDevice, ByteCount)
-        ctypes.memmove(self._writable(dstDevice, ByteCount), source, ByteCount)
+        self.deliver(dstDevice, self.readable(srcDevice, ByteCount), ByteCount)
 
     @answers(0)
     def cuMemcpyDtoDAsync(self, dstDevice: Any, srcDevice: Any, ByteCount: int, hStream: Any) -> None:
-        source = self._readable(srcDevice, ByteCount)
-        ctypes.memmove(self._writable(dstDevice, ByteCount), source, ByteCount)
+        self.deliver(dstDevice, self.readable(srcDevice, ByteCount), ByteCount)
 
     @answers(1)
     def cuMemHostAlloc(self, bytesize: int, Flags: int) -> int:
@@ -95,8 +93,13 @@ class Storage(State):
             raise Refusal(Result.CUDA_ERROR_INVALID_VALUE)
         memory.unmap(p, nbytes)
 
-    def _readable(self, pointer: Any, nbytes: int) -> int:
+    def readable(self, pointer: Any, nbytes: int) -> int | ctypes.Array[ctypes.c_char]:
+        """Return where the bytes are that the current device reads at an address."""
         return self._checked(int(pointer), nbytes, writing=False)
+
+    def deliver(self, pointer: Any, source: int | ctypes.Array[ctypes.c_char], nbytes: int) -> None:
+        """Copy bytes from device memory to device memory."""
+        ctypes.memmove(self._writable(pointer, nbytes), source, nbytes)
 
     def _writable(self, pointer: Any, nbytes: int) -> int:
         return self._checked(int(pointer), nbytes, writing=True)

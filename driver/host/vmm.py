@@ -9,10 +9,10 @@ from typing import Any
 
 from cuda.bindings import driver as cuda
 
-from cubroker.driver.host import memory, ranges
+from cubroker.driver.host import memory, ranges, teams
 from cubroker.driver.host.answers import Refusal, Result, answers
 from cubroker.driver.host.memory import BLOCK
-from cubroker.driver.host.ranges import Mapping, Physical, Range
+from cubroker.driver.host.ranges import Mappable, Mapping, Range
 from cubroker.driver.host.state import State
 
 _Kind = cuda.CUmemAllocationHandleType
@@ -27,14 +27,14 @@ class Vmm(State):
     def __init__(self, count: int, size: int, island: int | None = None) -> None:
         super().__init__(count, size, island)
         self._new_handles = itertools.count(1)
-        self._handles: dict[int, Physical] = {}
+        self._handles: dict[int, Mappable] = {}
         self._ranges: dict[int, Range] = {}
 
     def forked(self) -> None:
         """In a forked child: close the parent's descriptors too, which would keep released memory."""
         super().forked()
-        for physical in self._handles.values():
-            physical.release()
+        for held in self._handles.values():
+            held.forked()
 
     @answers(1)
     def cuMemGetAllocationGranularity(self, prop: Any, option: Any) -> int:
@@ -45,42 +45,43 @@ class Vmm(State):
     def cuMemCreate(self, size: int, prop: Any, flags: int) -> Any:
         device = self._located(prop)
         kind = prop.requestedHandleTypes
-        _check_blocks(size)
-        _check(not flags and size <= self.heaps[device].total)  # more than there ever is: another status than too much
+        check_blocks(size)
+        check(not flags and size <= self.heaps[device].total)  # more than there ever is: another status than too much
         if kind == _Kind.CU_MEM_HANDLE_TYPE_FABRIC:  # as where there is no IMEX channel
             raise Refusal(Result.CUDA_ERROR_NOT_PERMITTED)
-        _check(kind in (_Kind.CU_MEM_HANDLE_TYPE_NONE, _Kind.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR))
+        check(kind in (_Kind.CU_MEM_HANDLE_TYPE_NONE, _Kind.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR))
         with self.lock:
             exportable = kind != _Kind.CU_MEM_HANDLE_TYPE_NONE
-            return self._handle(ranges.create(device, size, self.heaps[device], exportable=exportable))
+            return self.handle(ranges.create(device, size, self.heaps[device], exportable=exportable))
 
     @answers(0)
     def cuMemRelease(self, handle: Any) -> None:
         with self.lock:
-            self._physical(handle).release()
+            self.held(handle).release()
             del self._handles[int(handle)]
 
     @answers(1)
     def cuMemExportToShareableHandle(self, handle: Any, handleType: Any, flags: int) -> int:
         with self.lock:
-            physical = self._physical(handle)
-            _check(physical.exportable and not flags and handleType == _Kind.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)
-            return physical.export()
+            held = self.held(handle)
+            check(held.exportable and not flags and handleType == _Kind.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)
+            return held.export()
 
     @answers(1)
     def cuMemImportFromShareableHandle(self, osHandle: int, shHandleType: Any) -> Any:
-        _check(shHandleType == _Kind.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)
+        check(shHandleType == _Kind.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)
+        adopt = teams.adopt if teams.is_team(osHandle) else ranges.adopt
         try:
-            physical = ranges.adopt(osHandle, len(self.heaps))
+            imported = adopt(osHandle, len(self.heaps))
         except LookupError:
             raise Refusal(Result.CUDA_ERROR_INVALID_VALUE) from None
         with self.lock:
-            return self._handle(physical)
+            return self.handle(imported)
 
     @answers(1)
     def cuMemAddressReserve(self, size: int, alignment: int, addr: Any, flags: int) -> Any:
-        _check_blocks(size)
-        _check(not flags and alignment >= 0 and not alignment & (alignment - 1))
+        check_blocks(size)
+        check(not flags and alignment >= 0 and not alignment & (alignment - 1))
         pointer = memory.reserve(size, max(alignment, BLOCK))
         with self.lock:
             self._ranges[pointer] = Range(pointer, size)
@@ -98,13 +99,14 @@ class Vmm(State):
     @answers(0)
     def cuMemMap(self, ptr: Any, size: int, offset: int, handle: Any, flags: int) -> None:
         for number in (int(ptr), size, offset):
-            _check(number % BLOCK == 0)
+            check(number % BLOCK == 0)
+        self.settle(handle)
         with self.lock:
-            physical, reserved = self._physical(handle), self._range(int(ptr), size)
-            _check(not flags and size > 0 and offset + size <= physical.nbytes and reserved.vacant(int(ptr), size))
-            if size < physical.nbytes:
+            held, reserved = self.held(handle), self._range(int(ptr), size)
+            check(not flags and size > 0 and offset + size <= held.nbytes and reserved.vacant(int(ptr), size))
+            if size < held.nbytes:
                 raise Refusal(Result.CUDA_ERROR_NOT_SUPPORTED)
-            reserved.map(physical, int(ptr), self.addresses)
+            reserved.map(held, int(ptr), self.addresses)
 
     @answers(0)
     def cuMemUnmap(self, ptr: Any, size: int) -> None:
@@ -114,7 +116,7 @@ class Vmm(State):
 
     @answers(0)
     def cuMemSetAccess(self, ptr: Any, size: int, desc: Any, count: int) -> None:
-        _check(all(each.location.type == _DEVICE and int(each.flags) in _ACCESS for each in desc[:count]))
+        check(all(each.location.type == _DEVICE and int(each.flags) in _ACCESS for each in desc[:count]))
         access = {self.index(each.location.id): int(each.flags) for each in desc[:count]}
         with self.lock:
             mappings = self._mappings(int(ptr), size)
@@ -123,21 +125,30 @@ class Vmm(State):
             for mapping in mappings:
                 mapping.set_access(access)
 
+    def settle(self, handle: Any) -> None:
+        """Return once what a handle stands for can be mapped; of memory that is so at once."""
+
     def _located(self, prop: Any) -> int:
         """Return the device on which memory of such properties lies."""
-        _check(prop.type == _PINNED and prop.location.type == _DEVICE)
+        check(prop.type == _PINNED and prop.location.type == _DEVICE)
         return self.index(prop.location.id)
 
-    def _handle(self, physical: Physical) -> Any:
+    def handle(self, held: Mappable) -> Any:
+        """Return a new handle, which stands for this; the caller holds the lock."""
         number = next(self._new_handles)
-        self._handles[number] = physical
+        self._handles[number] = held
         return cuda.CUmemGenericAllocationHandle(number)
 
-    def _physical(self, handle: Any) -> Physical:
-        physical = self._handles.get(int(handle))
-        if physical is None:
+    def held(self, handle: Any) -> Mappable:
+        """Return what a handle stands for."""
+        held = self._handles.get(int(handle))
+        if held is None:
             raise Refusal(Result.CUDA_ERROR_INVALID_VALUE)
-        return physical
+        return held
+
+    def handles(self) -> list[Mappable]:
+        """Return what all handles stand for."""
+        return list(self._handles.values())
 
     def _range(self, pointer: int, nbytes: int) -> Range:
         for reserved in self._ranges.values():
@@ -149,14 +160,16 @@ class Vmm(State):
         """Return what is mapped at exactly these addresses, in whole mappings."""
         first = self.addresses.find(pointer)
         found = first.range.exactly(pointer, nbytes) if isinstance(first, Mapping) else []
-        _check(bool(found))
+        check(bool(found))
         return found
 
 
-def _check_blocks(nbytes: int) -> None:
-    _check(nbytes > 0 and nbytes % BLOCK == 0)
+def check_blocks(nbytes: int) -> None:
+    """Refuse a size that is no multiple of the granularity, or none."""
+    check(nbytes > 0 and nbytes % BLOCK == 0)
 
 
-def _check(valid: bool) -> None:
+def check(valid: bool) -> None:
+    """Refuse what is not valid."""
     if not valid:
         raise Refusal(Result.CUDA_ERROR_INVALID_VALUE)

@@ -1,0 +1,89 @@
+"""Addresses in which a store goes to the memory of several devices at once; see :mod:`cubroker.driver.multicast`."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cubroker.driver import guard
+from cubroker.driver.vmm import Reservation
+
+if TYPE_CHECKING:
+    from cubroker.driver.context import Context
+
+PIECE = 16
+"""Bytes that one store of the kernel has; what is broadcast is a multiple of it."""
+
+KERNEL = Path(__file__).with_name("multimem.ptx")
+"""The kernel's text, for sm_90 and later."""
+
+_ENTRY = b"cubroker_broadcast"
+_THREADS = 512
+_BLOCKS = 64
+"""Threads and blocks of a launch at most: few of each keep all links of a device busy."""
+
+
+class Window(Reservation):
+    """A multicast object, mapped whole; see :meth:`Context.window`. Ordinary loads and stores must not touch it."""
+
+    def __init__(self, context: Context, nbytes: int) -> None:
+        guard.check(context.calls.module, "cuMemMap")
+        super().__init__(context, nbytes)
+        self._kernel: tuple[Any, Any] | None = None
+
+    def map(self, descriptor: int, *, readonly: bool = False) -> None:
+        """Map the object of a descriptor, for one-to-all stores; the descriptor is not needed afterwards.
+
+        It waits until all of the object's devices were added. A window is never read-only: nothing is read from it.
+
+        Raises:
+            DriverError: as :meth:`Reservation.map`.
+        """
+        if readonly:
+            raise ValueError("a multicast object is mapped for stores, and nothing can be read through it")
+        guard.check(self._calls.module, "cuMemImportFromShareableHandle")
+        super().map(descriptor, readonly=False)
+
+    def broadcast(self, source: int, target: int, nbytes: int) -> None:
+        """Copy bytes to every device's memory; done when it returns, everywhere.
+
+        Args:
+            source: the address of memory that this context's device can read, a multiple of 16.
+            target: an address in this window, a multiple of 16.
+            nbytes: a multiple of 16.
+
+        Raises:
+            ValueError: one of the three is something else.
+            DriverError: some of the bytes have no memory on some device.
+        """
+        if source % PIECE or target % PIECE or nbytes % PIECE:
+            raise ValueError(f"{source:#x}, {target:#x} and {nbytes} bytes; all must be multiples of {PIECE}")
+        if not self.pointer <= target <= target + nbytes <= self.pointer + self.nbytes:
+            raise ValueError(f"{nbytes} bytes at {target:#x} do not lie in this window")
+        if not nbytes:
+            return
+        guard.check(self._calls.module, "cuLaunchKernel")
+        pieces = nbytes // PIECE
+        blocks = min(_BLOCKS, -(-pieces // _THREADS))
+        arguments = (target, source, pieces), (ctypes.c_uint64,) * 3
+        with self._context.current():
+            self._calls.cuLaunchKernel(self._function(), blocks, 1, 1, _THREADS, 1, 1, 0, 0, arguments, 0)
+            self._calls.cuCtxSynchronize()
+
+    def close(self) -> None:
+        """Unmap what is mapped and give the addresses back; to be called once."""
+        try:
+            if self._kernel:
+                with self._context.current():
+                    self._calls.cuModuleUnload(self._kernel[0])
+        finally:
+            self._kernel = None
+            super().close()
+
+    def _function(self) -> Any:
+        """Return the kernel, loaded with the first use."""
+        if self._kernel is None:
+            module = self._calls.cuModuleLoadData(KERNEL.read_bytes() + b"\0")
+            self._kernel = module, self._calls.cuModuleGetFunction(module, _ENTRY)
+        return self._kernel[1]
