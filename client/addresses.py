@@ -5,14 +5,17 @@ All of it is called on the janitor's thread, so that nothing interrupts a driver
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 
 from cubroker.client import devices
 from cubroker.client.mapping import Place
-from cubroker.driver import Context, Driver
+from cubroker.driver import Context, Driver, DriverError
 from cubroker.driver.vmm import Reservation
 from cubroker.protocol.errors import Unavailable
 from cubroker.protocol.messages import DESCRIPTOR, Replica
+
+log = logging.getLogger(__name__)
 
 
 class Opened:
@@ -58,8 +61,15 @@ class Addresses:
         Raises:
             CubrokerError, DriverError, ValueError: a device is not there, or the driver refused.
         """
-        left = iter(descriptors)
-        return tuple(self._replica(driver, replica, sizes, left, accessor) for replica in replicas)
+        places: list[Place] = []
+        left, before = iter(descriptors), tuple[int | None, ...]()
+        for replica in replicas:
+            given = tuple(next(left) if handle == DESCRIPTOR else None for handle in replica.handles)
+            places.append(self._replica(driver, replica, sizes, given, accessor))
+            if len(places) > 1 and not self._readonly:
+                places[-1].upstream = self._upstream(driver, places[-1], places[-2], sizes, before)
+            before = given
+        return tuple(places)
 
     @property
     def asleep(self) -> bool:
@@ -110,26 +120,52 @@ class Addresses:
         return (each for each in self._opened if isinstance(each, Reservation))
 
     def _replica(
-        self, driver: Driver, replica: Replica, sizes: Sequence[int], descriptors: Iterator[int], accessor: str | None
+        self, driver: Driver, replica: Replica, sizes: Sequence[int], given: Sequence[int | None], accessor: str | None
     ) -> Place:
         context = devices.context(driver, accessor or replica.device)
         memory = devices.find(driver, replica.device)
         granule = driver.granularity(memory.index) if DESCRIPTOR in replica.handles else 1
         pointers: list[int | None] = []
-        for handle, size in zip(replica.handles, sizes, strict=True):
-            if handle == DESCRIPTOR:
-                pointers.append(self._map(context, -(-size // granule) * granule, next(descriptors)))
+        for handle, size, descriptor in zip(replica.handles, sizes, given, strict=True):
+            if descriptor is not None:
+                pointers.append(self._map(context, _whole(size, granule), descriptor, readonly=self._readonly))
             else:
                 pointers.append(self._open(context, handle) if handle else None)
         return Place(context, memory, tuple(pointers))
+
+    def _upstream(
+        self, driver: Driver, place: Place, before: Place, sizes: Sequence[int], given: Sequence[int | None]
+    ) -> tuple[int, ...] | None:
+        """Return where a replica's device reads the one before; None if it has to be filled in another way."""
+        pointers = tuple(pointer for pointer in before.pointers if pointer is not None)
+        if len(pointers) < len(sizes):  # a shard
+            return None
+        try:
+            if not driver.peers.can_access(place.memory.index, before.memory.index):
+                return None
+            if None in given:
+                return pointers
+            granule = driver.granularity(before.memory.index)
+            return tuple(
+                self._map(place.context, _whole(size, granule), descriptor, readonly=True)
+                for size, descriptor in zip(sizes, given, strict=True)
+                if descriptor is not None
+            )
+        except DriverError as error:
+            log.debug("device %d does not read from %d: %s", place.memory.index, before.memory.index, error)
+            return None
 
     def _open(self, context: Context, handle: bytes) -> int:
         opened = Opened(context, context.open(handle))
         self._opened.append(opened)
         return opened.pointer
 
-    def _map(self, context: Context, nbytes: int, descriptor: int) -> int:
+    def _map(self, context: Context, nbytes: int, descriptor: int, *, readonly: bool) -> int:
         reservation = context.reserve(nbytes)
         self._opened.append(reservation)
-        reservation.map(descriptor, readonly=self._readonly)
+        reservation.map(descriptor, readonly=readonly)
         return reservation.pointer
+
+
+def _whole(nbytes: int, granule: int) -> int:
+    return -(-nbytes // granule) * granule

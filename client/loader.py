@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from itertools import pairwise
 
 from cubroker.client.broker import Broker
 from cubroker.client.checkpoint import Checkpoint, Paths
@@ -13,7 +15,7 @@ from cubroker.client.draft import Draft
 from cubroker.client.filling import Progress, fill
 from cubroker.client.replica import Replica
 from cubroker.client.rings import Target
-from cubroker.driver import DriverError
+from cubroker.driver import Driver, DriverError
 from cubroker.protocol import Layout
 
 
@@ -59,7 +61,8 @@ def load(
         broker: the session to work in.
         name: the pool; it is made if there is none.
         paths: what :meth:`Checkpoint.open` takes.
-        devices: where the tensors shall be, once on each: ordinals of this process or UUIDs.
+        devices: where the tensors shall be, once on each: ordinals of this process or UUIDs. The files are read once,
+            into the first; from there the bytes go on from device to device, where one reaches the one before it.
         share: how workers will open the memory.
         if_absent: load only if the pool has no current version. Of many who ask this at once one loads while the
             others wait, up to ``wait`` seconds; if it fails or is killed, the next one takes over.
@@ -79,21 +82,34 @@ def load(
         with ask(name, layout, devices=devices, share=share, wait=wait, mode=mode) as pool:
             version, held, copying = pool.version, pool.layout, 0.0
             if loaded := isinstance(pool, Draft):
-                copying = _fill(checkpoint, pool, progress)
+                copying = _fill(broker.driver, checkpoint, pool, progress)
                 checkpoint.check_unchanged()
                 version = pool.seal()
     seconds = time.perf_counter() - began
     return Loaded(name, version, held.nbytes, len(held.tensors), seconds, copying, loaded)
 
 
-def _fill(checkpoint: Checkpoint, draft: Draft, progress: Progress | None) -> float:
+def _fill(driver: Driver, checkpoint: Checkpoint, draft: Draft, progress: Progress | None) -> float:
     targets = [_target(replica) for replica in draft.replicas]
     try:
-        return fill(checkpoint, draft.layout, targets, progress)
+        with _linked(driver, draft.replicas):
+            return fill(checkpoint, draft.layout, targets, progress)
     except DriverError as error:
         raise failure(error, f"copying files into a draft of {draft.name!r}") from error
 
 
 def _target(replica: Replica) -> Target:
     slabs = replica.slabs
-    return Target(replica.context, tuple(slab.pointer for slab in slabs), slabs[0].hold)
+    return Target(replica.context, tuple(slab.pointer for slab in slabs), slabs[0].hold, replica.upstream)
+
+
+@contextmanager
+def _linked(driver: Driver, replicas: Sequence[Replica]) -> Iterator[None]:
+    """Give each device direct access to the one before it, which it copies from."""
+    with ExitStack() as undo:
+        for before, replica in pairwise(replicas):
+            if replica.upstream:
+                with suppress(DriverError):  # without it the copies go through host memory
+                    driver.peers.enable(replica.context, before.device.index)
+                    undo.callback(driver.peers.disable, replica.context, before.device.index)
+        yield

@@ -18,14 +18,16 @@ class Place:
         context: in which it is mapped.
         memory: the device.
         pointers: the address of each allocation of the layout, in order; None for those that it has not got.
+        upstream: where this device reads the same allocations of the replica before it, if it reaches them directly.
     """
 
-    __slots__ = ("context", "memory", "pointers")
+    __slots__ = ("context", "memory", "pointers", "upstream")
 
     def __init__(self, context: Context, memory: Device, pointers: tuple[int | None, ...]) -> None:
         self.context = context
         self.memory = memory
         self.pointers = pointers
+        self.upstream: tuple[int, ...] | None = None
 
 
 class Mapped:

@@ -88,6 +88,11 @@ class Replica(Unsendable, Mapping[str, SharedTensor]):
         return self._alone().memory
 
     @property
+    def upstream(self) -> tuple[int, ...] | None:
+        """Where ``device`` reads the allocations of the replica before this one in a draft; None if it cannot."""
+        return self._alone().upstream
+
+    @property
     def context(self) -> Context:
         """This process's context on ``device``; raises as that does."""
         return self._alone().context

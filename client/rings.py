@@ -23,11 +23,15 @@ DEPTH = 2
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One device's copy of the allocations: where each begins, and what keeps them there while a thread writes."""
+    """One device's copy of the allocations: where each begins, and what keeps them there while a thread writes.
+
+    ``upstream`` is where the device reads the allocations of the target before it, if it can.
+    """
 
     context: Context
     pointers: tuple[int, ...]
     hold: Callable[[], AbstractContextManager[object]] = nullcontext
+    upstream: tuple[int, ...] | None = None
 
 
 class Sink(Protocol):
@@ -72,7 +76,7 @@ class Mapped:
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """A pinned buffer, and for each target an event that marks the end of the last copy out of it."""
+    """A pinned buffer, and for each target an event that marks the end of its last copy of what was there."""
 
     buffer: Pinned
     copies: tuple[Event, ...]
@@ -83,7 +87,11 @@ class _Slot:
 
 
 class Ring:
-    """Targets on GPUs: pinned buffers that are images of chunks, read into and copied from in turn."""
+    """Targets on GPUs: pinned buffers that are images of chunks, read into and copied from in turn.
+
+    A target that reads the one before it gets its copy from there: while a chunk goes on to the second device, the
+    next one goes to the first, and the host's memory and its bus carry each chunk once.
+    """
 
     def __init__(self, targets: Sequence[Target], nbytes: int = CHUNK, depth: int = DEPTH) -> None:
         """Pin ``depth`` buffers of ``nbytes`` bytes, which is what takes time here."""
@@ -91,6 +99,7 @@ class Ring:
         with ExitStack() as undo:
             self._slots = [_slot(undo, targets, nbytes) for _ in range(depth)]
             self._streams = [(target, undo.enter_context(target.context.stream())) for target in targets]
+            self._readers = [number for number, target in enumerate(targets) if not number or not target.upstream]
             self._undo = undo.pop_all()
         self._turn = cycle(self._slots)
 
@@ -103,12 +112,20 @@ class Ring:
     def put(self, file: File, chunk: Chunk) -> None:
         """Read the chunk into the next buffer once that is free, and start one copy of it per target."""
         slot = next(self._turn)
-        slot.wait()
+        for number in self._readers:
+            slot.copies[number].wait()
         chunk.clear_gaps(slot.buffer.view)
         chunk.read(file, slot.buffer.view)
+        before: Event | None = None
         for (target, stream), copy in zip(self._streams, slot.copies, strict=True):
-            stream.copy_in(target.pointers[chunk.allocation] + chunk.start, slot.buffer.pointer, chunk.span)
+            place = target.pointers[chunk.allocation] + chunk.start
+            if before and target.upstream:
+                stream.wait(before)
+                stream.copy(place, target.upstream[chunk.allocation] + chunk.start, chunk.span)
+            else:
+                stream.copy_in(place, slot.buffer.pointer, chunk.span)
             stream.record(copy)
+            before = copy
 
     def finish(self) -> None:
         """Return when every copy is done."""

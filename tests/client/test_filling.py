@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import dataclasses
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +15,7 @@ from cubroker import driver
 from cubroker.client import chunks, filling, rings
 from cubroker.client.checkpoint import Checkpoint
 from cubroker.client.rings import Ring, Target
-from cubroker.driver import DriverError
+from cubroker.driver import DriverError, Stream
 from cubroker.protocol import Layout
 from cubroker.protocol.errors import Invalid
 from tests import checkpoints
@@ -69,6 +72,12 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(filling, "CHUNK", 10_000)
 
 
+def chain(targets: Sequence[Target]) -> Ring:
+    """Make a ring whose second target reads the first."""
+    first, second = targets
+    return dirty_ring([first, dataclasses.replace(second, upstream=first.pointers)])
+
+
 def dirty_ring(targets: Sequence[Target]) -> Ring:
     """Make a ring whose buffers hold what somebody else might have left in them."""
     ring = Ring(targets, 10_000, 3)
@@ -78,7 +87,7 @@ def dirty_ring(targets: Sequence[Target]) -> Ring:
 
 
 @pytest.mark.parametrize("slab", [None, 65536])
-@pytest.mark.parametrize("sink", [rings.Mapped, dirty_ring])
+@pytest.mark.parametrize("sink", [rings.Mapped, dirty_ring, chain])
 @pytest.mark.usefixtures("small_chunks")
 def test_every_byte_reaches_every_device_and_gaps_are_zero(
     tmp_path: Path, memory: Callable[..., Memory], monkeypatch: pytest.MonkeyPatch, sink: object, slab: int | None
@@ -128,7 +137,7 @@ def test_progress_rises_to_the_whole_and_comes_from_the_calling_thread(
     assert {thread for _, _, thread in seen} == {threading.get_ident()}
 
 
-@pytest.mark.parametrize("sink", [rings.Mapped, dirty_ring])
+@pytest.mark.parametrize("sink", [rings.Mapped, dirty_ring, chain])
 @pytest.mark.usefixtures("small_chunks")
 def test_a_file_that_ends_early_stops_all_threads(
     tmp_path: Path, memory: Callable[..., Memory], monkeypatch: pytest.MonkeyPatch, sink: object
@@ -187,3 +196,28 @@ def test_an_interrupt_while_threads_end_is_not_lost_and_waits_for_them(
         with pytest.raises(KeyboardInterrupt):
             filling.fill(checkpoint, lent.layout, lent.targets)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("cubroker-load")]
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_a_chain_reads_host_memory_once(
+    tmp_path: Path, memory: Callable[..., Memory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(filling, "_sink", chain)
+    copies = Counter[str]()
+
+    def counted(name: str) -> Callable[..., None]:
+        method: Any = getattr(Stream, name)
+
+        def call(stream: Stream, *args: int) -> None:
+            copies[name] += args[2]
+            method(stream, *args)
+
+        return call
+
+    for name in ("copy_in", "copy"):
+        monkeypatch.setattr(Stream, name, counted(name))
+    with Checkpoint.open(checkpoints.write(tmp_path / "m.safetensors", TENSORS)) as checkpoint:
+        lent = memory(checkpoint)
+        filling.fill(checkpoint, lent.layout, lent.targets)
+        assert lent.images() == [lent.expected(TENSORS)] * 2
+    assert copies["copy_in"] == copies["copy"] > 0

@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 
-from cubroker.client import Broker, Draft, loader
+from cubroker.client import Broker, Draft, filling, loader
 from cubroker.client.loader import load
-from cubroker.driver import DriverError
+from cubroker.client.rings import Ring
+from cubroker.driver import DriverError, Stream
 from cubroker.protocol import CubrokerError, Layout
 from cubroker.protocol.errors import DeviceFailure, Exists, Invalid, NotFound, OverBudget
 from tests import checkpoints
-from tests.brokers import PATIENCE, BrokerProcess, eventually
+from tests.brokers import PATIENCE, BrokerProcess, eventually, serving
 
 TENSORS = checkpoints.filled((*checkpoints.EVERY_DTYPE, *checkpoints.ODD_SHAPES, ("large", "F32", (700, 1001))))
 
@@ -39,6 +40,36 @@ def test_a_loaded_pool_holds_what_the_file_holds_on_every_device(client: Broker,
     (info,) = client.pools()
     assert (info.state, info.nbytes, len(info.devices), info.leases) == ("current", loaded.nbytes, 2, 0)
     assert contents(client, name, 0) == contents(client, name, 1) == TENSORS
+
+
+@pytest.mark.usefixtures("share")
+def test_a_gpus_way_of_loading_goes_from_device_to_device(
+    client: Broker, path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources: set[int] = set()
+    copy = Stream.copy
+
+    def noting(stream: Stream, pointer: int, source: int, nbytes: int) -> None:
+        sources.add(source)
+        copy(stream, pointer, source, nbytes)
+
+    monkeypatch.setattr(filling, "_sink", Ring)
+    monkeypatch.setattr(Stream, "copy", noting)
+    load(client, name, path, devices=[1, 0])
+    assert sources
+    assert contents(client, name, 0) == contents(client, name, 1) == TENSORS
+
+
+@pytest.mark.usefixtures("share")
+def test_devices_that_do_not_reach_each_other_are_each_loaded_from_the_host(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(filling, "_sink", Ring)
+    with serving("host:3@16MiB/2") as broker, Broker(broker.directory) as client:
+        with client.create("draft", Layout.pack([("a", "U8", (1,))]), devices=(0, 1, 2)) as draft:
+            assert [bool(replica.upstream) for replica in draft.replicas] == [False, True, False]
+        load(client, "three", path, devices=[0, 1, 2])
+        assert all(contents(client, "three", device) == TENSORS for device in range(3))
 
 
 def test_loading_again_publishes_a_next_version_in_slabs_of_the_asked_size(
