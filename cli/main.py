@@ -28,6 +28,7 @@ COMMANDS = {
     "show": ("show", "Show one pool and its tensors."),
     "clients": ("clients", "List the processes that use the broker."),
     "devices": ("devices", "List the devices and what is allocated on them."),
+    "topology": ("topology", "Show which devices reach each other's memory, and how well."),
     "verify": ("verify", "Compare a pool, byte for byte, with files."),
     "retire": ("retire", "Take a version out of service."),
     "demo": ("demo", "See it work: load, attach, kill, publish, retire."),
