@@ -31,6 +31,7 @@ COMMANDS = {
     "topology": ("topology", "Show which devices reach each other's memory, and how well."),
     "verify": ("verify", "Compare a pool, byte for byte, with files."),
     "retire": ("retire", "Take a version out of service."),
+    "doctor": ("doctor.command", "Find out what works on this machine, and why not."),
     "demo": ("demo", "See it work: load, attach, kill, publish, retire."),
 }
 """Every subcommand: the module in ``cubroker.cli`` that holds it as ``command``, and what it does."""

@@ -1,0 +1,184 @@
+"""What works on one device, and if not, why and what to do: judged from facts alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from cubroker.cli.doctor.facts import DriverFacts, Examined, Facts, HostFacts, Trial, Verdict
+from cubroker.cli.doctor.refusals import LOOK, means
+
+SHARES = ("ipc", "vmm")
+"""The kinds of which one has to work for the device to be of use."""
+
+PROHIBITED, EXCLUSIVE = 2, 3
+"""Compute modes (CUcomputemode)."""
+
+FABRIC_SINCE = 12030
+"""The CUDA version that first had fabric handles."""
+
+_UNTOUCHED = frozenset({"CUDA_ERROR_OUT_OF_MEMORY", "CUDA_ERROR_SYSTEM_NOT_READY", "CUDA_ERROR_ILLEGAL_STATE"})
+"""Refusals that have nothing to do with how the device is set up."""
+
+
+@dataclass(frozen=True)
+class _Case:
+    examined: Examined
+    driver: DriverFacts
+    host: HostFacts
+
+
+def judge(examined: Examined, facts: Facts) -> dict[str, Verdict]:
+    """Return a verdict for each kind, in the order of the report."""
+    case = _Case(examined, facts.driver, facts.host)
+    return {kind: rule(case) for kind, rule in _RULES.items()}
+
+
+def usable(verdicts: dict[str, Verdict]) -> bool:
+    """Whether memory of the device can be shared in one way at least."""
+    return any(verdicts[kind].works for kind in SHARES)
+
+
+def _ipc(case: _Case) -> Verdict:
+    trial = case.examined.trials["ipc"]
+    if trial.outcome == "works":
+        return Verdict(True, "a process opened another's 2 MiB by handle and read the same bytes")
+    return _mode(case, trial) or _slice(case, trial) or means(trial)
+
+
+def _vmm(case: _Case) -> Verdict:
+    trial = case.examined.trials["vmm"]
+    if trial.outcome == "works":
+        return Verdict(True, "a process mapped 2 MiB by descriptor, read what another wrote, and could not write")
+    if trial.outcome == "writable":
+        return Verdict(
+            None, "memory is shared by descriptor, but what was mapped read-only could be written", f"{LOOK}; use ipc"
+        )
+    if trial.outcome == "refused" and not case.examined.device.emulated and case.examined.device.descriptors == 0:
+        return Verdict(False, "the device says that its memory has no descriptors, as on WSL", "use ipc")
+    return _mode(case, trial) or means(trial)
+
+
+def _mode(case: _Case, trial: Trial) -> Verdict | None:
+    """Return how the compute mode explains a refusal, if it does."""
+    device = case.examined.device
+    if trial.outcome != "refused" or trial.error in _UNTOUCHED:
+        return None
+    if device.compute_mode == PROHIBITED:
+        why = "the compute mode is Prohibited: no process may have a context on the device"
+    elif device.compute_mode == EXCLUSIVE:
+        why = "the compute mode is Exclusive Process: one process at a time may use the device, so none can share"
+    else:
+        return None
+    return Verdict(False, why, f"`nvidia-smi -i {device.uuid} -c DEFAULT`, as root")
+
+
+def _slice(case: _Case, trial: Trial) -> Verdict | None:
+    if trial.outcome == "refused" and trial.error not in _UNTOUCHED and case.examined.device.mig:
+        return Verdict(
+            False,
+            "the device is a MIG instance, and handles reach no further than one GPU instance, if they work at all",
+            "use vmm, or switch MIG off: `nvidia-smi -mig 0`, as root",
+        )
+    return None
+
+
+# -- fabric handles --------------------------------------------------------------------------------
+
+_NOT_NEEDED = "nothing needs to be done on one host: vmm uses descriptors instead"
+
+
+def _fabric(case: _Case) -> Verdict:
+    trial = case.examined.trials["fabric"]
+    if trial.outcome == "works":
+        return Verdict(True, "memory was created and exported with a fabric handle")
+    if trial.outcome != "refused" or trial.error:
+        return means(trial)
+    why, do = _no_fabric(case)
+    return Verdict(False, why, do)
+
+
+def _no_fabric(case: _Case) -> tuple[str, str]:
+    """Return why the driver gives no fabric handles, which it refuses with results that do not tell."""
+    device = case.examined.device
+    if device.emulated:
+        return "host devices have no fabric handles", _NOT_NEEDED
+    if 0 < case.driver.version < FABRIC_SINCE:
+        return "the driver is older than fabric handles, which came with CUDA 12.3 (driver 545)", _NOT_NEEDED
+    if device.mig:
+        return "a MIG instance has no fabric handles", _NOT_NEEDED
+    if not device.fabric:
+        return "the device has no fabric handles", _NOT_NEEDED
+    if not case.host.channels:
+        return "the device could, but there is no IMEX channel in /dev/nvidia-caps-imex-channels", _channel(case.host)
+    return (
+        "the device could and there is an IMEX channel, but the driver refused all the same",
+        f"see that this user may open the channel, and that nvidia-imex and the fabric manager run; {_NOT_NEEDED}",
+    )
+
+
+def _channel(host: HostFacts) -> str:
+    if host.container:
+        return f"give the container the channel: --device /dev/nvidia-caps-imex-channels/channel0; {_NOT_NEEDED}"
+    return (
+        "have the driver make one: `options nvidia NVreg_CreateImexChannel0=1` in /etc/modprobe.d, and reload it; "
+        f"{_NOT_NEEDED}"
+    )
+
+
+# -- peers and multicast ---------------------------------------------------------------------------
+
+
+def _peers(case: _Case) -> Verdict:
+    device = case.examined.device
+    if device.links.outcome != "works":
+        return replace(means(device.links), works=None)
+    near = [str(peer) for peer, access in device.peers.items() if access]
+    far = [str(peer) for peer, access in device.peers.items() if not access]
+    if not far:
+        return Verdict(True, f"reaches {', '.join(near)}") if near else Verdict(None, "there is no other device here")
+    reached = f"reaches {', '.join(near)}, but not {', '.join(far)}" if near else f"does not reach {', '.join(far)}"
+    return Verdict(bool(near), f"{reached}: {_apart(case)}", "load a replica on each device: `cubroker load --device`")
+
+
+def _apart(case: _Case) -> str:
+    device = case.examined.device
+    if device.emulated:
+        return "host devices of different groups"
+    if device.mig:
+        return "a MIG instance has no peers"
+    return "no NVLink, and PCIe does not connect them directly; `nvidia-smi topo -p2p r` and `-m` show the ways"
+
+
+_INSTEAD = "nothing needs to be done: replication over peer copies takes its place"
+
+
+def _multicast(case: _Case) -> Verdict:
+    """Judge by what the device and the settings say: it is never tried."""
+    device = case.examined.device
+    if device.multicast is None:
+        return Verdict(False, "the driver is too old to have heard of it", _INSTEAD)
+    if not device.multicast:
+        return Verdict(False, f"the device says that it does not support it{_why_not(case)}", _INSTEAD)
+    if device.emulated:
+        return Verdict(True, "emulated in host memory")
+    if case.driver.objection:
+        return Verdict(False, case.driver.objection, f"{_INSTEAD}; to have it, change that setting")
+    return Verdict(None, "the device says that it supports it, and no setting forbids it; it is never tried")
+
+
+def _why_not(case: _Case) -> str:
+    if case.examined.device.emulated:
+        return ""
+    if case.examined.device.mig:
+        return ": it is a MIG instance"
+    return ": it takes NVSwitches, with their fabric manager at work, and more than one GPU"
+
+
+_RULES: dict[str, Callable[[_Case], Verdict]] = {
+    "ipc": _ipc,
+    "vmm": _vmm,
+    "fabric": _fabric,
+    "peers": _peers,
+    "multicast": _multicast,
+}

@@ -1,0 +1,199 @@
+"""``cubroker doctor`` on host devices, and what becomes of trials that hang and die."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cubroker.cli.doctor import probe, trials
+from cubroker.cli.doctor.children import ask
+from cubroker.cli.doctor.facts import Examined, Facts, Survey, Trial
+from cubroker.cli.doctor.report import Report
+from cubroker.driver import DriverError, load
+from tests.brokers import BrokerProcess, eventually
+from tests.cli import terminal
+from tests.cli.processes import holding, run
+
+KINDS = ["ipc", "vmm", "fabric", "peers", "multicast"]
+
+
+def verdicts(document: dict[str, Any]) -> dict[str, Any]:
+    return {finding["name"]: finding for finding in document["host"]}
+
+
+def test_host_devices_share_by_handle_and_by_descriptor(broker: BrokerProcess) -> None:
+    done = run("doctor", "--devices", "host:2@64MiB/1", "--json", "--directory", broker.directory)
+    assert (done.returncode, done.stderr) == (0, "")
+    document = json.loads(done.stdout)
+    assert list(document) == ["devices", "host"]
+    assert [device["index"] for device in document["devices"]] == [0, 1]
+    for device in document["devices"]:
+        assert list(device) == ["index", "uuid", "name", "kinds"]
+        assert device["uuid"].startswith("HOST-")
+        assert list(device["kinds"]) == KINDS
+        assert all(list(verdict) == ["works", "why", "do"] for verdict in device["kinds"].values())
+        works = {kind: verdict["works"] for kind, verdict in device["kinds"].items()}
+        assert (works["ipc"], works["vmm"], works["fabric"], works["peers"]) == (True, True, False, False)
+    assert verdicts(document)["driver"]["works"]
+    finding = verdicts(document)["broker"]
+    assert (finding["works"], finding["why"], finding["do"]) == (True, "a broker answers, with 2 devices", "")
+
+
+def test_the_report_fits_a_terminal(tmp_path: Path) -> None:
+    status, written = terminal.run("doctor", "--devices", "host:1@64MiB", "--directory", tmp_path / "nobody")
+    assert status == 0
+    assert "device 0: cubroker host device 0, HOST-" in written
+    assert "no broker serves" in written
+    coloured = ["\x1b[1m", "\x1b[32m", "\x1b[31m", "\x1b[33m", "\x1b[0m"]
+    assert all(code in written for code in coloured)
+    for code in coloured:
+        written = written.replace(code, "")
+    assert max(len(line) for line in written.splitlines() if str(tmp_path) not in line) <= 80
+
+
+@pytest.mark.parametrize("spec", ["tpu:1", "host:0", "cuda:0,0"])
+def test_a_spec_that_names_no_driver_is_wrong_usage(spec: str, tmp_path: Path) -> None:
+    done = run("doctor", "--devices", spec, "--directory", tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "Invalid value for --devices" in done.stderr
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide the GPUs of a machine that has any."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_without_a_gpu_it_says_so_and_tries_host_devices(tmp_path: Path) -> None:
+    report = Report(asyncio.run(probe.gather(None, tmp_path / "nobody")))
+    assert report.usable
+    assert [device.emulated for device, _ in report.devices] == [True, True]
+    assert report.host["driver"].works is False
+    assert "no GPU to lend" in report.host["driver"].why
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_gpus_that_were_asked_for_and_are_not_there_are_a_failure(tmp_path: Path) -> None:
+    report = Report(asyncio.run(probe.gather("cuda", tmp_path / "nobody")))
+    assert not report.usable
+    assert report.devices == []
+    assert report.host["driver"].works is False
+    assert report.document()["devices"] == []
+
+
+# -- trials that come to nothing -------------------------------------------------------------------
+
+HANGS = "import signal; signal.pause()"
+
+
+def test_a_driver_that_hangs_is_reported_and_its_process_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    marker = f"doctor-{os.getpid()}-hangs"
+    monkeypatch.setenv("CUBROKER_TEST_MARKER", marker)
+    assert asyncio.run(ask([sys.executable, "-c", HANGS], 0.2, Trial)) == Trial("silent", detail="0.2 s")
+    monkeypatch.delenv("CUBROKER_TEST_MARKER")
+    eventually(lambda: not holding(marker), "the process to end")
+
+
+def test_after_a_silent_trial_the_device_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def line(*arguments: str) -> list[str]:
+        return [sys.executable, "-c", HANGS] if arguments[0] == "ipc" else real(*arguments)
+
+    real = probe.command
+    survey = asyncio.run(ask(real("survey", "host:1@64MiB"), 60, Survey))
+    assert isinstance(survey, Survey)
+    monkeypatch.setattr(probe, "command", line)
+    examined = asyncio.run(probe._examine(asyncio.Semaphore(1), "host:1@64MiB", survey.devices[0], 0.2))
+    outcomes = {kind: trial.outcome for kind, trial in examined.trials.items()}
+    assert outcomes == {"ipc": "silent", "vmm": "skipped", "fabric": "skipped"}
+
+
+def test_a_driver_that_does_not_even_say_what_there_is_is_a_finding(tmp_path: Path) -> None:
+    facts = asyncio.run(probe.gather("host:1@64MiB", tmp_path / "nobody", limit=0.001))
+    assert facts.driver.trial == Trial("silent", detail="0.001 s")
+    report = Report(facts)
+    assert not report.usable
+    assert "did not answer within 0.001 s" in report.host["driver"].why
+
+
+@pytest.mark.parametrize(
+    ("program", "detail"),
+    [
+        (f"import os; os.kill(os.getpid(), {signal.SIGSEGV:d})", "SIGSEGV"),
+        ("raise SystemExit('no bindings')", "status 1: no bindings"),
+        ("raise SystemExit(3)", "status 3: it said nothing"),
+        ("print('no JSON')", "status 0: it said nothing"),
+    ],
+)
+def test_a_trial_that_dies_says_of_what(program: str, detail: str) -> None:
+    assert asyncio.run(ask([sys.executable, "-c", program], 60, Trial)) == Trial("died", detail=detail)
+
+
+def test_what_libraries_print_first_does_no_harm() -> None:
+    program = 'print("NVIDIA says hello"); print(\'{"outcome": "works"}\')'
+    assert asyncio.run(ask([sys.executable, "-c", program], 60, Trial)) == Trial("works")
+
+
+def test_refusals_of_either_side_are_carried_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = "host:1@2MiB"
+    taken = trials._OWNERS["ipc"]
+
+    def again(driver: Any, index: int) -> Trial:
+        driver.context(index).allocate(trials.SIZE)
+        return taken(driver, index)
+
+    monkeypatch.setitem(trials._OWNERS, "ipc", again)
+    trial = trials._told("ipc", spec, 0)
+    assert (trial.outcome, trial.side, trial.call) == ("refused", "owner", "cuMemAlloc")
+    assert trial.error == "CUDA_ERROR_OUT_OF_MEMORY"
+
+
+def test_a_worker_that_is_refused_tells_its_owner() -> None:
+    driver = load("host:1@64MiB")
+    try:
+        trial = trials._worker("ipc-reader", driver, 0, trials._Shared(b"", handle=bytes(64)))
+    finally:
+        driver.close()
+    assert (trial.outcome, trial.side, trial.call) == ("refused", "worker", "cuIpcOpenMemHandle")
+
+
+def test_bytes_that_differ_are_seen() -> None:
+    driver = load("host:1@64MiB")
+    try:
+        context = driver.context(0)
+        pointer = context.allocate(trials.SIZE)
+        order = trials._Shared(b"seed", handle=context.export(pointer))
+        assert trials._worker("ipc-reader", driver, 0, order) == Trial("differs")
+        physical = driver.create(0, trials.SIZE)
+        descriptor = physical.export()
+        try:
+            order = trials._Shared(b"seed", descriptor=descriptor)
+            assert trials._worker("vmm-reader", driver, 0, order) == Trial("differs")
+        finally:
+            os.close(descriptor)
+            physical.release()
+        context.free(pointer)
+    finally:
+        driver.close()
+
+
+def test_a_driver_that_lacks_a_function_is_told() -> None:
+    trial = trials._refusal(RuntimeError('Function "cuMemCreate" not found'), "owner")
+    assert (trial.outcome, trial.error, trial.detail) == ("refused", "", 'Function "cuMemCreate" not found')
+    assert trials._refusal(DriverError("cuX", 1, "CUDA_ERROR_INVALID_VALUE")).error == "CUDA_ERROR_INVALID_VALUE"
+
+
+def test_devices_without_one_way_to_share_are_a_failure(tmp_path: Path) -> None:
+    facts = asyncio.run(probe.gather("host:1@64MiB", tmp_path / "nobody"))
+    assert Report(facts).usable
+    (examined,) = facts.devices
+    refused = Trial("refused", "owner", "cuX", "CUDA_ERROR_NOT_SUPPORTED")
+    worse = Examined(examined.device, dict.fromkeys(examined.trials, refused))
+    assert not Report(Facts(facts.driver, (worse,), facts.host)).usable

@@ -1,0 +1,187 @@
+"""Every explanation of what works on a device and what does not, from made-up facts: no such hardware is needed."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from cuda.bindings import driver as cuda
+
+from cubroker.cli.doctor import devices, refusals
+from cubroker.cli.doctor.facts import (
+    BrokerFacts,
+    DeviceFacts,
+    DirectoryFacts,
+    DriverFacts,
+    Examined,
+    Facts,
+    HostFacts,
+    Trial,
+    Verdict,
+)
+from cubroker.driver import guard
+
+WORKS = Trial("works")
+REFUSED = Trial("refused", "worker", "cuX", "CUDA_ERROR_INVALID_VALUE")
+NO_FABRIC = Trial("refused")
+GPU = DeviceFacts(0, "GPU-1", "NVIDIA H200", fabric=1, multicast=1)
+MIG = replace(GPU, name="NVIDIA H200 MIG 1g.18gb")
+EMULATED = replace(GPU, name="cubroker host device 0", emulated=True, fabric=0, multicast=0, descriptors=0)
+DRIVER = DriverFacts("cuda", WORKS, 13000)
+HOST = HostFacts(DirectoryFacts(Path("/run/cubroker")), BrokerFacts("", "a broker answers"), channels=True)
+
+
+def judge(
+    device: DeviceFacts = GPU, driver: DriverFacts = DRIVER, host: HostFacts = HOST, **trials: Trial
+) -> dict[str, Verdict]:
+    examined = Examined(device, {"ipc": WORKS, "vmm": WORKS, "fabric": WORKS} | trials)
+    return devices.judge(examined, Facts(driver, (examined,), host))
+
+
+def check(verdict: Verdict, works: bool | None, why: str, do: str) -> None:
+    assert verdict.works is works
+    assert re.search(why, verdict.why), verdict
+    assert re.search(do, verdict.do) if do else verdict.do == "", verdict
+
+
+@pytest.mark.parametrize("kind", ["ipc", "vmm", "fabric"])
+def test_what_was_seen_to_work_works(kind: str) -> None:
+    verdict = judge()[kind]
+    assert (verdict.works, verdict.do) == (True, "")
+    assert verdict.why
+
+
+@pytest.mark.parametrize("kind", ["ipc", "vmm", "fabric"])
+@pytest.mark.parametrize(
+    ("trial", "works", "why", "do"),
+    [
+        (Trial("silent", detail="60 s"), False, "did not answer within 60 s", "dmesg"),
+        (Trial("skipped"), None, "not tried", ""),
+        (Trial("died", detail="SIGSEGV"), False, r"died \(SIGSEGV\)", "Xid"),
+        (Trial("differs"), False, "other bytes than were written", "Xid"),
+        (Trial("refused", "owner", "cuX", "CUDA_ERROR_OUT_OF_MEMORY"), None, "no room", "free memory"),
+        (Trial("refused", "owner", "cuX", "CUDA_ERROR_SYSTEM_NOT_READY"), False, "fabric manager", "start it"),
+        (Trial("refused", "worker", "cuX", "CUDA_ERROR_ASSERT"), False, "the worker's cuX: CUDA_ERROR_ASSERT", "Xid"),
+    ],
+    ids=lambda value: getattr(value, "outcome", None),
+)
+def test_a_trial_that_came_to_nothing_is_explained(
+    kind: str, trial: Trial, works: bool | None, why: str, do: str
+) -> None:
+    check(judge(**{kind: trial})[kind], works, why, do)
+
+
+@pytest.mark.parametrize("error", refusals._MEANINGS)
+def test_every_refusal_that_has_a_meaning_says_what_to_do(error: str) -> None:
+    assert not error or hasattr(cuda.CUresult, error)
+    trial = Trial("refused", "owner", "cuX" * bool(error), error, 'Function "cuX" not found')
+    verdict = refusals.means(trial)
+    assert verdict.works is (None if error == "CUDA_ERROR_OUT_OF_MEMORY" else False)
+    assert verdict.why.endswith(f"(the owner's cuX: {error})" if error else '(Function "cuX" not found)')
+    assert verdict.do
+
+
+@pytest.mark.parametrize("kind", ["ipc", "vmm"])
+@pytest.mark.parametrize(("mode", "name"), [(2, "Prohibited"), (3, "Exclusive Process")])
+def test_the_compute_mode_explains_a_refusal(kind: str, mode: int, name: str) -> None:
+    device = replace(GPU, compute_mode=mode)
+    check(judge(device, **{kind: REFUSED})[kind], False, f"compute mode is {name}", "nvidia-smi -i GPU-1 -c DEFAULT")
+    assert judge(device)[kind].works
+    full = Trial("refused", "owner", "cuX", "CUDA_ERROR_OUT_OF_MEMORY")
+    check(judge(device, **{kind: full})[kind], None, "no room", "free memory")
+
+
+def test_a_mig_instance_explains_a_refused_handle() -> None:
+    verdicts = judge(MIG, ipc=REFUSED)
+    check(verdicts["ipc"], False, "MIG instance", "vmm|-mig 0")
+    assert devices.usable(verdicts)
+    check(judge(MIG, ipc=Trial("silent", detail="1 s"))["ipc"], False, "did not answer", "dmesg")
+
+
+def test_memory_without_descriptors_is_told_by_the_device() -> None:
+    check(judge(replace(GPU, descriptors=0), vmm=REFUSED)["vmm"], False, "has no descriptors", "use ipc")
+    check(judge(EMULATED, vmm=REFUSED)["vmm"], False, "the driver refused", "dmesg")
+
+
+def test_read_only_memory_that_could_be_written_is_told() -> None:
+    check(judge(vmm=Trial("writable"))["vmm"], None, "read-only could be written", "use ipc")
+
+
+@pytest.mark.parametrize(
+    ("device", "driver", "host", "why", "do"),
+    [
+        (EMULATED, DRIVER, HOST, "host devices have no fabric", "descriptors instead"),
+        (GPU, replace(DRIVER, version=12020), HOST, "older than fabric handles", "descriptors instead"),
+        (MIG, DRIVER, HOST, "MIG", "descriptors instead"),
+        (replace(GPU, fabric=0), DRIVER, HOST, "the device has no fabric handles", "descriptors instead"),
+        (replace(GPU, fabric=None), DRIVER, HOST, "the device has no fabric handles", "descriptors instead"),
+        (GPU, DRIVER, replace(HOST, channels=False), "no IMEX channel", "NVreg_CreateImexChannel0=1"),
+        (
+            GPU,
+            DRIVER,
+            replace(HOST, channels=False, container="docker"),
+            "no IMEX channel",
+            "--device /dev/nvidia-caps",
+        ),
+        (GPU, DRIVER, HOST, "refused all the same", "nvidia-imex and the fabric manager"),
+    ],
+    ids=["host", "old driver", "mig", "hardware", "unheard of", "no channel", "no channel in a container", "services"],
+)
+def test_missing_fabric_handles_are_explained(
+    device: DeviceFacts, driver: DriverFacts, host: HostFacts, why: str, do: str
+) -> None:
+    check(judge(device, driver, host, fabric=NO_FABRIC)["fabric"], False, why, do)
+
+
+@pytest.mark.parametrize(
+    ("device", "works", "why", "do"),
+    [
+        (GPU, None, "no other device", ""),
+        (replace(GPU, peers={1: True, 2: True}), True, "^reaches 1, 2$", ""),
+        (replace(GPU, peers={1: True, 2: False}), True, "reaches 1, but not 2: no NVLink", "replica on each"),
+        (replace(GPU, peers={1: False}), False, "does not reach 1: .*nvidia-smi topo", "replica on each"),
+        (replace(MIG, peers={1: False}), False, "MIG instance has no peers", "replica on each"),
+        (replace(EMULATED, peers={1: False}), False, "different groups", "replica on each"),
+        (replace(GPU, links=Trial("refused", "", "cuX", "CUDA_ERROR_UNKNOWN")), None, "does not know", "nvidia-uvm"),
+    ],
+    ids=["alone", "all", "some", "none", "mig", "host", "refused"],
+)
+def test_what_a_device_reaches_is_told(device: DeviceFacts, works: bool | None, why: str, do: str) -> None:
+    check(judge(device)["peers"], works, why, do)
+
+
+@pytest.mark.parametrize(
+    ("device", "works", "why", "do"),
+    [
+        (GPU, None, "no setting forbids it; it is never tried", ""),
+        (replace(GPU, multicast=0), False, "does not support it: it takes NVSwitches", "peer copies"),
+        (replace(GPU, multicast=None), False, "too old", "peer copies"),
+        (replace(MIG, multicast=0), False, "does not support it: it is a MIG", "peer copies"),
+        (EMULATED, False, "does not support it$", "peer copies"),
+        (replace(EMULATED, multicast=1), True, "emulated", ""),
+    ],
+    ids=["supported", "unsupported", "unheard of", "mig", "host without", "host with"],
+)
+def test_multicast_is_told_by_the_device_and_never_works_for_sure_on_a_gpu(
+    device: DeviceFacts, works: bool | None, why: str, do: str
+) -> None:
+    check(judge(device)["multicast"], works, why, do)
+
+
+@pytest.mark.parametrize("setting", ["NCCL_NVLS_ENABLE=0", "NVSHMEM_DISABLE_NVLS=1", "CUBROKER_MULTICAST=0", "X=1"])
+def test_multicast_that_is_switched_off_is_explained_in_the_words_of_its_guard(setting: str) -> None:
+    objection = guard.objection(dict([setting.split("=")]))
+    assert objection is not None
+    verdict = judge(driver=replace(DRIVER, objection=objection[1]))["multicast"]
+    assert (verdict.works, verdict.why) == (False, objection[1])
+    assert verdict.do
+    unsupported = judge(replace(GPU, multicast=0), replace(DRIVER, objection=objection[1]))["multicast"]
+    check(unsupported, False, "does not support it", "copies")
+
+
+def test_a_device_is_usable_if_its_memory_can_be_shared_in_one_way() -> None:
+    assert devices.usable(judge(ipc=REFUSED))
+    assert devices.usable(judge(vmm=REFUSED))
+    assert not devices.usable(judge(ipc=REFUSED, vmm=Trial("writable")))
