@@ -158,21 +158,12 @@ def _multicast(case: _Case) -> Verdict:
     device = case.examined.device
     if device.multicast is None:
         return Verdict(False, "the driver is too old to have heard of it", _INSTEAD)
-    if not device.multicast:
-        return Verdict(False, f"the device says that it does not support it{_why_not(case)}", _INSTEAD)
+    if device.obstacle is not None:
+        change = "; to have it, change that setting" if device.multicast else ""
+        return Verdict(False, device.obstacle, _INSTEAD + change)
     if device.emulated:
         return Verdict(True, "emulated in host memory")
-    if case.driver.objection:
-        return Verdict(False, case.driver.objection, f"{_INSTEAD}; to have it, change that setting")
     return Verdict(None, "the device says that it supports it, and no setting forbids it; it is never tried")
-
-
-def _why_not(case: _Case) -> str:
-    if case.examined.device.emulated:
-        return ""
-    if case.examined.device.mig:
-        return ": it is a MIG instance"
-    return ": it takes NVSwitches, with their fabric manager at work, and more than one GPU"
 
 
 _RULES: dict[str, Callable[[_Case], Verdict]] = {

@@ -40,14 +40,12 @@ class DriverFacts:
         trial: works, or why not.
         version: the CUDA version it serves, 13000 for 13.0; 0 if unknown.
         library: whether the driver's library, libcuda, is there.
-        objection: why no multicast call may be made; empty if it may.
     """
 
     spec: str
     trial: Trial
     version: int = 0
     library: bool = True
-    objection: str = ""
 
 
 @dataclass(frozen=True)
@@ -60,6 +58,7 @@ class DeviceFacts:
         descriptors: whether memory can be exported as descriptors.
         fabric: whether the hardware has fabric handles, whatever the machine says.
         multicast: whether the device says that it can be in a multicast object.
+        obstacle: why it can have no part in multicast all the same, in the driver package's words; None if nothing is.
         peers: of each other device that was asked for, whether its memory is in direct reach.
         links: works, or why the driver does not tell of links.
     """
@@ -72,6 +71,7 @@ class DeviceFacts:
     descriptors: int | None = 1
     fabric: int | None = 0
     multicast: int | None = 0
+    obstacle: str | None = None
     peers: Mapping[int, bool] = field(default_factory=dict)
     links: Trial = Trial("works")
 

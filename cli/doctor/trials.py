@@ -20,7 +20,7 @@ import msgspec
 
 from cubroker.cli.doctor.children import command, read
 from cubroker.cli.doctor.facts import DeviceFacts, DriverFacts, Survey, Trial
-from cubroker.driver import Device, Driver, DriverError, guard, load
+from cubroker.driver import Device, Driver, DriverError, load
 
 SIZE = 2 << 20
 """Bytes that are shared."""
@@ -55,10 +55,7 @@ def survey(spec: str) -> Survey:
     try:
         with closing(load(spec)) as driver:
             devices = tuple(_describe(driver, device) for device in driver.devices)
-            found = None if driver.host else guard.objection(os.environ)
-            return Survey(
-                DriverFacts(spec, Trial("works"), driver.version, objection=found[1] if found else ""), devices
-            )
+            return Survey(DriverFacts(spec, Trial("works"), driver.version), devices)
     except ValueError as error:
         return Survey(DriverFacts(spec, Trial("misnamed", detail=str(error))))
     except (DriverError, RuntimeError) as error:
@@ -73,6 +70,7 @@ def _describe(driver: Driver, device: Device) -> DeviceFacts:
                 peers[other.index] = driver.peers.can_access(device.index, other.index)
     except DriverError as error:
         links = _refusal(error)
+    multicast = driver.attribute(device.index, "MULTICAST_SUPPORTED")
     return DeviceFacts(
         device.index,
         device.uuid,
@@ -81,7 +79,8 @@ def _describe(driver: Driver, device: Device) -> DeviceFacts:
         compute_mode=driver.attribute(device.index, "COMPUTE_MODE"),
         descriptors=driver.attribute(device.index, "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED"),
         fabric=driver.attribute(device.index, "HANDLE_TYPE_FABRIC_SUPPORTED"),
-        multicast=driver.attribute(device.index, "MULTICAST_SUPPORTED"),
+        multicast=multicast,
+        obstacle=None if multicast is None else driver.multicast_obstacle(device.index),
         peers=peers,
         links=links,
     )

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from cubroker.cli.doctor import probe, trials
-from cubroker.cli.doctor.children import ask
+from cubroker.cli.doctor.children import ask, command
 from cubroker.cli.doctor.facts import Examined, Facts, Survey, Trial
 from cubroker.cli.doctor.report import Report
-from cubroker.driver import DriverError, load
+from cubroker.driver import Driver, DriverError, Peers, load
+from cubroker.driver.host import host_module
 from tests.brokers import BrokerProcess, eventually
 from tests.cli import terminal
 from tests.cli.processes import holding, run
@@ -104,10 +105,9 @@ def test_a_driver_that_hangs_is_reported_and_its_process_ended(monkeypatch: pyte
 
 def test_after_a_silent_trial_the_device_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def line(*arguments: str) -> list[str]:
-        return [sys.executable, "-c", HANGS] if arguments[0] == "ipc" else real(*arguments)
+        return [sys.executable, "-c", HANGS] if arguments[0] == "ipc" else command(*arguments)
 
-    real = probe.command
-    survey = asyncio.run(ask(real("survey", "host:1@64MiB"), 60, Survey))
+    survey = asyncio.run(ask(command("survey", "host:1@64MiB"), 60, Survey))
     assert isinstance(survey, Survey)
     monkeypatch.setattr(probe, "command", line)
     examined = asyncio.run(probe._examine(asyncio.Semaphore(1), "host:1@64MiB", survey.devices[0], 0.2))
@@ -182,6 +182,43 @@ def test_bytes_that_differ_are_seen() -> None:
         context.free(pointer)
     finally:
         driver.close()
+
+
+class Spy:
+    """A driver-shaped module that passes for real hardware and notes which functions are asked for."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self.asked: set[str] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        self.asked.add(name)
+        return None if name == "emulated" else getattr(self._module, name)
+
+
+def test_on_real_hardware_multicast_is_asked_about_and_never_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    spy = Spy(host_module(2, 64 << 20, 2))
+    monkeypatch.setattr(trials, "load", lambda spec: Driver(spy, spec, host=False))
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
+    survey = trials.survey("cuda")
+    assert {device.obstacle for device in survey.devices} == {"NCCL_NVLS_ENABLE=0 says no to multicast on this machine"}
+    assert [(device.emulated, device.peers) for device in survey.devices] == [(False, {1: True}), (False, {0: True})]
+    assert trials._told("fabric", "cuda", 0) == Trial("refused", "", "", "")
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
+    monkeypatch.setenv("CUBROKER_MULTICAST", "1")
+    assert {(device.multicast, device.obstacle) for device in trials.survey("cuda").devices} == {(1, None)}
+    assert {"cuDeviceGetAttribute", "cuMemCreate"} <= spy.asked
+    assert not [name for name in spy.asked if name.startswith("cuMulticast")]
+
+
+def test_links_that_the_driver_does_not_tell_of_leave_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> bool:
+        raise DriverError("cuDeviceCanAccessPeer", 999, "CUDA_ERROR_UNKNOWN")
+
+    monkeypatch.setattr(Peers, "can_access", refuse)
+    survey = trials.survey("host:2@64MiB")
+    assert [device.links.error for device in survey.devices] == ["CUDA_ERROR_UNKNOWN"] * 2
+    assert survey.driver.trial == Trial("works")
 
 
 def test_a_driver_that_lacks_a_function_is_told() -> None:

@@ -21,7 +21,6 @@ from cubroker.cli.doctor.facts import (
     Trial,
     Verdict,
 )
-from cubroker.driver import guard
 
 WORKS = Trial("works")
 REFUSED = Trial("refused", "worker", "cuX", "CUDA_ERROR_INVALID_VALUE")
@@ -38,6 +37,11 @@ def judge(
 ) -> dict[str, Verdict]:
     examined = Examined(device, {"ipc": WORKS, "vmm": WORKS, "fabric": WORKS} | trials)
     return devices.judge(examined, Facts(driver, (examined,), host))
+
+
+def judge_trial(kind: str, trial: Trial, device: DeviceFacts = GPU) -> Verdict:
+    examined = Examined(device, {"ipc": WORKS, "vmm": WORKS, "fabric": WORKS, kind: trial})
+    return devices.judge(examined, Facts(DRIVER, (examined,), HOST))[kind]
 
 
 def check(verdict: Verdict, works: bool | None, why: str, do: str) -> None:
@@ -70,7 +74,7 @@ def test_what_was_seen_to_work_works(kind: str) -> None:
 def test_a_trial_that_came_to_nothing_is_explained(
     kind: str, trial: Trial, works: bool | None, why: str, do: str
 ) -> None:
-    check(judge(**{kind: trial})[kind], works, why, do)
+    check(judge_trial(kind, trial), works, why, do)
 
 
 @pytest.mark.parametrize("error", refusals._MEANINGS)
@@ -87,10 +91,10 @@ def test_every_refusal_that_has_a_meaning_says_what_to_do(error: str) -> None:
 @pytest.mark.parametrize(("mode", "name"), [(2, "Prohibited"), (3, "Exclusive Process")])
 def test_the_compute_mode_explains_a_refusal(kind: str, mode: int, name: str) -> None:
     device = replace(GPU, compute_mode=mode)
-    check(judge(device, **{kind: REFUSED})[kind], False, f"compute mode is {name}", "nvidia-smi -i GPU-1 -c DEFAULT")
+    check(judge_trial(kind, REFUSED, device), False, f"compute mode is {name}", "nvidia-smi -i GPU-1 -c DEFAULT")
     assert judge(device)[kind].works
     full = Trial("refused", "owner", "cuX", "CUDA_ERROR_OUT_OF_MEMORY")
-    check(judge(device, **{kind: full})[kind], None, "no room", "free memory")
+    check(judge_trial(kind, full, device), None, "no room", "free memory")
 
 
 def test_a_mig_instance_explains_a_refused_handle() -> None:
@@ -156,29 +160,17 @@ def test_what_a_device_reaches_is_told(device: DeviceFacts, works: bool | None, 
     ("device", "works", "why", "do"),
     [
         (GPU, None, "no setting forbids it; it is never tried", ""),
-        (replace(GPU, multicast=0), False, "does not support it: it takes NVSwitches", "peer copies"),
+        (replace(GPU, obstacle="X=0 says no"), False, "^X=0 says no$", "peer copies .*change that setting"),
+        (replace(GPU, multicast=0, obstacle="device 0 has none"), False, "^device 0 has none$", "peer copies[^;]*$"),
         (replace(GPU, multicast=None), False, "too old", "peer copies"),
-        (replace(MIG, multicast=0), False, "does not support it: it is a MIG", "peer copies"),
-        (EMULATED, False, "does not support it$", "peer copies"),
         (replace(EMULATED, multicast=1), True, "emulated", ""),
     ],
-    ids=["supported", "unsupported", "unheard of", "mig", "host without", "host with"],
+    ids=["supported", "switched off", "unsupported", "unheard of", "host"],
 )
-def test_multicast_is_told_by_the_device_and_never_works_for_sure_on_a_gpu(
+def test_multicast_is_told_by_the_device_and_the_settings_and_never_works_for_sure_on_a_gpu(
     device: DeviceFacts, works: bool | None, why: str, do: str
 ) -> None:
     check(judge(device)["multicast"], works, why, do)
-
-
-@pytest.mark.parametrize("setting", ["NCCL_NVLS_ENABLE=0", "NVSHMEM_DISABLE_NVLS=1", "CUBROKER_MULTICAST=0", "X=1"])
-def test_multicast_that_is_switched_off_is_explained_in_the_words_of_its_guard(setting: str) -> None:
-    objection = guard.objection(dict([setting.split("=")]))
-    assert objection is not None
-    verdict = judge(driver=replace(DRIVER, objection=objection[1]))["multicast"]
-    assert (verdict.works, verdict.why) == (False, objection[1])
-    assert verdict.do
-    unsupported = judge(replace(GPU, multicast=0), replace(DRIVER, objection=objection[1]))["multicast"]
-    check(unsupported, False, "does not support it", "copies")
 
 
 def test_a_device_is_usable_if_its_memory_can_be_shared_in_one_way() -> None:
