@@ -26,18 +26,21 @@ def gpu() -> Iterator[tuple[BrokerProcess, Broker]]:
         yield both
 
 
-def publish(broker: Broker, name: str, slab: int | None = None) -> int:
+def publish(broker: Broker, name: str, slab: int | None = None, share: str = "ipc") -> int:
     layout = Layout.pack(((n, dtype, shape) for n, (dtype, shape, _) in TENSORS.items()), slab=slab)
-    with broker.create(name, layout) as draft:
+    with broker.create(name, layout, share=share) as draft:
         for tensor, (_, _, data) in TENSORS.items():
             draft[tensor].copy_from(data)
         return draft.seal()
 
 
+@pytest.mark.parametrize("share", ["ipc", "vmm"])
 @pytest.mark.parametrize("slab", [None, 1 << 16])
-def test_what_one_process_wrote_two_others_read(gpu: tuple[BrokerProcess, Broker], slab: int | None) -> None:
+def test_what_one_process_wrote_two_others_read(
+    gpu: tuple[BrokerProcess, Broker], slab: int | None, share: str
+) -> None:
     process, broker = gpu
-    publish(broker, "m", slab)
+    publish(broker, "m", slab, share)
     with worker(process, "digest", "m") as one, worker(process, "digest", "m") as two:
         assert one.answer() == two.answer() == DIGESTS
         assert [info.leases for info in broker.pools() if info.state == "current"] == [2]
@@ -45,9 +48,10 @@ def test_what_one_process_wrote_two_others_read(gpu: tuple[BrokerProcess, Broker
     eventually(lambda: not broker.pools(), "the retired pool to go")
 
 
-def test_a_killed_workers_lease_falls_and_the_others_stays(gpu: tuple[BrokerProcess, Broker]) -> None:
+@pytest.mark.parametrize("share", ["ipc", "vmm"])
+def test_a_killed_workers_lease_falls_and_the_others_stays(gpu: tuple[BrokerProcess, Broker], share: str) -> None:
     process, broker = gpu
-    publish(broker, "m")
+    publish(broker, "m", share=share)
     with worker(process, "digest", "m") as one, worker(process, "digest", "m") as two:
         assert one.answer() == two.answer() == DIGESTS
         one.kill()
@@ -60,11 +64,12 @@ def test_a_killed_workers_lease_falls_and_the_others_stays(gpu: tuple[BrokerProc
         eventually(lambda: not broker.pools(), "the memory to be freed")
 
 
-def test_freed_memory_is_back_on_the_device(gpu: tuple[BrokerProcess, Broker]) -> None:
+@pytest.mark.parametrize("share", ["ipc", "vmm"])
+def test_freed_memory_is_back_on_the_device(gpu: tuple[BrokerProcess, Broker], share: str) -> None:
     _, broker = gpu
     context = broker.driver.context(0)
     before, _ = context.memory()
-    with broker.create("large", Layout.pack([("x", "U8", (4 * GIB,))])) as draft:
+    with broker.create("large", Layout.pack([("x", "U8", (4 * GIB,))]), share=share) as draft:
         draft.seal()
     with broker.attach("large"):
         held, _ = context.memory()
@@ -85,10 +90,11 @@ def test_attaching_again_costs_no_device_memory(gpu: tuple[BrokerProcess, Broker
     broker.retire("large")
 
 
-def test_new_memory_is_zero_whoever_had_it_before(gpu: tuple[BrokerProcess, Broker]) -> None:
+@pytest.mark.parametrize("share", ["ipc", "vmm"])
+def test_new_memory_is_zero_whoever_had_it_before(gpu: tuple[BrokerProcess, Broker], share: str) -> None:
     _, broker = gpu
     layout = Layout.pack([("x", "U8", (64 << 20,))])
     for _ in range(3):
-        with broker.create("m", layout) as draft:
+        with broker.create("m", layout, share=share) as draft:
             assert not any(draft["x"].tobytes())
             draft["x"].copy_from(b"\xff" * (64 << 20))

@@ -36,11 +36,14 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoints.write(tmp_path_factory.mktemp("loader") / "model.safetensors", TENSORS)
 
 
+@pytest.mark.parametrize("share", ["ipc", "vmm"])
 @pytest.mark.parametrize("slab", [None, 16 << 20])
-def test_every_byte_arrives_on_every_device(gpu: tuple[BrokerProcess, Broker], path: Path, slab: int | None) -> None:
+def test_every_byte_arrives_on_every_device(
+    gpu: tuple[BrokerProcess, Broker], path: Path, slab: int | None, share: str
+) -> None:
     _, broker = gpu
     devices = [device.uuid for device in broker.driver.devices]
-    loaded = load(broker, "m", path, devices=devices, slab=slab)
+    loaded = load(broker, "m", path, devices=devices, slab=slab, share=share)
     assert loaded.tensors == len(TENSORS)
     for device in devices:
         assert verify(broker, "m", path, device=device).differences == ()
