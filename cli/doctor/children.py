@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
@@ -21,8 +22,8 @@ GRACE = 1.0
 
 
 def command(*arguments: str) -> list[str]:
-    """Return the command line of a trial."""
-    return [sys.executable, "-m", "cubroker.cli.doctor.trials", *arguments]
+    """Return the command line of a trial, which ends with this process if not before."""
+    return [sys.executable, "-m", "cubroker.cli.doctor.trials", str(os.getpid()), *arguments]
 
 
 async def ask(line: Sequence[str], limit: float, kind: type[R]) -> R | Trial:

@@ -1,4 +1,4 @@
-"""``python -m cubroker.cli.doctor.trials TASK SPEC [DEVICE]``: one trial, in a process that may be killed.
+"""``python -m cubroker.cli.doctor.trials PARENT TASK SPEC [DEVICE]``: one trial, in a process that may be killed.
 
 The process prints what came of it as JSON. A trial of sharing is the memory's owner, which starts the workers that
 open it: only another process can. Two MiB are shared, and given back. There is no trial of multicast, ever.
@@ -40,9 +40,11 @@ class _Shared(msgspec.Struct):
     descriptor: int = -1
 
 
-def main(task: str, spec: str, index: str = "0") -> None:
-    """Run one task to its end, or to the end of whoever started this process."""
+def main(parent: str, task: str, spec: str, index: str = "0") -> None:
+    """Run one task to its end, or to that of its parent, the process that started it."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(parent):
+        return  # it ended before it could be followed
     result = survey(spec) if task == "survey" else _told(task, spec, int(index))
     sys.stdout.write(msgspec.json.encode(result).decode() + "\n")
 

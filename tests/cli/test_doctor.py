@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from cubroker.cli.doctor import probe, trials
+from cubroker.cli.doctor import host, probe, trials
 from cubroker.cli.doctor.children import ask, command
 from cubroker.cli.doctor.facts import Examined, Facts, Survey, Trial
 from cubroker.cli.doctor.report import Report
@@ -20,7 +20,7 @@ from cubroker.driver import Driver, DriverError, Peers, load
 from cubroker.driver.host import host_module
 from tests.brokers import BrokerProcess, eventually
 from tests.cli import terminal
-from tests.cli.processes import holding, run
+from tests.cli.processes import DEADLINE, environment, holding, run, started
 
 KINDS = ["ipc", "vmm", "fabric", "peers", "multicast"]
 
@@ -57,6 +57,27 @@ def test_the_report_fits_a_terminal(tmp_path: Path) -> None:
     for code in coloured:
         written = written.replace(code, "")
     assert max(len(line) for line in written.splitlines() if str(tmp_path) not in line) <= 80
+
+
+def test_a_broker_that_does_not_answer_is_told(broker: BrokerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "ANSWER", 0.2)
+    broker.process.send_signal(signal.SIGSTOP)
+    try:
+        found = host.examine_broker(broker.directory)
+    finally:
+        broker.process.send_signal(signal.SIGCONT)
+    assert found.code == "unavailable"
+    assert "did not answer within 0.2 s" in found.message
+
+
+def test_ctrl_c_ends_it_and_its_trials(tmp_path: Path) -> None:
+    marker = f"doctor-{os.getpid()}-interrupted"
+    env = environment(CUBROKER_TEST_MARKER=marker)
+    with started("doctor", "--devices", "host:8@64MiB", "--directory", tmp_path / "nobody", env=env) as process:
+        eventually(lambda: len(holding(marker)) > 2, "trials to be under way")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(DEADLINE) == 130
+    eventually(lambda: not holding(marker), "its trials to end")
 
 
 @pytest.mark.parametrize("spec", ["tpu:1", "host:0", "cuda:0,0"])
@@ -101,6 +122,26 @@ def test_a_driver_that_hangs_is_reported_and_its_process_ended(monkeypatch: pyte
     assert asyncio.run(ask([sys.executable, "-c", HANGS], 0.2, Trial)) == Trial("silent", detail="0.2 s")
     monkeypatch.delenv("CUBROKER_TEST_MARKER")
     eventually(lambda: not holding(marker), "the process to end")
+
+
+def test_a_worker_that_hangs_ends_with_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    marker = f"doctor-{os.getpid()}-worker"
+    monkeypatch.setenv("CUBROKER_TEST_MARKER", marker)
+    head = "import os, signal, sys; from cubroker.cli.doctor import trials;"
+    tail = "trials.main(sys.argv[1], sys.argv[2], 'host:1@64MiB')"
+    hanging = f"{head} trials._WORKERS['ipc-reader'] = lambda *_: signal.pause(); {tail}"
+    owner = (
+        f"{head} trials.command = lambda task, *_: [sys.executable, '-c', {hanging!r}, str(os.getpid()), task]; {tail}"
+    )
+    line = [sys.executable, "-c", owner, str(os.getpid()), "ipc"]
+    assert asyncio.run(ask(line, 3.0, Trial)) == Trial("silent", detail="3 s")
+    monkeypatch.delenv("CUBROKER_TEST_MARKER")
+    eventually(lambda: not holding(marker), "both processes to end")
+
+
+def test_a_trial_whose_parent_has_gone_is_not_made() -> None:
+    line = [sys.executable, "-m", "cubroker.cli.doctor.trials", "1000000000", "survey", "host:1@64MiB"]
+    assert asyncio.run(ask(line, 60, Survey)) == Trial("died", detail="status 0: it said nothing")
 
 
 def test_after_a_silent_trial_the_device_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
