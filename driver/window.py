@@ -30,7 +30,8 @@ class Window(Reservation):
     def __init__(self, context: Context, nbytes: int) -> None:
         guard.check(context.calls.module, "cuMemMap")
         super().__init__(context, nbytes)
-        self._kernel: tuple[Any, Any] | None = None
+        self._module: Any = None
+        self._broadcast: Any = None
 
     def map(self, descriptor: int, *, readonly: bool = False) -> None:
         """Map the object of a descriptor, for one-to-all stores; the descriptor is not needed afterwards.
@@ -74,16 +75,17 @@ class Window(Reservation):
     def close(self) -> None:
         """Unmap what is mapped and give the addresses back; to be called once."""
         try:
-            if self._kernel:
+            if self._module is not None:
                 with self._context.current():
-                    self._calls.cuModuleUnload(self._kernel[0])
+                    self._calls.cuModuleUnload(self._module)
         finally:
-            self._kernel = None
+            self._module = self._broadcast = None
             super().close()
 
     def _function(self) -> Any:
         """Return the kernel, loaded with the first use."""
-        if self._kernel is None:
-            module = self._calls.cuModuleLoadData(KERNEL.read_bytes() + b"\0")
-            self._kernel = module, self._calls.cuModuleGetFunction(module, _ENTRY)
-        return self._kernel[1]
+        if self._module is None:
+            self._module = self._calls.cuModuleLoadData(KERNEL.read_bytes() + b"\0")
+        if self._broadcast is None:
+            self._broadcast = self._calls.cuModuleGetFunction(self._module, _ENTRY)
+        return self._broadcast

@@ -173,6 +173,10 @@ class Window(Mapping):
         """Itself: no other work goes across its ends."""
         return self
 
+    def allows(self, device: int, *, writing: bool) -> bool:
+        """Whether access was set for the device, to load: ordinary stores are refused, and loads counted."""
+        return not writing and super().allows(device, writing=writing)
+
     def set_access(self, access: dict[int, int]) -> None:
         """Set the access of some devices."""
         self.access |= access

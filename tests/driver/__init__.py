@@ -2,4 +2,6 @@
 
 import pytest
 
-pytest.register_assert_rewrite("tests.driver.conformance", "tests.driver.conformance_vmm")
+pytest.register_assert_rewrite(
+    "tests.driver.conformance", "tests.driver.conformance_multicast", "tests.driver.conformance_vmm"
+)

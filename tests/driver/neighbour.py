@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from cubroker.driver import Context, Driver, DriverError, Event, load
-from tests.driver.mapper import Mapper
+from tests.driver.caster import Caster
 
 ROOT = Path(__file__).parents[2]
 
@@ -64,6 +64,21 @@ class Neighbour:
         """Have it create memory, and return a descriptor of it, which the caller closes."""
         self.ask("lend", nbytes, device=device)
         return socket.recv_fds(self._link, 1, 1)[1][0]
+
+    def make_team(self, devices: list[int], nbytes: int) -> list[int]:
+        """Have it make a multicast object; return descriptors of it and of the memory on each device."""
+        self.ask("make_team", devices, nbytes)
+        return socket.recv_fds(self._link, 1, 1 + len(devices))[1]
+
+    def open_window(self, descriptor: int, nbytes: int, *, device: int = 0) -> int:
+        """Have it map a multicast object; return its pointer."""
+        socket.send_fds(self._link, [b"."], [descriptor])
+        return int(self.ask("open_window", nbytes, device=device))
+
+    def add_device(self, descriptor: int, device: int) -> None:
+        """Have it add a device to a multicast object."""
+        socket.send_fds(self._link, [b"."], [descriptor])
+        self.ask("add_device", device=device)
 
     def stop(self) -> None:
         """Stop it, as a debugger would; return when no thread of it runs any more."""
@@ -230,7 +245,7 @@ def uuids(driver: Driver) -> list[str]:
     return [device.uuid for device in driver.devices]
 
 
-def _do(driver: Driver, mapper: Mapper, device: int, method: str, args: list[Any]) -> Any:
+def _do(driver: Driver, mapper: Caster, device: int, method: str, args: list[Any]) -> Any:
     if method == "uuids":
         return uuids(driver)
     if hasattr(mapper, method):
@@ -245,7 +260,7 @@ def _do(driver: Driver, mapper: Mapper, device: int, method: str, args: list[Any
 def main(spec: str, link: str) -> None:
     """Serve until standard input ends."""
     driver = load(spec)
-    mapper = Mapper(driver, socket.socket(fileno=int(link)))
+    mapper = Caster(driver, socket.socket(fileno=int(link)))
     for line in sys.stdin.buffer:
         device, method, args = json.loads(line)
         try:

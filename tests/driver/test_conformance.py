@@ -2,4 +2,5 @@
 
 from tests.driver.conformance import *  # noqa: F403
 from tests.driver.conformance_devices import *  # noqa: F403
+from tests.driver.conformance_multicast import *  # noqa: F403
 from tests.driver.conformance_vmm import *  # noqa: F403
