@@ -246,9 +246,12 @@ def test_memory_that_cannot_be_opened_whole_is_closed_and_its_lease_given_back(
         except error:
             assert plan.arm((), 0, 0) >= number
         else:
-            assert plan.arm((), 0, 0) < number
+            failed = plan.arm((), 0, 0) >= number
             whole.close()
-            break
+            # A device can do without a way to read another one's memory, and without nothing else.
+            assert not failed or whole.replicas[1].upstream is None
+            if not failed:
+                break
         eventually(lambda: client.pools() == versions, f"{versions}")
         eventually(lambda: there() == before, f"{before}")
         act().close()
