@@ -83,7 +83,7 @@ _MEANINGS: dict[str, tuple[bool | None, str, str]] = {
     "CUDA_ERROR_MPS_MAX_CONNECTIONS_REACHED": (
         False,
         "MPS has as many connections as the hardware takes",
-        "raise CUDA_DEVICE_MAX_CONNECTIONS no further, and end some clients",
+        "end some clients, or lower CUDA_DEVICE_MAX_CONNECTIONS",
     ),
     "CUDA_ERROR_UNKNOWN": (
         False,

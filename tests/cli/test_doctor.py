@@ -124,6 +124,7 @@ def test_a_driver_that_hangs_is_reported_and_its_process_ended(monkeypatch: pyte
     eventually(lambda: not holding(marker), "the process to end")
 
 
+@pytest.mark.slow
 def test_a_worker_that_hangs_ends_with_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:
     marker = f"doctor-{os.getpid()}-worker"
     monkeypatch.setenv("CUBROKER_TEST_MARKER", marker)
