@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from cubroker.client import Broker
+from cubroker.protocol import Layout
 from tests import checkpoints
 from tests.brokers import BrokerProcess, eventually
 from tests.cli import terminal
@@ -190,3 +191,18 @@ def test_an_unknown_pool_is_a_refusal_in_one_line(directory: Path, command: str)
     done = run(command, "nobody@3", "--directory", directory)
     assert (done.returncode, done.stdout) == (1, "")
     assert re.fullmatch(r"cubroker: .*nobody.*\n", done.stderr)
+
+
+def test_a_sharded_pool_is_told_from_a_replicated_one(directory: Path) -> None:
+    plan = {"embed": 0, "head": 1}
+    layout = Layout.pack([("embed", "U8", (300,)), ("head", "U8", (5,))], groups=plan)
+    with Broker(directory) as broker:
+        with broker.create("moe", layout, devices=(0, 1), plan=plan, share="vmm") as draft:
+            draft.seal()
+        uuids = [device.uuid for device in broker.devices()]
+    _, line = lines(directory, "ls")
+    assert line.split() == ["moe@1", "current", "768", "B", "2", "0,1", "sharded", "0", USER, "644"]
+    assert document(directory, "ls")[0]["sharded"] is True
+    shown = lines(directory, "show", "moe")
+    assert "2 tensors, 768 B in 2 allocations, shared by vmm" in shown
+    assert [line for line in shown if "sharded" in line] == [f"sharded, in part on {uuid}" for uuid in uuids]

@@ -53,6 +53,19 @@ def test_a_load_can_be_shared_by_descriptor(directory: Path, path: Path) -> None
     assert run("verify", "x", path, "--directory", directory).returncode == 0
 
 
+def test_the_shards_of_a_pool_are_compared_as_one_copy(directory: Path, tmp_path: Path) -> None:
+    plan = {"embed": 0, "head": 1}
+    layout = Layout.pack([("embed", "U8", (300,)), ("head", "U8", (5,))], groups=plan)
+    with Broker(directory) as broker, broker.create("moe", layout, devices=(0, 1), plan=plan) as draft:
+        draft.seal()
+    tensors = {"embed": ("U8", (300,), bytes(300)), "head": ("U8", (5,), bytes(5))}
+    done = run("verify", "moe", checkpoints.write(tmp_path / "moe.safetensors", tensors), "--directory", directory)
+    assert (done.returncode, done.stdout) == (0, "moe@1: 2 tensors, 305 B, equal to the files\n")
+    tensors["head"] = ("U8", (5,), bytes([0, 0, 7, 0, 0]))
+    done = run("verify", "moe", checkpoints.write(tmp_path / "other.safetensors", tensors), "--directory", directory)
+    assert (done.returncode, done.stdout) == (1, "moe@1: tensor 'head' differs, first in byte 2 of its 5\n")
+
+
 def test_a_load_goes_to_the_devices_that_were_named_in_slabs_that_were_asked_for(directory: Path, path: Path) -> None:
     with Broker(directory) as broker:
         second = broker.devices()[1].uuid
