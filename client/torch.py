@@ -63,12 +63,17 @@ def state_dict(pool: Pool) -> dict[str, torch.Tensor]:
             dtype, shape = _in_bytes(spec)
         flat = typed.get((spec.allocation, dtype))
         if flat is None:
-            flat = typed[spec.allocation, dtype] = flats[spec.allocation].view(DTYPES.get(dtype, torch.uint8))
+            flat = typed[spec.allocation, dtype] = _cast(flats[spec.allocation], DTYPES.get(dtype, torch.uint8))
         stride = strides.get(shape)
         if stride is None:
             stride = strides[shape] = _contiguous(shape)
         state[spec.name] = flat.as_strided(shape, stride, spec.offset // flat.itemsize)
     return state
+
+
+def _cast(slab: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a slab's bytes as elements of ``dtype``, without those at the end that make no whole one."""
+    return slab[: slab.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
 
 
 def _in_bytes(spec: TensorSpec) -> tuple[str, tuple[int, ...]]:
