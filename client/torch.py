@@ -11,7 +11,7 @@ try:
     import torch
     from torch.utils.dlpack import from_dlpack
 except ImportError as error:
-    raise ImportError("cubroker.client.torch needs PyTorch: pip install 'cubroker[torch]'") from error
+    raise ImportError(f"cubroker.client.torch needs PyTorch ({error}): pip install 'cubroker[torch]'") from error
 
 _NAMES = {
     "BOOL": "bool",

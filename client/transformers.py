@@ -15,7 +15,7 @@ try:
 
     from cubroker.client.torch import state_dict
 except ImportError as error:
-    raise ImportError("cubroker.client.transformers needs PyTorch: pip install 'cubroker[torch]'") from error
+    raise ImportError(f"cubroker.client.transformers needs PyTorch ({error}): pip install 'cubroker[torch]'") from error
 
 Model = TypeVar("Model", bound=nn.Module)
 
