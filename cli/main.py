@@ -6,6 +6,7 @@ costs neither ZeroMQ nor CUDA.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -82,8 +83,18 @@ def run(arguments: Sequence[str]) -> int:
         return REFUSED
 
 
+def _open_streams() -> None:
+    """Let standard streams that the caller has closed lead nowhere: the next socket would take the number of one."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(number, True)
+    os.close(number)
+    sys.stdout = sys.stdout or os.fdopen(1, "w")
+    sys.stderr = sys.stderr or os.fdopen(2, "w")
+
+
 def main() -> None:
     """Entry point of the console script."""
+    _open_streams()
     # A terminal that cannot show a character is no reason to fail.
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     sys.exit(run(sys.argv[1:]))
