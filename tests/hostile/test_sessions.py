@@ -155,7 +155,14 @@ def test_guessing_a_secret_gets_nothing(broker: BrokerProcess, witness: Witness)
             for place in range(16)
             for bit in range(8)
         ]
-        fixed = [*near, bytes(16), b"\xff" * 16, secret[::-1], secret[:15] + b"\0", client.welcome.secret[::-1]]
+        fixed = [
+            *near,
+            bytes(16),
+            b"\xff" * 16,
+            secret[::-1],
+            secret[:15] + bytes([secret[15] ^ 0xFF]),
+            client.welcome.secret[::-1],
+        ]
         secrets = (*fixed, *(chance.randbytes(16) for _ in range(GUESSES - len(fixed))))
         guesser = Guesser(client)
         guesser.guess(
