@@ -285,6 +285,33 @@ def test_a_forked_child_is_refused_and_harms_nothing(context: Context, owner: Ne
     context.free(pointer)
 
 
+FORKING_TWICE = """
+import os, sys
+from cubroker.driver import load
+context = load(sys.argv[1]).context(0)
+context.export(context.allocate(2 << 20))
+if os.fork() == 0:
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(8)]
+    if os.fork() == 0:
+        for file in files:
+            os.fstat(file)
+        print("all open", flush=True)
+        os._exit(0)
+    os._exit(os.waitstatus_to_exitcode(os.wait()[1]))
+sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
+"""
+
+
+def test_the_child_of_a_forked_child_keeps_the_files_that_its_parent_opened() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKING_TWICE, SPEC],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "all open\n", "")
+
+
 FORKING = """
 import os, sys
 from cubroker.driver import load
