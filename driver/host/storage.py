@@ -94,7 +94,7 @@ class Storage(State):
         """Return the address of device memory, all of it in one region; the copy itself runs without the lock."""
         self.current()
         with self.lock:
-            if self.addresses.find(int(pointer), nbytes) is None:
+            if nbytes < 0 or self.addresses.find(int(pointer), nbytes) is None:
                 raise Refusal(Result.CUDA_ERROR_INVALID_VALUE)
         return int(pointer)
 
