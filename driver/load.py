@@ -16,7 +16,8 @@ MAX_HOST_DEVICES = 64
 
 _SPEC = re.compile(
     r"(?P<cuda>cuda)(:(?P<ordinals>\d{1,4}(,\d{1,4})*))?"
-    r"|host:(?P<count>\d{1,4})(@(?P<size>\d{1,18})(?P<unit>|KiB|MiB|GiB|TiB))?"
+    r"|host:(?P<count>\d{1,4})(@(?P<size>\d{1,18})(?P<unit>|KiB|MiB|GiB|TiB))?",
+    re.ASCII,
 )
 _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
