@@ -13,7 +13,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 
 from cubroker.protocol import wire
-from cubroker.protocol.errors import CubrokerError, Denied, Unavailable
+from cubroker.protocol.errors import CubrokerError, Denied, InternalFailure, Unavailable
 from cubroker.protocol.messages import Failed, Farewell, GatewayChanged, Notice, Refused, Welcome
 from cubroker.server import events
 from cubroker.server.answers import Frame
@@ -132,8 +132,8 @@ class Broker:
         if isinstance(at, Asked | events.Respond):
             session = self._sessions.get(at.session)
             if session and session.answers.is_pending(at.request):
-                message = f"the broker failed at this request: {error!r}; its log says more"
-                self._requests.respond(session, at.request, Failed("invalid", message))
+                message = f"the broker itself failed at this request: {error!r}; its log says more"
+                self._requests.respond(session, at.request, Failed(InternalFailure.code, message))
 
     def _carry_out(self, effect: Effect) -> None:
         match effect:

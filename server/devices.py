@@ -8,6 +8,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 
 from cubroker.driver import Context, DriverError
+from cubroker.protocol.errors import InternalFailure
 from cubroker.server.events import Allocate, Allocated, Event, Free, Freed, NotAllocated
 from cubroker.server.room import rounded
 
@@ -63,7 +64,9 @@ class DeviceMemory:
         # A thread that ended here would leave this request and all later ones waiting for ever.
         except Exception as error:
             log.exception("%s failed in an unexpected way", request)
-            failed = self._failed(request, "device", repr(error))
+            failed = self._failed(
+                request, InternalFailure.code, f"the broker itself failed: {error!r}; its log says more"
+            )
         else:
             return Allocated(request.ticket, handles)
         self._free(request.ticket)

@@ -12,7 +12,7 @@ from functools import partial
 import msgpack
 
 from cubroker.protocol import wire
-from cubroker.protocol.errors import Invalid
+from cubroker.protocol.errors import InternalFailure, Invalid
 from cubroker.protocol.layout import Layout
 from cubroker.protocol.messages import Answer, Attached, Cancel, Create, Envelope, Failed, Reply, Request
 from cubroker.server import batches
@@ -172,8 +172,10 @@ def check(data: bytes | None) -> Layout | Failed | None:
     except Invalid as error:
         return Failed(error.code, error.message)
     except MemoryError:
-        return Failed("invalid", f"the broker has no memory to check a layout of {len(data)} bytes; make it smaller")
+        reason = f"the broker has no memory to check a layout of {len(data)} bytes; make it smaller"
+        return Failed(InternalFailure.code, reason)
     # Nobody would hear of it otherwise: the request would stay unanswered.
     except Exception as error:
         log.exception("checking a layout of %d bytes failed in an unexpected way", len(data))
-        return Failed("invalid", f"the broker cannot check this layout: {error!r}")
+        reason = f"the broker itself failed at checking this layout: {error!r}; its log says more"
+        return Failed(InternalFailure.code, reason)

@@ -102,7 +102,7 @@ def test_a_request_that_does_not_fit_leaves_nothing_allocated(driver: Driver) ->
     [
         (DriverError("cuMemAlloc", 700, "CUDA_ERROR_ILLEGAL_ADDRESS"), "device"),
         (MemoryError(), "out_of_memory"),
-        (RuntimeError("a mistake"), "device"),
+        (RuntimeError("a mistake"), "internal"),
     ],
 )
 def test_whatever_fails_is_reported_undone_and_not_fatal(

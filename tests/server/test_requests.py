@@ -247,8 +247,13 @@ def test_a_layout_of_a_session_that_is_over_is_not_passed_on() -> None:
     run(test())
 
 
-@pytest.mark.parametrize("error", [Invalid("wrong"), MemoryError(), RuntimeError("a mistake")])
-def test_a_layout_that_cannot_be_checked_is_answered(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(Invalid("wrong"), "invalid"), (MemoryError(), "internal"), (RuntimeError("a mistake"), "internal")],
+)
+def test_a_layout_that_cannot_be_checked_is_answered(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, code: str
+) -> None:
     def fail(_: bytes) -> Layout:
         raise error
 
@@ -257,7 +262,7 @@ def test_a_layout_that_cannot_be_checked_is_answered(monkeypatch: pytest.MonkeyP
             at.send(create(LARGE.encode()), create(LAYOUT.encode()))
             await until(lambda: len(at.sent) == 2)
             assert {answer.id for answer in at.replies()} == {1, 2}
-            assert all(isinstance(answer.body, Failed) and answer.body.code == "invalid" for answer in at.replies())
+            assert all(isinstance(answer.body, Failed) and answer.body.code == code for answer in at.replies())
 
     monkeypatch.setattr(Layout, "decode", fail)
     run(test())
