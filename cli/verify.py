@@ -28,7 +28,8 @@ def command(reference: options.Reference, paths: tuple[Path, ...], directory: Pa
     """
     with Broker(directory) as broker:
         info, _ = broker.describe(*reference)
-        found = {uuid: _compare(broker, info, uuid, paths) for uuid in info.devices}
+        indexes = {device.uuid: device.index for device in broker.devices()}
+        found = {uuid: _compare(broker, info, uuid, indexes[uuid], paths) for uuid in info.devices}
     title = f"{info.name}@{info.version}"
     differences = [f"{uuid}: {line}" for uuid, outcome in found.items() for line in outcome.differences]
     for line in differences[:SHOWN]:
@@ -40,6 +41,6 @@ def command(reference: options.Reference, paths: tuple[Path, ...], directory: Pa
     text.say(f"{title}: {text.count(first.tensors, 'tensor')}, {text.size(first.nbytes)}, equal to the files{places}")
 
 
-def _compare(broker: Broker, info: PoolInfo, uuid: str, paths: tuple[Path, ...]) -> Verified:
-    with progress(f"comparing {info.name}@{info.version} on {uuid}") as report:
+def _compare(broker: Broker, info: PoolInfo, uuid: str, index: int, paths: tuple[Path, ...]) -> Verified:
+    with progress(f"comparing {info.name}@{info.version} on device {index}") as report:
         return verify(broker, info.name, paths, version=info.version, device=uuid, progress=report)

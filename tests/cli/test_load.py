@@ -46,6 +46,17 @@ def test_a_terminal_sees_the_same_line_in_the_end(directory: Path, path: Path) -
     assert "x@1: 6 tensors, " in written.splitlines()[-1]
 
 
+@pytest.mark.parametrize("command", ["load", "verify"])
+def test_progress_is_one_line_of_a_narrow_terminal_whose_cursor_stays(
+    directory: Path, path: Path, command: str
+) -> None:
+    assert run("load", "x", path, "--directory", directory).returncode == 0
+    status, written = terminal.run(command, "x", path, "--directory", directory, columns=40)
+    assert status == 0
+    assert written.count("\x1b[1A") == 1  # one line up, to erase the bar in the end
+    assert "\x1b[?25" not in written
+
+
 def test_a_load_goes_to_the_devices_that_were_named_in_slabs_that_were_asked_for(directory: Path, path: Path) -> None:
     with Broker(directory) as broker:
         second = broker.devices()[1].uuid
@@ -89,7 +100,7 @@ def test_verify_looks_at_the_copy_on_every_device(directory: Path, path: Path) -
     assert run("load", "x", path, "--device", "0,1", "--directory", directory).returncode == 0
     done = run("verify", "x", path, "--directory", directory)
     assert done.stdout.endswith(", equal to the files, on 2 devices\n")
-    assert len(done.stderr.splitlines()) == 2
+    assert done.stderr == "comparing x@1 on device 0\ncomparing x@1 on device 1\n"
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated", "folder"])
