@@ -38,11 +38,8 @@ def test_a_draft_gets_memory_in_units_of_2_mib_on_each_of_its_devices(story: Sto
     story >> creates(1, 1, "a", 1, 3 * MIB, devices=("GPU-1", "GPU-0"))
     story << e.Allocate(1, "GPU-1", (2 * MIB, 4 * MIB))
     story << e.Allocate(2, "GPU-0", (2 * MIB, 4 * MIB))
-    story >> asks(2, 1, m.ListDevices())
-    devices = story.effects.popleft()
-    assert isinstance(devices, e.Respond)
-    assert isinstance(devices.body, m.DeviceList)
-    assert [(device.allocated, device.promised) for device in devices.body.devices] == [(0, 6 * MIB)] * 2
+    devices = story.tells(2, m.ListDevices(), m.DeviceList).devices
+    assert [(device.allocated, device.promised) for device in devices] == [(0, 6 * MIB)] * 2
     story >> e.Allocated(2, (b"0", b"1"))
     story >> e.Allocated(1, (b"2", b"3"))
     replicas = (m.Replica("GPU-1", (b"2", b"3")), m.Replica("GPU-0", (b"0", b"1")))
