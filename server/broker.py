@@ -59,7 +59,7 @@ class Broker:
     def admit(self, connection: socket.socket, peer: Peer, version: int) -> None:
         """Open a session on a connection that has greeted, if its user may have one more."""
         number = next(self._numbers)
-        session = Session(number, connection, peer, self._ended)
+        session = Session(number, connection, peer, self._ended, self._denials)
         if (refusal := self._ledger.admit(peer.uid)) is not None:
             self._denials.log(peer, refusal.message)
             return self._turn_away(session, refusal)
@@ -69,7 +69,7 @@ class Broker:
             return self._unwatched(session, error)
         self._sessions[number] = session
         self._requests.enter(session)
-        log.info("session %d: process %d of user %d", number, peer.pid, peer.uid)
+        log.debug("session %d: process %d of user %d", number, peer.pid, peer.uid)
         self.handle(events.Joined(number, peer.pid, peer.uid, peer.gid, peer.groups))
         session.send(wire.pack(Welcome(version, number, session.secret, self._driver)))
         return None
@@ -77,7 +77,7 @@ class Broker:
     def _unwatched(self, session: Session, error: OSError) -> None:
         """Refuse a session whose end nobody would hear of, so that its leases would never fall."""
         message = f"the broker cannot watch process {session.peer.pid}: {error}; try again later"
-        log.error("%s", message)
+        self._denials.log(session.peer, message)
         self._turn_away(session, Unavailable(message))
 
     def _turn_away(self, session: Session, error: CubrokerError) -> None:
@@ -108,7 +108,7 @@ class Broker:
 
     def _ended(self, event: events.Lost | events.Gone) -> None:
         how = "its process has ended" if isinstance(event, events.Gone) else "its connection has ended"
-        log.info("session %d: %s", event.session, how)
+        log.debug("session %d: %s", event.session, how)
         self.handle(event)
 
     def _apply(self, event: Event) -> None:

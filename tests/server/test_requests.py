@@ -33,6 +33,7 @@ from cubroker.protocol.messages import (
 )
 from cubroker.server import answers, batches
 from cubroker.server.answers import Frame
+from cubroker.server.denials import Denials
 from cubroker.server.events import Asked
 from cubroker.server.peers import Peer
 from cubroker.server.requests import INLINE, Requests
@@ -122,7 +123,8 @@ class Desk:
 
     def __init__(self) -> None:
         ours, self.client = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.session = Session(1, ours, Peer(os.getpid(), 0, 0, os.pidfd_open(os.getpid())), lambda event: None)
+        peer = Peer(os.getpid(), 0, 0, os.pidfd_open(os.getpid()))
+        self.session = Session(1, ours, peer, lambda event: None, Denials())
         self.asked: list[Asked] = []
         self.sent: list[list[bytes]] = []
         self.requests = Requests(self.asked.append, self._send)

@@ -22,6 +22,7 @@ from cubroker.protocol.messages import (
     Sealed,
     Watch,
 )
+from cubroker.server.denials import Denials
 from cubroker.server.events import Gone, Lost
 from cubroker.server.peers import Peer
 from cubroker.server.sessions import Session
@@ -102,7 +103,7 @@ class Ends:
         self.client.setblocking(False)
         self.events: list[Lost | Gone] = []
         peer = Peer(pid, os.getuid(), os.getgid(), os.pidfd_open(pid))
-        self.session = Session(1, ours, peer, self.events.append)
+        self.session = Session(1, ours, peer, self.events.append, Denials())
         self.session.watch()
 
     def heard(self) -> list[Notice]:
