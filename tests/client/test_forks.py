@@ -31,16 +31,24 @@ def refused(call):
         print(type(error).__name__, "belongs to process" in str(error))
     else:
         print("nothing was raised")
+
+name = sys.argv[2]
 """
+
+
+def forking(lender: BrokerProcess, name: str, program: str) -> list[str]:
+    """Run a program that forks, which must end well and without a warning; return the lines that it printed."""
+    done = run(lender, FORK + program, name)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout.splitlines()
 
 
 def test_a_forked_child_gets_an_error_from_every_call(client: Broker, lender: BrokerProcess, name: str) -> None:
     publish(client, name)
-    done = run(
+    said = forking(
         lender,
-        FORK
-        + """
-name = sys.argv[2]
+        name,
+        """
 broker = Broker(directory)
 pool = broker.attach(name)
 tensor = pool["weight"]
@@ -59,10 +67,8 @@ print(len(calls), sorted(info.name for info in broker.pools()), pool["weight"].t
 broker.retire("fork")
 broker.close()
 """,
-        name,
     )
-    assert (done.returncode, done.stderr) == (0, "")
-    *refusals, last = done.stdout.splitlines()
+    *refusals, last = said
     assert refusals == ["Invalid True"] * 20
     assert last == f"20 ['fork', '{name}'] True"
 
@@ -71,12 +77,11 @@ def test_nothing_that_a_child_drops_or_leaves_reaches_the_broker(
     client: Broker, lender: BrokerProcess, name: str
 ) -> None:
     publish(client, name)
-    done = run(
+    said = forking(
         lender,
-        FORK
-        + """
+        name,
+        """
 import gc
-name = sys.argv[2]
 held = {"broker": Broker(directory)}
 held["pool"] = held["broker"].attach(name)
 held["array"] = held["pool"]["weight"].numpy()
@@ -97,19 +102,16 @@ held["pool"].close()
 del held["array"]
 held["broker"].close()
 """,
-        name,
     )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines() == ["0", "[1] (4, 8)"]
+    assert said == ["0", "[1] (4, 8)"]
 
 
 def test_a_child_may_open_a_broker_of_its_own(client: Broker, lender: BrokerProcess, name: str) -> None:
     publish(client, name)
-    done = run(
+    said = forking(
         lender,
-        FORK
-        + """
-name = sys.argv[2]
+        name,
+        """
 with Broker(directory) as broker:
     def work():
         with Broker(directory) as own, own.attach(name) as pool:
@@ -128,10 +130,8 @@ with Broker(directory) as broker:
         forked(late)
         print(len(pool["weight"].tobytes()))
 """,
-        name,
     )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines() == [
+    assert said == [
         "128 True",
         "1",
         "Unavailable  it was forked from one that uses them: start it by spawn or forkserver",
