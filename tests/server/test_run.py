@@ -117,6 +117,25 @@ def test_signals_that_are_ignored_at_the_start_stay_so(tmp_path: Path) -> None:
     assert process.returncode == 0
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_signals_that_are_blocked_at_the_start_are_heard(tmp_path: Path, number: signal.Signals) -> None:
+    block = (
+        "import os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals());"
+        " os.execv(sys.executable, sys.argv[1:])"
+    )
+    command = [sys.executable, "-c", block, sys.executable, "-m", "cubroker.server", str(tmp_path)]
+    with subprocess.Popen([*command, "--devices", "host:1@64MiB"], stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        while "serving on" not in process.stderr.readline():
+            assert process.poll() is None
+        try:
+            process.send_signal(number)
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+        process.stderr.read()
+
+
 def test_a_broker_that_does_not_come_up_can_be_stopped(tmp_path: Path) -> None:
     (tmp_path / "zmq.py").write_text("import signal\nsignal.pause()\n")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))}
