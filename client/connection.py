@@ -12,7 +12,7 @@ from threading import Lock, Thread, current_thread
 import zmq
 
 from cubroker.client.futures import Future
-from cubroker.client.hello import MAX_NOTICE
+from cubroker.client.hello import MAX_NOTICE, hang_up
 from cubroker.client.requests import RESEND, Requests
 from cubroker.protocol import wire
 from cubroker.protocol.directory import REQUEST_SOCKET
@@ -163,7 +163,7 @@ class Connection:
 
     def _close(self) -> None:
         self._waker.close()
-        self._channel.close()
+        hang_up(self._channel)
 
     def _converse(self) -> CubrokerError:
         _check_descriptors()

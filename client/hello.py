@@ -45,10 +45,16 @@ def greet(directory: Path, timeout: float) -> tuple[socket.socket, Welcome]:
         channel.connect(str(directory / SESSION_SOCKET))
         return channel, _welcome(_ask(channel), directory)
     except BaseException as error:
-        channel.close()
+        hang_up(channel)
         if isinstance(error, OSError):
             raise _explain(error, directory, timeout) from error
         raise
+
+
+def hang_up(channel: socket.socket) -> None:
+    """Close a session socket. The broker sees its end, even if a child that was forked in between holds a copy."""
+    channel.shutdown(socket.SHUT_RDWR)
+    channel.close()
 
 
 def _check_owner(directory: Path) -> None:

@@ -165,6 +165,37 @@ os.kill(os.getpid(), signal.SIGKILL)
         os.kill(child, signal.SIGKILL)
 
 
+def test_a_session_ends_though_a_child_was_forked_while_it_began(client: Broker, lender: BrokerProcess) -> None:
+    done = run(
+        lender,
+        FORK
+        + """
+from tests.brokers import eventually
+made, (reading, writing) = [], os.pipe()
+thread = threading.Thread(target=lambda: made.append(Broker(directory)))
+os.kill(int(sys.argv[2]), signal.SIGSTOP)
+try:
+    before = len(os.listdir("/proc/self/fd"))
+    thread.start()
+    eventually(lambda: len(os.listdir("/proc/self/fd")) > before, "the thread to connect")
+    if os.fork() == 0:  # until the parent closes the pipe, or ends
+        os.close(writing)
+        os._exit(len(os.read(reading, 1)))
+finally:
+    os.kill(int(sys.argv[2]), signal.SIGCONT)
+thread.join()
+(broker,) = made
+broker.close()
+with Broker(directory) as other:
+    eventually(lambda: broker.session not in [info.session for info in other.clients()], "the end of the session")
+os.close(writing)
+print(os.wait()[1])
+""",
+        str(lender.pid),
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")
+
+
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_workers_of_multiprocessing_open_brokers_of_their_own(
     client: Broker, lender: BrokerProcess, name: str, method: str
