@@ -31,7 +31,7 @@ class Directory:
 
     Raises:
         Invalid: no socket can have the path.
-        Denied: the directory is another user's, cannot be written, or can be by everybody.
+        Denied: the directory is another user's, cannot be written, or can be by others than its owner.
         Unavailable: another broker serves there, or the directory cannot be made.
     """
 
@@ -82,8 +82,13 @@ def _make(path: Path) -> None:
         raise Denied(
             f"{path} belongs to user {here.st_uid}, who could pose as the broker; choose a directory of your own"
         )
-    if here.st_mode & stat.S_IWOTH and not here.st_mode & stat.S_ISVTX:
-        raise Denied(f"everybody may write in {path}, and so pose as the broker; chmod o-w {path}")
+    # The sticky bit keeps them from removing ours, but not from putting theirs there while no broker runs.
+    writers = [who for bit, who in ((stat.S_IWGRP, "its group"), (stat.S_IWOTH, "everybody")) if here.st_mode & bit]
+    if writers:
+        raise Denied(
+            f"{' and '.join(writers)} may write in {path} (mode {stat.S_IMODE(here.st_mode):04o}), and so could pose as"
+            f" the broker; chmod go-w {path}, or choose another directory: sockets.group says who may connect"
+        )
 
 
 def _lock(path: Path, undo: ExitStack) -> None:

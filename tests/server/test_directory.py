@@ -47,19 +47,27 @@ def test_the_directory_of_another_user_is_refused(tmp_path: Path, monkeypatch: p
         pass
 
 
-def test_a_directory_that_everybody_may_write_is_refused(tmp_path: Path) -> None:
-    tmp_path.chmod(0o777)
-    with pytest.raises(Denied, match="chmod o-w"), Directory(tmp_path):
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o702, 0o770, 0o2770, 0o720])
+@pytest.mark.parametrize("access", [Access(), Access(0o660, os.getgid())])
+def test_a_directory_that_others_may_write_is_refused(tmp_path: Path, mode: int, access: Access) -> None:
+    path = tmp_path / "run"
+    path.mkdir()
+    path.chmod(mode)
+    with pytest.raises(Denied, match="could pose as the broker") as refused, Directory(path, access):
         pass
-    tmp_path.chmod(0o1777)  # where nobody may remove what is another's
-    with Directory(tmp_path):
-        pass
+    who = {0o777: "its group and everybody", 0o1777: "its group and everybody", 0o702: "everybody"}
+    assert str(refused.value).startswith(f"{who.get(mode, 'its group')} may write in {path} (mode {mode:04o})")
+    assert list(path.iterdir()) == []
+    assert f"chmod go-w {path}" in str(refused.value)
+    path.chmod(mode & ~0o022)
+    with Directory(path, access):
+        assert stat.S_IMODE(path.stat().st_mode) & 0o022 == 0
 
 
 def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.write_text("data")
-    (tmp_path / "run").mkdir()
+    (tmp_path / "run").mkdir(0o755)
     (tmp_path / "run" / "lock").symlink_to(precious)
     with pytest.raises(Unavailable, match="cannot serve in"), Directory(tmp_path / "run"):
         pass
