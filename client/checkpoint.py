@@ -28,15 +28,10 @@ class _Index(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """One tensor: ``nbytes`` bytes from byte ``offset`` of ``Checkpoint.files[file]`` on."""
+class Entry(header.Stored):
+    """One tensor of a checkpoint: it is stored in ``Checkpoint.files[file]``."""
 
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
     file: int
-    offset: int
-    nbytes: int
 
 
 class File:
@@ -105,7 +100,7 @@ class Checkpoint:
     def __init__(self, files: tuple[File, ...]) -> None:
         self.files = files
         self.entries = tuple(
-            Entry(stored.name, stored.dtype, stored.shape, index, stored.offset, stored.nbytes)
+            Entry(stored.name, stored.dtype, stored.shape, stored.offset, stored.nbytes, index)
             for index, file in enumerate(files)
             for stored in file.header.tensors
         )
