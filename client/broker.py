@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self, TypeVar
 
 from cubroker.client import devices as local
@@ -79,9 +78,7 @@ class Broker(Unsendable):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._session.owner.here():  # in a child that leaves a block of its parent's, there is nothing to do
             self.close()
 

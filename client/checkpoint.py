@@ -9,7 +9,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path, PurePosixPath
-from types import TracebackType
 from typing import Self
 
 import msgspec
@@ -153,9 +152,7 @@ class Checkpoint:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _check(self, listed: list[str | os.PathLike[str]], promised: list[tuple[Path, dict[str, Path]]]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from threading import Condition, Lock
-from types import TracebackType
 from typing import Self
 
 from cubroker.client.futures import Future
@@ -50,9 +49,7 @@ class Watch(Iterator[int]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -8,7 +8,6 @@ import socket
 import stat
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from cubroker.protocol.directory import LOCK, REQUEST_SOCKET, SESSION_SOCKET, check
@@ -57,9 +56,7 @@ class Directory:
             self._undo = undo.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._undo.close()
 
 
