@@ -40,7 +40,7 @@ class File:
         self.path = path
         self._file = header.open_regular(path)
         try:
-            self.header = header.read(self._file, path)
+            self.tensors = header.read(self._file, path)
             self._stamp = self._state()
         except BaseException:
             self._file.close()
@@ -93,7 +93,6 @@ class Checkpoint:
     Attributes:
         files: the open :class:`File` objects.
         entries: every tensor, an :class:`Entry` each; names are unique.
-        metadata: the files' ``__metadata__``, merged; of a key that several have, the last one's value.
     """
 
     def __init__(self, files: tuple[File, ...]) -> None:
@@ -101,9 +100,8 @@ class Checkpoint:
         self.entries = tuple(
             Entry(stored.name, stored.dtype, stored.shape, stored.offset, stored.nbytes, index)
             for index, file in enumerate(files)
-            for stored in file.header.tensors
+            for stored in file.tensors
         )
-        self.metadata = {key: value for file in files for key, value in file.header.metadata.items()}
 
     @classmethod
     def open(cls, paths: Paths) -> Self:
