@@ -16,16 +16,13 @@ from typing import TypeVar
 from cubroker.client.futures import Future
 from cubroker.client.processes import Owner
 from cubroker.protocol import wire
-from cubroker.protocol.errors import CubrokerError, OverQuota, Unavailable, from_code
-from cubroker.protocol.messages import MAX_RECEIVED, Answer, Cancel, Close, Envelope, Failed, Reply, Request, Seal
+from cubroker.protocol.errors import CubrokerError, Unavailable, from_code
+from cubroker.protocol.messages import MAX_RECEIVED, Answer, Envelope, Failed, Reply, Request
 
 R = TypeVar("R", bound=Reply)
 
 RESEND = 1.0
 """Seconds after which an unanswered request is sent again."""
-
-LAST_WORDS = (Cancel, Close, Seal)
-"""Requests that must reach the broker, or it would keep what nobody uses."""
 
 Settle = Callable[[Reply | CubrokerError], None]
 """Takes the answer of a request, or why there will be none. Runs on the connection's thread: it must be quick."""
@@ -38,12 +35,12 @@ class Pending:
         number: the request's, once it is under way; 0 before.
     """
 
-    __slots__ = ("data", "insist", "number", "sent", "settle")
+    __slots__ = ("body", "number", "sent", "settle")
+
+    body: Request
 
     def __init__(self, settle: Settle) -> None:
         self.number = 0
-        self.data = b""
-        self.insist = False
         self.settle = settle
         self.sent = 0.0
 
@@ -96,18 +93,14 @@ class Requests:
             closed = self._closed
             if closed is None:
                 number = self._next
-                oldest = next(iter(self._pending), number)
-                received = tuple(islice(self._received, MAX_RECEIVED))
-                pending.data = wire.pack(Envelope(self._secret, number, oldest, body, received))
-                for _ in received:
-                    self._received.popleft()
-                pending.insist = isinstance(body, LAST_WORDS)
+                data = self._pack(number, body)
+                pending.body = body
                 pending.sent = monotonic()
                 # Nothing is called in these lines, so no signal handler runs between them.
                 pending.number = number
                 self._next = number + 1
                 self._pending[number] = pending
-                self.outbox.append(pending.data)
+                self.outbox.append(data)
                 self._wake()
                 return
         pending.settle(closed.anew())
@@ -121,7 +114,7 @@ class Requests:
         body = answer.body
         with self._lock:
             pending = self._pending.get(answer.id)
-            if pending is None or (pending.insist and _refused_for_now(body)):
+            if pending is None:
                 return
             del self._pending[answer.id]
             if next(iter(self._pending), answer.id) < answer.id:
@@ -133,9 +126,9 @@ class Requests:
         now = monotonic()
         with self._lock:
             self.outbox.clear()
-            for pending in self._pending.values():
+            for number, pending in self._pending.items():
                 pending.sent = now
-                self.outbox.append(pending.data)
+                self.outbox.append(self._pack(number, pending.body))
 
     def resend_overdue(self) -> None:
         """Put the requests into the outbox that were sent a while ago."""
@@ -144,10 +137,10 @@ class Requests:
             return
         self._checked = now
         with self._lock:
-            for pending in self._pending.values():
+            for number, pending in self._pending.items():
                 if pending.sent <= now - RESEND:
                     pending.sent = now
-                    self.outbox.append(pending.data)
+                    self.outbox.append(self._pack(number, pending.body))
 
     def refuse(self, reason: CubrokerError) -> None:
         """Settle every later request with ``reason``; those under way are left as they are."""
@@ -162,10 +155,14 @@ class Requests:
         for request in pending.values():
             request.settle(reason.anew())
 
-
-def _refused_for_now(body: Reply) -> bool:
-    """Whether the broker had no room for one more request: it remembers nothing of this one and may get it again."""
-    return isinstance(body, Failed) and body.code == OverQuota.code
+    def _pack(self, number: int, body: Request) -> bytes:
+        """Encode a request, with what has come by now: the broker may wait for the room that this makes."""
+        oldest = next(iter(self._pending), number)
+        received = tuple(islice(self._received, MAX_RECEIVED))
+        data = wire.pack(Envelope(self._secret, number, oldest, body, received))
+        for _ in received:
+            self._received.popleft()
+        return data
 
 
 def expect(reply: Reply, kind: type[R]) -> R:

@@ -181,6 +181,10 @@ class Describe(Message, frozen=True):
 
 Request = Attach | Create | Seal | Close | Cancel | Retire | Watch | ListPools | ListClients | ListDevices | Describe
 
+LAST_WORDS = (Close, Seal, Cancel)
+"""Requests that give something back. A session may make them after its connection has ended, and a broker that has no
+room for one more request lets them wait where it refuses others: they are sent again until they are answered."""
+
 
 class Envelope(Struct, frozen=True, array_like=True):
     """One request as it travels.

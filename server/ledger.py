@@ -27,6 +27,7 @@ from typing import assert_never
 
 from cubroker.protocol.errors import CubrokerError, OverQuota, TimedOut, Unavailable
 from cubroker.protocol.messages import (
+    LAST_WORDS,
     Attach,
     Cancel,
     Close,
@@ -63,9 +64,6 @@ from cubroker.server.records import Budget, Limits, Session
 from cubroker.server.states import Impossible
 
 __all__ = ["Budget", "Impossible", "Ledger", "Limits"]
-
-LAST_WORDS = (Close, Seal, Cancel)
-"""What a session may still ask after its connection ended."""
 
 
 class Ledger:

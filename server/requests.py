@@ -14,7 +14,17 @@ import msgpack
 from cubroker.protocol import wire
 from cubroker.protocol.errors import InternalFailure, Invalid
 from cubroker.protocol.layout import Layout
-from cubroker.protocol.messages import Answer, Attached, Cancel, Create, Envelope, Failed, Reply, Request
+from cubroker.protocol.messages import (
+    LAST_WORDS,
+    Answer,
+    Attached,
+    Cancel,
+    Create,
+    Envelope,
+    Failed,
+    Reply,
+    Request,
+)
 from cubroker.server import batches
 from cubroker.server.answers import MAX_REQUESTS, Frame, Verdict, weight
 from cubroker.server.events import Asked
@@ -99,7 +109,14 @@ class Requests:
         session = self._sessions.get(envelope.secret)
         if session is None:
             return self._put(routing, wire.pack(Answer(envelope.id, DENIED)))
-        verdict = session.answers.admit(envelope.id, envelope.oldest, routing, len(frame), envelope.received)
+        verdict = session.answers.admit(
+            envelope.id,
+            envelope.oldest,
+            routing,
+            len(frame),
+            envelope.received,
+            insisted=isinstance(envelope.body, LAST_WORDS),
+        )
         if verdict is Verdict.NEW:
             self._begin(session, envelope.id, envelope.body)
         elif verdict is Verdict.FULL:

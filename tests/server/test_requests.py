@@ -17,6 +17,7 @@ from cubroker.protocol.messages import (
     Attached,
     Cancel,
     Clients,
+    Close,
     Create,
     Description,
     Done,
@@ -205,6 +206,40 @@ def test_a_flood_of_requests_is_refused_past_the_bound() -> None:
             (refused,) = at.replies()
             assert isinstance(refused.body, Failed)
             assert (refused.id, refused.body.code) == (answers.MAX_REQUESTS + 1, "over_quota")
+
+    run(test())
+
+
+def test_a_request_that_was_refused_is_not_done_when_its_copy_comes() -> None:
+    async def test() -> None:
+        async with desk() as at:
+            late = answers.MAX_REQUESTS + 1
+            at.send(*[ListDevices()] * late)
+            at.requests.respond(at.session, 1, Done())
+            at.requests.receive([b"id", at.frame(late, ListDevices(), oldest=2)])
+            assert [answer.id for answer in at.replies()] == [late, 1, late]
+            assert len(at.asked) == answers.MAX_REQUESTS
+            at.requests.receive([b"id", at.frame(late + 1, ListPools(), oldest=late + 1)])
+            assert at.asked[-1].request == late + 1
+
+    run(test())
+
+
+def test_what_gives_back_is_not_refused_but_done_when_there_is_room() -> None:
+    async def test() -> None:
+        async with desk() as at:
+            at.send(*[ListDevices()] * answers.MAX_REQUESTS)
+            for number in range(1, answers.MAX_REQUESTS + 1):
+                at.requests.respond(at.session, number, Done())
+            at.requests.flush()
+            at.sent.clear()
+            last = (Cancel(1), Close(1), Seal(1))
+            for oldest in (1, 4):
+                for number, body in enumerate(last, start=answers.MAX_REQUESTS + 1):
+                    at.requests.receive([b"id", at.frame(number, body, oldest)])
+                assert at.sent == []
+            assert [asked.body for asked in at.asked[-3:]] == [*last]
+            assert len(at.asked) == answers.MAX_REQUESTS + 3
 
     run(test())
 
