@@ -18,22 +18,21 @@ from cubroker.cli import options, text
 from cubroker.protocol.errors import CubrokerError, Unavailable
 
 REFUSED = 1
-USAGE = 2
 NO_BROKER = 3
 INTERRUPTED = 130
 
 COMMANDS = {
-    "serve": ("serve", "Own the memory of this host's devices and lend it."),
-    "load": ("load", "Publish safetensors files as the next version of a pool."),
-    "ls": ("ls", "List the pools."),
-    "show": ("show", "Show one pool and its tensors."),
-    "clients": ("clients", "List the processes that use the broker."),
-    "devices": ("devices", "List the devices and what is allocated on them."),
-    "verify": ("verify", "Compare a pool, byte for byte, with files."),
-    "retire": ("retire", "Take a version out of service."),
-    "demo": ("demo", "See it work: load, attach, kill, publish, retire."),
+    "serve": "Own the memory of this host's devices and lend it.",
+    "load": "Publish safetensors files as the next version of a pool.",
+    "ls": "List the pools.",
+    "show": "Show one pool and its tensors.",
+    "clients": "List the processes that use the broker.",
+    "devices": "List the devices and what is allocated on them.",
+    "verify": "Compare a pool, byte for byte, with files.",
+    "retire": "Take a version out of service.",
+    "demo": "See it work: load, attach, kill, publish, retire.",
 }
-"""Every subcommand: the module in ``cubroker.cli`` that holds it as ``command``, and what it does."""
+"""What each subcommand does. It is ``command`` in the module of ``cubroker.cli`` that has its name."""
 
 
 class Commands(click.Group):
@@ -47,14 +46,14 @@ class Commands(click.Group):
         """Import the command of that name; None if there is no such command."""
         if cmd_name not in COMMANDS:
             return None
-        command = import_module(f"cubroker.cli.{COMMANDS[cmd_name][0]}").command
+        command = import_module(f"cubroker.cli.{cmd_name}").command
         assert isinstance(command, click.Command)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the list of commands without importing them."""
         with formatter.section("Commands"):
-            formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
+            formatter.write_dl([*COMMANDS.items()])
 
 
 @click.command(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})

@@ -84,7 +84,7 @@ def test_what_is_not_built_yet_is_refused_as_such(option: str, capsys: pytest.Ca
 def test_help_names_every_command_and_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["--help"]) == 0
     overview = capsys.readouterr().out
-    for command, (_, summary) in main.COMMANDS.items():
+    for command, summary in main.COMMANDS.items():
         assert f"  {command}" in overview
         assert summary in overview
         assert main.run([command, "-h"]) == 0
