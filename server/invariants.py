@@ -106,10 +106,13 @@ def _check_session(books: Books, session: Session) -> None:
         assert waiter.request == request
         assert waiter.session is session
         assert books.pools[waiter.pool.name] is waiter.pool
-        _check_waiter(books, waiter) if isinstance(waiter, Reader) else _check_writer(books, waiter)
+        if isinstance(waiter, Reader):
+            _check_reader(books, waiter)
+        else:
+            _check_writer(books, waiter)
 
 
-def _check_waiter(books: Books, reader: Reader) -> None:
+def _check_reader(books: Books, reader: Reader) -> None:
     wanted = reader.body.version
     assert reader in reader.pool.readers
     assert books.timers[reader.timer] is reader
