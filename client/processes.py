@@ -9,8 +9,8 @@ from __future__ import annotations
 import atexit
 import os
 from typing import NoReturn, Protocol
-from weakref import WeakSet
 
+from cubroker.client.living import Living
 from cubroker.protocol.errors import Invalid
 
 
@@ -56,7 +56,7 @@ class Inherited(Protocol):
         """The interpreter exits: end threads, within a bounded time."""
 
 
-_known: WeakSet[Inherited] = WeakSet()
+_known: Living[Inherited] = Living()
 
 
 def register(session: Inherited) -> None:
@@ -65,13 +65,12 @@ def register(session: Inherited) -> None:
 
 
 def _forked() -> None:
-    for session in list(_known):
+    for session in _known:
         session.disown()
-    _known.clear()
 
 
 def _exit() -> None:
-    for session in list(_known):
+    for session in _known:
         session.stop()
 
 
