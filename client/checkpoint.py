@@ -206,9 +206,10 @@ def _read_index(path: Path) -> dict[str, Path]:
             raise Invalid(f"cannot load {path}: the shard {shard[:100]!r} does not lie in the index's own folder")
         try:
             (path.parent / pure).stat()
+        except FileNotFoundError:
+            raise NotFound(f"cannot load {path}: its shard {shard[:100]!r} is not there; fetch it again") from None
         except OSError as error:
-            text = f"cannot load {path}: its shard {shard[:100]!r} is not there ({error.strerror}); fetch it again"
-            raise NotFound(text) from error
+            raise header.failure(path.parent / pure, error) from error
         except ValueError as error:  # a zero byte, or half a surrogate pair
             raise Invalid(f"cannot load {path}: {shard[:100]!r} cannot name a file ({error}); fetch it again") from None
     return {name: path.parent / shard for name, shard in weights.items()}

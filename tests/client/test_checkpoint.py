@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -213,6 +214,16 @@ def test_missing_rights_are_denied_with_the_path(tmp_path: Path) -> None:
         for secret in (path, folder):
             with pytest.raises(Denied, match=str(secret)):
                 Checkpoint.open(secret)
+
+
+def test_a_shard_that_may_not_be_read_is_not_called_missing() -> None:
+    with tempfile.TemporaryDirectory() as folder:  # in pytest's own, other users could not look
+        Path(folder).chmod(0o755)
+        (Path(folder) / "shards").mkdir(mode=0)
+        index = Path(folder) / "model.safetensors.index.json"
+        index.write_text(json.dumps({"weight_map": {"a": "shards/1.safetensors"}}))
+        with as_a_user_without_rights(), pytest.raises(Denied, match=r"shards/1\.safetensors: Permission denied"):
+            Checkpoint.open(folder)
 
 
 def test_a_refusal_leaves_no_file_open(tmp_path: Path) -> None:
