@@ -20,6 +20,10 @@ from cubroker.server.quantities import parse_bytes
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
 
+PATH = click.Path(readable=False, path_type=Path)
+"""A path as it was typed. Whether this user may read it is no matter of usage, and of a directory none at all."""
+
+
 class Reference(NamedTuple):
     """``NAME`` or ``NAME@VERSION``; ``version`` is None for the current one."""
 
@@ -75,7 +79,7 @@ def own_broker() -> Iterator[None]:
 _directory = partial(
     click.option,
     "--directory",
-    type=click.Path(path_type=Path),
+    type=PATH,
     metavar="DIR",
     help="Where the broker serves.  [default: $CUBROKER_DIR, else the user's own]",
 )

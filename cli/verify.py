@@ -19,7 +19,7 @@ SHOWN = 10
 
 @click.command("verify")
 @click.argument("reference", metavar="NAME[@VERSION]", callback=options.reference)
-@click.argument("paths", metavar="PATH...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument("paths", metavar="PATH...", nargs=-1, required=True, type=options.PATH)
 @options.directory
 def command(reference: options.Reference, paths: tuple[Path, ...], directory: Path) -> None:
     """Compare a version, by default the current one, byte for byte with files, on every device that it is on.

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from cubroker.cli import main
-from tests.cli.processes import environment, run
+from tests.cli.processes import DEADLINE, environment, run
 
 
 @pytest.mark.parametrize(
@@ -55,6 +56,22 @@ def test_no_broker_there_is_status_3(arguments: str, tmp_path: Path, capsys: pyt
     assert errors.startswith("cubroker: ")
     assert str(tmp_path / "nobody") in errors
     assert len(errors.splitlines()) == 1
+
+
+def test_a_path_that_this_user_may_not_read_is_no_wrong_usage() -> None:
+    program = (
+        "import os, sys; from cubroker.cli import load, ls, main\n"
+        "if not os.getuid(): os.setuid(65534)\n"
+        "sys.exit(main.run(sys.argv[1:]))"
+    )
+    with tempfile.TemporaryDirectory() as folder:  # in pytest's own, other users could not look
+        Path(folder).chmod(0o711)
+        secret = Path(folder) / "run"
+        secret.mkdir(mode=0o311)
+        for command in (["ls"], ["load", "x", str(secret)]):
+            command = [sys.executable, "-c", program, *command, "--directory", str(secret)]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=False)
+            assert (done.returncode, done.stdout) == (3, ""), done.stderr
 
 
 def test_statuses_are_those_of_the_process(tmp_path: Path) -> None:
