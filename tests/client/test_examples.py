@@ -8,11 +8,12 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from cubroker.client import Broker
 from cubroker.client.loader import load
 from tests import checkpoints
-from tests.brokers import PATIENCE, BrokerProcess
+from tests.brokers import PATIENCE, BrokerProcess, serving
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -55,3 +56,12 @@ def test_versions_are_followed_to_the_end(lender: BrokerProcess, client: Broker,
         assert follower.stdout.readline() == f"{name}@{version}: 1 tensors\n"
     client.retire(name)
     assert said(follower) == ""
+
+
+@pytest.mark.slow
+def test_a_model_runs_on_weights_that_its_process_did_not_load(minilm: Path) -> None:
+    with serving("host:1@256MiB") as broker, Broker(broker.directory) as client:
+        load(client, "minilm", minilm)
+        text = said(started(broker, "transformers_worker.py", "minilm", str(minilm), "weights are loaded once"))
+        assert text.startswith("'weights are loaded once': [")
+        assert [info.leases for info in client.pools()] == [0]

