@@ -97,7 +97,10 @@ def _explain(error: OSError, directory: Path, timeout: float) -> Unavailable | D
                 f" (another place is named by $CUBROKER_DIR or the argument `directory`)"
             )
         case PermissionError():
-            return Denied(f"this user may not connect to the broker on {directory}: {error.strerror}")
+            return Denied(
+                f"this user may not connect to the broker on {directory}: {error.strerror}; whoever runs it lets others"
+                f" in by its settings sockets.group and sockets.mode"
+            )
         case BlockingIOError():
             return Unavailable(f"the broker on {directory} did not answer within {timeout:g} s; is it stopped or busy?")
     return Unavailable(f"no session with the broker on {directory}: {error}")
