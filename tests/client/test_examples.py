@@ -13,7 +13,8 @@ import pytest
 from cubroker.client import Broker
 from cubroker.client.loader import load
 from tests import checkpoints
-from tests.brokers import PATIENCE, BrokerProcess, serving
+from tests.brokers import PATIENCE, BrokerProcess, eventually, serving
+from tests.client.conftest import leases
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -64,4 +65,4 @@ def test_a_model_runs_on_weights_that_its_process_did_not_load(minilm: Path) -> 
         load(client, "minilm", minilm)
         text = said(started(broker, "transformers_worker.py", "minilm", str(minilm), "weights are loaded once"))
         assert text.startswith("'weights are loaded once': [")
-        assert [info.leases for info in client.pools()] == [0]
+        eventually(lambda: leases(client, "minilm") == 0, "the end of the lease")
