@@ -29,7 +29,7 @@ class DeviceMemory:
     def __init__(self, context: Context, report: Callable[[Event], None]) -> None:
         self._context = context
         self._report = report
-        self._pointers: dict[int, list[int]] = {}
+        self._pieces: dict[int, dict[int, int]] = {}  # by ticket: pointers, and the bytes of each
         self._queue: SimpleQueue[Allocate | Free | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name=f"device-{context.device.index}")
         self._thread.start()
@@ -47,53 +47,50 @@ class DeviceMemory:
         while (request := self._queue.get()) is not None:
             if isinstance(request, Allocate):
                 self._report(self._allocate(request))
-            elif self._free(request.ticket):
+            elif not self._free(request.ticket):
                 self._report(Freed(request.ticket))
-        for ticket in list(self._pointers):
+        for ticket in list(self._pieces):
             self._free(ticket)
 
     def _allocate(self, request: Allocate) -> Allocated | NotAllocated:
         """Allocate all sizes of a request, or none of them."""
-        self._pointers[request.ticket] = []
+        self._pieces[request.ticket] = {}
         try:
-            handles = self._obtain(request)
+            return Allocated(request.ticket, self._obtain(request))
         except DriverError as error:
-            failed = self._failed(request, "out_of_memory" if error.out_of_memory else "device", str(error))
+            code, reason = "out_of_memory" if error.out_of_memory else "device", str(error)
         except MemoryError:
-            failed = self._failed(request, "out_of_memory", "the broker's host has no memory left")
+            code, reason = "out_of_memory", "the broker's host has no memory left"
         # A thread that ended here would leave this request and all later ones waiting for ever.
         except Exception as error:
             log.exception("%s failed in an unexpected way", request)
-            failed = self._failed(
-                request, InternalFailure.code, f"the broker itself failed: {error!r}; its log says more"
-            )
-        else:
-            return Allocated(request.ticket, handles)
-        self._free(request.ticket)
-        return failed
+            code, reason = InternalFailure.code, f"the broker itself failed: {error!r}; its log says more"
+        return self._undo(request, code, reason)
 
     def _obtain(self, request: Allocate) -> tuple[bytes, ...]:
         context = self._context
-        pointers = self._pointers[request.ticket]
+        pieces = self._pieces[request.ticket]
         for size in request.sizes:
             whole = rounded(size)
-            pointers.append(context.allocate(whole))
-            context.clear(pointers[-1], whole)  # before there is a handle: nobody may read what was there
-        return tuple(context.export(pointer) for pointer in pointers)
+            pointer = context.allocate(whole)
+            pieces[pointer] = whole
+            context.clear(pointer, whole)  # before there is a handle: nobody may read what was there
+        return tuple(context.export(pointer) for pointer in pieces)
 
-    def _failed(self, request: Allocate, code: str, reason: str) -> NotAllocated:
+    def _undo(self, request: Allocate, code: str, reason: str) -> NotAllocated:
+        """Free what there is of a request that failed."""
         device = self._context.device
         message = f"device {device.index} ({device.name}) cannot provide {sum(request.sizes)} bytes: {reason}"
         log.warning("%s", message)
-        return NotAllocated(request.ticket, code, message)
+        return NotAllocated(request.ticket, code, message, self._free(request.ticket))
 
-    def _free(self, ticket: int) -> bool:
-        """Free a ticket's memory; False if the driver does not take all of it back, so that it stays counted."""
-        pointers = self._pointers.pop(ticket, [])
-        kept = [pointer for pointer in pointers if not self._give_back(pointer)]
+    def _free(self, ticket: int) -> int:
+        """Free a ticket's memory; return the bytes that the driver does not take back, which stay counted."""
+        pieces = self._pieces.pop(ticket, {})
+        kept = [nbytes for pointer, nbytes in pieces.items() if not self._give_back(pointer)]
         if kept:
-            log.error("%d of %d allocations of ticket %d remain allocated", len(kept), len(pointers), ticket)
-        return not kept
+            log.error("%d of %d allocations of ticket %d remain allocated", len(kept), len(pieces), ticket)
+        return sum(kept)
 
     def _give_back(self, pointer: int) -> bool:
         try:

@@ -45,7 +45,7 @@ from cubroker.server.leases import check_quota, grant
 from cubroker.server.permissions import may_rule, may_write
 from cubroker.server.policy import exceeds
 from cubroker.server.records import Account, Phase, Pool, Session, Version, Writer
-from cubroker.server.room import allocate, rounded, shift, take_off, under_way
+from cubroker.server.room import allocate, lose, rounded, shift, take_off, under_way
 from cubroker.server.states import Cause, Report, Stage, State
 from cubroker.server.waiting import (
     admit,
@@ -110,7 +110,7 @@ def _check(books: Books, body: Create, layout: Layout) -> None:
             raise NotFound(wording.no_device(uuid, books.accounts))
     nbytes = sum(map(rounded, layout.allocations))
     for uuid in body.devices:
-        if nbytes > books.accounts[uuid].device.budget:
+        if nbytes > books.accounts[uuid].most:
             raise OverBudget(wording.never_fits(body.name, nbytes, books.accounts[uuid]))
 
 
@@ -150,11 +150,12 @@ def _writer(books: Books, session: Session, request: int, body: Create, layout: 
 def settle(books: Books) -> None:
     """Give turns, then room, wherever something ended, until nobody is left who can be served.
 
-    Turns come first, so that whoever has one now takes part when room is given; giving room ends nothing.
+    Turns come first, so that whoever has one now takes part when room is given.
     """
     _give_turns(books)
     while books.stirred_accounts:
         _give_room(books, books.stirred_accounts.popleft())
+        _give_turns(books)
 
 
 def _give_turns(books: Books) -> None:
@@ -210,9 +211,20 @@ def _take_turn(books: Books, writer: Writer) -> None:
 def _give_room(books: Books, account: Account) -> None:
     while account.line:
         writer = account.line[0]
-        if any(other.room < writer.nbytes or other.line[0] is not writer for other in writer.accounts):
+        if any(other.line[0] is not writer for other in writer.accounts):
+            return
+        if any(other.most < writer.nbytes for other in writer.accounts):
+            _refuse_for_good(books, writer)
+            return  # its turn goes to somebody else first
+        if any(other.room < writer.nbytes for other in writer.accounts):
             return
         _begin_draft(books, writer)
+
+
+def _refuse_for_good(books: Books, writer: Writer) -> None:
+    """Refuse a create that a device had room for when it began to wait, and never will again."""
+    account = next(account for account in writer.accounts if account.most < writer.nbytes)
+    refuse(books, writer, OverBudget(wording.never_fits(writer.pool.name, writer.nbytes, account)))
 
 
 def _begin_draft(books: Books, writer: Writer) -> None:
@@ -269,6 +281,7 @@ def not_allocated(books: Books, event: NotAllocated) -> None:
     """Note memory that a device could not allocate: its draft ends, and its writer is told why."""
     allocation = under_way(books, event.ticket)
     take_off(books, allocation, Report.FAILED)
+    lose(allocation.account, event.kept)
     version = allocation.version
     if version.state is State.ALLOCATING:
         del version.replicas[allocation.account.device.uuid]

@@ -45,7 +45,8 @@ def _check_account(books: Books, account: Account) -> None:
     assert all(allocation.account is account for allocation in allocations)
     assert all(allocation.nbytes == sum(allocation.sizes) for allocation in allocations)
     assert account.promised == sum(allocation.nbytes for allocation in allocations if allocation.stage in PROMISED)
-    assert account.allocated == sum(allocation.nbytes for allocation in allocations if allocation.stage in ALLOCATED)
+    held = sum(allocation.nbytes for allocation in allocations if allocation.stage in ALLOCATED)
+    assert account.allocated == account.lost + held
     assert account.room >= 0, "more is allocated and promised than the budget allows"
     assert account.line == sorted(account.line, key=lambda writer: writer.arrival)
     for writer in account.line:

@@ -45,13 +45,22 @@ class Limits:
 
 @dataclass(slots=True, eq=False)
 class Account:
-    """What is allocated and promised on one device, in bytes, and the line of those who wait for room."""
+    """What is allocated and promised on one device, in bytes, and the line of those who wait for room.
+
+    ``lost`` is the part of ``allocated`` that is nobody's: allocations failed and could not be undone either.
+    """
 
     device: Budget
     allocated: int = 0
     promised: int = 0
+    lost: int = 0
     allocations: dict[int, Allocation] = field(default_factory=dict)
     line: list[Writer] = field(default_factory=list)
+
+    @property
+    def most(self) -> int:
+        """Bytes that can be allocated and promised at all."""
+        return self.device.budget - self.lost
 
     @property
     def room(self) -> int:

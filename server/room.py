@@ -67,6 +67,12 @@ def take_off(books: Books, allocation: Allocation, report: Report) -> None:
     books.part(user)
 
 
+def lose(account: Account, nbytes: int) -> None:
+    """Count bytes of an allocation that failed and that the device kept: they are nobody's, and stay."""
+    account.allocated += nbytes
+    account.lost += nbytes
+
+
 def spare(books: Books, user: User, nbytes: int) -> None:
     """Count bytes to a user's quota no longer; whoever is first in its line may have room now."""
     user.memory -= nbytes

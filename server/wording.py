@@ -203,9 +203,14 @@ def never_fits(name: str, nbytes: int, account: Account) -> str:
     """Say that a request is larger than a device's whole budget."""
     device = account.device
     return (
-        f"{name} needs {size(nbytes)} on device {device.uuid}, whose whole budget is {size(device.budget)};"
+        f"{name} needs {size(nbytes)} on device {device.uuid}, whose whole budget is"
+        f" {size(device.budget)}{_lost(account)};"
         f" give the broker a larger budget, or spread the tensors over several pools and devices"
     )
+
+
+def _lost(account: Account) -> str:
+    return f" ({size(account.lost)} of it lost to a failed allocation)" if account.lost else ""
 
 
 def no_room(books: Books, writer: Writer) -> str:
@@ -221,7 +226,8 @@ def no_room(books: Books, writer: Writer) -> str:
     device = account.device
     return (
         f"{writer.pool.name} needs {size(writer.nbytes)} on device {device.uuid}: of its budget of"
-        f" {size(device.budget)}, {size(account.allocated)} are allocated and {size(account.promised)} promised"
+        f" {size(device.budget)}, {size(account.allocated)} are allocated{_lost(account)} and"
+        f" {size(account.promised)} promised"
         f"{_holders(books, writer.session, account)}; retire what is not needed, or wait"
     )
 

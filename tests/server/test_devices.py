@@ -151,6 +151,33 @@ def test_memory_that_the_driver_keeps_stays_counted(
             assert isinstance(device.allocate(2, 100), Allocated)  # nothing was said of the free before
 
 
+def test_memory_that_the_driver_keeps_of_an_allocation_that_failed_is_told(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(pointer: int) -> bytes:
+        raise DriverError("cuIpcGetMemHandle", 700, "CUDA_ERROR_ILLEGAL_ADDRESS")
+
+    def free(pointer: int) -> None:
+        freed.append(pointer)
+        if len(freed) != 2:
+            raise DriverError("cuMemFree", 700, "CUDA_ERROR_ILLEGAL_ADDRESS")
+        Context.free(context, pointer)
+
+    freed: list[int] = []
+    context = driver.context(0)
+    with serving(context) as device:
+        with monkeypatch.context() as broken:
+            broken.setattr(context, "export", fail)
+            broken.setattr(context, "free", free)
+            refused = device.allocate(1, 100, GRANULARITY, GRANULARITY + 1)
+        assert isinstance(refused, NotAllocated)
+        assert refused.kept == SIZE - free_bytes(context) == 3 * GRANULARITY
+        assert device.free(1) == Freed(1)
+        again = device.allocate(2, SIZE)
+        assert isinstance(again, NotAllocated)
+        assert again.kept == 0
+
+
 def test_closing_frees_what_is_left(driver: Driver) -> None:
     context = driver.context(0)
     with serving(context) as device:

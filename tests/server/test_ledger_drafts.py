@@ -6,6 +6,7 @@ import pytest
 
 from cubroker.protocol import messages as m
 from cubroker.server import events as e
+from cubroker.server.policy import Policy, Quota
 from tests.server.story import (
     ALICE,
     BOB,
@@ -219,6 +220,49 @@ def test_memory_that_is_not_wanted_any_more_is_counted_until_its_device_has_it_b
     story >> e.Freed(1)
     story << e.DropTimer(1)
     story << e.Allocate(3, "GPU-0", (6 * MIB,))
+
+
+def test_memory_that_a_failed_allocation_left_behind_takes_room_for_good_and_is_nobodys(story: Story) -> None:
+    story.quietly(creates(1, 1, "a", 4 * MIB, 2 * MIB), e.NotAllocated(1, "device", "no", kept=4 * MIB))
+    (first, _) = devices(story)
+    assert (first.allocated, first.promised) == (4 * MIB, 0)
+    story >> creates(1, 2, "a", 8 * MIB, wait=5.0)  # of 10
+    story << refused(1, 2, "over_budget", "whose whole budget is 10 MiB (4 MiB of it lost to a failed allocation);")
+    story.publishes(1, "b", nbytes=4 * MIB)
+    story >> creates(2, 1, "c", 4 * MIB)
+    words = ("8 MiB are allocated (4 MiB of it lost to a failed allocation) and 0 bytes promised", "b@1 4 MiB (current")
+    story << refused(2, 1, "over_budget", *words)
+    story.quietly(asks(1, 3, m.Retire("b", 0)), e.Freed(2))
+    story >> e.Gone(1)
+    story << e.Forget(1)
+    assert devices(story, 2)[0].allocated == 4 * MIB
+
+
+def test_memory_left_behind_is_no_longer_its_users() -> None:
+    story = Story(policy=Policy(quota=Quota(memory=4 * MIB)))
+    story.joins(1)
+    story.quietly(creates(1, 1, "a", 4 * MIB), asks(1, 2, m.Cancel(1)), e.NotAllocated(1, "device", "no", kept=4 * MIB))
+    story >> creates(1, 3, "a", 4 * MIB)
+    story << e.Allocate(2, "GPU-0", (4 * MIB,))
+    assert [(device.allocated, device.promised) for device in devices(story)] == [(4 * MIB, 4 * MIB), (0, 0)]
+
+
+def test_who_waits_for_room_that_was_lost_is_refused_and_the_next_is_served(story: Story) -> None:
+    story.quietly(creates(1, 1, "a", 10 * MIB))
+    story.quietly(creates(1, 2, "b", 8 * MIB, wait=5.0), creates(3, 1, "b", 6 * MIB, wait=5.0))
+    story >> e.NotAllocated(1, "device", "no", kept=4 * MIB)
+    story << refused(1, 1, "device", "no")
+    story << e.DropTimer(1)
+    story << refused(1, 2, "over_budget", "b needs 8 MiB on device GPU-0", "lost to a failed allocation")
+    story << e.DropTimer(2)
+    story << e.Allocate(2, "GPU-0", (6 * MIB,))
+
+
+def devices(story: Story, session: int = 1) -> tuple[m.DeviceInfo, ...]:
+    (listed,) = story.quietly(asks(session, 99, m.ListDevices()))
+    assert isinstance(listed, e.Respond)
+    assert isinstance(listed.body, m.DeviceList)
+    return listed.body.devices
 
 
 def test_the_first_of_many_writes_and_the_rest_attach(story: Story) -> None:

@@ -23,6 +23,7 @@ class Facts:
         self.owners: dict[str, int] = {}
         self.groups: dict[str, int] = {}
         self.modes: dict[str, int] = {}
+        self.lost = {device.uuid: 0 for device in devices}
 
     # -- looking things up ---------------------------------------------------------------------
 
@@ -45,8 +46,11 @@ class Facts:
         return sum(lease.version is version for lease in self.leases)
 
     def room(self, uuid: str) -> int:
-        budget = next(device.budget for device in self.devices if device.uuid == uuid)
-        return budget - sum(sum(block.sizes) for block in self.blocks if block.device == uuid)
+        return self.most(uuid) - sum(sum(block.sizes) for block in self.blocks if block.device == uuid)
+
+    def most(self, uuid: str) -> int:
+        """The budget of a device, without what failed allocations left there."""
+        return next(device.budget for device in self.devices if device.uuid == uuid) - self.lost[uuid]
 
     def rules(self, session: Session, name: str) -> bool:
         return name not in self.owners or session.uid in {0, self.uid, self.owners[name], *self.policy.admins}
@@ -117,10 +121,9 @@ class Facts:
         return m.ClientInfo(session.id, session.pid, session.uid, state, infos)
 
     def device(self, device: Budget) -> m.DeviceInfo:
-        sums = {
-            states: sum(
-                sum(block.sizes) for block in self.blocks if block.device == device.uuid and block.state in states
-            )
+        allocated, promised = (
+            sum(sum(block.sizes) for block in self.blocks if block.device == device.uuid and block.state in states)
             for states in (("held", "freeing"), ("wanted", "unwanted"))
-        }
-        return m.DeviceInfo(device.index, device.uuid, device.name, device.total, device.budget, *sums.values())
+        )
+        allocated += self.lost[device.uuid]
+        return m.DeviceInfo(device.index, device.uuid, device.name, device.total, device.budget, allocated, promised)

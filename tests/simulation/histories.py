@@ -214,11 +214,13 @@ class Play:
             handles = tuple(f"{block.ticket}.{index}".encode() for index in range(len(block.sizes)))
             self.tell(e.Allocated(block.ticket, handles))
 
-    def failed(self, number: int, *_: int) -> None:
+    def failed(self, number: int, kept: int, *_: int) -> None:
+        """Report an allocation that failed; in rare cases the device did not take back what there was of it."""
         if self.pair.under_way:
             block = self.pair.under_way.pop(number % len(self.pair.under_way))
             code = ("out_of_memory", "device")[number // 8 % 2]
-            self.tell(e.NotAllocated(block.ticket, code, "the device said no"))
+            left = sum(block.sizes[: kept // 5 % len(block.sizes) + 1]) if kept % 5 == 0 else 0
+            self.tell(e.NotAllocated(block.ticket, code, "the device said no", left))
 
     def freed(self, number: int, *_: int) -> None:
         """Report a free: in any order, also before the outcome of its allocation, which then never comes."""

@@ -141,7 +141,7 @@ class Model(Facts):
         if not {*body.devices, body.attach or body.devices[0]} <= {device.uuid for device in self.devices}:
             raise Refusal("not_found")
         for device in self.devices:
-            if device.uuid in body.devices and sum(self.rounded(layout)) > device.budget:
+            if device.uuid in body.devices and sum(self.rounded(layout)) > self.most(device.uuid):
                 raise Refusal("over_budget")
         if body.attach is None:
             self.check_writer(session, body)
@@ -304,6 +304,8 @@ class Model(Facts):
                 self.filled(request, block.version)
         else:
             self.blocks.remove(block)
+            if isinstance(event, e.NotAllocated):
+                self.lost[block.device] += event.kept
             if request is not None:
                 assert isinstance(event, e.NotAllocated)
                 self.refuse(request, event.code)
@@ -370,7 +372,7 @@ class Model(Facts):
         for request in creates:
             if request.waits == "room":
                 assert isinstance(request.body, m.Create)
-                if not taken & set(request.body.devices) and self.grant(request, request.body):
+                if not taken & set(request.body.devices) and self.decide(request, request.body):
                     return True
                 taken |= set(request.body.devices)
         return False
@@ -398,9 +400,13 @@ class Model(Facts):
         request.waits = "room"
         return True
 
-    def grant(self, request: Request, body: m.Create) -> bool:
+    def decide(self, request: Request, body: m.Create) -> bool:
+        """Give a create its room, or refuse it if there will never be enough, or let it wait: False."""
         assert request.layout is not None
         sizes = self.rounded(request.layout)
+        if any(self.most(uuid) < sum(sizes) for uuid in body.devices):
+            self.refuse(request, "over_budget")
+            return True
         if any(self.room(uuid) < sum(sizes) for uuid in body.devices):
             return False
         if request.timed:
