@@ -51,8 +51,8 @@ class Context:
         self.calls = calls
         self.device = device
         self.host = host
-        self._ordinal = calls.cuDeviceGet(device.index)
-        self._context = calls.cuDevicePrimaryCtxRetain(self._ordinal)
+        self._cudevice = calls.cuDeviceGet(device.index)
+        self._context = calls.cuDevicePrimaryCtxRetain(self._cudevice)
 
     @contextmanager
     def current(self) -> Iterator[None]:
@@ -75,7 +75,7 @@ class Context:
 
     def release(self) -> None:
         """Let go of the context. If nobody else in the process holds it, everything in it is gone."""
-        self.calls.cuDevicePrimaryCtxRelease(self._ordinal)
+        self.calls.cuDevicePrimaryCtxRelease(self._cudevice)
 
     # -- memory that this process owns -------------------------------------------------------------
 

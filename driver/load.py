@@ -72,11 +72,11 @@ class Driver:
 
     def _describe(self, index: int) -> Device:
         calls = self._calls
-        ordinal = calls.cuDeviceGet(index)
-        uuid = UUID(bytes=bytes(calls.cuDeviceGetUuid(ordinal).bytes))
-        name = bytes(calls.cuDeviceGetName(256, ordinal)).partition(b"\0")[0].decode()
+        cudevice = calls.cuDeviceGet(index)
+        uuid = UUID(bytes=bytes(calls.cuDeviceGetUuid(cudevice).bytes))
+        name = bytes(calls.cuDeviceGetName(256, cudevice)).partition(b"\0")[0].decode()
         prefix = "HOST" if self.host else "GPU"
-        return Device(index, f"{prefix}-{uuid}", name, int(calls.cuDeviceTotalMem(ordinal)))
+        return Device(index, f"{prefix}-{uuid}", name, int(calls.cuDeviceTotalMem(cudevice)))
 
 
 def load(spec: str) -> Driver:
