@@ -46,7 +46,7 @@ from cubroker.protocol.messages import (
 
 P = TypeVar("P", bound=Pool)
 
-Device = int | str
+DeviceId = int | str
 """A device: its ordinal in this process, or its UUID."""
 
 
@@ -108,7 +108,9 @@ class Broker(Unsendable):
 
     # -- pools -------------------------------------------------------------------------------------
 
-    def attach(self, name: str, *, version: int | None = None, device: Device | None = None, wait: float = 0.0) -> Pool:
+    def attach(
+        self, name: str, *, version: int | None = None, device: DeviceId | None = None, wait: float = 0.0
+    ) -> Pool:
         """Lease a published version and map its memory: one round trip, one driver call per allocation.
 
         Args:
@@ -137,7 +139,7 @@ class Broker(Unsendable):
         name: str,
         layout: Layout,
         *,
-        devices: Sequence[Device] = (0,),
+        devices: Sequence[DeviceId] = (0,),
         share: str = "ipc",
         wait: float = 0.0,
         mode: int | None = None,
@@ -170,8 +172,8 @@ class Broker(Unsendable):
         name: str,
         layout: Layout,
         *,
-        device: Device | None = None,
-        devices: Sequence[Device] | None = None,
+        device: DeviceId | None = None,
+        devices: Sequence[DeviceId] | None = None,
         share: str = "ipc",
         wait: float = 600.0,
         mode: int | None = None,
@@ -262,10 +264,10 @@ class Broker(Unsendable):
         self,
         name: str,
         layout: Layout,
-        devices: Sequence[Device],
+        devices: Sequence[DeviceId],
         share: str,
         wait: float,
-        attach: Device | None,
+        attach: DeviceId | None,
         mode: int | None,
     ) -> tuple[Loan, Attached | Created, Mapped]:
         names.check(name)
@@ -290,7 +292,7 @@ class Broker(Unsendable):
         self._session.check_open()
         return pool
 
-    def _ready(self, device: Device) -> str:
+    def _ready(self, device: DeviceId) -> str:
         """Return the UUID of a device, with this process's context on it made: the lease need not wait for that."""
         return local.context(self.driver, device).device.uuid
 

@@ -13,7 +13,7 @@ from threading import Event
 
 from cubroker.client.checkpoint import Checkpoint
 from cubroker.client.chunks import Chunk, plan
-from cubroker.client.rings import CHUNK, Mapped, Ring, Sink, Target
+from cubroker.client.rings import CHUNK, Direct, Ring, Sink, Target
 from cubroker.protocol import Layout
 
 MAX_THREADS = 12
@@ -58,7 +58,7 @@ def thread_count(pieces: int) -> int:
 
 
 def _sink(targets: Sequence[Target]) -> Sink:
-    return Mapped(targets) if targets[0].context.host else Ring(targets)
+    return Direct(targets) if targets[0].context.host else Ring(targets)
 
 
 def _work(checkpoint: Checkpoint, todo: deque[Chunk], sink: Sink, stop: Event, done: list[int], number: int) -> None:

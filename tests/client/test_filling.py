@@ -78,7 +78,7 @@ def dirty_ring(targets: Sequence[Target]) -> Ring:
 
 
 @pytest.mark.parametrize("slab", [None, 65536])
-@pytest.mark.parametrize("sink", [rings.Mapped, dirty_ring])
+@pytest.mark.parametrize("sink", [rings.Direct, dirty_ring])
 @pytest.mark.usefixtures("small_chunks")
 def test_every_byte_reaches_every_device_and_gaps_are_zero(
     tmp_path: Path, memory: Callable[..., Memory], monkeypatch: pytest.MonkeyPatch, sink: object, slab: int | None
@@ -128,7 +128,7 @@ def test_progress_rises_to_the_whole_and_comes_from_the_calling_thread(
     assert {thread for _, _, thread in seen} == {threading.get_ident()}
 
 
-@pytest.mark.parametrize("sink", [rings.Mapped, dirty_ring])
+@pytest.mark.parametrize("sink", [rings.Direct, dirty_ring])
 @pytest.mark.usefixtures("small_chunks")
 def test_a_file_that_ends_early_stops_all_threads(
     tmp_path: Path, memory: Callable[..., Memory], monkeypatch: pytest.MonkeyPatch, sink: object
