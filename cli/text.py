@@ -93,5 +93,5 @@ def complain(message: str) -> None:
 
 
 def document(value: object) -> None:
-    """Print one JSON document."""
-    say(json.dumps(value, indent=2, ensure_ascii=False))
+    """Print one JSON document, in ASCII: it is the same whatever the terminal can show."""
+    say(json.dumps(value, indent=2))
