@@ -99,8 +99,10 @@ def _structural(checkpoint: Checkpoint, specs: dict[str, TensorSpec]) -> Iterato
                 f"tensor {entry.name!r} is {entry.dtype} {list(entry.shape)} in the files"
                 f" and {spec.dtype} {list(spec.shape)} in the pool"
             )
-    for name in specs.keys() - {entry.name for entry in checkpoint.entries}:
-        yield f"tensor {name!r} is in the pool and not in the files"
+    stored = {entry.name for entry in checkpoint.entries}
+    for name in specs:
+        if name not in stored:
+            yield f"tensor {name!r} is in the pool and not in the files"
 
 
 def _contents(
