@@ -84,10 +84,11 @@ def test_nothing_that_a_child_drops_or_leaves_reaches_the_broker(
 import gc
 held = {"broker": Broker(directory)}
 held["pool"] = held["broker"].attach(name)
+held["watch"] = held["broker"].watch(name)
 held["array"] = held["pool"]["weight"].numpy()
 
 def drop():
-    with held["broker"], held["pool"]:  # as a child does that leaves its parent's blocks
+    with held["broker"], held["pool"], held["watch"]:  # as a child does that leaves its parent's blocks
         pass
     held.clear()
     gc.collect()
