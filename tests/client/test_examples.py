@@ -60,6 +60,16 @@ def test_versions_are_followed_to_the_end(lender: BrokerProcess, client: Broker,
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("example", sorted(path.name for path in EXAMPLES.glob("*.py")))
+def test_an_example_without_arguments_says_how_to_run_it(example: str) -> None:
+    command = [sys.executable, str(EXAMPLES / example)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert done.returncode == 1
+    assert f"python examples/{example} " in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
 def test_a_model_runs_on_weights_that_its_process_did_not_load(minilm: Path) -> None:
     with serving("host:1@256MiB") as broker, Broker(broker.directory) as client:
         load(client, "minilm", minilm)
