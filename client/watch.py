@@ -53,7 +53,8 @@ class Watch(Iterator[int]):
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        if self._owner.here():  # in a child that leaves a block of its parent's, there is nothing to do
+            self.close()
 
     def close(self) -> None:
         """Stop watching; whoever iterates gets the end."""

@@ -92,6 +92,7 @@ def drop():
         pass
     held.clear()
     gc.collect()
+    print("dropped")
 
 forked(drop)
 pid = os.fork()
