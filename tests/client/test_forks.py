@@ -105,7 +105,7 @@ del held["array"]
 held["broker"].close()
 """,
     )
-    assert said == ["0", "[1] (4, 8)"]
+    assert said == ["dropped", "0", "[1] (4, 8)"]
 
 
 def test_a_child_may_open_a_broker_of_its_own(client: Broker, lender: BrokerProcess, name: str) -> None:
