@@ -6,6 +6,7 @@ Source: https://github.com/huggingface/safetensors#format
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
@@ -70,6 +71,8 @@ def failure(path: Path, error: OSError) -> CubrokerError:
         return NotFound(f"cannot load {path}: there is no such file; check the path")
     if isinstance(error, PermissionError):
         return Denied(f"cannot load {path}: {reason}; user {os.geteuid()} needs to be allowed to read it")
+    if error.errno in (errno.EMFILE, errno.ENFILE):  # all files of a checkpoint are open at once
+        return Invalid(f"cannot load {path}: {reason}; raise the limit, with `ulimit -n` for one")
     return Invalid(f"cannot load {path}: {reason}; check the file and the disk that it is on")
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import socket
 import tempfile
 from collections.abc import Iterator
@@ -224,6 +225,20 @@ def test_a_shard_that_may_not_be_read_is_not_called_missing() -> None:
         index.write_text(json.dumps({"weight_map": {"a": "shards/1.safetensors"}}))
         with as_a_user_without_rights(), pytest.raises(Denied, match=r"shards/1\.safetensors: Permission denied"):
             Checkpoint.open(folder)
+
+
+def test_more_files_than_may_be_open_are_refused_with_the_limit_to_raise(tmp_path: Path) -> None:
+    for number in range(20):
+        checkpoints.write(tmp_path / f"{number}.safetensors", checkpoints.filled([(f"t{number}", "U8", (1,))]))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.open(tmp_path, os.O_RDONLY)
+    os.close(lowest)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + 10, hard))
+        with pytest.raises(Invalid, match=r"\.safetensors: Too many open files; raise the limit"):
+            Checkpoint.open(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_refusal_leaves_no_file_open(tmp_path: Path) -> None:
