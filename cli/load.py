@@ -26,7 +26,13 @@ from cubroker.protocol.messages import MAX_WAIT
     callback=options.split_devices,
     help="Devices that get a copy each: indexes or UUIDs, as `cubroker devices` shows them.",
 )
-@click.option("--share", type=click.Choice(["ipc", "vmm", "multicast"]), default="ipc", show_default=True)
+@click.option(
+    "--share",
+    type=click.Choice(["ipc", "vmm", "multicast"]),
+    default="ipc",
+    show_default=True,
+    help="How workers open the memory; only ipc is built yet.",
+)
 @click.option("--durable", is_flag=True, help="Keep the pool when the broker is restarted. Not built yet.")
 @click.option("--if-absent", is_flag=True, help="Load only if the pool has no version; of many at once, one loads.")
 @click.option("--slab", callback=options.size, metavar="SIZE", help="The most bytes of one allocation, such as 4GiB.")
