@@ -122,13 +122,16 @@ def _check_writable(books: Books, session: Session, pool: Pool, body: Create) ->
 
 
 def _check_quotas(books: Books, session: Session, body: Create, layout: Layout) -> None:
-    """Raise if the user's quota can never have room, or has none for one more layout."""
+    """Raise if the user's quota can never have room, or has none for one more layout or its descriptors."""
     user = session.user
     nbytes = sum(map(rounded, layout.allocations)) * len(body.devices)
     if exceeds(0, nbytes, user.quota.memory):
         raise OverQuota(wording.never_affords(user, body.name, nbytes))
     if exceeds(user.layouts, len(body.layout), user.quota.layouts):
         raise OverQuota(wording.too_many_layouts(user, len(body.layout)))
+    descriptors = len(layout.allocations) * sum(books.accounts[uuid].device.descriptors for uuid in body.devices)
+    if exceeds(user.descriptors, descriptors, user.quota.descriptors):
+        raise OverQuota(wording.too_many_descriptors(user.uid, descriptors, user.quota.descriptors, user))
 
 
 def _writer(books: Books, session: Session, request: int, body: Create, layout: Layout) -> Writer:

@@ -73,6 +73,8 @@ def _check_user(books: Books, user: User) -> None:
     versions = (v for pool in books.pools.values() for v in pool.versions.values() if v.user is user)
     layouts = [v.layout for v in versions] + [w.body.layout for w in writers if w.phase is not Phase.MEMORY]
     assert user.layouts == sum(map(len, layouts))
+    pieces = sum(a.descriptors for a in user.allocations.values())
+    assert user.pieces == pieces + sum(w.descriptors for w in writers if w.phase is not Phase.MEMORY)
     _check_quota(user)
     assert user.line == sorted((w for w in writers if w.aside), key=lambda writer: writer.arrival)
     if user.line:
@@ -87,6 +89,7 @@ def _check_quota(user: User) -> None:
     assert not exceeds(user.unfinished, 0, quota.requests)
     assert not exceeds(user.watches, 0, quota.watches)
     assert not exceeds(user.layouts, 0, quota.layouts)
+    assert not exceeds(user.descriptors, 0, quota.descriptors)
 
 
 def _check_session(books: Books, session: Session) -> None:

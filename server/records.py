@@ -18,6 +18,9 @@ from cubroker.server.states import MEMORY, VERSION, Cause, Report, Stage, State,
 STORY = 32
 """Events that a pool and a session remember, in words, for whoever has to explain an impossible one."""
 
+SESSION = 2
+"""Descriptors of the broker's that a session takes: its connection and its pidfd."""
+
 
 def _story() -> deque[str]:
     return deque(maxlen=STORY)
@@ -25,13 +28,17 @@ def _story() -> deque[str]:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """One device, and the bytes of it that the broker may use. ``total`` is what it has."""
+    """One device, and the bytes of it that the broker may use. ``total`` is what it has.
+
+    Each allocation on it takes so many ``descriptors`` of the broker's: one if the device is emulated, on a GPU none.
+    """
 
     index: int
     uuid: str
     name: str
     total: int
     budget: int
+    descriptors: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +84,8 @@ class User:
     """What one user has, all sessions together, and the line of creates that wait for room in its quota.
 
     ``memory`` counts the bytes of its versions until their device has them back, and those that are set
-    aside for its creates that wait for room; ``layouts`` the encoded layouts of its versions and waiting creates.
+    aside for its creates that wait for room; ``layouts`` the encoded layouts of its versions and waiting creates;
+    ``pieces`` the descriptors of its memory, and of what its waiting creates ask for.
     """
 
     uid: int
@@ -89,6 +97,7 @@ class User:
     unfinished: int = 0
     watches: int = 0
     layouts: int = 0
+    pieces: int = 0
     line: list[Writer] = field(default_factory=list)
 
     @property
@@ -99,6 +108,11 @@ class User:
     def place(self, writer: Writer) -> int:
         """Return where in the line ``writer`` is, or belongs: the line is in order of arrival."""
         return bisect_left(self.line, writer.arrival, key=_arrival)
+
+    @property
+    def descriptors(self) -> int:
+        """Descriptors that it takes of the broker's."""
+        return SESSION * len(self.sessions) + self.pieces
 
     def affords(self, writer: Writer) -> bool:
         """Whether its quota has room for all that ``writer`` takes, and no earlier one waits for that."""
@@ -224,6 +238,11 @@ class Allocation:
     stage: Stage = Stage.PROMISED
     handles: tuple[bytes, ...] = ()
 
+    @property
+    def descriptors(self) -> int:
+        """Descriptors that it takes of the broker's."""
+        return len(self.sizes) * self.account.device.descriptors
+
     def move(self, report: Report) -> None:
         """Take the step that the table has for ``report``, or raise ``Impossible``."""
         self.stage = step(MEMORY, self.stage, report, self.version.pool.story)
@@ -277,6 +296,11 @@ class Writer:
     def total(self) -> int:
         """Bytes that it takes of its user's quota: those of all its devices."""
         return self.nbytes * len(self.accounts)
+
+    @property
+    def descriptors(self) -> int:
+        """Descriptors that its memory takes of the broker's."""
+        return sum(len(self.sizes) * account.device.descriptors for account in self.accounts)
 
 
 def _arrival(writer: Writer) -> int:

@@ -63,6 +63,7 @@ def take_off(books: Books, allocation: Allocation, report: Report) -> None:
     del allocation.account.allocations[allocation.ticket]
     del user.allocations[allocation.ticket]
     books.stirred_accounts.append(allocation.account)
+    user.pieces -= allocation.descriptors
     spare(books, user, allocation.nbytes)
     books.part(user)
 

@@ -116,7 +116,8 @@ async def _assemble(undo: AsyncExitStack, supervisor: Supervisor, config: Config
     loop = asyncio.get_running_loop()
     driver = await asyncio.to_thread(_load, config.devices)
     undo.callback(driver.close)
-    budgets = _grant(driver.devices, config.budget)
+    each = int(driver.host)  # an emulated allocation is a file
+    budgets = [replace(budget, descriptors=each) for budget in _grant(driver.devices, config.budget)]
     memory: dict[str, DeviceMemory] = {}
     ledger = Ledger(budgets, os.geteuid(), policy=config.policy)
     broker = Broker(ledger, memory, driver.spec, supervisor.send)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from heapq import nlargest
@@ -171,6 +172,28 @@ def too_many_layouts(user: User, nbytes: int) -> str:
         f"this layout takes {size(nbytes)}, and those of user {user.uid} take {size(user.layouts)} of a quota of"
         f" {size(user.quota.layouts)}; retire what is not needed, or describe fewer tensors"
     )
+
+
+def too_many_descriptors(uid: int, more: int, limit: int | None, user: User | None) -> str:
+    """Say that a user has all of the broker's descriptors that it may have."""
+    used, takers = (user.descriptors, _takers(user)) if user else (0, "")
+    return (
+        f"this takes {more} of the broker's descriptors, and user {uid} has {used} of a quota of {limit}{takers};"
+        f" end some sessions, or retire emulated memory that is not needed"
+    )
+
+
+def _takers(user: User) -> str:
+    pids = Counter(session.pid for session in islice(user.sessions.values(), SURVEY))
+    sessions = [f"{number} of process {pid}" for pid, number in pids.most_common(3)]
+    largest = nlargest(3, islice(user.allocations.values(), SURVEY), key=lambda allocation: allocation.descriptors)
+    memory = [f"{each.version.label} {each.descriptors} ({_state(each)})" for each in largest if each.descriptors]
+    words = "; ".join(
+        f"{what}, {', '.join(which)}"
+        for what, which in ((f"{len(user.sessions)} sessions", sessions), ("memory", memory))
+        if which
+    )
+    return f" ({words})"
 
 
 def _most(user: User, count: Callable[[Session], int], what: str = "") -> str:

@@ -83,6 +83,23 @@ class Facts:
         ]
         return sum(len(body.layout) for body in bodies)
 
+    def descriptors_of(self, uid: int) -> int:
+        found = 2 * sum(session.uid == uid for session in self.sessions)
+        found += sum(
+            self.pieces(block.device) * len(block.sizes) for block in self.blocks if block.version.owner == uid
+        )
+        waiting = [r for r in self.requests if r.version is None and r.session.uid == uid]
+        return found + sum(self.descriptors(request) for request in waiting if isinstance(request.body, m.Create))
+
+    def descriptors(self, request: Request) -> int:
+        """Descriptors that a create takes on all its devices."""
+        assert isinstance(request.body, m.Create)
+        assert request.layout is not None
+        return sum(self.pieces(uuid) * len(request.layout.allocations) for uuid in request.body.devices)
+
+    def pieces(self, uuid: str) -> int:
+        return next(device.descriptors for device in self.devices if device.uuid == uuid)
+
     def total(self, request: Request) -> int:
         """Bytes that a create takes on all its devices."""
         assert isinstance(request.body, m.Create)

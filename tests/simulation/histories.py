@@ -24,9 +24,9 @@ Action = tuple[str, tuple[int, ...]]
 BROKER = 1000
 ADMIN = 1003
 UIDS = (BROKER, 1001, 1002, 0, 1001, 1001, 1002, ADMIN, 1004)
-DEVICES = (Budget(0, "GPU-0", "first", 16 * MIB, 12 * MIB), Budget(1, "GPU-1", "second", 16 * MIB, 8 * MIB))
+DEVICES = (Budget(0, "GPU-0", "first", 16 * MIB, 12 * MIB), Budget(1, "GPU-1", "second", 16 * MIB, 8 * MIB, 1))
 LIMITS = (Limits(), Limits(leases=3, unfinished=3, watches=1))
-SCARCE = Quota(memory=8 * MIB, sessions=4, leases=5, requests=4, watches=2, layouts=60)
+SCARCE = Quota(memory=8 * MIB, sessions=4, leases=5, requests=4, watches=2, layouts=60, descriptors=9)
 POLICIES = (
     Policy(),
     Policy(quota=Quota(memory=8 * MIB), quotas={1002: Quota(memory=4 * MIB), BROKER: Quota()}),

@@ -152,6 +152,9 @@ class Model(Facts):
             raise Refusal("over_quota")
         if quota.layouts is not None and self.layouts_of(session.uid) + len(body.layout) > quota.layouts:
             raise Refusal("over_quota")
+        takes = self.descriptors_of(session.uid) + self.descriptors(request)
+        if quota.descriptors is not None and takes > quota.descriptors:
+            raise Refusal("over_quota")
         self.admit(request)
         self.serve()
         if request in self.requests and request.waits != "memory" and body.wait == 0:
@@ -260,7 +263,10 @@ class Model(Facts):
             raise Refusal("over_quota")
 
     def admits(self, uid: int) -> bool:
-        return not self.full(sum(session.uid == uid for session in self.sessions), self.quota(uid).sessions)
+        quota = self.quota(uid)
+        if quota.descriptors is not None and self.descriptors_of(uid) + 2 > quota.descriptors:
+            return False
+        return not self.full(sum(session.uid == uid for session in self.sessions), quota.sessions)
 
     def own(self, session: Session, number: int) -> Lease:
         for lease in self.leases:
