@@ -52,7 +52,7 @@ class Directory:
             except PermissionError as error:
                 raise Denied(f"cannot serve in {self.path}: {error}; choose another directory or user") from None
             except OSError as error:
-                raise Unavailable(f"cannot serve in {self.path}: {error}") from None
+                raise Unavailable(f"cannot serve in {self.path}: {error}; choose another directory") from None
             self._undo = undo.pop_all()
         return self
 
