@@ -10,6 +10,7 @@ writes garbage, or never reads, costs it one failed send.
 from __future__ import annotations
 
 import errno
+import os
 import secrets
 import socket
 import struct
@@ -116,8 +117,11 @@ def _ask(asker: socket.socket, secret: bytes) -> tuple[int, int]:
     asker.send(secret)
     # socket.recv_fds would drop the flag, and a child that is started meanwhile would inherit the memory.
     data, ancillary, flags, _ = asker.recvmsg(_OFFSET_BYTES, socket.CMSG_LEN(_INT.size), socket.MSG_CMSG_CLOEXEC)
+    received = [_INT.unpack(rights)[0] for _, _, rights in ancillary]
     if flags & socket.MSG_CTRUNC:
-        raise OSError(errno.EMFILE, "no descriptor is left for the memory")
-    if not ancillary:
+        for fd in received:
+            os.close(fd)
+        raise OSError(errno.EMFILE, "no descriptor is left for the memory, or more than one was sent")
+    if not received:
         raise LookupError("the owner of the memory does not know the handle")
-    return _INT.unpack(ancillary[0][2])[0], int.from_bytes(data, "little")
+    return received[0], int.from_bytes(data, "little")

@@ -250,13 +250,18 @@ def _named() -> socket.socket:
 
 
 @pytest.mark.parametrize(
-    ("sealed", "offset", "name"),
-    [(False, 0, "CUDA_ERROR_OPERATING_SYSTEM"), (True, BLOCK, "CUDA_ERROR_INVALID_VALUE")],
-    ids=["memory that could shrink", "an offset outside"],
+    ("sealed", "offset", "copies", "name"),
+    [
+        (False, 0, 1, "CUDA_ERROR_OPERATING_SYSTEM"),
+        (True, BLOCK, 1, "CUDA_ERROR_INVALID_VALUE"),
+        (True, 0, 2, "CUDA_ERROR_OPERATING_SYSTEM"),
+    ],
+    ids=["memory that could shrink", "an offset outside", "two descriptors"],
 )
-def test_an_impostor_cannot_make_us_map_what_would_fault(
-    context: Context, sealed: bool, offset: int, name: str
+def test_an_impostor_cannot_make_us_map_what_would_fault_nor_keep_what_it_sends(
+    context: Context, sealed: bool, offset: int, copies: int, name: str
 ) -> None:
+    files = descriptors()
     handle = bytes(range(64))
     fd = memory.create(BLOCK) if sealed else os.memfd_create("unsealed")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as impostor:
@@ -264,7 +269,7 @@ def test_an_impostor_cannot_make_us_map_what_would_fault(
 
         def serve() -> None:
             _, asker = impostor.recvfrom(64)
-            rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))
+            rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd] * copies))
             impostor.sendmsg([offset.to_bytes(8, "little")], [rights], 0, asker)
 
         thread = threading.Thread(target=serve)
@@ -273,6 +278,7 @@ def test_an_impostor_cannot_make_us_map_what_would_fault(
             context.open(handle)
         thread.join()
     os.close(fd)
+    assert descriptors() == files
 
 
 def test_a_forked_child_is_refused_and_harms_nothing(context: Context, owner: Neighbour) -> None:
