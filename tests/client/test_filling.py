@@ -167,23 +167,3 @@ def test_a_ring_that_cannot_be_pinned_leaves_nothing(
         with pytest.raises(DriverError, match="cuMemHostAlloc"):
             filling.fill(checkpoint, lent.layout, lent.targets)
     assert len(closed) == 1
-
-
-@pytest.mark.usefixtures("small_chunks")
-def test_an_interrupt_while_threads_end_is_not_lost_and_waits_for_them(
-    tmp_path: Path, memory: Callable[..., Memory], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    endings = iter([True])
-    shutdown = filling.ThreadPoolExecutor.shutdown
-
-    def interrupted(self: filling.ThreadPoolExecutor, *, cancel_futures: bool) -> None:
-        if next(endings, False):
-            raise KeyboardInterrupt
-        shutdown(self, cancel_futures=cancel_futures)
-
-    monkeypatch.setattr(filling.ThreadPoolExecutor, "shutdown", interrupted)
-    with Checkpoint.open(checkpoints.write(tmp_path / "m.safetensors", TENSORS)) as checkpoint:
-        lent = memory(checkpoint)
-        with pytest.raises(KeyboardInterrupt):
-            filling.fill(checkpoint, lent.layout, lent.targets)
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("cubroker-load")]
