@@ -12,7 +12,7 @@ from functools import partial
 import msgpack
 
 from cubroker.protocol import wire
-from cubroker.protocol.errors import InternalFailure, Invalid
+from cubroker.protocol.errors import CubrokerError, InternalFailure, Invalid
 from cubroker.protocol.layout import Layout
 from cubroker.protocol.messages import (
     LAST_WORDS,
@@ -81,7 +81,13 @@ class Requests:
     def receive(self, batch: list[bytes]) -> None:
         """Take a batch from the gateway, and answer it with one as far as answers are there at once."""
         for routing, frame in batches.pairs(batch):
-            self._take(routing, frame)
+            try:
+                self._take(routing, frame)
+            # It would end the connection to the gateway, and that again when the same request is sent again.
+            except Exception as error:
+                log.exception("the broker failed at a request of %d bytes", len(frame))
+                message = f"the broker itself failed at this request: {error!r}; its log says more"
+                self._reject(routing, frame, InternalFailure(message))
         self.flush()
 
     def respond(self, session: Session, request: int, body: Reply) -> None:
@@ -125,7 +131,7 @@ class Requests:
             self._put(routing, verdict)
         return None
 
-    def _reject(self, routing: bytes, frame: bytes, error: Invalid) -> None:
+    def _reject(self, routing: bytes, frame: bytes, error: CubrokerError) -> None:
         """Say what is wrong to a session that sent it. A stranger hears nothing, and is no line in the log."""
         secret, request = author(frame)
         if secret in self._sessions and request:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 from collections.abc import AsyncIterator, Sequence
@@ -37,7 +38,7 @@ from cubroker.server.answers import Frame
 from cubroker.server.denials import Denials
 from cubroker.server.events import Asked
 from cubroker.server.peers import Peer
-from cubroker.server.requests import INLINE, Requests
+from cubroker.server.requests import INLINE, Requests, author
 from cubroker.server.sessions import Session
 from tests.brokers import BrokerProcess
 from tests.protocol.samples import INFO
@@ -242,6 +243,30 @@ def test_what_gives_back_is_not_refused_but_done_when_there_is_room() -> None:
             assert len(at.asked) == answers.MAX_REQUESTS + 3
 
     run(test())
+
+
+def test_a_failure_at_one_request_is_logged_and_answered_and_the_others_are_served(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def unpack(data: bytes, shape: object) -> object:
+        if author(data)[1] == 2:
+            raise MemoryError
+        return decode(data, shape)
+
+    async def test() -> None:
+        async with desk() as at:
+            with monkeypatch.context() as broken:
+                broken.setattr(wire, "unpack", unpack)
+                at.send(ListDevices(), ListPools(), ListClients())
+            assert [asked.request for asked in at.asked] == [1, 3]
+            message = "the broker itself failed at this request: MemoryError(); its log says more"
+            assert at.replies() == [Answer(2, Failed("internal", message))]
+
+    decode = wire.unpack
+    with caplog.at_level(logging.ERROR):
+        run(test())
+    assert caplog.text.count("the broker failed at a request of ") == 1
+    assert caplog.text.count("Traceback") == 1
 
 
 def test_strangers_are_ignored() -> None:
