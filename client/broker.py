@@ -272,8 +272,8 @@ class Broker(Unsendable):
     ) -> tuple[Loan, Attached | Created, Mapped]:
         names.check(name)
         layout.check()
-        if not devices:
-            raise Invalid(f"no device to create pool {name!r} on; name one at least")
+        if not devices or isinstance(devices, str):  # the letters of a UUID are no devices
+            raise Invalid(f"no list of devices to create pool {name!r} on: {devices!r}; name one at least")
         uuids = tuple(self._ready(device) for device in devices)
         here = None if attach is None else self._ready(attach)
         return self._session.borrow(Create(name, layout.encode(), uuids, share, _seconds(wait), here, _mode(mode)))
