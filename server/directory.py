@@ -72,7 +72,12 @@ def _refuse_descriptors(listener: socket.socket) -> None:
 
 def _make(path: Path) -> None:
     check(path)
-    path.mkdir(mode=0o755, parents=True, exist_ok=True)
+    before = os.umask(0o022)
+    os.umask(before | 0o022)  # what is made on the way is nobody else's to write either
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    finally:
+        os.umask(before)
     here = path.stat()
     # Whoever owns the directory, or may write in it, can put sockets of their own in it, and so pose as the broker.
     if here.st_uid not in (0, os.geteuid()):

@@ -23,6 +23,18 @@ def test_a_directory_is_made_with_sockets_for_its_user_alone(tmp_path: Path) -> 
     assert [entry.name for entry in path.iterdir()] == ["lock"]
 
 
+def test_what_is_made_on_the_way_can_be_written_by_nobody_else(tmp_path: Path) -> None:
+    path, before = tmp_path / "deep" / "run", os.umask(0)
+    try:
+        with Directory(path):
+            assert [stat.S_IMODE(each.stat().st_mode) for each in (path.parent, path)] == [0o755, 0o755]
+        assert os.umask(0o077) == 0
+        with Directory(tmp_path / "private" / "run"):
+            assert stat.S_IMODE((tmp_path / "private").stat().st_mode) == 0o700
+    finally:
+        os.umask(before)
+
+
 def test_one_at_a_time_and_the_next_takes_over(tmp_path: Path) -> None:
     with Directory(tmp_path), pytest.raises(Unavailable, match=f"process {os.getpid()}"), Directory(tmp_path):
         pass
