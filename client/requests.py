@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from itertools import islice
-from threading import Lock
+from threading import RLock
 from time import monotonic
 from typing import TypeVar
 
@@ -59,7 +59,7 @@ class Requests:
         self._secret = secret
         self._owner = owner
         self._wake = wake
-        self._lock = Lock()
+        self._lock = RLock()
         self._next = 1
         self._pending: dict[int, Pending] = {}
         self._received: deque[int] = deque()  # answered while an older request waits, and not told yet
@@ -89,6 +89,7 @@ class Requests:
     def post(self, body: Request, pending: Pending) -> None:
         """Send a request whose ``pending`` the caller keeps, and so knows it to be under way if this is interrupted."""
         self._owner.check()
+        self.check_free()
         with self._lock:  # until it is in the outbox: requests leave in the order of their numbers
             closed = self._closed
             if closed is None:
@@ -104,6 +105,11 @@ class Requests:
                 self._wake()
                 return
         pending.settle(closed.anew())
+
+    def check_free(self) -> None:
+        """Raise ``Unavailable`` in a finalizer that runs while this thread sends a request: nothing moves meanwhile."""
+        if self._lock._is_owned():  # type: ignore[attr-defined]  # as Condition asks it
+            raise Unavailable("called by a finalizer in the middle of a request, which has to be sent first")
 
     def waiting(self) -> bool:
         """Whether any request is unanswered."""
