@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from threading import Lock, RLock
+from threading import RLock
 from typing import Self
 
 from cubroker.client.futures import Future
@@ -84,7 +84,7 @@ class Watches:
 
     def __init__(self, requests: Requests) -> None:
         self._requests = requests
-        self._lock = Lock()
+        self._lock = RLock()  # a finalizer may close a watch while another one is made
         self._watches: dict[str, Living[Watch]] = {}
 
     def add(self, watch: Watch) -> Future[Reply]:
