@@ -161,7 +161,7 @@ def too_many_watches(user: User) -> str:
 def too_many_sessions(uid: int, limit: int | None, user: User | None) -> str:
     """Say that a user has all the sessions that it may have."""
     used = len(user.sessions) if user else 0
-    most = _most(user, lambda session: len(session.leases), "leases: ") if user else ""
+    most = f" ({_processes(user)})" if user and used else ""
     return f"user {uid} has {used} sessions of a quota of {limit}{most}; end some of them"
 
 
@@ -183,24 +183,25 @@ def too_many_descriptors(uid: int, more: int, limit: int | None, user: User | No
     )
 
 
-def _takers(user: User) -> str:
+def _processes(user: User) -> str:
     pids = Counter(session.pid for session in islice(user.sessions.values(), SURVEY))
-    sessions = [f"{number} of process {pid}" for pid, number in pids.most_common(3)]
+    return ", ".join(f"{number} of process {pid}" for pid, number in pids.most_common(3))
+
+
+def _takers(user: User) -> str:
+    """What takes most of a user's descriptors."""
     largest = nlargest(3, islice(user.allocations.values(), SURVEY), key=lambda allocation: allocation.descriptors)
-    memory = [f"{each.version.label} {each.descriptors} ({_state(each)})" for each in largest if each.descriptors]
-    words = "; ".join(
-        f"{what}, {', '.join(which)}"
-        for what, which in ((f"{len(user.sessions)} sessions", sessions), ("memory", memory))
-        if which
-    )
-    return f" ({words})"
+    memory = (f"{each.version.label} {each.descriptors} ({_state(each)})" for each in largest if each.descriptors)
+    kinds = ((f"{len(user.sessions)} sessions", _processes(user)), ("memory", ", ".join(memory)))
+    words = "; ".join(f"{kind}, {which}" for kind, which in kinds if which)
+    return f" ({words})" if words else ""
 
 
-def _most(user: User, count: Callable[[Session], int], what: str = "") -> str:
+def _most(user: User, count: Callable[[Session], int]) -> str:
     counts = ((count(session), session) for session in islice(user.sessions.values(), SURVEY))
     largest = nlargest(3, (pair for pair in counts if pair[0]), key=lambda pair: pair[0])
     words = ", ".join(f"session {session.id} (pid {session.pid}) {number}" for number, session in largest)
-    return f" ({what}{words})" if words else ""
+    return f" ({words})" if words else ""
 
 
 def _hoard(user: User) -> str:

@@ -237,7 +237,8 @@ def test_sessions_of_a_user_are_counted_as_long_as_they_hold_anything() -> None:
     refusal = story.ledger.admit(ALICE)
     assert refusal is not None
     assert refusal.code == "over_quota"
-    assert "user 1001 has 2 sessions of a quota of 2 (leases: session 1 (pid 101) 1)" in refusal.message
+    holders = "(1 of process 101, 1 of process 102)"
+    assert f"user 1001 has 2 sessions of a quota of 2 {holders}; end some of them" in refusal.message
     assert story.ledger.admit(BOB) is None
     story >> e.Lost(1)
     assert story.ledger.admit(ALICE) is not None
