@@ -54,7 +54,7 @@ class Broker(Unsendable):
     """A session with the broker that serves ``directory``. Every method may be called from any thread.
 
     Besides what each method names, all may raise ``Unavailable`` (the broker is gone, or this object
-    is closed), ``TimedOut`` (it did not answer) and, in a forked child, ``Invalid``.
+    is closed), ``TimedOut`` (it did not answer) and ``Invalid`` (an argument that nothing can have, or a forked child).
 
     Args:
         directory: where the broker listens; by default ``$CUBROKER_DIR``, else this user's default.
@@ -63,6 +63,7 @@ class Broker(Unsendable):
     Raises:
         Unavailable: nobody serves there.
         Denied: this user may not connect.
+        OverQuota: this user has as many sessions as it may have.
     """
 
     def __init__(self, directory: str | os.PathLike[str] | None = None, *, timeout: float = 30.0) -> None:
@@ -156,6 +157,7 @@ class Broker(Unsendable):
                 keeps its mode, and a new one gets the broker's default.
 
         Raises:
+            NotFound: no such device.
             Exists: somebody else is writing a version of it.
             Denied: it is another user's, whose mode keeps this one from writing.
             OverBudget: there is no room on a device.
@@ -207,20 +209,26 @@ class Broker(Unsendable):
 
         Raises:
             NotFound: no such pool or version.
-            Denied: it is another user's.
+            Retired: the version was retired before.
+            Denied: it is another user's, whose mode keeps this one from writing.
         """
         names.check(name)
         return self._session.ask(Retire(name, _version(version)), Retirement)
 
     def watch(self, name: str) -> Watch:
-        """Return an iterator over the pool's current version, now and after every change; close it when done."""
+        """Return an iterator over the pool's current version, now and after every change; close it when done.
+
+        Raises:
+            Denied: the pool's mode keeps this user from reading it.
+            OverQuota: this session, or this user, watches as many pools as it may.
+        """
         names.check(name)
         return self._session.watch(name)
 
     # -- what there is -----------------------------------------------------------------------------
 
     def pools(self) -> tuple[PoolInfo, ...]:
-        """Return every live version of every pool, by name and version."""
+        """Return every live version of every pool that this user may read, by name and version."""
         return self._session.ask(ListPools(), Pools).pools
 
     def clients(self) -> tuple[ClientInfo, ...]:
@@ -236,6 +244,8 @@ class Broker(Unsendable):
 
         Raises:
             NotFound: no such pool or version.
+            Retired: the version was retired, or replaced, and is no more.
+            Denied: the pool's mode keeps this user from reading it.
         """
         names.check(name)
         description = self._session.ask(Describe(name, _version(version)), Description)
