@@ -209,7 +209,7 @@ class Broker(Unsendable):
 
         Raises:
             NotFound: no such pool or version.
-            Retired: the version was retired before.
+            Retired: the version was retired, or replaced, and is no more.
             Denied: it is another user's, whose mode keeps this one from writing.
         """
         names.check(name)

@@ -52,6 +52,9 @@ def state_dict(pool: Pool) -> dict[str, torch.Tensor]:
 
     The tensors keep the memory mapped, and the lease with it, until the last of them is gone, whatever becomes
     of ``pool``. Do not write to them: everybody sees the same bytes.
+
+    Raises:
+        Invalid: the pool is closed.
     """
     flats = [from_dlpack(slab) for slab in pool.slabs]
     typed: dict[tuple[int, str], torch.Tensor] = {}
