@@ -44,7 +44,7 @@ from cubroker.server.events import Allocated, Freed, NotAllocated
 from cubroker.server.leases import check_quota, grant
 from cubroker.server.permissions import may_rule, may_write
 from cubroker.server.policy import exceeds
-from cubroker.server.records import Account, Phase, Pool, Session, Version, Writer
+from cubroker.server.records import Phase, Pool, Session, Version, Writer
 from cubroker.server.room import allocate, lose, rounded, shift, take_off, under_way
 from cubroker.server.states import Cause, Report, Stage, State
 from cubroker.server.waiting import (
@@ -153,11 +153,16 @@ def _writer(books: Books, session: Session, request: int, body: Create, layout: 
 def settle(books: Books) -> None:
     """Give turns, then room, wherever something ended, until nobody is left who can be served.
 
-    Turns come first, so that whoever has one now takes part when room is given.
+    Turns come first, so that whoever has one now takes part when room is given. Room is given to one at a time, in
+    order of arrival over all devices: where there will never be enough, a refusal hands the turn on, to somebody who
+    may have come before the rest.
     """
     _give_turns(books)
-    while books.stirred_accounts:
-        _give_room(books, books.stirred_accounts.popleft())
+    while (writer := _first_in_line(books)) is not None:
+        if _never_fits(writer):
+            _refuse_for_good(books, writer)
+        else:
+            _begin_draft(books, writer)
         _give_turns(books)
 
 
@@ -208,20 +213,26 @@ def _take_turn(books: Books, writer: Writer) -> None:
     writer.phase = Phase.ROOM
     for account in writer.accounts:
         account.line.insert(account.place(writer), writer)
-        books.stirred_accounts.append(account)
+        books.stirred_accounts[account] = None
 
 
-def _give_room(books: Books, account: Account) -> None:
-    while account.line:
-        writer = account.line[0]
-        if any(other.line[0] is not writer for other in writer.accounts):
-            return
-        if any(other.most < writer.nbytes for other in writer.accounts):
-            _refuse_for_good(books, writer)
-            return  # its turn goes to somebody else first
-        if any(other.room < writer.nbytes for other in writer.accounts):
-            return
-        _begin_draft(books, writer)
+def _first_in_line(books: Books) -> Writer | None:
+    """Return who came first of those that can be given room now, or never will be."""
+    heads = {account.line[0] for account in books.stirred_accounts if account.line}
+    ready = [writer for writer in heads if _is_ready(writer)]
+    if not ready:
+        books.stirred_accounts.clear()
+    return min(ready, key=lambda writer: writer.arrival, default=None)
+
+
+def _is_ready(writer: Writer) -> bool:
+    if any(account.line[0] is not writer for account in writer.accounts):
+        return False
+    return _never_fits(writer) or all(account.room >= writer.nbytes for account in writer.accounts)
+
+
+def _never_fits(writer: Writer) -> bool:
+    return any(account.most < writer.nbytes for account in writer.accounts)
 
 
 def _refuse_for_good(books: Books, writer: Writer) -> None:

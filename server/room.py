@@ -62,7 +62,7 @@ def take_off(books: Books, allocation: Allocation, report: Report) -> None:
     del books.allocations[allocation.ticket]
     del allocation.account.allocations[allocation.ticket]
     del user.allocations[allocation.ticket]
-    books.stirred_accounts.append(allocation.account)
+    books.stirred_accounts[allocation.account] = None
     user.pieces -= allocation.descriptors
     spare(books, user, allocation.nbytes)
     books.part(user)

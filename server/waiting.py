@@ -114,7 +114,7 @@ def leave_lines(books: Books, writer: Writer) -> None:
     """Take a create out of the lines for room; whoever is next in them may have room now."""
     for account in writer.accounts:
         del account.line[account.place(writer)]
-        books.stirred_accounts.append(account)
+        books.stirred_accounts[account] = None
 
 
 def answer(books: Books, waiter: Waiter, body: Reply) -> None:

@@ -258,6 +258,21 @@ def test_who_waits_for_room_that_was_lost_is_refused_and_the_next_is_served(stor
     story << e.Allocate(2, "GPU-0", (6 * MIB,))
 
 
+def test_a_turn_that_a_refusal_hands_on_is_in_order_of_arrival_too(story: Story) -> None:
+    story.quietly(creates(1, 1, "x", 2 * MIB, devices=("GPU-1",)))
+    story.quietly(creates(2, 1, "b", 6 * MIB, devices=("GPU-0", "GPU-1"), wait=5.0))
+    story.quietly(creates(3, 1, "c", 6 * MIB, devices=("GPU-1",), wait=5.0), creates(3, 2, "c", 6 * MIB, wait=5.0))
+    story.quietly(creates(1, 2, "a", 6 * MIB, wait=5.0))
+    story >> e.NotAllocated(1, "device", "no", kept=2 * MIB)
+    story << refused(1, 1, "device", "no")
+    story << e.DropTimer(1)
+    story << refused(2, 1, "over_budget", "b needs 6 MiB on device GPU-1")
+    story << e.DropTimer(2)
+    story << refused(3, 1, "over_budget", "c needs 6 MiB on device GPU-1")
+    story << e.DropTimer(3)
+    story << e.Allocate(2, "GPU-0", (6 * MIB,))  # for the second c, which came before a
+
+
 def devices(story: Story, session: int = 1) -> tuple[m.DeviceInfo, ...]:
     (listed,) = story.quietly(asks(session, 99, m.ListDevices()))
     assert isinstance(listed, e.Respond)
