@@ -46,7 +46,7 @@ unit: $(VENV)/test
 	$(BIN)/coverage report --include="$$(printf 'server/%s.py,' $(LEDGER))protocol/*" --fail-under=100
 
 simulate: $(VENV)/test
-	$(BIN)/python -m tests.simulation --seeds $(SEEDS)
+	$(BIN)/python -m tests.simulation --seeds $(SEEDS) --jobs $(WORKERS)
 
 kill: $(VENV)/test
 	$(BIN)/python -m tests.kills --kills $(KILLS)

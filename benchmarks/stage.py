@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Thread
-from types import TracebackType
 from typing import IO, Any, Self
 
 PATIENCE = 300.0
@@ -105,9 +104,7 @@ class Child:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._ours.close()  # which ends the child's loop over `questions`
         self._process.join(10)
         if self._process.is_alive():

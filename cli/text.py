@@ -9,6 +9,8 @@ from functools import cache
 
 import click
 
+from cubroker.protocol.errors import CubrokerError
+
 BROKEN_PIPE = 141
 """Exit status when the reader of our output went away, as the shell reports a death by SIGPIPE."""
 
@@ -76,6 +78,8 @@ def say(line: str) -> None:
         # The interpreter flushes once more at exit; that must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise click.exceptions.Exit(BROKEN_PIPE) from None
+    except OSError as error:
+        raise CubrokerError(f"cannot write the output: {error.strerror}") from None
 
 
 def note(line: str) -> None:
@@ -89,5 +93,5 @@ def complain(message: str) -> None:
 
 
 def document(value: object) -> None:
-    """Print one JSON document."""
-    say(json.dumps(value, indent=2, ensure_ascii=False))
+    """Print one JSON document, in ASCII: it is the same whatever the terminal can show."""
+    say(json.dumps(value, indent=2))

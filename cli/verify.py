@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import click
@@ -19,7 +20,7 @@ SHOWN = 10
 
 @click.command("verify")
 @click.argument("reference", metavar="NAME[@VERSION]", callback=options.reference)
-@click.argument("paths", metavar="PATH...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument("paths", metavar="PATH...", nargs=-1, required=True, type=options.PATH)
 @options.directory
 def command(reference: options.Reference, paths: tuple[Path, ...], directory: Path) -> None:
     """Compare a version, by default the current one, byte for byte with files, on every device that it is on.
@@ -30,7 +31,8 @@ def command(reference: options.Reference, paths: tuple[Path, ...], directory: Pa
         info, _ = broker.describe(*reference)
         # The shards of all devices are one copy.
         copies = [None] if info.sharded else list(info.devices)
-        found = {uuid: _compare(broker, info, uuid, paths) for uuid in copies}
+        indexes = {device.uuid: device.index for device in broker.devices()}
+        found = {uuid: _compare(broker, info, uuid, indexes, paths) for uuid in copies}
     title = f"{info.name}@{info.version}"
     differences = [f"{uuid or title}: {line}" for uuid, outcome in found.items() for line in outcome.differences]
     for line in differences[:SHOWN]:
@@ -42,6 +44,9 @@ def command(reference: options.Reference, paths: tuple[Path, ...], directory: Pa
     text.say(f"{title}: {text.count(first.tensors, 'tensor')}, {text.size(first.nbytes)}, equal to the files{places}")
 
 
-def _compare(broker: Broker, info: PoolInfo, uuid: str | None, paths: tuple[Path, ...]) -> Verified:
-    with progress(f"comparing {info.name}@{info.version}" + (f" on {uuid}" if uuid else "")) as report:
+def _compare(
+    broker: Broker, info: PoolInfo, uuid: str | None, indexes: Mapping[str, int], paths: tuple[Path, ...]
+) -> Verified:
+    where = "" if uuid is None else f" on device {indexes[uuid]}"
+    with progress(f"comparing {info.name}@{info.version}{where}") as report:
         return verify(broker, info.name, paths, version=info.version, device=uuid, progress=report)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self, TypeVar
 
 from cubroker.client import devices as local
@@ -47,7 +46,7 @@ from cubroker.protocol.messages import (
 
 P = TypeVar("P", bound=Pool)
 
-Device = int | str
+DeviceId = int | str
 """A device: its ordinal in this process, or its UUID."""
 
 
@@ -55,7 +54,7 @@ class Broker(Unsendable):
     """A session with the broker that serves ``directory``. Every method may be called from any thread.
 
     Besides what each method names, all may raise ``Unavailable`` (the broker is gone, or this object
-    is closed), ``TimedOut`` (it did not answer) and, in a forked child, ``Invalid``.
+    is closed), ``TimedOut`` (it did not answer) and ``Invalid`` (an argument that nothing can have, or a forked child).
 
     Args:
         directory: where the broker listens; by default ``$CUBROKER_DIR``, else this user's default.
@@ -64,6 +63,7 @@ class Broker(Unsendable):
     Raises:
         Unavailable: nobody serves there.
         Denied: this user may not connect.
+        OverQuota: this user has as many sessions as it may have.
     """
 
     def __init__(self, directory: str | os.PathLike[str] | None = None, *, timeout: float = 30.0) -> None:
@@ -79,9 +79,7 @@ class Broker(Unsendable):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._session.owner.here():  # in a child that leaves a block of its parent's, there is nothing to do
             self.close()
 
@@ -116,7 +114,7 @@ class Broker(Unsendable):
         name: str,
         *,
         version: int | None = None,
-        device: Device | None = None,
+        device: DeviceId | None = None,
         wait: float = 0.0,
         peer: bool = False,
     ) -> Pool:
@@ -155,11 +153,11 @@ class Broker(Unsendable):
         name: str,
         layout: Layout,
         *,
-        devices: Sequence[Device] = (0,),
+        devices: Sequence[DeviceId] = (0,),
         share: str = "ipc",
         wait: float = 0.0,
         mode: int | None = None,
-        plan: Mapping[str, Device] | None = None,
+        plan: Mapping[str, DeviceId] | None = None,
     ) -> Draft:
         """Open a draft of the pool's next version and map its memory.
 
@@ -177,6 +175,7 @@ class Broker(Unsendable):
 
         Raises:
             Invalid: the plan does not fit the layout or the devices.
+            NotFound: no such device.
             Exists: somebody else is writing a version of it.
             Denied: it is another user's, whose mode keeps this one from writing.
             OverBudget: there is no room on a device.
@@ -193,8 +192,8 @@ class Broker(Unsendable):
         name: str,
         layout: Layout,
         *,
-        device: Device | None = None,
-        devices: Sequence[Device] | None = None,
+        device: DeviceId | None = None,
+        devices: Sequence[DeviceId] | None = None,
         share: str = "ipc",
         wait: float = 600.0,
         mode: int | None = None,
@@ -228,20 +227,26 @@ class Broker(Unsendable):
 
         Raises:
             NotFound: no such pool or version.
-            Denied: it is another user's.
+            Retired: the version was retired, or replaced, and is no more.
+            Denied: it is another user's, whose mode keeps this one from writing.
         """
         names.check(name)
         return self._session.ask(Retire(name, _version(version)), Retirement)
 
     def watch(self, name: str) -> Watch:
-        """Return an iterator over the pool's current version, now and after every change; close it when done."""
+        """Return an iterator over the pool's current version, now and after every change; close it when done.
+
+        Raises:
+            Denied: the pool's mode keeps this user from reading it.
+            OverQuota: this session, or this user, watches as many pools as it may.
+        """
         names.check(name)
         return self._session.watch(name)
 
     # -- what there is -----------------------------------------------------------------------------
 
     def pools(self) -> tuple[PoolInfo, ...]:
-        """Return every live version of every pool, by name and version."""
+        """Return every live version of every pool that this user may read, by name and version."""
         return self._session.ask(ListPools(), Pools).pools
 
     def clients(self) -> tuple[ClientInfo, ...]:
@@ -257,6 +262,8 @@ class Broker(Unsendable):
 
         Raises:
             NotFound: no such pool or version.
+            Retired: the version was retired, or replaced, and is no more.
+            Denied: the pool's mode keeps this user from reading it.
         """
         names.check(name)
         description = self._session.ask(Describe(name, _version(version)), Description)
@@ -285,24 +292,24 @@ class Broker(Unsendable):
         self,
         name: str,
         layout: Layout,
-        devices: Sequence[Device],
+        devices: Sequence[DeviceId],
         share: str,
         wait: float,
-        attach: Device | None,
+        attach: DeviceId | None,
         mode: int | None,
-        plan: Mapping[str, Device] | None = None,
+        plan: Mapping[str, DeviceId] | None = None,
     ) -> tuple[Loan, Attached | Created, Mapped]:
         names.check(name)
         layout.check()
-        if not devices:
-            raise Invalid(f"no device to create pool {name!r} on; name one at least")
+        if not devices or isinstance(devices, str):  # the letters of a UUID are no devices
+            raise Invalid(f"no list of devices to create pool {name!r} on: {devices!r}; name one at least")
         uuids = tuple(self._ready(device) for device in devices)
         here = None if attach is None else self._ready(attach)
         spread = None if plan is None else self._spread(layout, plan, uuids)
         body = Create(name, layout.encode(), uuids, share, seconds(wait), here, _mode(mode), spread)
         return self._session.borrow(body, Loan(self._session, layout))
 
-    def _spread(self, layout: Layout, plan: Mapping[str, Device], uuids: Sequence[str]) -> tuple[int, ...]:
+    def _spread(self, layout: Layout, plan: Mapping[str, DeviceId], uuids: Sequence[str]) -> tuple[int, ...]:
         """Return the place in ``uuids`` of each allocation's device."""
         known = {device: local.find(self.driver, device).uuid for device in set(plan.values())}
         if strangers := {device for device, uuid in known.items() if uuid not in uuids}:
@@ -323,7 +330,7 @@ class Broker(Unsendable):
         self._session.check_open()
         return pool
 
-    def _ready(self, device: Device) -> str:
+    def _ready(self, device: DeviceId) -> str:
         """Return the UUID of a device, with this process's context on it made: the lease need not wait for that."""
         return local.context(self.driver, device).device.uuid
 

@@ -9,7 +9,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path, PurePosixPath
-from types import TracebackType
 from typing import Self
 
 import msgspec
@@ -28,15 +27,10 @@ class _Index(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """One tensor: ``nbytes`` bytes from byte ``offset`` of ``Checkpoint.files[file]`` on."""
+class Entry(header.Stored):
+    """One tensor of a checkpoint: it is stored in ``Checkpoint.files[file]``."""
 
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
     file: int
-    offset: int
-    nbytes: int
 
 
 class File:
@@ -46,7 +40,7 @@ class File:
         self.path = path
         self._file = header.open_regular(path)
         try:
-            self.header = header.read(self._file, path)
+            self.tensors = header.read(self._file, path)
             self._stamp = self._state()
         except BaseException:
             self._file.close()
@@ -99,17 +93,15 @@ class Checkpoint:
     Attributes:
         files: the open :class:`File` objects.
         entries: every tensor, an :class:`Entry` each; names are unique.
-        metadata: the files' ``__metadata__``, merged; of a key that several have, the last one's value.
     """
 
     def __init__(self, files: tuple[File, ...]) -> None:
         self.files = files
         self.entries = tuple(
-            Entry(stored.name, stored.dtype, stored.shape, index, stored.offset, stored.nbytes)
+            Entry(stored.name, stored.dtype, stored.shape, stored.offset, stored.nbytes, index)
             for index, file in enumerate(files)
-            for stored in file.header.tensors
+            for stored in file.tensors
         )
-        self.metadata = {key: value for file in files for key, value in file.header.metadata.items()}
 
     @classmethod
     def open(cls, paths: Paths) -> Self:
@@ -158,9 +150,7 @@ class Checkpoint:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _check(self, listed: list[str | os.PathLike[str]], promised: list[tuple[Path, dict[str, Path]]]) -> None:
@@ -216,9 +206,10 @@ def _read_index(path: Path) -> dict[str, Path]:
             raise Invalid(f"cannot load {path}: the shard {shard[:100]!r} does not lie in the index's own folder")
         try:
             (path.parent / pure).stat()
+        except FileNotFoundError:
+            raise NotFound(f"cannot load {path}: its shard {shard[:100]!r} is not there; fetch it again") from None
         except OSError as error:
-            text = f"cannot load {path}: its shard {shard[:100]!r} is not there ({error.strerror}); fetch it again"
-            raise NotFound(text) from error
+            raise header.failure(path.parent / pure, error) from error
         except ValueError as error:  # a zero byte, or half a surrogate pair
             raise Invalid(f"cannot load {path}: {shard[:100]!r} cannot name a file ({error}); fetch it again") from None
     return {name: path.parent / shard for name, shard in weights.items()}

@@ -13,6 +13,7 @@ import zmq
 
 from cubroker.client.descriptors import Inbox
 from cubroker.client.futures import Future
+from cubroker.client.hello import hang_up
 from cubroker.client.requests import RESEND, Requests
 from cubroker.protocol import wire
 from cubroker.protocol.directory import REQUEST_SOCKET
@@ -167,7 +168,7 @@ class Connection:
 
     def _close(self) -> None:
         self._waker.close()
-        self._channel.close()
+        hang_up(self._channel)
 
     def _converse(self) -> CubrokerError:
         _check_descriptors()
@@ -222,6 +223,8 @@ class Connection:
                 data = self._dealer.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
+            if not data:  # it follows a large answer, for the gateway to count
+                continue
             answer = wire.unpack(data, Answer)
             if self._requests.answer(answer):
                 self._inbox.settled(answer.body)

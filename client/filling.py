@@ -6,14 +6,15 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from queue import Empty, SimpleQueue
 from threading import Event
 
 from cubroker.client.checkpoint import Checkpoint
 from cubroker.client.chunks import Chunk, plan
-from cubroker.client.rings import CHUNK, Mapped, Ring, Sink, Target
+from cubroker.client.crew import Crew
+from cubroker.client.rings import CHUNK, Direct, Ring, Sink, Target
 from cubroker.protocol import Layout
 
 MAX_THREADS = 12
@@ -35,19 +36,19 @@ def fill(checkpoint: Checkpoint, layout: Layout, targets: Sequence[Target], prog
     todo = deque(plan(zip(checkpoint.entries, layout.tensors, strict=True), CHUNK))
     count = thread_count(len(todo))
     stop = Event()
-    sinks: list[Future[Sink]] = []
+    sinks: list[Sink] = []
     with ExitStack() as undo:
-        threads = ThreadPoolExecutor(count, thread_name_prefix="cubroker-load")
+        crew = Crew(count, "cubroker-load")
         undo.callback(_close_all, sinks)
-        undo.callback(join, threads)
+        undo.callback(crew.end)
         undo.callback(stop.set)
-        sinks += (threads.submit(_sink, targets) for _ in range(count))
-        ready = [sink.result() for sink in sinks]
+        for made in [crew.submit(_make, targets, sinks) for _ in range(count)]:
+            made.result()
         began = time.perf_counter()
         done = [0] * count
         ended: SimpleQueue[Future[None]] = SimpleQueue()
-        for number, sink in enumerate(ready):
-            threads.submit(_work, checkpoint, todo, sink, stop, done, number).add_done_callback(ended.put)
+        for number, sink in enumerate(sinks):
+            crew.submit(_work, checkpoint, todo, sink, stop, done, number).add_done_callback(ended.put)
         _follow(ended, done, checkpoint.nbytes, progress)
         return time.perf_counter() - began
 
@@ -58,7 +59,7 @@ def thread_count(pieces: int) -> int:
 
 
 def _sink(targets: Sequence[Target]) -> Sink:
-    return Mapped(targets) if targets[0].context.host else Ring(targets)
+    return Direct(targets) if targets[0].context.host else Ring(targets)
 
 
 def _work(checkpoint: Checkpoint, todo: deque[Chunk], sink: Sink, stop: Event, done: list[int], number: int) -> None:
@@ -88,21 +89,12 @@ def _follow(ended: SimpleQueue[Future[None]], done: list[int], total: int, progr
             progress(sum(done), total)
 
 
-def join(threads: ThreadPoolExecutor) -> None:
-    """End the threads. They use memory that is about to be unmapped, so nothing cuts the wait for them short."""
-    interrupted = False
-    while True:
-        try:
-            threads.shutdown(cancel_futures=True)
-            break
-        except KeyboardInterrupt:
-            interrupted = True
-    if interrupted:
-        raise KeyboardInterrupt
+def _make(targets: Sequence[Target], made: list[Sink]) -> None:
+    """Make a sink and note it, which no interrupt can come between on a thread of a crew."""
+    made.append(_sink(targets))
 
 
-def _close_all(sinks: list[Future[Sink]]) -> None:
+def _close_all(sinks: list[Sink]) -> None:
     with ExitStack() as undo:
         for sink in sinks:
-            if not sink.cancelled() and sink.exception() is None:
-                undo.callback(sink.result().close)
+            undo.callback(sink.close)

@@ -6,6 +6,7 @@ Source: https://github.com/huggingface/safetensors#format
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
@@ -45,14 +46,6 @@ class Stored:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
-    """What a file holds: its tensors in the order of their bytes, and its ``__metadata__``."""
-
-    tensors: tuple[Stored, ...]
-    metadata: dict[str, str]
-
-
 def open_regular(path: Path) -> FileIO:
     """Open ``path`` for reading, and never wait for a pipe's writer.
 
@@ -78,11 +71,13 @@ def failure(path: Path, error: OSError) -> CubrokerError:
         return NotFound(f"cannot load {path}: there is no such file; check the path")
     if isinstance(error, PermissionError):
         return Denied(f"cannot load {path}: {reason}; user {os.geteuid()} needs to be allowed to read it")
+    if error.errno in (errno.EMFILE, errno.ENFILE):  # all files of a checkpoint are open at once
+        return Invalid(f"cannot load {path}: {reason}; raise the limit, with `ulimit -n` for one")
     return Invalid(f"cannot load {path}: {reason}; check the file and the disk that it is on")
 
 
-def read(file: FileIO, path: Path) -> Header:
-    """Read and check the header of ``file``, which was opened as ``path``.
+def read(file: FileIO, path: Path) -> tuple[Stored, ...]:
+    """Read and check the header of ``file``, which was opened as ``path``; return its tensors in the order of bytes.
 
     Raises:
         Invalid: the file is truncated, or is not what the format allows; the text says where.
@@ -93,12 +88,10 @@ def read(file: FileIO, path: Path) -> Header:
         _refuse(path, f"its header claims {length} bytes, and {MAX_HEADER} is the most; it is no safetensors file")
     if _LENGTH + length > size:
         _refuse(path, f"its header claims {length} bytes, and the file has {size}; it is truncated, fetch it again")
-    infos, metadata = _sections(path, _take(file, path, length, size))
+    infos = _sections(path, _take(file, path, length, size))
     start = _LENGTH + length
-    stored = tuple(_check(path, infos, size - start))
-    return Header(
-        tuple(Stored(name, i.dtype, i.shape, start + i.data_offsets[0], _extent(i)) for name, i in stored), metadata
-    )
+    checked = _check(path, infos, size - start)
+    return tuple(Stored(name, i.dtype, i.shape, start + i.data_offsets[0], _extent(i)) for name, i in checked)
 
 
 def parse_json(path: Path, raw: bytes, shape: type[T]) -> T:
@@ -135,13 +128,14 @@ def _take(file: FileIO, path: Path, count: int, size: int) -> bytes:
     return bytes(taken)
 
 
-def _sections(path: Path, raw: bytes) -> tuple[dict[str, _Info], dict[str, str]]:
+def _sections(path: Path, raw: bytes) -> dict[str, _Info]:
+    """Return what the header says of each tensor; of ``__metadata__`` only the form is checked."""
     if not raw.startswith(b"{"):
         _refuse(path, "its header does not begin with '{'; it is no safetensors file")
     sections = parse_json(path, raw, dict[str, Any])
     try:
-        metadata = msgspec.convert(sections.pop("__metadata__", None) or {}, dict[str, str])
-        return msgspec.convert(sections, dict[str, _Info]), metadata
+        msgspec.convert(sections.pop("__metadata__", None), dict[str, str] | None)
+        return msgspec.convert(sections, dict[str, _Info])
     except (msgspec.ValidationError, UnicodeEncodeError) as error:  # the latter: a key with half a surrogate pair
         raise Invalid(f"cannot load {path}: its header has an entry of the wrong form: {error}") from None
 

@@ -45,10 +45,16 @@ def greet(directory: Path, timeout: float) -> tuple[socket.socket, Welcome]:
         channel.connect(str(directory / SESSION_SOCKET))
         return channel, _welcome(_ask(channel), directory)
     except BaseException as error:
-        channel.close()
+        hang_up(channel)
         if isinstance(error, OSError):
             raise _explain(error, directory, timeout) from error
         raise
+
+
+def hang_up(channel: socket.socket) -> None:
+    """Close a session socket. The broker sees its end, even if a child that was forked in between holds a copy."""
+    channel.shutdown(socket.SHUT_RDWR)
+    channel.close()
 
 
 def _check_owner(directory: Path) -> None:
@@ -91,7 +97,10 @@ def _explain(error: OSError, directory: Path, timeout: float) -> Unavailable | D
                 f" (another place is named by $CUBROKER_DIR or the argument `directory`)"
             )
         case PermissionError():
-            return Denied(f"this user may not connect to the broker on {directory}: {error.strerror}")
+            return Denied(
+                f"this user may not connect to the broker on {directory}: {error.strerror}; whoever runs it lets others"
+                f" in by its settings sockets.group and sockets.mode"
+            )
         case BlockingIOError():
             return Unavailable(f"the broker on {directory} did not answer within {timeout:g} s; is it stopped or busy?")
     return Unavailable(f"no session with the broker on {directory}: {error}")

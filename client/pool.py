@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import suppress
 from threading import RLock
-from types import TracebackType
 from typing import Self
 
 from cubroker.client.futures import Future
@@ -45,9 +44,7 @@ class Pool(Replica):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._loan.owner.here():  # in a child that leaves a block of its parent's, there is nothing to do
             self.close()
 

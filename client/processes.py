@@ -10,8 +10,8 @@ import atexit
 import os
 from threading import RLock
 from typing import NoReturn, Protocol
-from weakref import WeakSet
 
+from cubroker.client.living import Living
 from cubroker.protocol.errors import Invalid
 
 
@@ -57,7 +57,7 @@ class Inherited(Protocol):
         """The interpreter exits: end threads, within a bounded time."""
 
 
-_known: WeakSet[Inherited] = WeakSet()
+_known: Living[Inherited] = Living()
 
 _unforked = RLock()
 
@@ -73,13 +73,12 @@ def register(session: Inherited) -> None:
 
 
 def _forked() -> None:
-    for session in list(_known):
+    for session in _known:
         session.disown()
-    _known.clear()
 
 
 def _exit() -> None:
-    for session in list(_known):
+    for session in _known:
         session.stop()
 
 

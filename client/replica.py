@@ -144,6 +144,6 @@ class Replica(Unsendable, Mapping[str, SharedTensor]):
     def _memory(self) -> Mapped:
         mapped = self._mapped
         if mapped is None:
-            raise Invalid(f"{self._label} is closed in this process; attach again")
+            raise Invalid(f"{self._label} is closed in this process; get another from a Broker")
         mapped.check()
         return mapped

@@ -9,23 +9,20 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from itertools import islice
-from threading import Lock
+from threading import RLock
 from time import monotonic
 from typing import TypeVar
 
 from cubroker.client.futures import Future
 from cubroker.client.processes import Owner
 from cubroker.protocol import wire
-from cubroker.protocol.errors import CubrokerError, OverQuota, Unavailable, from_code
-from cubroker.protocol.messages import MAX_RECEIVED, Answer, Cancel, Close, Envelope, Failed, Reply, Request, Seal
+from cubroker.protocol.errors import CubrokerError, Unavailable, from_code
+from cubroker.protocol.messages import MAX_RECEIVED, Answer, Envelope, Failed, Reply, Request
 
 R = TypeVar("R", bound=Reply)
 
 RESEND = 1.0
 """Seconds after which an unanswered request is sent again."""
-
-LAST_WORDS = (Cancel, Close, Seal)
-"""Requests that must reach the broker, or it would keep what nobody uses."""
 
 Settle = Callable[[Reply | CubrokerError], None]
 """Takes the answer of a request, or why there will be none. Runs on the connection's thread: it must be quick."""
@@ -38,12 +35,12 @@ class Pending:
         number: the request's, once it is under way; 0 before.
     """
 
-    __slots__ = ("data", "insist", "number", "sent", "settle")
+    __slots__ = ("body", "number", "sent", "settle")
+
+    body: Request
 
     def __init__(self, settle: Settle) -> None:
         self.number = 0
-        self.data = b""
-        self.insist = False
         self.settle = settle
         self.sent = 0.0
 
@@ -62,7 +59,7 @@ class Requests:
         self._secret = secret
         self._owner = owner
         self._wake = wake
-        self._lock = Lock()
+        self._lock = RLock()
         self._next = 1
         self._pending: dict[int, Pending] = {}
         self._received: deque[int] = deque()  # answered while an older request waits, and not told yet
@@ -85,25 +82,27 @@ class Requests:
     def post(self, body: Request, pending: Pending) -> None:
         """Send a request whose ``pending`` the caller keeps, and so knows it to be under way if this is interrupted."""
         self._owner.check()
+        self.check_free()
         with self._lock:  # until it is in the outbox: requests leave in the order of their numbers
             closed = self._closed
             if closed is None:
                 number = self._next
-                oldest = next(iter(self._pending), number)
-                received = tuple(islice(self._received, MAX_RECEIVED))
-                pending.data = wire.pack(Envelope(self._secret, number, oldest, body, received))
-                for _ in received:
-                    self._received.popleft()
-                pending.insist = isinstance(body, LAST_WORDS)
+                data = self._pack(number, body)
+                pending.body = body
                 pending.sent = monotonic()
                 # Nothing is called in these lines, so no signal handler runs between them.
                 pending.number = number
                 self._next = number + 1
                 self._pending[number] = pending
-                self.outbox.append(pending.data)
+                self.outbox.append(data)
                 self._wake()
                 return
         pending.settle(closed.anew())
+
+    def check_free(self) -> None:
+        """Raise ``Unavailable`` in a finalizer that runs while this thread sends a request: nothing moves meanwhile."""
+        if self._lock._is_owned():  # type: ignore[attr-defined]  # as Condition asks it
+            raise Unavailable("called by a finalizer in the middle of a request, which has to be sent first")
 
     def waiting(self) -> bool:
         """Whether any request is unanswered."""
@@ -114,7 +113,7 @@ class Requests:
         body = answer.body
         with self._lock:
             pending = self._pending.get(answer.id)
-            if pending is None or (pending.insist and _refused_for_now(body)):
+            if pending is None:
                 return False
             del self._pending[answer.id]
             if next(iter(self._pending), answer.id) < answer.id:
@@ -127,9 +126,9 @@ class Requests:
         now = monotonic()
         with self._lock:
             self.outbox.clear()
-            for pending in self._pending.values():
+            for number, pending in self._pending.items():
                 pending.sent = now
-                self.outbox.append(pending.data)
+                self.outbox.append(self._pack(number, pending.body))
 
     def resend_overdue(self) -> None:
         """Put the requests into the outbox that were sent a while ago."""
@@ -138,10 +137,10 @@ class Requests:
             return
         self._checked = now
         with self._lock:
-            for pending in self._pending.values():
+            for number, pending in self._pending.items():
                 if pending.sent <= now - RESEND:
                     pending.sent = now
-                    self.outbox.append(pending.data)
+                    self.outbox.append(self._pack(number, pending.body))
 
     def refuse(self, reason: CubrokerError) -> None:
         """Settle every later request with ``reason``; those under way are left as they are."""
@@ -156,10 +155,14 @@ class Requests:
         for request in pending.values():
             request.settle(reason.anew())
 
-
-def _refused_for_now(body: Reply) -> bool:
-    """Whether the broker had no room for one more request: it remembers nothing of this one and may get it again."""
-    return isinstance(body, Failed) and body.code == OverQuota.code
+    def _pack(self, number: int, body: Request) -> bytes:
+        """Encode a request, with what has come by now: the broker may wait for the room that this makes."""
+        oldest = next(iter(self._pending), number)
+        received = tuple(islice(self._received, MAX_RECEIVED))
+        data = wire.pack(Envelope(self._secret, number, oldest, body, received))
+        for _ in received:
+            self._received.popleft()
+        return data
 
 
 def expect(reply: Reply, kind: type[R]) -> R:

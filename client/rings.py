@@ -50,7 +50,7 @@ class Sink(Protocol):
         """Wait for what is under way and give back what the sink holds."""
 
 
-class Mapped:
+class Direct:
     """Targets in host memory: the file is read straight into the first, and copied from there to the others."""
 
     def __init__(self, targets: Sequence[Target]) -> None:

@@ -92,7 +92,8 @@ class Session:
             raise Unavailable("this Broker is closed; open another")
 
     def check_may_wait(self) -> None:
-        """Raise ``Unavailable`` on the session's own threads: there a finalizer would wait for itself."""
+        """Raise ``Unavailable`` where a finalizer would wait for itself: on the session's threads, and in a request."""
+        self.requests.check_free()
         if self._connection.here() or self.janitor.here():
             raise Unavailable("called by a finalizer on the session's own thread, which cannot wait for the answer")
 

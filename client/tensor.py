@@ -98,7 +98,7 @@ class SharedTensor(Unsendable):
         """Return it as an array on the same memory; host devices only. Types that numpy lacks come from ml_dtypes.
 
         Raises:
-            Unsupported: it is on a GPU, ml_dtypes is missing, or its elements are packed (F4, F6).
+            Unsupported: it is on a GPU, ml_dtypes is missing or broken, or its elements are packed (F4, F6).
             Invalid: the memory was given back.
         """
         if not self._place.context.host:
@@ -110,10 +110,11 @@ class SharedTensor(Unsendable):
             raise Unsupported(f"numpy has no type for {self.dtype}, {self.name!r} has packed elements; use tobytes()")
         try:
             import ml_dtypes
-        except ImportError:
+        except ImportError as error:
             raise Unsupported(
-                f"numpy has no type for {self.dtype}, that of {self.name!r}; install ml_dtypes, or use tobytes()"
-            ) from None
+                f"numpy has no type for {self.dtype}, that of {self.name!r}, and ml_dtypes, which has one, cannot be"
+                f" imported ({error}); install ml_dtypes, or use tobytes()"
+            ) from error
         return self._array(carrier(self.dtype), self.shape).view(getattr(ml_dtypes, element.extension))
 
     def tobytes(self) -> bytes:

@@ -11,7 +11,7 @@ try:
     import torch
     from torch.utils.dlpack import from_dlpack
 except ImportError as error:
-    raise ImportError("cubroker.client.torch needs PyTorch: pip install 'cubroker[torch]'") from error
+    raise ImportError(f"cubroker.client.torch needs PyTorch ({error}): pip install 'cubroker[torch]'") from error
 
 _NAMES = {
     "BOOL": "bool",
@@ -52,6 +52,9 @@ def state_dict(pool: Pool) -> dict[str, torch.Tensor]:
 
     The tensors keep the memory mapped, and the lease with it, until the last of them is gone, whatever becomes
     of ``pool``. Do not write to them: everybody sees the same bytes.
+
+    Raises:
+        Invalid: the pool is closed.
     """
     flats = {number: from_dlpack(slab) for number, slab in zip(pool.allocations, pool.slabs, strict=True)}
     typed: dict[tuple[int, str], torch.Tensor] = {}
@@ -65,12 +68,17 @@ def state_dict(pool: Pool) -> dict[str, torch.Tensor]:
             dtype, shape = _in_bytes(spec)
         flat = typed.get((spec.allocation, dtype))
         if flat is None:
-            flat = typed[spec.allocation, dtype] = flats[spec.allocation].view(DTYPES.get(dtype, torch.uint8))
+            flat = typed[spec.allocation, dtype] = _cast(flats[spec.allocation], DTYPES.get(dtype, torch.uint8))
         stride = strides.get(shape)
         if stride is None:
             stride = strides[shape] = _contiguous(shape)
         state[spec.name] = flat.as_strided(shape, stride, spec.offset // flat.itemsize)
     return state
+
+
+def _cast(slab: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a slab's bytes as elements of ``dtype``, without those at the end that make no whole one."""
+    return slab[: slab.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
 
 
 def _in_bytes(spec: TensorSpec) -> tuple[str, tuple[int, ...]]:

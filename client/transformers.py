@@ -15,7 +15,7 @@ try:
 
     from cubroker.client.torch import state_dict
 except ImportError as error:
-    raise ImportError("cubroker.client.transformers needs PyTorch: pip install 'cubroker[torch]'") from error
+    raise ImportError(f"cubroker.client.transformers needs PyTorch ({error}): pip install 'cubroker[torch]'") from error
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -29,10 +29,10 @@ def attach_model(model: Model, pool: Pool, *, strict: bool = True) -> Model:
             model = AutoModel.from_config(AutoConfig.from_pretrained(folder))
         attach_model(model, pool)
 
-    Parameters that the model ties to each other stay tied, unless the pool has different bytes for them. Buffers that
-    checkpoints do not have (rotary frequencies, position ids) are computed anew by the model's own ``_init_weights``,
-    as ``from_pretrained`` does it. Afterwards the model is in evaluation mode and no parameter requires a gradient:
-    the weights are shared, so nobody trains them.
+    Parameters have the pool's dtypes, whatever the model's were. Those that the model ties to each other stay tied,
+    unless the pool has different values for them. Buffers that checkpoints do not have (rotary frequencies, position
+    ids) are computed anew by the model's own ``_init_weights``, as ``from_pretrained`` does it. Afterwards the model is
+    in evaluation mode and no parameter requires a gradient: the weights are shared, so nobody trains them.
 
     Args:
         model: a model made under ``torch.device("meta")``; it is changed in place, also if this fails.
@@ -140,7 +140,7 @@ def _refuse_differences(model: nn.Module, pool: Pool, missing: Sequence[str], un
     """Raise ``Invalid`` for names that one side lacks, except those that the model declares to be of no account."""
     # Older versions of a library stored buffers that are computed today, some of them once per layer.
     computed = {
-        ".".join(f"{path}.{name}".split(".")[-2:])
+        ".".join(f"{path}.{name}".lstrip(".").split(".")[-2:])
         for path, module in model.named_modules()
         for name, _ in _non_persistent(module)
     }
@@ -150,7 +150,8 @@ def _refuse_differences(model: nn.Module, pool: Pool, missing: Sequence[str], un
     if missing or unexpected:
         raise Invalid(
             f"pool {pool.name!r} does not fit {type(model).__name__}: it lacks {_some(missing)}, and has besides"
-            f" {_some(unexpected)}; attach the pool of this model, or say strict=False"
+            f" {_some(unexpected)}; attach the pool of this model (of a checkpoint that transformers converts when it"
+            f" loads it, publish the loaded model's state_dict), or say strict=False"
         )
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from queue import SimpleQueue
 
 from cubroker.client.broker import Broker
 from cubroker.client.checkpoint import Checkpoint, Entry, Paths
+from cubroker.client.crew import Crew
 from cubroker.client.devices import failure
-from cubroker.client.filling import Progress, join, thread_count
+from cubroker.client.filling import Progress, thread_count
 from cubroker.client.pool import Pool
 from cubroker.client.rings import CHUNK, at_address
 from cubroker.driver import Context, DriverError
@@ -101,8 +101,10 @@ def _structural(checkpoint: Checkpoint, specs: dict[str, TensorSpec]) -> Iterato
                 f"tensor {entry.name!r} is {entry.dtype} {list(entry.shape)} in the files"
                 f" and {spec.dtype} {list(spec.shape)} in the pool"
             )
-    for name in specs.keys() - {entry.name for entry in checkpoint.entries}:
-        yield f"tensor {name!r} is in the pool and not in the files"
+    stored = {entry.name for entry in checkpoint.entries}
+    for name in specs:
+        if name not in stored:
+            yield f"tensor {name!r} is in the pool and not in the files"
 
 
 def _contents(
@@ -116,8 +118,8 @@ def _contents(
     total = sum(piece.count for piece in pieces)
     first: dict[str, int] = {}
     done = 0
-    with _comparing(checkpoint, pool, thread_count(len(pieces))) as (threads, comparer):
-        for piece, place in zip(pieces, threads.map(comparer.first_difference, pieces), strict=True):
+    with _comparing(checkpoint, pool, thread_count(len(pieces))) as (crew, comparer):
+        for piece, place in zip(pieces, crew.map(comparer.first_difference, pieces), strict=True):
             if place is not None:
                 first.setdefault(piece.entry.name, place)
             done += piece.count
@@ -128,13 +130,13 @@ def _contents(
 
 
 @contextmanager
-def _comparing(checkpoint: Checkpoint, pool: Pool, count: int) -> Iterator[tuple[ThreadPoolExecutor, _Comparer]]:
-    threads = ThreadPoolExecutor(count, thread_name_prefix="cubroker-verify")
+def _comparing(checkpoint: Checkpoint, pool: Pool, count: int) -> Iterator[tuple[Crew, _Comparer]]:
+    crew = Crew(count, "cubroker-verify")
     comparer = _Comparer(checkpoint, pool, count)
     try:
-        yield threads, comparer
+        yield crew, comparer
     finally:
-        join(threads)
+        crew.end()
         comparer.close()
 
 

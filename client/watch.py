@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from threading import Condition, Lock
-from types import TracebackType
+from threading import RLock
 from typing import Self
 
 from cubroker.client.futures import Future
@@ -28,7 +27,8 @@ class Watch(Iterator[int]):
         self.name = name
         self._owner = owner
         self._watches = watches
-        self._condition = Condition()
+        self._lock = RLock()  # a signal handler may close it in the middle
+        self._news: Future[None] = Future()  # the next; no Condition, whose lock an interrupt may leave shut
         self._latest: int | None = None
         self._seen: int | None = None
         self._closed = False
@@ -36,44 +36,47 @@ class Watch(Iterator[int]):
 
     def __next__(self) -> int:
         self._owner.check()
-        with self._condition:
-            while self._latest == self._seen and not self._closed and not self._error:
-                self._condition.wait()
-            if self._closed:
-                raise StopIteration
-            if self._error:
-                raise self._error.anew()
-            self._seen = self._latest
-            assert self._seen is not None
-            return self._seen
+        while True:
+            news = self._news  # taken before the look, so that none is missed
+            with self._lock:
+                if self._closed:
+                    raise StopIteration
+                if self._error:
+                    raise self._error.anew()
+                version = self._latest
+                if version is not None and version != self._seen:
+                    self._seen = version
+                    return version
+            news.wait()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    def __exit__(self, *_: object) -> None:
+        if self._owner.here():  # in a child that leaves a block of its parent's, there is nothing to do
+            self.close()
 
     def close(self) -> None:
         """Stop watching; whoever iterates gets the end."""
         self._owner.check()
+        self._closed = True
+        self._wake()
         self._watches.remove(self)
-        with self._condition:
-            self._closed = True
-            self._condition.notify_all()
 
     def tell(self, version: int) -> None:
         """The pool's current version is now this one."""
-        with self._condition:
-            self._latest = version
-            self._condition.notify_all()
+        self._latest = version
+        self._wake()
 
     def fail(self, error: CubrokerError) -> None:
         """There will be no more news."""
-        with self._condition:
-            self._error = self._error or error
-            self._condition.notify_all()
+        self._error = self._error or error
+        self._wake()
+
+    def _wake(self) -> None:
+        with self._lock:
+            self._news.set(None)
+            self._news = Future()
 
 
 class Watches:
@@ -81,7 +84,7 @@ class Watches:
 
     def __init__(self, requests: Requests) -> None:
         self._requests = requests
-        self._lock = Lock()
+        self._lock = RLock()  # a finalizer may close a watch while another one is made
         self._watches: dict[str, Living[Watch]] = {}
 
     def add(self, watch: Watch) -> Future[Reply]:

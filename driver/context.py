@@ -50,8 +50,8 @@ class Context:
         self.calls = calls
         self.device = device
         self.host = host
-        self._ordinal = calls.cuDeviceGet(device.index)
-        self.handle = calls.cuDevicePrimaryCtxRetain(self._ordinal)
+        self._cudevice = calls.cuDeviceGet(device.index)
+        self.handle = calls.cuDevicePrimaryCtxRetain(self._cudevice)
 
     @contextmanager
     def current(self) -> Iterator[None]:
@@ -74,7 +74,7 @@ class Context:
 
     def release(self) -> None:
         """Let go of the context. If nobody else in the process holds it, everything in it is gone."""
-        self.calls.cuDevicePrimaryCtxRelease(self._ordinal)
+        self.calls.cuDevicePrimaryCtxRelease(self._cudevice)
 
     # -- memory that this process owns -------------------------------------------------------------
 
@@ -146,7 +146,7 @@ class Context:
         """
         if int(self.calls.cuCtxGetCurrent()) in (0, int(self.handle)):
             return
-        if int(self.calls.cuCtxGetDevice()) == int(self._ordinal):
+        if int(self.calls.cuCtxGetDevice()) == int(self._cudevice):
             code = self.calls.module.CUresult.CUDA_ERROR_INVALID_CONTEXT
             text = (
                 f"this thread works in another context of device {self.device.index} than its primary one, and a "

@@ -20,7 +20,8 @@ MAX_HOST_DEVICES = 64
 
 _SPEC = re.compile(
     r"(?P<cuda>cuda)(:(?P<ordinals>\d{1,4}(,\d{1,4})*))?"
-    r"|host:(?P<count>\d{1,4})(@(?P<size>\d{1,18})(?P<unit>|KiB|MiB|GiB|TiB))?(/(?P<island>\d{1,4}))?"
+    r"|host:(?P<count>\d{1,4})(@(?P<size>\d{1,18})(?P<unit>|KiB|MiB|GiB|TiB))?(/(?P<island>\d{1,4}))?",
+    re.ASCII,
 )
 _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
@@ -133,11 +134,11 @@ class Driver:
 
     def _describe(self, index: int) -> Device:
         calls = self._calls
-        ordinal = calls.cuDeviceGet(index)
-        uuid = UUID(bytes=bytes(calls.cuDeviceGetUuid(ordinal).bytes))
-        name = bytes(calls.cuDeviceGetName(256, ordinal)).partition(b"\0")[0].decode()
+        cudevice = calls.cuDeviceGet(index)
+        uuid = UUID(bytes=bytes(calls.cuDeviceGetUuid(cudevice).bytes))
+        name = bytes(calls.cuDeviceGetName(256, cudevice)).partition(b"\0")[0].decode()
         prefix = "HOST" if self.host else "GPU"
-        return Device(index, f"{prefix}-{uuid}", name, int(calls.cuDeviceTotalMem(ordinal)))
+        return Device(index, f"{prefix}-{uuid}", name, int(calls.cuDeviceTotalMem(cudevice)))
 
 
 def load(spec: str) -> Driver:

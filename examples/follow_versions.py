@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 
 from cubroker.client import Broker, Pool
+from cubroker.protocol.errors import NotFound
 
 
 def main(name: str) -> None:
@@ -17,7 +18,10 @@ def main(name: str) -> None:
     with Broker() as broker, broker.watch(name) as versions:
         for version in versions:
             if version:
-                fresh = broker.attach(name)
+                try:
+                    fresh = broker.attach(name)
+                except NotFound:  # it was retired since; the next change says so
+                    continue
                 if current:
                     current.close()
                 current = fresh
@@ -29,4 +33,6 @@ def main(name: str) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit(__doc__)
     main(sys.argv[1])

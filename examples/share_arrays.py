@@ -33,4 +33,7 @@ def read() -> None:
 
 
 if __name__ == "__main__":
-    {"write": write, "read": read}[sys.argv[1]]()
+    work = {"write": write, "read": read}.get(" ".join(sys.argv[1:]))
+    if work is None:
+        sys.exit(__doc__)
+    work()

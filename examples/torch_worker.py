@@ -23,8 +23,10 @@ def main(name: str) -> None:
         print(f"{name}@{pool.version}: {len(state)} tensors attached in {took * 1000:.1f} ms")
         for tensor, value in list(state.items())[:3]:
             print(f"  {tensor}: {value.dtype} {tuple(value.shape)} at {value.data_ptr():#x}")
-        del state, value
+        del state, value  # with them the lease ends, and so the session with this block
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit(__doc__)
     main(sys.argv[1])

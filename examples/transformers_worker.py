@@ -29,8 +29,10 @@ def main(name: str, folder: str, *texts: str) -> None:
             hidden = model(**tokens.to(model.device)).last_hidden_state
         for text, vectors in zip(texts, hidden, strict=True):
             print(f"{text!r}: {vectors[0, :4].tolist()} …")
-        del model
+        del model  # with it the lease ends, and so the session with this block
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 4:
+        sys.exit(__doc__)
     main(*sys.argv[1:])

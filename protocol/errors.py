@@ -95,6 +95,12 @@ class DeviceFailure(CubrokerError):
     code = "device"
 
 
+class InternalFailure(CubrokerError):
+    """The broker itself failed at the request, by a mistake of its own or for want of memory; its log says more."""
+
+    code = "internal"
+
+
 ERRORS: dict[str, type[CubrokerError]] = {
     error.code: error
     for error in (
@@ -110,6 +116,7 @@ ERRORS: dict[str, type[CubrokerError]] = {
         TimedOut,
         Unavailable,
         DeviceFailure,
+        InternalFailure,
     )
 }
 

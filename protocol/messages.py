@@ -3,7 +3,8 @@
 Two channels carry them. The *session socket* (Unix, SOCK_SEQPACKET) opens with :class:`Hello` and
 :class:`Welcome`; afterwards the broker sends :data:`Notice` on it and the client sends nothing.
 The *request socket* (ZeroMQ, through the gateway) carries one :class:`Envelope` per request and one
-:class:`Answer` per reply. Every struct travels as an array; a union's first element is its tag.
+:class:`Answer` per reply; clients skip empty messages. Every struct travels as an array; a union's
+first element is its tag.
 """
 
 from __future__ import annotations
@@ -206,6 +207,10 @@ class Describe(Message, frozen=True):
 
 
 Request = Attach | Create | Seal | Close | Cancel | Retire | Watch | ListPools | ListClients | ListDevices | Describe
+
+LAST_WORDS = (Close, Seal, Cancel)
+"""Requests that give something back. A session may make them after its connection has ended, and a broker that has no
+room for one more request lets them wait where it refuses others: they are sent again until they are answered."""
 
 
 class Envelope(Struct, frozen=True, array_like=True):

@@ -3,8 +3,10 @@
 Pure. A request is *pending* from its first arrival until its answer, which is *kept* until the
 client says that it has it: by its number (``received``), or with all before one (``oldest``).
 From then on only the number is remembered, as part of a span, since a copy may still be on its way.
-All of it is bounded: past the bound further requests are refused, and nothing is remembered of
-them, so the client may send them again when there is room.
+All of it is bounded: past the bound further requests are refused, and so are their copies, however
+late. Of those only the highest number is remembered: what came before it and is not known was lost, or
+refused as well. What a client insists on, since it gives something back, is not refused but ignored,
+and so done when it is sent again and there is room.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ class Verdict(Enum):
     NEW = "do it"
     PENDING = "it is being done; its answer goes to where it was asked from last"
     STALE = "the client said that it has the answer: ignore it"
-    FULL = "refuse it; it is not remembered"
+    FULL = "refuse it, for good"
+    LATER = "ignore it until it is sent again"
 
 
 class Spans:
@@ -79,12 +82,23 @@ class Answers:
         self._kept: dict[int, Frame] = {}
         self._received = Spans()
         self._oldest = 0
+        self._refused = 0
         self._nbytes = 0
 
     def admit(
-        self, number: int, oldest: int, routing: bytes, nbytes: int, received: Iterable[int] = ()
+        self,
+        number: int,
+        oldest: int,
+        routing: bytes,
+        nbytes: int,
+        received: Iterable[int] = (),
+        *,
+        insisted: bool = False,
     ) -> Verdict | Frame:
-        """Take note of request ``number``, ``nbytes`` long; return the kept answer if there is one."""
+        """Take note of request ``number``, ``nbytes`` long; return the kept answer if there is one.
+
+        ``insisted``: its client sends it until it is answered, and takes no refusal.
+        """
         for other in received:
             self._drop(other)
         if oldest > self._oldest:
@@ -96,8 +110,13 @@ class Answers:
             return Verdict.PENDING
         if number < self._oldest or number in self._received:
             return Verdict.STALE
+        if number <= self._refused and not insisted:
+            return Verdict.FULL
         known = len(self._pending) + len(self._kept) + len(self._received)
         if known >= MAX_REQUESTS or (known and self._nbytes + nbytes > MAX_BYTES):
+            if insisted:
+                return Verdict.LATER
+            self._refused = number
             return Verdict.FULL
         self._pending[number] = (routing, nbytes)
         self._nbytes += nbytes

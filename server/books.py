@@ -34,7 +34,7 @@ class Books:
         self.timers: dict[int, Waiter] = {}
         self.numbers: dict[str, int] = {}
         self.stirred_pools: deque[Pool] = deque()
-        self.stirred_accounts: deque[Account] = deque()
+        self.stirred_accounts: dict[Account, None] = {}
         self.effects: list[Effect] = []
         self.lease_ids = count(1)
         self.tickets = count(1)

@@ -13,7 +13,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 
 from cubroker.protocol import wire
-from cubroker.protocol.errors import CubrokerError, Denied, Unavailable
+from cubroker.protocol.errors import CubrokerError, Denied, InternalFailure, Unavailable
 from cubroker.protocol.messages import Failed, Farewell, GatewayChanged, Notice, Refused, Welcome
 from cubroker.server import events
 from cubroker.server.answers import Frame
@@ -61,7 +61,7 @@ class Broker:
     def admit(self, connection: socket.socket, peer: Peer, version: int) -> None:
         """Open a session on a connection that has greeted, if its user may have one more."""
         number = next(self._numbers)
-        session = Session(number, connection, peer, self._ended)
+        session = Session(number, connection, peer, self._ended, self._denials)
         if (refusal := self._ledger.admit(peer.uid)) is not None:
             self._denials.log(peer, refusal.message)
             return self._turn_away(session, refusal)
@@ -71,7 +71,7 @@ class Broker:
             return self._unwatched(session, error)
         self._sessions[number] = session
         self._requests.enter(session)
-        log.info("session %d: process %d of user %d", number, peer.pid, peer.uid)
+        log.debug("session %d: process %d of user %d", number, peer.pid, peer.uid)
         self.handle(events.Joined(number, peer.pid, peer.uid, peer.gid, peer.groups))
         session.send(wire.pack(Welcome(version, number, session.secret, self._driver)))
         return None
@@ -79,7 +79,7 @@ class Broker:
     def _unwatched(self, session: Session, error: OSError) -> None:
         """Refuse a session whose end nobody would hear of, so that its leases would never fall."""
         message = f"the broker cannot watch process {session.peer.pid}: {error}; try again later"
-        log.error("%s", message)
+        self._denials.log(session.peer, message)
         self._turn_away(session, Unavailable(message))
 
     def _turn_away(self, session: Session, error: CubrokerError) -> None:
@@ -110,7 +110,7 @@ class Broker:
 
     def _ended(self, event: events.Lost | events.Gone) -> None:
         how = "its process has ended" if isinstance(event, events.Gone) else "its connection has ended"
-        log.info("session %d: %s", event.session, how)
+        log.debug("session %d: %s", event.session, how)
         self.handle(event)
 
     def _apply(self, event: Event) -> None:
@@ -143,8 +143,8 @@ class Broker:
         if isinstance(at, Asked | events.Respond):
             session = self._sessions.get(at.session)
             if session and session.answers.is_pending(at.request):
-                message = f"the broker failed at this request: {error!r}; its log says more"
-                self._requests.respond(session, at.request, Failed("invalid", message))
+                message = f"the broker itself failed at this request: {error!r}; its log says more"
+                self._requests.respond(session, at.request, Failed(InternalFailure.code, message))
 
     def _carry_out(self, effect: Effect) -> None:
         match effect:

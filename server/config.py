@@ -11,7 +11,7 @@ import pwd
 import re
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ import msgspec
 from cubroker.protocol.errors import Invalid
 from cubroker.server.policy import MAX_KEEP, MODE, Policy, Quota
 from cubroker.server.quantities import parse_bytes
+from cubroker.server.records import SESSION
 
 DEFAULT_DEVICES = "cuda"
 DEFAULT_BUDGET = "90%"
@@ -73,6 +74,7 @@ class _Quota(_Table, frozen=True):
     requests: int | str | None = None
     watches: int | str | None = None
     layouts: int | str | None = None
+    descriptors: int | str | None = None
 
 
 class _File(_Table, frozen=True):
@@ -91,7 +93,7 @@ TABLES: Mapping[str, type[_Table]] = {"": _File, "sockets": _Sockets, "quota": _
 """The tables of the file, by their place in it."""
 
 DEFAULT_QUOTA = Quota(leases=1_000_000, requests=65_536, watches=65_536, layouts=1 << 30)
-"""Bounds on what one user may cost the broker's own memory; ``sessions`` depends on the limit of open files."""
+"""Bounds on what one user may cost the broker's own memory; others depend on the limit of open files."""
 
 
 def read(path: Path, descriptors: int) -> Config:
@@ -99,7 +101,7 @@ def read(path: Path, descriptors: int) -> Config:
 
     Args:
         path: the file.
-        descriptors: files that the broker may have open; by default a user's sessions may take half of them.
+        descriptors: files that the broker may have open; by default a user may take half of them.
 
     Raises:
         Invalid: it cannot be read, is no TOML, or says what makes no sense.
@@ -119,8 +121,8 @@ def default(descriptors: int) -> Config:
 
 
 def _default_quota(descriptors: int) -> Quota:
-    base = DEFAULT_QUOTA
-    return Quota(base.memory, max(1, descriptors // 4), base.leases, base.requests, base.watches, base.layouts)
+    most = max(SESSION, descriptors // 2)
+    return replace(DEFAULT_QUOTA, sessions=most // SESSION, descriptors=most)
 
 
 class _Reader:
@@ -218,6 +220,7 @@ class _Reader:
             requests=self._count(f"{key}.requests", table.requests, usual.requests),
             watches=self._count(f"{key}.watches", table.watches, usual.watches),
             layouts=self._bytes(f"{key}.layouts", table.layouts, usual.layouts),
+            descriptors=self._count(f"{key}.descriptors", table.descriptors, usual.descriptors),
         )
 
     def _bytes(self, key: str, value: int | str | None, usual: int | None) -> int | None:

@@ -13,9 +13,11 @@ from collections.abc import Callable
 from queue import SimpleQueue
 
 from cubroker.driver import Context, Device, Driver, DriverError
+from cubroker.protocol.errors import InternalFailure
 from cubroker.protocol.messages import DESCRIPTOR
 from cubroker.server.events import Allocate, Allocated, Event, Free, Freed, NotAllocated
-from cubroker.server.room import VMM, rounded
+from cubroker.server.records import VMM
+from cubroker.server.room import rounded
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +96,7 @@ class DeviceMemory:
         while (request := self._queue.get()) is not None:
             if isinstance(request, Allocate):
                 self._report(self._allocate(request))
-            elif self._free(request.ticket):
+            elif not self._free(request.ticket):
                 self._report(Freed(request.ticket))
         for ticket in list(self._pieces):
             self._free(ticket)
@@ -103,19 +105,16 @@ class DeviceMemory:
         """Allocate all sizes of a request, or none of them."""
         self._pieces[request.ticket] = []
         try:
-            allocated = self._obtain(request)
+            return self._obtain(request)
         except DriverError as error:
-            failed = self._failed(request, "out_of_memory" if error.out_of_memory else "device", str(error))
+            code, reason = "out_of_memory" if error.out_of_memory else "device", str(error)
         except MemoryError:
-            failed = self._failed(request, "out_of_memory", "the broker's host has no memory left")
+            code, reason = "out_of_memory", "the broker's host has no memory left"
         # A thread that ended here would leave this request and all later ones waiting for ever.
         except Exception as error:
             log.exception("%s failed in an unexpected way", request)
-            failed = self._failed(request, "device", repr(error))
-        else:
-            return allocated
-        self._free(request.ticket)
-        return failed
+            code, reason = InternalFailure.code, f"the broker itself failed: {error!r}; its log says more"
+        return self._undo(request, code, reason)
 
     def _obtain(self, request: Allocate) -> Allocated:
         pieces = self._pieces[request.ticket]
@@ -129,19 +128,20 @@ class DeviceMemory:
             return Unmapped(self._driver, self._device.index, nbytes)
         return Mapped(self._driver.context(self._device.index), nbytes)
 
-    def _failed(self, request: Allocate, code: str, reason: str) -> NotAllocated:
+    def _undo(self, request: Allocate, code: str, reason: str) -> NotAllocated:
+        """Free what there is of a request that failed."""
         device = self._device
         message = f"device {device.index} ({device.name}) cannot provide {sum(request.sizes)} bytes: {reason}"
         log.warning("%s", message)
-        return NotAllocated(request.ticket, code, message)
+        return NotAllocated(request.ticket, code, message, self._free(request.ticket))
 
-    def _free(self, ticket: int) -> bool:
-        """Free a ticket's memory; False if the driver does not take all of it back, so that it stays counted."""
+    def _free(self, ticket: int) -> int:
+        """Free a ticket's memory; return the bytes that the driver does not take back, which stay counted."""
         pieces = self._pieces.pop(ticket, [])
         kept = [piece for piece in pieces if not self._give_back(piece)]
         if kept:
             log.error("%d of %d allocations of ticket %d remain allocated", len(kept), len(pieces), ticket)
-        return not kept
+        return sum(piece.nbytes for piece in kept)
 
     def _give_back(self, piece: Mapped | Unmapped) -> bool:
         try:

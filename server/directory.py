@@ -8,7 +8,6 @@ import socket
 import stat
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from cubroker.protocol.directory import LOCK, REQUEST_SOCKET, SESSION_SOCKET, check
@@ -31,7 +30,7 @@ class Directory:
 
     Raises:
         Invalid: no socket can have the path.
-        Denied: the directory is another user's, cannot be written, or can be by everybody.
+        Denied: the directory is another user's, cannot be written, or can be by others than its owner.
         Unavailable: another broker serves there, or the directory cannot be made.
     """
 
@@ -53,13 +52,11 @@ class Directory:
             except PermissionError as error:
                 raise Denied(f"cannot serve in {self.path}: {error}; choose another directory or user") from None
             except OSError as error:
-                raise Unavailable(f"cannot serve in {self.path}: {error}") from None
+                raise Unavailable(f"cannot serve in {self.path}: {error}; choose another directory") from None
             self._undo = undo.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._undo.close()
 
 
@@ -75,15 +72,25 @@ def _refuse_descriptors(listener: socket.socket) -> None:
 
 def _make(path: Path) -> None:
     check(path)
-    path.mkdir(mode=0o755, parents=True, exist_ok=True)
+    before = os.umask(0o022)
+    os.umask(before | 0o022)  # what is made on the way is nobody else's to write either
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    finally:
+        os.umask(before)
     here = path.stat()
     # Whoever owns the directory, or may write in it, can put sockets of their own in it, and so pose as the broker.
     if here.st_uid not in (0, os.geteuid()):
         raise Denied(
             f"{path} belongs to user {here.st_uid}, who could pose as the broker; choose a directory of your own"
         )
-    if here.st_mode & stat.S_IWOTH and not here.st_mode & stat.S_ISVTX:
-        raise Denied(f"everybody may write in {path}, and so pose as the broker; chmod o-w {path}")
+    # The sticky bit keeps them from removing ours, but not from putting theirs there while no broker runs.
+    writers = [who for bit, who in ((stat.S_IWGRP, "its group"), (stat.S_IWOTH, "everybody")) if here.st_mode & bit]
+    if writers:
+        raise Denied(
+            f"{' and '.join(writers)} may write in {path} (mode {stat.S_IMODE(here.st_mode):04o}), and so could pose as"
+            f" the broker; chmod go-w {path}, or choose another directory: sockets.group says who may connect"
+        )
 
 
 def _lock(path: Path, undo: ExitStack) -> None:

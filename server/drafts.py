@@ -44,8 +44,8 @@ from cubroker.server.events import Allocated, Freed, NotAllocated
 from cubroker.server.leases import check_quota, grant
 from cubroker.server.permissions import may_rule, may_write
 from cubroker.server.policy import exceeds
-from cubroker.server.records import Account, Allocation, Phase, Pool, Session, Version, Writer
-from cubroker.server.room import VMM, allocate, rounded, shift, take_off, under_way
+from cubroker.server.records import VMM, Allocation, Phase, Pool, Session, Version, Writer
+from cubroker.server.room import allocate, lose, rounded, shift, take_off, under_way
 from cubroker.server.states import Cause, Report, Stage, State
 from cubroker.server.waiting import (
     admit,
@@ -111,7 +111,7 @@ def _check(books: Books, body: Create, layout: Layout) -> None:
         if uuid is not None and uuid not in books.accounts:
             raise NotFound(wording.no_device(uuid, books.accounts))
     for uuid, sizes in _sizes(body, layout).items():
-        if sum(sizes) > books.accounts[uuid].device.budget:
+        if sum(sizes) > books.accounts[uuid].most:
             raise OverBudget(wording.never_fits(body.name, sum(sizes), books.accounts[uuid]))
 
 
@@ -150,13 +150,17 @@ def _check_writable(books: Books, session: Session, pool: Pool, body: Create) ->
 
 
 def _check_quotas(books: Books, session: Session, body: Create, layout: Layout) -> None:
-    """Raise if the user's quota can never have room, or has none for one more layout."""
+    """Raise if the user's quota can never have room, or has none for one more layout or its descriptors."""
     user = session.user
     nbytes = sum(map(rounded, layout.allocations)) * (len(body.devices) if body.plan is None else 1)
     if exceeds(0, nbytes, user.quota.memory):
         raise OverQuota(wording.never_affords(user, body.name, nbytes))
     if exceeds(user.layouts, len(body.layout), user.quota.layouts):
         raise OverQuota(wording.too_many_layouts(user, len(body.layout)))
+    devices = ((books.accounts[uuid].device, sizes) for uuid, sizes in _sizes(body, layout).items())
+    descriptors = sum(len(sizes) * device.descriptors_of(body.share) for device, sizes in devices)
+    if exceeds(user.descriptors, descriptors, user.quota.descriptors):
+        raise OverQuota(wording.too_many_descriptors(user.uid, descriptors, user.quota.descriptors, user))
 
 
 def _writer(books: Books, session: Session, request: int, body: Create, layout: Layout) -> Writer:
@@ -177,11 +181,17 @@ def _writer(books: Books, session: Session, request: int, body: Create, layout: 
 def settle(books: Books) -> None:
     """Give turns, then room, wherever something ended, until nobody is left who can be served.
 
-    Turns come first, so that whoever has one now takes part when room is given; giving room ends nothing.
+    Turns come first, so that whoever has one now takes part when room is given. Room is given to one at a time, in
+    order of arrival over all devices: where there will never be enough, a refusal hands the turn on, to somebody who
+    may have come before the rest.
     """
     _give_turns(books)
-    while books.stirred_accounts:
-        _give_room(books, books.stirred_accounts.popleft())
+    while (writer := _first_in_line(books)) is not None:
+        if _never_fits(writer):
+            _refuse_for_good(books, writer)
+        else:
+            _begin_draft(books, writer)
+        _give_turns(books)
 
 
 def _give_turns(books: Books) -> None:
@@ -231,15 +241,32 @@ def _take_turn(books: Books, writer: Writer) -> None:
     writer.phase = Phase.ROOM
     for account in writer.accounts:
         account.line.insert(account.place(writer), writer)
-        books.stirred_accounts.append(account)
+        books.stirred_accounts[account] = None
 
 
-def _give_room(books: Books, account: Account) -> None:
-    while account.line:
-        writer = account.line[0]
-        if any(other.room < nbytes or other.line[0] is not writer for other, nbytes in writer.nbytes.items()):
-            return
-        _begin_draft(books, writer)
+def _first_in_line(books: Books) -> Writer | None:
+    """Return who came first of those that can be given room now, or never will be."""
+    heads = {account.line[0] for account in books.stirred_accounts if account.line}
+    ready = [writer for writer in heads if _is_ready(writer)]
+    if not ready:
+        books.stirred_accounts.clear()
+    return min(ready, key=lambda writer: writer.arrival, default=None)
+
+
+def _is_ready(writer: Writer) -> bool:
+    if any(account.line[0] is not writer for account in writer.accounts):
+        return False
+    return _never_fits(writer) or all(account.room >= nbytes for account, nbytes in writer.nbytes.items())
+
+
+def _never_fits(writer: Writer) -> bool:
+    return any(account.most < nbytes for account, nbytes in writer.nbytes.items())
+
+
+def _refuse_for_good(books: Books, writer: Writer) -> None:
+    """Refuse a create that a device had room for when it began to wait, and never will again."""
+    account, nbytes = next((account, nbytes) for account, nbytes in writer.nbytes.items() if account.most < nbytes)
+    refuse(books, writer, OverBudget(wording.never_fits(writer.pool.name, nbytes, account)))
 
 
 def _begin_draft(books: Books, writer: Writer) -> None:
@@ -308,6 +335,7 @@ def not_allocated(books: Books, event: NotAllocated) -> None:
     """Note memory that a device could not allocate: its draft ends, and its writer is told why."""
     allocation = under_way(books, event.ticket)
     take_off(books, allocation, Report.FAILED)
+    lose(allocation.account, event.kept)
     version = allocation.version
     if version.state is State.ALLOCATING:
         del version.replicas[allocation.account.device.uuid]

@@ -63,11 +63,12 @@ class Allocated:
 
 @dataclass(frozen=True, slots=True)
 class NotAllocated:
-    """An :class:`Allocate` failed and left nothing allocated."""
+    """An :class:`Allocate` failed. What there was of it is freed, but for ``kept`` bytes that the device still has."""
 
     ticket: int
     code: str
     message: str
+    kept: int = 0
 
 
 @dataclass(frozen=True, slots=True)

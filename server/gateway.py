@@ -4,7 +4,8 @@ It forwards whole requests to the broker and the broker's answers to the clients
 a process of its own since any permitted peer can bring libzmq down, by running it out of
 descriptors or memory or into one of its assertions, and GPU memory must not go down with it. What
 it costs is bounded: it has its own limits, reads no further request while the broker has not taken
-the last batch, and drops replies for a client that does not read.
+the last batch, and drops replies for a client that does not read. libzmq counts the replies of a client, and
+not their bytes; so a large one is followed by as many empty messages as make it count for its bytes.
 
 Started by :mod:`cubroker.server.supervisor` as ``python -m cubroker.server.gateway PIPE LISTENER PATH``,
 the first two being inherited descriptors. It ends when the broker's end of the pipe closes.
@@ -30,6 +31,9 @@ MAX_MEMORY = 2 << 30
 
 HIGH_WATER = 1024
 """Messages queued per client, each way."""
+
+WEIGHT = 64 << 10
+"""Bytes of a reply that count as one message, so that a client which does not read has 64 MiB and one reply waiting."""
 
 HANDSHAKE = 10_000
 """Milliseconds that a peer may take to begin speaking ZMTP."""
@@ -99,16 +103,21 @@ class Gateway:
         return frames
 
     def _deliver(self, batch: list[bytes]) -> None:
-        send = self._router.send
         for routing, frame in batches.pairs(batch):
-            try:
-                send(routing, zmq.SNDMORE | zmq.NOBLOCK)
-            except zmq.ZMQError as error:
-                # The client has gone, or does not read its replies: they are kept for it in the broker.
-                if error.errno not in (errno.EHOSTUNREACH, errno.EAGAIN):
-                    raise
-                continue
-            send(frame, zmq.NOBLOCK)
+            weight = len(frame) // WEIGHT
+            while self._send(routing, frame) and weight:
+                weight, frame = weight - 1, b""
+
+    def _send(self, routing: bytes, frame: bytes) -> bool:
+        """Send a message to a client; False if it has gone, or does not read: the broker keeps its replies for it."""
+        try:
+            self._router.send(routing, zmq.SNDMORE | zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno not in (errno.EHOSTUNREACH, errno.EAGAIN):
+                raise
+            return False
+        self._router.send(frame, zmq.NOBLOCK)
+        return True
 
 
 def bind(context: zmq.Context[zmq.Socket[bytes]], listener: int, path: str) -> zmq.Socket[bytes]:

@@ -7,6 +7,7 @@ import errno
 import logging
 import os
 import socket
+from collections import Counter
 from collections.abc import Callable
 
 from cubroker.protocol import wire
@@ -100,9 +101,14 @@ class Door:
         self._resume = self._loop.call_later(PAUSE, self.open)
 
     def _make_room(self) -> None:
-        """Turn away who has stood in the door for the longest, so that silent peers cannot fill it."""
-        reason = f"{MAX_GUESTS} others that came later have not greeted either; greet at once"
-        self._refuse(next(iter(self._guests)), OverQuota(reason))
+        """Turn away the oldest guest of the user who has most of them, so that nobody can fill the door."""
+        users = Counter(peer.uid for peer, _ in self._guests.values())
+        ((uid, count),) = users.most_common(1)
+        oldest = next(connection for connection, (peer, _) in self._guests.items() if peer.uid == uid)
+        reason = (
+            f"user {uid} has {count} connections of {MAX_GUESTS} that may stand here without a greeting; greet at once"
+        )
+        self._refuse(oldest, OverQuota(reason))
 
     def _give_up(self, connection: socket.socket) -> None:
         self._refuse(connection, TimedOut(f"no greeting came within {self._patience:g} seconds"))

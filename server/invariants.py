@@ -45,7 +45,8 @@ def _check_account(books: Books, account: Account) -> None:
     assert all(allocation.account is account for allocation in allocations)
     assert all(allocation.nbytes == sum(allocation.sizes) for allocation in allocations)
     assert account.promised == sum(allocation.nbytes for allocation in allocations if allocation.stage in PROMISED)
-    assert account.allocated == sum(allocation.nbytes for allocation in allocations if allocation.stage in ALLOCATED)
+    held = sum(allocation.nbytes for allocation in allocations if allocation.stage in ALLOCATED)
+    assert account.allocated == account.lost + held
     assert account.room >= 0, "more is allocated and promised than the budget allows"
     assert account.line == sorted(account.line, key=lambda writer: writer.arrival)
     for writer in account.line:
@@ -72,6 +73,8 @@ def _check_user(books: Books, user: User) -> None:
     versions = (v for pool in books.pools.values() for v in pool.versions.values() if v.user is user)
     layouts = [v.layout for v in versions] + [w.body.layout for w in writers if w.phase is not Phase.MEMORY]
     assert user.layouts == sum(map(len, layouts))
+    pieces = sum(a.descriptors for a in user.allocations.values())
+    assert user.pieces == pieces + sum(w.descriptors for w in writers if w.phase is not Phase.MEMORY)
     _check_quota(user)
     assert user.line == sorted((w for w in writers if w.aside), key=lambda writer: writer.arrival)
     if user.line:
@@ -86,6 +89,7 @@ def _check_quota(user: User) -> None:
     assert not exceeds(user.unfinished, 0, quota.requests)
     assert not exceeds(user.watches, 0, quota.watches)
     assert not exceeds(user.layouts, 0, quota.layouts)
+    assert not exceeds(user.descriptors, 0, quota.descriptors)
 
 
 def _check_session(books: Books, session: Session) -> None:
@@ -106,10 +110,13 @@ def _check_session(books: Books, session: Session) -> None:
         assert waiter.request == request
         assert waiter.session is session
         assert books.pools[waiter.pool.name] is waiter.pool
-        _check_waiter(books, waiter) if isinstance(waiter, Reader) else _check_writer(books, waiter)
+        if isinstance(waiter, Reader):
+            _check_reader(books, waiter)
+        else:
+            _check_writer(books, waiter)
 
 
-def _check_waiter(books: Books, reader: Reader) -> None:
+def _check_reader(books: Books, reader: Reader) -> None:
     wanted = reader.body.version
     assert reader in reader.pool.readers
     assert books.timers[reader.timer] is reader

@@ -16,8 +16,8 @@ from cubroker.server import wording
 from cubroker.server.books import Books
 from cubroker.server.events import HandOver, Withdraw
 from cubroker.server.policy import exceeds
-from cubroker.server.records import Allocation, Lease, Pool, Session, Version
-from cubroker.server.room import VMM, give_up
+from cubroker.server.records import VMM, Allocation, Lease, Pool, Session, Version
+from cubroker.server.room import give_up
 from cubroker.server.states import Cause, State
 
 

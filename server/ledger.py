@@ -27,6 +27,7 @@ from typing import assert_never
 
 from cubroker.protocol.errors import CubrokerError, OverQuota, TimedOut, Unavailable
 from cubroker.protocol.messages import (
+    LAST_WORDS,
     Attach,
     Cancel,
     Close,
@@ -59,13 +60,10 @@ from cubroker.server.events import (
     Respond,
 )
 from cubroker.server.policy import Policy, exceeds
-from cubroker.server.records import Budget, Limits, Session
+from cubroker.server.records import SESSION, Budget, Limits, Session
 from cubroker.server.states import Impossible
 
 __all__ = ["Budget", "Impossible", "Ledger", "Limits"]
-
-LAST_WORDS = (Close, Seal, Cancel)
-"""What a session may still ask after its connection ended."""
 
 
 class Ledger:
@@ -85,9 +83,12 @@ class Ledger:
 
     def admit(self, uid: int) -> CubrokerError | None:
         """Return why a user may open no session now, None if it may; to be asked before it has ``Joined``."""
-        user = self._books.users.get(uid)
-        used, limit = len(user.sessions) if user else 0, self._books.policy.quota_of(uid).sessions
-        return OverQuota(wording.too_many_sessions(uid, limit, user)) if exceeds(used, 1, limit) else None
+        user, quota = self._books.users.get(uid), self._books.policy.quota_of(uid)
+        if exceeds(len(user.sessions) if user else 0, 1, quota.sessions):
+            return OverQuota(wording.too_many_sessions(uid, quota.sessions, user))
+        if exceeds(user.descriptors if user else 0, SESSION, quota.descriptors):
+            return OverQuota(wording.too_many_descriptors(uid, SESSION, quota.descriptors, user))
+        return None
 
     def handle(self, event: Event) -> list[Effect]:
         """Take one event; return what is to be done about it, in order.

@@ -19,11 +19,12 @@ class Quota:
     Attributes:
         memory: bytes of device memory, summed over all devices: allocated, promised, and set aside for a
             create that waits for room.
-        sessions: sessions, detached ones included. Each takes two of the broker's descriptors.
+        sessions: sessions, detached ones included.
         leases: leases on versions.
         requests: requests that wait.
         watches: watched names.
         layouts: bytes of the encoded layouts of the user's versions and waiting creates, in the broker's own memory.
+        descriptors: descriptors of the broker's: two for every session, and those that emulated memory takes.
     """
 
     memory: int | None = None
@@ -32,6 +33,7 @@ class Quota:
     requests: int | None = None
     watches: int | None = None
     layouts: int | None = None
+    descriptors: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

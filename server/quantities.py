@@ -36,5 +36,7 @@ def parse_budget(text: str, total: int) -> int:
     match = _SHARE.fullmatch(text.strip())
     budget = int(total * float(match[1]) / 100) if match else parse_bytes(text)
     if not 0 < budget <= total:
-        raise Invalid(f"a budget of {text} is {budget} bytes of a device that has {total}; it must lie between")
+        raise Invalid(
+            f"a budget of {text} is {budget} bytes, and the device has {total}; it can be 1 byte to all of them"
+        )
     return budget

@@ -19,6 +19,12 @@ from cubroker.server.states import MEMORY, VERSION, Cause, Report, Stage, State,
 STORY = 32
 """Events that a pool and a session remember, in words, for whoever has to explain an impossible one."""
 
+SESSION = 2
+"""Descriptors of the broker's that a session takes: its connection and its pidfd."""
+
+VMM = "vmm"
+"""The share kind whose memory descriptors open, not handles; every lease has them handed over."""
+
 
 def _story() -> deque[str]:
     return deque(maxlen=STORY)
@@ -26,13 +32,22 @@ def _story() -> deque[str]:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """One device, and the bytes of it that the broker may use. ``total`` is what it has."""
+    """One device, and the bytes of it that the broker may use. ``total`` is what it has.
+
+    Each allocation on it takes so many ``descriptors`` of the broker's, beside the one by which it is shared if it is
+    ``vmm``: one if the device is emulated, on a GPU none.
+    """
 
     index: int
     uuid: str
     name: str
     total: int
     budget: int
+    descriptors: int = 0
+
+    def descriptors_of(self, share: str) -> int:
+        """Return how many descriptors of the broker's one allocation takes that is shared as ``share``."""
+        return self.descriptors + (share == VMM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +61,22 @@ class Limits:
 
 @dataclass(slots=True, eq=False)
 class Account:
-    """What is allocated and promised on one device, in bytes, and the line of those who wait for room."""
+    """What is allocated and promised on one device, in bytes, and the line of those who wait for room.
+
+    ``lost`` is the part of ``allocated`` that is nobody's: allocations failed and could not be undone either.
+    """
 
     device: Budget
     allocated: int = 0
     promised: int = 0
+    lost: int = 0
     allocations: dict[int, Allocation] = field(default_factory=dict)
     line: list[Writer] = field(default_factory=list)
+
+    @property
+    def most(self) -> int:
+        """Bytes that can be allocated and promised at all."""
+        return self.device.budget - self.lost
 
     @property
     def room(self) -> int:
@@ -69,7 +93,8 @@ class User:
     """What one user has, all sessions together, and the line of creates that wait for room in its quota.
 
     ``memory`` counts the bytes of its versions until their device has them back, and those that are set
-    aside for its creates that wait for room; ``layouts`` the encoded layouts of its versions and waiting creates.
+    aside for its creates that wait for room; ``layouts`` the encoded layouts of its versions and waiting creates;
+    ``pieces`` the descriptors of its memory, and of what its waiting creates ask for.
     """
 
     uid: int
@@ -81,6 +106,7 @@ class User:
     unfinished: int = 0
     watches: int = 0
     layouts: int = 0
+    pieces: int = 0
     line: list[Writer] = field(default_factory=list)
 
     @property
@@ -91,6 +117,11 @@ class User:
     def place(self, writer: Writer) -> int:
         """Return where in the line ``writer`` is, or belongs: the line is in order of arrival."""
         return bisect_left(self.line, writer.arrival, key=_arrival)
+
+    @property
+    def descriptors(self) -> int:
+        """Descriptors that it takes of the broker's."""
+        return SESSION * len(self.sessions) + self.pieces
 
     def affords(self, writer: Writer) -> bool:
         """Whether its quota has room for all that ``writer`` takes, and no earlier one waits for that."""
@@ -221,6 +252,11 @@ class Allocation:
     stage: Stage = Stage.PROMISED
     handles: tuple[bytes, ...] = ()
 
+    @property
+    def descriptors(self) -> int:
+        """Descriptors that it takes of the broker's."""
+        return len(self.sizes) * self.account.device.descriptors_of(self.version.share)
+
     def move(self, report: Report) -> None:
         """Take the step that the table has for ``report``, or raise ``Impossible``."""
         self.stage = step(MEMORY, self.stage, report, self.version.pool.story)
@@ -278,6 +314,12 @@ class Writer:
     def total(self) -> int:
         """Bytes that it takes of its user's quota: those of all its devices."""
         return sum(self.nbytes.values())
+
+    @property
+    def descriptors(self) -> int:
+        """Descriptors that its memory takes of the broker's."""
+        share = self.body.share
+        return sum(len(sizes) * account.device.descriptors_of(share) for account, sizes in self.sizes.items())
 
 
 def _arrival(writer: Writer) -> int:

@@ -12,9 +12,19 @@ from functools import partial
 import msgpack
 
 from cubroker.protocol import wire
-from cubroker.protocol.errors import Invalid
+from cubroker.protocol.errors import CubrokerError, InternalFailure, Invalid
 from cubroker.protocol.layout import Layout
-from cubroker.protocol.messages import Answer, Attached, Cancel, Create, Envelope, Failed, Reply, Request
+from cubroker.protocol.messages import (
+    LAST_WORDS,
+    Answer,
+    Attached,
+    Cancel,
+    Create,
+    Envelope,
+    Failed,
+    Reply,
+    Request,
+)
 from cubroker.server import batches
 from cubroker.server.answers import MAX_REQUESTS, Frame, Verdict, weight
 from cubroker.server.events import Asked
@@ -71,7 +81,13 @@ class Requests:
     def receive(self, batch: list[bytes]) -> None:
         """Take a batch from the gateway, and answer it with one as far as answers are there at once."""
         for routing, frame in batches.pairs(batch):
-            self._take(routing, frame)
+            try:
+                self._take(routing, frame)
+            # It would end the connection to the gateway, and that again when the same request is sent again.
+            except Exception as error:
+                log.exception("the broker failed at a request of %d bytes", len(frame))
+                message = f"the broker itself failed at this request: {error!r}; its log says more"
+                self._reject(routing, frame, InternalFailure(message))
         self.flush()
 
     def respond(self, session: Session, request: int, body: Reply) -> None:
@@ -99,7 +115,14 @@ class Requests:
         session = self._sessions.get(envelope.secret)
         if session is None:
             return self._put(routing, wire.pack(Answer(envelope.id, DENIED)))
-        verdict = session.answers.admit(envelope.id, envelope.oldest, routing, len(frame), envelope.received)
+        verdict = session.answers.admit(
+            envelope.id,
+            envelope.oldest,
+            routing,
+            len(frame),
+            envelope.received,
+            insisted=isinstance(envelope.body, LAST_WORDS),
+        )
         if verdict is Verdict.NEW:
             self._begin(session, envelope.id, envelope.body)
         elif verdict is Verdict.FULL:
@@ -108,7 +131,7 @@ class Requests:
             self._put(routing, verdict)
         return None
 
-    def _reject(self, routing: bytes, frame: bytes, error: Invalid) -> None:
+    def _reject(self, routing: bytes, frame: bytes, error: CubrokerError) -> None:
         """Say what is wrong to a session that sent it. A stranger hears nothing, and is no line in the log."""
         secret, request = author(frame)
         if secret in self._sessions and request:
@@ -172,8 +195,10 @@ def check(data: bytes | None) -> Layout | Failed | None:
     except Invalid as error:
         return Failed(error.code, error.message)
     except MemoryError:
-        return Failed("invalid", f"the broker has no memory to check a layout of {len(data)} bytes; make it smaller")
+        reason = f"the broker has no memory to check a layout of {len(data)} bytes; make it smaller"
+        return Failed(InternalFailure.code, reason)
     # Nobody would hear of it otherwise: the request would stay unanswered.
     except Exception as error:
         log.exception("checking a layout of %d bytes failed in an unexpected way", len(data))
-        return Failed("invalid", f"the broker cannot check this layout: {error!r}")
+        reason = f"the broker itself failed at checking this layout: {error!r}; its log says more"
+        return Failed(InternalFailure.code, reason)

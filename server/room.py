@@ -10,9 +10,6 @@ from cubroker.server.states import ALLOCATED, PROMISED, Impossible, Report, Stag
 GRANULARITY = 2 << 20
 """Bytes. Smaller pieces of device memory would share a block, and opening one would expose its neighbours."""
 
-VMM = "vmm"
-"""The share kind whose memory descriptors open, not handles; every lease has them handed over."""
-
 
 def rounded(nbytes: int) -> int:
     """Return the bytes that an allocation takes of its device."""
@@ -65,9 +62,16 @@ def take_off(books: Books, allocation: Allocation, report: Report) -> None:
     del books.allocations[allocation.ticket]
     del allocation.account.allocations[allocation.ticket]
     del user.allocations[allocation.ticket]
-    books.stirred_accounts.append(allocation.account)
+    books.stirred_accounts[allocation.account] = None
+    user.pieces -= allocation.descriptors
     spare(books, user, allocation.nbytes)
     books.part(user)
+
+
+def lose(account: Account, nbytes: int) -> None:
+    """Count bytes of an allocation that failed and that the device kept: they are nobody's, and stay."""
+    account.allocated += nbytes
+    account.lost += nbytes
 
 
 def spare(books: Books, user: User, nbytes: int) -> None:

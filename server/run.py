@@ -28,6 +28,9 @@ from cubroker.server.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
 
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""The signals that tell a broker to end."""
+
 
 def configure(path: Path | None, *, devices: str | None = None, budget: str | None = None) -> Config:
     """Return the configuration of a file, or what holds without one; what is given here comes before the file.
@@ -84,11 +87,15 @@ async def _serve(place: Directory, config: Config, ready: Callable[[], None] | N
 
 
 async def _told_to_stop() -> None:
-    """Return at a signal to end. One that is ignored stays so: shells start background work like that, and nohup."""
+    """Return at a signal to end. One that is ignored stays so: shells start background work like that, and nohup.
+
+    One that is blocked does not: whoever started this process left that by mistake, and nobody could stop it.
+    """
     told = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for number in ENDING:
         if signal.getsignal(number) is not signal.SIG_IGN:
             asyncio.get_running_loop().add_signal_handler(number, told.set)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
     await told.wait()
 
 
@@ -109,7 +116,8 @@ async def _assemble(undo: AsyncExitStack, supervisor: Supervisor, config: Config
     loop = asyncio.get_running_loop()
     driver = await asyncio.to_thread(_load, config.devices)
     undo.callback(driver.close)
-    budgets = _grant(driver.devices, config.budget)
+    each = int(driver.host)  # an emulated allocation is a file
+    budgets = [replace(budget, descriptors=each) for budget in _grant(driver.devices, config.budget)]
     memory: dict[str, DeviceMemory] = {}
     ledger = Ledger(budgets, os.geteuid(), policy=config.policy)
     broker = Broker(ledger, memory, driver.spec, supervisor.send)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from cubroker.protocol import wire
 from cubroker.protocol.messages import Notice, PoolChanged
 from cubroker.server.answers import Answers
+from cubroker.server.denials import Denials
 from cubroker.server.events import Gone, Lost
 from cubroker.server.parcels import Parcel
 from cubroker.server.peers import Peer
@@ -39,10 +40,16 @@ class Session:
         connection: the connection, which belongs to the session from now on, as ``peer.pidfd`` does.
         peer: the process.
         report: told when the connection or the process has ended, each at most once.
+        denials: takes what the process is refused.
     """
 
     def __init__(
-        self, number: int, connection: socket.socket, peer: Peer, report: Callable[[Lost | Gone], None]
+        self,
+        number: int,
+        connection: socket.socket,
+        peer: Peer,
+        report: Callable[[Lost | Gone], None],
+        denials: Denials,
     ) -> None:
         self.number = number
         self.peer = peer
@@ -52,6 +59,7 @@ class Session:
         self._connection: socket.socket | None = connection
         self._pidfd = peer.pidfd
         self._report = report
+        self._denials = denials
         self._waiting: dict[str, Notice | Parcel] = {}
         # The least that the kernel knows: what is on its way counts as open files, and whoever does not read stops it.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 0)
@@ -153,7 +161,7 @@ class Session:
         except OSError:
             said = b""
         if said:
-            log.warning("session %d is cut off: it sent something on the session socket", self.number)
+            self._denials.log(self.peer, f"session {self.number} is cut off: it sent something on the session socket")
         self._disconnect()
         self._report(Lost(self.number))
 

@@ -43,6 +43,7 @@ def begin(waiter: Waiter) -> None:
     else:
         waiter.pool.line[waiter] = None
         user.layouts += len(waiter.body.layout)
+        user.pieces += waiter.descriptors
     waiter.pool.story.append(f"request {waiter.request} of {waiter.session.label} began to wait")
 
 
@@ -78,6 +79,7 @@ def _step_out(books: Books, writer: Writer) -> None:
     user = writer.session.user
     if writer.phase is not Phase.MEMORY:
         user.layouts -= len(writer.body.layout)
+        user.pieces -= writer.descriptors
     if writer.phase is Phase.TURN:
         del writer.pool.line[writer]
         come_back(books, writer)
@@ -112,7 +114,7 @@ def leave_lines(books: Books, writer: Writer) -> None:
     """Take a create out of the lines for room; whoever is next in them may have room now."""
     for account in writer.accounts:
         del account.line[account.place(writer)]
-        books.stirred_accounts.append(account)
+        books.stirred_accounts[account] = None
 
 
 def answer(books: Books, waiter: Waiter, body: Reply) -> None:

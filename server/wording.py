@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from heapq import nlargest
@@ -171,7 +172,7 @@ def too_many_watches(user: User) -> str:
 def too_many_sessions(uid: int, limit: int | None, user: User | None) -> str:
     """Say that a user has all the sessions that it may have."""
     used = len(user.sessions) if user else 0
-    most = _most(user, lambda session: len(session.leases), "leases: ") if user else ""
+    most = f" ({_processes(user)})" if user and used else ""
     return f"user {uid} has {used} sessions of a quota of {limit}{most}; end some of them"
 
 
@@ -184,11 +185,34 @@ def too_many_layouts(user: User, nbytes: int) -> str:
     )
 
 
-def _most(user: User, count: Callable[[Session], int], what: str = "") -> str:
+def too_many_descriptors(uid: int, more: int, limit: int | None, user: User | None) -> str:
+    """Say that a user has all of the broker's descriptors that it may have."""
+    used, takers = (user.descriptors, _takers(user)) if user else (0, "")
+    return (
+        f"this takes {more} of the broker's descriptors, and user {uid} has {used} of a quota of {limit}{takers};"
+        f" end some sessions, or retire memory that is not needed"
+    )
+
+
+def _processes(user: User) -> str:
+    pids = Counter(session.pid for session in islice(user.sessions.values(), SURVEY))
+    return ", ".join(f"{number} of process {pid}" for pid, number in pids.most_common(3))
+
+
+def _takers(user: User) -> str:
+    """What takes most of a user's descriptors."""
+    largest = nlargest(3, islice(user.allocations.values(), SURVEY), key=lambda allocation: allocation.descriptors)
+    memory = (f"{each.version.label} {each.descriptors} ({_state(each)})" for each in largest if each.descriptors)
+    kinds = ((f"{len(user.sessions)} sessions", _processes(user)), ("memory", ", ".join(memory)))
+    words = "; ".join(f"{kind}, {which}" for kind, which in kinds if which)
+    return f" ({words})" if words else ""
+
+
+def _most(user: User, count: Callable[[Session], int]) -> str:
     counts = ((count(session), session) for session in islice(user.sessions.values(), SURVEY))
     largest = nlargest(3, (pair for pair in counts if pair[0]), key=lambda pair: pair[0])
     words = ", ".join(f"session {session.id} (pid {session.pid}) {number}" for number, session in largest)
-    return f" ({what}{words})" if words else ""
+    return f" ({words})" if words else ""
 
 
 def _hoard(user: User) -> str:
@@ -214,9 +238,14 @@ def never_fits(name: str, nbytes: int, account: Account) -> str:
     """Say that a request is larger than a device's whole budget."""
     device = account.device
     return (
-        f"{name} needs {size(nbytes)} on device {device.uuid}, whose whole budget is {size(device.budget)};"
+        f"{name} needs {size(nbytes)} on device {device.uuid}, whose whole budget is"
+        f" {size(device.budget)}{_lost(account)};"
         f" give the broker a larger budget, or spread the tensors over several pools and devices"
     )
+
+
+def _lost(account: Account) -> str:
+    return f" ({size(account.lost)} of it lost to a failed allocation)" if account.lost else ""
 
 
 def no_room(books: Books, writer: Writer) -> str:
@@ -232,7 +261,8 @@ def no_room(books: Books, writer: Writer) -> str:
     device = account.device
     return (
         f"{writer.pool.name} needs {size(writer.nbytes[account])} on device {device.uuid}: of its budget of"
-        f" {size(device.budget)}, {size(account.allocated)} are allocated and {size(account.promised)} promised"
+        f" {size(device.budget)}, {size(account.allocated)} are allocated{_lost(account)} and"
+        f" {size(account.promised)} promised"
         f"{_holders(books, writer.session, account)}; retire what is not needed, or wait"
     )
 

@@ -21,6 +21,8 @@ from pathlib import Path
 from threading import Lock, Thread
 from typing import Any
 
+import pytest
+
 from cubroker.driver.host import memory
 from cubroker.server.__main__ import main as serve
 from tests.brokers import BrokerProcess, ended, eventually
@@ -54,6 +56,22 @@ class Plan:
                 return 0
             self._seen += 1
             return self._error if self._seen == self._at else 0
+
+
+def fail_nth(patch: pytest.MonkeyPatch, thing: object, name: str, at: int, error: Exception) -> Callable[[], int]:
+    """Have the ``at``-th call of a function of ``thing`` fail, in this process; returns what counts the calls."""
+    calls = 0
+    real = getattr(thing, name)
+
+    def call(*args: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == at:
+            raise error
+        return real(*args, **options)
+
+    patch.setattr(thing, name, call)
+    return lambda: calls
 
 
 class FaultyModule:

@@ -22,6 +22,9 @@ ARROWS = {
 }
 """Each package, and those whose modules it may name."""
 
+TRANSPORT = ("zmq", "cuda", "asyncio", "socket", "selectors", "ssl")
+"""What the protocol, which is pure data, has no use for."""
+
 
 def sources(package: str) -> Iterator[tuple[str, Path]]:
     """Every module of ``cubroker.package``, by its full name."""
@@ -83,6 +86,10 @@ def test_no_source_names_a_module_against_the_arrows(package: str) -> None:
     assert crossings(package) == []
 
 
+def test_the_protocol_names_no_socket_no_event_loop_and_no_device_even_in_a_function() -> None:
+    assert not under({name for _, path in sources("protocol") for name in named(path.read_text())}, *TRANSPORT)
+
+
 def test_imports_are_seen_wherever_they_stand() -> None:
     source = """
 import a.b
@@ -98,7 +105,7 @@ def f():
 def test_the_protocol_loads_no_socket_no_event_loop_and_no_device() -> None:
     loaded = loaded_by(*modules_of("protocol"))
     assert "cubroker.protocol.messages" in loaded
-    assert not under(loaded, "zmq", "cuda", "asyncio", "socket", "selectors", "ssl")
+    assert not under(loaded, *TRANSPORT)
     assert not under(loaded, "cubroker.driver", "cubroker.server", "cubroker.client", "cubroker.cli")
 
 
@@ -119,7 +126,7 @@ def test_the_broker_process_never_loads_the_client_or_zeromq() -> None:
 def test_the_gateway_process_loads_no_device_and_no_event_loop() -> None:
     loaded = loaded_by("cubroker.server.gateway")
     assert "zmq" in loaded
-    assert not under(loaded, "cuda", "cubroker.driver", "cubroker.client", "cubroker.cli", "torch", "numpy")
+    assert not under(loaded, "cuda", "cubroker.driver", "cubroker.client", "cubroker.cli", "asyncio", "torch", "numpy")
 
 
 def test_a_client_loads_no_server_and_no_framework() -> None:

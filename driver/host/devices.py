@@ -98,9 +98,11 @@ class Devices(State):
             self.retained[device] -= 1
             if not self.retained[device]:
                 self.destroy(device)
-            idle, self.owner = (None, self.owner) if any(self.retained) else (self.owner, None)
-        if idle:
-            idle.stop()
+            unneeded = None if any(self.retained) else self.owner
+            if unneeded:
+                self.owner = None
+        if unneeded:
+            unneeded.stop()  # which waits for its thread, so that nobody should wait for the lock meanwhile
 
     @answers(1)
     def cuCtxCreate(self, ctxCreateParams: Any, flags: int, dev: Any) -> Any:

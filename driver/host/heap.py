@@ -164,9 +164,10 @@ class Heap:
         return list(self._blocks.values())
 
     def forked(self) -> None:
-        """In a forked child: close the parent's descriptors, which would keep freed memory."""
+        """In a forked child: close the parent's descriptors, which would keep freed memory, and forget them."""
         for block in self._blocks.values():
             os.close(block.fd)
+        self._blocks.clear()  # in a child's own child these numbers are other files
 
     def _place(self, nbytes: int) -> tuple[Block, int]:
         if nbytes <= SMALL:

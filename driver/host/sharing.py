@@ -137,13 +137,15 @@ def _ask(asker: socket.socket, secret: bytes) -> Offer:
     asker.send(secret)
     # socket.recv_fds would drop the flag, and a child that is started meanwhile would inherit the memory.
     data, ancillary, flags, _ = asker.recvmsg(_ANSWER.size, socket.CMSG_LEN(_INT.size), socket.MSG_CMSG_CLOEXEC)
+    received: list[int] = [_INT.unpack(rights)[0] for _, _, rights in ancillary]
     if flags & socket.MSG_CTRUNC:
-        raise OSError(errno.EMFILE, "no descriptor is left for the memory")
-    if not ancillary:
+        for fd in received:
+            os.close(fd)
+        raise OSError(errno.EMFILE, "no descriptor is left for the memory, or more than one was sent")
+    if not received:
         raise LookupError("the owner of the memory does not know the handle")
-    fd: int = _INT.unpack(ancillary[0][2])[0]
     if len(data) < _ANSWER.size:  # another version of this module, or an impostor
-        os.close(fd)
+        os.close(received[0])
         raise LookupError("the owner of the memory does not answer as it should")
     offset, device = _ANSWER.unpack(data)
-    return Offer(fd, device, offset)
+    return Offer(received[0], device, offset)

@@ -108,7 +108,7 @@ class Storage(State):
         """Return the address of device memory that may be so used; the copy itself runs without the lock."""
         device = self.current()
         with self.lock:
-            if not self.addresses.allows(device, pointer, nbytes, writing=writing):
+            if nbytes < 0 or not self.addresses.allows(device, pointer, nbytes, writing=writing):
                 raise Refusal(Result.CUDA_ERROR_INVALID_VALUE)
         return pointer
 

@@ -35,6 +35,7 @@ class Vmm(State):
         super().forked()
         for held in self._handles.values():
             held.forked()
+        self._handles.clear()  # in a child's own child these numbers are other files
 
     @answers(1)
     def cuMemGetAllocationGranularity(self, prop: Any, option: Any) -> int:

@@ -17,7 +17,7 @@ from cubroker.protocol import Layout
 from tests import checkpoints
 from tests.brokers import BrokerProcess, eventually
 from tests.cli import terminal
-from tests.cli.processes import run
+from tests.cli.processes import environment, run
 
 POOL_KEYS = [
     *("name", "version", "state", "nbytes", "tensors", "share", "devices", "durable", "leases", "owner"),
@@ -116,6 +116,14 @@ def test_show_adds_the_layout_to_what_ls_says(directory: Path, llama: str) -> No
             {"name": "step", "dtype": "I64", "shape": [], "nbytes": 8, "allocation": 0, "offset": 256},
         ],
     }
+
+
+def test_json_is_json_whatever_the_terminal_can_show(directory: Path, tmp_path: Path) -> None:
+    names = {"größe", "\U0001f600", "a\nb\x1b[2J"}
+    path = checkpoints.write(tmp_path / "x.safetensors", checkpoints.filled([(name, "U8", (1,)) for name in names]))
+    assert run("load", "x", path, "--directory", directory).returncode == 0
+    done = run("show", "x", "--json", "--directory", directory, env=environment(PYTHONIOENCODING="ascii"))
+    assert {tensor["name"] for tensor in json.loads(done.stdout)["layout"]["tensors"]} == names
 
 
 def test_show_reads_well(directory: Path, llama: str) -> None:

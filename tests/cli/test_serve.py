@@ -49,7 +49,9 @@ def test_a_second_broker_in_the_directory_is_refused_and_the_first_goes_on(direc
 def test_a_budget_beyond_the_device_is_refused(directory: Path) -> None:
     done = run("serve", "--devices", "host:1@64MiB", "--budget", "1GiB", "--directory", directory)
     assert done.returncode == 1
-    assert "budget of 1GiB" in done.stderr
+    assert done.stderr.endswith(
+        "a budget of 1GiB is 1073741824 bytes, and the device has 67108864; it can be 1 byte to all of them\n"
+    )
 
 
 def test_options_come_before_the_environment_and_that_before_the_file(directory: Path) -> None:

@@ -6,10 +6,13 @@ import io
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from cubroker.cli import text
+from tests.brokers import BrokerProcess
+from tests.cli.processes import COMMAND
 
 
 @pytest.mark.parametrize(
@@ -80,3 +83,19 @@ def test_a_reader_that_went_away_ends_the_command_quietly() -> None:
             [sys.executable, "-c", program], stdout=broken, stderr=subprocess.PIPE, timeout=60, check=False
         )
     assert (done.returncode, done.stderr) == (text.BROKEN_PIPE, b"")
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_command_works_with_standard_streams_closed(broker: BrokerProcess, closed: str) -> None:
+    script = f'"$0" -m cubroker.cli "$@" {closed}'
+    arguments = [sys.executable, "devices", "--directory", str(broker.directory)]
+    done = subprocess.run(["sh", "-c", script, *arguments], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert ("HOST-" in done.stdout) == (closed == "2>&-")
+
+
+def test_output_that_cannot_be_written_is_a_failure_in_one_line(broker: BrokerProcess) -> None:
+    command = [*COMMAND, "devices", "--directory", broker.directory]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (1, "cubroker: cannot write the output: No space left on device\n")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from cubroker.cli import main
-from tests.cli.processes import environment, run
+from tests.cli.processes import DEADLINE, environment, run
 
 
 @pytest.mark.parametrize(
@@ -57,6 +58,22 @@ def test_no_broker_there_is_status_3(arguments: str, tmp_path: Path, capsys: pyt
     assert len(errors.splitlines()) == 1
 
 
+def test_a_path_that_this_user_may_not_read_is_no_wrong_usage() -> None:
+    program = (
+        "import os, sys; from cubroker.cli import load, ls, main\n"
+        "if not os.getuid(): os.setuid(65534)\n"
+        "sys.exit(main.run(sys.argv[1:]))"
+    )
+    with tempfile.TemporaryDirectory() as folder:  # in pytest's own, other users could not look
+        Path(folder).chmod(0o711)
+        secret = Path(folder) / "run"
+        secret.mkdir(mode=0o311)
+        for command in (["ls"], ["load", "x", str(secret)]):
+            command = [sys.executable, "-c", program, *command, "--directory", str(secret)]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=False)
+            assert (done.returncode, done.stdout) == (3, ""), done.stderr
+
+
 def test_statuses_are_those_of_the_process(tmp_path: Path) -> None:
     assert run("nothing").returncode == 2
     assert run("ls", "--directory", tmp_path / "nobody").returncode == 3
@@ -84,7 +101,7 @@ def test_what_is_not_built_yet_is_refused_as_such(option: str, capsys: pytest.Ca
 def test_help_names_every_command_and_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["--help"]) == 0
     overview = capsys.readouterr().out
-    for command, (_, summary) in main.COMMANDS.items():
+    for command, summary in main.COMMANDS.items():
         assert f"  {command}" in overview
         assert summary in overview
         assert main.run([command, "-h"]) == 0

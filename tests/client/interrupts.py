@@ -1,7 +1,8 @@
 """Interrupts one call of the client at every place where Python delivers a signal: ``… DIRECTORY WHAT``.
 
-That is after a call into C returned, and at the beginning of a function. Each place in turn gets a SIGINT, the first
-time that it is come to; then nothing of what was begun may be left, neither at the broker nor as threads here.
+That is after a call into C returned, and at the beginning of a function, in the client's code and in what it calls.
+Each place in turn gets a SIGINT, the first time that it is come to; then nothing of what was begun may be left,
+neither at the broker nor as threads here.
 """
 
 from __future__ import annotations
@@ -20,12 +21,16 @@ from types import CodeType, FrameType
 from typing import Any
 
 import cubroker.client
-from cubroker.client import Broker
+from cubroker.client import Broker, Watch
 from cubroker.protocol import Layout
 from tests.brokers import eventually
 
 LAYOUT = Layout.pack([("a", "F32", (100,)), ("b", "BF16", (3,))])
 PACKAGE = str(PurePath(cubroker.client.__file__ or "").parent)
+UNSAFE = threading.Thread.start.__code__
+"""Python's own: interrupted in the wrong place, it leaves a thread that never begins, or that waits for ever."""
+
+watches: list[Watch] = []
 
 # A trace function in C: after one in Python the signal's handler would run at once, inside of it.
 _trip = ctypes.PYFUNCTYPE(None, *[ctypes.py_object] * 3)(("PyErr_SetInterrupt", ctypes.pythonapi))
@@ -39,7 +44,7 @@ def before_calls(code: CodeType) -> frozenset[int]:
 
 
 class Interrupt:
-    """One SIGINT, at the place of that number that is come to in the client's code."""
+    """One SIGINT, at the place of that number that is come to."""
 
     def __init__(self, number: int) -> None:
         self._left = number
@@ -54,7 +59,8 @@ class Interrupt:
         sys.settrace(None)
 
     def _called(self, frame: FrameType, event: str, arg: object) -> Any:
-        return self._step if frame.f_code.co_filename.startswith(PACKAGE) else None
+        here = [each.f_code.co_filename.startswith(PACKAGE) for each in (frame, frame.f_back) if each]
+        return self._step if any(here) and frame.f_code is not UNSAFE else None
 
     def _step(self, frame: FrameType, event: str, arg: object) -> Any:
         frame.f_trace_opcodes = True
@@ -107,6 +113,12 @@ def watch(broker: Broker, name: str) -> None:
         next(changes)
 
 
+def follow(broker: Broker, name: str) -> None:
+    """Begin a watch that outlives the interrupt."""
+    watches.append(broker.watch("shared"))
+    next(watches[-1])
+
+
 def close(broker: Broker, name: str) -> None:
     pool, draft = broker.attach("shared"), broker.create(name, LAYOUT)
     array = pool["a"].numpy()
@@ -129,6 +141,7 @@ def attempt(directory: str, work: Callable[[Broker, str], None], number: int) ->
         except KeyboardInterrupt:
             pass
         broker.close()
+        watches.clear()
     return interrupt.came
 
 

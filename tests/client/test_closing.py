@@ -204,3 +204,13 @@ def test_a_pool_may_be_closed_in_the_middle_of_being_closed_or_used(client: Brok
             tensor.__dlpack__()
     del mapped, tensor
     eventually(lambda: len(client.pools()) == 1, "the end of the draft")
+
+
+def test_a_finalizer_in_the_middle_of_a_request_waits_for_nothing(client: Broker, name: str) -> None:
+    publish(client, name)
+    pool = client.attach(name)
+    with client.requests._lock:
+        pool.close()
+        with pytest.raises(Unavailable, match="called by a finalizer in the middle of a request"):
+            client.pools()
+    eventually(lambda: leases(client, name) == 0, "the end of the lease")

@@ -242,7 +242,7 @@ def test_a_socket_that_this_user_may_not_use_is_denied(tmp_path: Path, monkeypat
             raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(socket, "socket", Forbidden)
-    with pytest.raises(Denied, match=r"may not connect .* Permission denied"):
+    with pytest.raises(Denied, match=r"may not connect .* Permission denied; .*sockets.mode"):
         Broker(tmp_path)
 
 

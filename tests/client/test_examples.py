@@ -8,11 +8,13 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from cubroker.client import Broker
 from cubroker.client.loader import load
 from tests import checkpoints
-from tests.brokers import PATIENCE, BrokerProcess
+from tests.brokers import PATIENCE, BrokerProcess, eventually, serving
+from tests.client.conftest import leases
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -55,3 +57,22 @@ def test_versions_are_followed_to_the_end(lender: BrokerProcess, client: Broker,
         assert follower.stdout.readline() == f"{name}@{version}: 1 tensors\n"
     client.retire(name)
     assert said(follower) == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", sorted(path.name for path in EXAMPLES.glob("*.py")))
+def test_an_example_without_arguments_says_how_to_run_it(example: str) -> None:
+    command = [sys.executable, str(EXAMPLES / example)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert done.returncode == 1
+    assert f"python examples/{example} " in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_a_model_runs_on_weights_that_its_process_did_not_load(minilm: Path) -> None:
+    with serving("host:1@256MiB") as broker, Broker(broker.directory) as client:
+        load(client, "minilm", minilm)
+        text = said(started(broker, "transformers_worker.py", "minilm", str(minilm), "weights are loaded once"))
+        assert text.startswith("'weights are loaded once': [")
+        eventually(lambda: leases(client, "minilm") == 0, "the end of the lease")

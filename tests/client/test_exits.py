@@ -72,6 +72,35 @@ def test_what_is_closed_after_the_exit_hooks_returns_at_once(client: Broker, len
     assert (done.returncode, done.stdout, done.stderr) == (0, "Unavailable\nclosed\n", "")
 
 
+def test_sessions_may_come_and_go_while_the_interpreter_exits(lender: BrokerProcess) -> None:
+    program = """
+    from cubroker.client import processes
+
+    class Session:
+        def stop(self):
+            pass
+
+    def come_and_go():
+        while not over:
+            processes.register(Session())
+
+    over, kept = False, [Session() for _ in range(500)]
+    for session in kept:
+        processes.register(session)
+    sys.setswitchinterval(1e-6)
+    threads = [threading.Thread(target=come_and_go) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(500):
+            processes._exit()
+    finally:
+        over = True
+    """
+    done = run(lender, program)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.parametrize(
     "call",
     [
@@ -205,7 +234,7 @@ def test_a_process_whose_broker_has_died_exits_too() -> None:
             process.wait()
 
 
-@pytest.mark.parametrize("what", ["attach", "sleep", "publish", "discard", "watch", "close", "begin"])
+@pytest.mark.parametrize("what", ["attach", "sleep", "publish", "discard", "watch", "follow", "close", "begin"])
 def test_an_interrupt_at_any_place_leaves_nothing_behind(lender: BrokerProcess, what: str) -> None:
     program = "from tests.client import interrupts; interrupts.main(*sys.argv[1:])"
     done = run(lender, program, what, measured=False)

@@ -26,7 +26,7 @@ from cubroker.protocol.messages import Refused
 from tests.brokers import BrokerProcess, eventually
 from tests.client.conftest import leases, publish
 from tests.client.scripts import run
-from tests.faults import FaultyModule, Plan
+from tests.faults import FaultyModule, Plan, fail_nth
 from tests.server.processes import descriptors
 
 MIB = 1 << 20
@@ -137,20 +137,6 @@ def unchanged() -> Iterator[None]:
     eventually(lambda: all(map(operator.le, counts(), before)), f"{before} descriptors and threads")
 
 
-def refuse_nth(monkeypatch: pytest.MonkeyPatch, thing: object, name: str, at: int, error: Exception) -> None:
-    calls = 0
-    real: Callable[..., Any] = getattr(thing, name)
-
-    def call(*args: Any, **options: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == at:
-            raise error
-        return real(*args, **options)
-
-    monkeypatch.setattr(thing, name, call)
-
-
 @pytest.mark.parametrize(
     ("thing", "name", "at", "error"),
     [
@@ -166,7 +152,7 @@ def test_a_session_that_cannot_begin_leaves_nothing(
     client.pools()  # its own connection is there now
     with unchanged():
         with monkeypatch.context() as broken:
-            refuse_nth(broken, thing, name, at, error)
+            fail_nth(broken, thing, name, at, error)
             with pytest.raises(Unavailable, match=r"no connection for requests to the broker on .*(thread|open files)"):
                 Broker(client.directory)
         with Broker(client.directory) as other:

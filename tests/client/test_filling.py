@@ -87,7 +87,7 @@ def dirty_ring(targets: Sequence[Target]) -> Ring:
 
 
 @pytest.mark.parametrize("slab", [None, 65536])
-@pytest.mark.parametrize("sink", [rings.Mapped, dirty_ring, chain])
+@pytest.mark.parametrize("sink", [rings.Direct, dirty_ring, chain])
 @pytest.mark.usefixtures("small_chunks")
 def test_every_byte_reaches_every_device_and_gaps_are_zero(
     tmp_path: Path, memory: Callable[..., Memory], monkeypatch: pytest.MonkeyPatch, sink: object, slab: int | None
@@ -137,7 +137,7 @@ def test_progress_rises_to_the_whole_and_comes_from_the_calling_thread(
     assert {thread for _, _, thread in seen} == {threading.get_ident()}
 
 
-@pytest.mark.parametrize("sink", [rings.Mapped, dirty_ring, chain])
+@pytest.mark.parametrize("sink", [rings.Direct, dirty_ring, chain])
 @pytest.mark.usefixtures("small_chunks")
 def test_a_file_that_ends_early_stops_all_threads(
     tmp_path: Path, memory: Callable[..., Memory], monkeypatch: pytest.MonkeyPatch, sink: object
@@ -176,26 +176,6 @@ def test_a_ring_that_cannot_be_pinned_leaves_nothing(
         with pytest.raises(DriverError, match="cuMemHostAlloc"):
             filling.fill(checkpoint, lent.layout, lent.targets)
     assert len(closed) == 1
-
-
-@pytest.mark.usefixtures("small_chunks")
-def test_an_interrupt_while_threads_end_is_not_lost_and_waits_for_them(
-    tmp_path: Path, memory: Callable[..., Memory], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    endings = iter([True])
-    shutdown = filling.ThreadPoolExecutor.shutdown
-
-    def interrupted(self: filling.ThreadPoolExecutor, *, cancel_futures: bool) -> None:
-        if next(endings, False):
-            raise KeyboardInterrupt
-        shutdown(self, cancel_futures=cancel_futures)
-
-    monkeypatch.setattr(filling.ThreadPoolExecutor, "shutdown", interrupted)
-    with Checkpoint.open(checkpoints.write(tmp_path / "m.safetensors", TENSORS)) as checkpoint:
-        lent = memory(checkpoint)
-        with pytest.raises(KeyboardInterrupt):
-            filling.fill(checkpoint, lent.layout, lent.targets)
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("cubroker-load")]
 
 
 @pytest.mark.usefixtures("small_chunks")

@@ -33,16 +33,24 @@ def refused(call):
         print(type(error).__name__, "belongs to process" in str(error))
     else:
         print("nothing was raised")
+
+name = sys.argv[2]
 """
+
+
+def forking(lender: BrokerProcess, name: str, program: str) -> list[str]:
+    """Run a program that forks, which must end well and without a warning; return the lines that it printed."""
+    done = run(lender, FORK + program, name)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout.splitlines()
 
 
 def test_a_forked_child_gets_an_error_from_every_call(client: Broker, lender: BrokerProcess, name: str) -> None:
     publish(client, name)
-    done = run(
+    said = forking(
         lender,
-        FORK
-        + """
-name = sys.argv[2]
+        name,
+        """
 broker = Broker(directory)
 pool = broker.attach(name)
 tensor = pool["weight"]
@@ -61,10 +69,8 @@ print(len(calls), sorted(info.name for info in broker.pools()), pool["weight"].t
 broker.retire("fork")
 broker.close()
 """,
-        name,
     )
-    assert (done.returncode, done.stderr) == (0, "")
-    *refusals, last = done.stdout.splitlines()
+    *refusals, last = said
     assert refusals == ["Invalid True"] * 20
     assert last == f"20 ['fork', '{name}'] True"
 
@@ -73,21 +79,22 @@ def test_nothing_that_a_child_drops_or_leaves_reaches_the_broker(
     client: Broker, lender: BrokerProcess, name: str
 ) -> None:
     publish(client, name)
-    done = run(
+    said = forking(
         lender,
-        FORK
-        + """
+        name,
+        """
 import gc
-name = sys.argv[2]
 held = {"broker": Broker(directory)}
 held["pool"] = held["broker"].attach(name)
+held["watch"] = held["broker"].watch(name)
 held["array"] = held["pool"]["weight"].numpy()
 
 def drop():
-    with held["broker"], held["pool"]:  # as a child does that leaves its parent's blocks
+    with held["broker"], held["pool"], held["watch"]:  # as a child does that leaves its parent's blocks
         pass
     held.clear()
     gc.collect()
+    print("dropped")
 
 forked(drop)
 pid = os.fork()
@@ -99,19 +106,16 @@ held["pool"].close()
 del held["array"]
 held["broker"].close()
 """,
-        name,
     )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines() == ["0", "[1] (4, 8)"]
+    assert said == ["dropped", "0", "[1] (4, 8)"]
 
 
 def test_a_child_may_open_a_broker_of_its_own(client: Broker, lender: BrokerProcess, name: str) -> None:
     publish(client, name)
-    done = run(
+    said = forking(
         lender,
-        FORK
-        + """
-name = sys.argv[2]
+        name,
+        """
 with Broker(directory) as broker:
     def work():
         with Broker(directory) as own, own.attach(name) as pool:
@@ -130,10 +134,8 @@ with Broker(directory) as broker:
         forked(late)
         print(len(pool["weight"].tobytes()))
 """,
-        name,
     )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines() == [
+    assert said == [
         "128 True",
         "1",
         "Unavailable  it was forked from one that uses them: start it by spawn or forkserver",
@@ -165,6 +167,37 @@ os.kill(os.getpid(), signal.SIGKILL)
         os.kill(child, 0)  # it lives
     finally:
         os.kill(child, signal.SIGKILL)
+
+
+def test_a_session_ends_though_a_child_was_forked_while_it_began(client: Broker, lender: BrokerProcess) -> None:
+    done = run(
+        lender,
+        FORK
+        + """
+from tests.brokers import eventually
+made, (reading, writing) = [], os.pipe()
+thread = threading.Thread(target=lambda: made.append(Broker(directory)))
+os.kill(int(sys.argv[2]), signal.SIGSTOP)
+try:
+    before = len(os.listdir("/proc/self/fd"))
+    thread.start()
+    eventually(lambda: len(os.listdir("/proc/self/fd")) > before, "the thread to connect")
+    if os.fork() == 0:  # until the parent closes the pipe, or ends
+        os.close(writing)
+        os._exit(len(os.read(reading, 1)))
+finally:
+    os.kill(int(sys.argv[2]), signal.SIGCONT)
+thread.join()
+(broker,) = made
+broker.close()
+with Broker(directory) as other:
+    eventually(lambda: broker.session not in [info.session for info in other.clients()], "the end of the session")
+os.close(writing)
+print(os.wait()[1])
+""",
+        str(lender.pid),
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])

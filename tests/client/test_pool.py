@@ -25,7 +25,7 @@ def test_a_closed_pool_is_of_no_use_and_may_be_closed_again(client: Broker, name
     assert leases(client, name) == 0
     assert list(pool) == [tensor.name for tensor in LAYOUT.tensors]
     for use in (lambda: pool["weight"], lambda: pool.slabs):
-        with pytest.raises(Invalid, match=f"pool {name!r} version 1 is closed in this process; attach again"):
+        with pytest.raises(Invalid, match=f"pool {name!r} version 1 is closed in this process; get another"):
             use()
 
 

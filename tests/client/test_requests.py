@@ -6,7 +6,7 @@ from cubroker.client import requests
 from cubroker.client.processes import Owner
 from cubroker.client.requests import Requests, expect
 from cubroker.protocol import wire
-from cubroker.protocol.errors import NotFound, OverQuota, TimedOut, Unavailable
+from cubroker.protocol.errors import NotFound, TimedOut, Unavailable
 from cubroker.protocol.messages import (
     MAX_RECEIVED,
     Answer,
@@ -114,17 +114,26 @@ def test_only_what_was_sent_a_while_ago_is_sent_again(monkeypatch: pytest.Monkey
     assert desk.sent() == []
 
 
-def test_a_close_is_insisted_on_when_the_broker_has_no_room_for_requests() -> None:
+def test_what_is_sent_again_tells_what_came_since() -> None:
     desk = Desk()
-    close, pools = desk.requests.submit(Close(5)), desk.requests.submit(ListPools())
-    refusal = Failed("over_quota", "too many requests")
-    desk.answer(1, refusal)
-    desk.answer(2, refusal)
-    with pytest.raises(OverQuota):
-        pools.result()
-    desk.sent()
+    for body in (ListPools(), ListPools(), ListPools(), Close(5)):
+        desk.requests.submit(body)
+    desk.answer(1, Pools(()))
+    desk.answer(3, Pools(()))
     desk.requests.resend_all()
-    assert desk.sent() == [(1, 1, Close(5))]
+    told = [wire.unpack(data, Envelope) for data in desk.requests.outbox]
+    assert [(each.id, each.oldest, each.received) for each in told] == [(2, 2, (3,)), (4, 2, ())]
+
+
+def test_a_broker_without_room_for_a_close_gets_it_until_there_is_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(requests, "monotonic", lambda: now)
+    desk = Desk()
+    close = desk.requests.submit(Close(5))
+    for _ in range(3):
+        assert desk.sent() == [(1, 1, Close(5))]
+        now += 1.1 * requests.RESEND
+        desk.requests.resend_overdue()
     desk.answer(1, Done())
     assert close.result() == Done()
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import builtins
 import pickle
 import sys
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -66,6 +67,17 @@ def test_without_ml_dtypes_the_message_names_it(client: Broker, name: str, monke
         with pytest.raises(Unsupported, match="install ml_dtypes"):
             pool["bias"].numpy()
         assert pool["weight"].numpy().shape == (4, 8)
+
+
+def test_an_ml_dtypes_that_is_broken_is_not_called_missing(
+    client: Broker, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    publish(client, name)
+    (tmp_path / "ml_dtypes.py").write_text("raise ImportError('built for another numpy')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "ml_dtypes")
+    with client.attach(name) as pool, pytest.raises(Unsupported, match="built for another numpy"):
+        pool["bias"].numpy()
 
 
 def test_a_scalar_and_a_tensor_without_elements_are_tensors_too(client: Broker, name: str) -> None:

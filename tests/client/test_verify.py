@@ -61,6 +61,16 @@ def test_every_kind_of_difference_is_named(client: Broker, path: Path, tmp_path:
     assert found.tensors == len(TENSORS) - 2
 
 
+def test_differences_come_in_the_order_of_the_files_and_then_of_the_pool(
+    client: Broker, path: Path, tmp_path: Path, name: str
+) -> None:
+    load(client, name, path)
+    found = verify(client, name, checkpoints.write(tmp_path / "x.safetensors", checkpoints.filled([("x", "U8", (1,))])))
+    with client.attach(name) as pool:
+        missing = [f"tensor {tensor!r} is in the pool and not in the files" for tensor in pool]
+    assert list(found.differences) == ["tensor 'x' is in the files and not in the pool", *missing]
+
+
 def test_a_version_is_verified_by_its_number(client: Broker, path: Path, tmp_path: Path, name: str) -> None:
     other = checkpoints.write(tmp_path / "other.safetensors", checkpoints.filled([("x", "U8", (1,))]))
     load(client, name, path)

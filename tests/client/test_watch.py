@@ -69,6 +69,13 @@ def test_a_watch_that_is_dropped_is_forgotten(client: Broker, name: str) -> None
         assert next(watch) == 1
 
 
+def test_a_finalizer_may_close_a_watch_while_another_is_made(client: Broker, name: str) -> None:
+    watch = client.watch(name)
+    with client._session.watches._lock:
+        watch.close()
+    assert list(watch) == []
+
+
 def test_a_watch_ends_with_the_broker() -> None:
     with serving() as process, Broker(process.directory) as broker:
         watch = broker.watch("pool")

@@ -170,6 +170,18 @@ def test_any_thread_may_use_a_context_and_keeps_its_own(context: Context, memory
     assert seen == [b"thread", 0]
 
 
+def test_a_block_makes_its_context_current_for_many_calls_and_then_the_one_that_was(
+    context: Context, memory: int
+) -> None:
+    before = int(context.calls.cuCtxGetCurrent())
+    with context.current():
+        inside = int(context.calls.cuCtxGetCurrent())
+        context.write(memory, b"in a block")
+        assert context.read(memory, 10) == b"in a block"
+        assert int(context.calls.cuCtxGetCurrent()) == inside != 0
+    assert int(context.calls.cuCtxGetCurrent()) == before
+
+
 # -- sharing -------------------------------------------------------------------------------------------
 
 

@@ -129,6 +129,8 @@ def test_copies_stay_within_device_memory(current: HostModule) -> None:
         current.cuMemcpyHtoD(first + BLOCK - 1, first, 2),
         current.cuMemcpyHtoDAsync(8, first, 2, cuda.CUstream(0)),
         current.cuMemcpyDtoH(first, 8, 2),
+        current.cuMemsetD8(first, 0, -1),
+        current.cuMemcpyDtoH(second, first, -1),
     ):
         assert status == (Result.CUDA_ERROR_INVALID_VALUE,)
 

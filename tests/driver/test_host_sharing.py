@@ -250,17 +250,19 @@ def _named() -> socket.socket:
 
 
 @pytest.mark.parametrize(
-    ("sealed", "answer", "name"),
+    ("sealed", "answer", "copies", "name"),
     [
-        (False, sharing._ANSWER.pack(0, 0), "CUDA_ERROR_OPERATING_SYSTEM"),
-        (True, sharing._ANSWER.pack(BLOCK, 0), "CUDA_ERROR_INVALID_VALUE"),
-        (True, b"short", "CUDA_ERROR_INVALID_VALUE"),
+        (False, sharing._ANSWER.pack(0, 0), 1, "CUDA_ERROR_OPERATING_SYSTEM"),
+        (True, sharing._ANSWER.pack(BLOCK, 0), 1, "CUDA_ERROR_INVALID_VALUE"),
+        (True, b"short", 1, "CUDA_ERROR_INVALID_VALUE"),
+        (True, sharing._ANSWER.pack(0, 0), 2, "CUDA_ERROR_OPERATING_SYSTEM"),
     ],
-    ids=["memory that could shrink", "an offset outside", "half an answer"],
+    ids=["memory that could shrink", "an offset outside", "half an answer", "two descriptors"],
 )
-def test_an_impostor_cannot_make_us_map_what_would_fault(
-    context: Context, sealed: bool, answer: bytes, name: str
+def test_an_impostor_cannot_make_us_map_what_would_fault_nor_keep_what_it_sends(
+    context: Context, sealed: bool, answer: bytes, copies: int, name: str
 ) -> None:
+    files = descriptors()
     handle = bytes(range(64))
     fd = memory.create(BLOCK) if sealed else os.memfd_create("unsealed")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as impostor:
@@ -268,7 +270,7 @@ def test_an_impostor_cannot_make_us_map_what_would_fault(
 
         def serve() -> None:
             _, asker = impostor.recvfrom(64)
-            rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))
+            rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd] * copies))
             impostor.sendmsg([answer], [rights], 0, asker)
 
         thread = threading.Thread(target=serve)
@@ -277,6 +279,7 @@ def test_an_impostor_cannot_make_us_map_what_would_fault(
             context.open(handle)
         thread.join()
     os.close(fd)
+    assert descriptors() == files
 
 
 def test_a_forked_child_is_refused_and_harms_nothing(context: Context, owner: Neighbour) -> None:
@@ -287,6 +290,33 @@ def test_a_forked_child_is_refused_and_harms_nothing(context: Context, owner: Ne
     assert context.read(theirs, 5) == b"whole"
     context.close(theirs)
     context.free(pointer)
+
+
+FORKING_TWICE = """
+import os, sys
+from cubroker.driver import load
+context = load(sys.argv[1]).context(0)
+context.export(context.allocate(2 << 20))
+if os.fork() == 0:
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(8)]
+    if os.fork() == 0:
+        for file in files:
+            os.fstat(file)
+        print("all open", flush=True)
+        os._exit(0)
+    os._exit(os.waitstatus_to_exitcode(os.wait()[1]))
+sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
+"""
+
+
+def test_the_child_of_a_forked_child_keeps_the_files_that_its_parent_opened() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKING_TWICE, SPEC],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "all open\n", "")
 
 
 FORKING = """

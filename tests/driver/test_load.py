@@ -52,6 +52,7 @@ def test_host_devices_share_half_of_the_memory_unless_told_otherwise() -> None:
         ("cuda:1,1", "names a device twice"),
         ("host", "no driver 'host'"),
         ("host:2@64MB", "no driver 'host:2@64MB'"),
+        ("host:٢", "no driver 'host:٢'"),
         ("host:0", "asks for 0 devices; it can be 1 to 64"),
         ("host:65", "asks for 65 devices"),
         ("host:1@1MiB", "gives a device 0 bytes; it needs 2097152 at least"),

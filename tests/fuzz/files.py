@@ -50,7 +50,7 @@ def header(data: bytes) -> None:
     os.pwrite(file.fileno(), data, 0)
     file.seek(0)
     found = headers.read(file, Path("fuzz.safetensors"))
-    ends = [(tensor.offset, tensor.offset + tensor.nbytes) for tensor in found.tensors]
+    ends = [(tensor.offset, tensor.offset + tensor.nbytes) for tensor in found]
     assert all(before[1] == after[0] for before, after in pairwise(ends))
     assert not ends or ends[-1][1] == len(data)
 

@@ -15,9 +15,9 @@ import zmq
 from cubroker.protocol import wire
 from cubroker.protocol.directory import REQUEST_SOCKET
 from cubroker.protocol.layout import Layout
-from cubroker.protocol.messages import Describe, Envelope, ListPools
+from cubroker.protocol.messages import Describe, Description, Envelope, ListPools
 from tests.brokers import BrokerProcess, eventually
-from tests.hostile.peers import GREETING, HOSTILITY, MIB, Witness, dial, frame, pour, ready
+from tests.hostile.peers import GREETING, HOSTILITY, MIB, Witness, acknowledge, dial, frame, pour, ready
 from tests.server.clients import session
 from tests.server.processes import alive, descriptors, gateway_of, resident
 
@@ -134,12 +134,26 @@ def test_a_reader_that_never_reads(broker: BrokerProcess, witness: Witness) -> N
 def test_the_largest_answers_asked_for_again_and_again_and_never_read(broker: BrokerProcess, witness: Witness) -> None:
     layout = Layout.pack([(f"{number:0500d}", "U8", (0,)) for number in range(15_000)] + [("x", "U8", (1,))])
     gateway, before = gateway_of(broker.pid), resident(broker.pid)
-    leave_memory(gateway, 128 * MIB)
+    leave_memory(gateway, 256 * MIB)
     with session(broker.directory) as client, silent_dealer(broker) as dealer:
         client.publish("large", layout)
-        again = wire.pack(Envelope(client.welcome.secret, 1 << 40, 1 << 40, Describe("large", 0)))
-        for _ in range(60 * HOSTILITY):
-            dealer.send(again)
-        eventually(lambda: not alive(gateway) or resident(gateway) > 64 * MIB, "the answers to gather")
+        for number in range(1 << 40, (1 << 40) + 30 * HOSTILITY):
+            # It says that it has all earlier answers, so the broker does not keep them.
+            again = wire.pack(Envelope(client.welcome.secret, number, number, Describe("large", 0)))
+            for _ in range(20):
+                dealer.send(again)
+            if number % 2:
+                witness.check()
+        eventually(lambda: not alive(gateway) or resident(gateway) > 48 * MIB, "the answers to gather")
         witness.check()
+        assert gateway_of(broker.pid) == gateway, "one deaf peer brings down the gateway of all"
     assert resident(broker.pid) - before < 256 * MIB
+
+
+def test_large_answers_one_after_the_other_come_to_whom_reads_them(broker: BrokerProcess, witness: Witness) -> None:
+    layout = Layout.pack([(f"{number:0500d}", "U8", (0,)) for number in range(15_000)] + [("x", "U8", (1,))])
+    with session(broker.directory) as client:
+        client.publish("large", layout)
+        for _ in range(30 * HOSTILITY):
+            assert client.ask(Describe("large", 0), Description).layout == layout.encode()
+            acknowledge(client)

@@ -31,7 +31,7 @@ from cubroker.server.directory import SO_PASSRIGHTS
 from cubroker.server.greeting import MAX_GUESTS
 from tests.brokers import BrokerProcess, eventually
 from tests.hostile.peers import HOSTILITY, MIB, Witness, acknowledge, pour, push
-from tests.server.clients import HELLO, RawClient, connect, session
+from tests.server.clients import HELLO, RawClient, connect, greet, session
 from tests.server.processes import descriptors, resident
 
 GUESSES = 4000 if HOSTILITY == 1 else 100_000 * HOSTILITY
@@ -53,6 +53,18 @@ def test_many_connections_that_never_greet(broker: BrokerProcess, witness: Witne
             if number % 100 == 0:
                 witness.check()
         assert descriptors(broker.pid) <= before + 2 * MAX_GUESTS + 10
+
+
+def test_sessions_without_end_do_not_fill_the_log(broker: BrokerProcess, witness: Witness) -> None:
+    with session(broker.directory) as client:
+        known, before = len(client.clients()), broker.log().count("\n")
+        for number in range(200 * HOSTILITY):
+            with connect(broker.directory) as connection:
+                greet(connection)
+                if number % 2:
+                    connection.send(HELLO)  # nothing is to be said there any more
+        eventually(lambda: len(client.clients()) == known, "the sessions to end")
+        assert broker.log().count("\n") - before < 100
 
 
 def test_descriptors_pushed_without_end(broker: BrokerProcess, witness: Witness) -> None:
@@ -155,7 +167,14 @@ def test_guessing_a_secret_gets_nothing(broker: BrokerProcess, witness: Witness)
             for place in range(16)
             for bit in range(8)
         ]
-        fixed = [*near, bytes(16), b"\xff" * 16, secret[::-1], secret[:15] + b"\0", client.welcome.secret[::-1]]
+        fixed = [
+            *near,
+            bytes(16),
+            b"\xff" * 16,
+            secret[::-1],
+            secret[:15] + bytes([secret[15] ^ 0xFF]),
+            client.welcome.secret[::-1],
+        ]
         secrets = (*fixed, *(chance.randbytes(16) for _ in range(GUESSES - len(fixed))))
         guesser = Guesser(client)
         guesser.guess(

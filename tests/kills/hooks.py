@@ -23,7 +23,7 @@ from typing import Any
 import zmq
 
 from cubroker.client import hello
-from cubroker.client.requests import Requests, Settle
+from cubroker.client.requests import Pending, Requests
 from cubroker.driver import Context
 from cubroker.protocol import wire
 from cubroker.protocol.errors import CubrokerError
@@ -95,18 +95,21 @@ def _messages(reach: Reach) -> None:
 
 
 def _requests(reach: Reach) -> None:
-    def hooked(send: Callable[[Requests, Request, Settle], int]) -> Callable[[Requests, Request, Settle], int]:
-        def asking(requests: Requests, body: Request, settle: Settle) -> int:
+    def hooked(post: Callable[[Requests, Request, Pending], None]) -> Callable[[Requests, Request, Pending], None]:
+        def asking(requests: Requests, body: Request, pending: Pending) -> None:
+            settle = pending.settle
+
             def settled(reply: Reply | CubrokerError) -> None:
                 settle(reply)
                 reach(f"settled {type(body).__name__}")
 
+            pending.settle = settled
             reach(f"asking {type(body).__name__}")
-            return send(requests, body, settled)
+            post(requests, body, pending)
 
         return asking
 
-    _replace(Requests, "send", hooked)
+    _replace(Requests, "post", hooked)
 
 
 def _mappings(reach: Reach) -> None:

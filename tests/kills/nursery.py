@@ -19,7 +19,6 @@ import time
 import traceback
 from importlib import import_module
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from tests.brokers import PATIENCE
@@ -63,9 +62,7 @@ class Worker:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def fileno(self) -> int:
@@ -139,9 +136,7 @@ class Nursery:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._line.close()
         try:
             self._process.wait(PATIENCE)

@@ -21,6 +21,7 @@ CODES = [
     "timeout",
     "unavailable",
     "device",
+    "internal",
 ]
 
 
@@ -43,6 +44,15 @@ def test_a_code_of_a_later_version_is_kept_in_the_text() -> None:
 def test_every_error_is_a_cubroker_error_and_none_hides_another() -> None:
     for one in errors.ERRORS.values():
         assert one.__mro__[1] is CubrokerError
+
+
+def test_a_failure_that_is_kept_is_raised_anew_without_its_traceback() -> None:
+    with pytest.raises(errors.Retired) as caught:
+        raise errors.Retired("llama@1")
+    again = caught.value.anew()
+    assert (type(again), again.message) == (errors.Retired, "llama@1")
+    assert caught.value.__traceback__
+    assert again.__traceback__ is None
 
 
 def test_errors_survive_the_way_between_processes() -> None:

@@ -7,6 +7,7 @@ tickets and timers count from 1, each in order of appearance.
 from __future__ import annotations
 
 from collections import deque
+from typing import TypeVar
 
 from cubroker.protocol import messages as m
 from cubroker.protocol.layout import Layout
@@ -18,6 +19,8 @@ MIB = 1 << 20
 BROKER, ALICE, BOB = 1000, 1001, 1002
 GPU0 = Budget(0, "GPU-0", "first", 16 * MIB, 10 * MIB)
 GPU1 = Budget(1, "GPU-1", "second", 16 * MIB, 6 * MIB)
+
+R = TypeVar("R", bound=m.Reply)
 
 
 class Story:
@@ -53,6 +56,14 @@ class Story:
             effects = self.ledger.handle(event)
             self.ledger.check()
         return effects
+
+    def tells(self, session: int, body: m.Request, kind: type[R]) -> R:
+        """Ask what is answered at once, and changes nothing, as request 800; return the answer."""
+        self >> asks(session, 800, body)
+        effect = self.effects.popleft()
+        assert isinstance(effect, e.Respond)
+        assert isinstance(effect.body, kind)
+        return effect.body
 
     def publishes(
         self,

@@ -48,24 +48,47 @@ def test_the_answer_of_a_request_that_its_client_gave_up_is_sent_and_not_kept() 
     assert answers.admit(1, 2, b"here", 10) is Verdict.STALE
 
 
-def test_requests_past_the_bound_are_refused_until_answers_are_fetched() -> None:
+def full() -> tuple[Answers, int]:
+    """Return answers without room, and the number of the next request."""
     answers = Answers()
     for number in range(1, MAX_REQUESTS + 1):
         answered(answers, number)
-    last = MAX_REQUESTS + 1
-    assert answers.admit(last, 1, b"here", 10) is Verdict.FULL
-    assert not answers.is_pending(last)
-    assert answers.admit(last, 2, b"here", 10) is Verdict.NEW
+    return answers, MAX_REQUESTS + 1
+
+
+def test_requests_past_the_bound_are_refused_until_answers_are_fetched() -> None:
+    answers, late = full()
+    assert answers.admit(late, 1, b"here", 10) is Verdict.FULL
+    assert not answers.is_pending(late)
+    assert answers.admit(late + 1, 2, b"here", 10) is Verdict.NEW
+
+
+def test_what_was_refused_is_never_done() -> None:
+    answers, late = full()
+    for number in (late, late + 7):
+        assert answers.admit(number, 1, b"here", 10) is Verdict.FULL
+    for number in (late, late + 3, late + 7):  # copies, and one that was lost while there was no room
+        assert answers.admit(number, late, b"here", 10) is Verdict.FULL
+    assert answers.admit(late + 8, late, b"here", 10) is Verdict.NEW
+    assert answers.admit(late, late + 8, b"here", 10) is Verdict.STALE, "its client has the refusal"
+
+
+def test_what_its_client_insists_on_is_not_refused_but_done_when_there_is_room() -> None:
+    answers, late = full()
+    assert answers.admit(late, 1, b"here", 10, insisted=True) is Verdict.LATER
+    assert answers.admit(late + 1, 1, b"here", 10) is Verdict.FULL
+    assert answers.admit(late, 2, b"here", 10, insisted=True) is Verdict.NEW
+    assert answers.admit(late, 2, b"there", 10, insisted=True) is Verdict.PENDING
 
 
 def test_bytes_past_the_bound_are_refused_but_one_request_always_fits() -> None:
     answers = Answers()
     answered(answers, 1, bytes(MAX_BYTES + 1))
     assert answers.admit(2, 1, b"here", 1) is Verdict.FULL
-    assert answers.admit(2, 2, b"here", MAX_BYTES + 1) is Verdict.NEW
-    assert answers.admit(3, 2, b"here", 1) is Verdict.FULL
-    answers.settle(2, b"")
-    assert answers.admit(3, 2, b"here", MAX_BYTES) is Verdict.NEW
+    assert answers.admit(3, 3, b"here", MAX_BYTES + 1) is Verdict.NEW
+    assert answers.admit(4, 3, b"here", 1) is Verdict.FULL
+    answers.settle(3, b"")
+    assert answers.admit(5, 3, b"here", MAX_BYTES) is Verdict.NEW
 
 
 def test_a_request_that_waits_does_not_keep_the_answers_of_those_after_it() -> None:
@@ -95,7 +118,7 @@ def test_receipts_in_tatters_are_bounded_too() -> None:
         answers.settle(number, b"")
         number += 2
     assert number <= 2 * MAX_REQUESTS + 3
-    assert answers.admit(number, number, b"here", 10) is Verdict.NEW
+    assert answers.admit(number + 1, number + 1, b"here", 10) is Verdict.NEW
 
 
 @given(st.lists(st.integers(0, 30), unique=True), st.integers(0, 31))

@@ -106,7 +106,7 @@ def test_a_request_that_does_not_fit_leaves_nothing_allocated(driver: Driver) ->
     [
         (DriverError("cuMemAlloc", 700, "CUDA_ERROR_ILLEGAL_ADDRESS"), "device"),
         (MemoryError(), "out_of_memory"),
-        (RuntimeError("a mistake"), "device"),
+        (RuntimeError("a mistake"), "internal"),
     ],
 )
 def test_whatever_fails_is_reported_undone_and_not_fatal(
@@ -210,6 +210,33 @@ def test_a_device_makes_its_context_for_the_first_memory_that_has_an_address(
         assert made == []
         assert isinstance(device.allocate(2, 1), Allocated)
         assert made == [0]
+
+
+def test_memory_that_the_driver_keeps_of_an_allocation_that_failed_is_told(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(pointer: int) -> bytes:
+        raise DriverError("cuIpcGetMemHandle", 700, "CUDA_ERROR_ILLEGAL_ADDRESS")
+
+    def free(pointer: int) -> None:
+        freed.append(pointer)
+        if len(freed) != 2:
+            raise DriverError("cuMemFree", 700, "CUDA_ERROR_ILLEGAL_ADDRESS")
+        Context.free(context, pointer)
+
+    freed: list[int] = []
+    context = driver.context(0)
+    with serving(driver) as device:
+        with monkeypatch.context() as broken:
+            broken.setattr(context, "export", fail)
+            broken.setattr(context, "free", free)
+            refused = device.allocate(1, 100, GRANULARITY, GRANULARITY + 1)
+        assert isinstance(refused, NotAllocated)
+        assert refused.kept == SIZE - free_bytes(context) == 3 * GRANULARITY
+        assert device.free(1) == Freed(1)
+        again = device.allocate(2, SIZE)
+        assert isinstance(again, NotAllocated)
+        assert again.kept == 0
 
 
 def test_closing_frees_what_is_left(driver: Driver) -> None:

@@ -23,6 +23,18 @@ def test_a_directory_is_made_with_sockets_for_its_user_alone(tmp_path: Path) -> 
     assert [entry.name for entry in path.iterdir()] == ["lock"]
 
 
+def test_what_is_made_on_the_way_can_be_written_by_nobody_else(tmp_path: Path) -> None:
+    path, before = tmp_path / "deep" / "run", os.umask(0)
+    try:
+        with Directory(path):
+            assert [stat.S_IMODE(each.stat().st_mode) for each in (path.parent, path)] == [0o755, 0o755]
+        assert os.umask(0o077) == 0
+        with Directory(tmp_path / "private" / "run"):
+            assert stat.S_IMODE((tmp_path / "private").stat().st_mode) == 0o700
+    finally:
+        os.umask(before)
+
+
 def test_one_at_a_time_and_the_next_takes_over(tmp_path: Path) -> None:
     with Directory(tmp_path), pytest.raises(Unavailable, match=f"process {os.getpid()}"), Directory(tmp_path):
         pass
@@ -47,21 +59,29 @@ def test_the_directory_of_another_user_is_refused(tmp_path: Path, monkeypatch: p
         pass
 
 
-def test_a_directory_that_everybody_may_write_is_refused(tmp_path: Path) -> None:
-    tmp_path.chmod(0o777)
-    with pytest.raises(Denied, match="chmod o-w"), Directory(tmp_path):
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o702, 0o770, 0o2770, 0o720])
+@pytest.mark.parametrize("access", [Access(), Access(0o660, os.getgid())])
+def test_a_directory_that_others_may_write_is_refused(tmp_path: Path, mode: int, access: Access) -> None:
+    path = tmp_path / "run"
+    path.mkdir()
+    path.chmod(mode)
+    with pytest.raises(Denied, match="could pose as the broker") as refused, Directory(path, access):
         pass
-    tmp_path.chmod(0o1777)  # where nobody may remove what is another's
-    with Directory(tmp_path):
-        pass
+    who = {0o777: "its group and everybody", 0o1777: "its group and everybody", 0o702: "everybody"}
+    assert str(refused.value).startswith(f"{who.get(mode, 'its group')} may write in {path} (mode {mode:04o})")
+    assert list(path.iterdir()) == []
+    assert f"chmod go-w {path}" in str(refused.value)
+    path.chmod(mode & ~0o022)
+    with Directory(path, access):
+        assert stat.S_IMODE(path.stat().st_mode) & 0o022 == 0
 
 
 def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.write_text("data")
-    (tmp_path / "run").mkdir()
+    (tmp_path / "run").mkdir(0o755)
     (tmp_path / "run" / "lock").symlink_to(precious)
-    with pytest.raises(Unavailable, match="cannot serve in"), Directory(tmp_path / "run"):
+    with pytest.raises(Unavailable, match=r"serve in .*; choose another directory"), Directory(tmp_path / "run"):
         pass
     assert precious.read_text() == "data"
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 from cuda.bindings import driver as cuda
+from msgspec.structs import replace
 
 from cubroker.protocol.layout import Layout
 from cubroker.protocol.messages import (
@@ -22,6 +23,7 @@ from tests.brokers import eventually
 from tests.faults import FaultyBroker, faulty
 from tests.server.clients import RawClient, session
 from tests.server.processes import descriptors, gateway_of
+from tests.server.test_faults_descriptors import short_of
 
 MIB = 1 << 20
 THREE = Layout.pack([(name, "U8", (2 * MIB,)) for name in "abc"], slab=2 * MIB)
@@ -120,3 +122,22 @@ def test_a_call_that_fails_for_memory_without_addresses_costs_one_request_and_no
     broker: FaultyBroker, names: Sequence[str], error: int, code: str
 ) -> None:
     assert fail_each(broker, names, error, code, "vmm") >= 2 * 3 * len(names)
+
+
+def test_memory_that_the_driver_does_not_take_back_stays_counted_and_is_nobodys(broker: FaultyBroker) -> None:
+    with session(broker.directory) as client:
+        (first, second), pools = client.devices(), client.ask(ListPools(), Pools)
+        one = Create("pool", THREE.encode(), (first.uuid,), "ipc", 0.0, None)
+        with short_of(broker.pid, 2):  # for the third allocation there is no descriptor
+            broker.arm(("cuMemFree",), 1, int(cuda.CUresult.CUDA_ERROR_ECC_UNCORRECTABLE))
+            refused = client.ask(one, Failed)
+            assert broker.disarm() == 2
+        assert refused.code == "device"
+        kept = replace(first, allocated=first.allocated + 2 * MIB)
+        assert client.devices() == (kept, second)
+        assert client.ask(ListPools(), Pools) == pools
+        created = client.ask(one, Created)
+        client.ask(Close(created.lease), Done)
+        eventually(lambda: client.devices() == (kept, second), "the rest of the memory to be freed")
+        greedy = Create("pool", Layout((), (first.budget,)).encode(), (first.uuid,), "ipc", 60.0, None)
+        assert "(2 MiB of it lost to a failed allocation)" in client.ask(greedy, Failed).message

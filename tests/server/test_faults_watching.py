@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,28 +21,13 @@ from cubroker.server.ledger import Budget, Ledger
 from cubroker.server.peers import Peer
 from cubroker.server.requests import Requests
 from cubroker.server.supervisor import Supervisor
+from tests.faults import fail_nth
 from tests.server.clients import HELLO, hear
 from tests.server.loops import run, until
 from tests.server.processes import descriptors, gateway_of
 from tests.server.test_requests import LARGE, create, desk
 
 Patch = pytest.MonkeyPatch
-
-
-def fail_once(patch: Patch, thing: object, name: str, at: int, error: Exception) -> Callable[[], int]:
-    """Have the ``at``-th call of a method fail; returns what tells how many calls there were."""
-    calls = 0
-    real = getattr(thing, name)
-
-    def call(*args: Any, **options: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == at:
-            raise error
-        return real(*args, **options)
-
-    patch.setattr(thing, name, call)
-    return lambda: calls
 
 
 @pytest.mark.parametrize("at", [1, 2])
@@ -58,7 +42,7 @@ def test_a_process_that_cannot_be_watched_gets_no_session(monkeypatch: Patch, at
             with monkeypatch.context() as broken, theirs:
                 if expected is Refused:
                     loop = asyncio.get_running_loop()
-                    fail_once(broken, loop, "add_reader", at, OSError(errno.ENOSPC, "No space left on device"))
+                    fail_nth(broken, loop, "add_reader", at, OSError(errno.ENOSPC, "No space left on device"))
                 broker.admit(ours, peer, 1)
                 answer = hear(theirs)
                 assert isinstance(answer, expected), answer
@@ -101,7 +85,7 @@ class Hall:
 def test_a_door_that_cannot_be_watched_is_opened_later(tmp_path: Path, monkeypatch: Patch) -> None:
     async def test() -> None:
         hall = Hall(tmp_path / "door")
-        calls = fail_once(monkeypatch, asyncio.get_running_loop(), "add_reader", 1, OSError(errno.ENOMEM, "none"))
+        calls = fail_nth(monkeypatch, asyncio.get_running_loop(), "add_reader", 1, OSError(errno.ENOMEM, "none"))
         hall.door.open()
         guest = await hall.enter()
         await until(lambda: hall.admitted)
@@ -118,7 +102,7 @@ def test_a_guest_who_cannot_be_listened_to_is_refused(tmp_path: Path, monkeypatc
         hall = Hall(tmp_path / "door")
         before = descriptors(os.getpid())
         hall.door.open()
-        fail_once(monkeypatch, asyncio.get_running_loop(), "add_reader", 1, OSError(errno.ENOMEM, "no memory"))
+        fail_nth(monkeypatch, asyncio.get_running_loop(), "add_reader", 1, OSError(errno.ENOMEM, "no memory"))
         with await hall.enter() as guest:
             guest.setblocking(False)
             refused: list[Refused | Welcome] = []

@@ -10,7 +10,7 @@ import zmq
 
 from cubroker.server import batches
 from cubroker.server.batches import Batches, encode, pairs
-from cubroker.server.gateway import HIGH_WATER, Gateway, bind
+from cubroker.server.gateway import HIGH_WATER, WEIGHT, Gateway, bind
 from tests.brokers import PATIENCE, eventually
 
 
@@ -120,6 +120,20 @@ def test_answers_that_a_client_does_not_read_are_dropped_past_a_bound(bench: Ben
     assert HIGH_WATER <= got < count
     bench.client.send(b"alive")
     assert [frame for _, frame in bench.requests(1)] == [b"alive"]
+
+
+def test_large_answers_count_for_their_bytes(bench: Bench) -> None:
+    bench.client.send(b"request")
+    ((routing, _),) = bench.requests(1)
+    answer, count = bytes(16 * WEIGHT), 300
+    for _ in range(count):
+        bench.broker.sendall(encode([routing, answer]))
+    got = 0
+    while bench.client.poll(200):
+        got += len(bench.client.recv()) == len(answer)
+    assert HIGH_WATER // 17 <= got < count // 2
+    bench.broker.sendall(encode([routing, answer, routing, b"next"]))
+    assert [len(bench.client.recv()) for _ in range(18)] == [len(answer), *[0] * 16, len(b"next")]
 
 
 def test_requests_wait_with_their_clients_while_the_broker_takes_none(bench: Bench) -> None:

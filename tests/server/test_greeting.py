@@ -153,6 +153,36 @@ def test_silent_peers_cannot_fill_the_door(
     run(test())
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can connect as another user")
+def test_a_user_who_fills_the_door_turns_out_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    def guest(uid: int) -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        os.seteuid(uid)
+        try:
+            connection.connect(address)
+        finally:
+            os.seteuid(0)
+        return connection
+
+    async def test() -> None:
+        guests = [guest(uid) for uid in (0, 4001, 4001, 4001, 4002, 4001)]
+        async with opened(listening):
+            await until(lambda: readable(guests[3]))
+        codes = ["unavailable", "over_quota", "over_quota", "over_quota", "unavailable", "unavailable"]
+        refused = [hear(guest) for guest in guests]
+        assert [each.code for each in refused if isinstance(each, Refused)] == codes
+        assert "user 4001 has 3 connections of 3 that may stand here without a greeting" in str(refused[1])
+        for connection in guests:
+            connection.close()
+
+    monkeypatch.setattr(greeting, "MAX_GUESTS", 3)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK) as listening:
+        listening.bind("")  # a name that every user can reach
+        listening.listen()
+        address = listening.getsockname()
+        run(test())
+
+
 def test_a_closing_door_turns_away_who_stands_in_it(listener: socket.socket, tmp_path: Path) -> None:
     async def test() -> None:
         with connect(tmp_path) as guest:

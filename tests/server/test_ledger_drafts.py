@@ -6,6 +6,7 @@ import pytest
 
 from cubroker.protocol import messages as m
 from cubroker.server import events as e
+from cubroker.server.policy import Policy, Quota
 from tests.server.story import (
     ALICE,
     BOB,
@@ -38,11 +39,8 @@ def test_a_draft_gets_memory_in_units_of_2_mib_on_each_of_its_devices(story: Sto
     story >> creates(1, 1, "a", 1, 3 * MIB, devices=("GPU-1", "GPU-0"))
     story << e.Allocate(1, "GPU-1", (2 * MIB, 4 * MIB), "ipc")
     story << e.Allocate(2, "GPU-0", (2 * MIB, 4 * MIB), "ipc")
-    story >> asks(2, 1, m.ListDevices())
-    devices = story.effects.popleft()
-    assert isinstance(devices, e.Respond)
-    assert isinstance(devices.body, m.DeviceList)
-    assert [(device.allocated, device.promised) for device in devices.body.devices] == [(0, 6 * MIB)] * 2
+    devices = story.tells(2, m.ListDevices(), m.DeviceList).devices
+    assert [(device.allocated, device.promised) for device in devices] == [(0, 6 * MIB)] * 2
     story >> e.Allocated(2, (b"0", b"1"))
     story >> e.Allocated(1, (b"2", b"3"))
     replicas = (m.Replica("GPU-1", (b"2", b"3")), m.Replica("GPU-0", (b"0", b"1")))
@@ -222,6 +220,64 @@ def test_memory_that_is_not_wanted_any_more_is_counted_until_its_device_has_it_b
     story >> e.Freed(1)
     story << e.DropTimer(1)
     story << e.Allocate(3, "GPU-0", (6 * MIB,), "ipc")
+
+
+def test_memory_that_a_failed_allocation_left_behind_takes_room_for_good_and_is_nobodys(story: Story) -> None:
+    story.quietly(creates(1, 1, "a", 4 * MIB, 2 * MIB), e.NotAllocated(1, "device", "no", kept=4 * MIB))
+    (first, _) = devices(story)
+    assert (first.allocated, first.promised) == (4 * MIB, 0)
+    story >> creates(1, 2, "a", 8 * MIB, wait=5.0)  # of 10
+    story << refused(1, 2, "over_budget", "whose whole budget is 10 MiB (4 MiB of it lost to a failed allocation);")
+    story.publishes(1, "b", nbytes=4 * MIB)
+    story >> creates(2, 1, "c", 4 * MIB)
+    words = ("8 MiB are allocated (4 MiB of it lost to a failed allocation) and 0 bytes promised", "b@1 4 MiB (current")
+    story << refused(2, 1, "over_budget", *words)
+    story.quietly(asks(1, 3, m.Retire("b", 0)), e.Freed(2))
+    story >> e.Gone(1)
+    story << e.Forget(1)
+    assert devices(story, 2)[0].allocated == 4 * MIB
+
+
+def test_memory_left_behind_is_no_longer_its_users() -> None:
+    story = Story(policy=Policy(quota=Quota(memory=4 * MIB)))
+    story.joins(1)
+    story.quietly(creates(1, 1, "a", 4 * MIB), asks(1, 2, m.Cancel(1)), e.NotAllocated(1, "device", "no", kept=4 * MIB))
+    story >> creates(1, 3, "a", 4 * MIB)
+    story << e.Allocate(2, "GPU-0", (4 * MIB,), "ipc")
+    assert [(device.allocated, device.promised) for device in devices(story)] == [(4 * MIB, 4 * MIB), (0, 0)]
+
+
+def test_who_waits_for_room_that_was_lost_is_refused_and_the_next_is_served(story: Story) -> None:
+    story.quietly(creates(1, 1, "a", 10 * MIB))
+    story.quietly(creates(1, 2, "b", 8 * MIB, wait=5.0), creates(3, 1, "b", 6 * MIB, wait=5.0))
+    story >> e.NotAllocated(1, "device", "no", kept=4 * MIB)
+    story << refused(1, 1, "device", "no")
+    story << e.DropTimer(1)
+    story << refused(1, 2, "over_budget", "b needs 8 MiB on device GPU-0", "lost to a failed allocation")
+    story << e.DropTimer(2)
+    story << e.Allocate(2, "GPU-0", (6 * MIB,), "ipc")
+
+
+def test_a_turn_that_a_refusal_hands_on_is_in_order_of_arrival_too(story: Story) -> None:
+    story.quietly(creates(1, 1, "x", 2 * MIB, devices=("GPU-1",)))
+    story.quietly(creates(2, 1, "b", 6 * MIB, devices=("GPU-0", "GPU-1"), wait=5.0))
+    story.quietly(creates(3, 1, "c", 6 * MIB, devices=("GPU-1",), wait=5.0), creates(3, 2, "c", 6 * MIB, wait=5.0))
+    story.quietly(creates(1, 2, "a", 6 * MIB, wait=5.0))
+    story >> e.NotAllocated(1, "device", "no", kept=2 * MIB)
+    story << refused(1, 1, "device", "no")
+    story << e.DropTimer(1)
+    story << refused(2, 1, "over_budget", "b needs 6 MiB on device GPU-1")
+    story << e.DropTimer(2)
+    story << refused(3, 1, "over_budget", "c needs 6 MiB on device GPU-1")
+    story << e.DropTimer(3)
+    story << e.Allocate(2, "GPU-0", (6 * MIB,), "ipc")  # for the second c, which came before a
+
+
+def devices(story: Story, session: int = 1) -> tuple[m.DeviceInfo, ...]:
+    (listed,) = story.quietly(asks(session, 99, m.ListDevices()))
+    assert isinstance(listed, e.Respond)
+    assert isinstance(listed.body, m.DeviceList)
+    return listed.body.devices
 
 
 def test_the_first_of_many_writes_and_the_rest_attach(story: Story) -> None:

@@ -22,11 +22,7 @@ def story() -> Iterator[Story]:
 
 
 def states(story: Story) -> list[tuple[int, str]]:
-    story >> asks(1, 800, m.ListPools())
-    effect = story.effects.popleft()
-    assert isinstance(effect, e.Respond)
-    assert isinstance(effect.body, m.Pools)
-    return [(info.version, info.state) for info in effect.body.pools]
+    return [(info.version, info.state) for info in story.tells(1, m.ListPools(), m.Pools).pools]
 
 
 def test_superseded_versions_stay_without_a_lease_and_can_be_attached_to(story: Story) -> None:

@@ -40,12 +40,8 @@ def story() -> Iterator[Story]:
     story.end()
 
 
-def listed(story: Story, session: int) -> list[m.PoolInfo]:
-    story >> asks(session, 800, m.ListPools())
-    effect = story.effects.popleft()
-    assert isinstance(effect, e.Respond)
-    assert isinstance(effect.body, m.Pools)
-    return list(effect.body.pools)
+def listed(story: Story, session: int) -> tuple[m.PoolInfo, ...]:
+    return story.tells(session, m.ListPools(), m.Pools).pools
 
 
 def test_a_pool_is_readable_and_not_writable_for_others_by_default(story: Story) -> None:
@@ -170,11 +166,7 @@ def test_names_of_private_pools_are_not_told_to_those_who_may_not_read_them(stor
     story << refused(2, 2, "over_budget", "a private pool 8 MiB (current, user 1001, 1 leases)")
     story >> creates(6, 2, "b", 8 * MIB)
     story << refused(6, 2, "over_budget", "secret@1 8 MiB (current, user 1001, 1 leases)")
-    story >> asks(2, 3, m.ListClients())
-    effect = story.effects.popleft()
-    assert isinstance(effect, e.Respond)
-    assert isinstance(effect.body, m.Clients)
-    assert all(not client.leases for client in effect.body.clients)
+    assert all(not client.leases for client in story.tells(2, m.ListClients(), m.Clients).clients)
 
 
 def test_the_policy_says_which_mode_a_pool_begins_with() -> None:

@@ -237,7 +237,8 @@ def test_sessions_of_a_user_are_counted_as_long_as_they_hold_anything() -> None:
     refusal = story.ledger.admit(ALICE)
     assert refusal is not None
     assert refusal.code == "over_quota"
-    assert "user 1001 has 2 sessions of a quota of 2 (leases: session 1 (pid 101) 1)" in refusal.message
+    holders = "(1 of process 101, 1 of process 102)"
+    assert f"user 1001 has 2 sessions of a quota of 2 {holders}; end some of them" in refusal.message
     assert story.ledger.admit(BOB) is None
     story >> e.Lost(1)
     assert story.ledger.admit(ALICE) is not None
@@ -253,6 +254,48 @@ def test_a_user_may_be_kept_out_altogether() -> None:
     assert refusal is not None
     assert "user 1001 has 0 sessions of a quota of 0; end" in refusal.message
     assert story.ledger.admit(BROKER) is None
+
+
+def test_descriptors_of_a_user_are_those_of_its_sessions_and_of_memory_that_takes_some() -> None:
+    emulated = Budget(0, "GPU-0", "emulated", 64 * MIB, 64 * MIB, descriptors=1)
+    story = told(Quota(descriptors=8), emulated, SECOND)
+    story.joins(4, uid=ALICE)
+    story >> creates(1, 1, "b", MIB, MIB, wait=5.0, devices=("GPU-1", "GPU-0"))
+    story << e.Allocate(1, "GPU-1", (2 * MIB, 2 * MIB), "ipc")
+    story << e.Allocate(2, "GPU-0", (2 * MIB, 2 * MIB), "ipc")
+    who = "(3 sessions, 1 of process 101, 1 of process 102, 1 of process 104; memory, b@1 2 (promised))"
+    words = ("this takes 1 of the broker's descriptors", f"user 1001 has 8 of a quota of 8 {who}; end some sessions")
+    story >> creates(2, 1, "c", MIB, wait=5.0)
+    story << refused(2, 1, "over_quota", *words)
+    story >> creates(2, 2, "c", MIB, devices=("GPU-1",))
+    story << e.Allocate(3, "GPU-1", (2 * MIB,), "ipc")
+    story >> e.Gone(4)
+    story << e.Forget(4)
+    # A create counts while it waits, and its memory until the device has it back.
+    story >> creates(2, 3, "b", MIB, MIB, wait=5.0)
+    story << e.SetTimer(1, 5.0)
+    refusal = story.ledger.admit(ALICE)
+    assert refusal is not None
+    assert (
+        "this takes 2 of the broker's descriptors, and user 1001 has 8 of a quota of 8 (2 sessions" in refusal.message
+    )
+    story.quietly(asks(2, 4, m.Cancel(3)))
+    assert story.ledger.admit(ALICE) is None
+    story >> creates(2, 5, "d", MIB, MIB)
+    story << e.Allocate(4, "GPU-0", (2 * MIB, 2 * MIB), "ipc")
+    story.quietly(asks(1, 2, m.Cancel(1)))
+    assert story.ledger.admit(ALICE) is not None
+    story.quietly(e.NotAllocated(2, "device", "no"))
+    assert story.ledger.admit(ALICE) is None
+    story.end()
+
+
+def test_a_user_without_descriptors_is_kept_out() -> None:
+    story = Story(policy=Policy(quota=Quota(descriptors=1)))
+    refusal = story.ledger.admit(ALICE)
+    assert refusal is not None
+    assert refusal.code == "over_quota"
+    assert "this takes 2 of the broker's descriptors, and user 1001 has 0 of a quota of 1; end" in refusal.message
 
 
 def test_leases_of_a_user_are_limited_over_all_its_sessions() -> None:

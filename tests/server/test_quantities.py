@@ -37,5 +37,5 @@ def test_a_budget_is_a_size_or_a_share(text: str, budget: int) -> None:
 
 @pytest.mark.parametrize("text", ["0", "0%", "101%", "1001", "1GiB"])
 def test_a_budget_lies_within_its_device(text: str) -> None:
-    with pytest.raises(Invalid, match="a device that has 1000"):
+    with pytest.raises(Invalid, match="the device has 1000"):
         parse_budget(text, 1000)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 from collections.abc import AsyncIterator, Sequence
@@ -17,6 +18,7 @@ from cubroker.protocol.messages import (
     Attached,
     Cancel,
     Clients,
+    Close,
     Create,
     Description,
     Done,
@@ -33,9 +35,10 @@ from cubroker.protocol.messages import (
 )
 from cubroker.server import answers, batches
 from cubroker.server.answers import Frame
+from cubroker.server.denials import Denials
 from cubroker.server.events import Asked
 from cubroker.server.peers import Peer
-from cubroker.server.requests import INLINE, Requests
+from cubroker.server.requests import INLINE, Requests, author
 from cubroker.server.sessions import Session
 from tests.brokers import BrokerProcess
 from tests.protocol.samples import INFO
@@ -122,7 +125,8 @@ class Desk:
 
     def __init__(self) -> None:
         ours, self.client = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.session = Session(1, ours, Peer(os.getpid(), 0, 0, os.pidfd_open(os.getpid())), lambda event: None)
+        peer = Peer(os.getpid(), 0, 0, os.pidfd_open(os.getpid()))
+        self.session = Session(1, ours, peer, lambda event: None, Denials())
         self.asked: list[Asked] = []
         self.sent: list[list[bytes]] = []
         self.requests = Requests(self.asked.append, self._send)
@@ -207,6 +211,64 @@ def test_a_flood_of_requests_is_refused_past_the_bound() -> None:
     run(test())
 
 
+def test_a_request_that_was_refused_is_not_done_when_its_copy_comes() -> None:
+    async def test() -> None:
+        async with desk() as at:
+            late = answers.MAX_REQUESTS + 1
+            at.send(*[ListDevices()] * late)
+            at.requests.respond(at.session, 1, Done())
+            at.requests.receive([b"id", at.frame(late, ListDevices(), oldest=2)])
+            assert [answer.id for answer in at.replies()] == [late, 1, late]
+            assert len(at.asked) == answers.MAX_REQUESTS
+            at.requests.receive([b"id", at.frame(late + 1, ListPools(), oldest=late + 1)])
+            assert at.asked[-1].request == late + 1
+
+    run(test())
+
+
+def test_what_gives_back_is_not_refused_but_done_when_there_is_room() -> None:
+    async def test() -> None:
+        async with desk() as at:
+            at.send(*[ListDevices()] * answers.MAX_REQUESTS)
+            for number in range(1, answers.MAX_REQUESTS + 1):
+                at.requests.respond(at.session, number, Done())
+            at.requests.flush()
+            at.sent.clear()
+            last = (Cancel(1), Close(1), Seal(1))
+            for oldest in (1, 4):
+                for number, body in enumerate(last, start=answers.MAX_REQUESTS + 1):
+                    at.requests.receive([b"id", at.frame(number, body, oldest)])
+                assert at.sent == []
+            assert [asked.body for asked in at.asked[-3:]] == [*last]
+            assert len(at.asked) == answers.MAX_REQUESTS + 3
+
+    run(test())
+
+
+def test_a_failure_at_one_request_is_logged_and_answered_and_the_others_are_served(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def unpack(data: bytes, shape: object) -> object:
+        if author(data)[1] == 2:
+            raise MemoryError
+        return decode(data, shape)
+
+    async def test() -> None:
+        async with desk() as at:
+            with monkeypatch.context() as broken:
+                broken.setattr(wire, "unpack", unpack)
+                at.send(ListDevices(), ListPools(), ListClients())
+            assert [asked.request for asked in at.asked] == [1, 3]
+            message = "the broker itself failed at this request: MemoryError(); its log says more"
+            assert at.replies() == [Answer(2, Failed("internal", message))]
+
+    decode = wire.unpack
+    with caplog.at_level(logging.ERROR):
+        run(test())
+    assert caplog.text.count("the broker failed at a request of ") == 1
+    assert caplog.text.count("Traceback") == 1
+
+
 def test_strangers_are_ignored() -> None:
     async def test() -> None:
         async with desk() as at:
@@ -247,8 +309,13 @@ def test_a_layout_of_a_session_that_is_over_is_not_passed_on() -> None:
     run(test())
 
 
-@pytest.mark.parametrize("error", [Invalid("wrong"), MemoryError(), RuntimeError("a mistake")])
-def test_a_layout_that_cannot_be_checked_is_answered(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(Invalid("wrong"), "invalid"), (MemoryError(), "internal"), (RuntimeError("a mistake"), "internal")],
+)
+def test_a_layout_that_cannot_be_checked_is_answered(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, code: str
+) -> None:
     def fail(_: bytes) -> Layout:
         raise error
 
@@ -257,7 +324,7 @@ def test_a_layout_that_cannot_be_checked_is_answered(monkeypatch: pytest.MonkeyP
             at.send(create(LARGE.encode()), create(LAYOUT.encode()))
             await until(lambda: len(at.sent) == 2)
             assert {answer.id for answer in at.replies()} == {1, 2}
-            assert all(isinstance(answer.body, Failed) and answer.body.code == "invalid" for answer in at.replies())
+            assert all(isinstance(answer.body, Failed) and answer.body.code == code for answer in at.replies())
 
     monkeypatch.setattr(Layout, "decode", fail)
     run(test())

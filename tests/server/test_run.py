@@ -84,7 +84,7 @@ def test_a_broker_at_rest_is_small_and_keeps_libraries_apart(broker: BrokerProce
     [
         (["--devices", "abacus:3"], "no driver 'abacus:3'"),
         (["--devices", "host:1@64MiB", "--budget", "lots"], "'lots' is no size"),
-        (["--devices", "host:1@64MiB", "--budget", "65MiB"], "a device that has 67108864"),
+        (["--devices", "host:1@64MiB", "--budget", "65MiB"], "the device has 67108864"),
     ],
 )
 def test_a_broker_that_cannot_start_says_why(tmp_path: Path, arguments: list[str], reason: str) -> None:
@@ -115,6 +115,25 @@ def test_signals_that_are_ignored_at_the_start_stay_so(tmp_path: Path) -> None:
         process.terminate()
         process.stderr.read()
     assert process.returncode == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_signals_that_are_blocked_at_the_start_are_heard(tmp_path: Path, number: signal.Signals) -> None:
+    block = (
+        "import os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals());"
+        " os.execv(sys.executable, sys.argv[1:])"
+    )
+    command = [sys.executable, "-c", block, sys.executable, "-m", "cubroker.server", str(tmp_path)]
+    with subprocess.Popen([*command, "--devices", "host:1@64MiB"], stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        while "serving on" not in process.stderr.readline():
+            assert process.poll() is None
+        try:
+            process.send_signal(number)
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+        process.stderr.read()
 
 
 def test_a_broker_that_does_not_come_up_can_be_stopped(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from cubroker.protocol.messages import (
     Sealed,
     Watch,
 )
+from cubroker.server.denials import Denials
 from cubroker.server.events import Gone, Lost
 from cubroker.server.parcels import Parcel
 from cubroker.server.peers import Peer
@@ -110,7 +111,7 @@ class Ends:
         self.client.setblocking(False)
         self.events: list[Lost | Gone] = []
         peer = Peer(pid, os.getuid(), os.getgid(), os.pidfd_open(pid))
-        self.session = Session(1, ours, peer, self.events.append)
+        self.session = Session(1, ours, peer, self.events.append, Denials())
         self.session.watch()
 
     def heard(self) -> list[Notice]:

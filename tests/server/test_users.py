@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from cubroker.protocol.messages import Attach, Failed, Refused
+from cubroker.protocol.layout import Layout
+from cubroker.protocol.messages import Attach, Close, Done, Failed, Refused
 from tests.brokers import BrokerProcess, ended, eventually
 from tests.server.clients import connect, greet, session
+from tests.server.processes import descriptors
 from tests.server.visitor import visiting
 
 ALICE, BOB, EVE = 4001, 4002, 4003
@@ -134,6 +136,24 @@ def test_a_session_too_many_is_refused_and_there_is_room_when_one_ends() -> None
         eventually(lambda: len(first.clients()) == 1, "the second session to end")
         with session(broker.directory) as third_again:
             assert len(third_again.clients()) == 2
+
+
+def test_descriptors_are_a_quota_of_their_own() -> None:
+    three = Layout.pack([(name, "U8", (2 << 20,)) for name in "abc"], slab=2 << 20)
+    with configured("[quota]\ndescriptors = 6") as broker, session(broker.directory) as client:
+        before = descriptors(broker.pid)
+        lease = client.create("pool", three).lease
+        assert descriptors(broker.pid) <= before + 4  # and one for all, over which host memory is handed out
+        with connect(broker.directory) as another:
+            refused = greet(another)
+        assert isinstance(refused, Refused)
+        assert refused.code == "over_quota"
+        said = f"has 5 of a quota of 6 (1 sessions, 1 of process {os.getpid()}; memory, pool@1 3 (draft))"
+        assert said in refused.message
+        client.ask(Close(lease), Done)
+        eventually(lambda: client.devices()[0].allocated == 0, "the memory to be freed")
+        with session(broker.directory) as another_again:
+            assert another_again.devices()
 
 
 def test_leases_of_several_sessions_count_together() -> None:

@@ -24,6 +24,7 @@ class Facts:
         self.owners: dict[str, int] = {}
         self.groups: dict[str, int] = {}
         self.modes: dict[str, int] = {}
+        self.lost = {device.uuid: 0 for device in devices}
 
     # -- looking things up ---------------------------------------------------------------------
 
@@ -46,8 +47,11 @@ class Facts:
         return sum(lease.version is version for lease in self.leases)
 
     def room(self, uuid: str) -> int:
-        budget = next(device.budget for device in self.devices if device.uuid == uuid)
-        return budget - sum(sum(block.sizes) for block in self.blocks if block.device == uuid)
+        return self.most(uuid) - sum(sum(block.sizes) for block in self.blocks if block.device == uuid)
+
+    def most(self, uuid: str) -> int:
+        """The budget of a device, without what failed allocations left there."""
+        return next(device.budget for device in self.devices if device.uuid == uuid) - self.lost[uuid]
 
     def rules(self, session: Session, name: str) -> bool:
         return name not in self.owners or session.uid in {0, self.uid, self.owners[name], *self.policy.admins}
@@ -79,6 +83,24 @@ class Facts:
             if isinstance(request.body, m.Create) and request.version is None and request.session.uid == uid
         ]
         return sum(len(body.layout) for body in bodies)
+
+    def descriptors_of(self, uid: int) -> int:
+        found = 2 * sum(session.uid == uid for session in self.sessions)
+        blocks = (block for block in self.blocks if block.version.owner == uid)
+        found += sum(self.pieces(block.device, block.version.body.share) * len(block.sizes) for block in blocks)
+        waiting = [r for r in self.requests if r.version is None and r.session.uid == uid]
+        return found + sum(self.descriptors(request) for request in waiting if isinstance(request.body, m.Create))
+
+    def descriptors(self, request: Request) -> int:
+        """Descriptors that a create takes on all its devices."""
+        body, layout = request.body, request.layout
+        assert isinstance(body, m.Create)
+        assert layout is not None
+        return sum(self.pieces(uuid, body.share) * len(self.sizes(body, layout, uuid)) for uuid in body.devices)
+
+    def pieces(self, uuid: str, share: str) -> int:
+        """Descriptors that one allocation takes: one on an emulated device, and one that readers are handed."""
+        return next(device.descriptors for device in self.devices if device.uuid == uuid) + (share == "vmm")
 
     def total(self, request: Request) -> int:
         """Bytes that a create takes on all its devices."""
@@ -134,10 +156,9 @@ class Facts:
         return m.ClientInfo(session.id, session.pid, session.uid, state, infos)
 
     def device(self, device: Budget) -> m.DeviceInfo:
-        sums = {
-            states: sum(
-                sum(block.sizes) for block in self.blocks if block.device == device.uuid and block.state in states
-            )
+        allocated, promised = (
+            sum(sum(block.sizes) for block in self.blocks if block.device == device.uuid and block.state in states)
             for states in (("held", "freeing"), ("wanted", "unwanted"))
-        }
-        return m.DeviceInfo(device.index, device.uuid, device.name, device.total, device.budget, *sums.values())
+        )
+        allocated += self.lost[device.uuid]
+        return m.DeviceInfo(device.index, device.uuid, device.name, device.total, device.budget, allocated, promised)

@@ -24,9 +24,9 @@ Action = tuple[str, tuple[int, ...]]
 BROKER = 1000
 ADMIN = 1003
 UIDS = (BROKER, 1001, 1002, 0, 1001, 1001, 1002, ADMIN, 1004)
-DEVICES = (Budget(0, "GPU-0", "first", 16 * MIB, 12 * MIB), Budget(1, "GPU-1", "second", 16 * MIB, 8 * MIB))
+DEVICES = (Budget(0, "GPU-0", "first", 16 * MIB, 12 * MIB), Budget(1, "GPU-1", "second", 16 * MIB, 8 * MIB, 1))
 LIMITS = (Limits(), Limits(leases=3, unfinished=3, watches=1))
-SCARCE = Quota(memory=8 * MIB, sessions=4, leases=5, requests=4, watches=2, layouts=60)
+SCARCE = Quota(memory=8 * MIB, sessions=4, leases=5, requests=4, watches=2, layouts=60, descriptors=9)
 POLICIES = (
     Policy(),
     Policy(quota=Quota(memory=8 * MIB), quotas={1002: Quota(memory=4 * MIB), BROKER: Quota()}),
@@ -236,11 +236,13 @@ class Play:
             handles = tuple(f"{block.ticket}.{index}".encode() for index in range(len(block.sizes)))
             self.tell(e.Allocated(block.ticket, handles))
 
-    def failed(self, number: int, *_: int) -> None:
+    def failed(self, number: int, kept: int, *_: int) -> None:
+        """Report an allocation that failed; in rare cases the device did not take back what there was of it."""
         if self.pair.under_way:
             block = self.pair.under_way.pop(number % len(self.pair.under_way))
             code = ("out_of_memory", "device")[number // 8 % 2]
-            self.tell(e.NotAllocated(block.ticket, code, "the device said no"))
+            left = sum(block.sizes[: kept // 5 % len(block.sizes) + 1]) if kept % 5 == 0 else 0
+            self.tell(e.NotAllocated(block.ticket, code, "the device said no", left))
 
     def freed(self, number: int, *_: int) -> None:
         """Report a free: in any order, also before the outcome of its allocation, which then never comes."""

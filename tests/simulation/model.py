@@ -145,7 +145,7 @@ class Model(Facts):
         if not {*body.devices, body.attach or body.devices[0]} <= {device.uuid for device in self.devices}:
             raise Refusal("not_found")
         for device in self.devices:
-            if device.uuid in body.devices and sum(self.sizes(body, layout, device.uuid)) > device.budget:
+            if device.uuid in body.devices and sum(self.sizes(body, layout, device.uuid)) > self.most(device.uuid):
                 raise Refusal("over_budget")
         if body.attach is None:
             self.check_writer(session, body)
@@ -155,6 +155,9 @@ class Model(Facts):
         if quota.memory is not None and self.total(request) > quota.memory:
             raise Refusal("over_quota")
         if quota.layouts is not None and self.layouts_of(session.uid) + len(body.layout) > quota.layouts:
+            raise Refusal("over_quota")
+        takes = self.descriptors_of(session.uid) + self.descriptors(request)
+        if quota.descriptors is not None and takes > quota.descriptors:
             raise Refusal("over_quota")
         self.admit(request)
         self.serve()
@@ -286,7 +289,10 @@ class Model(Facts):
             raise Refusal("over_quota")
 
     def admits(self, uid: int) -> bool:
-        return not self.full(sum(session.uid == uid for session in self.sessions), self.quota(uid).sessions)
+        quota = self.quota(uid)
+        if quota.descriptors is not None and self.descriptors_of(uid) + 2 > quota.descriptors:
+            return False
+        return not self.full(sum(session.uid == uid for session in self.sessions), quota.sessions)
 
     def own(self, session: Session, number: int) -> Lease:
         for lease in self.leases:
@@ -330,6 +336,8 @@ class Model(Facts):
                 self.filled(request, block.version)
         else:
             self.blocks.remove(block)
+            if isinstance(event, e.NotAllocated):
+                self.lost[block.device] += event.kept
             if request is not None:
                 assert isinstance(event, e.NotAllocated)
                 self.refuse(request, event.code)
@@ -396,7 +404,7 @@ class Model(Facts):
         for request in creates:
             if request.waits == "room":
                 assert isinstance(request.body, m.Create)
-                if not taken & set(request.body.devices) and self.grant(request, request.body):
+                if not taken & set(request.body.devices) and self.decide(request, request.body):
                     return True
                 taken |= set(request.body.devices)
         return False
@@ -424,9 +432,13 @@ class Model(Facts):
         request.waits = "room"
         return True
 
-    def grant(self, request: Request, body: m.Create) -> bool:
+    def decide(self, request: Request, body: m.Create) -> bool:
+        """Give a create its room, or refuse it if there will never be enough, or let it wait: False."""
         assert request.layout is not None
         sizes = {uuid: self.sizes(body, request.layout, uuid) for uuid in body.devices}
+        if any(self.most(uuid) < sum(sizes[uuid]) for uuid in body.devices):
+            self.refuse(request, "over_budget")
+            return True
         if any(self.room(uuid) < sum(sizes[uuid]) for uuid in body.devices):
             return False
         if request.timed:

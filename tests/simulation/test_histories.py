@@ -29,7 +29,7 @@ def test_the_ledger_does_what_the_model_does_in_random_histories(first: int) -> 
 def test_a_ledger_that_forgets_to_serve_the_next_in_line_is_found_and_its_history_shrunk(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(drafts, "_give_room", lambda books, account: None)
+    monkeypatch.setattr(drafts, "_is_ready", lambda writer: False)
     report = search(range(50))
     assert report is not None
     assert "actions are enough" in report

@@ -19,6 +19,7 @@ from threading import active_count
 
 from cubroker.client import Broker
 from cubroker.client.futures import Future
+from cubroker.client.requests import Pending
 from cubroker.protocol import CubrokerError, Layout
 from cubroker.protocol.errors import OverBudget, TimedOut
 from cubroker.protocol.messages import Attach, Cancel, Reply
@@ -92,8 +93,9 @@ def publish_and_retire(scene: Scene) -> None:
 def wait_and_cancel(scene: Scene) -> None:
     ended: Future[Reply | CubrokerError] = Future()
     requests = scene.client.requests
-    number = requests.send(Attach("nothing", 0, None, 3600.0), ended.set)
-    requests.submit(Cancel(number)).result(60)
+    waiting = Pending(ended.set)
+    requests.post(Attach("nothing", 0, None, 3600.0), waiting)
+    requests.submit(Cancel(waiting.number)).result(60)
     assert isinstance(ended.result(60), CubrokerError)
 
 
