@@ -24,7 +24,7 @@ class Quota:
         requests: requests that wait.
         watches: watched names.
         layouts: bytes of the encoded layouts of the user's versions and waiting creates, in the broker's own memory.
-        descriptors: descriptors of the broker's: two for every session, and those that emulated memory takes.
+        descriptors: descriptors of the broker's: two for every session, and those that emulated and ``vmm`` memory takes.
     """
 
     memory: int | None = None

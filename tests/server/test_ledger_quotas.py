@@ -290,6 +290,22 @@ def test_descriptors_of_a_user_are_those_of_its_sessions_and_of_memory_that_take
     story.end()
 
 
+def test_memory_that_readers_are_handed_takes_one_more_descriptor_for_each_allocation_where_it_lies() -> None:
+    emulated = Budget(0, "GPU-0", "emulated", 64 * MIB, 64 * MIB, descriptors=1)
+    story = told(Quota(descriptors=9), emulated, SECOND)  # four of them are those of two sessions
+    both = ("GPU-0", "GPU-1")
+    story >> creates(1, 1, "a", MIB, MIB, devices=both, share="vmm")
+    story << refused(1, 1, "over_quota", "this takes 6 of the broker's descriptors, and user 1001 has 4 of a quota of 9")
+    story >> creates(1, 2, "a", MIB, MIB, MIB, devices=both, share="vmm", plan=(1, 0, 1))
+    story << e.Allocate(1, "GPU-0", (2 * MIB,), "vmm")
+    story << e.Allocate(2, "GPU-1", (2 * MIB, 2 * MIB), "vmm")
+    story >> creates(2, 1, "b", MIB, MIB, devices=("GPU-1",), share="vmm")
+    story << refused(2, 1, "over_quota", "this takes 2 of the broker's descriptors, and user 1001 has 8 of a quota of 9")
+    story.quietly(creates(2, 2, "b", MIB, devices=("GPU-1",), share="vmm"))
+    assert story.ledger.admit(ALICE) is not None
+    story.end()
+
+
 def test_a_user_without_descriptors_is_kept_out() -> None:
     story = Story(policy=Policy(quota=Quota(descriptors=1)))
     refusal = story.ledger.admit(ALICE)

@@ -138,17 +138,21 @@ def test_a_session_too_many_is_refused_and_there_is_room_when_one_ends() -> None
             assert len(third_again.clients()) == 2
 
 
-def test_descriptors_are_a_quota_of_their_own() -> None:
+@pytest.mark.parametrize(("share", "each"), [("ipc", 1), ("vmm", 2)])
+def test_descriptors_are_a_quota_of_their_own(share: str, each: int) -> None:
     three = Layout.pack([(name, "U8", (2 << 20,)) for name in "abc"], slab=2 << 20)
-    with configured("[quota]\ndescriptors = 6") as broker, session(broker.directory) as client:
+    quota = 3 + 3 * each
+    with configured(f"[quota]\ndescriptors = {quota}") as broker, session(broker.directory) as client:
         before = descriptors(broker.pid)
-        lease = client.create("pool", three).lease
-        assert descriptors(broker.pid) <= before + 4  # and one for all, over which host memory is handed out
+        lease = client.create("pool", three, share=share).lease
+        taken = descriptors(broker.pid) - before
+        assert 3 * each <= taken <= 3 * each + 1  # and one for all, over which host memory is handed out
         with connect(broker.directory) as another:
             refused = greet(another)
         assert isinstance(refused, Refused)
         assert refused.code == "over_quota"
-        said = f"has 5 of a quota of 6 (1 sessions, 1 of process {os.getpid()}; memory, pool@1 3 (draft))"
+        who = f"(1 sessions, 1 of process {os.getpid()}; memory, pool@1 {3 * each} (draft))"
+        said = f"has {quota - 1} of a quota of {quota} {who}"
         assert said in refused.message
         client.ask(Close(lease), Done)
         eventually(lambda: client.devices()[0].allocated == 0, "the memory to be freed")
