@@ -11,7 +11,7 @@ import pwd
 import re
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -72,6 +72,7 @@ class _Quota(_Table, frozen=True):
     leases: int | str | None = None
     requests: int | str | None = None
     watches: int | str | None = None
+    events: int | str | None = None
     layouts: int | str | None = None
 
 
@@ -90,7 +91,7 @@ class _File(_Table, frozen=True):
 TABLES: Mapping[str, type[_Table]] = {"": _File, "sockets": _Sockets, "quota": _Quota, "quotas.*": _Quota}
 """The tables of the file, by their place in it."""
 
-DEFAULT_QUOTA = Quota(leases=1_000_000, requests=65_536, watches=65_536, layouts=1 << 30)
+DEFAULT_QUOTA = Quota(leases=1_000_000, requests=65_536, watches=65_536, events=65_536, layouts=1 << 30)
 """Bounds on what one user may cost the broker's own memory; ``sessions`` depends on the limit of open files."""
 
 
@@ -119,8 +120,7 @@ def default(descriptors: int) -> Config:
 
 
 def _default_quota(descriptors: int) -> Quota:
-    base = DEFAULT_QUOTA
-    return Quota(base.memory, max(1, descriptors // 4), base.leases, base.requests, base.watches, base.layouts)
+    return replace(DEFAULT_QUOTA, sessions=max(1, descriptors // 4))
 
 
 class _Reader:
@@ -217,6 +217,7 @@ class _Reader:
             leases=self._count(f"{key}.leases", table.leases, usual.leases),
             requests=self._count(f"{key}.requests", table.requests, usual.requests),
             watches=self._count(f"{key}.watches", table.watches, usual.watches),
+            events=self._count(f"{key}.events", table.events, usual.events),
             layouts=self._bytes(f"{key}.layouts", table.layouts, usual.layouts),
         )
 

@@ -9,12 +9,13 @@ and that of a piece of memory. What ends, ends on one path, whatever the cause:
 
     request   waiting.leave    answered, refused, out of time, cancelled, its session lost
     lease     leases.release   closed, sealed, its session gone
+    event     signals.end      dropped, its lease closed, its session gone
     version   leases.end       given up by its writer, or out of service and without leases
     memory    room.take_off    its device reports that it has the bytes again
     session   Ledger._end      its process is gone, or it is lost and holds nothing
 
 A lost session (its connection ended, its process may live) keeps its leases, asks for nothing new
-and is told nothing; it may still close and seal. It ends with its last lease, or with its process.
+and is told nothing; it may still close, seal and drop. It ends with its last lease, or with its process.
 
 Whatever ends stirs the pool or the device that it took part in, and after every event
 :func:`cubroker.server.drafts.settle` serves those who wait there, until nobody can be served.
@@ -28,21 +29,26 @@ from typing import assert_never
 from cubroker.protocol.errors import CubrokerError, OverQuota, TimedOut, Unavailable
 from cubroker.protocol.messages import (
     Attach,
+    AwaitEvent,
     Cancel,
     Close,
     Create,
     Describe,
     Done,
+    DropEvent,
     Failed,
     ListClients,
     ListDevices,
     ListPools,
+    OpenEvent,
+    Recorded,
     Reply,
     Retire,
     Seal,
+    ShareEvent,
     Watch,
 )
-from cubroker.server import attaching, drafts, invariants, leases, publishing, reports, waiting, wording
+from cubroker.server import attaching, drafts, invariants, leases, publishing, reports, signals, waiting, wording
 from cubroker.server.books import Books
 from cubroker.server.events import (
     Allocated,
@@ -64,7 +70,7 @@ from cubroker.server.states import Impossible
 
 __all__ = ["Budget", "Impossible", "Ledger", "Limits"]
 
-LAST_WORDS = (Close, Seal, Cancel)
+LAST_WORDS = (Close, Seal, Cancel, DropEvent)
 """What a session may still ask after its connection ended."""
 
 
@@ -151,7 +157,7 @@ class Ledger:
             case Attach():
                 return attaching.attach(books, session, event.request, body)
             case Close():
-                leases.release(books, leases.held(session, body.lease))
+                signals.give_back(books, leases.held(session, body.lease), wording.GIVEN_BACK)
                 return Done()
             case Create():
                 assert event.layout is not None
@@ -166,6 +172,8 @@ class Ledger:
                 return publishing.watch(books, session, body)
             case Describe():
                 return reports.describe(books, session, body)
+            case ShareEvent() | OpenEvent() | Recorded() | AwaitEvent() | DropEvent():
+                return signals.asked(books, session, event.request, body)
             case ListPools():
                 return reports.list_pools(books, session)
             case ListClients():
@@ -220,7 +228,7 @@ class Ledger:
     def _end(self, session: Session) -> None:
         self._stop(session)
         for lease in tuple(session.leases.values()):
-            leases.release(self._books, lease)
+            signals.give_back(self._books, lease, wording.ENDED)
         del self._books.sessions[session.id], session.user.sessions[session.id]
         self._books.part(session.user)
         self._books.effects.append(Forget(session.id))

@@ -23,6 +23,7 @@ class Quota:
         leases: leases on versions.
         requests: requests that wait.
         watches: watched names.
+        events: events that its sessions made.
         layouts: bytes of the encoded layouts of the user's versions and waiting creates, in the broker's own memory.
     """
 
@@ -31,6 +32,7 @@ class Quota:
     leases: int | None = None
     requests: int | None = None
     watches: int | None = None
+    events: int | None = None
     layouts: int | None = None
 
 
