@@ -92,7 +92,7 @@ def load(
 def _fill(driver: Driver, checkpoint: Checkpoint, draft: Draft, progress: Progress | None) -> float:
     targets = [_target(replica) for replica in draft.replicas]
     try:
-        with _linked(driver, draft.replicas):
+        with _linked(driver, draft):
             return fill(checkpoint, draft.layout, targets, progress)
     except DriverError as error:
         raise failure(error, f"copying files into a draft of {draft.name!r}") from error
@@ -104,11 +104,11 @@ def _target(replica: Replica) -> Target:
 
 
 @contextmanager
-def _linked(driver: Driver, replicas: Sequence[Replica]) -> Iterator[None]:
-    """Give each device direct access to the one before it, which it copies from."""
+def _linked(driver: Driver, draft: Draft) -> Iterator[None]:
+    """Give each device direct access to the one before it, which it copies from; mappings of ``vmm`` memory have it."""
     with ExitStack() as undo:
-        for before, replica in pairwise(replicas):
-            if replica.upstream:
+        for before, replica in pairwise(draft.replicas):
+            if replica.upstream and draft.share == "ipc":
                 with suppress(DriverError):  # without it the copies go through host memory
                     driver.peers.enable(replica.context, before.device.index)
                     undo.callback(driver.peers.disable, replica.context, before.device.index)

@@ -76,7 +76,10 @@ class Multicast:
         self._bindings.append(_Binding(context.device.index, offset, nbytes))
 
     def unbind(self, device: int, *, offset: int = 0) -> None:
-        """Undo what was bound of a device at an offset, once nobody stores there any more."""
+        """Undo what was bound of a device at an offset, once nobody stores there any more.
+
+        Memory that :meth:`bind` was given stays until :meth:`release`.
+        """
         for binding in self._bindings:
             if (binding.device, binding.offset) == (device, offset):
                 self._bindings.remove(binding)

@@ -84,7 +84,7 @@ class TimedOut(CubrokerError):
 
 
 class Unavailable(CubrokerError):
-    """The broker is not there, went away, or the connection to it is closed."""
+    """The broker, or whoever makes what was waited for, is not there or went away; or the connection is closed."""
 
     code = "unavailable"
 

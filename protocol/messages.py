@@ -41,6 +41,7 @@ Uuid = Annotated[str, Meta(min_length=1, max_length=64)]
 Seconds = Annotated[float, Meta(ge=0, le=MAX_WAIT)]
 Encoded = Annotated[bytes, Meta(max_length=MAX_ENCODED)]
 Handle = Annotated[bytes, Meta(max_length=64)]
+EventHandle = Annotated[bytes, Meta(min_length=64, max_length=64)]
 Handles = Annotated[tuple[Handle, ...], Meta(max_length=MAX_ALLOCATIONS)]
 Mode = Annotated[int, Meta(ge=0, le=0o777)]
 Devices = Annotated[tuple[Uuid, ...], Meta(min_length=1, max_length=MAX_DEVICES)]
@@ -142,7 +143,8 @@ class Create(Message, frozen=True):
     Waits up to ``wait`` seconds for its turn as the writer and for room. With ``attach`` it is
     answered like an attach to ``attach``'s device as soon as the pool has a current version.
     ``mode`` is the pool's from the publication on, like a file's; without it a pool keeps its mode, and
-    a new one gets the broker's default. Answer: :class:`Created`, or :class:`Attached`.
+    a new one gets the broker's default. Whoever attaches to a ``writable`` version may write it, and make events on it.
+    Answer: :class:`Created`, or :class:`Attached`.
     """
 
     name: Name
@@ -153,6 +155,7 @@ class Create(Message, frozen=True):
     attach: Uuid | None
     mode: Mode | None = None
     plan: Plan | None = None
+    writable: bool = False
 
 
 class Seal(Message, frozen=True):
@@ -206,9 +209,74 @@ class Describe(Message, frozen=True):
     version: Natural
 
 
-Request = Attach | Create | Seal | Close | Cancel | Retire | Watch | ListPools | ListClients | ListDevices | Describe
+class ShareEvent(Message, frozen=True):
+    """Let everybody with a lease on the same version open an event that the sender made, as ``name``.
 
-LAST_WORDS = (Close, Seal, Cancel)
+    ``lease`` is on a published version that is writable; the event ends with it, or when it is dropped.
+    ``handle`` opens it, best on ``device``. Answer: :class:`EventShared`.
+    """
+
+    lease: Identifier
+    name: Name
+    device: Uuid
+    handle: EventHandle
+
+
+class OpenEvent(Message, frozen=True):
+    """Ask for the event ``name`` of the version that ``lease`` is on.
+
+    Waits up to ``wait`` seconds for somebody to share it. Answer: :class:`EventOpened`.
+    """
+
+    lease: Identifier
+    name: Name
+    wait: Seconds
+
+
+class Recorded(Message, frozen=True):
+    """The sender has recorded its event once more. Answer: :class:`Generation`."""
+
+    event: Identifier
+
+
+class AwaitEvent(Message, frozen=True):
+    """Wait up to ``wait`` seconds until an event was recorded more than ``after`` times.
+
+    It is an event of the version that ``lease`` is on. Answer: :class:`Generation`.
+    """
+
+    lease: Identifier
+    event: Identifier
+    after: Natural
+    wait: Seconds
+
+
+class DropEvent(Message, frozen=True):
+    """The sender's event is no more; whoever waits for it is told. Answer: :class:`Done`."""
+
+    event: Identifier
+
+
+Request = (
+    Attach
+    | Create
+    | Seal
+    | Close
+    | Cancel
+    | Retire
+    | Watch
+    | ListPools
+    | ListClients
+    | ListDevices
+    | Describe
+    | ShareEvent
+    | OpenEvent
+    | Recorded
+    | AwaitEvent
+    | DropEvent
+)
+
+LAST_WORDS = (Close, Seal, Cancel, DropEvent)
 """Requests that give something back. A session may make them after its connection has ended, and a broker that has no
 room for one more request lets them wait where it refuses others: they are sent again until they are answered."""
 
@@ -256,6 +324,7 @@ class Attached(Message, frozen=True):
     share: str
     layout: Encoded
     replicas: Replicas
+    writable: bool = False
 
 
 class Created(Message, frozen=True):
@@ -289,7 +358,7 @@ class PoolInfo(Struct, frozen=True):
     """One live version. ``state``: ``draft``, ``current``, ``superseded`` or ``retired``.
 
     ``nbytes`` is what its layout takes: on each device, or, if it is ``sharded``, on all of them together.
-    ``owner`` made the version; ``group`` and ``mode`` are the pool's.
+    ``owner`` made the version; ``group`` and ``mode`` are the pool's. Its readers may write it if it is ``writable``.
     """
 
     name: str
@@ -305,6 +374,7 @@ class PoolInfo(Struct, frozen=True):
     group: int
     mode: int
     sharded: bool
+    writable: bool
 
 
 class LeaseInfo(Struct, frozen=True):
@@ -361,6 +431,26 @@ class Description(Message, frozen=True):
     layout: Encoded
 
 
+class EventShared(Message, frozen=True):
+    """The number by which the event is known from now on."""
+
+    event: Identifier
+
+
+class EventOpened(Message, frozen=True):
+    """An event that another process made. ``device`` is the one whose work it marks."""
+
+    event: Identifier
+    device: Uuid
+    handle: EventHandle
+
+
+class Generation(Message, frozen=True):
+    """How often the event was recorded."""
+
+    generation: Natural
+
+
 class Failed(Message, frozen=True):
     """The request was refused; ``code`` as in :mod:`cubroker.protocol.errors`."""
 
@@ -368,7 +458,21 @@ class Failed(Message, frozen=True):
     message: str
 
 
-Reply = Attached | Created | Sealed | Done | Retirement | Pools | Clients | DeviceList | Description | Failed
+Reply = (
+    Attached
+    | Created
+    | Sealed
+    | Done
+    | Retirement
+    | Pools
+    | Clients
+    | DeviceList
+    | Description
+    | EventShared
+    | EventOpened
+    | Generation
+    | Failed
+)
 
 
 class Answer(Struct, frozen=True, array_like=True):

@@ -82,6 +82,7 @@ def lease(books: Books, session: Session, version: Version, device: str | None, 
         share=version.share,
         layout=version.layout,
         replicas=tuple(map(replica, allocations)),
+        writable=version.writable,
     )
 
 

@@ -8,7 +8,7 @@ from itertools import count
 
 from cubroker.server.events import Effect
 from cubroker.server.policy import Policy
-from cubroker.server.records import Account, Allocation, Budget, Limits, Pool, Session, User, Waiter
+from cubroker.server.records import Account, Allocation, Budget, Limits, Pool, Session, Signal, User, Waiter
 
 MAX_NUMBERS = 65_536
 """Names without a pool whose last version number is remembered; beyond it the oldest are forgotten."""
@@ -31,12 +31,14 @@ class Books:
         self.sessions: dict[int, Session] = {}
         self.pools: dict[str, Pool] = {}
         self.allocations: dict[int, Allocation] = {}
+        self.signals: dict[int, Signal] = {}
         self.timers: dict[int, Waiter] = {}
         self.numbers: dict[str, int] = {}
         self.stirred_pools: deque[Pool] = deque()
         self.stirred_accounts: dict[Account, None] = {}
         self.effects: list[Effect] = []
         self.lease_ids = count(1)
+        self.signal_ids = count(1)
         self.tickets = count(1)
         self.timer_ids = count(1)
         self.arrivals = count(1)

@@ -73,6 +73,7 @@ class _Quota(_Table, frozen=True):
     leases: int | str | None = None
     requests: int | str | None = None
     watches: int | str | None = None
+    events: int | str | None = None
     layouts: int | str | None = None
     descriptors: int | str | None = None
 
@@ -92,7 +93,7 @@ class _File(_Table, frozen=True):
 TABLES: Mapping[str, type[_Table]] = {"": _File, "sockets": _Sockets, "quota": _Quota, "quotas.*": _Quota}
 """The tables of the file, by their place in it."""
 
-DEFAULT_QUOTA = Quota(leases=1_000_000, requests=65_536, watches=65_536, layouts=1 << 30)
+DEFAULT_QUOTA = Quota(leases=1_000_000, requests=65_536, watches=65_536, events=65_536, layouts=1 << 30)
 """Bounds on what one user may cost the broker's own memory; others depend on the limit of open files."""
 
 
@@ -219,6 +220,7 @@ class _Reader:
             leases=self._count(f"{key}.leases", table.leases, usual.leases),
             requests=self._count(f"{key}.requests", table.requests, usual.requests),
             watches=self._count(f"{key}.watches", table.watches, usual.watches),
+            events=self._count(f"{key}.events", table.events, usual.events),
             layouts=self._bytes(f"{key}.layouts", table.layouts, usual.layouts),
             descriptors=self._count(f"{key}.descriptors", table.descriptors, usual.descriptors),
         )

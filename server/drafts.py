@@ -282,6 +282,7 @@ def _begin_draft(books: Books, writer: Writer) -> None:
         mode=writer.body.mode,
         share=writer.body.share,
         plan=writer.body.plan,
+        writable=writer.body.writable,
         layout=writer.body.layout,
         tensors=writer.tensors,
         nbytes=writer.content,

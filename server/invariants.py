@@ -7,7 +7,20 @@ from collections import Counter
 from cubroker.server.books import Books
 from cubroker.server.leases import is_kept
 from cubroker.server.policy import exceeds
-from cubroker.server.records import Account, Phase, Pool, Reader, Session, User, Version, Waiter, Writer
+from cubroker.server.records import (
+    Account,
+    Lease,
+    Listener,
+    Phase,
+    Pool,
+    Reader,
+    Session,
+    User,
+    Version,
+    Waiter,
+    Writer,
+)
+from cubroker.server.signals import EPITAPHS
 from cubroker.server.states import ALLOCATED, PROMISED, Stage, State
 
 
@@ -34,6 +47,8 @@ def check(books: Books) -> None:
     for ticket, allocation in books.allocations.items():
         ours = allocation.stage in (Stage.PROMISED, Stage.HELD)
         assert ours == (ticket in held), "memory that no version has is not being freed, or the other way round"
+    signals = [signal for session in books.sessions.values() for signal in session.signals.values()]
+    assert sorted(signals, key=lambda signal: signal.id) == list(books.signals.values())
     for timer, waiter in books.timers.items():
         assert waiter.timer == timer
         assert waiter.session.unfinished[waiter.request] is waiter
@@ -70,6 +85,7 @@ def _check_user(books: Books, user: User) -> None:
     assert user.leases == sum(len(session.leases) for session in sessions)
     assert user.unfinished == sum(len(session.unfinished) for session in sessions)
     assert user.watches == sum(len(session.watches) for session in sessions)
+    assert user.events == sum(len(session.signals) for session in sessions)
     versions = (v for pool in books.pools.values() for v in pool.versions.values() if v.user is user)
     layouts = [v.layout for v in versions] + [w.body.layout for w in writers if w.phase is not Phase.MEMORY]
     assert user.layouts == sum(map(len, layouts))
@@ -88,6 +104,7 @@ def _check_quota(user: User) -> None:
     assert not exceeds(user.leases, 0, quota.leases)
     assert not exceeds(user.unfinished, 0, quota.requests)
     assert not exceeds(user.watches, 0, quota.watches)
+    assert not exceeds(user.events, 0, quota.events)
     assert not exceeds(user.layouts, 0, quota.layouts)
     assert not exceeds(user.descriptors, 0, quota.descriptors)
 
@@ -96,6 +113,7 @@ def _check_session(books: Books, session: Session) -> None:
     assert len(session.leases) <= books.limits.leases
     assert len(session.unfinished) <= books.limits.unfinished
     assert len(session.watches) <= books.limits.watches
+    assert len(session.signals) <= books.limits.events
     if not session.connected:
         assert session.leases
         assert not session.unfinished
@@ -103,6 +121,8 @@ def _check_session(books: Books, session: Session) -> None:
     for lease in session.leases.values():
         assert lease.session is session
         assert lease.version.state not in (State.ALLOCATING, State.ENDED)
+        _check_signals(books, lease)
+    assert session.signals == {event: s for lease in session.leases.values() for event, s in lease.signals.items()}
     for name, pool in session.watches.items():
         assert books.pools[name] is pool
         assert session in pool.watchers
@@ -110,10 +130,40 @@ def _check_session(books: Books, session: Session) -> None:
         assert waiter.request == request
         assert waiter.session is session
         assert books.pools[waiter.pool.name] is waiter.pool
-        if isinstance(waiter, Reader):
-            _check_reader(books, waiter)
-        else:
-            _check_writer(books, waiter)
+        match waiter:
+            case Reader():
+                _check_reader(books, waiter)
+            case Listener():
+                _check_listener(books, waiter)
+            case Writer():
+                _check_writer(books, waiter)
+
+
+def _check_signals(books: Books, lease: Lease) -> None:
+    version = lease.version
+    for event, signal in lease.signals.items():
+        assert signal.id == event
+        assert signal.lease is lease
+        assert books.signals[event] is signal
+        assert version.signals[signal.name] is signal
+        assert all(listener.signal is signal for listener in signal.listeners)
+    assert version.writable or not (lease.signals or lease.listeners)
+    for listener in lease.listeners:
+        assert listener.lease is lease
+        assert lease.session.unfinished[listener.request] is listener
+
+
+def _check_listener(books: Books, listener: Listener) -> None:
+    assert listener in listener.lease.listeners
+    assert listener in listener.line
+    assert books.timers[listener.timer] is listener
+    version, signal = listener.lease.version, listener.signal
+    if signal is None:
+        assert listener.name not in version.signals, "the event that it waits for is there"
+    else:
+        assert signal.lease.version is version
+        assert version.signals[signal.name] is signal
+        assert signal.generation <= listener.after, "the generation that it waits for is there"
 
 
 def _check_reader(books: Books, reader: Reader) -> None:
@@ -163,6 +213,9 @@ def _check_version(books: Books, version: Version, leases: int) -> None:
     assert state is not State.ALLOCATING or not leases
     assert state is not State.DRAFT or leases == 1
     assert version.replicas
+    assert all(books.signals[signal.id] is signal for signal in version.signals.values())
+    assert len(version.epitaphs) <= EPITAPHS
+    assert all(listener.lease.version is version for listener in version.openers)
     assert version.plan is None or set(version.plan) == set(range(len(version.replicas)))
     for uuid, allocation in version.replicas.items():
         assert allocation.version is version

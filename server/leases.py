@@ -1,7 +1,8 @@
 """How leases begin and end, and what ends with them: the one path on which memory is released.
 
 A lease ends because its holder closed it, sealed its draft, or is gone. Whatever the cause, it ends
-in :func:`release`; a version ends in :func:`end`, and nowhere else is memory freed.
+in :func:`release`, after its events if it can have any (:mod:`cubroker.server.signals`); a version ends in :func:`end`,
+and nowhere else is memory freed.
 
 The policy may keep the newest superseded versions of each pool: as many as it says stay although they
 have no lease, until a newer one takes their place or somebody retires them.
@@ -53,7 +54,9 @@ def held(session: Session, lease: int) -> Lease:
 
 
 def release(books: Books, lease: Lease) -> None:
-    """End a lease, and its version if nothing else keeps that."""
+    """End a lease, of which no event is left, and its version if nothing else keeps that."""
+    assert not lease.signals
+    assert not lease.listeners
     del lease.session.leases[lease.id]
     version = lease.version
     lease.session.user.leases -= 1

@@ -9,12 +9,13 @@ and that of a piece of memory. What ends, ends on one path, whatever the cause:
 
     request   waiting.leave    answered, refused, out of time, cancelled, its session lost
     lease     leases.release   closed, sealed, its session gone
+    event     signals.end      dropped, its lease closed, its session gone
     version   leases.end       given up by its writer, or out of service and without leases
     memory    room.take_off    its device reports that it has the bytes again
     session   Ledger._end      its process is gone, or it is lost and holds nothing
 
 A lost session (its connection ended, its process may live) keeps its leases, asks for nothing new
-and is told nothing; it may still close and seal. It ends with its last lease, or with its process.
+and is told nothing; it may still close, seal and drop. It ends with its last lease, or with its process.
 
 Whatever ends stirs the pool or the device that it took part in, and after every event
 :func:`cubroker.server.drafts.settle` serves those who wait there, until nobody can be served.
@@ -29,21 +30,26 @@ from cubroker.protocol.errors import CubrokerError, OverQuota, TimedOut, Unavail
 from cubroker.protocol.messages import (
     LAST_WORDS,
     Attach,
+    AwaitEvent,
     Cancel,
     Close,
     Create,
     Describe,
     Done,
+    DropEvent,
     Failed,
     ListClients,
     ListDevices,
     ListPools,
+    OpenEvent,
+    Recorded,
     Reply,
     Retire,
     Seal,
+    ShareEvent,
     Watch,
 )
-from cubroker.server import attaching, drafts, invariants, leases, publishing, reports, waiting, wording
+from cubroker.server import attaching, drafts, invariants, leases, publishing, reports, signals, waiting, wording
 from cubroker.server.books import Books
 from cubroker.server.events import (
     Allocated,
@@ -152,7 +158,7 @@ class Ledger:
             case Attach():
                 return attaching.attach(books, session, event.request, body)
             case Close():
-                leases.release(books, leases.held(session, body.lease))
+                signals.give_back(books, leases.held(session, body.lease), wording.GIVEN_BACK)
                 return Done()
             case Create():
                 assert event.layout is not None
@@ -167,6 +173,8 @@ class Ledger:
                 return publishing.watch(books, session, body)
             case Describe():
                 return reports.describe(books, session, body)
+            case ShareEvent() | OpenEvent() | Recorded() | AwaitEvent() | DropEvent():
+                return signals.asked(books, session, event.request, body)
             case ListPools():
                 return reports.list_pools(books, session)
             case ListClients():
@@ -221,7 +229,7 @@ class Ledger:
     def _end(self, session: Session) -> None:
         self._stop(session)
         for lease in tuple(session.leases.values()):
-            leases.release(self._books, lease)
+            signals.give_back(self._books, lease, wording.ENDED)
         del self._books.sessions[session.id], session.user.sessions[session.id]
         self._books.part(session.user)
         self._books.effects.append(Forget(session.id))

@@ -23,8 +23,9 @@ class Quota:
         leases: leases on versions.
         requests: requests that wait.
         watches: watched names.
+        events: events that its sessions made.
         layouts: bytes of the encoded layouts of the user's versions and waiting creates, in the broker's own memory.
-        descriptors: descriptors of the broker's: two for every session, and those that emulated and ``vmm`` memory takes.
+        descriptors: descriptors of the broker's: two for every session, and those of emulated and of ``vmm`` memory.
     """
 
     memory: int | None = None
@@ -32,6 +33,7 @@ class Quota:
     leases: int | None = None
     requests: int | None = None
     watches: int | None = None
+    events: int | None = None
     layouts: int | None = None
     descriptors: int | None = None
 

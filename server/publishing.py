@@ -12,7 +12,7 @@ from cubroker.server.events import Notify
 from cubroker.server.leases import end_if_empty, held, release, superseded
 from cubroker.server.permissions import may_read, may_write
 from cubroker.server.policy import exceeds
-from cubroker.server.records import Pool, Session, Version, Waiter, Writer
+from cubroker.server.records import Pool, Reader, Session, Version, Writer
 from cubroker.server.states import Cause, State
 
 
@@ -41,14 +41,14 @@ def seal(books: Books, session: Session, body: Seal) -> Sealed:
 def _serve(books: Books, version: Version) -> None:
     """Give leases to those who wait for a version that was just published, in order of arrival."""
     pool = version.pool
-    waiters: list[Waiter] = [reader for reader in pool.readers if reader.body.version in (0, version.number)]
+    waiters: list[Reader | Writer] = [reader for reader in pool.readers if reader.body.version in (0, version.number)]
     waiters += [writer for writer in pool.line if writer.body.attach is not None]
     for waiter in sorted(waiters, key=lambda waiter: waiter.arrival):
         waiting.leave(books, waiter)
         waiting.answer(books, waiter, _lease(books, waiter, version))
 
 
-def _lease(books: Books, waiter: Waiter, version: Version) -> Reply:
+def _lease(books: Books, waiter: Reader | Writer, version: Version) -> Reply:
     try:
         if isinstance(waiter, Writer):
             return lease(books, waiter.session, version, waiter.body.attach)

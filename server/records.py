@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
-from cubroker.protocol.messages import Attach, Create
+from cubroker.protocol.messages import Attach, AwaitEvent, Create, OpenEvent
 from cubroker.server.policy import MODE, Quota, exceeds
 from cubroker.server.states import MEMORY, VERSION, Cause, Report, Stage, State, step
 
@@ -57,6 +57,7 @@ class Limits:
     leases: int = 4096
     unfinished: int = 1024
     watches: int = 1024
+    events: int = 1024
 
 
 @dataclass(slots=True, eq=False)
@@ -105,6 +106,7 @@ class User:
     leases: int = 0
     unfinished: int = 0
     watches: int = 0
+    events: int = 0
     layouts: int = 0
     pieces: int = 0
     line: list[Writer] = field(default_factory=list)
@@ -141,6 +143,7 @@ class Session:
     leases: dict[int, Lease] = field(default_factory=dict)
     unfinished: dict[int, Waiter] = field(default_factory=dict)
     watches: dict[str, Pool] = field(default_factory=dict)
+    signals: dict[int, Signal] = field(default_factory=dict)
     story: deque[str] = field(default_factory=_story)
 
     @property
@@ -156,11 +159,31 @@ class Session:
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """One session's reference to one version."""
+    """One session's reference to one version, the events that it made there, and its requests that wait for events."""
 
     id: int
     session: Session
     version: Version
+    signals: dict[int, Signal] = field(default_factory=dict)
+    listeners: dict[Listener, None] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class Signal:
+    """An event of a version, which ``lease``'s session made and has recorded ``generation`` times."""
+
+    id: int
+    name: str
+    lease: Lease
+    device: str
+    handle: bytes
+    generation: int = 0
+    listeners: dict[Listener, None] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        """The event in words."""
+        return f"event {self.name!r} of {self.lease.version.label}"
 
 
 @dataclass(slots=True, eq=False)
@@ -204,7 +227,8 @@ class Version:
 
     ``layout`` is as it travels; ``nbytes`` is what it describes; ``replicas`` is keyed by device UUID. With a ``plan``,
     which has the index in ``replicas`` of each allocation's device, each of them has a part, a *shard*; else all of it.
-    ``mode`` is what the pool's becomes with its publication, if it is given.
+    ``mode`` is what the pool's becomes with its publication, if it is given. ``signals`` are its events, by name;
+    ``openers`` wait for one with a name that there is not yet; ``epitaphs`` say how the last events ended.
     """
 
     pool: Pool
@@ -214,12 +238,16 @@ class Version:
     mode: int | None
     share: str
     plan: tuple[int, ...] | None
+    writable: bool
     layout: bytes
     tensors: int
     nbytes: int
     replicas: dict[str, Allocation] = field(default_factory=dict)
     state: State = State.ALLOCATING
     leases: int = 0
+    signals: dict[str, Signal] = field(default_factory=dict)
+    openers: dict[Listener, None] = field(default_factory=dict)
+    epitaphs: dict[int, str] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
@@ -275,6 +303,30 @@ class Reader:
     timer: int = 0
 
 
+@dataclass(slots=True, eq=False)
+class Listener:
+    """A request that waits, by ``lease``, for ``name`` to be shared, or for ``signal`` to pass a generation."""
+
+    session: Session
+    request: int
+    lease: Lease
+    body: OpenEvent | AwaitEvent
+    name: str
+    signal: Signal | None = None
+    after: int = 0
+    timer: int = 0
+
+    @property
+    def pool(self) -> Pool:
+        """Whose event it is."""
+        return self.lease.version.pool
+
+    @property
+    def line(self) -> dict[Listener, None]:
+        """Those who wait for the same, in order of arrival."""
+        return self.lease.version.openers if self.signal is None else self.signal.listeners
+
+
 class Phase(Enum):
     """What a create waits for."""
 
@@ -326,4 +378,4 @@ def _arrival(writer: Writer) -> int:
     return writer.arrival
 
 
-Waiter = Reader | Writer
+Waiter = Reader | Writer | Listener

@@ -68,6 +68,7 @@ def _pool(version: Version) -> PoolInfo:
         group=version.pool.group,
         mode=version.pool.mode,
         sharded=version.plan is not None,
+        writable=version.writable,
     )
 
 

@@ -1,7 +1,7 @@
 """Requests that are not answered at once: how they begin to wait, and how they stop.
 
-An attach waits for a publication; a create waits for its turn, for room, and for its memory. All of
-them stop in :func:`leave`, whatever the cause: served, refused, out of time, cancelled, or their
+An attach waits for a publication; a create waits for its turn, for room, and for its memory; others wait for
+events. All of them stop in :func:`leave`, whatever the cause: served, refused, out of time, cancelled, or their
 session is lost. A request that waits is answered exactly once, unless its session is lost.
 """
 
@@ -14,7 +14,7 @@ from cubroker.server.books import Books
 from cubroker.server.events import DropTimer, Respond, SetTimer
 from cubroker.server.leases import end
 from cubroker.server.policy import exceeds
-from cubroker.server.records import Phase, Reader, Session, Waiter, Writer
+from cubroker.server.records import Listener, Phase, Reader, Session, Waiter, Writer
 from cubroker.server.room import spare, stir
 from cubroker.server.states import Cause, State
 
@@ -40,6 +40,8 @@ def begin(waiter: Waiter) -> None:
     user.unfinished += 1
     if isinstance(waiter, Reader):
         waiter.pool.readers[waiter] = None
+    elif isinstance(waiter, Listener):
+        waiter.line[waiter] = waiter.lease.listeners[waiter] = None
     else:
         waiter.pool.line[waiter] = None
         user.layouts += len(waiter.body.layout)
@@ -69,6 +71,8 @@ def leave(books: Books, waiter: Waiter) -> None:
     unlimit(books, waiter)
     if isinstance(waiter, Reader):
         del waiter.pool.readers[waiter]
+    elif isinstance(waiter, Listener):
+        del waiter.line[waiter], waiter.lease.listeners[waiter]
     else:
         _step_out(books, waiter)
     books.stirred_pools.append(waiter.pool)

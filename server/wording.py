@@ -10,7 +10,21 @@ from itertools import islice
 
 from cubroker.server.books import Books
 from cubroker.server.permissions import may_read
-from cubroker.server.records import Account, Allocation, Phase, Pool, Reader, Session, User, Version, Waiter, Writer
+from cubroker.server.records import (
+    Account,
+    Allocation,
+    Lease,
+    Listener,
+    Phase,
+    Pool,
+    Reader,
+    Session,
+    Signal,
+    User,
+    Version,
+    Waiter,
+    Writer,
+)
 from cubroker.server.states import Stage, State
 
 NEAR_NAMES = 32
@@ -20,6 +34,9 @@ NEAR_LENGTH = 48
 Comparing two names costs up to the product of their lengths, and any client may ask for what is not
 there: with these limits the worst names cost some milliseconds, usual ones a third of one.
 """
+
+DROPPED, GIVEN_BACK, ENDED = "closed it", "gave back the lease that it belonged to", "has ended"
+"""How an event ended: what whoever made it did."""
 
 SURVEY = 1000
 """Sessions or allocations of one user that are looked at for its largest."""
@@ -169,6 +186,56 @@ def too_many_watches(user: User) -> str:
     return f"user {user.uid} has {user.watches} watches of a quota of {user.quota.watches}{most}; end some of them"
 
 
+def too_many_events(user: User) -> str:
+    """Say that a user has all the events that it may have."""
+    most = _most(user, lambda session: len(session.signals))
+    return f"user {user.uid} has {user.events} events of a quota of {user.quota.events}{most}; close some of them"
+
+
+def not_for_events(lease: Lease) -> str:
+    """Say why nobody can make an event on a version."""
+    version = lease.version
+    if version.state is State.DRAFT:
+        return f"lease {lease.id} is on {version.label}, a draft; seal it and attach, then make events on it"
+    return f"{version.label} is read-only, and events are made on writable pools; create it with writable=True"
+
+
+def event_exists(signal: Signal) -> str:
+    """Say that an event's name is taken."""
+    return f"{signal.label} exists: {signal.lease.session.label} made it; open it, or use another name"
+
+
+def no_event(version: Version, name: str) -> str:
+    """Say that nobody has made an event, and which there are."""
+    there = ", ".join(repr(known) for known in islice(version.signals, NEAR_NAMES))
+    return f"{version.label} has no event {name!r}; it has {there or 'none'}; wait for somebody to make it"
+
+
+def not_its_event(event: int) -> str:
+    """Say that a session did not make an event."""
+    return f"this session has no event {event}; it was closed already, or another one made it"
+
+
+def event_over(signal: Signal, how: str) -> str:
+    """Say that an event has ended."""
+    return f"{signal.label} ended at generation {signal.generation}: {signal.lease.session.label} {how}; open it anew"
+
+
+def unknown_event(version: Version, event: int) -> str:
+    """Say that an event has ended so long ago that nobody knows how, or never was one."""
+    return f"event {event} of {version.label} has ended, or never was one; open it anew"
+
+
+def not_recorded(listener: Listener) -> str:
+    """Say what somebody waits for in vain with an event."""
+    signal = listener.signal
+    if signal is None:
+        return no_event(listener.lease.version, listener.name)
+    maker = signal.lease.session
+    lost = "" if maker.connected else ", which has lost its connection"
+    return f"{signal.label} is at generation {signal.generation}; {maker.label} makes the next one{lost}"
+
+
 def too_many_sessions(uid: int, limit: int | None, user: User | None) -> str:
     """Say that a user has all the sessions that it may have."""
     used = len(user.sessions) if user else 0
@@ -290,6 +357,8 @@ def waited(books: Books, waiter: Waiter) -> str:
     name, seconds = waiter.pool.name, f"waited {waiter.body.wait:g} s"
     if isinstance(waiter, Reader):
         return f"attach to {name} {seconds} for it to be published: {unpublished(waiter.pool, waiter.body.version)}"
+    if isinstance(waiter, Listener):
+        return f"{seconds} in vain: {not_recorded(waiter)}"
     return f"create of {name} {seconds} for {waiter.phase.value}: {blocked(books, waiter)}"
 
 

@@ -109,6 +109,10 @@ class AddressMap:
         del self._regions[region.pointer]
         self._starts.remove(region.pointer)
 
+    def regions(self) -> list[Region]:
+        """Return every region."""
+        return list(self._regions.values())
+
     def find(self, pointer: int, nbytes: int = 1) -> Region | None:
         """Return the region in which all of the bytes lie."""
         place = bisect_right(self._starts, pointer)

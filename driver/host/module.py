@@ -26,6 +26,12 @@ class HostModule(Devices, Streams, Ipc, Peers, Kernels):
     emulated = True
     """It is no real hardware; see :mod:`cubroker.driver.guard`."""
 
+    def forked(self) -> None:
+        """Let go of what is the parent's, once: in a child's own child these numbers are other files."""
+        if self.initialised_by:
+            super().forked()
+            self.initialised_by = 0  # nobody's, so that it stays refused
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("CU"):
             return getattr(cuda, name)

@@ -135,12 +135,8 @@ class Table:
         fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def close(self) -> None:
-        """Let go of it."""
+        """Let go of it; in a forked child too, whose mapping alone would let the parent's object seem to be held."""
         memory.unmap(self._pointer, ctypes.sizeof(_Layout))
-        os.close(self._fd)
-
-    def forked(self) -> None:
-        """In a forked child: close the descriptor, which would let the parent's object seem to be held."""
         os.close(self._fd)
 
     # -- devices -----------------------------------------------------------------------------------

@@ -85,7 +85,7 @@ class Team:
             self._owner.forked()
         for fd in self._offers.values():
             os.close(fd)
-        self.table.forked()
+        self.table.close()
 
     # -- binding -----------------------------------------------------------------------------------
 

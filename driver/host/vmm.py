@@ -33,9 +33,8 @@ class Vmm(State):
     def forked(self) -> None:
         """In a forked child: close the parent's descriptors too, which would keep released memory."""
         super().forked()
-        for held in self._handles.values():
+        for held in self.in_use():
             held.forked()
-        self._handles.clear()  # in a child's own child these numbers are other files
 
     @answers(1)
     def cuMemGetAllocationGranularity(self, prop: Any, option: Any) -> int:
@@ -150,6 +149,10 @@ class Vmm(State):
     def handles(self) -> list[Mappable]:
         """Return what all handles stand for."""
         return list(self._handles.values())
+
+    def in_use(self) -> set[Mappable]:
+        """Return what holds descriptors: here what handles stand for, since mappings hold none."""
+        return set(self.handles())
 
     def _range(self, pointer: int, nbytes: int) -> Range:
         for reserved in self._ranges.values():

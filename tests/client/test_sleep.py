@@ -300,3 +300,21 @@ def test_a_pool_that_sleeps_stays_asleep_when_the_broker_is_gone(broker: BrokerP
                 pool.wake()
             assert pool.asleep
             pool.close()
+
+
+def test_a_sleep_that_was_interrupted_is_finished_by_the_next_one_or_undone_by_a_wake(
+    client: Broker, name: str
+) -> None:
+    publish(client, name)
+    with client.attach(name) as pool:
+        for finish in (pool.wake, pool.sleep):
+            lease, mapped = pool.lease, pool._mapped
+            assert mapped
+            mapped.sleep()  # and there the interrupt came
+            del mapped
+            assert (pool.asleep, leases(client, name)) == (True, 1)
+            finish()
+            assert pool.lease in (0, lease)
+            assert leases(client, name) == (not pool.asleep)
+        pool.wake()
+        assert pool["weight"].tobytes() == content("weight", 128)

@@ -80,6 +80,19 @@ def share(driver: Driver) -> None:
     physical.release()
 
 
+def cast(driver: Driver) -> None:
+    """Store to two devices at once; of this the bindings are offered all but the multicast functions."""
+    with driver.multicast((0, 1), BLOCK) as team, driver.context(0).window(team.nbytes) as window:
+        for index in (0, 1):
+            team.bind(driver.create(index, BLOCK))
+        descriptor = team.export()
+        window.map(descriptor)
+        os.close(descriptor)
+        source = driver.context(0).allocate(BLOCK)
+        window.broadcast(source, window.pointer, BLOCK)
+        driver.context(0).free(source)
+
+
 def link(driver: Driver) -> None:
     """Ask everything about two devices, and enable and disable access between them."""
     assert len(driver.peers.matrix()) == 2
@@ -95,8 +108,11 @@ def test_the_bindings_accept_what_the_recipes_pass() -> None:
     use(driver.context(0))
     share(driver)
     link(driver)
+    cast(driver)
     driver.close()
-    assert len(both.called) > 25
+    assert len(both.called) > 30
+    assert "cuLaunchKernel" in both.called
+    assert not [name for name in both.called if name.startswith(guard.PREFIX)]
 
 
 def test_every_function_of_the_host_driver_is_one_of_the_bindings() -> None:

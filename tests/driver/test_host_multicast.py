@@ -203,8 +203,13 @@ def test_failures_are_imitated_on_demand(monkeypatch: pytest.MonkeyPatch, call: 
         team.bind(physical)
     physical.release()
     assert (caught.value.call, caught.value.status) == (call, status)
-    with pytest.raises(ValueError, match="invalid literal"):
-        Options.parse("slots")
+
+
+@pytest.mark.parametrize("text", ["slots", "slots=many", "cuMulticastCreate=12345"])
+def test_an_option_that_makes_no_sense_is_named(text: str) -> None:
+    with pytest.raises(ValueError, match=f"{OPTIONS}={text}: .*; write slots=2,cuMulticastCreate=801"):
+        Options.parse(text)
+    assert Options.parse("") == Options()
 
 
 # -- waiting -------------------------------------------------------------------------------------------
@@ -516,6 +521,28 @@ def test_a_forked_child_keeps_no_object_alive(driver: Driver) -> None:
         calls.cuMulticastAddDevice(late, 0)
         calls.cuMemRelease(late)
         maker.ask("end_child", child)
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def test_a_forked_child_has_nothing_of_its_parents_objects(driver: Driver) -> None:
+    """Not of those that only a window is left of either, nor what memory is fetched from."""
+    with Neighbour(SPEC) as maker:
+        descriptors = maker.make_team([0, 1], BLOCK)
+        with Neighbour(SPEC) as importer:
+            importer.open_window(descriptors[0], RECOMMENDED)
+            for process in (maker, importer):
+                name, *files = process.ask("fork")
+                assert name == "CUDA_ERROR_NOT_INITIALIZED"
+                assert [file for file in files if "cubroker" in file] == []
+        child = maker.ask("fork_and_stay")
+        maker.kill()
+        try:
+            rows = Table.adopt(descriptors[0])
+            assert rows.bindings() == [], "it is a fresh one"
+            rows.close()
+        finally:
+            os.kill(child, signal.SIGKILL)
     for descriptor in descriptors:
         os.close(descriptor)
 

@@ -295,8 +295,13 @@ def test_a_forked_child_is_refused_and_harms_nothing(context: Context, owner: Ne
 FORKING_TWICE = """
 import os, sys
 from cubroker.driver import load
-context = load(sys.argv[1]).context(0)
+driver = load(sys.argv[1])
+context = driver.context(0)
 context.export(context.allocate(2 << 20))
+physical = driver.create(0, 2 << 20)
+team = driver.multicast((0, 1), 2 << 20)
+window = context.window(team.nbytes)
+window.map(team.export())
 if os.fork() == 0:
     files = [os.open(os.devnull, os.O_RDONLY) for _ in range(8)]
     if os.fork() == 0:

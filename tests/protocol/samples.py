@@ -9,8 +9,8 @@ from cubroker.protocol import messages as m
 
 SECRET = bytes(range(16))
 LAYOUT = Layout.pack([("model.norm.weight", "BF16", (64,)), ("scalar", "F32", ()), ("none", "U8", (0,))], slab=256)
-INFO = m.PoolInfo("llama", 3, "current", 1024, 3, "ipc", ("GPU-a", "GPU-b"), False, 2, 1000, 100, 0o640, False)
-SHARDED = m.PoolInfo("moe", 1, "draft", 1024, 3, "vmm", ("GPU-a", "GPU-b"), False, 1, 1000, 100, 0o640, True)
+INFO = m.PoolInfo("llama", 3, "current", 1024, 3, "ipc", ("GPU-a", "GPU-b"), False, 2, 1000, 100, 0o640, False, True)
+SHARDED = m.PoolInfo("moe", 1, "draft", 1024, 3, "vmm", ("GPU-a", "GPU-b"), False, 1, 1000, 100, 0o640, True, False)
 HANDLES = (bytes(64), b"h" * 64)
 SHARDS = (m.Replica("GPU-a", (m.DESCRIPTOR, b"")), m.Replica("GPU-b", (b"", m.DESCRIPTOR)))
 
@@ -34,6 +34,7 @@ REQUESTS = (
     m.Create("llama", LAYOUT.encode(), ("GPU-a",), "ipc", 0.0, None),
     m.Create("llama", LAYOUT.encode(), ("GPU-a", "GPU-b"), "vmm", 604_800.0, "GPU-b", 0o640, (1, 0)),
     m.Create("llama", LAYOUT.encode(), ("GPU-a",), "ipc", 0.0, None, None, ()),
+    m.Create("llama", LAYOUT.encode(), ("GPU-a",), "ipc", 0.0, None, 0o640, (0,), True),
     m.Seal(1),
     m.Close((1 << 63) - 1),
     m.Cancel(9),
@@ -44,10 +45,15 @@ REQUESTS = (
     m.ListClients(),
     m.ListDevices(),
     m.Describe("llama", 1),
+    m.ShareEvent(5, "ready", "GPU-a", bytes(64)),
+    m.OpenEvent(5, "ready", 0.5),
+    m.Recorded(7),
+    m.AwaitEvent(5, 7, 3, 30.0),
+    m.DropEvent(7),
 )
 REPLIES = (
     m.Attached(5, "llama", 3, "ipc", LAYOUT.encode(), (m.Replica("GPU-a", HANDLES),)),
-    m.Attached(5, "llama", 3, "vmm", LAYOUT.encode(), SHARDS),
+    m.Attached(5, "llama", 3, "vmm", LAYOUT.encode(), SHARDS, True),
     m.Created(6, "llama", 4, "ipc", (m.Replica("GPU-a", HANDLES), m.Replica("GPU-b", ()))),
     m.Sealed(4),
     m.Done(),
@@ -57,6 +63,9 @@ REPLIES = (
     m.Clients((m.ClientInfo(7, 4711, 1000, "connected", (m.LeaseInfo("llama", 3),)),)),
     m.DeviceList((m.DeviceInfo(0, "GPU-a", "NVIDIA H200", 150_754_820_096, 135_679_338_086, 8 << 30, 0),)),
     m.Description(INFO, LAYOUT.encode()),
+    m.EventShared(7),
+    m.EventOpened(7, "GPU-a", bytes(64)),
+    m.Generation(4),
     m.Failed("over_budget", "no room"),
 )
 

@@ -125,9 +125,11 @@ def creates(
     attach: str | None = None,
     mode: int | None = None,
     plan: tuple[int, ...] | None = None,
+    writable: bool = False,
 ) -> e.Asked:
     made = layout(*sizes)
-    return e.Asked(session, request, m.Create(name, made.encode(), devices, share, wait, attach, mode, plan), made)
+    body = m.Create(name, made.encode(), devices, share, wait, attach, mode, plan, writable)
+    return e.Asked(session, request, body, made)
 
 
 def attaches(

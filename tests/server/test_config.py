@@ -14,7 +14,9 @@ from cubroker.server.policy import Policy, Quota
 
 EXAMPLE = Path(__file__).parents[2] / "deploy" / "cubroker.toml"
 USER, GROUP = pwd.getpwuid(os.getuid()).pw_name, grp.getgrgid(os.getgid()).gr_name
-USUAL = Quota(sessions=250, leases=1_000_000, requests=65_536, watches=65_536, layouts=1 << 30, descriptors=500)
+USUAL = Quota(
+    sessions=250, leases=1_000_000, requests=65_536, watches=65_536, events=65_536, layouts=1 << 30, descriptors=500
+)
 
 
 def read(tmp_path: Path, text: str) -> Config:
@@ -50,11 +52,12 @@ def test_everything_can_be_set(tmp_path: Path) -> None:
         [quotas.4711]
         memory = "unlimited"
         watches = 7
+        events = 8
         layouts = 4096
         [quotas.{USER}]
         sessions = "unlimited"
     """
-    quota = Quota(2 << 30, 10, None, 0, 65_536, 1 << 30, 300)
+    quota = Quota(2 << 30, 10, None, 0, 65_536, 65_536, 1 << 30, 300)
     assert read(tmp_path, text) == Config(
         directory=Path("/srv/cubroker"),
         devices="host:2",
@@ -66,8 +69,8 @@ def test_everything_can_be_set(tmp_path: Path) -> None:
             admins=frozenset((os.getuid(), 4711)),
             quota=quota,
             quotas={
-                4711: Quota(None, 10, None, 0, 7, 4096, 300),
-                os.getuid(): Quota(2 << 30, None, None, 0, 65_536, 1 << 30, 300),
+                4711: Quota(None, 10, None, 0, 7, 8, 4096, 300),
+                os.getuid(): Quota(2 << 30, None, None, 0, 65_536, 65_536, 1 << 30, 300),
             },
         ),
     )
@@ -135,8 +138,8 @@ def test_the_example_that_is_shipped_can_be_read_and_shows_every_key() -> None:
     example = config.read(EXAMPLE, 1000)
     assert example.directory == Path("/run/cubroker")
     assert example.budget == {"default": "90%", "0": "60%"}
-    assert example.policy.quota == Quota(200 << 30, 256, 100_000, 4096, 4096, 256 << 20, 1024)
-    assert example.policy.quotas[0] == Quota(None, 256, 100_000, 4096, 4096, 256 << 20, 1024)
+    assert example.policy.quota == Quota(200 << 30, 256, 100_000, 4096, 4096, 4096, 256 << 20, 1024)
+    assert example.policy.quotas[0] == Quota(None, 256, 100_000, 4096, 4096, 4096, 256 << 20, 1024)
     words = EXAMPLE.read_text()
     for table in config.TABLES.values():
         for key in table.__struct_fields__:

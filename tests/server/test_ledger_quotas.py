@@ -295,12 +295,12 @@ def test_memory_that_readers_are_handed_takes_one_more_descriptor_for_each_alloc
     story = told(Quota(descriptors=9), emulated, SECOND)  # four of them are those of two sessions
     both = ("GPU-0", "GPU-1")
     story >> creates(1, 1, "a", MIB, MIB, devices=both, share="vmm")
-    story << refused(1, 1, "over_quota", "this takes 6 of the broker's descriptors, and user 1001 has 4 of a quota of 9")
+    story << refused(1, 1, "over_quota", "takes 6 of the broker's descriptors, and user 1001 has 4 of a quota of 9")
     story >> creates(1, 2, "a", MIB, MIB, MIB, devices=both, share="vmm", plan=(1, 0, 1))
     story << e.Allocate(1, "GPU-0", (2 * MIB,), "vmm")
     story << e.Allocate(2, "GPU-1", (2 * MIB, 2 * MIB), "vmm")
     story >> creates(2, 1, "b", MIB, MIB, devices=("GPU-1",), share="vmm")
-    story << refused(2, 1, "over_quota", "this takes 2 of the broker's descriptors, and user 1001 has 8 of a quota of 9")
+    story << refused(2, 1, "over_quota", "takes 2 of the broker's descriptors, and user 1001 has 8 of a quota of 9")
     story.quietly(creates(2, 2, "b", MIB, devices=("GPU-1",), share="vmm"))
     assert story.ledger.admit(ALICE) is not None
     story.end()

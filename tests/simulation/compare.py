@@ -54,6 +54,12 @@ class Pair:
                 assert not isinstance(wanted, str), f"{body} instead of {wanted}"
                 expected.leases[key].id = body.lease
                 body = msgspec.structs.replace(body, lease=0)
+            elif isinstance(body, m.EventShared | m.EventOpened):
+                assert not isinstance(wanted, str), f"{body} instead of {wanted}"
+                signal = expected.signals[key]
+                signal.id = signal.id or body.event
+                assert signal.id == body.event
+                body = msgspec.structs.replace(body, event=0)
             elif isinstance(body, m.Failed):
                 assert body.code == wanted, f"{body} instead of {wanted}"
                 assert body.message

@@ -6,7 +6,7 @@ from cubroker.protocol import messages as m
 from cubroker.protocol.layout import Layout
 from cubroker.server.ledger import Budget, Limits
 from cubroker.server.policy import Policy, Quota
-from tests.simulation.records import Block, Lease, Request, Session, Version
+from tests.simulation.records import Block, Lease, Request, Session, Signal, Version
 
 
 class Facts:
@@ -18,6 +18,7 @@ class Facts:
         self.versions: list[Version] = []
         self.blocks: list[Block] = []
         self.leases: list[Lease] = []
+        self.signals: list[Signal] = []
         self.requests: list[Request] = []  # in order of arrival
         self.watches: list[tuple[Session, str]] = []
         self.last: dict[str, int] = {}
@@ -45,6 +46,12 @@ class Facts:
 
     def holds(self, version: Version) -> int:
         return sum(lease.version is version for lease in self.leases)
+
+    def events_of(self, version: Version) -> list[Signal]:
+        return [signal for signal in self.signals if signal.lease.version is version]
+
+    def creates(self) -> list[Request]:
+        return [request for request in self.requests if isinstance(request.body, m.Create)]
 
     def room(self, uuid: str) -> int:
         return self.most(uuid) - sum(sum(block.sizes) for block in self.blocks if block.device == uuid)
@@ -147,6 +154,7 @@ class Facts:
             self.groups[version.name],
             self.modes[version.name],
             body.plan is not None,
+            body.writable,
         )
 
     def client(self, asking: Session, session: Session) -> m.ClientInfo:

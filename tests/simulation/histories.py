@@ -25,8 +25,8 @@ BROKER = 1000
 ADMIN = 1003
 UIDS = (BROKER, 1001, 1002, 0, 1001, 1001, 1002, ADMIN, 1004)
 DEVICES = (Budget(0, "GPU-0", "first", 16 * MIB, 12 * MIB), Budget(1, "GPU-1", "second", 16 * MIB, 8 * MIB, 1))
-LIMITS = (Limits(), Limits(leases=3, unfinished=3, watches=1))
-SCARCE = Quota(memory=8 * MIB, sessions=4, leases=5, requests=4, watches=2, layouts=60, descriptors=9)
+LIMITS = (Limits(), Limits(leases=3, unfinished=3, watches=1, events=1))
+SCARCE = Quota(memory=8 * MIB, sessions=4, leases=5, requests=4, watches=2, events=2, layouts=60, descriptors=9)
 POLICIES = (
     Policy(),
     Policy(quota=Quota(memory=8 * MIB), quotas={1002: Quota(memory=4 * MIB), BROKER: Quota()}),
@@ -57,13 +57,15 @@ SHARD_SETS = ((("GPU-0", "GPU-1"), ("GPU-1", "GPU-0")), (("GPU-0",), ("GPU-0", "
 WAITS = ((0.0, 5.0, 7.0), (0.0,))
 GROUPS = ((100, (200,)), (100, ()), (200, ()), (300, (100, 200)))
 MODES = ((None, None, None, 0o600, 0o640, 0o660, 0o644, 0o666), (0o604, 0o020, 0))
+EVENTS = (("a", "a", "b"), ("-bad", "c"))
+EVENT_DEVICES = (("GPU-0", "GPU-1"), ("GPU-9",))
 OR_ATTACH = ((None, None, "GPU-0"), ("GPU-1", "GPU-9"))
 
 WEIGHTS = {
     "join": 4,
     "lost": 2,
     "gone": 3,
-    "attach": 24,
+    "attach": 32,
     "create": 36,
     "shard": 12,
     "seal": 24,
@@ -72,6 +74,11 @@ WEIGHTS = {
     "retire": 14,
     "watch": 4,
     "describe": 2,
+    "share_event": 18,
+    "open_event": 12,
+    "record": 14,
+    "listen": 20,
+    "drop_event": 3,
     "list": 2,
     "allocated": 40,
     "failed": 3,
@@ -107,6 +114,10 @@ def choose(choices: Choices[T], number: int) -> T:
 def layout(sizes: tuple[int, ...]) -> tuple[Layout, bytes]:
     made = Layout((), sizes)
     return made, made.encode()
+
+
+def _writable(number: int) -> bool:
+    return number % 4 != 0
 
 
 class Play:
@@ -167,7 +178,8 @@ class Play:
     ) -> None:
         made, encoded = layout(choose(LAYOUTS, sizes))
         devices, kind, device = choose(DEVICE_SETS, on), choose(SHARES, share), choose(OR_ATTACH, attach)
-        body = m.Create(choose(NAMES, name), encoded, devices, kind, choose(WAITS, wait), device, choose(MODES, mode))
+        head = choose(NAMES, name), encoded, devices, kind, choose(WAITS, wait), device
+        body = m.Create(*head, choose(MODES, mode), None, _writable(share))
         self.ask(self.user(session), body, made)
 
     def shard(self, session: int, name: int, plan: int, on: int, share: int, wait: int, attach: int, _: int) -> None:
@@ -175,7 +187,8 @@ class Play:
         (sizes, places), devices = choose(SHARDS, plan), choose(SHARD_SETS, on)
         made, encoded = layout(sizes)
         kind, device = choose(SHARES, share), choose(OR_ATTACH, attach)
-        body = m.Create(choose(NAMES, name), encoded, devices, kind, choose(WAITS, wait), device, None, places)
+        head = choose(NAMES, name), encoded, devices, kind, choose(WAITS, wait), device
+        body = m.Create(*head, None, places, _writable(share))
         self.ask(self.user(session), body, made)
 
     def _with_lease(self, number: int, body: type[m.Seal | m.Close], *, draft: bool) -> None:
@@ -217,6 +230,51 @@ class Play:
 
     def describe(self, session: int, name: int, number: int, *_: int) -> None:
         self.ask(self.user(session), m.Describe(*self._version(name, number)))
+
+    def _with_events(self, number: int) -> tuple[int, int]:
+        """Return a session and its lease on a published version that is writable; in rare cases any numbers."""
+        held = [lease for lease in self.pair.model.leases if lease.version.body.writable]
+        fit = [lease for lease in held if lease.version.state != "draft"] if number % 13 else self.pair.model.leases
+        if number % 23 == 0 or not fit:
+            return self.user(number), 1 + number % 50
+        lease = fit[number % len(fit)]
+        return lease.session.id, lease.id
+
+    def share_event(self, number: int, name: int, device: int, *_: int) -> None:
+        session, lease = self._with_events(number)
+        handle = b"%064d" % self.requests
+        self.ask(session, m.ShareEvent(lease, choose(EVENTS, name), choose(EVENT_DEVICES, device), handle))
+
+    def open_event(self, number: int, name: int, wait: int, *_: int) -> None:
+        session, lease = self._with_events(number)
+        self.ask(session, m.OpenEvent(lease, choose(EVENTS, name), choose(WAITS, wait)))
+
+    def _of_maker(self, number: int, body: type[m.Recorded | m.DropEvent]) -> None:
+        """Ask as the maker of an event; in rare cases as anybody, for any event."""
+        signals = self.pair.model.signals
+        if number % 17 == 0:
+            self.ask(self.user(number), body(1 + number % 20))
+        elif signals:
+            signal = signals[number % len(signals)]
+            self.ask(signal.lease.session.id, body(signal.id))
+
+    def record(self, number: int, *_: int) -> None:
+        self._of_maker(number, m.Recorded)
+
+    def listen(self, number: int, by: int, after: int, wait: int, *_: int) -> None:
+        """Wait for an event that there is, by a lease on its version; in rare cases for any, by any."""
+        model = self.pair.model
+        if number % 17 == 0 or by % 19 == 0:
+            session, lease = self._with_events(by)
+            self.ask(session, m.AwaitEvent(lease, 1 + number % 20, after % 3, choose(WAITS, wait)))
+        elif model.signals:
+            signal = model.signals[number % len(model.signals)]
+            fit = [lease for lease in model.leases if lease.version is signal.lease.version]
+            mine, past = fit[by % len(fit)], max(0, signal.generation + after % 4 - 1)
+            self.ask(mine.session.id, m.AwaitEvent(mine.id, signal.id, past, choose(WAITS, wait)))
+
+    def drop_event(self, number: int, *_: int) -> None:
+        self._of_maker(number, m.DropEvent)
 
     def list(self, session: int, *_: int) -> None:
         self.observe()
@@ -269,7 +327,7 @@ class Play:
             self.freed(0)
         self.observe()
         model = self.pair.model
-        left = (model.versions, model.blocks, model.leases, model.requests, self.pair.under_way)
+        left = (model.versions, model.blocks, model.leases, model.signals, model.requests, self.pair.under_way)
         assert not any(left)
 
 

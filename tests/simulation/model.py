@@ -13,7 +13,7 @@ from cubroker.server import events as e
 from cubroker.server.ledger import Budget, Limits
 from cubroker.server.policy import Policy
 from tests.simulation.facts import Facts
-from tests.simulation.records import Block, Expected, Lease, Refusal, Request, Session, Version
+from tests.simulation.records import Block, Expected, Lease, Refusal, Request, Session, Signal, Version
 
 MIB = 1 << 20
 GOOD_NAMES = ("a", "b", "c")
@@ -64,7 +64,7 @@ class Model(Facts):
 
     def answered(self, session: Session, number: int, event: e.Asked) -> None:
         body = event.body
-        if not session.connected and not isinstance(body, m.Close | m.Seal | m.Cancel):
+        if not session.connected and not isinstance(body, m.Close | m.Seal | m.Cancel | m.DropEvent):
             raise Refusal("unavailable")
         match body:
             case m.Attach():
@@ -72,6 +72,12 @@ class Model(Facts):
             case m.Create():
                 assert event.layout is not None
                 self.create(session, number, body, event.layout)
+            case m.ShareEvent():
+                self.share(session, number, body)
+            case m.OpenEvent():
+                self.open(session, number, body)
+            case m.AwaitEvent():
+                self.listen(session, number, body)
             case _:
                 self.out.answers[session.id, number] = self.simple(session, body)
 
@@ -86,6 +92,11 @@ class Model(Facts):
                 for request in list(self.requests):
                     if request.session is session and request.id == body.request:
                         self.refuse(request, "timeout")
+                return m.Done()
+            case m.Recorded():
+                return self.recorded(self.made(session, body.event))
+            case m.DropEvent():
+                self.drop(self.made(session, body.event))
                 return m.Done()
             case m.Retire():
                 self.permit("w", session, body.name)
@@ -181,7 +192,7 @@ class Model(Facts):
         if self.full(sum(other.session.uid == uid for other in self.requests), self.quota(uid).requests):
             raise Refusal("over_quota")
         self.requests.append(request)
-        if request.body.wait and request.waits == "publication":
+        if request.body.wait and request.waits in ("publication", "event", "generation"):
             self.out.timer, request.timed = request, True
 
     def seal(self, lease: Lease) -> m.Sealed:
@@ -200,17 +211,17 @@ class Model(Facts):
             self.end_if_unused(old)
         self.announce(version.name)
         for request in list(self.requests):
-            if request.body.name == version.name:
-                self.published(request, version)
+            if isinstance(request.body, m.Attach | m.Create) and request.body.name == version.name:
+                self.published(request, request.body, version)
         return m.Sealed(version.number)
 
-    def published(self, request: Request, version: Version) -> None:
+    def published(self, request: Request, body: m.Attach | m.Create, version: Version) -> None:
         peers: tuple[str, ...] = ()
-        if isinstance(request.body, m.Attach):
-            wanted, device = request.body.version in (0, version.number), request.body.device
-            peers = request.body.peers
+        if isinstance(body, m.Attach):
+            wanted, device = body.version in (0, version.number), body.device
+            peers = body.peers
         else:
-            wanted, device = request.body.attach is not None, request.body.attach
+            wanted, device = body.attach is not None, body.attach
         if wanted:
             self.leave(request)
             try:
@@ -268,6 +279,7 @@ class Model(Facts):
             version.body.share,
             version.body.layout,
             tuple(map(self.replica, blocks)),
+            version.body.writable,
         )
 
     def give(self, session: Session, number: int, version: Version, blocks: list[Block]) -> None:
@@ -301,6 +313,12 @@ class Model(Facts):
         raise Refusal("not_found")
 
     def close(self, lease: Lease) -> None:
+        for request in list(self.requests):
+            if request.lease is lease:
+                self.refuse(request, "not_found")
+        for signal in list(self.signals):
+            if signal.lease is lease:
+                self.drop(signal)
         self.give_back(lease)
         if lease.version.state == "draft":
             self.end(lease.version)
@@ -357,6 +375,83 @@ class Model(Facts):
         )
         return None
 
+    # -- events of versions --------------------------------------------------------------------
+
+    def with_events(self, session: Session, number: int, name: str) -> Lease:
+        lease = self.own(session, number)
+        if not lease.version.body.writable or lease.version.state == "draft":
+            raise Refusal("invalid")
+        self.name(name)
+        return lease
+
+    def share(self, session: Session, number: int, body: m.ShareEvent) -> None:
+        lease = self.with_events(session, body.lease, body.name)
+        if body.device not in [device.uuid for device in self.devices]:
+            raise Refusal("not_found")
+        if body.name in [signal.body.name for signal in self.events_of(lease.version)]:
+            raise Refusal("exists")
+        if sum(signal.lease.session is session for signal in self.signals) >= self.limits.events:
+            raise Refusal("over_quota")
+        users = sum(signal.lease.session.uid == session.uid for signal in self.signals)
+        if self.full(users, self.quota(session.uid).events):
+            raise Refusal("over_quota")
+        signal = self.out.signals[session.id, number] = Signal(lease, body)
+        self.signals.append(signal)
+        self.out.answers[session.id, number] = m.EventShared(0)
+        for request in list(self.requests):
+            if request.waits == "event" and request.lease is not None and request.lease.version is lease.version:
+                assert isinstance(request.body, m.OpenEvent)
+                if request.body.name == body.name:
+                    self.leave(request)
+                    self.opened(request.session, request.id, signal)
+
+    def opened(self, session: Session, number: int, signal: Signal) -> None:
+        self.out.signals[session.id, number] = signal
+        self.out.answers[session.id, number] = m.EventOpened(0, signal.body.device, signal.body.handle)
+
+    def open(self, session: Session, number: int, body: m.OpenEvent) -> None:
+        lease = self.with_events(session, body.lease, body.name)
+        for signal in self.events_of(lease.version):
+            if signal.body.name == body.name:
+                return self.opened(session, number, signal)
+        if not body.wait:
+            raise Refusal("not_found")
+        return self.admit(Request(session, number, body, "event", lease=lease))
+
+    def listen(self, session: Session, number: int, body: m.AwaitEvent) -> None:
+        lease = self.own(session, body.lease)
+        signal = next((signal for signal in self.events_of(lease.version) if signal.id == body.event), None)
+        if signal is None:
+            raise Refusal("unavailable")
+        if signal.generation > body.after:
+            self.out.answers[session.id, number] = m.Generation(signal.generation)
+            return None
+        if not body.wait:
+            raise Refusal("timeout")
+        return self.admit(Request(session, number, body, "generation", lease=lease, signal=signal))
+
+    def made(self, session: Session, number: int) -> Signal:
+        for signal in self.signals:
+            if signal.lease.session is session and signal.id == number:
+                return signal
+        raise Refusal("not_found")
+
+    def recorded(self, signal: Signal) -> m.Generation:
+        signal.generation += 1
+        for request in list(self.requests):
+            if request.signal is signal:
+                assert isinstance(request.body, m.AwaitEvent)
+                if request.body.after < signal.generation:
+                    self.leave(request)
+                    self.out.answers[request.session.id, request.id] = m.Generation(signal.generation)
+        return m.Generation(signal.generation)
+
+    def drop(self, signal: Signal) -> None:
+        self.signals.remove(signal)
+        for request in list(self.requests):
+            if request.signal is signal:
+                self.refuse(request, "unavailable")
+
     # -- ends ----------------------------------------------------------------------------------
 
     def ended(self, session: Session, *, gone: bool) -> None:
@@ -396,8 +491,9 @@ class Model(Facts):
             self.out.timer = newest
 
     def serve_one(self) -> bool:
-        creates = [request for request in self.requests if isinstance(request.body, m.Create)]
+        creates = self.creates()
         for request in creates:
+            assert isinstance(request.body, m.Create)
             if request.waits == "turn" and not self.busy(request.body.name) and self.offer(request, creates):
                 return True
         taken: set[str] = set()
@@ -410,7 +506,8 @@ class Model(Facts):
         return False
 
     def busy(self, name: str) -> bool:
-        return self.drafted(name) or any(r.waits == "room" and r.body.name == name for r in self.requests)
+        creating = [request.body for request in self.requests if request.waits == "room"]
+        return self.drafted(name) or any(isinstance(body, m.Create) and body.name == name for body in creating)
 
     def offer(self, request: Request, creates: list[Request]) -> bool:
         """Give a create its turn, or refuse it, or let it step aside: False."""

@@ -47,19 +47,32 @@ class Lease:
 
 
 @dataclass(eq=False)
-class Request:
-    """A request that is not answered; ``waits`` for publication, turn, room or memory.
+class Signal:
+    """An event of a version."""
 
-    ``aside`` says that it could have had its turn but for its user's quota.
+    lease: Lease
+    body: m.ShareEvent
+    id: int = 0
+    generation: int = 0
+
+
+@dataclass(eq=False)
+class Request:
+    """A request that is not answered; ``waits`` for publication, turn, room, memory, event or generation.
+
+    ``lease`` and ``signal`` are what it waits with for events. ``aside`` says that it could have had its turn but for
+    its user's quota.
     """
 
     session: Session
     id: int
-    body: m.Attach | m.Create
+    body: m.Attach | m.Create | m.OpenEvent | m.AwaitEvent
     waits: str
     layout: Layout | None = None
     version: Version | None = None
     timed: bool = False
+    lease: Lease | None = None
+    signal: Signal | None = None
     aside: bool = False
     timer: int = 0
 
@@ -70,6 +83,7 @@ class Expected:
 
     answers: dict[tuple[int, int], m.Reply | str] = field(default_factory=dict)
     leases: dict[tuple[int, int], Lease] = field(default_factory=dict)
+    signals: dict[tuple[int, int], Signal] = field(default_factory=dict)
     notices: list[tuple[int, m.PoolChanged]] = field(default_factory=list)
     blocks: list[Block] = field(default_factory=list)
     frees: list[Block] = field(default_factory=list)

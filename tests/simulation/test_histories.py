@@ -4,14 +4,15 @@ from collections.abc import Sequence
 
 import pytest
 
+from cubroker.protocol.errors import CubrokerError, Unavailable
 from cubroker.protocol.layout import Layout
-from cubroker.protocol.messages import Attached, Create
-from cubroker.server import attaching, drafts, leases, permissions
+from cubroker.protocol.messages import Attached, Create, Generation, Reply
+from cubroker.server import attaching, drafts, leases, permissions, waiting
 from cubroker.server.books import Books
 from cubroker.server.events import Effect, Event, HandOver, Withdraw
 from cubroker.server.ledger import Ledger
 from cubroker.server.policy import exceeds
-from cubroker.server.records import Account, Session, User, Version
+from cubroker.server.records import Account, Session, User, Version, Waiter
 from cubroker.server.room import rounded
 from cubroker.server.states import State
 from tests.simulation.search import explain, search
@@ -110,6 +111,27 @@ def test_a_ledger_that_counts_all_of_a_sharded_pool_on_each_device_is_found(monk
         return dict.fromkeys(body.devices, tuple(map(rounded, layout.allocations)))
 
     monkeypatch.setattr(drafts, "_sizes", whole)
+    assert search(range(100)) is not None
+
+
+@pytest.mark.parametrize("forgets", ["the waiters of an event that ends", "those who wait for a generation"])
+def test_a_ledger_that_leaves_somebody_waiting_for_an_event_is_found(
+    monkeypatch: pytest.MonkeyPatch, forgets: str
+) -> None:
+    refuse, answer = waiting.refuse, waiting.answer
+
+    def forgetful(books: Books, waiter: Waiter, error: CubrokerError) -> None:
+        if not isinstance(error, Unavailable):
+            refuse(books, waiter, error)
+
+    def silent(books: Books, waiter: Waiter, body: Reply) -> None:
+        if not isinstance(body, Generation):
+            answer(books, waiter, body)
+
+    if forgets.endswith("ends"):
+        monkeypatch.setattr(waiting, "refuse", forgetful)
+    else:
+        monkeypatch.setattr(waiting, "answer", silent)
     assert search(range(100)) is not None
 
 
