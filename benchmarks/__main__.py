@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from time import perf_counter
 
-from benchmarks import attach, create, load, memory, requests
+from benchmarks import attach, create, load, memory, peers, replicate, requests, sleep
 from benchmarks.plan import parse
 from benchmarks.report import Figure, publish
 
@@ -13,6 +13,9 @@ ALL = {
     "attach": attach.measure,
     "load": load.measure,
     "create": create.measure,
+    "sleep": sleep.measure,
+    "peers": peers.measure,
+    "replicate": replicate.measure,
     "memory": memory.measure,
     "requests": requests.measure,
 }

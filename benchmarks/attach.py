@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from benchmarks import alone, weights
 from benchmarks.plan import Plan
 from benchmarks.report import Figure, median
-from benchmarks.stage import Child, questions, serving
+from benchmarks.stage import SHARES, Child, questions, serving
 from cubroker.client import Broker
 from cubroker.protocol import Layout
 
@@ -36,7 +36,7 @@ def measure(plan: Plan) -> list[Figure]:
     """Take the figures."""
     tensors = weights.tensors(plan.nbytes)
     what = f"{len(tensors)} tensors, {weights.total(tensors) / 1e9:.2f} GB"
-    figures = _through_cubroker(plan, tensors, what)
+    figures = [figure for share in SHARES for figure in _through_cubroker(plan, tensors, what, share)]
     if plan.gpu:
         whole, opened = figures[0].value, _through_torch(tensors, max(3, plan.rounds // 10))
         figures += [
@@ -44,23 +44,21 @@ def measure(plan: Plan) -> list[Figure]:
             median("torch CUDA IPC: rebuild", (other for _, other in opened), "ms", what),
             median("torch CUDA IPC: both", map(sum, opened), "ms", what),
         ]
-        figures.append(Figure("torch CUDA IPC ÷ attach", figures[-1].value / whole, "", "of the medians"))
+        figures.append(Figure("torch CUDA IPC ÷ attach, ipc", figures[-1].value / whole, "", "of the medians"))
     return figures
 
 
-def _through_cubroker(plan: Plan, tensors: weights.Tensors, what: str) -> list[Figure]:
+def _through_cubroker(plan: Plan, tensors: weights.Tensors, what: str, share: str) -> list[Figure]:
     with serving(plan.devices) as stage, Broker(stage.directory) as broker:
-        with broker.create(POOL, Layout.pack(tensors)) as draft:
+        with broker.create(POOL, Layout.pack(tensors), share=share) as draft:
             draft[MARKED].copy_from(_mark(draft[MARKED].nbytes))
             draft.seal()
         with Child(attach_repeatedly, stage.directory, plan.gpu, plan.rounds) as worker:
             times: list[tuple[float, float]] = worker.answer()
     return [
-        median(
-            "attach() to a state dict of all tensors", (attached + viewed for attached, viewed in times), "ms", what
-        ),
-        median("of which attach()", (attached for attached, _ in times), "ms"),
-        median("of which the state dict", (viewed for _, viewed in times), "ms"),
+        median(f"{share}: attach() to a state dict of all tensors", map(sum, times), "ms", what),
+        median(f"{share}: of which attach()", (attached for attached, _ in times), "ms"),
+        median(f"{share}: of which the state dict", (viewed for _, viewed in times), "ms"),
     ]
 
 

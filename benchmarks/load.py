@@ -5,8 +5,6 @@ The bound is the copy of a pinned buffer. Loads and pinned copies take turns in 
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -16,7 +14,7 @@ from time import perf_counter
 from benchmarks import alone, weights
 from benchmarks.plan import Plan
 from benchmarks.report import Figure, median
-from benchmarks.stage import Child, serving
+from benchmarks.stage import Child, room_for, serving
 from cubroker import driver
 from cubroker.client import Broker
 from cubroker.client.loader import load
@@ -31,7 +29,7 @@ def measure(plan: Plan) -> list[Figure]:
     """Take the figures."""
     tensors = weights.tensors(plan.nbytes)
     size = weights.total(tensors)
-    with _room_for(size) as folder:
+    with room_for(size) as folder:
         path = folder / "model.safetensors"
         weights.write_file(path, tensors)
         with serving(plan.devices) as stage, Child(take_turns, stage.directory, plan.devices, path, size) as child:
@@ -120,17 +118,6 @@ def load_by_safetensors(connection: Connection, gpu: bool, path: Path) -> None:
         times.append(perf_counter() - began)
         del tensors
     connection.send(times)
-
-
-@contextmanager
-def _room_for(size: int) -> Iterator[Path]:
-    """A temporary folder in memory, if there is room, or else on disk, where the page cache holds what was written."""
-    for place in (Path("/dev/shm"), Path(tempfile.gettempdir())):
-        if place.is_dir() and shutil.disk_usage(place).free > size * 5 // 4:
-            with tempfile.TemporaryDirectory(prefix="cubroker-bench-", dir=place) as folder:
-                yield Path(folder)
-            return
-    raise RuntimeError(f"no room for a file of {size} bytes in /dev/shm or {tempfile.gettempdir()}; use --size")
 
 
 def _rates(size: int, seconds: list[float]) -> list[float]:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
+
+from cubroker.driver import load
 
 GPU_BYTES = 8 * 10**9
 HOST_BYTES = 256 * 10**6
@@ -49,6 +52,18 @@ def parse(program: str, arguments: list[str] | None = None) -> Plan:
     options = parser.parse_args(arguments)
     default = GPU_BYTES if options.devices.startswith("cuda") else HOST_BYTES
     return Plan(options.devices, options.size or default, options.rounds, options.output, options.label)
+
+
+def neighbours(plan: Plan) -> tuple[str, str] | None:
+    """Return the UUIDs of the first two devices that reach each other; None, and a word about it, if there are none."""
+    driver = load(plan.devices)
+    uuids = {device.index: device.uuid for device in driver.devices}
+    links = {(link.device, link.peer) for link in driver.peers.matrix() if link.access}
+    for device, peer in sorted(links):
+        if (peer, device) in links:
+            return uuids[device], uuids[peer]
+    print(f"{plan.devices} has no two devices that reach each other", file=sys.stderr)
+    return None
 
 
 def _nbytes(text: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -14,6 +15,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Thread
 from typing import IO, Any, Self
+
+SHARES = ("ipc", "vmm")
+"""The ways in which a pool can be shared."""
 
 PATIENCE = 300.0
 """Seconds that a child may take for an answer."""
@@ -61,6 +65,17 @@ def _pass_on(said: IO[str]) -> None:
     for line in said:
         if " INFO " not in line:
             print(line, end="", file=sys.stderr)
+
+
+@contextmanager
+def room_for(size: int) -> Iterator[Path]:
+    """A temporary folder in memory, if there is room, or else on disk, where the page cache holds what was written."""
+    for place in (Path("/dev/shm"), Path(tempfile.gettempdir())):
+        if place.is_dir() and shutil.disk_usage(place).free > size * 5 // 4:
+            with tempfile.TemporaryDirectory(prefix="cubroker-bench-", dir=place) as folder:
+                yield Path(folder)
+            return
+    raise RuntimeError(f"no room for a file of {size} bytes in /dev/shm or {tempfile.gettempdir()}; use --size")
 
 
 @dataclass(frozen=True)

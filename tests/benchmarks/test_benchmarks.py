@@ -35,12 +35,21 @@ def test_a_median_says_how_far_its_samples_lie_apart() -> None:
     assert (figure.value, figure.note, figure.samples) == (3.0, "warm; 3 times, 1 to 1,000", (1.0, 3.0, 1000.0))
 
 
+def test_devices_that_reach_each_other_are_looked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.neighbours(plan.parse("x", ["--devices", "host:1"])) is None
+    assert plan.neighbours(plan.parse("x", ["--devices", "host:2/1"])) is None
+    assert capsys.readouterr().err.count("has no two devices that reach each other") == 2
+    near, far = plan.neighbours(plan.parse("x", ["--devices", "host:4/2"])) or ("", "")
+    assert [uuid.rpartition("-")[2] for uuid in (near, far)] != ["", ""]
+    assert near != far
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["attach", "load", "create", "memory"])
+@pytest.mark.parametrize("name", ["attach", "load", "create", "memory", "sleep", "peers", "replicate"])
 def test_a_benchmark_runs_alone_and_writes_its_results(name: str, tmp_path: Path) -> None:
     options = [
         "--devices",
-        "host:1@256MiB",
+        "host:2@256MiB",
         "--size",
         "16MB",
         "--rounds",

@@ -3,31 +3,54 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from cubroker.client import Broker
 from tests.brokers import PATIENCE, BrokerProcess, eventually, serving
 
+SHARES = pytest.mark.parametrize("share", ["ipc", "vmm"])
+"""For tests of what holds however pools are shared."""
+
 
 class Worker:
-    """A ``tests.gpu.worker`` that has the pool attached and has answered."""
+    """A ``tests.gpu.worker``, which attaches to a pool and holds it."""
 
-    def __init__(self, broker: BrokerProcess, what: str, name: str, *model: str) -> None:
-        command = [sys.executable, "-m", "tests.gpu.worker", str(broker.directory), what, name, *model]
+    def __init__(self, broker: BrokerProcess, environment: Mapping[str, str], attach: dict[str, object]) -> None:
+        command = [sys.executable, "-m", "tests.gpu.worker", str(broker.directory), json.dumps(attach)]
         root = Path(__file__).parents[2]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root)
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=root,
+            env=os.environ | environment,
+        )
+
+    def tell(self, what: str, *arguments: object) -> None:
+        """Have it do something; see ``tests.gpu.worker.User``."""
+        assert self.process.stdin is not None
+        print(json.dumps([what, *arguments]), file=self.process.stdin, flush=True)
 
     def answer(self) -> Any:
-        """Return what it printed; it has the pool attached by then, and goes on holding it."""
+        """Return what came of it; it has the pool attached by then, and goes on holding it."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, "the worker ended before it answered"
         return json.loads(line)
+
+    def ask(self, what: str, *arguments: object) -> Any:
+        """Have it do something and return what came of it."""
+        self.tell(what, *arguments)
+        return self.answer()
 
     def kill(self) -> None:
         """End it with SIGKILL."""
@@ -36,10 +59,18 @@ class Worker:
 
 
 @contextmanager
-def worker(broker: BrokerProcess, what: str, name: str, *model: str) -> Iterator[Worker]:
-    """Start a worker, and end it with the block."""
-    started = Worker(broker, what, name, *model)
+def worker(
+    broker: BrokerProcess,
+    what: str,
+    name: str,
+    *arguments: object,
+    environment: Mapping[str, str] | None = None,
+    **attach: object,
+) -> Iterator[Worker]:
+    """Start a worker that attaches to pool ``name`` and does ``what`` first; end it with the block."""
+    started = Worker(broker, environment or {}, {"name": name, **attach})
     try:
+        started.tell(what, *arguments)
         yield started
     finally:
         started.kill()

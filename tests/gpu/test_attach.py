@@ -11,7 +11,7 @@ from cubroker.client import Broker
 from cubroker.protocol import Layout
 from tests import checkpoints
 from tests.brokers import BrokerProcess, eventually
-from tests.gpu.sharing import gpu_broker, worker
+from tests.gpu.sharing import SHARES, gpu_broker, worker
 
 TENSORS = checkpoints.filled((*checkpoints.EVERY_DTYPE, *checkpoints.ODD_SHAPES))
 DIGESTS = {name: hashlib.sha256(data).hexdigest() for name, (_, _, data) in TENSORS.items()}
@@ -34,7 +34,7 @@ def publish(broker: Broker, name: str, slab: int | None = None, share: str = "ip
         return draft.seal()
 
 
-@pytest.mark.parametrize("share", ["ipc", "vmm"])
+@SHARES
 @pytest.mark.parametrize("slab", [None, 1 << 16])
 def test_what_one_process_wrote_two_others_read(
     gpu: tuple[BrokerProcess, Broker], slab: int | None, share: str
@@ -48,7 +48,7 @@ def test_what_one_process_wrote_two_others_read(
     eventually(lambda: not broker.pools(), "the retired pool to go")
 
 
-@pytest.mark.parametrize("share", ["ipc", "vmm"])
+@SHARES
 def test_a_killed_workers_lease_falls_and_the_others_stays(gpu: tuple[BrokerProcess, Broker], share: str) -> None:
     process, broker = gpu
     publish(broker, "m", share=share)
@@ -64,7 +64,7 @@ def test_a_killed_workers_lease_falls_and_the_others_stays(gpu: tuple[BrokerProc
         eventually(lambda: not broker.pools(), "the memory to be freed")
 
 
-@pytest.mark.parametrize("share", ["ipc", "vmm"])
+@SHARES
 def test_freed_memory_is_back_on_the_device(gpu: tuple[BrokerProcess, Broker], share: str) -> None:
     _, broker = gpu
     context = broker.driver.context(0)
@@ -78,19 +78,20 @@ def test_freed_memory_is_back_on_the_device(gpu: tuple[BrokerProcess, Broker], s
     eventually(lambda: context.memory()[0] > before - SLACK, "the device to have its memory back")
 
 
-def test_attaching_again_costs_no_device_memory(gpu: tuple[BrokerProcess, Broker]) -> None:
+@SHARES
+def test_attaching_again_costs_no_device_memory(gpu: tuple[BrokerProcess, Broker], share: str) -> None:
     _, broker = gpu
-    with broker.create("large", Layout.pack([("x", "U8", (GIB,))])) as draft:
+    with broker.create("large", Layout.pack([("x", "U8", (GIB,))]), share=share) as draft:
         draft.seal()
     with broker.attach("large") as one:
         before, _ = one.context.memory()
         with broker.attach("large") as two:
-            assert one["x"].pointer == two["x"].pointer
+            assert (one["x"].pointer == two["x"].pointer) is (share == "ipc")
             assert abs(before - two.context.memory()[0]) < SLACK
     broker.retire("large")
 
 
-@pytest.mark.parametrize("share", ["ipc", "vmm"])
+@SHARES
 def test_new_memory_is_zero_whoever_had_it_before(gpu: tuple[BrokerProcess, Broker], share: str) -> None:
     _, broker = gpu
     layout = Layout.pack([("x", "U8", (64 << 20,))])
@@ -98,3 +99,16 @@ def test_new_memory_is_zero_whoever_had_it_before(gpu: tuple[BrokerProcess, Brok
         with broker.create("m", layout, share=share) as draft:
             assert not any(draft["x"].tobytes())
             draft["x"].copy_from(b"\xff" * (64 << 20))
+
+
+def test_only_ipc_pools_cost_a_context_of_the_brokers() -> None:
+    with gpu_broker() as (_, broker):
+        context = broker.driver.context(0)
+        before, _ = context.memory()
+        with broker.create("large", Layout.pack([("x", "U8", (GIB,))]), share="vmm") as draft:
+            draft.seal()
+        with broker.attach("large"):
+            after, _ = context.memory()
+            assert abs(before - after - GIB) < SLACK
+            with broker.create("small", Layout.pack([("x", "U8", (1,))])) as draft:
+                assert after - context.memory()[0] > 2 * SLACK

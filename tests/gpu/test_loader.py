@@ -13,7 +13,7 @@ from cubroker.client.verify import verify
 from cubroker.protocol.errors import Invalid, OverBudget
 from tests import checkpoints
 from tests.brokers import BrokerProcess
-from tests.gpu.sharing import gpu_broker
+from tests.gpu.sharing import SHARES, gpu_broker
 
 TENSORS = checkpoints.filled(
     (
@@ -36,7 +36,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoints.write(tmp_path_factory.mktemp("loader") / "model.safetensors", TENSORS)
 
 
-@pytest.mark.parametrize("share", ["ipc", "vmm"])
+@SHARES
 @pytest.mark.parametrize("slab", [None, 16 << 20])
 def test_every_byte_arrives_on_every_device(
     gpu: tuple[BrokerProcess, Broker], path: Path, slab: int | None, share: str
@@ -53,9 +53,10 @@ def test_every_byte_arrives_on_every_device(
             }
 
 
-def test_gaps_between_tensors_are_zero(gpu: tuple[BrokerProcess, Broker], path: Path) -> None:
+@SHARES
+def test_gaps_between_tensors_are_zero(gpu: tuple[BrokerProcess, Broker], path: Path, share: str) -> None:
     _, broker = gpu
-    load(broker, "m", path)
+    load(broker, "m", path, share=share)
     with broker.attach("m") as pool:
         held = bytearray(pool.slabs[0].tobytes())
         for spec in pool.layout.tensors:
@@ -72,11 +73,13 @@ def test_a_different_file_is_told_from_the_pool(gpu: tuple[BrokerProcess, Broker
     assert found.differences == (f"tensor 'layer.39.weight' differs, first in byte {len(data) - 1} of its {len(data)}",)
 
 
+@SHARES
 def test_a_file_cut_short_while_it_is_read_leaves_no_draft(
-    gpu: tuple[BrokerProcess, Broker], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gpu: tuple[BrokerProcess, Broker], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: str
 ) -> None:
     _, broker = gpu
     path = checkpoints.write(tmp_path / "model.safetensors", TENSORS)
+    devices = [device.uuid for device in broker.driver.devices]
     before = broker.pools()
     fill = loader.fill
 
@@ -87,12 +90,13 @@ def test_a_file_cut_short_while_it_is_read_leaves_no_draft(
 
     monkeypatch.setattr(loader, "fill", cut)
     with pytest.raises(Invalid, match="it ended at byte"):
-        load(broker, "cut", path)
+        load(broker, "cut", path, devices=devices, share=share)
     assert broker.pools() == before
 
 
+@SHARES
 def test_what_does_not_fit_is_over_budget_and_leaves_no_draft(
-    gpu: tuple[BrokerProcess, Broker], tmp_path: Path
+    gpu: tuple[BrokerProcess, Broker], tmp_path: Path, share: str
 ) -> None:
     _, broker = gpu
     size = broker.devices()[0].total
@@ -102,5 +106,5 @@ def test_what_does_not_fit_is_over_budget_and_leaves_no_draft(
         file.truncate(path.stat().st_size + size)
     before = broker.pools()
     with pytest.raises(OverBudget):
-        load(broker, "huge", path)
+        load(broker, "huge", path, share=share)
     assert broker.pools() == before

@@ -23,10 +23,10 @@ TENSORS = checkpoints.filled((*checkpoints.EVERY_DTYPE, *checkpoints.ODD_SHAPES)
 DIGESTS = {name: hashlib.sha256(data).hexdigest() for name, (_, _, data) in TENSORS.items()}
 
 
-@pytest.fixture
-def gpu(tmp_path: Path) -> Iterator[tuple[BrokerProcess, Broker]]:
+@pytest.fixture(params=["ipc", "vmm"])
+def gpu(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[BrokerProcess, Broker]]:
     with gpu_broker() as (process, broker):
-        load(broker, "m", checkpoints.write(tmp_path / "m.safetensors", TENSORS))
+        load(broker, "m", checkpoints.write(tmp_path / "m.safetensors", TENSORS), share=request.param)
         yield process, broker
 
 

@@ -10,7 +10,7 @@ import pytest
 from cubroker.client import Broker
 from cubroker.client.loader import load
 from tests.brokers import BrokerProcess
-from tests.gpu.sharing import gpu_broker, worker
+from tests.gpu.sharing import SHARES, gpu_broker, worker
 from tests.gpu.worker import generated
 
 torch = pytest.importorskip("torch")
@@ -45,9 +45,12 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_two_processes_generate_the_same_tokens_from_one_copy(gpu: tuple[BrokerProcess, Broker], folder: Path) -> None:
+@SHARES
+def test_two_processes_generate_the_same_tokens_from_one_copy(
+    gpu: tuple[BrokerProcess, Broker], folder: Path, share: str
+) -> None:
     process, broker = gpu
-    load(broker, "llama", folder)
+    load(broker, "llama", folder, share=share)
     use = ("generate", "llama", str(folder))
     with worker(process, *use) as one, worker(process, *use) as two:
         tokens = one.answer()
