@@ -10,9 +10,10 @@ from itertools import pairwise
 
 from cubroker.client.broker import Broker
 from cubroker.client.checkpoint import Checkpoint, Paths
+from cubroker.client.crew import Progress
 from cubroker.client.devices import failure
 from cubroker.client.draft import Draft
-from cubroker.client.filling import Progress, fill
+from cubroker.client.filling import fill
 from cubroker.client.replica import Replica
 from cubroker.client.rings import Target
 from cubroker.driver import Driver, DriverError

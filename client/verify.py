@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from queue import SimpleQueue
 
 from cubroker.client.broker import Broker
 from cubroker.client.checkpoint import Checkpoint, Entry, Paths
-from cubroker.client.crew import Crew
+from cubroker.client.crew import Boss, Progress, work_off
 from cubroker.client.devices import failure
-from cubroker.client.filling import Progress, thread_count
+from cubroker.client.filling import thread_count
 from cubroker.client.pool import Pool
 from cubroker.client.rings import CHUNK, at_address
 from cubroker.driver import Context, DriverError
@@ -110,63 +110,64 @@ def _structural(checkpoint: Checkpoint, specs: dict[str, TensorSpec]) -> Iterato
 def _contents(
     checkpoint: Checkpoint, pool: Pool, common: list[tuple[Entry, TensorSpec]], progress: Progress | None
 ) -> list[str]:
-    pieces = [
+    todo = deque(
         _Piece(entry, spec, done, min(CHUNK, entry.nbytes - done))
         for entry, spec in common
         for done in range(0, entry.nbytes, CHUNK)
-    ]
-    total = sum(piece.count for piece in pieces)
-    first: dict[str, int] = {}
-    done = 0
-    with _comparing(checkpoint, pool, thread_count(len(pieces))) as (crew, comparer):
-        for piece, place in zip(pieces, crew.map(comparer.first_difference, pieces), strict=True):
-            if place is not None:
-                first.setdefault(piece.entry.name, place)
-            done += piece.count
-            if progress:
-                progress(done, total)
-    sizes = {entry.name: entry.nbytes for entry, _ in common}
-    return [f"tensor {name!r} differs, first in byte {place} of its {sizes[name]}" for name, place in first.items()]
-
-
-@contextmanager
-def _comparing(checkpoint: Checkpoint, pool: Pool, count: int) -> Iterator[tuple[Crew, _Comparer]]:
-    crew = Crew(count, "cubroker-verify")
-    comparer = _Comparer(checkpoint, pool, count)
+    )
+    total = sum(piece.count for piece in todo)
+    comparer = _Comparer(checkpoint, pool, thread_count(len(todo)))
+    report = (lambda: progress(sum(comparer.done), total)) if progress else None
     try:
-        yield crew, comparer
+        found = Boss("cubroker-verify", lambda: comparer.compare(todo)).result(todo.clear, report)
     finally:
-        crew.end()
         comparer.close()
+    first = dict(sorted(found, reverse=True))
+    return [
+        f"tensor {entry.name!r} differs, first in byte {first[entry.name]} of its {entry.nbytes}"
+        for entry, _ in common
+        if entry.name in first
+    ]
 
 
 class _Comparer:
-    """Compares pieces, in up to ``count`` threads at a time."""
+    """Compares pieces in ``count`` threads.
+
+    Attributes:
+        done: bytes that each of them has compared.
+    """
 
     def __init__(self, checkpoint: Checkpoint, pool: Pool, count: int) -> None:
+        self.done = [0] * count
         self._files = checkpoint.files
         # They keep the memory mapped, whoever closes the pool.
         self._slabs = dict(zip(pool.allocations, pool.slabs, strict=True))
-        self._buffers: SimpleQueue[tuple[bytearray, bytearray]] = SimpleQueue()
-        host = all(slab.context.host for slab in self._slabs.values())
-        for _ in range(count):
-            self._buffers.put((bytearray(CHUNK), bytearray(0 if host else CHUNK)))
+        self._host = all(slab.context.host for slab in pool.slabs)
 
     def close(self) -> None:
         """Let the memory go; a traceback may keep this object for long."""
         self._slabs = {}
 
-    def first_difference(self, piece: _Piece) -> int | None:
-        """Return the first byte of the tensor, within the piece, that is not as in the file."""
-        ours, theirs = self._buffers.get()
-        try:
+    def compare(self, todo: deque[_Piece]) -> list[tuple[str, int]]:
+        """Return the tensor and its first differing byte, for every piece that is not as in the file."""
+        found: list[tuple[str, int]] = []
+        with ThreadPoolExecutor(len(self.done), "cubroker-verify") as crew:
+            list(crew.map(lambda number: self._work(todo, number, found), range(len(self.done))))
+        return found
+
+    def _work(self, todo: deque[_Piece], number: int, found: list[tuple[str, int]]) -> None:
+        ours, theirs = bytearray(CHUNK), bytearray(0 if self._host else CHUNK)
+
+        def compare(piece: _Piece) -> None:
             with memoryview(ours)[: piece.count] as read:
                 self._files[piece.entry.file].read_into([read], piece.entry.offset + piece.done)
                 with self._held(piece, theirs) as held:
                     place = _first_difference(read, held)
-        finally:
-            self._buffers.put((ours, theirs))
-        return None if place is None else piece.done + place
+            if place is not None:
+                found.append((piece.entry.name, piece.done + place))
+            self.done[number] += piece.count
+
+        work_off(todo, compare)
 
     def _held(self, piece: _Piece, buffer: bytearray) -> memoryview:
         """Return the pool's bytes: themselves on a host device, a copy on a GPU."""

@@ -1,6 +1,7 @@
 """Interrupts one call of the client at every place where Python delivers a signal: ``… DIRECTORY WHAT``.
 
-That is after a call into C returned, and at the beginning of a function, in the client's code and in what it calls.
+That is after a call into C returned, and at the beginning of a function, in the client's code and in what it calls;
+for what shares its work among threads, also in what is called from there, and so on.
 Each place in turn gets a SIGINT, the first time that it is come to; then nothing of what was begun may be left,
 neither at the broker nor as threads here.
 """
@@ -10,19 +11,24 @@ from __future__ import annotations
 import ctypes
 import dis
 import functools
+import gc
 import signal
 import sys
+import tempfile
 import threading
 import warnings
 from collections.abc import Callable
 from itertools import pairwise
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from types import CodeType, FrameType
 from typing import Any
 
 import cubroker.client
 from cubroker.client import Broker, Watch
+from cubroker.client.loader import load as load_files
+from cubroker.client.verify import verify as verify_files
 from cubroker.protocol import Layout
+from tests import checkpoints
 from tests.brokers import eventually
 
 LAYOUT = Layout.pack([("a", "F32", (100,)), ("b", "BF16", (3,))])
@@ -31,6 +37,8 @@ UNSAFE = threading.Thread.start.__code__
 """Python's own: interrupted in the wrong place, it leaves a thread that never begins, or that waits for ever."""
 
 watches: list[Watch] = []
+files: list[Path] = []
+"""What the shared pool holds, as a checkpoint."""
 
 # A trace function in C: after one in Python the signal's handler would run at once, inside of it.
 _trip = ctypes.PYFUNCTYPE(None, *[ctypes.py_object] * 3)(("PyErr_SetInterrupt", ctypes.pythonapi))
@@ -46,21 +54,25 @@ def before_calls(code: CodeType) -> frozenset[int]:
 class Interrupt:
     """One SIGINT, at the place of that number that is come to."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, *, deep: bool) -> None:
         self._left = number
+        self._deep = deep
         self.came = False
 
     def __enter__(self) -> Interrupt:
         signal.signal(signal.SIGINT, self._handle)
+        gc.disable()  # what it ends at a moment of its own, Python's old threads above all, is no place of the work's
         sys.settrace(self._called)
         return self
 
     def __exit__(self, *_: object) -> None:
         sys.settrace(None)
+        gc.enable()
 
     def _called(self, frame: FrameType, event: str, arg: object) -> Any:
         here = [each.f_code.co_filename.startswith(PACKAGE) for each in (frame, frame.f_back) if each]
-        return self._step if any(here) and frame.f_code is not UNSAFE else None
+        within = self._deep and frame.f_back and frame.f_back.f_trace
+        return self._step if (within or any(here)) and frame.f_code is not UNSAFE else None
 
     def _step(self, frame: FrameType, event: str, arg: object) -> Any:
         frame.f_trace_opcodes = True
@@ -131,10 +143,18 @@ def begin(broker: Broker, name: str) -> None:
         pass
 
 
+def load(broker: Broker, name: str) -> None:
+    load_files(broker, name, files)
+
+
+def verify(broker: Broker, name: str) -> None:
+    assert not verify_files(broker, "shared", files).differences
+
+
 def attempt(directory: str, work: Callable[[Broker, str], None], number: int) -> bool:
     """Interrupt ``work`` at that place; returns whether it came so far."""
     with Broker(directory, timeout=60) as broker:
-        interrupt = Interrupt(number)
+        interrupt = Interrupt(number, deep=work in (load, verify))
         try:
             with interrupt:
                 work(broker, f"own-{number}")
@@ -158,7 +178,9 @@ def main(directory: str, what: str) -> None:
     number = 1
     # A socket that was made and that nobody has yet is closed by its death, with a warning.
     warnings.simplefilter("ignore", ResourceWarning)
-    with Broker(directory) as observer:
+    with Broker(directory) as observer, tempfile.TemporaryDirectory() as folder:
+        zeros = {spec.name: (spec.dtype, spec.shape, bytes(spec.nbytes)) for spec in LAYOUT.tensors}
+        files.append(checkpoints.write(Path(folder) / "model.safetensors", zeros))
         with observer.create("shared", LAYOUT, share="vmm" if what == "sleep" else "ipc") as draft:
             draft.seal()
         work(observer if what != "close" else Broker(directory), "warm")  # imports and contexts are made by now

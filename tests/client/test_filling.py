@@ -19,6 +19,7 @@ from cubroker.driver import DriverError, Stream
 from cubroker.protocol import Layout
 from cubroker.protocol.errors import Invalid
 from tests import checkpoints
+from tests.brokers import eventually
 
 TENSORS = checkpoints.filled(
     (
@@ -149,7 +150,7 @@ def test_a_file_that_ends_early_stops_all_threads(
         os.truncate(path, checkpoint.entries[-1].offset - 1000)
         with pytest.raises(Invalid, match=f"cannot load {path}: it ended at byte"):
             filling.fill(checkpoint, lent.layout, lent.targets)
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("cubroker-load")]
+    eventually(lambda: not [each for each in threading.enumerate() if each.name.startswith("cubroker-load")], "the end")
 
 
 def test_a_ring_that_cannot_be_pinned_leaves_nothing(
