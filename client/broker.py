@@ -160,6 +160,7 @@ class Broker(Unsendable):
         wait: float = 0.0,
         mode: int | None = None,
         plan: Mapping[str, Device] | None = None,
+        writable: bool = False,
     ) -> Draft:
         """Open a draft of the pool's next version and map its memory.
 
@@ -174,6 +175,8 @@ class Broker(Unsendable):
             plan: for every tensor by name, which of ``devices`` it lies on, and no other: the pool is sharded. The
                 layout must have tensors of different devices in different allocations, as those have that
                 ``Layout.pack(..., groups=plan)`` makes.
+            writable: whether those who attach to the version may write it, and make events on it
+                (:meth:`Pool.event`): scratch memory, that processes hand over to each other.
 
         Raises:
             Invalid: the plan does not fit the layout or the devices.
@@ -185,7 +188,7 @@ class Broker(Unsendable):
             Unsupported: no such share kind.
             OutOfMemory, DeviceFailure: the memory could not be allocated or mapped.
         """
-        loan, reply, mapped = self._create(name, layout, devices, share, wait, None, mode, plan)
+        loan, reply, mapped = self._create(name, layout, devices, share, wait, None, mode, plan, writable=writable)
         return self._draft(loan, expect(reply, Created), mapped, layout)
 
     def attach_or_create(
@@ -198,6 +201,7 @@ class Broker(Unsendable):
         share: str = "ipc",
         wait: float = 600.0,
         mode: int | None = None,
+        writable: bool = False,
     ) -> Pool | Draft:
         """Attach to the current version, or become its writer: the first of many gets the draft, the rest wait for it.
 
@@ -211,6 +215,7 @@ class Broker(Unsendable):
             share: how the memory is to be shared.
             wait: seconds to wait for the publication, or for the turn and room to create.
             mode: as for :meth:`create`, should it be created.
+            writable: as for :meth:`create`, should it be created.
 
         Raises:
             CubrokerError: as :meth:`attach` and :meth:`create`.
@@ -218,7 +223,7 @@ class Broker(Unsendable):
         if devices is None:
             devices = (0,) if device is None else (device,)
         here = next(iter(devices), None) if device is None else device
-        loan, reply, mapped = self._create(name, layout, devices, share, wait, here, mode)
+        loan, reply, mapped = self._create(name, layout, devices, share, wait, here, mode, writable=writable)
         if isinstance(reply, Attached):
             return self._pool(loan, reply, mapped)
         return self._draft(loan, reply, mapped, layout)
@@ -291,6 +296,8 @@ class Broker(Unsendable):
         attach: Device | None,
         mode: int | None,
         plan: Mapping[str, Device] | None = None,
+        *,
+        writable: bool,
     ) -> tuple[Loan, Attached | Created, Mapped]:
         names.check(name)
         layout.check()
@@ -299,7 +306,7 @@ class Broker(Unsendable):
         uuids = tuple(self._ready(device) for device in devices)
         here = None if attach is None else self._ready(attach)
         spread = None if plan is None else self._spread(layout, plan, uuids)
-        body = Create(name, layout.encode(), uuids, share, seconds(wait), here, _mode(mode), spread)
+        body = Create(name, layout.encode(), uuids, share, seconds(wait), here, _mode(mode), spread, writable)
         return self._session.borrow(body, Loan(self._session, layout))
 
     def _spread(self, layout: Layout, plan: Mapping[str, Device], uuids: Sequence[str]) -> tuple[int, ...]:

@@ -205,7 +205,7 @@ def test_a_process_whose_broker_has_died_exits_too() -> None:
             process.wait()
 
 
-@pytest.mark.parametrize("what", ["attach", "sleep", "publish", "discard", "watch", "close", "begin"])
+@pytest.mark.parametrize("what", ["attach", "sleep", "hand_over", "publish", "discard", "watch", "close", "begin"])
 def test_an_interrupt_at_any_place_leaves_nothing_behind(lender: BrokerProcess, what: str) -> None:
     program = "from tests.client import interrupts; interrupts.main(*sys.argv[1:])"
     done = run(lender, program, what, measured=False)
