@@ -6,9 +6,10 @@ and so have the loader and the check of pools against files (``cubroker.client.l
 
 from cubroker.client.broker import Broker
 from cubroker.client.draft import Draft
+from cubroker.client.events import SharedEvent
 from cubroker.client.pool import Pool
 from cubroker.client.replica import Replica
 from cubroker.client.tensor import SharedTensor
 from cubroker.client.watch import Watch
 
-__all__ = ["Broker", "Draft", "Pool", "Replica", "SharedTensor", "Watch"]
+__all__ = ["Broker", "Draft", "Pool", "Replica", "SharedEvent", "SharedTensor", "Watch"]

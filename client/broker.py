@@ -158,6 +158,7 @@ class Broker(Unsendable):
         wait: float = 0.0,
         mode: int | None = None,
         plan: Mapping[str, DeviceId] | None = None,
+        writable: bool = False,
     ) -> Draft:
         """Open a draft of the pool's next version and map its memory.
 
@@ -172,6 +173,8 @@ class Broker(Unsendable):
             plan: for every tensor by name, which of ``devices`` it lies on, and no other: the pool is sharded. The
                 layout must have tensors of different devices in different allocations, as those have that
                 ``Layout.pack(..., groups=plan)`` makes.
+            writable: whether those who attach to the version may write it, and make events on it
+                (:meth:`Pool.event`): scratch memory, that processes hand over to each other.
 
         Raises:
             Invalid: the plan does not fit the layout or the devices.
@@ -184,7 +187,7 @@ class Broker(Unsendable):
             Unsupported: no such share kind.
             OutOfMemory, DeviceFailure: the memory could not be allocated or mapped.
         """
-        loan, reply, mapped = self._create(name, layout, devices, share, wait, None, mode, plan)
+        loan, reply, mapped = self._create(name, layout, devices, share, wait, None, mode, plan, writable=writable)
         return self._draft(loan, expect(reply, Created), mapped, layout)
 
     def attach_or_create(
@@ -197,6 +200,7 @@ class Broker(Unsendable):
         share: str = "ipc",
         wait: float = 600.0,
         mode: int | None = None,
+        writable: bool = False,
     ) -> Pool | Draft:
         """Attach to the current version, or become its writer: the first of many gets the draft, the rest wait for it.
 
@@ -210,6 +214,7 @@ class Broker(Unsendable):
             share: how the memory is to be shared.
             wait: seconds to wait for the publication, or for the turn and room to create.
             mode: as for :meth:`create`, should it be created.
+            writable: as for :meth:`create`, should it be created.
 
         Raises:
             CubrokerError: as :meth:`attach` and :meth:`create`.
@@ -217,7 +222,7 @@ class Broker(Unsendable):
         if devices is None:
             devices = (0,) if device is None else (device,)
         here = next(iter(devices), None) if device is None else device
-        loan, reply, mapped = self._create(name, layout, devices, share, wait, here, mode)
+        loan, reply, mapped = self._create(name, layout, devices, share, wait, here, mode, writable=writable)
         if isinstance(reply, Attached):
             return self._pool(loan, reply, mapped)
         return self._draft(loan, reply, mapped, layout)
@@ -298,6 +303,8 @@ class Broker(Unsendable):
         attach: DeviceId | None,
         mode: int | None,
         plan: Mapping[str, DeviceId] | None = None,
+        *,
+        writable: bool,
     ) -> tuple[Loan, Attached | Created, Mapped]:
         names.check(name)
         layout.check()
@@ -306,7 +313,7 @@ class Broker(Unsendable):
         uuids = tuple(self._ready(device) for device in devices)
         here = None if attach is None else self._ready(attach)
         spread = None if plan is None else self._spread(layout, plan, uuids)
-        body = Create(name, layout.encode(), uuids, share, seconds(wait), here, _mode(mode), spread)
+        body = Create(name, layout.encode(), uuids, share, seconds(wait), here, _mode(mode), spread, writable)
         return self._session.borrow(body, Loan(self._session, layout))
 
     def _spread(self, layout: Layout, plan: Mapping[str, DeviceId], uuids: Sequence[str]) -> tuple[int, ...]:

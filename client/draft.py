@@ -21,6 +21,8 @@ class Draft(Pool):
         replicas: the tensors on each device, in the order in which the devices were given.
     """
 
+    _sealed = False
+
     def __init__(self, loan: Loan, mapped: Mapped, index: Index, name: str, version: int) -> None:
         super().__init__(loan, mapped, index, name, version)
         self.replicas = tuple(Replica(mapped, (place,), index) for place in mapped.places)

@@ -60,6 +60,11 @@ class Loan:
         self._addresses: Addresses | None = None
         self._last: type[Close] | type[Seal] = Close
 
+    @property
+    def session(self) -> Session:
+        """The session that asked for it."""
+        return self._session
+
     def ask(self, body: Attach | Create) -> Future[Granted]:
         """Send the request; the future brings the memory, mapped."""
         future, request = self._granted, self._request
@@ -177,7 +182,7 @@ class Loan:
         return None
 
     def _map(self, reply: Attached | Created, given: Sequence[int]) -> Mapped:
-        readonly = isinstance(reply, Attached)
+        readonly = isinstance(reply, Attached) and not reply.writable
         layout = decode(reply.layout).layout if isinstance(reply, Attached) else self._layout
         assert layout is not None
         self._addresses = Addresses(readonly=readonly)

@@ -37,7 +37,7 @@ class Mapped:
         label: what it is, for messages: ``pool 'llama' version 2``.
         places: one per device.
         share: how it is shared.
-        readonly: whether it was published, so that nobody may write it.
+        readonly: whether nobody here may write it: it was published, and not as writable.
         finish: starts the unmapping, as the end of this object does; whichever comes first counts.
     """
 

@@ -6,9 +6,11 @@ from contextlib import suppress
 from threading import RLock
 from typing import Self
 
+from cubroker.client import devices
+from cubroker.client.events import Events, SharedEvent
 from cubroker.client.futures import Future
 from cubroker.client.loans import Loan
-from cubroker.client.mapping import Mapped
+from cubroker.client.mapping import Mapped, Place
 from cubroker.client.replica import Index, Replica
 from cubroker.client.waking import Waking
 from cubroker.protocol.errors import Invalid, NotFound, Retired, Unavailable, Unsupported
@@ -25,13 +27,18 @@ class Pool(Replica):
         name: the pool's name.
         version: the version, from 1 on.
         share: how its memory is shared.
+        writable: whether its tensors may be written here.
     """
+
+    _sealed = True
 
     def __init__(self, loan: Loan, mapped: Mapped, index: Index, name: str, version: int) -> None:
         super().__init__(mapped, mapped.places, index)
         self.name = name
         self.version = version
         self.share = mapped.share
+        self.writable = not mapped.readonly
+        self._events = Events(loan.session)
         self._loan = loan
         self._closing = RLock()  # a finalizer or a signal handler may close it in the middle
         self._waking = RLock()
@@ -58,6 +65,41 @@ class Pool(Replica):
         """The number of its lease; 0 while it is asleep."""
         return self._loan.lease
 
+    def event(self, name: str, *, device: int | str | None = None) -> SharedEvent:
+        """Make an event, with which this process tells others when it has written what they wait to read.
+
+        It ends with this pool's lease: when the pool is closed or falls asleep, or this process ends.
+
+        Args:
+            name: by which others open it, unique among the events of the version.
+            device: whose work it will mark, if the pool is used by several devices here.
+
+        Raises:
+            Invalid: the pool is not writable, a draft, closed or asleep; or ``device`` does not say which.
+            Exists: the version has an event of this name.
+            OverQuota: this session, or this user, has as many events as it may.
+            DeviceFailure: the driver refused.
+        """
+        self._check_awake()
+        return self._events.make(self, self._at(device), name)
+
+    def open_event(self, name: str, *, wait: float = 0.0) -> SharedEvent:
+        """Open an event that another process made with its lease on the same version.
+
+        Args:
+            name: the event's.
+            wait: seconds to wait for somebody to make it.
+
+        Raises:
+            NotFound: there is none; or this process does not see its device.
+            TimedOut: nobody made it in ``wait`` seconds.
+            Invalid: the pool is not writable, a draft, closed or asleep.
+            Unavailable: the pool was closed meanwhile.
+            DeviceFailure: the driver refused: as it does in the process that made the event, which has it already.
+        """
+        self._check_awake()
+        return self._events.open(self, self._places, name, seconds(wait))
+
     @property
     def asleep(self) -> bool:
         """Whether :meth:`sleep` unmapped it."""
@@ -70,7 +112,7 @@ class Pool(Replica):
         Work that was submitted to the devices is waited for. Arrays, framework tensors and captured CUDA graphs
         that use the addresses may stay, and must not be used meanwhile: on a host device that ends the process.
         Nothing keeps the version there: once it is retired or superseded, it can be gone. A pool that sleeps may sleep
-        again, and be closed.
+        again, and be closed. Its events here are closed.
 
         Raises:
             Unsupported: the pool is not shared as ``vmm``.
@@ -81,6 +123,7 @@ class Pool(Replica):
         self._loan.owner.check()
         with self._closing:
             slept = self._fall_asleep()
+            self._end_events("fell asleep")
         with suppress(Unavailable):  # a broker that is gone holds no leases
             self._loan.confirm(slept)
 
@@ -123,6 +166,7 @@ class Pool(Replica):
         with self._closing:
             closed = self.closed
             if not closed:
+                self._end_events("was closed")
                 self._release()
         return not closed and self._loan.ending
 
@@ -131,6 +175,22 @@ class Pool(Replica):
         with suppress(Unavailable):  # a broker that is gone holds no leases
             self._loan.confirm()
 
+    def _check_awake(self) -> None:
+        self._loan.owner.check()
+        self._memory()
+
+    def _at(self, device: int | str | None) -> Place:
+        if device is None:
+            return self._alone()
+        found = devices.find(self._loan.session.driver, device)
+        for place in self._places:
+            if place.context.device == found:
+                return place
+        raise Invalid(f"{self._label} is not used on device {device!r} here; see `devices`")
+
+    def _end_events(self, why: str) -> None:
+        self._events.close(Unavailable(f"{self._label} {why} while it waited for an event"))
+
     def _release(self) -> None:
         self._drop()
 
@@ -138,7 +198,7 @@ class Pool(Replica):
         if self.share != "vmm":
             raise Unsupported(f"{self._label} is shared as {self.share} and cannot sleep; create it with share='vmm'")
         mapped = self._mapped
-        if mapped is None or not mapped.readonly:
+        if mapped is None or not self._sealed:
             what = "is closed in this process; attach again" if mapped is None else "cannot sleep; seal it first"
             raise Invalid(f"{self._label} {what}")
         if in_use := mapped.sleep():

@@ -17,9 +17,9 @@ from cubroker.client.janitor import Guard, Janitor, Task
 from cubroker.client.loans import Loan
 from cubroker.client.mapping import Mapped
 from cubroker.client.requests import Requests, expect
+from cubroker.client.signals import Grip, Signal
 from cubroker.client.watch import Watch, Watches
 from cubroker.driver import Driver
-from cubroker.protocol import messages
 from cubroker.protocol.errors import TimedOut, Unavailable
 from cubroker.protocol.messages import Attach, Attached, Create, Created, Done, Reply, Request
 
@@ -46,7 +46,7 @@ class Session:
         self.timeout = timeout
         self.owner = processes.Owner()
         self._lock = Lock()
-        self._loans: set[Loan] = set()
+        self._loans: set[Loan | Signal] = set()
         self._leaving = False
         self.closed = False
         self.stopped = False
@@ -101,7 +101,7 @@ class Session:
         """Send a request and wait for its answer, which is a ``kind``."""
         self.owner.check()
         self.check_open()
-        reply = self._wait(self.requests.submit(body), body, 0.0)
+        reply = self.wait(self.requests.submit(body), type(body).__name__, 0.0)
         return expect(reply, kind)
 
     def borrow(self, body: Attach | Create, loan: Loan) -> tuple[Loan, Attached | Created, Mapped]:
@@ -113,7 +113,7 @@ class Session:
                 self.check_open()
                 self._loans.add(loan)
             future = loan.ask(body)
-            return loan, *self._wait(future, body, body.wait)
+            return loan, *self.wait(future, type(body).__name__, body.wait)
         except BaseException:
             loan.abandon(Unavailable("nobody waits for it"))
             if future:
@@ -122,20 +122,37 @@ class Session:
                 self.forget(loan)
             raise
 
+    def carry(self, signal: Signal) -> Grip:
+        """Have an event made or opened. If the caller gives up, by time or by interrupt, it is closed."""
+        self.owner.check()
+        future = signal.future
+        assert future is not None
+        try:
+            with self._lock:
+                self.check_open()
+                self._loans.add(signal)
+            self.janitor.put(signal.begin)
+            return self.wait(future, signal.request, 0.0)
+        except BaseException:
+            signal.abandon(Unavailable("nobody waits for it"))
+            future.abandon()
+            self.janitor.put(signal.begin)  # if that did not happen above
+            raise
+
     def watch(self, name: str) -> Watch:
         """Watch a pool."""
         self.owner.check()
         self.check_open()
         watch = Watch(name, self.watches, self.owner)
         try:
-            expect(self._wait(self.watches.add(watch), messages.Watch(name, on=True), 0.0), Done)
+            expect(self.wait(self.watches.add(watch), "Watch", 0.0), Done)
         except BaseException:
             self.watches.remove(watch)
             raise
         return watch
 
-    def forget(self, loan: Loan) -> None:
-        """A loan is over."""
+    def forget(self, loan: Loan | Signal) -> None:
+        """A loan or an event is over."""
         with self._lock:
             self._loans.discard(loan)
             ended = self._leaving and not self._loans
@@ -187,13 +204,12 @@ class Session:
         self._connection.stop()
         self.janitor.stop()
 
-    def _wait(self, future: Future[T], body: Request, wait: float) -> T:
+    def wait(self, future: Future[T], request: str, wait: float) -> T:
+        """Wait for what the broker answers to a request that it may let wait for ``wait`` seconds."""
         self.check_may_wait()
         limit = self.timeout + wait
         if not future.wait(limit):
-            raise TimedOut(
-                f"the broker on {self.directory} did not answer the request {type(body).__name__} within {limit:g} s"
-            )
+            raise TimedOut(f"the broker on {self.directory} did not answer the request {request} within {limit:g} s")
         return future.result()
 
 

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 class SharedTensor(Unsendable):
     """A tensor in memory that the broker owns, C-contiguous.
 
-    Tensors of a published pool are read-only, and keep its memory mapped while they live. Those of a draft may
-    be written; they end with it, so that what is made from them (arrays, capsules) must be dropped before.
+    Tensors of a published pool keep its memory mapped while they live, and are read-only unless it is ``writable``.
+    Those of a draft may be written; they end with it, so that what is made from them (arrays, capsules) must be
+    dropped before.
 
     Attributes:
         name: its name in the pool.
@@ -68,7 +69,7 @@ class SharedTensor(Unsendable):
 
     @property
     def readonly(self) -> bool:
-        """Whether it was published, so that nobody may write it."""
+        """Whether it may not be written here: it was published, and not in a writable pool."""
         return self._mapped.readonly
 
     @property
@@ -131,7 +132,7 @@ class SharedTensor(Unsendable):
             raise devices.failure(error, f"reading tensor {self.name!r}") from error
 
     def copy_from(self, buffer: ReadableBuffer) -> None:
-        """Fill it with the bytes of a C-contiguous buffer of the same size; drafts only.
+        """Fill it with the bytes of a C-contiguous buffer of the same size; in drafts and writable pools only.
 
         Raises:
             Invalid: it is read-only, the buffer has another size or gaps, or the memory was given back.
@@ -170,7 +171,7 @@ class SharedTensor(Unsendable):
         """Hand the tensor over, as the array API's ``__dlpack__`` describes.
 
         A consumer that knows DLPack 1.0 is told whether it may write. No stream has to wait: what a pool holds
-        was complete before it was published.
+        was complete before it was published. What is written to a writable pool later, its events tell.
 
         Raises:
             BufferError: a copy or another device was asked for, or an odd number of 4-bit elements in a row.

@@ -75,6 +75,16 @@ class Event(_Closing):
             handle = self._calls.cuIpcGetEventHandle(self.handle)
         return ctypes.string_at(handle.getPtr(), HANDLE_BYTES)
 
+    def record(self, stream: int = 0) -> None:
+        """Put it after everything that was started so far in a stream of its context, by handle; 0: the default one."""
+        with self._context.current():
+            self._calls.cuEventRecord(self.handle, self._calls.module.CUstream(stream))
+
+    def hold(self, stream: int) -> None:
+        """Have later work in a stream, by handle, wait until it is reached, as :meth:`Stream.wait` does."""
+        with self._context.current():
+            self._calls.cuStreamWaitEvent(self._calls.module.CUstream(stream), self.handle, 0)
+
     def done(self) -> bool:
         """Whether all work before the place is finished; so it is if the event was never recorded."""
         try:
@@ -107,6 +117,11 @@ class Stream(_Closing):
         super().__init__(context)
         with context.current():
             self._stream = self._calls.cuStreamCreate(self._calls.module.CUstream_flags.CU_STREAM_NON_BLOCKING)
+
+    @property
+    def handle(self) -> int:
+        """The driver's handle of it, a ``CUstream``, as other libraries take it."""
+        return int(self._stream)
 
     def copy_in(self, pointer: int, host_pointer: int, nbytes: int) -> None:
         """Start a copy of ``nbytes`` bytes at host address ``host_pointer`` to device address ``pointer``.

@@ -115,12 +115,12 @@ class _FaultyLibc:
 
 
 def install(plan: Plan) -> None:
-    """Have the host driver and the system calls beneath it fail as ``plan`` says, in this process."""
+    """Have the host driver, the system calls beneath it and the sending of descriptors fail as ``plan`` says, here."""
     loading: Any = importlib.import_module("cubroker.driver.load")
     host_module = loading.host_module
     loading.host_module = lambda *args: FaultyModule(host_module(*args), plan)
     vars(memory)["_libc"] = _FaultyLibc(vars(memory)["_libc"], plan)
-    for module, name in ((os, "memfd_create"), (os, "ftruncate"), (fcntl, "fcntl")):
+    for module, name in ((os, "memfd_create"), (os, "ftruncate"), (fcntl, "fcntl"), (socket, "send_fds")):
         setattr(module, name, _failing(getattr(module, name), name, plan))
 
 

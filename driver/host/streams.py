@@ -33,6 +33,8 @@ class Streams(Events):
     @answers(0)
     def cuStreamDestroy(self, hStream: Any) -> None:
         self._check(hStream)
+        if not int(hStream):
+            raise Refusal(Result.CUDA_ERROR_INVALID_HANDLE)
         self._streams.discard(int(hStream))
 
     @answers(0)
@@ -46,5 +48,5 @@ class Streams(Events):
         self._check(hStream)
 
     def _check(self, stream: Any) -> None:
-        if int(stream) not in self._streams:
+        if int(stream) and int(stream) not in self._streams:  # 0: the default one, which is always there
             raise Refusal(Result.CUDA_ERROR_INVALID_HANDLE)

@@ -12,12 +12,14 @@ import ctypes
 import dis
 import functools
 import gc
+import os
 import signal
 import sys
 import tempfile
 import threading
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path, PurePath
 from types import CodeType, FrameType
@@ -28,8 +30,10 @@ from cubroker.client import Broker, Watch
 from cubroker.client.loader import load as load_files
 from cubroker.client.verify import verify as verify_files
 from cubroker.protocol import Layout
+from cubroker.protocol.errors import NotFound, TimedOut
 from tests import checkpoints
 from tests.brokers import eventually
+from tests.server.processes import descriptors
 
 LAYOUT = Layout.pack([("a", "F32", (100,)), ("b", "BF16", (3,))])
 PACKAGE = str(PurePath(cubroker.client.__file__ or "").parent)
@@ -107,6 +111,16 @@ def sleep(broker: Broker, name: str) -> None:
         pool.sleep()
 
 
+def hand_over(broker: Broker, name: str) -> None:
+    with broker.attach("shared") as pool, pool.event("ready") as event:
+        event.record()
+        event.wait()
+        with suppress(TimedOut):
+            event.wait(timeout=0.001)
+        with suppress(NotFound):
+            pool.open_event("other")
+
+
 def publish(broker: Broker, name: str) -> None:
     with broker.create(name, LAYOUT) as draft:
         draft["a"].copy_from(bytes(400))
@@ -165,11 +179,12 @@ def attempt(directory: str, work: Callable[[Broker, str], None], number: int) ->
     return interrupt.came
 
 
-def left(observer: Broker, threads: int) -> list[object]:
-    """Return what there is besides the shared pool and the observer itself."""
+def left(observer: Broker, threads: int, open_before: int) -> list[object]:
+    """Return what there is besides the shared pool and the observer itself; ``open_before`` counts descriptors."""
     pools = [pool for pool in observer.pools() if pool.leases or pool.state == "draft"]
     others = [client for client in observer.clients() if client.session != observer.session]
-    return [*pools, *others, *threading.enumerate()[threads:]]
+    opened = descriptors(os.getpid()) - open_before
+    return [*pools, *others, *threading.enumerate()[threads:], *["a descriptor"] * opened]
 
 
 def main(directory: str, what: str) -> None:
@@ -181,12 +196,15 @@ def main(directory: str, what: str) -> None:
     with Broker(directory) as observer, tempfile.TemporaryDirectory() as folder:
         zeros = {spec.name: (spec.dtype, spec.shape, bytes(spec.nbytes)) for spec in LAYOUT.tensors}
         files.append(checkpoints.write(Path(folder) / "model.safetensors", zeros))
-        with observer.create("shared", LAYOUT, share="vmm" if what == "sleep" else "ipc") as draft:
+        share = "vmm" if what == "sleep" else "ipc"
+        with observer.create("shared", LAYOUT, share=share, writable=what == "hand_over") as draft:
             draft.seal()
         work(observer if what != "close" else Broker(directory), "warm")  # imports and contexts are made by now
         threads = threading.active_count()
+        # While a session begins, an interrupt may come to a descriptor before its owner does.
+        open_before = sys.maxsize if what == "begin" else descriptors(os.getpid())
         while attempt(directory, work, number):
-            eventually(lambda: not left(observer, threads), f"the end of what came before place {number}")
+            eventually(lambda: not left(observer, threads, open_before), f"the end of what came before place {number}")
             for pool in observer.pools():
                 if pool.name != "shared":
                     observer.retire(pool.name)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import operator
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,12 @@ from cuda.bindings import driver as cuda
 
 from cubroker.client import Broker, devices
 from cubroker.driver import Driver
-from cubroker.driver.host import host_module
+from cubroker.driver.host import host_module, memory
 from cubroker.protocol import CubrokerError, Layout, wire
 from cubroker.protocol.directory import SESSION_SOCKET
 from cubroker.protocol.errors import DeviceFailure, OutOfMemory, Unavailable
 from cubroker.protocol.messages import Refused
+from tests import faults
 from tests.brokers import BrokerProcess, eventually
 from tests.client.conftest import leases, publish
 from tests.client.scripts import run
@@ -37,7 +39,10 @@ OPENING = (
     "cuCtxPushCurrent",
     "cuIpcOpenMemHandle",
     *("cuMemAddressReserve", "cuMemImportFromShareableHandle", "cuMemMap", "cuMemSetAccess"),
+    *("cuDeviceCanAccessPeer", "cuDeviceGetP2PAttribute"),
 )
+UNMAPPING = ("cuCtxSynchronize", "cuMemUnmap")
+PLAN = {"a": 0, "b": 1, "c": 0}
 MANY = 1000
 
 SCARCE = """
@@ -204,29 +209,60 @@ def regions() -> int:
     return Path("/proc/self/maps").read_text().count("memfd:cubroker-")
 
 
+ACTIONS: dict[str, Callable[[Broker, str], Any]] = {
+    "attach": lambda client, name: client.attach(name),
+    "reach a peer": lambda client, name: client.attach(name, device=1, peer=True),
+    "create": lambda client, name: client.create(name, THREE, devices=(0, 1)),
+    "create shards": lambda client, name: client.create(name, THREE, devices=(0, 1), plan=PLAN),
+}
+
+
 @pytest.mark.usefixtures("share")
 @pytest.mark.parametrize(
     ("action", "status", "error"),
     [
         ("attach", cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY, OutOfMemory),
+        ("reach a peer", cuda.CUresult.CUDA_ERROR_ECC_UNCORRECTABLE, DeviceFailure),
         ("create", cuda.CUresult.CUDA_ERROR_ECC_UNCORRECTABLE, DeviceFailure),
+        ("create shards", cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY, OutOfMemory),
     ],
 )
 def test_memory_that_cannot_be_opened_whole_is_closed_and_its_lease_given_back(
     client: Broker, name: str, plan: Plan, action: str, status: int, error: type[CubrokerError]
 ) -> None:
     publish(client, name, THREE)
-    act: Callable[[], Any] = (
-        (lambda: client.attach(name)) if action == "attach" else (lambda: client.create(name, THREE, devices=(0, 1)))
-    )
-    versions = client.pools()
-    before = regions(), client.devices(), descriptors(os.getpid())
+    fail_each(client, plan, OPENING, int(status), error, lambda: ACTIONS[action](client, name))
+    assert leases(client, name) == 0
+
+
+@pytest.mark.usefixtures("share")
+@pytest.mark.parametrize("action", ["attach", "create"])
+def test_a_system_call_that_fails_while_memory_is_mapped_costs_one_request_and_nothing_else(
+    client: Broker, name: str, plan: Plan, monkeypatch: pytest.MonkeyPatch, action: str
+) -> None:
+    publish(client, name, THREE)
+    monkeypatch.setattr(memory, "_libc", faults._FaultyLibc(vars(memory)["_libc"], plan))
+    fail_each(client, plan, ("mmap", "mprotect"), errno.ENOMEM, OutOfMemory, lambda: ACTIONS[action](client, name))
+    assert leases(client, name) == 0
+
+
+def fail_each(
+    client: Broker, plan: Plan, names: Sequence[str], status: int, error: type[CubrokerError], act: Callable[[], Any]
+) -> None:
+    """Fail each call on the way to a lease's memory in turn; nothing is left of the try, and the next one succeeds."""
+
+    def reported() -> tuple[object, ...]:
+        return client.pools(), client.devices()
 
     def there() -> tuple[object, ...]:
-        return regions(), client.devices(), descriptors(os.getpid())
+        return *reported(), regions(), descriptors(os.getpid())
 
+    books = reported()
+    act().close()  # whatever is opened once per process is open
+    eventually(lambda: reported() == books, f"{books}")
+    before = there()
     for number in range(1, MANY):
-        plan.arm(OPENING, number, int(status))
+        plan.arm(names, number, status)
         try:
             whole = act()
         except error:
@@ -238,9 +274,33 @@ def test_memory_that_cannot_be_opened_whole_is_closed_and_its_lease_given_back(
             assert not failed or whole.replicas[1].upstream is None
             if not failed:
                 break
-        eventually(lambda: client.pools() == versions, f"{versions}")
-        eventually(lambda: there() == before, f"{before}")
+        eventually(lambda: there() == before, f"{before} after call {number}")
         act().close()
-        eventually(lambda: there() == before, f"{before}")
-    assert number > 2 * 3
+        eventually(lambda: there() == before, f"{before} after call {number}")
+    assert number > 3
+
+
+def test_memory_that_cannot_fall_asleep_whole_keeps_its_lease_and_can_be_woken_or_sleep_later(
+    client: Broker, name: str, plan: Plan
+) -> None:
+    with client.create(name, THREE, share="vmm") as draft:
+        draft.seal()
+    with client.attach(name) as pool:
+        mapped, pointer = regions(), pool["a"].pointer
+        for number in range(1, 2 * 3 + 1):
+            for again in (pool.wake, pool.sleep):
+                plan.arm(UNMAPPING, number, int(cuda.CUresult.CUDA_ERROR_ECC_UNCORRECTABLE))
+                with pytest.raises(DeviceFailure, match="unmapping pool"):
+                    pool.sleep()
+                plan.arm((), 0, 0)
+                assert (pool.asleep, leases(client, name)) == (True, 1)
+                again()
+                assert pool.asleep is (again == pool.sleep)
+                eventually(lambda: leases(client, name) == (not pool.asleep), "one lease, or none")
+                pool.wake()
+                assert (regions(), pool["a"].pointer) == (mapped, pointer)
+        plan.arm(UNMAPPING, number + 1, int(cuda.CUresult.CUDA_ERROR_ECC_UNCORRECTABLE))
+        pool.sleep()
+        assert plan.arm((), 0, 0) == number
+        pool.wake()
     assert leases(client, name) == 0

@@ -56,11 +56,12 @@ class User:
         return generated(attach_model(model, self.pool))
 
     def capture(self, name: str) -> str:
-        """Capture a graph whose kernel reads a tensor; it never ran when this returns its kind."""
+        """Capture a graph whose kernel reads a tensor, without running it; returns its kind."""
         import torch
 
         weights = self.state()[name].reshape(-1).view(torch.uint8)
         self.seen = torch.zeros_like(weights)
+        torch.bitwise_xor(self.seen, 0, out=self.seen)  # kernels are loaded before, not while, a graph is captured
         torch.cuda.synchronize()
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):

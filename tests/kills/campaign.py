@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import select
 import time
@@ -11,29 +12,34 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from cubroker.client import Broker, Draft
-from cubroker.driver.host import BLOCK
 from cubroker.protocol import Layout
 from cubroker.protocol.errors import NotFound
-from tests.brokers import PATIENCE, BrokerProcess, serving
-from tests.kills.content import LAYOUT, check, fill
+from tests.brokers import PATIENCE, BrokerProcess, eventually, serving
+from tests.kills.content import BOTH, SHARES, Form, check, fill
 from tests.kills.judge import settles
 from tests.kills.nursery import Nursery, Worker
 from tests.kills.points import Point
 from tests.kills.scenes import IN_LINE
+from tests.server.processes import descriptors, gateway_of
 
 DEVICES = "host:2@32MiB"
-BUDGET = "28MiB"
+BUDGET = "30MiB"
 BALLAST = Layout.pack([("ballast", "U8", (24 << 20,))])
-"""Leaves 4 MiB of device 1, room for ``LAYOUT`` once."""
+"""Leaves 4 MiB of device 1, room for ``LAYOUT`` once: 2 MiB are the company's."""
 
 SCENES = "tests.kills.scenes"
-COMPANY = "company"
+COMPANY = {"company": Form("ipc"), "spread-company": Form("vmm", BOTH, sharded=True)}
+"""Pools that are there throughout."""
+
 BUSY = ("busy-0", "busy-1", "busy-2")
 
 
 @dataclass
 class Campaign:
     """The broker, the judge (this process, a client too), and two readers who live through everything.
+
+    They hold pools of either kind, and after every kill nothing is left of the victim anywhere: no session or lease,
+    no bytes on a device that no version has, no descriptor more in the broker, its gateway or the readers.
 
     Attributes:
         delays: seconds from each kill to the end of the victim's leases, where it had any.
@@ -46,23 +52,34 @@ class Campaign:
     readers: tuple[Worker, ...]
     kills: int = 0
     delays: list[float] = field(default_factory=list)
+    _books: list[int] = field(default_factory=list)
+    _files: list[int] = field(default_factory=list)
 
     @classmethod
     @contextmanager
     def begin(cls) -> Iterator[Self]:
         """Start everything, and end it afterwards."""
         with serving(DEVICES, BUDGET) as process, Nursery(SCENES) as nursery, Broker(process.directory) as judge:
-            with judge.create(COMPANY, LAYOUT) as draft:
-                fill(draft)
-                draft.seal()
-            readers = [nursery.worker(f"{SCENES}:keep_reading", str(process.directory), COMPANY) for _ in range(2)]
+            for name, form in COMPANY.items():
+                form.publish(judge, name)
+            readers = [nursery.worker(f"{SCENES}:keep_reading", str(process.directory), name) for name in COMPANY]
             try:
                 for reader in readers:
                     reader.expect("right")
-                yield cls(process, nursery, judge, tuple(readers))
+                campaign = cls(process, nursery, judge, tuple(readers))
+                campaign.begin_counting()
+                yield campaign
             finally:
                 for reader in readers:
                     reader.close()
+
+    def begin_counting(self) -> None:
+        """Note what there is of bytes and descriptors, once all is open that is opened once and kept."""
+        for share in SHARES:
+            Form(share, BOTH).create(self.judge, "first").close()
+        settles(self.judge, self._pids())
+        self._books = self._allocated()
+        self._files = self._descriptors()
 
     # -- at a point ----------------------------------------------------------------------------------
 
@@ -70,7 +87,7 @@ class Campaign:
         """Kill a worker at a point, and check that all is well for everybody else."""
         name = f"pool-{self.kills}"
         if point.obstacle in ("", "turn", "room"):
-            self._publish(name)
+            point.form.publish(self.judge, name)
         with ExitStack() as stack:
             if point.obstacle == "room":
                 stack.enter_context(self.judge.create("ballast", BALLAST, devices=(1,)))
@@ -94,18 +111,15 @@ class Campaign:
                 assert successor.hear().startswith("sealed")
                 successor.wait()
 
-    def _publish(self, name: str) -> None:
-        with self.judge.create(name, LAYOUT) as draft:
-            fill(draft)
-            draft.seal()
-
     def _scene(self, point: Point, name: str) -> Worker:
-        return self.nursery.worker(f"{SCENES}:play", str(self.process.directory), point.scene, name, point.label)
+        directory = str(self.process.directory)
+        return self.nursery.worker(f"{SCENES}:play", directory, point.scene, name, point.share, point.label)
 
     def _successor(self, point: Point, name: str) -> Worker:
-        """Start the next writer, who stands behind the victim in whatever line that stands in."""
+        """Start the next writer, who stands behind the victim in whatever line that stands in, with the other kind."""
         room = point.obstacle == "room"  # elsewhere it would wait behind the victim's name, and not for room
-        args = (f"{name}-next", 1) if room else (name, 0)
+        (share,) = set(SHARES) - {point.share}
+        args = (f"{name}-next", share, 1, False) if room else (name, share, 0, point.form.sharded)
         successor = self.nursery.worker(f"{SCENES}:succeed", str(self.process.directory), *args)
         try:
             successor.expect(IN_LINE)
@@ -117,8 +131,8 @@ class Campaign:
     def _obstruct(self, point: Point, name: str) -> Draft | None:
         """Put a draft into the victim's way; with ballast, one on device 1 takes the last room there."""
         if point.obstacle == "room":
-            return self.judge.create("filler", LAYOUT, devices=(1,))
-        return self.judge.create(name, LAYOUT) if point.obstacle else None
+            return Form(point.share, (1,)).create(self.judge, "filler")
+        return point.form.create(self.judge, name) if point.obstacle else None
 
     def _let_go(self, point: Point, obstacle: Draft) -> None:
         if point.obstacle == "publication":
@@ -128,7 +142,8 @@ class Campaign:
             obstacle.close()
 
     def _check_current(self, name: str) -> None:
-        with self.judge.attach(name) as pool:
+        """Check a pool from one device or the other: what it has itself, or what it reaches on its peer."""
+        with self.judge.attach(name, device=self.kills % 2, peer=True) as pool:
             check(pool)
 
     # -- at any moment -------------------------------------------------------------------------------
@@ -186,14 +201,31 @@ class Campaign:
 
     def _settle(self) -> None:
         """Retire what was published, and wait until nothing is left of it anywhere."""
-        pids = [client.pid for client in self.judge.clients() if client.session == self.judge.session]
-        pids += [reader.pid for reader in self.readers]
-        settles(self.judge, pids)
+        settles(self.judge, self._pids())
         for pool in self.judge.pools():
-            if pool.name != COMPANY and pool.state == "current":
+            if pool.name not in COMPANY and pool.state == "current":
                 self.judge.retire(pool.name, pool.version)
-        settles(self.judge, pids)
-        left = [pool.name for pool in self.judge.pools() if pool.name != COMPANY]
+        settles(self.judge, self._pids())
+        left = [pool.name for pool in self.judge.pools() if pool.name not in COMPANY]
         assert not left, f"{left} are left over"
-        bytes_left = [device.allocated for device in self.judge.devices()]
-        assert bytes_left == [2 * BLOCK, 0], f"{bytes_left} bytes are allocated; the company has {2 * BLOCK}"
+        allocated = self._allocated()
+        assert allocated == self._books, f"{allocated} bytes are allocated; the company has {self._books}"
+        self._settle_descriptors()
+
+    def _settle_descriptors(self) -> None:
+        try:
+            eventually(lambda: self._descriptors() == self._files, "the descriptors of the dead to be closed")
+        except AssertionError as error:
+            error.add_note(f"broker, gateway and readers have {self._descriptors()} descriptors, and had {self._files}")
+            raise
+
+    def _pids(self) -> list[int]:
+        """Whose sessions there are when nobody else's are: the judge's and the readers'."""
+        return [os.getpid(), *(reader.pid for reader in self.readers)]
+
+    def _allocated(self) -> list[int]:
+        return [device.allocated for device in self.judge.devices()]
+
+    def _descriptors(self) -> list[int]:
+        broker = self.process.pid
+        return [descriptors(pid) for pid in (broker, gateway_of(broker), *(reader.pid for reader in self.readers))]

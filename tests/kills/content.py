@@ -3,13 +3,48 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 
-from cubroker.client import Draft, Pool
+from cubroker.client import Broker, Draft, Pool
 from cubroker.protocol import Layout
 
 NBYTES = 1 << 15
 LAYOUT = Layout.pack([("first", "U8", (NBYTES,)), ("second", "U8", (NBYTES,))], slab=NBYTES)
 """Two tensors, each in an allocation of its own: there is a moment between opening one and the other."""
+
+SHARES = ("ipc", "vmm")
+
+PLAN = {"first": 0, "second": 1}
+"""Where the tensors of a sharded pool are: its nth allocation is on its nth device."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a pool is shared and where it lies; if ``sharded``, by :data:`PLAN`."""
+
+    share: str = "ipc"
+    devices: tuple[int, ...] = (0,)
+    sharded: bool = False
+
+    def create(self, broker: Broker, name: str, wait: float = 0.0) -> Draft:
+        """Open a draft of such a pool."""
+        plan = PLAN if self.sharded else None
+        return broker.create(name, LAYOUT, devices=self.devices, share=self.share, wait=wait, plan=plan)
+
+    def publish(self, broker: Broker, name: str) -> int:
+        """Publish a version of such a pool, and return its number."""
+        with self.create(broker, name) as draft:
+            fill(draft)
+            return draft.seal()
+
+
+BOTH = (0, 1)
+FORMS = tuple(
+    Form(share, devices, sharded)
+    for share in SHARES
+    for devices, sharded in (((0,), False), (BOTH, False), (BOTH, True))
+)
+"""All that there are with two devices: on one, on both, and spread over both."""
 
 
 def content(pool: str, version: int, tensor: str) -> bytes:

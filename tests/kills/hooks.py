@@ -9,25 +9,30 @@ gets there. Labels of requests are, with the request's kind for ``X``:
 ``received X``  its answer was read, and nothing done with it
 ``settled X``   whoever asked has the answer
 
-Labels of the greeting: ``connecting``, ``connected``, ``greeted``, ``welcomed``. Of the driver, counted from 1:
-``opening n``, ``opened n``, ``unmapping n``, ``unmapped n``; ``writing`` and ``reading`` half-way through a copy.
+Labels of the greeting: ``connecting``, ``connected``, ``greeted``, ``welcomed``. Of descriptors: ``listening`` before
+anything is read from the session socket, ``heard Descriptors`` when they were read, ``delivered Descriptors`` when
+whoever waits for them has them, or they are kept for him. Of the driver, counted from 1: ``opening n``, ``opened n``;
+``reserving n``, ``reserved n``, ``mapping n``, ``mapped n``; ``unmapping n``, ``unmapped n``, whichever way it was
+mapped; ``freeing n``, ``freed n`` of reserved addresses; ``writing`` and ``reading`` half-way through a copy.
 """
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import zmq
 
 from cubroker.client import hello
+from cubroker.client.descriptors import Inbox
 from cubroker.client.requests import Pending, Requests
 from cubroker.driver import Context
+from cubroker.driver.vmm import Reservation
 from cubroker.protocol import wire
 from cubroker.protocol.errors import CubrokerError
-from cubroker.protocol.messages import Answer, Envelope, Reply, Request
+from cubroker.protocol.messages import Answer, Descriptors, Envelope, Reply, Request
 
 Reach = Callable[[str], None]
 
@@ -37,6 +42,7 @@ def install(reach: Reach) -> None:
     _greeting(reach)
     _messages(reach)
     _requests(reach)
+    _descriptors(reach)
     _mappings(reach)
     _copies(reach)
 
@@ -112,17 +118,38 @@ def _requests(reach: Reach) -> None:
     _replace(Requests, "post", hooked)
 
 
+def _descriptors(reach: Reach) -> None:
+    def hooked_receive(receive: Callable[..., Any]) -> Callable[..., Any]:
+        def listening(inbox: Inbox, channel: socket.socket) -> Any:
+            reach("listening")
+            return receive(inbox, channel)
+
+        return listening
+
+    def hooked_put(put: Callable[..., None]) -> Callable[..., None]:
+        def delivering(inbox: Inbox, notice: Descriptors, descriptors: Sequence[int]) -> None:
+            reach("heard Descriptors")
+            put(inbox, notice, descriptors)
+            reach("delivered Descriptors")
+
+        return delivering
+
+    _replace(Inbox, "receive", hooked_receive)
+    _replace(Inbox, "put", hooked_put)
+
+
 def _mappings(reach: Reach) -> None:
     def counted(before: str, after: str) -> Callable[[Any], Any]:
-        def hooked(call: Callable[[Context, Any], Any]) -> Callable[[Context, Any], Any]:
+        def hooked(call: Callable[..., Any]) -> Callable[..., Any]:
             calls = 0
 
-            def counting(context: Context, what: Any) -> Any:
+            def counting(*args: Any, **options: Any) -> Any:
                 nonlocal calls
                 calls += 1
-                reach(f"{before} {calls}")
-                result = call(context, what)
-                reach(f"{after} {calls}")
+                number = calls
+                reach(f"{before} {number}")
+                result = call(*args, **options)
+                reach(f"{after} {number}")
                 return result
 
             return counting
@@ -131,6 +158,10 @@ def _mappings(reach: Reach) -> None:
 
     _replace(Context, "open", counted("opening", "opened"))
     _replace(Context, "close", counted("unmapping", "unmapped"))
+    _replace(Context, "reserve", counted("reserving", "reserved"))
+    _replace(Reservation, "map", counted("mapping", "mapped"))
+    _replace(Reservation, "unmap", counted("unmapping", "unmapped"))
+    _replace(Reservation, "close", counted("freeing", "freed"))
 
 
 def _copies(reach: Reach) -> None:

@@ -75,9 +75,11 @@ def _of_devices(devices: tuple[DeviceInfo, ...], expected: Counter[str]) -> list
 
 
 def _expected(broker: Broker, pools: tuple[PoolInfo, ...]) -> Counter[str]:
+    """Return what each device should have; a sharded pool of these tests has its nth allocation on its nth device."""
     expected: Counter[str] = Counter()
     for pool in pools:
         _, layout = broker.describe(pool.name, pool.version)
-        for uuid in pool.devices:
-            expected[uuid] += sum(-(-nbytes // BLOCK) * BLOCK for nbytes in layout.allocations)
+        sizes = [-(-nbytes // BLOCK) * BLOCK for nbytes in layout.allocations]
+        for number, uuid in enumerate(pool.devices):
+            expected[uuid] += sizes[number] if pool.sharded else sum(sizes)
     return expected

@@ -1,7 +1,7 @@
 """The table of points at which workers are killed.
 
-Every scene with the obstacle that the judge puts in its way, and the labels at which it halts: those before the
-obstacle goes (the worker is in a line then), and those after.
+Every scene with the obstacle that the judge puts in its way and the share kind of its pool, and the labels at which it
+halts: those before the obstacle goes (the worker is in a line then), and those after.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from tests.kills.scenes import IN_LINE
+from tests.kills.content import BOTH, SHARES, Form
+from tests.kills.scenes import IN_LINE, SHARDED
 
 Obstacle = Literal["", "turn", "room", "publication", "failure"]
 """A draft of the judge's: on the worker's pool, closed (``turn``, ``failure``) or sealed (``publication``) to let the
@@ -23,6 +24,17 @@ class Point:
     scene: str
     label: str
     obstacle: Obstacle = ""
+    share: str = "ipc"
+
+    @property
+    def key(self) -> tuple[str, Obstacle, str]:
+        """Of its labels in :data:`LABELS`."""
+        return self.scene, self.obstacle, self.share
+
+    @property
+    def form(self) -> Form:
+        """What the judge publishes for the scene, and the next writer in line after it."""
+        return Form(self.share, BOTH, sharded=True) if self.scene in SHARDED else Form(self.share)
 
     @property
     def granted(self) -> bool:
@@ -30,53 +42,96 @@ class Point:
         return bool(self.obstacle) and self.label != IN_LINE and not self.label.endswith("Cancel")
 
     def __str__(self) -> str:
-        return f"{self.scene}{f' ({self.obstacle})' if self.obstacle else ''}: {self.label}"
+        return f"{self.share} {self.scene}{f' ({self.obstacle})' if self.obstacle else ''}: {self.label}"
 
 
 GREETING = ("connecting", "connected", "greeted", "welcomed")
+HANDED_OVER = ("listening", "heard Descriptors", "delivered Descriptors")
+WRITING = ("writing", "written")
+
+Labels = tuple[str, ...]
 
 
-def message(kind: str) -> tuple[str, ...]:
+def message(kind: str) -> Labels:
     """Return the labels on both sides of a request and of its answer."""
     return f"asking {kind}", f"sending {kind}", f"sent {kind}", f"received {kind}", f"settled {kind}"
 
 
-def mapping(count: int) -> tuple[str, ...]:
-    """Return the labels around the opening of so many allocations."""
-    return *(f"opening {number}" for number in range(1, count + 1)), f"opened {count}"
+def mapping(share: str, count: int) -> Labels:
+    """Return the labels around the mapping of so many allocations, and around what comes before.
+
+    After one step and before the next is the same point: nothing is done in between.
+    """
+    if share == "ipc":
+        return *counted(count, "opening"), f"opened {count}"
+    return *HANDED_OVER, *counted(count, "reserving", "mapping"), f"mapped {count}"
 
 
-def unmapping(count: int) -> tuple[str, ...]:
-    """Return the labels around the unmapping of so many allocations."""
-    return *(f"unmapping {number}" for number in range(1, count + 1)), f"unmapped {count}"
+def unmapping(share: str, count: int) -> Labels:
+    """Return the labels around the unmapping of so many allocations, and the freeing of their addresses."""
+    if share == "ipc":
+        return *counted(count, "unmapping"), f"unmapped {count}"
+    return *counted(count, "unmapping", "unmapped"), f"freed {count}"
 
 
-WRITING = ("writing", "written")
-GRANTED_POOL = ("received Attach", "settled Attach", "opening 1", "opened 1", "holding")
-GRANTED_DRAFT = ("received Create", "settled Create", "opening 1", "opened 1", *WRITING)
+def counted(count: int, *names: str) -> Labels:
+    """Return so many of each label."""
+    return tuple(f"{name} {number}" for number in range(1, count + 1) for name in names)
 
-LABELS: dict[tuple[str, Obstacle], tuple[str, ...]] = {
-    ("read", ""): (
-        *GREETING,
-        *message("Attach"),
-        *mapping(2),
-        "reading",
-        "holding",
-        *unmapping(2),
-        *message("Close"),
-        "closed",
-        "left",
-    ),
-    ("write", ""): (*message("Create"), *mapping(4), *WRITING, *unmapping(4), *message("Seal"), "sealed"),
-    ("discard", ""): (*unmapping(2), *message("Close"), "discarded"),
-    ("await_publication", "publication"): (IN_LINE, *GRANTED_POOL),
-    ("await_turn", "turn"): (IN_LINE, *GRANTED_DRAFT),
-    ("await_room", "room"): (IN_LINE, *GRANTED_DRAFT),
-    ("await_either", "publication"): (IN_LINE, "received Create", "settled Create", "opening 1", "opened 1", "holding"),
-    ("await_either", "failure"): (IN_LINE, *GRANTED_DRAFT),
-    ("give_up", "publication"): (IN_LINE, "asking Cancel", "sending Cancel", "sent Cancel"),
-    ("watch", ""): (*message("Watch"), "watching"),
-    ("retire", ""): (*message("Retire"), "holding"),
+
+def granted(share: str, kind: str) -> Labels:
+    """Return the labels after a wait for a lease, up to the first allocation."""
+    return f"received {kind}", f"settled {kind}", *mapping(share, 1)
+
+
+def labels(share: str) -> dict[tuple[str, Obstacle], Labels]:
+    """Return the labels of every scene."""
+    closing = (*unmapping(share, 2), *message("Close"))
+    pool, draft = granted(share, "Attach"), granted(share, "Create")
+    copies = 4 if share == "ipc" else 6  # each device's own two, and the second reads those of the first
+    return {
+        ("read", ""): (
+            *GREETING,
+            *message("Attach"),
+            *mapping(share, 2),
+            "reading",
+            "holding",
+            *closing,
+            "closed",
+            "left",
+        ),
+        ("read_peer", ""): (*mapping(share, 2), "reading", "holding", *unmapping(share, 2), "closed"),
+        ("read_shards", ""): (*mapping(share, 2), "holding", *unmapping(share, 2), "closed"),
+        ("write", ""): (
+            *message("Create"),
+            *mapping(share, copies),
+            *WRITING,
+            *unmapping(share, copies),
+            *message("Seal"),
+            "sealed",
+        ),
+        ("write_shards", ""): (*mapping(share, 2), *WRITING, *unmapping(share, 2), "sealed"),
+        ("discard", ""): (*closing, "discarded"),
+        ("await_publication", "publication"): (IN_LINE, *pool, "holding"),
+        ("await_turn", "turn"): (IN_LINE, *draft, *WRITING),
+        ("await_room", "room"): (IN_LINE, *draft, *WRITING),
+        ("await_either", "publication"): (IN_LINE, *draft, "holding"),
+        ("await_either", "failure"): (IN_LINE, *draft, *WRITING),
+        ("retire", ""): (*message("Retire"), "holding"),
+    }
+
+
+LABELS: dict[tuple[str, Obstacle, str], Labels] = {
+    **{(*key, share): points for share in SHARES for key, points in labels(share).items()},
+    ("give_up", "publication", "ipc"): (IN_LINE, "asking Cancel", "sending Cancel", "sent Cancel"),
+    ("watch", "", "ipc"): (*message("Watch"), "watching"),
+    ("sleep", "", "vmm"): ("sleeping", *counted(2, "unmapping"), "unmapped 2", *message("Close"), "asleep"),
+    ("wake", "", "vmm"): (*message("Attach"), *HANDED_OVER, "mapping 3", "mapping 4", "mapped 4", "awake", "reading"),
 }
 
-POINTS = tuple(Point(scene, label, obstacle) for (scene, obstacle), labels in LABELS.items() for label in labels)
+POINTS = tuple(
+    Point(scene, label, obstacle, share) for (scene, obstacle, share), labels in LABELS.items() for label in labels
+)
+
+SOME = POINTS[::2]
+"""Every second one, for the short form: some of each scene in each kind."""

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from threading import Event, Thread
 
 from cubroker.client import Broker, Draft, Pool
 from cubroker.protocol.errors import Exists, NotFound, OverBudget, Retired, TimedOut, Unavailable
 from tests.brokers import eventually
 from tests.kills import hooks
-from tests.kills.content import LAYOUT, check, fill
+from tests.kills.content import BOTH, FORMS, LAYOUT, Form, check, fill
 from tests.kills.nursery import Line
 
 WAIT = 3600.0
@@ -19,18 +19,29 @@ WAIT = 3600.0
 
 IN_LINE = "in line"
 
+SHARDED = ("read_shards", "write_shards")
+"""Scenes of pools that are spread over both devices."""
+
 
 class Stage:
-    """Where a scene is played: the broker, the name of its pool, and the label at which it halts."""
+    """Where a scene is played: the broker, the name and the share kind of its pool, and the label at which it halts."""
 
-    def __init__(self, line: Line, directory: str, name: str, label: str) -> None:
+    def __init__(self, line: Line, directory: str, name: str, share: str, label: str) -> None:
         self.line = line
         self.name = name
+        self.share = share
         self._label = label
         self._directory = directory
 
     def broker(self) -> Broker:
         return Broker(self._directory)
+
+    @contextmanager
+    def prologue(self) -> Iterator[None]:
+        """Play a part in which it does not halt."""
+        self._label, label = "", self._label
+        yield
+        self._label = label
 
     def reach(self, label: str) -> None:
         """Say so and halt this thread if this is the label; the process is then killed from outside."""
@@ -50,9 +61,9 @@ class Stage:
         return results.pop()
 
 
-def play(line: Line, directory: str, scene: str, name: str, label: str) -> None:
+def play(line: Line, directory: str, scene: str, name: str, share: str, label: str) -> None:
     """Play a scene with a client that halts at ``label``."""
-    stage = Stage(line, directory, name, label)
+    stage = Stage(line, directory, name, share, label)
     hooks.install(stage.reach)
     SCENES[scene](stage)
     line.say(f"the scene {scene!r} has no {label!r}")
@@ -67,14 +78,54 @@ def read(stage: Stage) -> None:
     stage.reach("left")
 
 
+def read_peer(stage: Stage) -> None:
+    with stage.broker() as broker:
+        with broker.attach(stage.name, device=1, peer=True) as pool:
+            assert (pool.device.index, pool.memory_device.index) == (1, 0)
+            check(pool)
+            stage.reach("holding")
+        stage.reach("closed")
+
+
+def read_shards(stage: Stage) -> None:
+    with stage.broker() as broker:
+        with broker.attach(stage.name) as pool:
+            check(pool)
+            stage.reach("holding")
+        stage.reach("closed")
+
+
+def sleep(stage: Stage) -> None:
+    with stage.broker() as broker, broker.attach(stage.name, device=0) as pool:
+        check(pool)
+        stage.reach("sleeping")
+        pool.sleep()
+        stage.reach("asleep")
+
+
+def wake(stage: Stage) -> None:
+    with stage.broker() as broker:
+        with stage.prologue():
+            pool = broker.attach(stage.name, device=0)
+            pool.sleep()
+        pool.wake()
+        stage.reach("awake")
+        check(pool)
+
+
 def write(stage: Stage) -> None:
-    with stage.broker() as broker, broker.create(stage.name, LAYOUT, devices=(0, 1)) as draft:
+    with stage.broker() as broker, Form(stage.share, BOTH).create(broker, stage.name) as draft:
+        _publish(stage, draft)
+
+
+def write_shards(stage: Stage) -> None:
+    with stage.broker() as broker, Form(stage.share, BOTH, sharded=True).create(broker, stage.name) as draft:
         _publish(stage, draft)
 
 
 def discard(stage: Stage) -> None:
     with stage.broker() as broker:
-        with broker.create(stage.name, LAYOUT) as draft:
+        with Form(stage.share).create(broker, stage.name) as draft:
             fill(draft)
         stage.reach("discarded")
 
@@ -87,17 +138,17 @@ def await_publication(stage: Stage) -> None:
 
 def await_turn(stage: Stage) -> None:
     with stage.broker() as broker:
-        _finish(stage, stage.wait(broker, lambda: broker.create(stage.name, LAYOUT, wait=WAIT)))
+        _finish(stage, stage.wait(broker, lambda: Form(stage.share).create(broker, stage.name, WAIT)))
 
 
 def await_room(stage: Stage) -> None:
     with stage.broker() as broker:
-        _finish(stage, stage.wait(broker, lambda: broker.create(stage.name, LAYOUT, devices=(1,), wait=WAIT)))
+        _finish(stage, stage.wait(broker, lambda: Form(stage.share, (1,)).create(broker, stage.name, WAIT)))
 
 
 def await_either(stage: Stage) -> None:
     with stage.broker() as broker:
-        _finish(stage, stage.wait(broker, lambda: broker.attach_or_create(stage.name, LAYOUT, wait=WAIT)))
+        _finish(stage, stage.wait(broker, lambda: _either(broker, stage.name, stage.share, WAIT)))
 
 
 def give_up(stage: Stage) -> None:
@@ -132,7 +183,12 @@ SCENES: dict[str, Callable[[Stage], None]] = {
     scene.__name__: scene
     for scene in (
         read,
+        read_peer,
+        read_shards,
+        sleep,
+        wake,
         write,
+        write_shards,
         discard,
         await_publication,
         await_turn,
@@ -165,21 +221,26 @@ def _publish(stage: Stage, draft: Draft) -> None:
 
 
 def keep_reading(line: Line, directory: str, name: str) -> None:
-    """Hold a version; whenever a word comes, check it, and once more through another lease."""
+    """Hold a version; whenever a word comes, check it, also through another lease, and after a nap if it can sleep."""
     with Broker(directory) as broker, broker.attach(name) as pool:
         while True:
             check(pool)
             with broker.attach(name, version=pool.version) as again:
                 check(again)
+            if pool.share == "vmm":
+                pool.sleep()
+                pool.wake()
+                check(pool)
             line.say("right")
             line.hear()
 
 
-def succeed(line: Line, directory: str, name: str, device: int) -> None:
+def succeed(line: Line, directory: str, name: str, share: str, device: int, sharded: bool) -> None:
     """Wait for the turn and for room, then publish, read it back, and say the version."""
-    stage = Stage(line, directory, name, "")
+    stage = Stage(line, directory, name, share, "")
+    form = Form(share, BOTH if sharded else (device,), sharded)
     with Broker(directory) as broker:
-        draft = stage.wait(broker, lambda: broker.create(name, LAYOUT, devices=(device,), wait=WAIT))
+        draft = stage.wait(broker, lambda: form.create(broker, name, WAIT))
         assert isinstance(draft, Draft)
         with draft:
             fill(draft)
@@ -194,12 +255,14 @@ def succeed(line: Line, directory: str, name: str, device: int) -> None:
 REFUSALS = (Exists, NotFound, OverBudget, Retired, TimedOut)
 """What may come of doing anything at any time."""
 
+DEEDS = ("attach", "attach", "attach", "close", "close", "nap", "create", "create", "either", "retire")
+
 MOST = 3
 """Pools that one of them holds at once."""
 
 
 def do_anything(line: Line, directory: str, names: str, seed: int) -> None:
-    """Attach, read, close, create, write, seal, discard, wait and retire, without end."""
+    """Attach, read, close, create, write, seal, discard, wait, sleep, wake and retire, in every form, without end."""
     chance = random.Random(seed)
     with Broker(directory) as broker:
         held: list[Pool] = []
@@ -213,24 +276,43 @@ def do_anything(line: Line, directory: str, names: str, seed: int) -> None:
 
 def _do_something(chance: random.Random, broker: Broker, name: str, held: list[Pool]) -> None:
     wait = chance.choice([0.0, 0.0, 0.02, 0.5])
-    deed = chance.choice(["attach", "attach", "attach", "close", "close", "create", "either", "retire"])
+    deed = chance.choice(DEEDS)
     if deed == "close" or len(held) >= MOST:
         if held:
             pool = held.pop(chance.randrange(len(held)))
             check(pool)
             pool.close()
     elif deed == "attach":
-        held.append(broker.attach(name, wait=wait))
+        held.append(broker.attach(name, device=chance.choice(BOTH), peer=True, wait=wait))
         check(held[-1])
+    elif deed == "nap":
+        _nap(held)
     elif deed == "retire":
         if chance.random() < 0.2:
             broker.retire(name)
     else:
-        _write(chance, broker.create(name, LAYOUT, wait=wait) if deed == "create" else _either(broker, name, wait))
+        form = chance.choice(FORMS)
+        either = deed == "either"
+        _write(chance, _either(broker, name, form.share, wait) if either else form.create(broker, name, wait))
 
 
-def _either(broker: Broker, name: str, wait: float) -> Pool | Draft:
-    return broker.attach_or_create(name, LAYOUT, wait=wait)
+def _nap(held: list[Pool]) -> None:
+    """Have every pool that can sleep do so, and wake those whose versions are still there."""
+    napping = [pool for pool in held if pool.share == "vmm"]
+    for pool in napping:
+        pool.sleep()
+    for pool in napping:
+        try:
+            pool.wake()
+        except (NotFound, Retired):
+            held.remove(pool)
+            pool.close()
+        else:
+            check(pool)
+
+
+def _either(broker: Broker, name: str, share: str, wait: float) -> Pool | Draft:
+    return broker.attach_or_create(name, LAYOUT, share=share, wait=wait)
 
 
 def _write(chance: random.Random, pool: Pool | Draft) -> None:

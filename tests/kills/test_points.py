@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.kills.campaign import Campaign
-from tests.kills.points import LABELS, POINTS, Obstacle
+from tests.kills.points import LABELS, SOME, Obstacle
 
 
 @pytest.fixture(scope="module")
@@ -15,10 +15,10 @@ def campaign() -> Iterator[Campaign]:
         yield campaign
 
 
-@pytest.mark.parametrize(("scene", "obstacle"), LABELS)
-def test_a_worker_may_die_at_any_step(campaign: Campaign, scene: str, obstacle: Obstacle) -> None:
-    for point in POINTS:
-        if (point.scene, point.obstacle) == (scene, obstacle):
+@pytest.mark.parametrize(("scene", "obstacle", "share"), LABELS)
+def test_a_worker_may_die_at_any_step(campaign: Campaign, scene: str, obstacle: Obstacle, share: str) -> None:
+    for point in SOME:
+        if point.key == (scene, obstacle, share):
             try:
                 campaign.kill_at(point)
             except AssertionError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import signal
@@ -10,12 +11,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from cubroker.client import Broker
 from cubroker.protocol.layout import Layout
-from cubroker.protocol.messages import Close, Create, Created, Done, Failed, Refused, Welcome
+from cubroker.protocol.messages import Close, Create, Created, Done, Failed, Refused, Seal, Sealed, Welcome
 from tests.brokers import BrokerProcess, eventually
+from tests.faults import faulty
 from tests.server.clients import HELLO, RawClient, connect, hear, session
 from tests.server.processes import descriptors, gateway_of, gateways
+from tests.server.test_descriptors import MANY
 
 MIB = 1 << 20
 THREE = Layout.pack([(name, "U8", (2 * MIB,)) for name in "abc"], slab=2 * MIB)
@@ -117,3 +122,21 @@ def test_a_gateway_that_cannot_be_started_is_started_when_there_are_descriptors_
             assert after_the_death_of_its_gateway(broker, free) == outcome
             assert client.devices() == devices
             eventually(lambda: counts() == before, f"{before} descriptors")
+
+
+@pytest.mark.parametrize("error", [errno.ETOOMANYREFS, errno.ENOMEM])
+def test_memory_is_handed_over_whole_whichever_packet_the_system_had_no_room_for(error: int) -> None:
+    with faulty("host:2@64MiB") as broker, session(broker.directory) as client:
+
+        def files(lease: int) -> list[int]:
+            return [os.fstat(descriptor).st_ino for descriptor in client.descriptors(lease, 20)]
+
+        draft = client.create("pool", MANY, "vmm").lease
+        memory = files(draft)
+        client.ask(Seal(draft), Sealed)
+        for number in (1, 2, 3):
+            broker.arm(("send_fds",), number, error)
+            lease = client.attach("pool").lease
+            assert files(lease) == memory
+            assert broker.disarm() == (3 if number < 3 else 2)
+            client.ask(Close(lease), Done)

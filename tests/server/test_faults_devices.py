@@ -43,9 +43,11 @@ def broker() -> Iterator[FaultyBroker]:
         yield process
 
 
-def create(client: RawClient, name: str = "pool", share: str = "ipc") -> Created | Failed:
+def create(
+    client: RawClient, name: str = "pool", share: str = "ipc", plan: tuple[int, ...] | None = None
+) -> Created | Failed:
     devices = tuple(device.uuid for device in client.devices())
-    reply = client.answer(client.send(Create(name, THREE.encode(), devices, share, 0.0, None)))
+    reply = client.answer(client.send(Create(name, THREE.encode(), devices, share, 0.0, None, plan=plan)))
     assert isinstance(reply, Created | Failed)
     return reply
 
@@ -68,13 +70,20 @@ def check(client: RawClient, created: Created | Failed) -> None:
     client.ask(Close(created.lease), Done)
 
 
-def fail_each(broker: FaultyBroker, names: Sequence[str], error: int, code: str, share: str = "ipc") -> int:
+def fail_each(
+    broker: FaultyBroker,
+    names: Sequence[str],
+    error: int,
+    code: str,
+    share: str = "ipc",
+    plan: tuple[int, ...] | None = None,
+) -> int:
     """Fail each call of a create in turn, in both devices' threads; return how many there were."""
     with session(broker.directory) as client:
         before = state(broker, client)
         for number in range(1, MANY):
             broker.arm(names, number, error)
-            refused = create(client, share=share)
+            refused = create(client, share=share, plan=plan)
             if broker.disarm() < number:
                 check(client, refused)
                 eventually(lambda: state(broker, client) == before, f"{before} after a create")
@@ -82,7 +91,7 @@ def fail_each(broker: FaultyBroker, names: Sequence[str], error: int, code: str,
             assert isinstance(refused, Failed), number
             assert refused.code == code, refused
             eventually(lambda: state(broker, client) == before, f"{before} after call {number} failed")
-            check(client, create(client, share=share))
+            check(client, create(client, share=share, plan=plan))
             eventually(lambda: state(broker, client) == before, f"{before} after call {number} failed")
     raise AssertionError("there is no end of calls")
 
@@ -122,6 +131,14 @@ def test_a_call_that_fails_for_memory_without_addresses_costs_one_request_and_no
     broker: FaultyBroker, names: Sequence[str], error: int, code: str
 ) -> None:
     assert fail_each(broker, names, error, code, "vmm") >= 2 * 3 * len(names)
+
+
+@pytest.mark.parametrize(("share", "names", "calls"), [("ipc", ALLOCATING, 4), ("vmm", CREATING, 2)])
+def test_a_call_that_fails_for_one_shard_costs_all_of_them_and_nothing_else(
+    broker: FaultyBroker, share: str, names: Sequence[str], calls: int
+) -> None:
+    error = int(cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY)
+    assert fail_each(broker, names, error, "out_of_memory", share, (0, 1, 0)) >= 3 * calls
 
 
 def test_memory_that_the_driver_does_not_take_back_stays_counted_and_is_nobodys(broker: FaultyBroker) -> None:

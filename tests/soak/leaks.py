@@ -24,12 +24,16 @@ from cubroker.protocol import CubrokerError, Layout
 from cubroker.protocol.errors import OverBudget, TimedOut
 from cubroker.protocol.messages import Attach, Cancel, Reply
 from tests.brokers import BrokerProcess, eventually, serving
+from tests.kills.content import SHARES
 from tests.kills.nursery import Line, Nursery
 from tests.server.processes import descriptors, gateway_of, gateways, resident
 
 HERE = "tests.soak.leaks"
-POOL, DRAFT = "pool", "draft"
+POOL, MAPPED, SPREAD, DRAFT = "pool", "mapped", "spread", "draft"
+"""Pools that are there throughout: one of each share kind, one that is sharded; and those that come and go."""
+
 LAYOUT = Layout.pack([("a", "U8", (1 << 20,)), ("b", "U8", (1 << 20,))], slab=1 << 20)
+PLAN = {"a": 0, "b": 1}
 TOO_LARGE = Layout.pack([("a", "U8", (1 << 30,))])
 
 TOLERANCE = 2 << 20
@@ -39,14 +43,16 @@ PROCESSES = ("broker", "gateway", "client")
 
 
 class Scene:
-    """A broker, a client of it in this process with a pool to attach to, and a nursery for other clients."""
+    """A broker, a client of it in this process with pools to attach to, and a nursery for other clients."""
 
     def __init__(self, process: BrokerProcess, client: Broker, nursery: Nursery) -> None:
         self.process = process
         self.client = client
         self.nursery = nursery
-        with client.create(POOL, LAYOUT) as draft:
-            draft.seal()
+        client.create(POOL, LAYOUT).seal()
+        client.create(MAPPED, LAYOUT, share="vmm").seal()
+        client.create(SPREAD, LAYOUT, share="vmm", devices=(0, 1), plan=PLAN).seal()
+        self.sleeper = client.attach(MAPPED)
         self._books = self._reported()
         self._at_first = self._counts()
 
@@ -76,18 +82,37 @@ def attach_and_close(scene: Scene) -> None:
     scene.client.attach(POOL).close()
 
 
+def attach_by_descriptor_and_close(scene: Scene) -> None:
+    scene.client.attach(MAPPED).close()
+
+
+def attach_to_a_peer_and_close(scene: Scene) -> None:
+    for name in (POOL, MAPPED):
+        scene.client.attach(name, device=1, peer=True).close()
+
+
+def attach_to_shards_and_close(scene: Scene) -> None:
+    scene.client.attach(SPREAD).close()
+
+
+def sleep_and_wake(scene: Scene) -> None:
+    scene.sleeper.sleep()
+    scene.sleeper.wake()
+
+
 def begin_a_session(scene: Scene) -> None:
     Broker(scene.client.directory).close()
 
 
 def create_and_discard(scene: Scene) -> None:
-    scene.client.create(DRAFT, LAYOUT).close()
+    for share in SHARES:
+        scene.client.create(DRAFT, LAYOUT, share=share, devices=(0, 1)).close()
 
 
 def publish_and_retire(scene: Scene) -> None:
-    with scene.client.create(DRAFT, LAYOUT) as draft:
-        draft.seal()
-    scene.client.retire(DRAFT)
+    for share in SHARES:
+        scene.client.create(DRAFT, LAYOUT, share=share, devices=(0, 1), plan=PLAN).seal()
+        scene.client.retire(DRAFT)
 
 
 def wait_and_cancel(scene: Scene) -> None:
@@ -126,12 +151,15 @@ def kill_a_worker(scene: Scene) -> None:
 
 
 def hold(line: Line, directory: str) -> None:
-    """A worker with a pool, a draft and a request that waits, until it is killed."""
-    with Broker(directory) as broker, broker.attach(POOL), broker.create(f"{DRAFT}-{os.getpid()}", LAYOUT):
+    """A worker with pools, one of them asleep, a draft and a request that waits, until it is killed."""
+    with Broker(directory) as broker, broker.create(f"{DRAFT}-{os.getpid()}", LAYOUT, share="vmm"):
+        pools = [broker.attach(name) for name in (POOL, MAPPED, SPREAD, MAPPED)]
+        pools[-1].sleep()
         broker.requests.submit(Attach("nothing", 0, None, 3600.0))
         broker.pools()
         line.say("holding")
         line.hear()
+        assert pools[-1].asleep
 
 
 def kill_the_gateway(scene: Scene) -> None:
@@ -146,6 +174,10 @@ Deed = Callable[[Scene], None]
 
 DEEDS: dict[Deed, int] = {
     attach_and_close: 100_000,
+    attach_by_descriptor_and_close: 100_000,
+    attach_to_a_peer_and_close: 10_000,
+    attach_to_shards_and_close: 10_000,
+    sleep_and_wake: 100_000,
     begin_a_session: 1000,
     create_and_discard: 1000,
     publish_and_retire: 1000,
@@ -173,7 +205,7 @@ class Growth:
 
     def __str__(self) -> str:
         sizes = [f"{name} {'replaced' if size is None else f'{size / 1024:+.0f} KiB'}" for name, size in self.named()]
-        return f"{self.deed:20} {self.count:7} times in {self.seconds:6.1f} s; {', '.join(sizes)}"
+        return f"{self.deed:30} {self.count:7} times in {self.seconds:6.1f} s; {', '.join(sizes)}"
 
     def named(self) -> Iterator[tuple[str, int | None]]:
         return zip(PROCESSES, self.grown, strict=True)
