@@ -10,10 +10,13 @@ from collections.abc import Iterator, Sequence
 
 from cubroker.client import devices
 from cubroker.client.mapping import Place
-from cubroker.driver import Context, Driver, DriverError
+from cubroker.driver import Context, Device, Driver, DriverError
 from cubroker.driver.vmm import Reservation
 from cubroker.protocol.errors import Unavailable
 from cubroker.protocol.messages import DESCRIPTOR, Replica
+
+Piece = tuple[bytes, int, int | None]
+"""An allocation: its handle, its bytes, and its descriptor if the handle wants one."""
 
 log = logging.getLogger(__name__)
 
@@ -62,13 +65,14 @@ class Addresses:
             CubrokerError, DriverError, ValueError: a device is not there, or the driver refused.
         """
         places: list[Place] = []
-        left, before = iter(descriptors), tuple[int | None, ...]()
+        left, before = iter(descriptors), tuple[Piece, ...]()
         for replica in replicas:
             given = tuple(next(left) if handle == DESCRIPTOR else None for handle in replica.handles)
-            places.append(self._replica(driver, replica, sizes, given, accessor))
+            pieces = tuple(zip(replica.handles, sizes, given, strict=True))
+            places.append(self._replica(driver, replica.device, pieces, accessor))
             if len(places) > 1 and not self._readonly:
-                places[-1].upstream = self._upstream(driver, places[-1], places[-2], sizes, before)
-            before = given
+                places[-1].upstream = self._upstream(driver, places[-1], places[-2], before)
+            before = pieces
         return tuple(places)
 
     @property
@@ -119,41 +123,36 @@ class Addresses:
     def _ranges(self) -> Iterator[Reservation]:
         return (each for each in self._opened if isinstance(each, Reservation))
 
-    def _replica(
-        self, driver: Driver, replica: Replica, sizes: Sequence[int], given: Sequence[int | None], accessor: str | None
-    ) -> Place:
-        context = devices.context(driver, accessor or replica.device)
-        memory = devices.find(driver, replica.device)
-        granule = driver.granularity(memory.index) if DESCRIPTOR in replica.handles else 1
-        pointers: list[int | None] = []
-        for handle, size, descriptor in zip(replica.handles, sizes, given, strict=True):
-            if descriptor is not None:
-                pointers.append(self._map(context, _whole(size, granule), descriptor, readonly=self._readonly))
-            else:
-                pointers.append(self._open(context, handle) if handle else None)
-        return Place(context, memory, tuple(pointers))
+    def _replica(self, driver: Driver, device: str, pieces: Sequence[Piece], accessor: str | None) -> Place:
+        context = devices.context(driver, accessor or device)
+        memory = devices.find(driver, device)
+        granule = _granule(driver, memory, pieces)
+        pointers = tuple(self._piece(context, piece, granule, readonly=self._readonly) for piece in pieces)
+        return Place(context, memory, pointers)
 
-    def _upstream(
-        self, driver: Driver, place: Place, before: Place, sizes: Sequence[int], given: Sequence[int | None]
-    ) -> tuple[int, ...] | None:
-        """Return where a replica's device reads the one before; None if it has to be filled in another way."""
-        pointers = tuple(pointer for pointer in before.pointers if pointer is not None)
-        if len(pointers) < len(sizes):  # a shard
+    def _upstream(self, driver: Driver, place: Place, before: Place, pieces: Sequence[Piece]) -> tuple[int, ...] | None:
+        """Return where a replica's device reads the one before it; None if it has to be filled in another way.
+
+        It is mapped once more, for this device: what another device has opened is copied through host memory, at a
+        tenth of the speed (two H200, whatever peer access was enabled).
+        """
+        if None in before.pointers:  # a shard
             return None
         try:
             if not driver.peers.can_access(place.memory.index, before.memory.index):
                 return None
-            if None in given:
-                return pointers
-            granule = driver.granularity(before.memory.index)
-            return tuple(
-                self._map(place.context, _whole(size, granule), descriptor, readonly=True)
-                for size, descriptor in zip(sizes, given, strict=True)
-                if descriptor is not None
-            )
+            granule = _granule(driver, before.memory, pieces)
+            pointers = (self._piece(place.context, piece, granule, readonly=True) for piece in pieces)
+            return tuple(pointer for pointer in pointers if pointer is not None)
         except DriverError as error:
             log.debug("device %d does not read from %d: %s", place.memory.index, before.memory.index, error)
             return None
+
+    def _piece(self, context: Context, piece: Piece, granule: int, *, readonly: bool) -> int | None:
+        handle, size, descriptor = piece
+        if descriptor is not None:
+            return self._map(context, _whole(size, granule), descriptor, readonly=readonly)
+        return self._open(context, handle) if handle else None
 
     def _open(self, context: Context, handle: bytes) -> int:
         opened = Opened(context, context.open(handle))
@@ -165,6 +164,10 @@ class Addresses:
         self._opened.append(reservation)
         reservation.map(descriptor, readonly=readonly)
         return reservation.pointer
+
+
+def _granule(driver: Driver, memory: Device, pieces: Sequence[Piece]) -> int:
+    return driver.granularity(memory.index) if any(handle == DESCRIPTOR for handle, _, _ in pieces) else 1
 
 
 def _whole(nbytes: int, granule: int) -> int:

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 
+from cubroker.client.chain import spread
 from cubroker.client.checkpoint import Checkpoint
 from cubroker.client.chunks import Chunk, plan
 from cubroker.client.crew import Boss, Progress, work_off
@@ -29,7 +30,14 @@ def fill(checkpoint: Checkpoint, layout: Layout, targets: Sequence[Target], prog
     todo = deque(plan(zip(checkpoint.entries, layout.tensors, strict=True), CHUNK))
     done = [0] * thread_count(len(todo))
     report = (lambda: progress(sum(done), checkpoint.nbytes)) if progress else None
-    return Boss("cubroker-load", lambda: _copy(checkpoint, todo, targets, done)).result(todo.clear, report)
+
+    def work() -> float:
+        began = _copy(checkpoint, todo, [target for target in targets if not target.upstream], done)
+        if sum(done) == checkpoint.nbytes:  # else it was stopped
+            spread(targets, layout.allocations)
+        return time.perf_counter() - began
+
+    return Boss("cubroker-load", work).result(todo.clear, report)
 
 
 def thread_count(pieces: int) -> int:
@@ -42,12 +50,12 @@ def _sink(targets: Sequence[Target]) -> Sink:
 
 
 def _copy(checkpoint: Checkpoint, todo: deque[Chunk], targets: Sequence[Target], done: list[int]) -> float:
-    """Share the chunks among as many threads as ``done`` has counts of bytes; return the seconds."""
+    """Share the chunks among as many threads as ``done`` has counts of bytes; return when they began."""
     with ExitStack() as undo, ThreadPoolExecutor(len(done), "cubroker-load") as crew:
         sinks = list(crew.map(lambda _: _made(undo, targets), done))
         began = time.perf_counter()
         list(crew.map(partial(_work, checkpoint, todo, done), range(len(done)), sinks))
-        return time.perf_counter() - began
+        return began
 
 
 def _made(undo: ExitStack, targets: Sequence[Target]) -> Sink:

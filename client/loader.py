@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from cubroker.client.broker import Broker
 from cubroker.client.checkpoint import Checkpoint, Paths
@@ -16,7 +14,7 @@ from cubroker.client.draft import Draft
 from cubroker.client.filling import fill
 from cubroker.client.replica import Replica
 from cubroker.client.rings import Target
-from cubroker.driver import Driver, DriverError
+from cubroker.driver import DriverError
 from cubroker.protocol import Layout
 
 
@@ -83,18 +81,17 @@ def load(
         with ask(name, layout, devices=devices, share=share, wait=wait, mode=mode) as pool:
             version, held, copying = pool.version, pool.layout, 0.0
             if loaded := isinstance(pool, Draft):
-                copying = _fill(broker.driver, checkpoint, pool, progress)
+                copying = _fill(checkpoint, pool, progress)
                 checkpoint.check_unchanged()
                 version = pool.seal()
     seconds = time.perf_counter() - began
     return Loaded(name, version, held.nbytes, len(held.tensors), seconds, copying, loaded)
 
 
-def _fill(driver: Driver, checkpoint: Checkpoint, draft: Draft, progress: Progress | None) -> float:
+def _fill(checkpoint: Checkpoint, draft: Draft, progress: Progress | None) -> float:
     targets = [_target(replica) for replica in draft.replicas]
     try:
-        with _linked(driver, draft):
-            return fill(checkpoint, draft.layout, targets, progress)
+        return fill(checkpoint, draft.layout, targets, progress)
     except DriverError as error:
         raise failure(error, f"copying files into a draft of {draft.name!r}") from error
 
@@ -102,15 +99,3 @@ def _fill(driver: Driver, checkpoint: Checkpoint, draft: Draft, progress: Progre
 def _target(replica: Replica) -> Target:
     slabs = replica.slabs
     return Target(replica.context, tuple(slab.pointer for slab in slabs), slabs[0].hold, replica.upstream)
-
-
-@contextmanager
-def _linked(driver: Driver, draft: Draft) -> Iterator[None]:
-    """Give each device direct access to the one before it, which it copies from; mappings of ``vmm`` memory have it."""
-    with ExitStack() as undo:
-        for before, replica in pairwise(draft.replicas):
-            if replica.upstream and draft.share == "ipc":
-                with suppress(DriverError):  # without it the copies go through host memory
-                    driver.peers.enable(replica.context, before.device.index)
-                    undo.callback(driver.peers.disable, replica.context, before.device.index)
-        yield

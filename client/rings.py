@@ -58,7 +58,7 @@ class Direct:
 
     def thread(self) -> AbstractContextManager[None]:
         """Keep the memory there."""
-        return _held(self._targets)
+        return held(self._targets)
 
     def put(self, file: File, chunk: Chunk) -> None:
         """Read the chunk into its place; the gaps are zero since the memory was made."""
@@ -76,7 +76,7 @@ class Direct:
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """A pinned buffer, and for each target an event that marks the end of its last copy of what was there."""
+    """A pinned buffer, and for each target an event that marks the end of the last copy out of it."""
 
     buffer: Pinned
     copies: tuple[Event, ...]
@@ -87,11 +87,7 @@ class _Slot:
 
 
 class Ring:
-    """Targets on GPUs: pinned buffers that are images of chunks, read into and copied from in turn.
-
-    A target that reads the one before it gets its copy from there: while a chunk goes on to the second device, the
-    next one goes to the first, and the host's memory and its bus carry each chunk once.
-    """
+    """Targets on GPUs: pinned buffers that are images of chunks, read into and copied from in turn."""
 
     def __init__(self, targets: Sequence[Target], nbytes: int = CHUNK, depth: int = DEPTH) -> None:
         """Pin ``depth`` buffers of ``nbytes`` bytes, which is what takes time here."""
@@ -99,33 +95,24 @@ class Ring:
         with ExitStack() as undo:
             self._slots = [_slot(undo, targets, nbytes) for _ in range(depth)]
             self._streams = [(target, undo.enter_context(target.context.stream())) for target in targets]
-            self._readers = [number for number, target in enumerate(targets) if not number or not target.upstream]
             self._undo = undo.pop_all()
         self._turn = cycle(self._slots)
 
     @contextmanager
     def thread(self) -> Iterator[None]:
         """Make the context current for a whole run of :meth:`put`, which is about half of its driver calls."""
-        with _held(self._targets), self._targets[0].context.current():
+        with held(self._targets), self._targets[0].context.current():
             yield
 
     def put(self, file: File, chunk: Chunk) -> None:
         """Read the chunk into the next buffer once that is free, and start one copy of it per target."""
         slot = next(self._turn)
-        for number in self._readers:
-            slot.copies[number].wait()
+        slot.wait()
         chunk.clear_gaps(slot.buffer.view)
         chunk.read(file, slot.buffer.view)
-        before: Event | None = None
         for (target, stream), copy in zip(self._streams, slot.copies, strict=True):
-            place = target.pointers[chunk.allocation] + chunk.start
-            if before and target.upstream:
-                stream.wait(before)
-                stream.copy(place, target.upstream[chunk.allocation] + chunk.start, chunk.span)
-            else:
-                stream.copy_in(place, slot.buffer.pointer, chunk.span)
+            stream.copy_in(target.pointers[chunk.allocation] + chunk.start, slot.buffer.pointer, chunk.span)
             stream.record(copy)
-            before = copy
 
     def finish(self) -> None:
         """Return when every copy is done."""
@@ -139,7 +126,7 @@ class Ring:
 
 
 @contextmanager
-def _held(targets: Sequence[Target]) -> Iterator[None]:
+def held(targets: Sequence[Target]) -> Iterator[None]:
     """Keep what is written into mapped. Each thread does so for itself: nothing interrupts it, unlike its caller."""
     with ExitStack() as holds:
         for target in targets:
