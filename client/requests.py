@@ -17,14 +17,25 @@ from cubroker.client.futures import Future
 from cubroker.client.processes import Owner
 from cubroker.protocol import wire
 from cubroker.protocol.errors import CubrokerError, OverQuota, Unavailable, from_code
-from cubroker.protocol.messages import MAX_RECEIVED, Answer, Cancel, Close, Envelope, Failed, Reply, Request, Seal
+from cubroker.protocol.messages import (
+    MAX_RECEIVED,
+    Answer,
+    Cancel,
+    Close,
+    DropEvent,
+    Envelope,
+    Failed,
+    Reply,
+    Request,
+    Seal,
+)
 
 R = TypeVar("R", bound=Reply)
 
 RESEND = 1.0
 """Seconds after which an unanswered request is sent again."""
 
-LAST_WORDS = (Cancel, Close, Seal)
+LAST_WORDS = (Cancel, Close, Seal, DropEvent)
 """Requests that must reach the broker, or it would keep what nobody uses."""
 
 Settle = Callable[[Reply | CubrokerError], None]
