@@ -63,8 +63,6 @@ def command(
     """
     if durable:
         raise Unsupported("--durable: pools that outlive the broker are not built yet; leave the option out")
-    if share == "multicast":
-        raise Unsupported("--share multicast: such pools are not built yet; use ipc, the default, or vmm")
     if wait is None:
         wait = MAX_WAIT if if_absent else 0.0
     with Broker(directory) as broker, progress(f"loading {name}") as report:

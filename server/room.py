@@ -10,9 +10,6 @@ from cubroker.server.states import ALLOCATED, PROMISED, Impossible, Report, Stag
 GRANULARITY = 2 << 20
 """Bytes. Smaller pieces of device memory would share a block, and opening one would expose its neighbours."""
 
-VMM = "vmm"
-"""The share kind whose memory descriptors open, not handles; every lease has them handed over."""
-
 
 def rounded(nbytes: int) -> int:
     """Return the bytes that an allocation takes of its device."""
@@ -53,8 +50,17 @@ def _count(allocation: Allocation, stage: Stage, nbytes: int) -> None:
 
 
 def give_up(books: Books, allocation: Allocation) -> None:
-    """Have memory freed that nobody needs any more, or that nobody will once it is allocated."""
+    """Have memory freed that nobody needs any more, or that nobody will once it is allocated.
+
+    Memory of a team is freed once that is dissolved.
+    """
     shift(allocation, Report.RELEASED)
+    if allocation.version.team is None:
+        free(books, allocation)
+
+
+def free(books: Books, allocation: Allocation) -> None:
+    """Have memory freed that was given up, and to which nothing is bound."""
     books.effects.append(Free(allocation.ticket, allocation.account.device.uuid))
 
 
