@@ -139,7 +139,7 @@ def _check_session(books: Books, session: Session) -> None:
                 _check_waiter(books, waiter)
             case Listener():
                 _check_listener(books, waiter)
-            case Writer():
+            case _:
                 _check_writer(books, waiter)
 
 

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -163,7 +163,7 @@ with Broker(sys.argv[1]) as broker, broker.attach(sys.argv[2]) as pool, pool.ope
 
 
 def test_what_the_driver_does_with_an_event_whose_maker_is_dead_is_written_down(
-    gpu: tuple[BrokerProcess, Broker], record_property: pytest.RecordProperty
+    gpu: tuple[BrokerProcess, Broker], record_property: Callable[[str, object], None]
 ) -> None:
     """Nothing of it is promised; what is found here goes into the report, and must not hang a process that can end."""
     process, broker = gpu
