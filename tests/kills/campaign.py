@@ -19,7 +19,7 @@ from tests.kills.content import BOTH, SHARES, Form, check, fill
 from tests.kills.judge import settles
 from tests.kills.nursery import Nursery, Worker
 from tests.kills.points import Point
-from tests.kills.scenes import IN_LINE
+from tests.kills.scenes import ANSWER, IN_LINE, SCRATCH
 from tests.server.processes import descriptors, gateway_of
 
 DEVICES = "host:2@32MiB"
@@ -91,6 +91,9 @@ class Campaign:
         with ExitStack() as stack:
             if point.obstacle == "room":
                 stack.enter_context(self.judge.create("ballast", BALLAST, devices=(1,)))
+            if point.scene in SCRATCH:
+                pool = stack.enter_context(self.judge.attach(name))
+                stack.enter_context(pool.event(ANSWER)).record()
             self._play(point, name, self._obstruct(point, name))
         self._check_current(name)
         self._settle()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tests.kills.content import BOTH, SHARES, Form
-from tests.kills.scenes import IN_LINE, SHARDED
+from tests.kills.scenes import IN_LINE, SCRATCH, SHARDED
 
 Obstacle = Literal["", "turn", "room", "publication", "failure"]
 """A draft of the judge's: on the worker's pool, closed (``turn``, ``failure``) or sealed (``publication``) to let the
@@ -34,7 +34,9 @@ class Point:
     @property
     def form(self) -> Form:
         """What the judge publishes for the scene, and the next writer in line after it."""
-        return Form(self.share, BOTH, sharded=True) if self.scene in SHARDED else Form(self.share)
+        if self.scene in SHARDED:
+            return Form(self.share, BOTH, sharded=True)
+        return Form(self.share, writable=self.scene in SCRATCH)
 
     @property
     def granted(self) -> bool:
@@ -118,6 +120,8 @@ def labels(share: str) -> dict[tuple[str, Obstacle], Labels]:
         ("await_either", "publication"): (IN_LINE, *draft, "holding"),
         ("await_either", "failure"): (IN_LINE, *draft, *WRITING),
         ("retire", ""): (*message("Retire"), "holding"),
+        ("produce", ""): (*message("ShareEvent"), "writing", *message("Recorded"), "recorded", *message("DropEvent")),
+        ("consume", ""): (*message("OpenEvent"), *message("AwaitEvent"), "reading", "waiting", "unmapping 1"),
     }
 
 
