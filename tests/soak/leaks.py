@@ -56,6 +56,7 @@ class Scene:
         client.create(SCRATCH, LAYOUT, writable=True).seal()
         self.scratch = client.attach(SCRATCH)
         self.sleeper = client.attach(MAPPED)  # last, as after every sleep
+        self.scratch.event("first").close()  # what the first one opens stays open
         self._books = self._reported()
         self._at_first = self._counts()
 
