@@ -114,7 +114,7 @@ def begin_a_session(scene: Scene) -> None:
 
 
 def create_and_discard(scene: Scene) -> None:
-    for share in SHARES:
+    for share in (*SHARES, "multicast"):
         scene.client.create(DRAFT, LAYOUT, share=share, devices=(0, 1)).close()
 
 
