@@ -53,7 +53,10 @@ FORMS = tuple(
     for share in SHARES
     for devices, sharded in (((0,), False), (BOTH, False), (BOTH, True))
 )
-"""All that there are with two devices: on one, on both, and spread over both."""
+"""On one device, on both, and spread over both."""
+
+TEAM = Form("multicast", BOTH, writable=True)
+"""On both, and whoever has a lease stores to both at once."""
 
 
 def content(pool: str, version: int, tensor: str) -> bytes:

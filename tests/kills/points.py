@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from tests.kills.content import BOTH, SHARES, Form
+from tests.kills.content import BOTH, SHARES, TEAM, Form
 from tests.kills.scenes import IN_LINE, SCRATCH, SHARDED
 
 Obstacle = Literal["", "turn", "room", "publication", "failure"]
@@ -34,6 +34,8 @@ class Point:
     @property
     def form(self) -> Form:
         """What the judge publishes for the scene, and the next writer in line after it."""
+        if self.share == "multicast":
+            return TEAM
         if self.scene in SHARDED:
             return Form(self.share, BOTH, sharded=True)
         return Form(self.share, writable=self.scene in SCRATCH)
@@ -133,6 +135,11 @@ LABELS: dict[tuple[str, Obstacle, str], Labels] = {
     ("wake", "", "vmm"): (*message("Attach"), *HANDED_OVER, "mapping 3", "mapping 4", "mapped 4", "awake", "reading"),
 }
 
+TEAM_MAPPED = (*HANDED_OVER, *counted(2, "opening window"), "opened window 2", "broadcasting", "broadcast")
+LABELS |= {
+    ("broadcast", "", "multicast"): (*TEAM_MAPPED, *unmapping("multicast", 4), "closed"),
+    ("write_team", "", "multicast"): (*message("Create"), *TEAM_MAPPED, *unmapping("multicast", 8), "sealed"),
+}
 POINTS = tuple(
     Point(scene, label, obstacle, share) for (scene, obstacle, share), labels in LABELS.items() for label in labels
 )

@@ -12,7 +12,7 @@ from cubroker.protocol.errors import Exists, NotFound, OverBudget, Retired, Time
 from cubroker.protocol.messages import AwaitEvent
 from tests.brokers import eventually
 from tests.kills import hooks
-from tests.kills.content import BOTH, FORMS, LAYOUT, Form, check, content, fill
+from tests.kills.content import BOTH, FORMS, LAYOUT, TEAM, Form, check, content, fill
 from tests.kills.nursery import Line
 
 WAIT = 3600.0
@@ -203,6 +203,20 @@ def consume(stage: Stage) -> None:
         stage.reach("waiting")
 
 
+def broadcast(stage: Stage) -> None:
+    with stage.broker() as broker:
+        with broker.attach(stage.name, device=0) as pool:
+            _broadcast(stage, pool)
+        stage.reach("closed")
+
+
+def write_team(stage: Stage) -> None:
+    with stage.broker() as broker, TEAM.create(broker, stage.name) as draft:
+        _broadcast(stage, draft)
+        draft.seal()
+        stage.reach("sealed")
+
+
 SCENES: dict[str, Callable[[Stage], None]] = {
     scene.__name__: scene
     for scene in (
@@ -223,6 +237,8 @@ SCENES: dict[str, Callable[[Stage], None]] = {
         retire,
         produce,
         consume,
+        broadcast,
+        write_team,
     )
 }
 
@@ -234,6 +250,14 @@ def _finish(stage: Stage, pool: Pool | Draft) -> None:
         else:
             check(pool)
             stage.reach("holding")
+
+
+def _broadcast(stage: Stage, pool: Pool) -> None:
+    stage.reach("broadcasting")
+    for name in pool:
+        pool.broadcast(content(pool.name, pool.version, name), name)
+    stage.reach("broadcast")
+    check(pool)
 
 
 def _publish(stage: Stage, draft: Draft) -> None:
@@ -317,7 +341,7 @@ def _do_something(chance: random.Random, broker: Broker, name: str, held: list[P
         if chance.random() < 0.2:
             broker.retire(name)
     else:
-        form = chance.choice(FORMS)
+        form = chance.choice((*FORMS, TEAM))
         either = deed == "either"
         _write(chance, _either(broker, name, form.share, wait) if either else form.create(broker, name, wait))
 

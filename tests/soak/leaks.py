@@ -56,6 +56,7 @@ class Scene:
         client.create(SCRATCH, LAYOUT, writable=True).seal()
         self.scratch = client.attach(SCRATCH)
         self.sleeper = client.attach(MAPPED)  # last, as after every sleep
+        self.scratch.event("first").close()  # what the first one opens stays open
         self._books = self._reported()
         self._at_first = self._counts()
 
@@ -113,7 +114,7 @@ def begin_a_session(scene: Scene) -> None:
 
 
 def create_and_discard(scene: Scene) -> None:
-    for share in SHARES:
+    for share in (*SHARES, "multicast"):
         scene.client.create(DRAFT, LAYOUT, share=share, devices=(0, 1)).close()
 
 
