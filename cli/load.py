@@ -31,7 +31,8 @@ from cubroker.protocol.messages import MAX_WAIT
     type=click.Choice(["ipc", "vmm", "multicast"]),
     default="ipc",
     show_default=True,
-    help="How workers open the memory: by handle, or by descriptor, read-only and able to sleep. multicast is to come.",
+    help="How workers open the memory: by handle; by descriptor, read-only and able to sleep; or by descriptor, so that"
+    " one store goes to all devices, by copies where there is no multicast.",
 )
 @click.option("--durable", is_flag=True, help="Keep the pool when the broker is restarted. Not built yet.")
 @click.option("--if-absent", is_flag=True, help="Load only if the pool has no version; of many at once, one loads.")
@@ -63,8 +64,6 @@ def command(
     """
     if durable:
         raise Unsupported("--durable: pools that outlive the broker are not built yet; leave the option out")
-    if share == "multicast":
-        raise Unsupported("--share multicast: such pools are not built yet; use ipc, the default, or vmm")
     if wait is None:
         wait = MAX_WAIT if if_absent else 0.0
     with Broker(directory) as broker, progress(f"loading {name}") as report:

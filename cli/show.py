@@ -60,11 +60,12 @@ def _document(info: PoolInfo, layout: Layout) -> dict[str, object]:
 
 def _heading(info: PoolInfo, layout: Layout) -> list[str]:
     durable = ", durable" if info.durable else ""
+    shared = f"shared by {info.share}{', writable by its readers' if info.writable else ''}"
     held = text.count(len(layout.allocations), "allocation")
     return [
         f"{info.name}@{info.version}: {info.state}, {text.count(info.leases, 'lease')}, owner {text.user(info.owner)}",
         f"mode {info.mode:03o}, group {text.group(info.group)}",
-        f"{text.count(info.tensors, 'tensor')}, {text.size(info.nbytes)} in {held}, shared by {info.share}{durable}",
+        f"{text.count(info.tensors, 'tensor')}, {text.size(info.nbytes)} in {held}, {shared}{durable}",
         *(f"{'sharded, in part ' if info.sharded else ''}on {uuid}" for uuid in info.devices),
     ]
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from cubroker.client import devices
 from cubroker.client.mapping import Place
-from cubroker.driver import Context, Device, Driver, DriverError
+from cubroker.driver import Context, Device, Driver, DriverError, Window
 from cubroker.driver.vmm import Reservation
 from cubroker.protocol.errors import Unavailable
 from cubroker.protocol.messages import DESCRIPTOR, Replica
@@ -74,6 +74,30 @@ class Addresses:
                 places[-1].upstream = self._upstream(driver, places[-1], places[-2], before)
             before = pieces
         return tuple(places)
+
+    def window(self, context: Context, nbytes: int, descriptor: int) -> Window:
+        """Map a multicast object for the stores of a context's device.
+
+        Raises:
+            DriverError: the driver refused, or a setting did.
+        """
+        window = context.window(nbytes)
+        self._opened.append(window)
+        window.map(descriptor)
+        return window
+
+    def reach(
+        self, driver: Driver, home: Place, replica: Replica, descriptors: Sequence[int], sizes: Sequence[int]
+    ) -> Place:
+        """Map another replica for the device of ``home`` to write, or, if it does not reach it, for its own device.
+
+        Raises:
+            NotFound: this process does not see its device.
+            CubrokerError, DriverError: the driver refused.
+        """
+        near = driver.peers.can_access(home.memory.index, devices.find(driver, replica.device).index)
+        pieces = tuple(zip(replica.handles, sizes, descriptors, strict=True))
+        return self._replica(driver, replica.device, pieces, home.memory.uuid if near else None)
 
     @property
     def asleep(self) -> bool:

@@ -24,7 +24,8 @@ Deliver = Callable[[Sequence[int] | CubrokerError], None]
 
 def due(reply: Attached | Created) -> int:
     """Return how many descriptors come with a lease."""
-    return sum(replica.handles.count(DESCRIPTOR) for replica in reply.replicas)
+    objects = len(reply.team.sizes) if reply.team else 0
+    return sum(replica.handles.count(DESCRIPTOR) for replica in reply.replicas) + objects
 
 
 class _Lease:

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from cubroker.client import descriptors, devices
+from cubroker.client import broadcast, descriptors, devices
 from cubroker.client.addresses import Addresses
 from cubroker.client.futures import Future
 from cubroker.client.janitor import Guard
@@ -186,8 +186,12 @@ class Loan:
         layout = decode(reply.layout).layout if isinstance(reply, Attached) else self._layout
         assert layout is not None
         self._addresses = Addresses(readonly=readonly)
-        places = self._addresses.open(self._session.driver, reply.replicas, layout.allocations, given, self._accessor)
-        return Mapped(_label(reply), places, reply.share, readonly=readonly, finish=self.end)
+        driver, sizes, replicas = self._session.driver, layout.allocations, reply.replicas
+        own = replicas[:1] if isinstance(reply, Attached) and reply.team else replicas
+        places = self._addresses.open(driver, own, sizes, given, self._accessor)
+        outlet = broadcast.connect(self._addresses, driver, reply, sizes, given, places)
+        label = _label(reply)
+        return Mapped(label, places, reply.share, readonly=readonly, finish=self.end, team=reply.team, outlet=outlet)
 
     def _end(self) -> None:
         """Unmap everything, last first, then give the lease back. What cannot be unmapped stays on loan."""

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from threading import RLock
+from typing import TYPE_CHECKING
 
 from cubroker.client.living import Living
 from cubroker.client.processes import Owner
 from cubroker.driver import Context, Device
 from cubroker.protocol.errors import Invalid
+from cubroker.protocol.messages import Team
+
+if TYPE_CHECKING:
+    from cubroker.client.broadcast import Outlet
 
 
 class Place:
@@ -39,15 +44,27 @@ class Mapped:
         share: how it is shared.
         readonly: whether nobody here may write it: it was published, and not as writable.
         finish: starts the unmapping, as the end of this object does; whichever comes first counts.
+        team: how all replicas of a multicast version are written at once.
+        outlet: the way to do so here, if there is one.
     """
 
     def __init__(
-        self, label: str, places: tuple[Place, ...], share: str, *, readonly: bool, finish: Callable[[], None]
+        self,
+        label: str,
+        places: tuple[Place, ...],
+        share: str,
+        *,
+        readonly: bool,
+        finish: Callable[[], None],
+        team: Team | None = None,
+        outlet: Outlet | None = None,
     ) -> None:
         self.label = label
         self.places = places
         self.share = share
         self.readonly = readonly
+        self.team = team
+        self.outlet = outlet
         self.asleep = False
         self._finish = finish
         self._owner = Owner()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from threading import RLock
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from cubroker.client import devices
 from cubroker.client.events import Events, SharedEvent
@@ -12,9 +12,16 @@ from cubroker.client.futures import Future
 from cubroker.client.loans import Loan
 from cubroker.client.mapping import Mapped, Place
 from cubroker.client.replica import Index, Replica
+from cubroker.client.tensor import SharedTensor
 from cubroker.client.waking import Waking
+from cubroker.driver import DriverError
 from cubroker.protocol.errors import Invalid, NotFound, Retired, Unavailable, Unsupported
 from cubroker.protocol.messages import MAX_WAIT, Attach, Reply
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+    from cubroker.client.broadcast import Outlet
 
 
 class Pool(Replica):
@@ -28,6 +35,8 @@ class Pool(Replica):
         version: the version, from 1 on.
         share: how its memory is shared.
         writable: whether its tensors may be written here.
+        how: of a multicast pool, how :meth:`broadcast` gets bytes to all replicas: ``multicast`` or ``copies``.
+        why: why so.
     """
 
     _sealed = True
@@ -38,6 +47,7 @@ class Pool(Replica):
         self.version = version
         self.share = mapped.share
         self.writable = not mapped.readonly
+        self.how, self.why = (mapped.team.how, mapped.team.why) if mapped.team else ("", "")
         self._events = Events(loan.session)
         self._loan = loan
         self._closing = RLock()  # a finalizer or a signal handler may close it in the middle
@@ -64,6 +74,33 @@ class Pool(Replica):
     def lease(self) -> int:
         """The number of its lease; 0 while it is asleep."""
         return self._loan.lease
+
+    def broadcast(self, source: ReadableBuffer | SharedTensor | int, name: str) -> None:
+        """Store bytes to a tensor on all devices at once; done everywhere when it returns.
+
+        Nothing keeps holders from storing to the same tensor at the same time, or from reading it meanwhile.
+
+        Args:
+            source: as many bytes as the tensor has: a C-contiguous buffer of the host, a tensor in the memory of this
+                pool's device, or the address of such memory. Work that fills it is waited for, if it is this process's.
+            name: the tensor's.
+
+        Raises:
+            Unsupported: the pool is not shared as ``multicast``; or this process cannot reach all replicas.
+            Invalid: it is published and not writable, its memory is another device's than the one that uses it here,
+                the source does not fit, or the pool is closed.
+            DeviceFailure: the driver refused; some replicas may have the bytes.
+        """
+        self._loan.owner.check()
+        outlet, tensor = self._outlet(), self[name]
+        spec = self._index.tensors[name]
+        with ExitStack() as held:
+            home = held.enter_context(tensor.hold())
+            try:
+                address = self._source(source, tensor, home, held)
+                outlet.store(address, spec.allocation, spec.offset, tensor.nbytes)
+            except DriverError as error:
+                raise devices.failure(error, f"storing {name!r} of {self._label} to all replicas") from error
 
     def event(self, name: str, *, device: int | str | None = None) -> SharedEvent:
         """Make an event, with which this process tells others when it has written what they wait to read.
@@ -174,6 +211,34 @@ class Pool(Replica):
         """Wait for what :meth:`let_go` began; raises as :meth:`close` does."""
         with suppress(Unavailable):  # a broker that is gone holds no leases
             self._loan.confirm()
+
+    def _outlet(self) -> Outlet:
+        mapped = self._memory()
+        if self.share != "multicast":
+            raise Unsupported(
+                f"{self._label} is shared as {self.share}; to broadcast, create it with share='multicast'"
+            )
+        if mapped.readonly:
+            raise Invalid(f"{self._label} was published; create it with writable=True for its readers to broadcast")
+        if mapped.outlet is None:
+            raise Invalid(f"{self._label} has no replica on device {self.device.index}; attach on one of its devices")
+        return mapped.outlet
+
+    def _source(
+        self, source: ReadableBuffer | SharedTensor | int, tensor: SharedTensor, home: int, held: ExitStack
+    ) -> int:
+        """Return where this device reads what is to be stored; ``home`` is the tensor in its own replica."""
+        if isinstance(source, int):
+            return source
+        if not isinstance(source, SharedTensor):
+            tensor.copy_from(source)
+            return home
+        if (source.nbytes, source.memory_device) != (tensor.nbytes, tensor.memory_device):
+            raise Invalid(
+                f"{source!r} has {source.nbytes} bytes; what is broadcast to {tensor.name!r} of {self._label} has"
+                f" {tensor.nbytes}, in the memory of device {tensor.memory_device.index}"
+            )
+        return held.enter_context(source.hold())
 
     def _check_awake(self) -> None:
         self._loan.owner.check()

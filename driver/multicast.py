@@ -56,15 +56,17 @@ class Multicast:
                 calls.cuMulticastAddDevice(self._handle, calls.cuDeviceGet(device))
             undo.pop_all()
 
-    def bind(self, physical: vmm.Physical, *, offset: int = 0) -> None:
+    def bind(self, physical: vmm.Physical, *, offset: int = 0, keep: bool = False) -> None:
         """Bind all of some memory, of one of the devices, at an offset; :meth:`release` then releases it too.
 
-        Each device has memory of its own at the same offset. If it is refused, the memory stays the caller's.
+        Each device has memory of its own at the same offset. If it is refused, the memory stays the caller's; so it
+        does with ``keep``, and the caller releases it after :meth:`release`.
         """
         with explained(REFUSALS):
             self._calls.cuMulticastBindMem(self._handle, offset, physical.handle, 0, physical.nbytes, 0)
         self._bindings.append(_Binding(physical.device, offset, physical.nbytes))
-        self._memories.append(physical)
+        if not keep:
+            self._memories.append(physical)
 
     def bind_address(self, context: Context, pointer: int, nbytes: int, *, offset: int = 0) -> None:
         """Bind memory of the context's device by the address at which it is mapped here.

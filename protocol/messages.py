@@ -107,8 +107,8 @@ class Descriptors(Message, frozen=True):
     """Here are the next ``count`` descriptors of ``lease``, as ``SCM_RIGHTS`` in the same packet.
 
     A lease has one for each :data:`DESCRIPTOR` among its handles: in the order of the replicas in the answer that
-    grants it, and of the handles in each. They may come before that answer or after it, in several notices.
-    The receiver closes them.
+    grants it, and of the handles in each; then one for each multicast object of its
+    :class:`Team`. They may come before that answer or after it, in several notices. The receiver closes them.
     """
 
     lease: Identifier
@@ -312,10 +312,23 @@ class Replica(Struct, frozen=True, array_like=True):
 Replicas = Annotated[tuple[Replica, ...], Meta(max_length=MAX_DEVICES)]
 
 
+class Team(Struct, frozen=True, array_like=True):
+    """How bytes get to all replicas of a ``multicast`` version at once, for whoever may write it.
+
+    ``how`` is ``multicast`` or ``copies``; ``why`` says why. ``sizes`` are those of the multicast objects, one per
+    allocation, if the receiver may store through them: their descriptors come after those of the replicas.
+    """
+
+    how: str
+    why: str
+    sizes: Plan = ()
+
+
 class Attached(Message, frozen=True):
     """A lease on a published version.
 
-    ``replicas`` is the one on the device that was chosen; of a sharded version, all if no device was named.
+    ``replicas`` is the one on the device that was chosen; of a sharded version, all if no device was named. Of a
+    ``multicast`` version that is writable, and where copies take the place of multicast, the others follow.
     """
 
     lease: Identifier
@@ -325,6 +338,7 @@ class Attached(Message, frozen=True):
     layout: Encoded
     replicas: Replicas
     writable: bool = False
+    team: Team | None = None
 
 
 class Created(Message, frozen=True):
@@ -335,6 +349,7 @@ class Created(Message, frozen=True):
     version: Natural
     share: str
     replicas: Replicas
+    team: Team | None = None
 
 
 class Sealed(Message, frozen=True):
@@ -359,6 +374,7 @@ class PoolInfo(Struct, frozen=True):
 
     ``nbytes`` is what its layout takes: on each device, or, if it is ``sharded``, on all of them together.
     ``owner`` made the version; ``group`` and ``mode`` are the pool's. Its readers may write it if it is ``writable``.
+    ``how`` and ``why`` are those of a ``multicast`` version's :class:`Team`, empty until its memory is there.
     """
 
     name: str
@@ -375,6 +391,8 @@ class PoolInfo(Struct, frozen=True):
     mode: int
     sharded: bool
     writable: bool
+    how: str
+    why: str
 
 
 class LeaseInfo(Struct, frozen=True):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from cubroker.protocol import names
 from cubroker.protocol.errors import Denied, Invalid, NotFound, Retired
 from cubroker.protocol.messages import Attach, Attached, Replica
-from cubroker.server import waiting, wording
+from cubroker.server import teams, waiting, wording
 from cubroker.server.books import Books
 from cubroker.server.leases import grant
 from cubroker.server.permissions import may_read
@@ -73,8 +73,10 @@ def lease(books: Books, session: Session, version: Version, device: str | None, 
         OverQuota: the session or its user has enough leases.
     """
     check_readable(books, session, version.pool)
-    allocations = _choose(version, device, peers)
-    granted = grant(books, session, version, allocations)
+    allocations, team = _choose(version, device, peers), None
+    if version.team is not None:
+        allocations, team = teams.reached(version, allocations[0], device)
+    granted = grant(books, session, version, allocations, team)
     return Attached(
         lease=granted.id,
         name=version.pool.name,
@@ -83,6 +85,7 @@ def lease(books: Books, session: Session, version: Version, device: str | None, 
         layout=version.layout,
         replicas=tuple(map(replica, allocations)),
         writable=version.writable,
+        team=teams.message(version, objects=team is not None),
     )
 
 

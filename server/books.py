@@ -8,7 +8,7 @@ from itertools import count
 
 from cubroker.server.events import Effect
 from cubroker.server.policy import Policy
-from cubroker.server.records import Account, Allocation, Budget, Limits, Pool, Session, Signal, User, Waiter
+from cubroker.server.records import Account, Allocation, Budget, Limits, Pool, Session, Signal, Team, User, Waiter
 
 MAX_NUMBERS = 65_536
 """Names without a pool whose last version number is remembered; beyond it the oldest are forgotten."""
@@ -32,6 +32,7 @@ class Books:
         self.pools: dict[str, Pool] = {}
         self.allocations: dict[int, Allocation] = {}
         self.signals: dict[int, Signal] = {}
+        self.teams: dict[int, Team] = {}
         self.timers: dict[int, Waiter] = {}
         self.numbers: dict[str, int] = {}
         self.stirred_pools: deque[Pool] = deque()

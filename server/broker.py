@@ -17,6 +17,7 @@ from cubroker.protocol.errors import CubrokerError, Denied, InternalFailure, Una
 from cubroker.protocol.messages import Failed, Farewell, GatewayChanged, Notice, Refused, Welcome
 from cubroker.server import events
 from cubroker.server.answers import Frame
+from cubroker.server.assembly import Assembly
 from cubroker.server.denials import Denials
 from cubroker.server.devices import DeviceMemory
 from cubroker.server.events import Asked, Effect, Event
@@ -35,6 +36,7 @@ class Broker:
     Args:
         ledger: decides everything.
         memory: the devices' memory, by UUID; what comes of its work returns through :meth:`handle`.
+        assembly: binds the memory of several devices together.
         driver: what clients build their driver from.
         send: takes batches of answers for the gateway.
     """
@@ -43,13 +45,15 @@ class Broker:
         self,
         ledger: Ledger,
         memory: Mapping[str, DeviceMemory],
+        assembly: Assembly,
         driver: str,
         send: Callable[[Sequence[Frame]], None],
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._ledger = ledger
         self._memory = memory
-        self._descriptors: dict[int, tuple[int, ...]] = {}  # by ticket, of memory that is allocated
+        self._assembly = assembly
+        self._descriptors: dict[int, tuple[int, ...]] = {}  # by ticket or team
         self._driver = driver
         self._requests = Requests(self._apply, send)
         self.receive = self._requests.receive
@@ -136,8 +140,10 @@ class Broker:
         match event:
             case events.Allocated(ticket, _, descriptors) if descriptors:
                 self._descriptors[ticket] = descriptors
-            case events.Freed(ticket):  # and was to be freed before it was known to be allocated
-                self._descriptors.pop(ticket, None)
+            case events.Assembled(team, descriptors=descriptors) if descriptors:
+                self._descriptors[team] = descriptors
+            case events.Freed(number) | events.Dissolved(number):  # and was to be before it was known to be there
+                self._descriptors.pop(number, None)
 
     def _respond_failed(self, at: Event | Effect, error: Exception) -> None:
         if isinstance(at, Asked | events.Respond):
@@ -160,9 +166,14 @@ class Broker:
             case events.Free():
                 self._descriptors.pop(effect.ticket, None)
                 self._memory[effect.device].submit(effect)
-            case events.HandOver(session, lease, allocations):
-                tickets = (ticket for _, ticket in allocations)
-                self._sessions[session].hand_over(Parcel(lease, tickets, self._descriptors))
+            case events.Assemble():
+                self._assembly.submit(effect)
+            case events.Dissolve():
+                self._descriptors.pop(effect.team, None)
+                self._assembly.submit(effect)
+            case events.HandOver(session, lease, allocations, team):
+                numbers = [ticket for _, ticket in allocations] + [team] * bool(team)
+                self._sessions[session].hand_over(Parcel(lease, numbers, self._descriptors))
             case events.Withdraw():
                 self._sessions[effect.session].withdraw(effect.lease)
             case events.SetTimer():

@@ -12,11 +12,11 @@ import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 
-from cubroker.driver import Context, Device, Driver, DriverError
+from cubroker.driver import Context, Device, Driver, DriverError, Physical
 from cubroker.protocol.errors import InternalFailure
 from cubroker.protocol.messages import DESCRIPTOR
 from cubroker.server.events import Allocate, Allocated, Event, Free, Freed, NotAllocated
-from cubroker.server.records import VMM
+from cubroker.server.records import BY_DESCRIPTOR
 from cubroker.server.room import rounded
 
 log = logging.getLogger(__name__)
@@ -47,19 +47,19 @@ class Unmapped:
 
     def __init__(self, driver: Driver, index: int, nbytes: int) -> None:
         self.nbytes = nbytes
-        self._physical = driver.create(index, nbytes)
+        self.physical = driver.create(index, nbytes)
         self.descriptor = -1
 
     def share(self) -> bytes:
         """Make the descriptor; return what stands for it among the handles."""
-        self.descriptor = self._physical.export()
+        self.descriptor = self.physical.export()
         return DESCRIPTOR
 
     def release(self) -> None:
         """Give it up. The device has it back when no client has it, mapped or as a descriptor, either."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
-        self._physical.release()
+        self.physical.release()
 
 
 class DeviceMemory:
@@ -86,6 +86,10 @@ class DeviceMemory:
     def submit(self, request: Allocate | Free) -> None:
         """Queue a request."""
         self._queue.put(request)
+
+    def physicals(self, ticket: int) -> tuple[Physical, ...]:
+        """Return the memory without addresses of a ticket that was reported allocated and is not to be freed yet."""
+        return tuple(piece.physical for piece in self._pieces[ticket] if isinstance(piece, Unmapped))
 
     def close(self) -> None:
         """Finish what is queued, free everything that is left, and end the thread."""
@@ -124,7 +128,7 @@ class DeviceMemory:
         return Allocated(request.ticket, handles, tuple(piece.descriptor for piece in pieces if piece.descriptor >= 0))
 
     def _piece(self, share: str, nbytes: int) -> Mapped | Unmapped:
-        if share == VMM:
+        if share in BY_DESCRIPTOR:
             return Unmapped(self._driver, self._device.index, nbytes)
         return Mapped(self._driver.context(self._device.index), nbytes)
 

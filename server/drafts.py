@@ -32,19 +32,18 @@ from cubroker.protocol.errors import (
     NotFound,
     OverBudget,
     OverQuota,
-    Unsupported,
     from_code,
 )
 from cubroker.protocol.layout import Layout
 from cubroker.protocol.messages import Attached, Create, Created
-from cubroker.server import wording
+from cubroker.server import teams, wording
 from cubroker.server.attaching import lease, replica
 from cubroker.server.books import Books
-from cubroker.server.events import Allocated, Freed, NotAllocated
+from cubroker.server.events import Allocated, Assembled, Freed, NotAllocated
 from cubroker.server.leases import check_quota, grant
 from cubroker.server.permissions import may_rule, may_write
 from cubroker.server.policy import exceeds
-from cubroker.server.records import VMM, Allocation, Phase, Pool, Session, Version, Writer
+from cubroker.server.records import MULTICAST, VMM, Allocation, Phase, Pool, Session, Version, Writer
 from cubroker.server.room import allocate, lose, rounded, shift, take_off, under_way
 from cubroker.server.states import Cause, Report, Stage, State
 from cubroker.server.waiting import (
@@ -60,8 +59,7 @@ from cubroker.server.waiting import (
     unlimit,
 )
 
-SHARES = ("ipc", VMM)
-FUTURE_SHARES = ("multicast",)
+SHARES = ("ipc", VMM, MULTICAST)
 
 
 def create(books: Books, session: Session, request: int, body: Create, layout: Layout) -> Attached | None:
@@ -97,8 +95,6 @@ def _wait(books: Books, writer: Writer) -> None:
 def _check(books: Books, body: Create, layout: Layout) -> None:
     """Raise if the request can never be granted, whatever else there is."""
     names.check(body.name)
-    if body.share in FUTURE_SHARES:
-        raise Unsupported(f"share kind {body.share} is not built yet; use {' or '.join(SHARES)}")
     if body.share not in SHARES:
         raise Invalid(f"unknown share kind {body.share[:16]!r}; use {' or '.join(SHARES)}")
     if not layout.allocations:
@@ -117,6 +113,8 @@ def _check(books: Books, body: Create, layout: Layout) -> None:
 
 def _check_plan(body: Create, plan: tuple[int, ...], allocations: int) -> None:
     """Raise unless a plan has a device for every allocation, and an allocation for every device."""
+    if body.share == MULTICAST:
+        raise Invalid(f"{body.name} is to be sharded and {MULTICAST}, which writes all replicas at once; use {VMM}")
     if len(plan) != allocations:
         raise Invalid(
             f"the plan of {body.name} places {len(plan)} allocations, and its layout has {allocations}; place each once"
@@ -304,7 +302,20 @@ def allocated(books: Books, event: Allocated) -> None:
     if version.state is State.ALLOCATING:
         allocation.handles = _spread(allocation, event.handles)
         if all(other.stage is Stage.HELD for other in version.replicas.values()):
-            _fill(books, version)
+            _complete(books, version)
+
+
+def _complete(books: Books, version: Version) -> None:
+    """All memory is there: fill the draft, or have it bound together first."""
+    if not teams.assemble(books, version):
+        _fill(books, version)
+
+
+def assembled(books: Books, event: Assembled) -> None:
+    """Note that memory was bound together, or has to do without: the writer has its draft."""
+    version = teams.assembled(books, event)
+    if version.state is State.ALLOCATING:
+        _fill(books, version)
 
 
 def _spread(allocation: Allocation, handles: tuple[bytes, ...]) -> tuple[bytes, ...]:
@@ -327,9 +338,10 @@ def _fill(books: Books, version: Version) -> None:
         return
     version.move(Cause.FILLED)
     leave(books, writer)
-    lease_id = grant(books, writer.session, version, tuple(version.replicas.values())).id
-    replicas = tuple(map(replica, version.replicas.values()))
-    answer(books, writer, Created(lease_id, version.pool.name, version.number, version.share, replicas))
+    team = version.team if version.team is not None and version.team.sizes else None
+    lease_id = grant(books, writer.session, version, tuple(version.replicas.values()), team).id
+    replicas, bound = tuple(map(replica, version.replicas.values())), teams.message(version, objects=True)
+    answer(books, writer, Created(lease_id, version.pool.name, version.number, version.share, replicas, bound))
 
 
 def not_allocated(books: Books, event: NotAllocated) -> None:

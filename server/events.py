@@ -85,7 +85,29 @@ class Elapsed:
     timer: int
 
 
-Event = Joined | Lost | Gone | Asked | Allocated | NotAllocated | Freed | Elapsed
+@dataclass(frozen=True, slots=True)
+class Assembled:
+    """An :class:`Assemble` is done: by ``multicast``, or, since that cannot be had, by ``copies``; ``why`` says why.
+
+    ``sizes`` are those of the multicast objects, one per allocation, none if there are no such objects.
+    ``descriptors`` of them are for the shell alone; they stay open until the team is dissolved.
+    """
+
+    team: int
+    how: str
+    why: str
+    sizes: tuple[int, ...] = ()
+    descriptors: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Dissolved:
+    """A :class:`Dissolve` is done; nothing is bound to the team's memory any more."""
+
+    team: int
+
+
+Event = Joined | Lost | Gone | Asked | Allocated | NotAllocated | Freed | Elapsed | Assembled | Dissolved
 
 # -- effects ---------------------------------------------------------------------------------------
 
@@ -132,12 +154,14 @@ class Free:
 class HandOver:
     """Send a session the descriptors of a lease: those of each ``(device, ticket)``, in order, until ``Withdraw``.
 
-    It comes before the answer that grants the lease.
+    Those of the multicast objects of ``team``, if there is one, come last. It comes before the answer that grants the
+    lease.
     """
 
     session: int
     lease: int
     allocations: tuple[tuple[str, int], ...]
+    team: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +170,25 @@ class Withdraw:
 
     session: int
     lease: int
+
+
+@dataclass(frozen=True, slots=True)
+class Assemble:
+    """Make a multicast object per size and bind to it that allocation of every member, a ``(device, ticket)``.
+
+    It is known as ``team`` from now on, a number that no ticket has.
+    """
+
+    team: int
+    sizes: tuple[int, ...]
+    members: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Dissolve:
+    """Undo what was assembled as ``team``; also asked for while that is under way. No member is freed before."""
+
+    team: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,4 +213,4 @@ class Forget:
     session: int
 
 
-Effect = Respond | Notify | Allocate | Free | HandOver | Withdraw | SetTimer | DropTimer | Forget
+Effect = Respond | Notify | Allocate | Free | HandOver | Withdraw | Assemble | Dissolve | SetTimer | DropTimer | Forget

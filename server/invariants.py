@@ -8,6 +8,7 @@ from cubroker.server.books import Books
 from cubroker.server.leases import is_kept
 from cubroker.server.policy import exceeds
 from cubroker.server.records import (
+    MULTICAST,
     Account,
     Lease,
     Listener,
@@ -21,7 +22,7 @@ from cubroker.server.records import (
     Writer,
 )
 from cubroker.server.signals import EPITAPHS
-from cubroker.server.states import ALLOCATED, PROMISED, Stage, State
+from cubroker.server.states import ALLOCATED, PROMISED, Bond, Stage, State
 
 
 def check(books: Books) -> None:
@@ -47,6 +48,13 @@ def check(books: Books) -> None:
     for ticket, allocation in books.allocations.items():
         ours = allocation.stage in (Stage.PROMISED, Stage.HELD)
         assert ours == (ticket in held), "memory that no version has is not being freed, or the other way round"
+    bound = {version.team for pool in books.pools.values() for version in pool.versions.values()} - {None}
+    for number, team in books.teams.items():
+        assert team.id == number
+        assert (team.bond in (Bond.ASSEMBLING, Bond.READY)) == (team in bound)
+        for allocation in team.version.replicas.values():
+            assert books.allocations[allocation.ticket].stage in ALLOCATED, "a team's memory went before it"
+    assert bound <= set(books.teams.values())
     signals = [signal for session in books.sessions.values() for signal in session.signals.values()]
     assert sorted(signals, key=lambda signal: signal.id) == list(books.signals.values())
     for timer, waiter in books.timers.items():
@@ -135,7 +143,7 @@ def _check_session(books: Books, session: Session) -> None:
                 _check_reader(books, waiter)
             case Listener():
                 _check_listener(books, waiter)
-            case Writer():
+            case _:
                 _check_writer(books, waiter)
 
 
@@ -216,6 +224,9 @@ def _check_version(books: Books, version: Version, leases: int) -> None:
     assert all(books.signals[signal.id] is signal for signal in version.signals.values())
     assert len(version.epitaphs) <= EPITAPHS
     assert all(listener.lease.version is version for listener in version.openers)
+    several = version.share == MULTICAST and len(version.replicas) > 1
+    assert state is State.ALLOCATING or (version.team is not None) == several
+    assert version.team is None or state is State.ALLOCATING or version.team.bond is Bond.READY
     assert version.plan is None or set(version.plan) == set(range(len(version.replicas)))
     for uuid, allocation in version.replicas.items():
         assert allocation.version is version

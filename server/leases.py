@@ -13,26 +13,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cubroker.protocol.errors import NotFound, OverQuota
-from cubroker.server import wording
+from cubroker.server import teams, wording
 from cubroker.server.books import Books
 from cubroker.server.events import HandOver, Withdraw
 from cubroker.server.policy import exceeds
-from cubroker.server.records import VMM, Allocation, Lease, Pool, Session, Version
+from cubroker.server.records import BY_DESCRIPTOR, Allocation, Lease, Pool, Session, Team, Version
 from cubroker.server.room import give_up
 from cubroker.server.states import Cause, State
 
 
-def grant(books: Books, session: Session, version: Version, allocations: Sequence[Allocation]) -> Lease:
-    """Give ``session`` a lease on ``version``, and the descriptors of ``allocations``; raises ``OverQuota``."""
+def grant(
+    books: Books, session: Session, version: Version, allocations: Sequence[Allocation], team: Team | None = None
+) -> Lease:
+    """Give ``session`` a lease on ``version``, and the descriptors of ``allocations`` and of a team's objects.
+
+    Raises:
+        OverQuota: it, or its user, has enough leases.
+    """
     check_quota(books, session)
     lease = Lease(next(books.lease_ids), session, version)
     session.leases[lease.id] = lease
     session.user.leases += 1
     version.leases += 1
     session.story.append(f"lease {lease.id} on {version.label} began")
-    if version.share == VMM:
+    if version.share in BY_DESCRIPTOR:
         tickets = tuple((allocation.account.device.uuid, allocation.ticket) for allocation in allocations)
-        books.effects.append(HandOver(session.id, lease.id, tickets))
+        books.effects.append(HandOver(session.id, lease.id, tickets, 0 if team is None else team.id))
     return lease
 
 
@@ -62,7 +68,7 @@ def release(books: Books, lease: Lease) -> None:
     lease.session.user.leases -= 1
     version.leases -= 1
     lease.session.story.append(f"lease {lease.id} on {version.label} ended")
-    if version.share == VMM:
+    if version.share in BY_DESCRIPTOR:
         books.effects.append(Withdraw(lease.session.id, lease.id))
     if version.state is State.DRAFT:
         end(books, version, Cause.DROPPED)
@@ -97,6 +103,7 @@ def end(books: Books, version: Version, cause: Cause) -> None:
         pool.draft = None
     if not pool.versions:
         pool.owner = None
+    teams.give_up(books, version)
     for allocation in version.replicas.values():
         give_up(books, allocation)
     books.stirred_pools.append(pool)

@@ -4,13 +4,14 @@ It is sans-I/O: events in, effects out (:mod:`cubroker.server.events`), no clock
 device. Time reaches it as timers that run out, devices as outcomes of what it asked for.
 
 A *session* asks; each request is answered exactly once, at once or after waiting, unless the session
-is lost first. Two lives are followed, as tables in :mod:`cubroker.server.states`: that of a version
-and that of a piece of memory. What ends, ends on one path, whatever the cause:
+is lost first. Three lives are followed, as tables in :mod:`cubroker.server.states`: that of a version, that of
+a piece of memory, and that of a team of such pieces. What ends, ends on one path, whatever the cause:
 
     request   waiting.leave    answered, refused, out of time, cancelled, its session lost
     lease     leases.release   closed, sealed, its session gone
     event     signals.end      dropped, its lease closed, its session gone
     version   leases.end       given up by its writer, or out of service and without leases
+    team      teams.dissolved  the shell reports that nothing is bound to its memory
     memory    room.take_off    its device reports that it has the bytes again
     session   Ledger._end      its process is gone, or it is lost and holds nothing
 
@@ -49,11 +50,13 @@ from cubroker.protocol.messages import (
     ShareEvent,
     Watch,
 )
-from cubroker.server import attaching, drafts, invariants, leases, publishing, reports, signals, waiting, wording
+from cubroker.server import attaching, drafts, invariants, leases, publishing, reports, signals, teams, waiting, wording
 from cubroker.server.books import Books
 from cubroker.server.events import (
     Allocated,
     Asked,
+    Assembled,
+    Dissolved,
     Effect,
     Elapsed,
     Event,
@@ -112,6 +115,10 @@ class Ledger:
                 drafts.not_allocated(self._books, event)
             case Freed():
                 drafts.freed(self._books, event)
+            case Assembled():
+                drafts.assembled(self._books, event)
+            case Dissolved():
+                teams.dissolved(self._books, event)
             case Elapsed():
                 self._elapsed(event)
             case Joined():

@@ -16,7 +16,7 @@ class Parcel:
 
     Args:
         lease: whose they are.
-        tickets: whose descriptors they are, in order.
+        tickets: whose descriptors they are, in order; a team's number is as good as a ticket's.
         descriptors: those of every ticket; of these tickets for as long as the parcel is not thrown away.
     """
 

@@ -25,7 +25,8 @@ class Quota:
         watches: watched names.
         events: events that its sessions made.
         layouts: bytes of the encoded layouts of the user's versions and waiting creates, in the broker's own memory.
-        descriptors: descriptors of the broker's: two for every session, and those of emulated and of ``vmm`` memory.
+        descriptors: descriptors of the broker's: two for every session, and those of memory that is emulated or
+            shared by descriptor.
     """
 
     memory: int | None = None

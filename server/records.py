@@ -14,16 +14,22 @@ from enum import Enum
 
 from cubroker.protocol.messages import Attach, AwaitEvent, Create, OpenEvent
 from cubroker.server.policy import MODE, Quota, exceeds
-from cubroker.server.states import MEMORY, VERSION, Cause, Report, Stage, State, step
+from cubroker.server.states import MEMORY, TEAM, VERSION, Bond, Cause, Report, Stage, State, Turn, step
+
+VMM = "vmm"
+"""The share kind whose memory descriptors open, not handles; every lease has them handed over."""
+
+MULTICAST = "multicast"
+"""The share kind whose replicas are bound together; else it is as ``vmm``."""
+
+BY_DESCRIPTOR = (VMM, MULTICAST)
+"""The share kinds whose memory descriptors open."""
 
 STORY = 32
 """Events that a pool and a session remember, in words, for whoever has to explain an impossible one."""
 
 SESSION = 2
 """Descriptors of the broker's that a session takes: its connection and its pidfd."""
-
-VMM = "vmm"
-"""The share kind whose memory descriptors open, not handles; every lease has them handed over."""
 
 
 def _story() -> deque[str]:
@@ -34,8 +40,7 @@ def _story() -> deque[str]:
 class Budget:
     """One device, and the bytes of it that the broker may use. ``total`` is what it has.
 
-    Each allocation on it takes so many ``descriptors`` of the broker's, beside the one by which it is shared if it is
-    ``vmm``: one if the device is emulated, on a GPU none.
+    An ``ipc`` allocation on it takes so many ``descriptors`` of the broker's: one if the device is emulated, else none.
     """
 
     index: int
@@ -46,8 +51,13 @@ class Budget:
     descriptors: int = 0
 
     def descriptors_of(self, share: str) -> int:
-        """Return how many descriptors of the broker's one allocation takes that is shared as ``share``."""
-        return self.descriptors + (share == VMM)
+        """Return how many descriptors of the broker's one allocation takes, at most, that is shared as ``share``.
+
+        What is handed over takes one more, and so does the multicast object over it, which all its devices share. An
+        emulated one holds the memory by a descriptor of its own, and its members' addresses by another.
+        """
+        handed, bound = share in BY_DESCRIPTOR, share == MULTICAST
+        return self.descriptors + handed + bound * (1 + 2 * self.descriptors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +239,7 @@ class Version:
     which has the index in ``replicas`` of each allocation's device, each of them has a part, a *shard*; else all of it.
     ``mode`` is what the pool's becomes with its publication, if it is given. ``signals`` are its events, by name;
     ``openers`` wait for one with a name that there is not yet; ``epitaphs`` say how the last events ended.
+    ``team`` binds the replicas of a multicast version on several devices, once their memory is there.
     """
 
     pool: Pool
@@ -248,6 +259,7 @@ class Version:
     signals: dict[str, Signal] = field(default_factory=dict)
     openers: dict[Listener, None] = field(default_factory=dict)
     epitaphs: dict[int, str] = field(default_factory=dict)
+    team: Team | None = None
 
     @property
     def label(self) -> str:
@@ -289,6 +301,26 @@ class Allocation:
         """Take the step that the table has for ``report``, or raise ``Impossible``."""
         self.stage = step(MEMORY, self.stage, report, self.version.pool.story)
         self.version.pool.story.append(f"memory {self.ticket} is {self.stage.value}: {report.value}")
+
+
+@dataclass(slots=True, eq=False)
+class Team:
+    """The replicas of a multicast version, bound together: ``how``, and ``why`` so, once that is known.
+
+    ``sizes`` are those of the multicast objects, if there are any.
+    """
+
+    id: int
+    version: Version
+    bond: Bond = Bond.ASSEMBLING
+    how: str = ""
+    why: str = ""
+    sizes: tuple[int, ...] = ()
+
+    def move(self, turn: Turn) -> None:
+        """Take the step that the table has for ``turn``, or raise ``Impossible``."""
+        self.bond = step(TEAM, self.bond, turn, self.version.pool.story)
+        self.version.pool.story.append(f"team {self.id} is {self.bond.value}: {turn.value}")
 
 
 @dataclass(slots=True, eq=False)

@@ -13,6 +13,7 @@ from cubroker.protocol.messages import (
     PoolInfo,
     Pools,
 )
+from cubroker.server import teams
 from cubroker.server.attaching import check_readable
 from cubroker.server.books import Books
 from cubroker.server.permissions import may_read
@@ -54,6 +55,7 @@ def describe(books: Books, session: Session, body: Describe) -> Description:
 
 def _pool(version: Version) -> PoolInfo:
     state = State.DRAFT if version.state is State.ALLOCATING else version.state
+    team = teams.message(version, objects=False)
     return PoolInfo(
         name=version.pool.name,
         version=version.number,
@@ -69,6 +71,8 @@ def _pool(version: Version) -> PoolInfo:
         mode=version.pool.mode,
         sharded=version.plan is not None,
         writable=version.writable,
+        how=team.how if team else "",
+        why=team.why if team else "",
     )
 
 

@@ -50,8 +50,17 @@ def _count(allocation: Allocation, stage: Stage, nbytes: int) -> None:
 
 
 def give_up(books: Books, allocation: Allocation) -> None:
-    """Have memory freed that nobody needs any more, or that nobody will once it is allocated."""
+    """Have memory freed that nobody needs any more, or that nobody will once it is allocated.
+
+    Memory of a team is freed once that is dissolved.
+    """
     shift(allocation, Report.RELEASED)
+    if allocation.version.team is None:
+        free(books, allocation)
+
+
+def free(books: Books, allocation: Allocation) -> None:
+    """Have memory freed that was given up, and to which nothing is bound."""
     books.effects.append(Free(allocation.ticket, allocation.account.device.uuid))
 
 

@@ -16,6 +16,7 @@ from cubroker.driver import Device, Driver, DriverError, load
 from cubroker.protocol.directory import REQUEST_SOCKET
 from cubroker.protocol.errors import DeviceFailure, Invalid
 from cubroker.server import config as configuration
+from cubroker.server.assembly import Assembly
 from cubroker.server.broker import Broker
 from cubroker.server.config import Budgets, Config
 from cubroker.server.devices import DeviceMemory
@@ -120,7 +121,6 @@ async def _assemble(undo: AsyncExitStack, supervisor: Supervisor, config: Config
     budgets = [replace(budget, descriptors=each) for budget in _grant(driver.devices, config.budget)]
     memory: dict[str, DeviceMemory] = {}
     ledger = Ledger(budgets, os.geteuid(), policy=config.policy)
-    broker = Broker(ledger, memory, driver.spec, supervisor.send)
 
     def report(event: Event) -> None:
         loop.call_soon_threadsafe(broker.handle, event)
@@ -128,6 +128,9 @@ async def _assemble(undo: AsyncExitStack, supervisor: Supervisor, config: Config
     for device in driver.devices:
         memory[device.uuid] = DeviceMemory(driver, device, report)
         undo.callback(memory[device.uuid].close)
+    assembly = Assembly(driver, memory, report)
+    undo.callback(assembly.close)
+    broker = Broker(ledger, memory, assembly, driver.spec, supervisor.send)
     log.warning("there is no store: if this broker dies, its pools and the record of leases go with it")
     undo.callback(broker.close, "the broker is shutting down")
     return broker

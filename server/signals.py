@@ -7,6 +7,8 @@ so whoever waits asks here first, and hears when it was recorded, or that it nev
 
 from __future__ import annotations
 
+from typing import assert_never
+
 from cubroker.protocol import names
 from cubroker.protocol.errors import Exists, Invalid, NotFound, OverQuota, TimedOut, Unavailable
 from cubroker.protocol.messages import (
@@ -47,6 +49,8 @@ def asked(books: Books, session: Session, request: int, body: Body) -> Reply | N
         case DropEvent():
             end(books, _own(session, body.event), wording.DROPPED)
             return Done()
+        case _:
+            assert_never(body)
 
 
 def give_back(books: Books, lease: Lease, how: str) -> None:

@@ -1,6 +1,6 @@
-"""The two lives that the ledger follows, as tables: that of a version, and that of a piece of memory.
+"""The lives that the ledger follows, as tables: of a version, of a piece of memory, and of a team of such pieces.
 
-Two rules hold for this module. Every change of state of either is in a table here, and nowhere
+Two rules hold for this module. Every change of state of any is in a table here, and nowhere
 else; and nothing here knows who asked for the change.
 
 A *version* begins while its memory is being allocated, becomes a draft once its writer has it, and
@@ -12,6 +12,9 @@ An *allocation* is the memory of one version on one device, known by its ticket.
 promised from the moment that it is asked for, allocated once the device has said so, and counted
 until the device has said that they are back. It may be given up while the device still works on
 it: then the outcome is awaited all the same, since only the outcome tells what there is to count.
+
+A *team* is all memory of a multicast version. It begins when all of that is there, and is dissolved before any
+of it is freed.
 """
 
 from __future__ import annotations
@@ -78,6 +81,33 @@ MEMORY: Mapping[Stage, Mapping[Report, Stage]] = {
     Stage.GIVEN_UP: {Report.ALLOCATED: Stage.FREEING, Report.FAILED: Stage.GONE, Report.FREED: Stage.GONE},
     Stage.FREEING: {Report.FREED: Stage.GONE},
     Stage.GONE: {},
+}
+
+
+class Bond(Enum):
+    """Where a team stands: the replicas of a multicast version, bound together."""
+
+    ASSEMBLING = "being assembled"
+    READY = "ready"
+    GIVEN_UP = "given up while being assembled"
+    DISSOLVING = "being dissolved"
+    GONE = "gone"
+
+
+class Turn(Enum):
+    """What moves a team: the ledger releases it, or the shell reports."""
+
+    ASSEMBLED = "it was assembled, or is to do without"
+    RELEASED = "nobody needs it any more"
+    DISSOLVED = "it was dissolved"
+
+
+TEAM: Mapping[Bond, Mapping[Turn, Bond]] = {
+    Bond.ASSEMBLING: {Turn.ASSEMBLED: Bond.READY, Turn.RELEASED: Bond.GIVEN_UP},
+    Bond.READY: {Turn.RELEASED: Bond.DISSOLVING},
+    Bond.GIVEN_UP: {Turn.ASSEMBLED: Bond.DISSOLVING, Turn.DISSOLVED: Bond.GONE},
+    Bond.DISSOLVING: {Turn.DISSOLVED: Bond.GONE},
+    Bond.GONE: {},
 }
 
 PROMISED = (Stage.PROMISED, Stage.GIVEN_UP)

@@ -21,7 +21,7 @@ from tests.cli.processes import environment, run
 
 POOL_KEYS = [
     *("name", "version", "state", "nbytes", "tensors", "share", "devices", "durable", "leases", "owner"),
-    *("group", "mode", "sharded"),
+    *("group", "mode", "sharded", "writable"),
 ]
 USER = pwd.getpwuid(os.getuid()).pw_name
 GROUP = grp.getgrgid(os.getgid()).gr_name
@@ -79,6 +79,7 @@ def test_ls_has_one_object_per_live_version(directory: Path, llama: str) -> None
         "group": os.getgid(),
         "mode": 0o644,
         "sharded": False,
+        "writable": False,
     }
 
 
@@ -214,3 +215,10 @@ def test_a_sharded_pool_is_told_from_a_replicated_one(directory: Path) -> None:
     shown = lines(directory, "show", "moe")
     assert "2 tensors, 768 B in 2 allocations, shared by vmm" in shown
     assert [line for line in shown if "sharded" in line] == [f"sharded, in part on {uuid}" for uuid in uuids]
+
+
+def test_a_writable_pool_says_so(directory: Path) -> None:
+    with Broker(directory) as broker, broker.create("kv", Layout.pack([("x", "U8", (5,))]), writable=True) as draft:
+        draft.seal()
+    assert document(directory, "ls")[0]["writable"] is True
+    assert "1 tensor, 256 B in 1 allocation, shared by ipc, writable by its readers" in lines(directory, "show", "kv")

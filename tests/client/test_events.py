@@ -14,6 +14,9 @@ import numpy as np
 import pytest
 
 from cubroker.client import Broker, Pool
+from cubroker.client.signals import Made
+from cubroker.driver import DriverError
+from cubroker.driver import Event as DriverEvent
 from cubroker.protocol import CubrokerError, Layout
 from cubroker.protocol.errors import (
     DeviceFailure,
@@ -23,7 +26,8 @@ from cubroker.protocol.errors import (
     TimedOut,
     Unavailable,
 )
-from tests.brokers import BrokerProcess, eventually
+from cubroker.protocol.messages import Done
+from tests.brokers import BrokerProcess, eventually, serving
 from tests.client.conftest import LAYOUT, leases, publish
 from tests.client.scripts import start
 from tests.server.processes import descriptors
@@ -298,7 +302,7 @@ def test_numbers_that_make_no_sense_are_refused(pool: Pool) -> None:
     with pool.event("ready") as event:
         for wrong in ({"after": -1}, {"after": 1 << 60}, {"timeout": -1.0}, {"timeout": float("nan")}):
             with pytest.raises(Invalid, match="neither can be"):
-                event.wait(**wrong)  # type: ignore[arg-type]
+                event.wait(**wrong)
         with pytest.raises(DeviceFailure, match="recording event 'ready'"):
             event.record(12345)
         assert event.record() == 1, "what failed was not told"
@@ -430,3 +434,59 @@ def test_threads_share_an_event(pool: Pool) -> None:
             thread.join()
         assert sorted(found) == list(range(1, 121))
         assert event.wait() == 120
+
+
+def test_a_thread_waits_for_the_work_itself_within_its_time_limit(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work on host devices is always done, so its end is played here."""
+    looks = iter([False] * 20 + [True])
+    with pool.event("ready") as event, monkeypatch.context() as patch:
+        assert event.record() == 1
+        patch.setattr(DriverEvent, "done", lambda event: next(looks))
+        assert event.wait(timeout=60) == 1
+        assert next(looks, None) is None
+        patch.setattr(DriverEvent, "done", lambda event: False)
+        with pytest.raises(TimedOut, match="was recorded, generation 1, but the work before is not done"):
+            event.wait(after=0, timeout=0.02)
+
+
+def test_an_event_that_the_driver_does_not_close_ends_all_the_same(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(event: DriverEvent) -> None:
+        raise DriverError("cuEventDestroy", 999, "CUDA_ERROR_UNKNOWN", "played")
+
+    with monkeypatch.context() as patch, pool.event("ready"):
+        patch.setattr(DriverEvent, "close", fail)
+        pool.event("other").close()
+    assert "closing event 'other'" in caplog.text
+    assert "it is given back when this process ends" in caplog.text
+    pool.event("other").close()
+
+
+def test_an_event_that_nobody_waits_for_any_more_is_not_made(client: Broker, pool: Pool) -> None:
+    session = client._session
+    unwanted = Made(session, pool.context, "event 'never'", pool.lease, "never")
+    unwanted.abandon(Unavailable("nobody waits"))
+    unwanted.begin()
+    with pytest.raises(NotFound, match="it has none"):
+        pool.open_event("never")
+    strange = Made(session, pool.context, "event 'strange'", pool.lease, "strange")
+    future = strange.future
+    assert future is not None
+    strange._shared(Done())
+    with pytest.raises(Unavailable, match="answered the request ShareEvent with Done"):
+        future.result(60)
+
+
+def test_an_event_is_closed_though_the_broker_is_silent(name: str) -> None:
+    with serving() as process, Broker(process.directory, timeout=0.5) as broker:
+        scratch(broker, name)
+        with broker.attach(name) as pool:
+            event = pool.event("ready")
+            os.kill(process.pid, signal.SIGSTOP)
+            try:
+                with pytest.raises(TimedOut, match="has not confirmed the end of event 'ready'"):
+                    event.close()
+                assert event.closed
+            finally:
+                os.kill(process.pid, signal.SIGCONT)

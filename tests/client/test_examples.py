@@ -47,6 +47,14 @@ def test_torch_tensors_outlive_the_pool(lender: BrokerProcess, client: Broker, n
     assert f"{name}@1: {len(tensors)} tensors attached in" in said(started(lender, "torch_worker.py", name))
 
 
+def test_scratch_memory_is_handed_over_and_back(lender: BrokerProcess, client: Broker) -> None:
+    produces, consumes = started(lender, "hand_over.py", "produce"), started(lender, "hand_over.py", "consume")
+    assert said(produces) == ""
+    *rounds, end = said(consumes).splitlines()
+    assert rounds == [f"generation {number}: mean {number}.0" for number in range(1, 6)]
+    assert "event 'full' of examples/scratch@1 ended at generation 5: session" in end
+
+
 def test_versions_are_followed_to_the_end(lender: BrokerProcess, client: Broker, name: str, tmp_path: Path) -> None:
     path = checkpoints.write(tmp_path / "m.safetensors", checkpoints.filled([("x", "U8", (1,))]))
     follower = started(lender, "follow_versions.py", name)

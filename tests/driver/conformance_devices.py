@@ -255,6 +255,22 @@ def test_processes_share_an_event(context: Context, neighbour: Neighbour) -> Non
     neighbour.ask("close_event", theirs)
 
 
+def test_an_event_is_recorded_and_waited_for_in_streams_by_handle(context: Context, neighbour: Neighbour) -> None:
+    theirs = neighbour.ask("make_event")
+    handle = neighbour.ask("export_event", theirs)
+    with context.open_event(handle) as event, context.event() as own, context.stream() as stream:
+        neighbour.ask("record", theirs)
+        event.hold(stream.handle)
+        event.hold(0)
+        own.record(stream.handle)
+        stream.synchronize()
+        assert own.done()
+        own.record()
+        context.synchronize()
+        assert own.done()
+    neighbour.ask("close_event", theirs)
+
+
 def test_an_event_opens_on_another_device_too(pair: Pair, neighbour: Neighbour) -> None:
     near, far = pair
     with near.event(shared=True) as event, near.stream() as stream:

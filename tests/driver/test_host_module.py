@@ -165,6 +165,9 @@ def test_streams_and_events_are_known_until_destroyed(current: HostModule) -> No
     current.cuStreamDestroy(stream)
     assert current.cuEventRecord(event, stream) == (Result.CUDA_ERROR_INVALID_HANDLE,)
     assert current.cuStreamSynchronize(stream) == (Result.CUDA_ERROR_INVALID_HANDLE,)
+    default = cuda.CUstream(0)  # it is always there, and nobody's to destroy
+    assert current.cuEventRecord(event, default) == current.cuStreamSynchronize(default) == (Result.CUDA_SUCCESS,)
+    assert current.cuStreamDestroy(default) == (Result.CUDA_ERROR_INVALID_HANDLE,)
     current.cuEventDestroy(event)
     assert current.cuEventSynchronize(event) == (Result.CUDA_ERROR_INVALID_HANDLE,)
 

@@ -41,7 +41,7 @@ class World:
         self.ledger = Ledger(DEVICES, 0, LIMITS)
         self.requests = Requests(self.ask, self.take)
         self.guests: dict[int, Guest] = {}
-        self.submitted: deque[e.Allocate | e.Free] = deque()
+        self.submitted: deque[e.Allocate | e.Free | e.Assemble | e.Dissolve] = deque()
         self.timers: dict[int, float] = {}
         for number, secret in enumerate(SECRETS, 1):
             self.guests[number] = guest = Guest(number, secret)
@@ -61,7 +61,7 @@ class World:
             match effect:
                 case e.Respond(session, request, body):
                     self.requests.respond(self.guests[session], request, body)  # type: ignore[arg-type]
-                case e.Allocate() | e.Free():
+                case e.Allocate() | e.Free() | e.Assemble() | e.Dissolve():
                     self.submitted.append(effect)
                 case e.SetTimer(timer, seconds):
                     self.timers[timer] = seconds
@@ -89,9 +89,14 @@ class World:
             self.requests.receive([rest[:1], rest])
         self.requests.flush()
 
-    def device(self, request: e.Allocate | e.Free, *, failed: bool) -> None:
+    def device(self, request: e.Allocate | e.Free | e.Assemble | e.Dissolve, *, failed: bool) -> None:
         if isinstance(request, e.Free):
             self.tell(e.Freed(request.ticket))
+        elif isinstance(request, e.Dissolve):
+            self.tell(e.Dissolved(request.team))
+        elif isinstance(request, e.Assemble):
+            made = e.Assembled(request.team, "multicast", "it works", request.sizes)
+            self.tell(e.Assembled(request.team, "copies", "no slots left") if failed else made)
         elif failed:
             self.tell(e.NotAllocated(request.ticket, "out_of_memory", "no"))
         else:

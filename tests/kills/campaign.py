@@ -15,11 +15,11 @@ from cubroker.client import Broker, Draft
 from cubroker.protocol import Layout
 from cubroker.protocol.errors import NotFound
 from tests.brokers import PATIENCE, BrokerProcess, eventually, serving
-from tests.kills.content import BOTH, SHARES, Form, check, fill
+from tests.kills.content import BOTH, SHARES, TEAM, Form, check, fill
 from tests.kills.judge import settles
 from tests.kills.nursery import Nursery, Worker
 from tests.kills.points import Point
-from tests.kills.scenes import IN_LINE
+from tests.kills.scenes import ANSWER, IN_LINE, SCRATCH
 from tests.server.processes import descriptors, gateway_of
 
 DEVICES = "host:2@32MiB"
@@ -75,8 +75,8 @@ class Campaign:
 
     def begin_counting(self) -> None:
         """Note what there is of bytes and descriptors, once all is open that is opened once and kept."""
-        for share in SHARES:
-            Form(share, BOTH).create(self.judge, "first").close()
+        for form in (*(Form(share, BOTH) for share in SHARES), TEAM):
+            form.create(self.judge, "first").close()
         settles(self.judge, self._pids())
         self._books = self._allocated()
         self._files = self._descriptors()
@@ -91,6 +91,9 @@ class Campaign:
         with ExitStack() as stack:
             if point.obstacle == "room":
                 stack.enter_context(self.judge.create("ballast", BALLAST, devices=(1,)))
+            if point.scene in SCRATCH:
+                pool = stack.enter_context(self.judge.attach(name))
+                stack.enter_context(pool.event(ANSWER)).record()
             self._play(point, name, self._obstruct(point, name))
         self._check_current(name)
         self._settle()
@@ -118,7 +121,7 @@ class Campaign:
     def _successor(self, point: Point, name: str) -> Worker:
         """Start the next writer, who stands behind the victim in whatever line that stands in, with the other kind."""
         room = point.obstacle == "room"  # elsewhere it would wait behind the victim's name, and not for room
-        (share,) = set(SHARES) - {point.share}
+        share = "vmm" if point.share == "ipc" else "ipc"
         args = (f"{name}-next", share, 1, False) if room else (name, share, 0, point.form.sharded)
         successor = self.nursery.worker(f"{SCENES}:succeed", str(self.process.directory), *args)
         try:

@@ -20,16 +20,25 @@ PLAN = {"first": 0, "second": 1}
 
 @dataclass(frozen=True)
 class Form:
-    """How a pool is shared and where it lies; if ``sharded``, by :data:`PLAN`."""
+    """How a pool is shared and where it lies; if ``sharded``, by :data:`PLAN`; and whether its readers may write it."""
 
     share: str = "ipc"
     devices: tuple[int, ...] = (0,)
     sharded: bool = False
+    writable: bool = False
 
     def create(self, broker: Broker, name: str, wait: float = 0.0) -> Draft:
         """Open a draft of such a pool."""
         plan = PLAN if self.sharded else None
-        return broker.create(name, LAYOUT, devices=self.devices, share=self.share, wait=wait, plan=plan)
+        return broker.create(
+            name,
+            LAYOUT,
+            devices=self.devices,
+            plan=plan,
+            share=self.share,
+            writable=self.writable,
+            wait=wait,
+        )
 
     def publish(self, broker: Broker, name: str) -> int:
         """Publish a version of such a pool, and return its number."""
@@ -44,7 +53,10 @@ FORMS = tuple(
     for share in SHARES
     for devices, sharded in (((0,), False), (BOTH, False), (BOTH, True))
 )
-"""All that there are with two devices: on one, on both, and spread over both."""
+"""On one device, on both, and spread over both."""
+
+TEAM = Form("multicast", BOTH, writable=True)
+"""On both, and whoever has a lease stores to both at once."""
 
 
 def content(pool: str, version: int, tensor: str) -> bytes:

@@ -13,7 +13,8 @@ Labels of the greeting: ``connecting``, ``connected``, ``greeted``, ``welcomed``
 anything is read from the session socket, ``heard Descriptors`` when they were read, ``delivered Descriptors`` when
 whoever waits for them has them, or they are kept for him. Of the driver, counted from 1: ``opening n``, ``opened n``;
 ``reserving n``, ``reserved n``, ``mapping n``, ``mapped n``; ``unmapping n``, ``unmapped n``, whichever way it was
-mapped; ``freeing n``, ``freed n`` of reserved addresses; ``writing`` and ``reading`` half-way through a copy.
+mapped; ``freeing n``, ``freed n`` of reserved addresses; ``opening window n``, ``opened window n`` of those that are
+reserved for multicast objects; ``writing`` and ``reading`` half-way through a copy.
 """
 
 from __future__ import annotations
@@ -159,6 +160,7 @@ def _mappings(reach: Reach) -> None:
     _replace(Context, "open", counted("opening", "opened"))
     _replace(Context, "close", counted("unmapping", "unmapped"))
     _replace(Context, "reserve", counted("reserving", "reserved"))
+    _replace(Context, "window", counted("opening window", "opened window"))
     _replace(Reservation, "map", counted("mapping", "mapped"))
     _replace(Reservation, "unmap", counted("unmapping", "unmapped"))
     _replace(Reservation, "close", counted("freeing", "freed"))

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from tests.kills.content import BOTH, SHARES, Form
-from tests.kills.scenes import IN_LINE, SHARDED
+from tests.kills.content import BOTH, SHARES, TEAM, Form
+from tests.kills.scenes import IN_LINE, SCRATCH, SHARDED
 
 Obstacle = Literal["", "turn", "room", "publication", "failure"]
 """A draft of the judge's: on the worker's pool, closed (``turn``, ``failure``) or sealed (``publication``) to let the
@@ -34,7 +34,11 @@ class Point:
     @property
     def form(self) -> Form:
         """What the judge publishes for the scene, and the next writer in line after it."""
-        return Form(self.share, BOTH, sharded=True) if self.scene in SHARDED else Form(self.share)
+        if self.share == "multicast":
+            return TEAM
+        if self.scene in SHARDED:
+            return Form(self.share, BOTH, sharded=True)
+        return Form(self.share, writable=self.scene in SCRATCH)
 
     @property
     def granted(self) -> bool:
@@ -118,6 +122,8 @@ def labels(share: str) -> dict[tuple[str, Obstacle], Labels]:
         ("await_either", "publication"): (IN_LINE, *draft, "holding"),
         ("await_either", "failure"): (IN_LINE, *draft, *WRITING),
         ("retire", ""): (*message("Retire"), "holding"),
+        ("produce", ""): (*message("ShareEvent"), "writing", *message("Recorded"), "recorded", *message("DropEvent")),
+        ("consume", ""): (*message("OpenEvent"), *message("AwaitEvent"), "reading", "waiting", "unmapping 1"),
     }
 
 
@@ -129,6 +135,11 @@ LABELS: dict[tuple[str, Obstacle, str], Labels] = {
     ("wake", "", "vmm"): (*message("Attach"), *HANDED_OVER, "mapping 3", "mapping 4", "mapped 4", "awake", "reading"),
 }
 
+TEAM_MAPPED = (*HANDED_OVER, *counted(2, "opening window"), "opened window 2", "broadcasting", "broadcast")
+LABELS |= {
+    ("broadcast", "", "multicast"): (*TEAM_MAPPED, *unmapping("multicast", 4), "closed"),
+    ("write_team", "", "multicast"): (*message("Create"), *TEAM_MAPPED, *unmapping("multicast", 8), "sealed"),
+}
 POINTS = tuple(
     Point(scene, label, obstacle, share) for (scene, obstacle, share), labels in LABELS.items() for label in labels
 )

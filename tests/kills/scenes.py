@@ -9,9 +9,10 @@ from threading import Event, Thread
 
 from cubroker.client import Broker, Draft, Pool
 from cubroker.protocol.errors import Exists, NotFound, OverBudget, Retired, TimedOut, Unavailable
+from cubroker.protocol.messages import AwaitEvent
 from tests.brokers import eventually
 from tests.kills import hooks
-from tests.kills.content import BOTH, FORMS, LAYOUT, Form, check, fill
+from tests.kills.content import BOTH, FORMS, LAYOUT, TEAM, Form, check, content, fill
 from tests.kills.nursery import Line
 
 WAIT = 3600.0
@@ -21,6 +22,11 @@ IN_LINE = "in line"
 
 SHARDED = ("read_shards", "write_shards")
 """Scenes of pools that are spread over both devices."""
+
+SCRATCH = ("produce", "consume")
+"""Scenes of pools that readers may write, and tell each other of by events; the judge has made :data:`ANSWER`."""
+
+FULL, ANSWER = "full", "answer"
 
 
 class Stage:
@@ -179,6 +185,38 @@ def retire(stage: Stage) -> None:
         stage.reach("holding")
 
 
+def produce(stage: Stage) -> None:
+    with stage.broker() as broker, broker.attach(stage.name, device=0) as pool:
+        with pool.event(FULL) as full:
+            pool["first"].copy_from(content(pool.name, pool.version, "first"))
+            full.record()
+            stage.reach("recorded")
+        stage.reach("dropped")
+
+
+def consume(stage: Stage) -> None:
+    with stage.broker() as broker, broker.attach(stage.name, device=0) as pool, pool.open_event(ANSWER) as answer:
+        answer.wait()
+        check(pool)
+        broker.requests.submit(AwaitEvent(pool.lease, answer._number, 1, WAIT))
+        broker.devices()  # requests are taken in order: the broker has the one before
+        stage.reach("waiting")
+
+
+def broadcast(stage: Stage) -> None:
+    with stage.broker() as broker:
+        with broker.attach(stage.name, device=0) as pool:
+            _broadcast(stage, pool)
+        stage.reach("closed")
+
+
+def write_team(stage: Stage) -> None:
+    with stage.broker() as broker, TEAM.create(broker, stage.name) as draft:
+        _broadcast(stage, draft)
+        draft.seal()
+        stage.reach("sealed")
+
+
 SCENES: dict[str, Callable[[Stage], None]] = {
     scene.__name__: scene
     for scene in (
@@ -197,6 +235,10 @@ SCENES: dict[str, Callable[[Stage], None]] = {
         give_up,
         watch,
         retire,
+        produce,
+        consume,
+        broadcast,
+        write_team,
     )
 }
 
@@ -208,6 +250,14 @@ def _finish(stage: Stage, pool: Pool | Draft) -> None:
         else:
             check(pool)
             stage.reach("holding")
+
+
+def _broadcast(stage: Stage, pool: Pool) -> None:
+    stage.reach("broadcasting")
+    for name in pool:
+        pool.broadcast(content(pool.name, pool.version, name), name)
+    stage.reach("broadcast")
+    check(pool)
 
 
 def _publish(stage: Stage, draft: Draft) -> None:
@@ -291,7 +341,7 @@ def _do_something(chance: random.Random, broker: Broker, name: str, held: list[P
         if chance.random() < 0.2:
             broker.retire(name)
     else:
-        form = chance.choice(FORMS)
+        form = chance.choice((*FORMS, TEAM))
         either = deed == "either"
         _write(chance, _either(broker, name, form.share, wait) if either else form.create(broker, name, wait))
 

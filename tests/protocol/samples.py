@@ -9,8 +9,12 @@ from cubroker.protocol import messages as m
 
 SECRET = bytes(range(16))
 LAYOUT = Layout.pack([("model.norm.weight", "BF16", (64,)), ("scalar", "F32", ()), ("none", "U8", (0,))], slab=256)
-INFO = m.PoolInfo("llama", 3, "current", 1024, 3, "ipc", ("GPU-a", "GPU-b"), False, 2, 1000, 100, 0o640, False, True)
-SHARDED = m.PoolInfo("moe", 1, "draft", 1024, 3, "vmm", ("GPU-a", "GPU-b"), False, 1, 1000, 100, 0o640, True, False)
+INFO = m.PoolInfo(
+    "llama", 3, "current", 1024, 3, "ipc", ("GPU-a", "GPU-b"), False, 2, 1000, 100, 0o640, False, True, "", ""
+)
+SHARDED = m.PoolInfo(
+    "moe", 1, "draft", 1024, 3, "vmm", ("GPU-a", "GPU-b"), False, 1, 1000, 100, 0o640, True, False, "", ""
+)
 HANDLES = (bytes(64), b"h" * 64)
 SHARDS = (m.Replica("GPU-a", (m.DESCRIPTOR, b"")), m.Replica("GPU-b", (b"", m.DESCRIPTOR)))
 
@@ -54,6 +58,7 @@ REQUESTS = (
 REPLIES = (
     m.Attached(5, "llama", 3, "ipc", LAYOUT.encode(), (m.Replica("GPU-a", HANDLES),)),
     m.Attached(5, "llama", 3, "vmm", LAYOUT.encode(), SHARDS, True),
+    m.Attached(5, "llama", 3, "multicast", LAYOUT.encode(), SHARDS, True, m.Team("multicast", "it works", (4, 2))),
     m.Created(6, "llama", 4, "ipc", (m.Replica("GPU-a", HANDLES), m.Replica("GPU-b", ()))),
     m.Sealed(4),
     m.Done(),

@@ -27,6 +27,7 @@ from cubroker.protocol.messages import (
 )
 from cubroker.server import batches
 from cubroker.server.answers import Frame
+from cubroker.server.assembly import Assembly
 from cubroker.server.broker import Broker
 from cubroker.server.devices import DeviceMemory
 from cubroker.server.events import (
@@ -143,7 +144,7 @@ class Stage:
         self.sent: list[list[bytes]] = []
         self.memory = Memory()
         memory = {"device": cast(DeviceMemory, self.memory)}
-        self.broker = Broker(cast(Ledger, Mistaken()), memory, "host:1", self._send)
+        self.broker = Broker(cast(Ledger, Mistaken()), memory, cast(Assembly, None), "host:1", self._send)
         self.broker.admit(ours, Peer(os.getpid(), 0, 0, os.pidfd_open(os.getpid())), 1)
         welcome = wire.unpack(self.client.recv(1000), Greeting)
         assert isinstance(welcome, Welcome)

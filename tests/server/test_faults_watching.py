@@ -9,12 +9,13 @@ import signal
 import socket
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from cubroker.protocol.messages import Refused, Welcome
 from cubroker.server import greeting
+from cubroker.server.assembly import Assembly
 from cubroker.server.broker import Broker
 from cubroker.server.greeting import Door
 from cubroker.server.ledger import Budget, Ledger
@@ -34,7 +35,9 @@ Patch = pytest.MonkeyPatch
 def test_a_process_that_cannot_be_watched_gets_no_session(monkeypatch: Patch, at: int) -> None:
     async def test() -> None:
         before = descriptors(os.getpid())
-        broker = Broker(Ledger([Budget(0, "HOST-0", "device", 1, 1)], 0), {}, "host:1", lambda batch: None)
+        broker = Broker(
+            Ledger([Budget(0, "HOST-0", "device", 1, 1)], 0), {}, cast(Assembly, None), "host:1", lambda batch: None
+        )
         for expected in (Refused, Welcome):
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             ours.setblocking(False)

@@ -356,8 +356,7 @@ def test_who_may_not_write_is_refused_when_its_turn_comes_and_the_next_is_served
     ("name", "sizes", "options", "code", "words"),
     [
         ("a name", (1,), {}, "invalid", "cannot name a pool"),
-        ("a", (1,), {"share": "multicast"}, "unsupported", "share kind multicast is not built yet; use ipc or vmm"),
-        ("a", (1,), {"share": "wish"}, "invalid", "unknown share kind 'wish'; use ipc or vmm"),
+        ("a", (1,), {"share": "wish"}, "invalid", "unknown share kind 'wish'; use ipc or vmm or multicast"),
         ("a", (1,), {"plan": (0, 0)}, "invalid", "the plan of a places 2 allocations, and its layout has 1"),
         ("a", (1,), {"plan": (1,)}, "invalid", "the plan of a names device 1 of 1; they are counted from 0"),
         (

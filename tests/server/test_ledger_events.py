@@ -57,7 +57,9 @@ def waits(session: int, request: int, event: int, after: int = 0, wait: float = 
 
 def test_a_writable_version_says_so_from_its_draft_on(story: Story) -> None:
     story >> asks(READER, 4, m.ListPools())
-    info = m.PoolInfo("a", 1, "current", MIB, 0, "ipc", ("GPU-0",), False, 3, ALICE, 100, 0o644, False, writable=True)
+    info = m.PoolInfo(
+        "a", 1, "current", MIB, 0, "ipc", ("GPU-0",), False, 3, ALICE, 100, 0o644, False, writable=True, how="", why=""
+    )
     story << answer(READER, 4, m.Pools((info,)))
     story.end()
 
@@ -180,7 +182,8 @@ def test_events_are_made_and_opened_on_published_writable_versions_alone(story: 
 
 def test_an_event_is_recorded_and_dropped_by_its_maker_alone_and_awaited_where_it_belongs(story: Story) -> None:
     story.quietly(share(MAKER, 10))
-    for request, body in enumerate((m.Recorded(1), m.DropEvent(1), m.Recorded(9)), 11):
+    bodies: tuple[m.Request, ...] = (m.Recorded(1), m.DropEvent(1), m.Recorded(9))
+    for request, body in enumerate(bodies, 11):
         story >> asks(READER, request, body) << refused(READER, request, "not_found", "this session has no event")
     story.quietly(creates(OTHER, 20, "b", MIB, writable=True), e.Allocated(2, (handle(2),)), asks(OTHER, 21, m.Seal(5)))
     story.quietly(asks(OTHER, 22, m.Attach("b", 0, None, 0.0)))

@@ -303,6 +303,10 @@ def test_memory_that_readers_are_handed_takes_one_more_descriptor_for_each_alloc
     story << refused(2, 1, "over_quota", "takes 2 of the broker's descriptors, and user 1001 has 8 of a quota of 9")
     story.quietly(creates(2, 2, "b", MIB, devices=("GPU-1",), share="vmm"))
     assert story.ledger.admit(ALICE) is not None
+    story.quietly(asks(1, 3, m.Cancel(2)), e.NotAllocated(1, "device", "no"), e.NotAllocated(2, "device", "no"))
+    # Of the 9 are 5 now taken; two replicas that are bound together take 2 on a GPU and 5 on an emulated device.
+    story >> creates(1, 4, "a", MIB, devices=both, share="multicast")
+    story << refused(1, 4, "over_quota", "takes 7 of the broker's descriptors, and user 1001 has 5 of a quota of 9")
     story.end()
 
 

@@ -153,8 +153,12 @@ def test_pools_clients_and_devices_are_listed(story: Story) -> None:
     story >> creates(2, 1, "b", 3 * MIB, devices=("GPU-0", "GPU-1"))
     story << e.Allocate(2, "GPU-0", (4 * MIB,), "ipc")
     story << e.Allocate(3, "GPU-1", (4 * MIB,), "ipc")
-    published = m.PoolInfo("a", 1, "current", MIB, 0, "ipc", ("GPU-0",), False, 0, ALICE, 100, 0o644, False, False)
-    draft = m.PoolInfo("b", 1, "draft", 3 * MIB, 0, "ipc", ("GPU-0", "GPU-1"), False, 0, BOB, 100, 0o644, False, False)
+    published = m.PoolInfo(
+        "a", 1, "current", MIB, 0, "ipc", ("GPU-0",), False, 0, ALICE, 100, 0o644, False, False, "", ""
+    )
+    draft = m.PoolInfo(
+        "b", 1, "draft", 3 * MIB, 0, "ipc", ("GPU-0", "GPU-1"), False, 0, BOB, 100, 0o644, False, False, "", ""
+    )
     story >> asks(1, 1, m.ListPools())
     story << answer(1, 1, m.Pools((published, draft)))
     story >> e.Allocated(2, (handle(2),))
@@ -172,7 +176,7 @@ def test_pools_clients_and_devices_are_listed(story: Story) -> None:
 
 
 def test_a_version_is_described_by_number_or_as_the_current_one(story: Story) -> None:
-    info = m.PoolInfo("a", 1, "current", MIB, 0, "ipc", ("GPU-0",), False, 0, ALICE, 100, 0o644, False, False)
+    info = m.PoolInfo("a", 1, "current", MIB, 0, "ipc", ("GPU-0",), False, 0, ALICE, 100, 0o644, False, False, "", "")
     story >> asks(2, 1, m.Describe("a", 0))
     story << answer(2, 1, m.Description(info, layout(MIB).encode()))
     story >> asks(2, 2, m.Describe("a", 1))
@@ -191,7 +195,7 @@ def test_a_version_is_described_by_number_or_as_the_current_one(story: Story) ->
     story >> asks(2, 7, m.Describe("b", 0))
     story << refused(2, 7, "not_found", "b has no current version: b@1 is being written by session 2")
     story >> asks(2, 8, m.Describe("b", 1))
-    draft = m.PoolInfo("b", 1, "draft", MIB, 0, "ipc", ("GPU-0",), False, 0, BOB, 100, 0o644, False, False)
+    draft = m.PoolInfo("b", 1, "draft", MIB, 0, "ipc", ("GPU-0",), False, 0, BOB, 100, 0o644, False, False, "", "")
     story << answer(2, 8, m.Description(draft, layout(MIB).encode()))
 
 

@@ -9,7 +9,7 @@ from cubroker.server import events as e
 from cubroker.server.ledger import Budget, Ledger, Limits
 from cubroker.server.policy import Policy
 from tests.simulation.model import Model
-from tests.simulation.records import Block, Expected
+from tests.simulation.records import Block, Expected, Team
 
 
 class Pair:
@@ -20,7 +20,9 @@ class Pair:
         self.model = Model(devices, uid, limits, policy)
         self.under_way: list[Block] = []  # asked for and not reported
         self.to_free: list[Block] = []  # to be freed and not reported
-        self.handed: dict[tuple[int, int], set[int]] = {}  # tickets whose descriptors a session may still be sent
+        self.to_assemble: list[Team] = []  # asked for and not reported
+        self.to_dissolve: list[Team] = []
+        self.handed: dict[tuple[int, int], set[int]] = {}  # tickets and teams whose descriptors a session may be sent
 
     def admits(self, uid: int) -> bool:
         """Whether a user may open one more session, by both."""
@@ -41,6 +43,7 @@ class Pair:
         assert forgotten == expected.forgotten
         _check_order(effects)
         self._memory(expected, effects)
+        self._teams(expected, effects)
         self._descriptors(expected, effects)
         self._timers(expected, effects)
 
@@ -79,24 +82,40 @@ class Pair:
         assert sorted(frees) == sorted((block.ticket, block.device) for block in expected.frees)
         self.to_free += expected.frees
 
+    def _teams(self, expected: Expected, effects: list[e.Effect]) -> None:
+        assembles = [effect for effect in effects if isinstance(effect, e.Assemble)]
+        assert len(assembles) == len(expected.assembled)
+        for effect, team in zip(assembles, expected.assembled, strict=True):
+            blocks = self.model.in_order(team.version)
+            assert effect.members == tuple((block.device, block.ticket) for block in blocks)
+            assert {effect.sizes} == {block.sizes for block in blocks}
+            assert effect.team not in [block.ticket for block in self.model.blocks]
+            team.id = effect.team
+            self.to_assemble.append(team)
+        dissolved = [effect.team for effect in effects if isinstance(effect, e.Dissolve)]
+        assert sorted(dissolved) == sorted(team.id for team in expected.dissolved)
+        self.to_dissolve += expected.dissolved
+        bound = [block for team in self.model.teams for block in self.model.blocks if block.version is team.version]
+        assert not [block for block in bound if block in self.to_free], "memory is freed that is still bound"
+
     def _descriptors(self, expected: Expected, effects: list[e.Effect]) -> None:
         """What is handed over comes before the answer, and stays until it is withdrawn."""
         handed = [effect for effect in effects if isinstance(effect, e.HandOver)]
-        assert sorted((effect.session, effect.lease, effect.allocations) for effect in handed) == sorted(
-            (lease.session.id, lease.id, tuple((block.device, block.ticket) for block in blocks))
-            for lease, blocks in expected.handed
+        assert sorted((effect.session, effect.lease, effect.allocations, effect.team) for effect in handed) == sorted(
+            (lease.session.id, lease.id, tuple((b.device, b.ticket) for b in blocks), team.id if team else 0)
+            for lease, blocks, team in expected.handed
         )
         withdrawn = [(effect.session, effect.lease) for effect in effects if isinstance(effect, e.Withdraw)]
         assert sorted(withdrawn) == sorted(expected.withdrawn)
         for effect in effects:
             match effect:
-                case e.HandOver(session, lease, allocations):
-                    self.handed[session, lease] = {ticket for _, ticket in allocations}
+                case e.HandOver(session, lease, allocations, team):
+                    self.handed[session, lease] = {ticket for _, ticket in allocations} | {team}
                 case e.Withdraw(session, lease):
                     del self.handed[session, lease]
-                case e.Respond(session, _, m.Attached() | m.Created() as body) if body.share == "vmm":
+                case e.Respond(session, _, m.Attached() | m.Created() as body) if body.share != "ipc":
                     assert (session, body.lease) in self.handed
-                case e.Free(ticket):
+                case e.Free(ticket) | e.Dissolve(ticket):
                     assert not any(ticket in tickets for tickets in self.handed.values())
 
     def _timers(self, expected: Expected, effects: list[e.Effect]) -> None:

@@ -6,7 +6,7 @@ from cubroker.protocol import messages as m
 from cubroker.protocol.layout import Layout
 from cubroker.server.ledger import Budget, Limits
 from cubroker.server.policy import Policy, Quota
-from tests.simulation.records import Block, Lease, Request, Session, Signal, Version
+from tests.simulation.records import Block, Lease, Request, Session, Signal, Team, Version
 
 
 class Facts:
@@ -17,6 +17,7 @@ class Facts:
         self.sessions: list[Session] = []
         self.versions: list[Version] = []
         self.blocks: list[Block] = []
+        self.teams: list[Team] = []
         self.leases: list[Lease] = []
         self.signals: list[Signal] = []
         self.requests: list[Request] = []  # in order of arrival
@@ -43,6 +44,18 @@ class Facts:
 
     def blocks_of(self, version: Version) -> list[Block]:
         return [block for block in self.blocks if block.version is version and block.state in ("wanted", "held")]
+
+    def team_of(self, version: Version) -> Team | None:
+        return next((team for team in self.teams if team.version is version), None)
+
+    def told(self, version: Version) -> m.Team | None:
+        """How a version's replicas are written at once, as everybody may know it."""
+        if version.body.share != "multicast":
+            return None
+        team = self.team_of(version)
+        if len(version.body.devices) == 1:
+            return m.Team("copies", "it is on one device, so there is nothing to bind together")
+        return m.Team(team.how, team.why) if team else None
 
     def holds(self, version: Version) -> int:
         return sum(lease.version is version for lease in self.leases)
@@ -106,8 +119,9 @@ class Facts:
         return sum(self.pieces(uuid, body.share) * len(self.sizes(body, layout, uuid)) for uuid in body.devices)
 
     def pieces(self, uuid: str, share: str) -> int:
-        """Descriptors that one allocation takes: one on an emulated device, and one that readers are handed."""
-        return next(device.descriptors for device in self.devices if device.uuid == uuid) + (share == "vmm")
+        """Descriptors that one allocation takes."""
+        emulated = next(device.descriptors for device in self.devices if device.uuid == uuid)
+        return {"ipc": (0, 1), "vmm": (1, 2), "multicast": (2, 5)}[share][emulated]
 
     def total(self, request: Request) -> int:
         """Bytes that a create takes on all its devices."""
@@ -139,6 +153,7 @@ class Facts:
     def info(self, version: Version) -> m.PoolInfo:
         body, layout = version.body, version.layout
         state = "draft" if version.state == "allocating" else version.state
+        told = self.told(version)
         nbytes, tensors, leases = sum(layout.allocations), len(layout.tensors), self.holds(version)
         return m.PoolInfo(
             version.name,
@@ -155,6 +170,8 @@ class Facts:
             self.modes[version.name],
             body.plan is not None,
             body.writable,
+            told.how if told else "",
+            told.why if told else "",
         )
 
     def client(self, asking: Session, session: Session) -> m.ClientInfo:

@@ -44,7 +44,8 @@ DEVICE_SETS = (
     (("GPU-1", "GPU-0"), ("GPU-0", "GPU-0"), ("GPU-9",)),
 )
 LAYOUTS = (((1,), (2 * MIB,), (3 * MIB, 256), (4 * MIB,), (8 * MIB,)), ((6 * MIB, 6 * MIB), (13 * MIB,), ()))
-SHARES = (("ipc", "vmm"), ("multicast", "wish"))
+SHARES = (("ipc", "vmm", "multicast"), ("wish",))
+SHARD_SHARES = (("ipc", "vmm"), ("multicast", "wish"))
 PEERS: tuple[tuple[tuple[str, ...], ...], ...] = (
     ((), (), (), ("GPU-1",), ("GPU-0",), ("GPU-0", "GPU-1")),
     (("GPU-9",), ("GPU-9", "GPU-0"), ("GPU-1", "GPU-9")),
@@ -83,6 +84,8 @@ WEIGHTS = {
     "allocated": 40,
     "failed": 3,
     "freed": 24,
+    "assembled": 30,
+    "dissolved": 24,
     "elapsed": 3,
     "again": 1,
 }
@@ -186,7 +189,7 @@ class Play:
         """Create a pool whose allocations are spread over devices by a plan."""
         (sizes, places), devices = choose(SHARDS, plan), choose(SHARD_SETS, on)
         made, encoded = layout(sizes)
-        kind, device = choose(SHARES, share), choose(OR_ATTACH, attach)
+        kind, device = choose(SHARD_SHARES, share), choose(OR_ATTACH, attach)
         head = choose(NAMES, name), encoded, devices, kind, choose(WAITS, wait), device
         body = m.Create(*head, None, places, _writable(share))
         self.ask(self.user(session), body, made)
@@ -310,6 +313,23 @@ class Play:
                 self.pair.under_way.remove(block)
             self.tell(e.Freed(block.ticket))
 
+    def assembled(self, number: int, how: int, *_: int) -> None:
+        if self.pair.to_assemble:
+            team = self.pair.to_assemble.pop(number % len(self.pair.to_assemble))
+            if how % 3:
+                sizes = tuple(2 * size for block in self.pair.model.in_order(team.version)[:1] for size in block.sizes)
+                self.tell(e.Assembled(team.id, "multicast", "it works", sizes, tuple(range(len(sizes)))))
+            else:
+                self.tell(e.Assembled(team.id, "copies", "no slots left"))
+
+    def dissolved(self, number: int, *_: int) -> None:
+        """Report the end of a team: in any order, also before it was reported to be assembled, which then never is."""
+        if self.pair.to_dissolve:
+            team = self.pair.to_dissolve.pop(number % len(self.pair.to_dissolve))
+            if team in self.pair.to_assemble:
+                self.pair.to_assemble.remove(team)
+            self.tell(e.Dissolved(team.id))
+
     def elapsed(self, number: int, *_: int) -> None:
         timed = [request for request in self.pair.model.requests if request.timed]
         if timed:
@@ -323,11 +343,21 @@ class Play:
             self.tell(e.Gone(session))
         for version in list(self.pair.model.versions):
             self.ask(OBSERVER, m.Retire(version.name, version.number))
+        while self.pair.to_dissolve:
+            self.dissolved(0)
         while self.pair.to_free:
             self.freed(0)
         self.observe()
         model = self.pair.model
-        left = (model.versions, model.blocks, model.leases, model.signals, model.requests, self.pair.under_way)
+        left = (
+            model.versions,
+            model.blocks,
+            model.teams,
+            model.leases,
+            model.signals,
+            model.requests,
+            self.pair.under_way,
+        )
         assert not any(left)
 
 

@@ -13,7 +13,7 @@ from cubroker.server import events as e
 from cubroker.server.ledger import Budget, Limits
 from cubroker.server.policy import Policy
 from tests.simulation.facts import Facts
-from tests.simulation.records import Block, Expected, Lease, Refusal, Request, Session, Signal, Version
+from tests.simulation.records import Block, Expected, Lease, Refusal, Request, Session, Signal, Team, Version
 
 MIB = 1 << 20
 GOOD_NAMES = ("a", "b", "c")
@@ -47,6 +47,8 @@ class Model(Facts):
                         break
             case e.Allocated() | e.NotAllocated() | e.Freed():
                 self.memory(event)
+            case e.Assembled() | e.Dissolved():
+                self.bound(event)
         self.serve()
         return self.out
 
@@ -145,12 +147,14 @@ class Model(Facts):
         if body.attach is not None and current is not None:
             return self.lease(session, number, current, body.attach)
         self.name(body.name)
-        if body.share not in ("ipc", "vmm"):
-            raise Refusal("unsupported" if body.share == "multicast" else "invalid")
+        if body.share not in ("ipc", "vmm", "multicast"):
+            raise Refusal("invalid")
         if not layout.allocations or len(set(body.devices)) != len(body.devices):
             raise Refusal("invalid")
         if body.plan is not None and (
-            len(body.plan) != len(layout.allocations) or sorted(set(body.plan)) != list(range(len(body.devices)))
+            body.share == "multicast"
+            or len(body.plan) != len(layout.allocations)
+            or sorted(set(body.plan)) != list(range(len(body.devices)))
         ):
             raise Refusal("invalid")
         if not {*body.devices, body.attach or body.devices[0]} <= {device.uuid for device in self.devices}:
@@ -271,7 +275,13 @@ class Model(Facts):
         if not blocks:
             raise Refusal("not_found")
         self.check_leases(session)
-        self.give(session, number, version, blocks)
+        team, told, through = self.team_of(version), self.told(version), None
+        if team is not None and version.body.writable and uuid in version.body.devices:
+            if team.how == "multicast":
+                through, told = team, m.Team(team.how, team.why, team.sizes)
+            else:
+                blocks += [block for block in self.in_order(version) if block not in blocks]
+        self.give(session, number, version, blocks, through)
         self.out.answers[session.id, number] = m.Attached(
             0,
             version.name,
@@ -280,18 +290,21 @@ class Model(Facts):
             version.body.layout,
             tuple(map(self.replica, blocks)),
             version.body.writable,
+            told,
         )
 
-    def give(self, session: Session, number: int, version: Version, blocks: list[Block]) -> None:
+    def give(
+        self, session: Session, number: int, version: Version, blocks: list[Block], team: Team | None = None
+    ) -> None:
         lease = Lease(session, version)
         self.leases.append(lease)
         self.out.leases[session.id, number] = lease
-        if version.body.share == "vmm":
-            self.out.handed.append((lease, blocks))
+        if version.body.share != "ipc":
+            self.out.handed.append((lease, blocks, team))
 
     def give_back(self, lease: Lease) -> None:
         self.leases.remove(lease)
-        if lease.version.body.share == "vmm":
+        if lease.version.body.share != "ipc":
             self.out.withdrawn.append((lease.session.id, lease.id))
 
     def check_leases(self, session: Session) -> None:
@@ -333,9 +346,13 @@ class Model(Facts):
         return version.state == "superseded" and len(newer) < self.policy.keep
 
     def end(self, version: Version) -> None:
+        team = self.team_of(version)
+        if team is not None:
+            self.out.dissolved.append(team)
         for block in self.blocks_of(version):
             block.state = {"wanted": "unwanted", "held": "freeing"}[block.state]
-            self.out.frees.append(block)
+            if team is None:
+                self.out.frees.append(block)
         version.state = "ended"
         self.versions.remove(version)
         if not self.of(version.name):
@@ -351,7 +368,11 @@ class Model(Facts):
             block.handles = event.handles
             block.state = {"wanted": "held", "unwanted": "freeing"}[block.state]
             if request is not None and all(other.state == "held" for other in self.blocks_of(block.version)):
-                self.filled(request, block.version)
+                if block.version.body.share == "multicast" and len(block.version.body.devices) > 1:
+                    self.teams.append(Team(block.version))
+                    self.out.assembled.append(self.teams[-1])
+                else:
+                    self.filled(request, block.version)
         else:
             self.blocks.remove(block)
             if isinstance(event, e.NotAllocated):
@@ -360,6 +381,20 @@ class Model(Facts):
                 assert isinstance(event, e.NotAllocated)
                 self.refuse(request, event.code)
 
+    def bound(self, event: e.Assembled | e.Dissolved) -> None:
+        team = next(team for team in self.teams if team.id == event.team)
+        if isinstance(event, e.Dissolved):
+            self.teams.remove(team)
+            self.out.frees += [block for block in self.blocks if block.version is team.version]
+            return
+        team.how, team.why, team.sizes = event.how, event.why, event.sizes
+        request = next((request for request in self.requests if request.version is team.version), None)
+        if request is not None:
+            self.filled(request, team.version)
+
+    def in_order(self, version: Version) -> list[Block]:
+        return [block for uuid in version.body.devices for block in self.blocks_of(version) if block.device == uuid]
+
     def filled(self, request: Request, version: Version) -> None:
         try:
             self.check_leases(request.session)
@@ -367,11 +402,13 @@ class Model(Facts):
             return self.refuse(request, refusal.code)
         version.state = "draft"
         self.requests.remove(request)
-        blocks = [block for uuid in version.body.devices for block in self.blocks_of(version) if block.device == uuid]
-        self.give(request.session, request.id, version, blocks)
+        blocks, team, told = self.in_order(version), self.team_of(version), self.told(version)
+        if team is not None:
+            team, told = team if team.sizes else None, m.Team(team.how, team.why, team.sizes)
+        self.give(request.session, request.id, version, blocks, team)
         replicas = tuple(map(self.replica, blocks))
         self.out.answers[request.session.id, request.id] = m.Created(
-            0, version.name, version.number, version.body.share, replicas
+            0, version.name, version.number, version.body.share, replicas, told
         )
         return None
 

@@ -40,6 +40,17 @@ class Block:
 
 
 @dataclass(eq=False)
+class Team:
+    """The replicas of a version, bound together, or by copies, or not yet; it stays until it was dissolved."""
+
+    version: Version
+    how: str = ""
+    why: str = ""
+    sizes: tuple[int, ...] = ()
+    id: int = 0
+
+
+@dataclass(eq=False)
 class Lease:
     session: Session
     version: Version
@@ -87,7 +98,9 @@ class Expected:
     notices: list[tuple[int, m.PoolChanged]] = field(default_factory=list)
     blocks: list[Block] = field(default_factory=list)
     frees: list[Block] = field(default_factory=list)
-    handed: list[tuple[Lease, list[Block]]] = field(default_factory=list)
+    handed: list[tuple[Lease, list[Block], Team | None]] = field(default_factory=list)
+    assembled: list[Team] = field(default_factory=list)
+    dissolved: list[Team] = field(default_factory=list)
     withdrawn: list[tuple[int, int]] = field(default_factory=list)
     timer: Request | None = None
     dropped: list[int] = field(default_factory=list)

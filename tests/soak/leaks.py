@@ -29,8 +29,9 @@ from tests.kills.nursery import Line, Nursery
 from tests.server.processes import descriptors, gateway_of, gateways, resident
 
 HERE = "tests.soak.leaks"
-POOL, MAPPED, SPREAD, DRAFT = "pool", "mapped", "spread", "draft"
-"""Pools that are there throughout: one of each share kind, one that is sharded; and those that come and go."""
+POOL, MAPPED, SPREAD, SCRATCH, DRAFT = "pool", "mapped", "spread", "scratch", "draft"
+"""Pools that are there throughout: one of each share kind, one that is sharded, one that readers may write; and those
+that come and go."""
 
 LAYOUT = Layout.pack([("a", "U8", (1 << 20,)), ("b", "U8", (1 << 20,))], slab=1 << 20)
 PLAN = {"a": 0, "b": 1}
@@ -52,7 +53,10 @@ class Scene:
         client.create(POOL, LAYOUT).seal()
         client.create(MAPPED, LAYOUT, share="vmm").seal()
         client.create(SPREAD, LAYOUT, share="vmm", devices=(0, 1), plan=PLAN).seal()
-        self.sleeper = client.attach(MAPPED)
+        client.create(SCRATCH, LAYOUT, writable=True).seal()
+        self.scratch = client.attach(SCRATCH)
+        self.sleeper = client.attach(MAPPED)  # last, as after every sleep
+        self.scratch.event("first").close()  # what the first one opens stays open
         self._books = self._reported()
         self._at_first = self._counts()
 
@@ -100,12 +104,17 @@ def sleep_and_wake(scene: Scene) -> None:
     scene.sleeper.wake()
 
 
+def make_and_record_an_event(scene: Scene) -> None:
+    with scene.scratch.event("full") as event:
+        event.record()
+
+
 def begin_a_session(scene: Scene) -> None:
     Broker(scene.client.directory).close()
 
 
 def create_and_discard(scene: Scene) -> None:
-    for share in SHARES:
+    for share in (*SHARES, "multicast"):
         scene.client.create(DRAFT, LAYOUT, share=share, devices=(0, 1)).close()
 
 
@@ -151,9 +160,11 @@ def kill_a_worker(scene: Scene) -> None:
 
 
 def hold(line: Line, directory: str) -> None:
-    """A worker with pools, one of them asleep, a draft and a request that waits, until it is killed."""
+    """A worker with pools, one of them asleep, a draft, an event and a request that waits, until it is killed."""
     with Broker(directory) as broker, broker.create(f"{DRAFT}-{os.getpid()}", LAYOUT, share="vmm"):
-        pools = [broker.attach(name) for name in (POOL, MAPPED, SPREAD, MAPPED)]
+        pools = [broker.attach(name) for name in (POOL, SCRATCH, SPREAD, MAPPED)]
+        event = pools[1].event(str(os.getpid()))
+        event.record()
         pools[-1].sleep()
         broker.requests.submit(Attach("nothing", 0, None, 3600.0))
         broker.pools()
@@ -178,6 +189,7 @@ DEEDS: dict[Deed, int] = {
     attach_to_a_peer_and_close: 10_000,
     attach_to_shards_and_close: 10_000,
     sleep_and_wake: 100_000,
+    make_and_record_an_event: 10_000,
     begin_a_session: 1000,
     create_and_discard: 1000,
     publish_and_retire: 1000,

@@ -1,0 +1,161 @@
+"""Storing to all replicas of a multicast version at once, from the device of one of them.
+
+That goes through multicast objects, or by a copy to each replica, as the broker found for all holders together. A copy
+goes from device to device where the one reaches the other, else through host memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+from typing import Protocol
+
+from cubroker.client.addresses import Addresses
+from cubroker.client.mapping import Place
+from cubroker.driver import Context, Driver, DriverError, Window
+from cubroker.driver.multicast import unavailable
+from cubroker.driver.window import PIECE
+from cubroker.protocol.errors import NotFound, Unsupported
+from cubroker.protocol.messages import Attached, Created
+
+STAGE = 8 << 20
+"""Bytes that are copied through host memory at a time."""
+
+
+class Outlet(Protocol):
+    """A way to store to all replicas."""
+
+    def store(self, source: int, allocation: int, offset: int, nbytes: int) -> None:
+        """Copy bytes at an address of the home device to a place in every replica; done when it returns.
+
+        Raises:
+            DriverError: the driver refused; some replicas may have the bytes.
+            Unsupported: this process cannot reach them all.
+        """
+
+
+class Windows:
+    """Through multicast objects, one per allocation."""
+
+    def __init__(self, home: Context, windows: Sequence[Window]) -> None:
+        self._home = home
+        self._windows = tuple(windows)
+
+    def store(self, source: int, allocation: int, offset: int, nbytes: int) -> None:
+        """Store by the kernel whatever lies in whole pieces, and the rest by copies through the same addresses."""
+        window = self._windows[allocation]
+        target = window.pointer + offset
+        alike = (source - target) % PIECE == 0
+        head = min(-target % PIECE, nbytes) if alike else nbytes
+        middle = (nbytes - head) // PIECE * PIECE
+        tail = nbytes - head - middle
+        self._home.synchronize()  # whatever fills the source
+        window.broadcast(source + head, target + head, middle)
+        with self._home.stream() as stream:
+            for start, length in ((0, head), (head + middle, tail)):
+                if length:
+                    stream.copy(target + start, source + start, length)
+            stream.synchronize()
+
+
+class Copies:
+    """By a copy to each replica.
+
+    Args:
+        home: the replica of the device that stores.
+        others: the other replicas, in the context in which each is mapped: the home device's where that reaches it.
+    """
+
+    def __init__(self, home: Place, others: Sequence[Place]) -> None:
+        self._home = home
+        self._others = tuple(others)
+
+    def store(self, source: int, allocation: int, offset: int, nbytes: int) -> None:
+        """Copy to the home device's replica, and on from there."""
+        home = self._home.context
+        home.synchronize()  # whatever fills the source
+        first = _address(self._home, allocation) + offset
+        near = [place for place in self._others if place.context is home]
+        with home.stream() as stream:
+            if source != first:
+                stream.copy(first, source, nbytes)
+                stream.synchronize()
+            for place in near:
+                stream.copy(_address(place, allocation) + offset, first, nbytes)
+            stream.synchronize()
+        for place in self._others:
+            if place.context is not home:
+                _stage(home, first, place.context, _address(place, allocation) + offset, nbytes)
+
+
+class Refused:
+    """Not at all, and why: this process cannot do what the others can."""
+
+    def __init__(self, why: str) -> None:
+        self._why = why
+
+    def store(self, source: int, allocation: int, offset: int, nbytes: int) -> None:
+        """Say so."""
+        raise Unsupported(f"this process cannot store to all replicas: {self._why}")
+
+
+def connect(
+    addresses: Addresses,
+    driver: Driver,
+    reply: Attached | Created,
+    sizes: Sequence[int],
+    descriptors: Sequence[int],
+    places: Sequence[Place],
+) -> Outlet | None:
+    """Map what it takes to store to all replicas of a version; what is mapped when this fails is for ``addresses``.
+
+    Args:
+        addresses: the lease's.
+        driver: this process's.
+        reply: what the lease brought.
+        sizes: bytes of every allocation of the layout.
+        descriptors: those of all replicas, then those of the multicast objects.
+        places: the replicas that are mapped already, the first on the device that stores.
+
+    Returns:
+        None if the holder may not write, or has no replica on its own device.
+
+    Raises:
+        CubrokerError, DriverError: the driver refused.
+    """
+    team, home = reply.team, places[0]
+    if team is None or (isinstance(reply, Attached) and not reply.writable) or home.context.device != home.memory:
+        return None
+    why = ""
+    if team.sizes:
+        try:
+            given = descriptors[-len(team.sizes) :]
+            pairs = zip(team.sizes, given, strict=True)
+            return Windows(home.context, [addresses.window(home.context, size, each) for size, each in pairs])
+        except DriverError as error:
+            if not unavailable(error):
+                raise
+            why = str(error)
+        if isinstance(reply, Attached):  # the other replicas are not at hand
+            return Refused(why)
+    left = iter(descriptors)
+    try:
+        rest = [(replica, tuple(islice(left, len(replica.handles)))) for replica in reply.replicas]
+        return Copies(home, [addresses.reach(driver, home, *each, sizes) for each in rest[1:]])
+    except NotFound as error:
+        return Refused(error.message)
+
+
+def _stage(source: Context, first: int, target: Context, second: int, nbytes: int) -> None:
+    """Copy from one device to another through host memory."""
+    buffer = bytearray(min(STAGE, nbytes))
+    for start in range(0, nbytes, STAGE):
+        piece = memoryview(buffer)[: min(STAGE, nbytes - start)]
+        source.read_into(first + start, piece)
+        target.write(second + start, piece)
+
+
+def _address(place: Place, allocation: int) -> int:
+    pointer = place.pointers[allocation]
+    assert pointer is not None
+    return pointer
