@@ -89,8 +89,9 @@ class User:
         """Let a kernel of torch write to a tensor."""
         import torch
 
-        self.state()[name].reshape(-1).view(torch.uint8).fill_(0x5A)
-        torch.cuda.synchronize()
+        tensor = self.state()[name]
+        tensor.reshape(-1).view(torch.uint8).fill_(0x5A)
+        torch.cuda.synchronize(tensor.device)  # the current device may be another one
         return "nobody minded"
 
     def state(self) -> dict[str, Any]:
