@@ -62,10 +62,12 @@ def _heading(info: PoolInfo, layout: Layout) -> list[str]:
     durable = ", durable" if info.durable else ""
     shared = f"shared by {info.share}{', writable by its readers' if info.writable else ''}"
     held = text.count(len(layout.allocations), "allocation")
+    team = [f"written to all devices at once by {info.how}: {info.why}"] if info.how else []
     return [
         f"{info.name}@{info.version}: {info.state}, {text.count(info.leases, 'lease')}, owner {text.user(info.owner)}",
         f"mode {info.mode:03o}, group {text.group(info.group)}",
         f"{text.count(info.tensors, 'tensor')}, {text.size(info.nbytes)} in {held}, {shared}{durable}",
+        *team,
         *(f"{'sharded, in part ' if info.sharded else ''}on {uuid}" for uuid in info.devices),
     ]
 

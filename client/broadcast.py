@@ -8,30 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import islice
-from typing import Protocol
 
 from cubroker.client.addresses import Addresses
 from cubroker.client.mapping import Place
 from cubroker.driver import Context, Driver, DriverError, Window
 from cubroker.driver.multicast import unavailable
 from cubroker.driver.window import PIECE
-from cubroker.protocol.errors import NotFound, Unsupported
+from cubroker.protocol.errors import NotFound
 from cubroker.protocol.messages import Attached, Created
 
 STAGE = 8 << 20
 """Bytes that are copied through host memory at a time."""
-
-
-class Outlet(Protocol):
-    """A way to store to all replicas."""
-
-    def store(self, source: int, allocation: int, offset: int, nbytes: int) -> None:
-        """Copy bytes at an address of the home device to a place in every replica; done when it returns.
-
-        Raises:
-            DriverError: the driver refused; some replicas may have the bytes.
-            Unsupported: this process cannot reach them all.
-        """
 
 
 class Windows:
@@ -42,7 +29,13 @@ class Windows:
         self._windows = tuple(windows)
 
     def store(self, source: int, allocation: int, offset: int, nbytes: int) -> None:
-        """Store by the kernel whatever lies in whole pieces, and the rest by copies through the same addresses."""
+        """Copy bytes at an address of the home device to a place in every replica; done when it returns.
+
+        The kernel stores whatever lies in whole pieces, copies through the same addresses the rest.
+
+        Raises:
+            DriverError: the driver refused; some replicas may have the bytes.
+        """
         window = self._windows[allocation]
         target = window.pointer + offset
         alike = (source - target) % PIECE == 0
@@ -50,7 +43,8 @@ class Windows:
         middle = (nbytes - head) // PIECE * PIECE
         tail = nbytes - head - middle
         self._home.synchronize()  # whatever fills the source
-        window.broadcast(source + head, target + head, middle)
+        if middle:
+            window.broadcast(source + head, target + head, middle)
         with self._home.stream() as stream:
             for start, length in ((0, head), (head + middle, tail)):
                 if length:
@@ -71,7 +65,7 @@ class Copies:
         self._others = tuple(others)
 
     def store(self, source: int, allocation: int, offset: int, nbytes: int) -> None:
-        """Copy to the home device's replica, and on from there."""
+        """Do as :meth:`Windows.store`: copy to the home device's replica, and on from there."""
         home = self._home.context
         home.synchronize()  # whatever fills the source
         first = _address(self._home, allocation) + offset
@@ -89,14 +83,14 @@ class Copies:
 
 
 class Refused:
-    """Not at all, and why: this process cannot do what the others can."""
+    """Not at all: this process cannot do what others can, and ``why``."""
 
     def __init__(self, why: str) -> None:
-        self._why = why
+        self.why = why
 
-    def store(self, source: int, allocation: int, offset: int, nbytes: int) -> None:
-        """Say so."""
-        raise Unsupported(f"this process cannot store to all replicas: {self._why}")
+
+Outlet = Windows | Copies | Refused
+"""A way to store to all replicas, if this process has one."""
 
 
 def connect(

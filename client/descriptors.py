@@ -47,6 +47,7 @@ class Inbox:
     def __init__(self) -> None:
         self._open: set[int] = set()
         self._leases: dict[int, _Lease] = {}
+        self._claimed = 0  # the lease that was expected last: an answer is settled right after it was dealt with
         self._unwanted: dict[int, int] = {}  # by lease, how many are still to come; the broker may drop them
 
     def receive(self, channel: socket) -> tuple[bytes, list[int]]:
@@ -84,19 +85,17 @@ class Inbox:
 
     def expect(self, lease: int, count: int, deliver: Deliver) -> None:
         """Deliver the ``count`` descriptors of a lease, one at least, once all are there."""
+        self._claimed = lease
         waiting = self._leases.setdefault(lease, _Lease())
         waiting.left, waiting.deliver = count, deliver
         self._deliver(lease)
 
     def settled(self, reply: Reply) -> None:
         """An answer has come, and whoever wants the descriptors that belong to it has said so: nobody else will."""
-        if isinstance(reply, Attached | Created) and (count := due(reply)):
-            lease = self._leases.get(reply.lease)
-            if lease is None or lease.deliver is None:
-                self._leases.pop(reply.lease, None)
-                self._unwanted[reply.lease] = count
-                early = lease or _Lease()
-                self._discard(reply.lease, early.count, early.descriptors)
+        if isinstance(reply, Attached | Created) and reply.lease != self._claimed and (count := due(reply)):
+            self._unwanted[reply.lease] = count
+            early = self._leases.pop(reply.lease, None) or _Lease()
+            self._discard(reply.lease, early.count, early.descriptors)
 
     def fail(self, reason: CubrokerError) -> None:
         """The connection is over: nothing comes any more."""

@@ -7,6 +7,7 @@ from threading import RLock
 from typing import TYPE_CHECKING, Self
 
 from cubroker.client import devices
+from cubroker.client.broadcast import Copies, Refused, Windows
 from cubroker.client.events import Events, SharedEvent
 from cubroker.client.futures import Future
 from cubroker.client.loans import Loan
@@ -20,8 +21,6 @@ from cubroker.protocol.messages import MAX_WAIT, Attach, Reply
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
-
-    from cubroker.client.broadcast import Outlet
 
 
 class Pool(Replica):
@@ -212,7 +211,7 @@ class Pool(Replica):
         with suppress(Unavailable):  # a broker that is gone holds no leases
             self._loan.confirm()
 
-    def _outlet(self) -> Outlet:
+    def _outlet(self) -> Windows | Copies:
         mapped = self._memory()
         if self.share != "multicast":
             raise Unsupported(
@@ -222,6 +221,8 @@ class Pool(Replica):
             raise Invalid(f"{self._label} was published; create it with writable=True for its readers to broadcast")
         if mapped.outlet is None:
             raise Invalid(f"{self._label} has no replica on device {self.device.index}; attach on one of its devices")
+        if isinstance(mapped.outlet, Refused):
+            raise Unsupported(f"this process cannot store to all replicas of {self._label}: {mapped.outlet.why}")
         return mapped.outlet
 
     def _source(

@@ -222,3 +222,12 @@ def test_a_writable_pool_says_so(directory: Path) -> None:
         draft.seal()
     assert document(directory, "ls")[0]["writable"] is True
     assert "1 tensor, 256 B in 1 allocation, shared by ipc, writable by its readers" in lines(directory, "show", "kv")
+
+
+def test_a_multicast_pool_says_how_all_its_replicas_are_written(directory: Path) -> None:
+    layout = Layout.pack([("x", "U8", (5,))])
+    with Broker(directory) as broker, broker.create("acts", layout, devices=(0, 1), share="multicast") as draft:
+        draft.seal()
+    told = document(directory, "ls")[0]
+    assert (told["how"], told["why"]) == ("multicast", "every device takes part")
+    assert "written to all devices at once by multicast: every device takes part" in lines(directory, "show", "acts")

@@ -8,7 +8,7 @@ import pytest
 
 from cubroker.client import Broker, Draft, Pool
 from cubroker.protocol import Layout
-from cubroker.protocol.errors import Exists, Invalid, NotFound, OverBudget, TimedOut, Unavailable, Unsupported
+from cubroker.protocol.errors import Exists, Invalid, NotFound, OverBudget, TimedOut, Unavailable
 from tests.brokers import BrokerProcess, eventually
 from tests.client.conftest import LAYOUT, content, leases, publish
 from tests.client.scripts import run
@@ -185,7 +185,7 @@ def test_a_retired_version_stays_with_who_holds_it(client: Broker, name: str) ->
         (lambda broker: broker.attach("x", version=0), Invalid, "count from 1"),
         (lambda broker: broker.attach("x", wait=-1), Invalid, "wait of -1"),
         (lambda broker: broker.attach("x", wait=float("nan")), Invalid, "wait of nan"),
-        (lambda broker: broker.create("x", LAYOUT, share="multicast"), Unsupported, "multicast"),
+        (lambda broker: broker.create("x", LAYOUT, share="wish"), Invalid, "unknown share kind"),
         (lambda broker: broker.create("x", LAYOUT, devices=()), Invalid, "no list of devices"),
         (lambda broker: broker.create("x", LAYOUT, devices="GPU-1"), Invalid, "no list of devices.*'GPU-1'"),
         (lambda broker: broker.attach_or_create("x", LAYOUT, devices=()), Invalid, "no list of devices"),

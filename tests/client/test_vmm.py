@@ -170,7 +170,7 @@ def test_descriptors_may_come_before_the_answer_or_after_it_and_in_parts(client:
         inbox._open.update(numbers)
         return numbers
 
-    early, late, more, never, wrong = made(2), made(1), made(1), made(1), made(1)
+    early, late, more, whole, never, wrong = made(2), made(1), made(1), made(2), made(1), made(1)
     inbox.put(Descriptors(1, 2), early)
     inbox.expect(1, 3, came.append)
     assert came == []
@@ -183,6 +183,11 @@ def test_descriptors_may_come_before_the_answer_or_after_it_and_in_parts(client:
     assert due(reply) == 2
     inbox.settled(reply)  # nobody wants them
     inbox.put(Descriptors(3, 2), [*never, *wrong])
+    inbox.put(Descriptors(7, 2), whole)
+    inbox.expect(7, 2, came.append)
+    inbox.settled(Created(7, "x", 1, "vmm", reply.replicas))  # they were there before it, and are with who wants them
+    assert came.pop() == tuple(whole)
+    assert not inbox._unwanted
     inbox.expect(4, 2, came.append)
     inbox.put(Descriptors(4, 1), lost := made(1))
     inbox.put(Descriptors(5, 1), lost[:0])  # the kernel had none to give
@@ -192,5 +197,5 @@ def test_descriptors_may_come_before_the_answer_or_after_it_and_in_parts(client:
     assert [type(each) for each in came[2:]] == [DeviceFailure, Unavailable]
     assert all(isinstance(each, CubrokerError) for each in came[2:])
     assert not [each for each in (*never, *wrong, *lost, *unclaimed) if os.path.lexists(f"/proc/self/fd/{each}")]
-    inbox.close([*early, *late, *more])
+    inbox.close([*early, *late, *more, *whole])
     assert not inbox._open

@@ -1,0 +1,158 @@
+"""Binding memory together: what refuses it, what undoes it, and that the thread goes on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from queue import SimpleQueue
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from cubroker.driver import Driver, Multicast, MulticastOff, guard, load
+from cubroker.server.assembly import Assembly
+from cubroker.server.devices import DeviceMemory
+from cubroker.server.events import Allocate, Allocated, Assemble, Assembled, Dissolve, Dissolved, Event, Free, Freed
+from cubroker.server.room import GRANULARITY
+from tests.server.processes import descriptors
+
+SIZES = (GRANULARITY, 2 * GRANULARITY)
+
+
+class Bench:
+    """Two host devices with memory of tickets 1 and 2, and an assembly over them."""
+
+    def __init__(self, driver: Driver) -> None:
+        self.driver = driver
+        self.events: SimpleQueue[Event] = SimpleQueue()
+        self.memory = {device.uuid: DeviceMemory(driver, device, self.events.put) for device in driver.devices}
+        self.assembly = Assembly(driver, self.memory, self.events.put)
+        self.members = tuple((device.uuid, 1 + device.index) for device in driver.devices)
+        for uuid, ticket in self.members:
+            self.memory[uuid].submit(Allocate(ticket, uuid, SIZES, "multicast"))
+            allocated = self.next()
+            assert isinstance(allocated, Allocated)
+            assert len(allocated.descriptors) == len(SIZES)
+
+    def next(self) -> Event:
+        return self.events.get(timeout=60)
+
+    def assemble(self) -> Assembled:
+        self.assembly.submit(Assemble(3, SIZES, self.members))
+        event = self.next()
+        assert isinstance(event, Assembled)
+        return event
+
+    def dissolve(self) -> None:
+        self.assembly.submit(Dissolve(3))
+        assert self.next() == Dissolved(3)
+
+    def free(self) -> None:
+        for uuid, ticket in self.members:
+            self.memory[uuid].submit(Free(ticket, uuid))
+            assert self.next() == Freed(ticket)
+
+    def close(self) -> None:
+        self.assembly.close()
+        for memory in self.memory.values():
+            memory.close()
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    before = descriptors(os.getpid())
+    with ExitStack() as undo:
+        driver = load("host:2@16MiB")
+        undo.callback(driver.close)
+        bench = Bench(driver)
+        undo.callback(bench.close)
+        yield bench
+    assert descriptors(os.getpid()) == before
+
+
+def test_an_object_per_allocation_is_made_and_undone_before_the_memory(bench: Bench) -> None:
+    for _ in range(2):
+        made = bench.assemble()
+        assert (made.how, made.why) == ("multicast", "every device takes part")
+        assert len(made.descriptors) == 2
+        assert all(size >= wanted for size, wanted in zip(made.sizes, SIZES, strict=True))
+        bench.dissolve()
+    bench.free()
+
+
+def test_what_is_left_is_dissolved_when_the_broker_ends(bench: Bench) -> None:
+    assert bench.assemble().how == "multicast"
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 4])
+def test_a_refusal_half_way_leaves_nothing_and_is_told(bench: Bench, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+    real, calls = Multicast.bind, 0
+
+    def bind(self: Multicast, *args: Any, **options: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == at:
+            raise MulticastOff("cuMulticastBindMem", 800, "CUDA_ERROR_NOT_PERMITTED", "a setting says no")
+        real(self, *args, **options)
+
+    monkeypatch.setattr(Multicast, "bind", bind)
+    before = descriptors(os.getpid())
+    refused = bench.assemble()
+    assert (refused.how, refused.sizes, refused.descriptors) == ("copies", (), ())
+    assert refused.why == "cuMulticastBindMem was not called: a setting says no"
+    assert descriptors(os.getpid()) == before
+    bench.dissolve()
+    bench.free()
+
+
+@pytest.mark.parametrize(
+    "setting", ["NCCL_NVLS_ENABLE=0", "TORCH_SYMM_MEM_DISABLE_MULTICAST=1", "CUBROKER_MULTICAST=0"]
+)
+def test_a_setting_that_says_no_is_heard_before_any_call(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, setting: str
+) -> None:
+    """As on real hardware, where the guard asks the environment; host devices need no leave."""
+    name, _, value = setting.partition("=")
+    monkeypatch.setenv(guard.OWN_SETTING, "1")
+    monkeypatch.setenv(name, value)
+    real = SimpleNamespace(CUresult=SimpleNamespace(CUDA_ERROR_NOT_PERMITTED=_Code(800)))
+
+    def obstacle(index: int) -> str | None:
+        try:
+            guard.check(real, "cuMulticastCreate")
+        except MulticastOff as error:
+            return error.detail
+        return None
+
+    def never(*_: object) -> Multicast:
+        raise AssertionError("a multicast call")
+
+    monkeypatch.setattr(bench.driver, "multicast_obstacle", obstacle)
+    monkeypatch.setattr(bench.driver, "multicast", never)
+    refused = bench.assemble()
+    assert refused.how == "copies"
+    assert f"{setting} says no to multicast" in refused.why
+
+
+class _Code(int):
+    name = "CUDA_ERROR_NOT_PERMITTED"
+
+
+def test_the_thread_goes_on_after_failures_that_nobody_expects(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.driver, "multicast", lambda *_: cast(Any, 1 // 0))
+        assert bench.assemble().why == "ZeroDivisionError('integer division or modulo by zero')"
+    released = Multicast.release
+    for error in (MulticastOff("cuMulticastUnbind", 800, "CUDA_ERROR_NOT_PERMITTED", "no"), ZeroDivisionError()):
+
+        def release(self: Multicast, error: Exception = error) -> None:
+            released(self)
+            raise error
+
+        assert bench.assemble().how == "multicast"
+        with monkeypatch.context() as patch:
+            patch.setattr(Multicast, "release", release)
+            bench.dissolve()
+    assert bench.assemble().how == "multicast"
