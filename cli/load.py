@@ -31,8 +31,7 @@ from cubroker.protocol.messages import MAX_WAIT
     type=click.Choice(["ipc", "vmm", "multicast"]),
     default="ipc",
     show_default=True,
-    help="How workers open the memory: by handle; by descriptor, read-only and able to sleep; or by descriptor, so that"
-    " one store goes to all devices, by copies where there is no multicast.",
+    help="How workers open the memory: by handle, by descriptor (read-only, able to sleep), or multicast.",
 )
 @click.option("--durable", is_flag=True, help="Keep the pool when the broker is restarted. Not built yet.")
 @click.option("--if-absent", is_flag=True, help="Load only if the pool has no version; of many at once, one loads.")

@@ -166,7 +166,7 @@ class Broker(Unsendable):
             name: the pool, new or not.
             layout: its tensors, from :meth:`Layout.pack` or another pool.
             devices: each gets a copy of every allocation, unless there is a ``plan``.
-            share: how the memory is shared.
+            share: how the memory is shared: ``ipc``, ``vmm``, or ``multicast``, for :meth:`Pool.broadcast`.
             wait: seconds to wait for other writers of the pool, and for room.
             mode: who may attach (read) and publish and retire (write), like a file's: ``0o640``. By default a pool
                 keeps its mode, and a new one gets the broker's default.

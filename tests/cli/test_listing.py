@@ -21,7 +21,7 @@ from tests.cli.processes import environment, run
 
 POOL_KEYS = [
     *("name", "version", "state", "nbytes", "tensors", "share", "devices", "durable", "leases", "owner"),
-    *("group", "mode", "sharded", "writable"),
+    *("group", "mode", "sharded", "writable", "how", "why"),
 ]
 USER = pwd.getpwuid(os.getuid()).pw_name
 GROUP = grp.getgrgid(os.getgid()).gr_name

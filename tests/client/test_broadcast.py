@@ -7,10 +7,12 @@ import subprocess
 from collections.abc import Iterator
 from itertools import permutations
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from cubroker.client import Broker, broadcast
+from cubroker.driver import Context, DriverError, MulticastOff, Window
 from cubroker.protocol import Layout
 from cubroker.protocol.errors import DeviceFailure, Invalid, OverBudget, Unsupported
 from tests.brokers import PATIENCE, BrokerProcess, eventually, serving
@@ -174,6 +176,36 @@ def test_who_is_out_of_reach_of_a_device_attaches_and_cannot_broadcast(
                 pool.broadcast(text("odd", 1), "odd")
     monkeypatch.undo()
     assert heard(client, "odd")[1:] == [text("odd", request.node.callspec.params["place"] == "multicast")] * 2
+
+
+def test_a_worker_whose_environment_says_no_attaches_and_a_draft_makes_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    def window(context: Context, nbytes: int) -> Window:
+        raise MulticastOff("cuMemMap", 800, "CUDA_ERROR_NOT_PERMITTED", "NCCL_NVLS_ENABLE=0 says no")
+
+    with serving("host:3@16MiB") as process, Broker(process.directory) as client:
+        monkeypatch.setattr(Context, "window", window)
+        make(client)
+        (info,) = client.pools()
+        assert info.how == "multicast"
+        with client.attach("x", device=0) as pool:
+            with pytest.raises(Unsupported, match="NCCL_NVLS_ENABLE=0 says no"):
+                pool.broadcast(text("odd", 1), "odd")
+            assert pool["odd"].tobytes() == text("odd")
+        failing = DriverError("cuMemMap", 999, "CUDA_ERROR_UNKNOWN")
+        monkeypatch.setattr(Context, "window", Mock(side_effect=failing))
+        with pytest.raises(DeviceFailure, match="CUDA_ERROR_UNKNOWN"):
+            client.attach("x", device=0)
+        eventually(lambda: client.pools()[0].leases == 0, "the lease to be given back")
+
+
+def test_a_device_that_reaches_a_replica_as_a_peer_is_no_member() -> None:
+    with serving("host:3@16MiB") as process, Broker(process.directory) as client:
+        with client.create("x", WHOLE, devices=(0, 1), share="multicast", writable=True) as draft:
+            draft.seal()
+        with client.attach("x", device=2, peer=True) as pool:
+            assert pool.how == "multicast"
+            with pytest.raises(Invalid, match="has no replica on device 2"):
+                pool.broadcast(text("whole"), "whole")
 
 
 # -- what dies -----------------------------------------------------------------------------------------
