@@ -54,4 +54,7 @@ def consume() -> None:
 
 
 if __name__ == "__main__":
-    {"produce": produce, "consume": consume}[sys.argv[1]]()
+    work = {"produce": produce, "consume": consume}.get(" ".join(sys.argv[1:]))
+    if work is None:
+        sys.exit(__doc__)
+    work()
