@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 
 from cubroker.protocol import messages as m
-from cubroker.server import books
+from cubroker.server import books, signals
 from cubroker.server import events as e
 from cubroker.server.states import MEMORY, VERSION, Cause, Impossible, Report, Stage, State, step
 from cubroker.server.wording import size
@@ -66,6 +66,9 @@ def test_an_event_or_a_request_of_no_known_kind_is_a_fault() -> None:
         story.quietly("nonsense")  # type: ignore[arg-type]
     with pytest.raises(AssertionError):
         story.quietly(asks(1, 1, "nonsense"))  # type: ignore[arg-type]
+    known = story.ledger._books
+    with pytest.raises(AssertionError):
+        signals.asked(known, known.sessions[1], 1, "nonsense")  # type: ignore[arg-type]
 
 
 def test_books_that_do_not_add_up_fail_the_check() -> None:
