@@ -80,6 +80,8 @@ def test_ls_has_one_object_per_live_version(directory: Path, llama: str) -> None
         "mode": 0o644,
         "sharded": False,
         "writable": False,
+        "how": "",
+        "why": "",
     }
 
 

@@ -7,12 +7,12 @@ import pytest
 from cubroker.protocol.errors import CubrokerError, Unavailable
 from cubroker.protocol.layout import Layout
 from cubroker.protocol.messages import Attached, Create, Generation, Reply
-from cubroker.server import attaching, drafts, leases, permissions, waiting
+from cubroker.server import attaching, drafts, leases, permissions, teams, waiting
 from cubroker.server.books import Books
 from cubroker.server.events import Effect, Event, HandOver, Withdraw
 from cubroker.server.ledger import Ledger
 from cubroker.server.policy import exceeds
-from cubroker.server.records import Account, Session, User, Version, Waiter
+from cubroker.server.records import Account, Allocation, Session, User, Version, Waiter
 from cubroker.server.room import rounded
 from cubroker.server.states import State
 from tests.simulation.search import explain, search
@@ -111,6 +111,23 @@ def test_a_ledger_that_counts_all_of_a_sharded_pool_on_each_device_is_found(monk
         return dict.fromkeys(body.devices, tuple(map(rounded, layout.allocations)))
 
     monkeypatch.setattr(drafts, "_sizes", whole)
+    assert search(range(100)) is not None
+
+
+def test_a_ledger_that_frees_memory_that_is_still_bound_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    give_up = leases.give_up
+
+    def hasty(books: Books, allocation: Allocation) -> None:
+        team, allocation.version.team = allocation.version.team, None
+        give_up(books, allocation)
+        allocation.version.team = team
+
+    monkeypatch.setattr(leases, "give_up", hasty)
+    assert search(range(100)) is not None
+
+
+def test_a_ledger_that_gives_objects_to_who_may_only_read_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(teams, "reached", lambda version, here, device: ((here,), version.team))
     assert search(range(100)) is not None
 
 
