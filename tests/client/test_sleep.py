@@ -105,7 +105,8 @@ def test_what_sleeps_can_be_closed(client: Broker, name: str, view: bool) -> Non
         for use in (pool.sleep, pool.wake):
             with pytest.raises(Invalid, match="is closed in this process; attach again"):
                 use()
-    assert (session in [info.session for info in client.clients()]) == view
+    if view:
+        assert session in [info.session for info in client.clients()]
     del array
     eventually(lambda: session not in [info.session for info in client.clients()], "the end of the session")
 
