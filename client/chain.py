@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 
@@ -12,8 +13,8 @@ PIECE = 64 << 20
 """Bytes of one copy. While a piece goes on to the next device, the one after it arrives."""
 
 
-def spread(targets: Sequence[Target], sizes: Sequence[int]) -> None:
-    """Copy every allocation to each target that reads the one before it; return when all of it is there.
+def spread(targets: Sequence[Target], sizes: Sequence[int]) -> float:
+    """Copy every allocation to each target that reads the one before it; return the seconds that it took.
 
     Args:
         targets: filled already, but for those with an ``upstream``.
@@ -22,6 +23,7 @@ def spread(targets: Sequence[Target], sizes: Sequence[int]) -> None:
     with ExitStack() as undo:
         undo.enter_context(held(targets))
         links = [_link(undo, target) for target in targets]
+        began = time.perf_counter()
         for allocation, nbytes in enumerate(sizes):
             for start in range(0, nbytes, PIECE):
                 before: Event | None = None
@@ -30,6 +32,7 @@ def spread(targets: Sequence[Target], sizes: Sequence[int]) -> None:
         for link in links:
             if link:
                 link.stream.synchronize()
+        return time.perf_counter() - began
 
 
 class _Link:

@@ -32,10 +32,10 @@ def fill(checkpoint: Checkpoint, layout: Layout, targets: Sequence[Target], prog
     report = (lambda: progress(sum(done), checkpoint.nbytes)) if progress else None
 
     def work() -> float:
-        began = _copy(checkpoint, todo, [target for target in targets if not target.upstream], done)
+        seconds = _copy(checkpoint, todo, [target for target in targets if not target.upstream], done)
         if sum(done) == checkpoint.nbytes:  # else it was stopped
-            spread(targets, layout.allocations)
-        return time.perf_counter() - began
+            seconds += spread(targets, layout.allocations)
+        return seconds
 
     return Boss("cubroker-load", work).result(todo.clear, report)
 
@@ -50,12 +50,12 @@ def _sink(targets: Sequence[Target]) -> Sink:
 
 
 def _copy(checkpoint: Checkpoint, todo: deque[Chunk], targets: Sequence[Target], done: list[int]) -> float:
-    """Share the chunks among as many threads as ``done`` has counts of bytes; return when they began."""
+    """Share the chunks among as many threads as ``done`` has counts of bytes; return the seconds."""
     with ExitStack() as undo, ThreadPoolExecutor(len(done), "cubroker-load") as crew:
         sinks = list(crew.map(lambda _: _made(undo, targets), done))
         began = time.perf_counter()
         list(crew.map(partial(_work, checkpoint, todo, done), range(len(done)), sinks))
-        return began
+        return time.perf_counter() - began
 
 
 def _made(undo: ExitStack, targets: Sequence[Target]) -> Sink:
