@@ -113,7 +113,7 @@ def test_bytes_go_on_from_device_to_device_in_pieces(
         lent = memory(checkpoint, 65536, devices=4)
         first, second, third, fourth = lent.targets
         second = dataclasses.replace(second, upstream=first.pointers)
-        fourth = dataclasses.replace(fourth, upstream=third.pointers)  # the third reads nobody's
+        third = dataclasses.replace(third, upstream=second.pointers)  # and the fourth reads nobody's
         filling.fill(checkpoint, lent.layout, [first, second, third, fourth])
         assert lent.images() == [lent.expected(TENSORS)] * 4
     assert sum(copies) == 2 * lent.layout.nbytes
