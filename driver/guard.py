@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
+from string import whitespace
 from typing import Any
 
 from cubroker.driver.errors import DriverError
@@ -24,9 +25,9 @@ _YES = frozenset({"1", "y", "yes", "on", "true"})
 
 
 def _nccl_allows(value: str) -> bool:
-    """NCCL takes an integer in any of C's notations, and what is no number at all for 0."""
+    """NCCL takes an integer in any of C's notations, and what is no number at all for 0: so it does "08", no octal."""
     return (
-        re.fullmatch(r"[+-]?(0[xX][0-9a-fA-F]+|[0-9]+)", value) is not None
+        re.fullmatch(r"[+-]?(0[xX][0-9a-fA-F]+|0[0-7]*|[1-9][0-9]*)", value) is not None
         and re.search("[1-9a-fA-F]", value) is not None
     )
 
@@ -68,7 +69,7 @@ def objection(environment: Mapping[str, str]) -> tuple[str, str] | None:
     """Return the setting of an environment that says no to multicast, and the reason in words; None if none does."""
     for setting, allows in _SETTINGS.items():
         value = environment.get(setting)
-        if value is not None and not allows(value.strip()):
+        if value is not None and not allows(value.strip(whitespace)):
             return setting, f"{setting}={value} says no to multicast on this machine"
     value = environment.get(OWN_SETTING)
     if value is None:

@@ -24,7 +24,7 @@ FUNCTIONS = tuple(name for name in dir(cuda) if name.startswith("cuMulticast"))
 NO = [
     *(
         ("NCCL_NVLS_ENABLE", value)
-        for value in ("0", " 0 ", "00", "0x0", "-0", "", "false", "off", "no", "true", "0.5")
+        for value in ("0", " 0 ", "00", "08", "-09", "\xa01", "0x0", "-0", "", "false", "off", "no", "true", "0.5")
     ),
     *(
         (setting, value)
@@ -102,7 +102,7 @@ def test_a_yes_lets_calls_pass_where_nobody_else_says_no(
     assert hardware.touched == ["cuMulticastCreate", "cuMulticastCreate()"]
 
 
-@pytest.mark.parametrize("value", ["1", "2", "0x1", "+3", " 1"])
+@pytest.mark.parametrize("value", ["1", "2", "0x1", "010", "+3", " 1"])
 def test_what_nccl_takes_for_a_yes_is_no_objection(hardware: StandIn, value: str) -> None:
     assert guard.objection(YES | {"NCCL_NVLS_ENABLE": value}) is None
 
