@@ -2,7 +2,8 @@
 
 Everybody who has the descriptor can write to the table, as whoever has a GPU's can add devices and bind memory. What
 is read from it is therefore checked again wherever it is used. A process that dies leaves a table that is whole: the
-system gives its lock up, and a row counts only once it is written.
+system gives its lock up, and a row counts only once it is written. One that lives may keep the lock, stopped or out of
+malice: so nothing that has to be done at an object's end takes it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import os
+import secrets
 import struct
 import threading
 from collections.abc import Iterator
@@ -183,18 +185,22 @@ class Table:
             row.device, row.offset, row.nbytes = binding.device, binding.offset, binding.nbytes
             row.handle[:] = binding.handle
             row.taken = 1
-            self._layout.changes += 1
+            self._changed()
         return True
 
     def unbind(self, device: int, offset: int, nbytes: int) -> Binding | None:
-        """Take out the binding of a device at exactly these offsets and return it, if there is one."""
-        with self._changing():
-            for row in self._rows():
-                if row.taken and (row.device, row.offset, row.nbytes) == (device, offset, nbytes):
-                    row.taken = 0
-                    self._layout.changes += 1
-                    return row.binding()
+        """Take out the binding of a device at exactly these offsets and return it, if there is one. No wait."""
+        for row in self._rows():
+            binding = row.binding()
+            if row.taken and (binding.device, binding.offset, binding.nbytes) == (device, offset, nbytes):
+                row.taken = 0
+                self._changed()
+                return binding
         return None
+
+    def _changed(self) -> None:
+        """Say that bindings have changed; a count could lose one of two changes at the same time."""
+        self._layout.changes = secrets.randbits(32)
 
     def _vacant(self) -> _Row:
         rows = self._rows()

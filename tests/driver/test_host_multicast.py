@@ -507,7 +507,24 @@ with table._changing():
 """
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, pass_fds=[cast.descriptor], check=False)
     assert ended.returncode == -signal.SIGKILL
-    cast.team.unbind(0)
+    table = Table.adopt(cast.descriptor)
+    assert [binding.device for binding in table.bindings()] == [0, 1]
+    table.close()
+
+
+def test_an_object_ends_while_somebody_keeps_its_table_locked(module: HostModule) -> None:
+    """As who is stopped in the middle does, or who means harm: it would stop all of its maker's memory."""
+    team, physical = made(module), create(module)
+    value(module.cuMulticastBindMem(team, 0, physical, 0, BLOCK, 0))
+    descriptor = value(module.cuMemExportToShareableHandle(team, DESCRIPTOR, 0))
+    table = Table.adopt(descriptor)
+    with table._changing():
+        value(module.cuMulticastUnbind(team, 0, 0, BLOCK))
+        value(module.cuMemRelease(team))
+        value(module.cuMemRelease(physical))
+    assert not table.bindings()
+    table.close()
+    os.close(descriptor)
 
 
 def test_a_forked_child_keeps_no_object_alive(driver: Driver) -> None:
