@@ -89,7 +89,11 @@ class Mapped:
         with self._lock:
             lent = Lent(self, name, held=held)
             self._lent.add(lent)
-            self.check()
+            try:
+                self.check()
+            except Invalid:
+                del lent  # a traceback may keep this frame for long
+                raise
         return lent
 
     def sleep(self) -> tuple[str, ...]:

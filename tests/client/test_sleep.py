@@ -155,6 +155,19 @@ def test_what_cannot_sleep_says_why(client: Broker, name: str) -> None:
         pool.wake()
 
 
+def test_a_refusal_that_somebody_keeps_holds_no_tensor(client: Broker, name: str) -> None:
+    publish(client, name)
+    with client.attach(name) as pool:
+        tensor = pool["weight"]
+        pool.sleep()
+        with pytest.raises(Invalid, match="is asleep") as kept:
+            tensor.tobytes()
+        pool.wake()
+        pool.sleep()
+        assert kept.tb is not None
+        assert pool.asleep
+
+
 def test_threads_may_let_a_pool_sleep_wake_it_and_read_it(client: Broker, name: str) -> None:
     publish(client, name)
     with client.attach(name) as pool:
