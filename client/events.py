@@ -193,17 +193,19 @@ class Events:
     def make(self, pool: Pool, place: Place, name: str) -> SharedEvent:
         """Make an event for the work of the device that uses ``place``; see :meth:`Pool.event`."""
         names.check(name)
-        signal = Made(self._session, place.context, f"event {name!r} of pool {pool.name!r}", pool.lease, name)
-        return self._keep(pool, signal, name, place.context.device)
+        lease = pool.lease
+        signal = Made(self._session, place.context, f"event {name!r} of pool {pool.name!r}", lease, name)
+        return self._keep(pool, lease, signal, name, place.context.device)
 
     def open(self, pool: Pool, places: tuple[Place, ...], name: str, wait: float) -> SharedEvent:
         """Open another process's event, in the context of its device if there is one among ``places``."""
         names.check(name)
-        reply = self._opening.ask(OpenEvent(pool.lease, name, wait), EventOpened)
+        lease = pool.lease
+        reply = self._opening.ask(OpenEvent(lease, name, wait), EventOpened)
         device = devices.find(self._session.driver, reply.device)
         place = next((place for place in places if place.context.device == device), places[0])
         label = f"event {name!r} of pool {pool.name!r}, which another process has to have made"
-        return self._keep(pool, Opened(self._session, place.context, label, reply), name, device)
+        return self._keep(pool, lease, Opened(self._session, place.context, label, reply), name, device)
 
     def close(self, reason: CubrokerError) -> None:
         """Close all of them, without waiting for the end; whoever waits to open one is told the ``reason``."""
@@ -211,10 +213,10 @@ class Events:
         for event in self._open:
             event.let_go()
 
-    def _keep(self, pool: Pool, signal: Signal, name: str, device: Device) -> SharedEvent:
+    def _keep(self, pool: Pool, lease: int, signal: Signal, name: str, device: Device) -> SharedEvent:
         event = SharedEvent(self._session.carry(signal), signal, pool, self._session, name, device)
         self._open.add(event)
-        if pool.closed:  # by another thread, meanwhile
+        if pool.closed or pool.asleep or pool.lease != lease:  # by another thread, meanwhile
             event.close()
         return event
 

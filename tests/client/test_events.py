@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from cubroker.client import Broker, Pool
-from cubroker.client.signals import Made
+from cubroker.client.session import Session
+from cubroker.client.signals import Grip, Made, Signal
 from cubroker.driver import DriverError
 from cubroker.driver import Event as DriverEvent
 from cubroker.protocol import CubrokerError, Layout
@@ -381,6 +382,27 @@ def test_a_pool_that_falls_asleep_closes_its_events_and_can_have_new_ones(client
         pool["x"].copy_from(bytes(4096))
         with pool.event("ready") as event:
             assert event.record() == 1
+
+
+@pytest.mark.parametrize("woken", [False, True])
+def test_an_event_that_comes_while_its_pool_falls_asleep_is_closed(
+    client: Broker, name: str, monkeypatch: pytest.MonkeyPatch, woken: bool
+) -> None:
+    with client.create(name, SCRATCH, share="vmm", writable=True) as draft:
+        draft.seal()
+    with client.attach(name) as pool:
+        carry = Session.carry
+
+        def interfered(session: Session, signal: Signal) -> Grip:
+            grip = carry(session, signal)
+            pool.sleep()
+            if woken:
+                pool.wake()
+            return grip
+
+        monkeypatch.setattr(Session, "carry", interfered)
+        with pool.event("full") as event, pytest.raises(Invalid, match="is closed in this process"):
+            event.record()
 
 
 def test_a_sharded_pool_has_events_of_each_device(client: Broker, lender: BrokerProcess, name: str) -> None:
