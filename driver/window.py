@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,7 @@ class Window(Reservation):
         super().__init__(context, nbytes)
         self._module: Any = None
         self._broadcast: Any = None
+        self._loading = threading.Lock()
 
     def map(self, descriptor: int, *, readonly: bool = False) -> None:
         """Map the object of a descriptor, for one-to-all stores; the descriptor is not needed afterwards.
@@ -83,9 +85,10 @@ class Window(Reservation):
             super().close()
 
     def _function(self) -> Any:
-        """Return the kernel, loaded with the first use."""
-        if self._module is None:
-            self._module = self._calls.cuModuleLoadData(KERNEL.read_bytes() + b"\0")
-        if self._broadcast is None:
-            self._broadcast = self._calls.cuModuleGetFunction(self._module, _ENTRY)
-        return self._broadcast
+        """Return the kernel, loaded with the first use, whichever thread's that is."""
+        with self._loading:
+            if self._module is None:
+                self._module = self._calls.cuModuleLoadData(KERNEL.read_bytes() + b"\0")
+            if self._broadcast is None:
+                self._broadcast = self._calls.cuModuleGetFunction(self._module, _ENTRY)
+            return self._broadcast

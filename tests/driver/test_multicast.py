@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import threading
 import tomllib
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib import resources
 from pathlib import Path
 from types import SimpleNamespace
@@ -172,6 +174,25 @@ def test_a_broadcast_that_fails_can_be_tried_again(cast: Cast, monkeypatch: pyte
     cast.window.broadcast(cast.source, cast.window.pointer, 16)
     assert cast.heard() == [TEXT, TEXT]
     assert len(cast.contexts[0].calls.module._loaded) == 1
+
+
+def test_threads_that_store_first_at_the_same_time_load_the_kernel_once(
+    cast: Cast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads, second, once = list[bytes](), threading.Event(), cast.window._calls.cuModuleLoadData
+
+    def load(image: bytes) -> Any:
+        loads.append(image)
+        if len(loads) == 2:
+            second.set()
+        second.wait(0.2)  # nobody is to come here a second time
+        return once(image)
+
+    monkeypatch.setattr(cast.window._calls, "cuModuleLoadData", load)
+    with ThreadPoolExecutor(2) as threads:
+        for done in [threads.submit(cast.window.broadcast, cast.source, cast.window.pointer, 16) for _ in range(2)]:
+            done.result()
+    assert len(loads) == 1
 
 
 def test_a_window_gives_its_addresses_back_even_if_its_kernel_stays(
