@@ -15,7 +15,7 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from enum import Enum
 
-from cubroker.protocol.messages import Answer, Attached
+from cubroker.protocol.messages import DESCRIPTOR, Answer, Attached
 
 MAX_REQUESTS = 4096
 """Requests of one session that are pending or whose answers are kept."""
@@ -34,8 +34,8 @@ def weight(answer: Frame) -> int:
         return len(answer)
     assert isinstance(answer.body, Attached)
     replicas = answer.body.replicas
-    # Each allocation has a handle of 64 bytes at most, and two bytes on every device.
-    return len(answer.body.layout) + len(replicas[0].handles) * (64 + 2 * len(replicas))
+    # Each allocation has a handle of 64 bytes on one device, or what stands for a descriptor on each.
+    return len(answer.body.layout) + len(replicas[0].handles) * (64 + (2 + len(DESCRIPTOR)) * len(replicas))
 
 
 class Verdict(Enum):

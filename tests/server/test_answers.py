@@ -3,7 +3,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cubroker.server.answers import MAX_BYTES, MAX_REQUESTS, Answers, Spans, Verdict
+from cubroker.protocol import wire
+from cubroker.protocol.messages import DESCRIPTOR, Answer, Attached, Replica
+from cubroker.server.answers import MAX_BYTES, MAX_REQUESTS, Answers, Spans, Verdict, weight
 
 
 def answered(answers: Answers, number: int, answer: bytes = b"answer") -> None:
@@ -46,6 +48,13 @@ def test_the_answer_of_a_request_that_its_client_gave_up_is_sent_and_not_kept() 
     assert answers.admit(2, 2, b"here", 10) is Verdict.NEW
     assert answers.settle(1, b"late") == b"here"
     assert answers.admit(1, 2, b"here", 10) is Verdict.STALE
+
+
+def test_a_lease_weighs_no_less_than_its_bytes_however_its_memory_is_opened() -> None:
+    for rows in ([bytes(64)], [bytes(64), b""], [b"", b"", bytes(64)], [DESCRIPTOR] * 64):
+        replicas = tuple(Replica(f"HOST-{place}", (handle,) * 4096) for place, handle in enumerate(rows))
+        lease = Answer(1, Attached(1, "name", 1, "multicast", bytes(100), replicas))
+        assert len(wire.pack(lease)) <= weight(lease) < 2 * len(wire.pack(lease))
 
 
 def full() -> tuple[Answers, int]:
