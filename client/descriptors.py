@@ -31,12 +31,11 @@ def due(reply: Attached | Created) -> int:
 class _Lease:
     """What has come for one lease so far."""
 
-    __slots__ = ("count", "deliver", "descriptors", "error", "left")
+    __slots__ = ("count", "deliver", "descriptors", "left")
 
     def __init__(self) -> None:
         self.descriptors: list[int] = []
-        self.count = 0  # that were sent
-        self.error: CubrokerError | None = None
+        self.count = 0  # that were sent; the kernel may not have been able to give this process all of them
         self.left = 0  # that have to be sent yet, once the answer has said so
         self.deliver: Deliver | None = None
 
@@ -76,11 +75,6 @@ class Inbox:
         lease = self._leases.setdefault(notice.lease, _Lease())
         lease.descriptors += descriptors
         lease.count += notice.count
-        if len(descriptors) < notice.count:  # the kernel could not give this process more of them
-            lease.error = DeviceFailure(
-                f"this process has no room for the {notice.count} descriptors of the memory that it asked for; raise"
-                f" its limit of open files (ulimit -n), or make pools of fewer and larger allocations"
-            )
         return self._deliver(notice.lease)
 
     def expect(self, lease: int, count: int, deliver: Deliver) -> None:
@@ -120,11 +114,17 @@ class Inbox:
     def _deliver(self, number: int) -> None:
         lease = self._leases[number]
         if lease.deliver is None or lease.count < lease.left:
-            return
+            return None
         del self._leases[number]
-        if lease.error:
-            self.close(lease.descriptors)
-        lease.deliver(lease.error or tuple(lease.descriptors))
+        if len(lease.descriptors) == lease.count:
+            return lease.deliver(tuple(lease.descriptors))
+        self.close(lease.descriptors)
+        return lease.deliver(
+            DeviceFailure(
+                f"this process has no room for the {lease.count} descriptors of the memory that it asked for; raise its"
+                f" limit of open files (ulimit -n), or make pools of fewer and larger allocations"
+            )
+        )
 
     def _discard(self, lease: int, count: int, descriptors: Sequence[int]) -> None:
         self.close(descriptors)
