@@ -12,16 +12,22 @@ from tests.driver.neighbour import Neighbour
 SPEC = "host:2@256MiB"
 
 
+@pytest.fixture(scope="module")
+def spec() -> str:
+    """What the devices of a module's tests are; a module may have its own."""
+    return SPEC
+
+
 @pytest.fixture
-def driver() -> Iterator[Driver]:
-    driver = load(SPEC)
+def driver(spec: str) -> Iterator[Driver]:
+    driver = load(spec)
     yield driver
     driver.close()
 
 
 @pytest.fixture(scope="module")
-def neighbour() -> Iterator[Neighbour]:
-    with Neighbour(SPEC) as neighbour:
+def neighbour(spec: str) -> Iterator[Neighbour]:
+    with Neighbour(load(spec).spec) as neighbour:  # as a client gets it from its broker
         yield neighbour
 
 

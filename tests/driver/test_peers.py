@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +17,9 @@ Attribute = cuda.CUdevice_P2PAttribute
 SPEC = "host:4@16MiB/2"
 
 
-@pytest.fixture
-def driver() -> Iterator[Driver]:
-    driver = load(SPEC)
-    yield driver
-    driver.close()
-
-
 @pytest.fixture(scope="module")
-def neighbour() -> Iterator[Neighbour]:
-    with Neighbour(load(SPEC).spec) as neighbour:  # as a client gets it from its broker
-        yield neighbour
+def spec() -> str:
+    return SPEC
 
 
 @pytest.fixture
