@@ -51,7 +51,8 @@ class Denials:
         account.left -= 1
         more = f" ({account.hushed} more refusals of this user are not in the log)" if account.hushed else ""
         account.hushed = 0
-        log.warning("process %d (user %d) was refused: %s%s", peer.pid, peer.uid, reason, more)
+        fields = {"pid": peer.pid, "uid": peer.uid, "why": reason}
+        log.warning("process %d (user %d) was refused: %s%s", peer.pid, peer.uid, reason, more, extra=fields)
 
     def _account(self, uid: int) -> _Account:
         now = self._clock()

@@ -10,24 +10,27 @@ from contextlib import contextmanager, suppress
 from queue import Full, Queue
 from threading import Thread
 
+from cubroker.server import forms
+
 MAX_LINES = 4096
 """Lines that wait to be written; later ones are lost, and counted."""
 
 FAREWELL = 1.0
 """Seconds that the last lines may take at the end."""
 
-FORMAT = "%(asctime)s %(levelname)s %(message)s"
-
 
 @contextmanager
 def to_standard_error() -> Iterator[Callable[[str], None]]:
-    """Log what is worth knowing to standard error, if there is one; yields what writes a plain line there."""
+    """Log what is worth knowing to standard error, if there is one; yields what writes a plain line there.
+
+    Until :func:`adjust` says otherwise it is in the form that suits where that leads, from ``info`` on.
+    """
     _fill()
     if sys.__stderr__ is None:  # it was closed when this process began
         yield _nowhere
         return
     lines = Lines(sys.__stderr__.fileno())
-    lines.setFormatter(logging.Formatter(FORMAT))
+    lines.setFormatter(forms.choose("auto", lines.descriptor))
     root = logging.getLogger()
     root.addHandler(lines)
     root.setLevel(logging.INFO)
@@ -38,12 +41,21 @@ def to_standard_error() -> Iterator[Callable[[str], None]]:
         lines.close()
 
 
+def adjust(form: str, level: str) -> None:
+    """Log in another form, ``auto``, ``text``, ``json`` or ``journal``, from another level on."""
+    root = logging.getLogger()
+    root.setLevel(level.upper())
+    for lines in root.handlers:
+        if isinstance(lines, Lines):
+            lines.setFormatter(forms.choose(form, lines.descriptor))
+
+
 class Lines(logging.Handler):
     """Has lines written to a descriptor by a thread of its own, since writing to a pipe may block for ever."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__()
-        self._descriptor = descriptor
+        self.descriptor = descriptor
         self._lines: Queue[str | None] = Queue(MAX_LINES)
         self._lost = 0
         self._told = 0
@@ -77,13 +89,18 @@ class Lines(logging.Handler):
             self._write(line)
             if lost := self._lost - self._told:
                 self._told += lost
-                self._write(f"{lost} lines of the log were lost here: they were not read in time")
+                self._write(self.format(_loss(lost)))
 
     def _write(self, line: str) -> None:
         data = line.encode(errors="backslashreplace") + b"\n"
         with suppress(OSError):  # nobody reads any more
             while data:
-                data = data[os.write(self._descriptor, data) :]
+                data = data[os.write(self.descriptor, data) :]
+
+
+def _loss(lines: int) -> logging.LogRecord:
+    message = "%d lines of the log were lost here: they were not read in time"
+    return logging.LogRecord(__name__, logging.WARNING, __file__, 0, message, (lines,), None)
 
 
 def _fill() -> None:
