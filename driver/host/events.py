@@ -117,9 +117,10 @@ class Events(State):
 
     def check_event(self, event: Any) -> None:
         """Raise ``Refusal`` unless it is an event that may be used."""
-        known = self._events.get(int(event))
-        if known is None or not known.exists():
-            raise Refusal(Result.CUDA_ERROR_INVALID_HANDLE)
+        with self.lock:
+            known = self._events.get(int(event))
+            if known is None or not known.exists():
+                raise Refusal(Result.CUDA_ERROR_INVALID_HANDLE)
 
     def destroy(self, device: int) -> None:
         """End the events of a context too."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from cuda.bindings import driver as cuda
 
-from cubroker.driver import Context, Driver, DriverError
+from cubroker.driver import Context, Driver, DriverError, Event
 from cubroker.driver.host import BLOCK, HostModule
 from tests.driver.conftest import SPEC
 from tests.driver.neighbour import Neighbour
@@ -33,6 +35,23 @@ def offer(maker: Neighbour) -> tuple[int, bytes]:
     handle = maker.ask("export_event", number)
     assert isinstance(handle, bytes)
     return number, handle
+
+
+@pytest.fixture
+def switching() -> Iterator[None]:
+    """Threads come in anywhere."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def until_refused(event: Event) -> str:
+    """Ask whether an event is done until there is an error; return its name."""
+    with pytest.raises(DriverError) as refused:
+        while event.done():
+            pass
+    return refused.value.name
 
 
 def descriptors() -> int:
@@ -92,6 +111,20 @@ def test_a_forked_child_does_not_keep_an_event_alive(context: Context, maker: Ne
         with pytest.raises(DriverError, match=GONE):
             event.done()
         maker.ask("end_child", child)
+
+
+def test_an_event_is_there_or_gone_for_a_thread_that_asks_while_another_closes_it(
+    context: Context, maker: Neighbour, switching: None
+) -> None:
+    handle = offer(maker)[1]
+    asked: list[str] = []
+    for _ in range(300):
+        event = context.open_event(handle)
+        asking = threading.Thread(target=lambda event=event: asked.append(until_refused(event)))
+        asking.start()
+        event.close()
+        asking.join()
+    assert asked == [GONE] * 300
 
 
 def test_a_shareable_event_keeps_no_time() -> None:
