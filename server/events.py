@@ -6,10 +6,13 @@ order; whatever comes of them returns as another event.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cubroker.protocol.layout import Layout
 from cubroker.protocol.messages import Notice, Reply, Request
+from cubroker.server.policy import Policy
+from cubroker.server.records import Limits
 
 # -- events ----------------------------------------------------------------------------------------
 
@@ -107,7 +110,16 @@ class Dissolved:
     team: int
 
 
-Event = Joined | Lost | Gone | Asked | Allocated | NotAllocated | Freed | Elapsed | Assembled | Dissolved
+@dataclass(frozen=True, slots=True)
+class Reconfigured:
+    """The rules are others from now on; ``budgets`` has the bytes of every device, by UUID."""
+
+    policy: Policy
+    limits: Limits
+    budgets: Mapping[str, int]
+
+
+Event = Joined | Lost | Gone | Asked | Allocated | NotAllocated | Freed | Elapsed | Assembled | Dissolved | Reconfigured
 
 # -- effects ---------------------------------------------------------------------------------------
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import astuple
 
 from cubroker.server.books import Books
 from cubroker.server.leases import is_kept
-from cubroker.server.policy import exceeds
 from cubroker.server.records import (
     MULTICAST,
     Account,
@@ -70,7 +70,8 @@ def _check_account(books: Books, account: Account) -> None:
     assert account.promised == sum(allocation.nbytes for allocation in allocations if allocation.stage in PROMISED)
     held = sum(allocation.nbytes for allocation in allocations if allocation.stage in ALLOCATED)
     assert account.allocated == account.lost + held
-    assert account.room >= 0, "more is allocated and promised than the budget allows"
+    most = max(account.device.budget, account.tolerated)
+    assert account.allocated + account.promised <= most, "more is allocated and promised than the budget allows"
     assert account.line == sorted(account.line, key=lambda writer: writer.arrival)
     for writer in account.line:
         assert writer.phase is Phase.ROOM
@@ -106,22 +107,13 @@ def _check_user(books: Books, user: User) -> None:
 
 
 def _check_quota(user: User) -> None:
-    quota = user.quota
-    assert not exceeds(user.memory, 0, quota.memory)
-    assert not exceeds(len(user.sessions), 0, quota.sessions)
-    assert not exceeds(user.leases, 0, quota.leases)
-    assert not exceeds(user.unfinished, 0, quota.requests)
-    assert not exceeds(user.watches, 0, quota.watches)
-    assert not exceeds(user.events, 0, quota.events)
-    assert not exceeds(user.layouts, 0, quota.layouts)
-    assert not exceeds(user.descriptors, 0, quota.descriptors)
+    for used, limit, tolerated in zip(*map(astuple, (user.used, user.quota, user.tolerated)), strict=True):
+        assert limit is None or used <= max(limit, tolerated)
 
 
 def _check_session(books: Books, session: Session) -> None:
-    assert len(session.leases) <= books.limits.leases
-    assert len(session.unfinished) <= books.limits.unfinished
-    assert len(session.watches) <= books.limits.watches
-    assert len(session.signals) <= books.limits.events
+    for used, limit, tolerated in zip(*map(astuple, (session.used, books.limits, session.tolerated)), strict=True):
+        assert used <= max(limit, tolerated)
     if not session.connected:
         assert session.leases
         assert not session.unfinished

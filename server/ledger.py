@@ -50,7 +50,19 @@ from cubroker.protocol.messages import (
     ShareEvent,
     Watch,
 )
-from cubroker.server import attaching, drafts, invariants, leases, publishing, reports, signals, teams, waiting, wording
+from cubroker.server import (
+    attaching,
+    drafts,
+    invariants,
+    leases,
+    publishing,
+    reconfiguring,
+    reports,
+    signals,
+    teams,
+    waiting,
+    wording,
+)
 from cubroker.server.books import Books
 from cubroker.server.events import (
     Allocated,
@@ -66,6 +78,7 @@ from cubroker.server.events import (
     Joined,
     Lost,
     NotAllocated,
+    Reconfigured,
     Respond,
 )
 from cubroker.server.policy import Policy, exceeds
@@ -127,6 +140,8 @@ class Ledger:
                 self._lost(event)
             case Gone():
                 self._gone(event)
+            case Reconfigured():
+                reconfiguring.reconfigure(self._books, event)
             case _:
                 assert_never(event)
         drafts.settle(self._books)

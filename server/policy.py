@@ -39,6 +39,9 @@ class Quota:
     descriptors: int | None = None
 
 
+NOTHING = Quota(0, 0, 0, 0, 0, 0, 0, 0)
+
+
 @dataclass(frozen=True, slots=True)
 class Policy:
     """The rules of one broker.

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from cubroker.protocol.messages import Attach, AwaitEvent, Create, OpenEvent
-from cubroker.server.policy import MODE, Quota, exceeds
+from cubroker.server.policy import MODE, NOTHING, Quota, exceeds
 from cubroker.server.states import MEMORY, TEAM, VERSION, Bond, Cause, Report, Stage, State, Turn, step
 
 VMM = "vmm"
@@ -75,12 +75,14 @@ class Account:
     """What is allocated and promised on one device, in bytes, and the line of those who wait for room.
 
     ``lost`` is the part of ``allocated`` that is nobody's: allocations failed and could not be undone either.
+    ``tolerated`` was allocated and promised when the budget changed last, and may be more than that.
     """
 
     device: Budget
     allocated: int = 0
     promised: int = 0
     lost: int = 0
+    tolerated: int = 0
     allocations: dict[int, Allocation] = field(default_factory=dict)
     line: list[Writer] = field(default_factory=list)
 
@@ -105,11 +107,13 @@ class User:
 
     ``memory`` counts the bytes of its versions until their device has them back, and those that are set
     aside for its creates that wait for room; ``layouts`` the encoded layouts of its versions and waiting creates;
-    ``pieces`` the descriptors of its memory, and of what its waiting creates ask for.
+    ``pieces`` the descriptors of its memory, and of what its waiting creates ask for. ``tolerated`` is what it had
+    when the quota changed last, and may be more than that.
     """
 
     uid: int
     quota: Quota
+    tolerated: Quota = NOTHING
     sessions: dict[int, Session] = field(default_factory=dict)
     allocations: dict[int, Allocation] = field(default_factory=dict)
     memory: int = 0
@@ -135,6 +139,20 @@ class User:
         """Descriptors that it takes of the broker's."""
         return SESSION * len(self.sessions) + self.pieces
 
+    @property
+    def used(self) -> Quota:
+        """All that counts for its quota."""
+        return Quota(
+            memory=self.memory,
+            sessions=len(self.sessions),
+            leases=self.leases,
+            requests=self.unfinished,
+            watches=self.watches,
+            events=self.events,
+            layouts=self.layouts,
+            descriptors=self.descriptors,
+        )
+
     def affords(self, writer: Writer) -> bool:
         """Whether its quota has room for all that ``writer`` takes, and no earlier one waits for that."""
         return self.place(writer) == 0 and not exceeds(self.memory, writer.total, self.quota.memory)
@@ -142,7 +160,10 @@ class User:
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """One client process. ``connected`` is False while it lives without a connection and still holds leases."""
+    """One client process. ``connected`` is False while it lives without a connection and still holds leases.
+
+    ``tolerated`` is what it had when the limits changed last, and may be more than these.
+    """
 
     id: int
     pid: int
@@ -155,6 +176,12 @@ class Session:
     watches: dict[str, Pool] = field(default_factory=dict)
     signals: dict[int, Signal] = field(default_factory=dict)
     story: deque[str] = field(default_factory=_story)
+    tolerated: Limits = Limits(0, 0, 0, 0)
+
+    @property
+    def used(self) -> Limits:
+        """All that counts for its limits."""
+        return Limits(len(self.leases), len(self.unfinished), len(self.watches), len(self.signals))
 
     @property
     def uid(self) -> int:

@@ -1,0 +1,54 @@
+"""New rules for a ledger that has records: what is held stays, however much that is, and what is asked now obeys them.
+
+A budget, a quota or a limit that became smaller ends nothing; it only grants nothing until enough has ended by itself.
+A larger one serves those who waited for it. Who waits for what there will never be is refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from cubroker.protocol.errors import OverQuota
+from cubroker.server import wording
+from cubroker.server.books import Books
+from cubroker.server.events import Reconfigured
+from cubroker.server.leases import end_if_empty, superseded
+from cubroker.server.policy import exceeds
+from cubroker.server.records import Phase, User, Writer
+from cubroker.server.room import stir
+from cubroker.server.waiting import refuse
+
+
+def reconfigure(books: Books, event: Reconfigured) -> None:
+    """Put new rules in force."""
+    assert event.budgets.keys() == books.accounts.keys(), "budgets of other devices"
+    tolerate(books)
+    books.policy, books.limits = event.policy, event.limits
+    for uuid, account in books.accounts.items():
+        account.device = replace(account.device, budget=event.budgets[uuid])
+        books.stirred_accounts[account] = None
+    for user in tuple(books.users.values()):
+        user.quota = event.policy.quota_of(user.uid)
+        stir(books, user)
+        _refuse_for_good(books, user)
+    for pool in books.pools.values():
+        for version in superseded(pool):
+            end_if_empty(books, version)
+
+
+def tolerate(books: Books) -> None:
+    """Accept all that is held, whatever the rules say: these may be smaller now than when it was granted."""
+    for account in books.accounts.values():
+        account.tolerated = account.allocated + account.promised
+    for user in books.users.values():
+        user.tolerated = user.used
+    for session in books.sessions.values():
+        session.tolerated = session.used
+
+
+def _refuse_for_good(books: Books, user: User) -> None:
+    """Refuse the creates that wait for their turn and can never have the memory, now that the quota is this."""
+    waiters = [waiter for session in user.sessions.values() for waiter in session.unfinished.values()]
+    for writer in waiters:
+        if isinstance(writer, Writer) and writer.phase is Phase.TURN and exceeds(0, writer.total, user.quota.memory):
+            refuse(books, writer, OverQuota(wording.never_affords(user, writer.pool.name, writer.total)))
