@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from cubroker.client import devices
 from cubroker.client.mapping import Place
@@ -99,6 +100,16 @@ class Addresses:
         pieces = tuple(zip(replica.handles, sizes, descriptors, strict=True))
         return self._replica(driver, replica.device, pieces, home.memory.uuid if near else None)
 
+    @contextmanager
+    def all_or_none(self) -> Iterator[None]:
+        """Unmap what was mapped in a block that fails; raises ``DriverError`` if even that is refused."""
+        before = len(self._opened)
+        try:
+            yield
+        except BaseException:
+            self._close(before)
+            raise
+
     @property
     def asleep(self) -> bool:
         """Whether memory is missing anywhere."""
@@ -117,14 +128,18 @@ class Addresses:
     def wake(self, descriptors: Sequence[int]) -> None:
         """Map the same memory where it was.
 
+        Args:
+            descriptors: in the order in which :meth:`open` and what came after it took them. Those that are left over
+                were of no use before either.
+
         Raises:
             DriverError: it is asleep as before.
             Unavailable: these are not the descriptors of the same memory.
         """
         ranges = list(self._ranges())
-        if len(ranges) != len(descriptors):
+        if len(ranges) > len(descriptors):
             raise Unavailable(f"the broker sent {len(descriptors)} descriptors for {len(ranges)} allocations")
-        missing = [pair for pair in zip(ranges, descriptors, strict=True) if not pair[0].mapped]
+        missing = [pair for pair in zip(ranges, descriptors, strict=False) if not pair[0].mapped]
         try:
             for range_, descriptor in missing:
                 range_.map(descriptor, readonly=self._readonly)
@@ -140,7 +155,10 @@ class Addresses:
         Raises:
             DriverError: something is still mapped.
         """
-        while self._opened:
+        self._close(0)
+
+    def _close(self, keep: int) -> None:
+        while len(self._opened) > keep:
             self._opened[-1].close()
             del self._opened[-1]
 

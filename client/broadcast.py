@@ -14,19 +14,28 @@ from cubroker.client.mapping import Place
 from cubroker.driver import Context, Driver, DriverError, Window
 from cubroker.driver.multicast import unavailable
 from cubroker.driver.window import PIECE
-from cubroker.protocol.errors import NotFound
-from cubroker.protocol.messages import Attached, Created
+from cubroker.protocol.errors import NotFound, Unavailable
+from cubroker.protocol.messages import Attached, Created, Team
 
 STAGE = 8 << 20
 """Bytes that are copied through host memory at a time."""
 
 
 class Windows:
-    """Through multicast objects, one per allocation."""
+    """Through multicast objects, one per allocation.
+
+    Attributes:
+        sizes: theirs; none where copies take their place.
+    """
 
     def __init__(self, home: Context, windows: Sequence[Window]) -> None:
+        self.sizes = tuple(window.nbytes for window in windows)
         self._home = home
         self._windows = tuple(windows)
+
+    def pointer(self, allocation: int, offset: int) -> int:
+        """Return the address by which a place in every replica is stored to."""
+        return self._windows[allocation].pointer + offset
 
     def store(self, source: int, allocation: int, offset: int, nbytes: int) -> None:
         """Copy bytes at an address of the home device to a place in every replica; done when it returns.
@@ -37,7 +46,7 @@ class Windows:
             DriverError: the driver refused; some replicas may have the bytes.
         """
         window = self._windows[allocation]
-        target = window.pointer + offset
+        target = self.pointer(allocation, offset)
         alike = (source - target) % PIECE == 0
         head = min(-target % PIECE, nbytes) if alike else nbytes
         middle = (nbytes - head) // PIECE * PIECE
@@ -61,6 +70,7 @@ class Copies:
     """
 
     def __init__(self, home: Place, others: Sequence[Place]) -> None:
+        self.sizes: tuple[int, ...] = ()
         self._home = home
         self._others = tuple(others)
 
@@ -125,7 +135,8 @@ def connect(
         try:
             given = descriptors[-len(team.sizes) :]
             pairs = zip(team.sizes, given, strict=True)
-            return Windows(home.context, [addresses.window(home.context, size, each) for size, each in pairs])
+            with addresses.all_or_none():
+                return Windows(home.context, [addresses.window(home.context, size, each) for size, each in pairs])
         except DriverError as error:
             if not unavailable(error):
                 raise
@@ -135,9 +146,22 @@ def connect(
     left = iter(descriptors)
     try:
         rest = [(replica, tuple(islice(left, len(replica.handles)))) for replica in reply.replicas]
-        return Copies(home, [addresses.reach(driver, home, *each, sizes) for each in rest[1:]])
+        with addresses.all_or_none():
+            return Copies(home, [addresses.reach(driver, home, *each, sizes) for each in rest[1:]])
     except NotFound as error:
         return Refused(error.message)
+
+
+def check_same(label: str, outlet: Outlet | None, team: Team | None) -> None:
+    """Raise ``Unavailable`` unless the ``team`` of a new lease has what a holder's outlet was made of."""
+    if outlet is None or isinstance(outlet, Refused):
+        return
+    if outlet.sizes != (team.sizes if team else ()):
+        way = f"{team.how}: {team.why}" if team else "it has no replicas"
+        raise Unavailable(
+            f"{label} is not stored to in the same way as when it fell asleep ({way}), so that what used the addresses"
+            f" cannot go on; it stays asleep: close it, and attach again"
+        )
 
 
 def _stage(source: Context, first: int, target: Context, second: int, nbytes: int) -> None:

@@ -222,21 +222,22 @@ class Loan:
             return slept.set(Done())
         return self._session.requests.send(Close(lease), slept.settle)
 
-    def resume(self, lease: int, given: Sequence[int]) -> Mapped | None:
-        """Map memory that sleeps again, under another lease; memory that is awake stays under its own.
+    def resume(self, reply: Attached | Created, given: Sequence[int]) -> Mapped | None:
+        """Map memory that sleeps again, under the lease of ``reply``; memory that is awake stays under its own.
 
         Returns:
             The memory, or None if it has ended.
 
         Raises:
-            DriverError, Unavailable: as :meth:`Addresses.wake` says.
+            DriverError, Unavailable: as :meth:`Addresses.wake` and :func:`broadcast.check_same` say.
         """
         mapped = self._guard() if self._guard else None
         if mapped is None or self._addresses is None:
             return None
         if self._addresses.asleep:
+            broadcast.check_same(mapped.label, mapped.outlet, reply.team)
             self._addresses.wake(given)
-            before, self.lease = self.lease, lease
+            before, self.lease = self.lease, reply.lease
             if before:  # it was not asleep whole
                 self._session.requests.submit(Close(before))
         mapped.wake()

@@ -101,6 +101,23 @@ class Pool(Replica):
             except DriverError as error:
                 raise devices.failure(error, f"storing {name!r} of {self._label} to all replicas") from error
 
+    def multicast_pointer(self, name: str) -> int:
+        """Return the address by which kernels of this pool's device store to a tensor on all devices at once.
+
+        It takes ``multimem`` instructions and copies from device memory, is never to be read, and stays the same
+        while the pool sleeps and wakes.
+
+        Raises:
+            Unsupported: the pool is not shared as ``multicast``, or copies take the place of that, or this process has
+                to do without.
+            Invalid: as :meth:`broadcast`.
+        """
+        self._loan.owner.check()
+        outlet, spec = self._outlet(), self._index.tensors[name]
+        if isinstance(outlet, Copies):
+            raise Unsupported(f"{self._label} is written by copies: {self.why}; use broadcast, which does either")
+        return outlet.pointer(spec.allocation, spec.offset)
+
     def event(self, name: str, *, device: int | str | None = None) -> SharedEvent:
         """Make an event, with which this process tells others when it has written what they wait to read.
 
@@ -143,15 +160,16 @@ class Pool(Replica):
         return mapped is not None and mapped.asleep
 
     def sleep(self) -> None:
-        """Unmap the memory and give the lease back, but keep the addresses for :meth:`wake`; ``vmm`` pools only.
+        """Unmap the memory and give the lease back, but keep the addresses for :meth:`wake`; not for ``ipc`` pools.
 
+        Those of a ``multicast`` pool are the addresses of its tensors and of :meth:`multicast_pointer`.
         Work that was submitted to the devices is waited for. Arrays, framework tensors and captured CUDA graphs
         that use the addresses may stay, and must not be used meanwhile: on a host device that ends the process.
         Nothing keeps the version there: once it is retired or superseded, it can be gone. A pool that sleeps may sleep
         again, and be closed. Its events here are closed.
 
         Raises:
-            Unsupported: the pool is not shared as ``vmm``.
+            Unsupported: the pool is shared as ``ipc``.
             Invalid: it is closed or a draft, or tensors are being copied or are held; it stays awake.
             DeviceFailure: not all of the memory could be unmapped; the lease stays.
             TimedOut: the memory is unmapped, but the broker has not yet confirmed that the lease is over.
@@ -171,6 +189,7 @@ class Pool(Replica):
 
         Raises:
             Retired, NotFound: the version is not there any more. As with every failure, the pool stays asleep.
+            Unavailable: the replicas of a ``multicast`` pool are not stored to in the same way any more.
             Invalid: it is closed.
             CubrokerError: as :meth:`Broker.attach`.
         """
@@ -261,7 +280,7 @@ class Pool(Replica):
         self._drop()
 
     def _fall_asleep(self) -> Future[Reply]:
-        if self.share != "vmm":
+        if self.share == "ipc":
             raise Unsupported(f"{self._label} is shared as {self.share} and cannot sleep; create it with share='vmm'")
         mapped = self._mapped
         if mapped is None or not self._sealed:

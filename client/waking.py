@@ -30,7 +30,7 @@ class Waking(Loan):
         try:
             if self._abandoned:
                 return self._end()
-            mapped = self._sleeper.resume(self.lease, given)
+            mapped = self._sleeper.resume(reply, given)
             if mapped is None:
                 raise Invalid(f"pool {reply.name!r} version {reply.version} was closed while it was woken")
         except (CubrokerError, DriverError) as error:

@@ -120,8 +120,6 @@ def test_who_may_not_write_gets_its_own_replica_alone(client: Broker) -> None:
         assert pool["odd"].tobytes() == text("odd")
         with pytest.raises(Invalid, match="create it with writable=True"):
             pool.broadcast(text("odd", 1), "odd")
-        with pytest.raises(Unsupported, match="cannot sleep"):
-            pool.sleep()
 
 
 def test_how_it_is_done_is_told_and_why(client: Broker, place: Path, request: pytest.FixtureRequest) -> None:

@@ -136,8 +136,11 @@ LABELS: dict[tuple[str, Obstacle, str], Labels] = {
 }
 
 TEAM_MAPPED = (*HANDED_OVER, *counted(2, "opening window"), "opened window 2", "broadcasting", "broadcast")
+MAPPED_AGAIN = (*(f"mapping {number}" for number in range(5, 9)), "mapped 8")
 LABELS |= {
     ("broadcast", "", "multicast"): (*TEAM_MAPPED, *unmapping("multicast", 4), "closed"),
+    ("sleep", "", "multicast"): ("sleeping", *counted(4, "unmapping"), "unmapped 4", *message("Close"), "asleep"),
+    ("wake", "", "multicast"): (*message("Attach"), *HANDED_OVER, *MAPPED_AGAIN, "awake", "reading"),
     ("write_team", "", "multicast"): (*message("Create"), *TEAM_MAPPED, *unmapping("multicast", 8), "sealed"),
 }
 POINTS = tuple(

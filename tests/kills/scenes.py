@@ -277,7 +277,7 @@ def keep_reading(line: Line, directory: str, name: str) -> None:
             check(pool)
             with broker.attach(name, version=pool.version) as again:
                 check(again)
-            if pool.share == "vmm":
+            if pool.share != "ipc":
                 pool.sleep()
                 pool.wake()
                 check(pool)
@@ -348,7 +348,7 @@ def _do_something(chance: random.Random, broker: Broker, name: str, held: list[P
 
 def _nap(held: list[Pool]) -> None:
     """Have every pool that can sleep do so, and wake those whose versions are still there."""
-    napping = [pool for pool in held if pool.share == "vmm"]
+    napping = [pool for pool in held if pool.share != "ipc"]
     for pool in napping:
         pool.sleep()
     for pool in napping:
