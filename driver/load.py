@@ -58,13 +58,15 @@ class Driver:
         """Return the bytes of which :meth:`create` and :meth:`Context.reserve` take multiples, on that device."""
         return vmm.granularity(self._calls, self._device(index).index)
 
-    def create(self, index: int, nbytes: int) -> vmm.Physical:
+    def create(self, index: int, nbytes: int, *, fabric: bool = False) -> vmm.Physical:
         """Create memory on the device with that ordinal, which the caller releases. No context is made or needed.
+
+        ``fabric``: and have it shared by fabric handle too, where that can be had (:meth:`Physical.export_fabric`).
 
         Raises:
             DriverError: ``nbytes`` is no multiple of the granularity, or the device has not so much left.
         """
-        return vmm.Physical(self._calls, self._device(index).index, nbytes)
+        return vmm.Physical(self._calls, self._device(index).index, nbytes, fabric=fabric)
 
     @property
     def version(self) -> int:
@@ -85,10 +87,6 @@ class Driver:
             if error.name == "CUDA_ERROR_INVALID_VALUE":
                 return None
             raise
-
-    def fabric(self, index: int) -> bool:
-        """Whether that device's memory can be shared by fabric handle; see :func:`vmm.fabric`."""
-        return vmm.fabric(self._calls, self._device(index).index)
 
     def multicast(self, indices: Sequence[int], nbytes: int) -> Multicast:
         """Make a multicast object of these devices for ``nbytes`` bytes each, rounded up; the caller releases it.

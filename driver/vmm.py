@@ -1,14 +1,19 @@
-"""Physical memory that is shared by descriptor, and ranges of addresses that it is mapped into and out of.
+"""Physical memory that is shared by descriptor or fabric handle, and ranges of addresses that it is mapped into.
 
 Creating and exporting need no context. The memory lives while anybody on the host has a descriptor of it, or has it
 mapped; whoever created it may be gone. What is mapped at an address can change, the address stays.
+
+A fabric handle is 64 bytes, and needs an IMEX channel in both processes. Whether it can be had is found by trying: the
+device's attribute says only what the hardware can.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from enum import IntFlag
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -16,6 +21,19 @@ from cubroker.driver.calls import Calls, DriverError, explained
 
 if TYPE_CHECKING:
     from cubroker.driver.context import Context
+
+
+FABRIC_BYTES = 64
+"""The size of a fabric handle."""
+
+_IMPORT = "cuMemImportFromShareableHandle"
+
+
+class _Kinds(IntFlag):
+    """Kinds of handles, as bits: the bindings' enum has no combinations, and takes these for its own."""
+
+    DESCRIPTOR = 1
+    FABRIC = 8
 
 
 class Physical:
@@ -27,19 +45,51 @@ class Physical:
         handle: the driver's own.
     """
 
-    def __init__(self, calls: Calls, device: int, nbytes: int) -> None:
+    def __init__(self, calls: Calls, device: int, nbytes: int, *, fabric: bool = False) -> None:
         self.device = device
         self.nbytes = nbytes
         self._calls = calls
-        self.handle = calls.cuMemCreate(nbytes, _properties(calls.module, device), 0)
+        self._fabric = fabric
+        self.handle = self._created()
 
     def export(self) -> int:
         """Return a descriptor of it, which another process imports and which the caller closes; exec closes it too."""
         return export(self._calls, self.handle)
 
+    def export_fabric(self) -> bytes | None:
+        """Return the fabric handle, 64 bytes, with which other processes import it; None if it cannot have one.
+
+        Until it is released, whoever knows the bytes and is on the same channel can read and write the memory.
+        """
+        if not self._fabric:
+            return None
+        try:
+            handle = self._calls.cuMemExportToShareableHandle(self.handle, _fabric(self._calls.module), 0)
+        except DriverError as error:
+            if error.name in _NO_FABRIC:
+                return None
+            raise
+        return ctypes.string_at(handle.getPtr(), FABRIC_BYTES)
+
     def release(self) -> None:
         """Give the handle up, once; the memory stays while there is a descriptor or a mapping."""
         self._calls.cuMemRelease(self.handle)
+
+    def _created(self) -> Any:
+        """Create it for both kinds of handles if it may have a fabric handle, and for descriptors if that is refused.
+
+        Each creation is a trial of its own, so a channel that comes or goes is noticed.
+        """
+        module = self._calls.module
+        if self._fabric:
+            kinds = _Kinds.DESCRIPTOR | _Kinds.FABRIC
+            try:
+                return self._calls.cuMemCreate(self.nbytes, _properties(module, self.device, kinds), 0)
+            except DriverError as error:
+                if error.name not in _NO_FABRIC:
+                    raise
+                self._fabric = False
+        return self._calls.cuMemCreate(self.nbytes, _properties(module, self.device), 0)
 
 
 class Reservation:
@@ -59,18 +109,18 @@ class Reservation:
         with context.current():
             self.pointer: int = int(self._calls.cuMemAddressReserve(nbytes, 0, 0, 0))
 
-    def map(self, descriptor: int, *, readonly: bool) -> None:
-        """Map the memory of a descriptor, of ``nbytes`` bytes; the descriptor is not needed afterwards.
+    def map(self, source: int | bytes, *, readonly: bool) -> None:
+        """Map the memory of a descriptor or a fabric handle, of ``nbytes`` bytes, which is not needed afterwards.
 
         The memory may be of another device, if this one can reach it. Where it is read-only, copies into it are
         refused, and a kernel that writes ends the context it runs in and no other.
 
         Raises:
-            DriverError: what is mapped is to be unmapped first, the descriptor is of something else or of memory of
-                another size, or it cannot be reached. Nothing is mapped then.
+            DriverError: what is mapped is to be unmapped first, the source is of something else or of memory of
+                another size, or it cannot be reached. Nothing is mapped then. See also :func:`import_refused`.
         """
         with explained(self._refusals()), self._context.current(), ExitStack() as undo:
-            with self._imported(descriptor) as handle:
+            with self._imported(source) as handle:
                 self._calls.cuMemMap(self.pointer, self.nbytes, 0, handle, 0)
                 undo.callback(self._calls.cuMemUnmap, self.pointer, self.nbytes)
             self._calls.cuMemSetAccess(self.pointer, self.nbytes, [self._access(readonly)], 1)
@@ -97,8 +147,8 @@ class Reservation:
         return {"CUDA_ERROR_INVALID_DEVICE": unreachable, "CUDA_ERROR_PEER_ACCESS_UNSUPPORTED": unreachable}
 
     @contextmanager
-    def _imported(self, descriptor: int) -> Iterator[Any]:
-        handle = self._calls.cuMemImportFromShareableHandle(descriptor, _descriptor(self._calls.module))
+    def _imported(self, source: int | bytes) -> Iterator[Any]:
+        handle = _import(self._calls, source)
         try:
             yield handle
         finally:
@@ -135,40 +185,41 @@ def granularity(calls: Calls, device: int) -> int:
     return int(calls.cuMemGetAllocationGranularity(_properties(calls.module, device), minimum))
 
 
-def fabric(calls: Calls, device: int) -> bool:
-    """Whether memory of a device can be shared by fabric handle, found by trying it with one granule.
-
-    The device's attribute says only what the hardware can: without an IMEX channel the driver refuses all the same.
-
-    Raises:
-        DriverError: the trial failed for another reason; the device may be full.
-    """
-    kind = calls.module.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_FABRIC
-    try:
-        handle = calls.cuMemCreate(granularity(calls, device), _properties(calls.module, device, kind), 0)
-        try:
-            calls.cuMemExportToShareableHandle(handle, kind, 0)
-        finally:
-            calls.cuMemRelease(handle)
-    except DriverError as error:
-        if error.name in _NO_FABRIC:
-            return False
-        raise
-    return True
+def import_refused(error: DriverError) -> bool:
+    """Whether a handle could not be opened at all; else its memory could not be mapped."""
+    return error.call == _IMPORT
 
 
 _NO_FABRIC = frozenset({"CUDA_ERROR_NOT_PERMITTED", "CUDA_ERROR_NOT_SUPPORTED", "CUDA_ERROR_INVALID_VALUE"})
 """Refusals of a machine without it: no channel, no such hardware, a driver that has not heard of it."""
+
+_NO_CHANNEL = "this process is not on the IMEX channel of the memory's owner; a container needs its device file"
 
 
 def _descriptor(module: Any) -> Any:
     return module.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
 
-def _properties(module: Any, device: int, kind: Any = None) -> Any:
+def _fabric(module: Any) -> Any:
+    return module.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_FABRIC
+
+
+def _import(calls: Calls, source: int | bytes) -> Any:
+    module = calls.module
+    if isinstance(source, int):
+        return calls.cuMemImportFromShareableHandle(source, _descriptor(module))
+    if len(source) != FABRIC_BYTES:
+        raise ValueError(f"a fabric handle of {len(source)} bytes; it has {FABRIC_BYTES}")
+    handle = module.CUmemFabricHandle()
+    ctypes.memmove(handle.getPtr(), source, FABRIC_BYTES)
+    with explained({"CUDA_ERROR_NOT_PERMITTED": _NO_CHANNEL}):
+        return calls.cuMemImportFromShareableHandle(handle.getPtr(), _fabric(module))
+
+
+def _properties(module: Any, device: int, kinds: _Kinds = _Kinds.DESCRIPTOR) -> Any:
     properties = module.CUmemAllocationProp()
     properties.type = module.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
     properties.location.type = module.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
     properties.location.id = device
-    properties.requestedHandleTypes = kind or _descriptor(module)
+    properties.requestedHandleTypes = kinds
     return properties

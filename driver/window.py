@@ -35,7 +35,7 @@ class Window(Reservation):
         self._broadcast: Any = None
         self._loading = threading.Lock()
 
-    def map(self, descriptor: int, *, readonly: bool = False) -> None:
+    def map(self, source: int | bytes, *, readonly: bool = False) -> None:
         """Map the object of a descriptor, for one-to-all stores; the descriptor is not needed afterwards.
 
         It waits until all of the object's devices were added. A window is never read-only: nothing is read from it.
@@ -46,7 +46,7 @@ class Window(Reservation):
         if readonly:
             raise ValueError("a multicast object is mapped for stores, and nothing can be read through it")
         guard.check(self._calls.module, "cuMemImportFromShareableHandle")
-        super().map(descriptor, readonly=False)
+        super().map(source, readonly=False)
 
     def broadcast(self, source: int, target: int, nbytes: int) -> None:
         """Copy bytes to every device's memory; done when it returns, everywhere.

@@ -51,12 +51,15 @@ def _vmm(case: _Case) -> Verdict:
     if trial.outcome == "works":
         return Verdict(True, "a process mapped 2 MiB by descriptor, read what another wrote, and could not write")
     if trial.outcome == "writable":
-        return Verdict(
-            None, "memory is shared by descriptor, but what was mapped read-only could be written", f"{LOOK}; use ipc"
-        )
+        return _writable("descriptor")
     if trial.outcome == "refused" and not case.examined.device.emulated and case.examined.device.descriptors == 0:
         return Verdict(False, "the device says that its memory has no descriptors, as on WSL", "use ipc")
     return _mode(case, trial) or means(trial)
+
+
+def _writable(kind: str) -> Verdict:
+    why = f"memory is shared by {kind}, but what was mapped read-only could be written"
+    return Verdict(None, why, f"{LOOK}; use ipc")
 
 
 def _mode(case: _Case, trial: Trial) -> Verdict | None:
@@ -91,7 +94,9 @@ _NOT_NEEDED = "nothing needs to be done on one host: vmm uses descriptors instea
 def _fabric(case: _Case) -> Verdict:
     trial = case.examined.trials["fabric"]
     if trial.outcome == "works":
-        return Verdict(True, "memory was created and exported with a fabric handle")
+        return Verdict(True, "a process mapped 2 MiB by fabric handle, read what another wrote, and could not write")
+    if trial.outcome == "writable":
+        return _writable("fabric handle")
     if trial.outcome != "refused" or trial.error:
         return means(trial)
     why, do = _no_fabric(case)

@@ -110,21 +110,34 @@ def _ipc(driver: Driver, index: int) -> Trial:
 
 
 def _vmm(driver: Driver, index: int) -> Trial:
-    """Share memory by descriptor as a broker does, without a context: a writer fills it, a reader reads it."""
-    size = -(-SIZE // driver.granularity(index)) * driver.granularity(index)
-    physical = driver.create(index, size)
+    """Share memory by descriptor as a broker does, without a context."""
+    physical = driver.create(index, _size(driver, index))
     descriptor = physical.export()
-    order = _Shared(secrets.token_bytes(), size, descriptor=descriptor)
-    trial = _worker("vmm-writer", driver, index, order)
-    if trial.outcome == "works":
-        trial = _worker("vmm-reader", driver, index, order)
+    trial = _lent(driver, index, _Shared(secrets.token_bytes(), physical.nbytes, descriptor=descriptor))
     os.close(descriptor)
     physical.release()
     return trial
 
 
 def _fabric(driver: Driver, index: int) -> Trial:
-    return Trial("works") if driver.fabric(index) else Trial("refused")
+    """Share memory by fabric handle, if it gets one."""
+    physical = driver.create(index, _size(driver, index), fabric=True)
+    handle = physical.export_fabric()
+    trial = Trial("refused")
+    if handle is not None:
+        trial = _lent(driver, index, _Shared(secrets.token_bytes(), physical.nbytes, handle))
+    physical.release()
+    return trial
+
+
+def _size(driver: Driver, index: int) -> int:
+    return -(-SIZE // driver.granularity(index)) * driver.granularity(index)
+
+
+def _lent(driver: Driver, index: int, order: _Shared) -> Trial:
+    """Have a writer fill memory without an address, and then a reader read it."""
+    trial = _worker("vmm-writer", driver, index, order)
+    return _worker("vmm-reader", driver, index, order) if trial.outcome == "works" else trial
 
 
 # -- workers ---------------------------------------------------------------------------------------
@@ -141,7 +154,7 @@ def _ipc_reader(driver: Driver, index: int) -> Trial:
 def _vmm_writer(driver: Driver, index: int) -> Trial:
     order, context = _order(), driver.context(index)
     with context.reserve(order.size) as memory:
-        memory.map(order.descriptor, readonly=False)
+        memory.map(order.handle or order.descriptor, readonly=False)
         context.write(memory.pointer, _pattern(order.seed, order.size))
     return Trial("works")
 
@@ -149,7 +162,7 @@ def _vmm_writer(driver: Driver, index: int) -> Trial:
 def _vmm_reader(driver: Driver, index: int) -> Trial:
     order, context = _order(), driver.context(index)
     with context.reserve(order.size) as memory:
-        memory.map(order.descriptor, readonly=True)
+        memory.map(order.handle or order.descriptor, readonly=True)
         if context.read(memory.pointer, order.size) != _pattern(order.seed, order.size):
             return Trial("differs")
         try:

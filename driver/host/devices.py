@@ -22,6 +22,7 @@ VERSION = 13000
 _ATTRIBUTES = {
     cuda.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING: 1,
     cuda.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_INTEGRATED: 1,
+    cuda.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED: 1,  # also where there is no channel
 }
 """All others are 0: not there."""
 

@@ -86,7 +86,7 @@ class Multicast(Storage, Vmm):
         with self.lock:
             if sum(isinstance(held, Team) for held in self.handles()) >= self.options.slots:
                 raise MemoryError
-            return self.handle(Team(Table.create(prop.size, prop.numDevices), exportable=bool(prop.handleTypes)))
+            return self.handle(Team(Table.create(prop.size, prop.numDevices), kinds=prop.handleTypes))
 
     @answers(0)
     def cuMulticastAddDevice(self, mcHandle: Any, dev: Any) -> None:
@@ -192,7 +192,7 @@ class Multicast(Storage, Vmm):
                 window.team.drop()
 
     def _bind(self, team: Team, offset: int, physical: Any, place: int, nbytes: int) -> None:
-        check(isinstance(physical, Physical) and physical.exportable)
+        check(isinstance(physical, Physical) and bool(physical.kinds))
         check(offset + nbytes <= team.nbytes and place + nbytes <= physical.nbytes)
         if physical.device not in team.table.devices:
             raise Refusal(Result.CUDA_ERROR_INVALID_DEVICE)
@@ -203,7 +203,7 @@ class Multicast(Storage, Vmm):
         mapping = self.addresses.find(pointer, nbytes)
         if isinstance(mapping, ranges.Mapping) and mapping.identity:
             for held in self.handles():
-                if isinstance(held, Physical) and held.exportable and held.identity == mapping.identity:
+                if isinstance(held, Physical) and held.kinds and held.identity == mapping.identity:
                     return held, pointer - mapping.pointer
         raise Refusal(Result.CUDA_ERROR_INVALID_VALUE)
 

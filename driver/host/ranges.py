@@ -26,9 +26,9 @@ _NAMES = re.compile(_NAME.format(r"(\d{1,4})"))
 
 
 class Mappable(Protocol):
-    """What a handle stands for."""
+    """What a handle stands for; ``kinds`` are those of the handles that others can import, as bits, 0 if none is."""
 
-    exportable: bool
+    kinds: int
     nbytes: int
 
     def export(self) -> int:
@@ -54,7 +54,7 @@ class Physical:
     device: int
     nbytes: int
     fd: int
-    exportable: bool
+    kinds: int
     heap: Heap | None
 
     def release(self) -> None:
@@ -152,12 +152,12 @@ class Range:
         del self.mappings[mapping.pointer]
 
 
-def create(device: int, nbytes: int, heap: Heap, *, exportable: bool) -> Physical:
+def create(device: int, nbytes: int, heap: Heap, *, kinds: int) -> Physical:
     """Return new memory, all zero; raises MemoryError if the device is full, OSError if the system is."""
     heap.require(nbytes)
     fd = memory.create(nbytes, _NAME.format(device))
     heap.used += nbytes
-    return Physical(device, nbytes, fd, exportable, heap)
+    return Physical(device, nbytes, fd, kinds, heap)
 
 
 def adopt(descriptor: int, devices: int) -> Physical:
@@ -177,7 +177,7 @@ def adopt(descriptor: int, devices: int) -> Physical:
         match = _NAMES.fullmatch(memory.name_of(fd))
         if match is None or int(match[1]) >= devices or not memory.sealed(fd):
             raise LookupError(f"descriptor {descriptor} is not the memory of a device")
-        return Physical(int(match[1]), os.fstat(fd).st_size, fd, exportable=False, heap=None)
+        return Physical(int(match[1]), os.fstat(fd).st_size, fd, kinds=0, heap=None)
     except (LookupError, OSError):
         os.close(fd)
         raise

@@ -30,8 +30,8 @@ class Team:
     The driver holds its lock around all calls but ``settle`` and ``store``, and a use during those.
     """
 
-    def __init__(self, table: Table, *, exportable: bool) -> None:
-        self.exportable = exportable
+    def __init__(self, table: Table, *, kinds: int) -> None:
+        self.kinds = kinds
         self.table = table
         self.nbytes = table.nbytes
         self._uses = 1
@@ -198,7 +198,7 @@ def adopt(descriptor: int, devices: int) -> Team:
     """
     table = Table.adopt(descriptor)
     if all(device < devices for device in table.devices):
-        return Team(table, exportable=False)
+        return Team(table, kinds=0)
     table.close()
     raise LookupError(f"descriptor {descriptor} is a multicast object of other devices")
 

@@ -1,21 +1,27 @@
-"""Virtual memory management on host devices: physical memory by descriptor, mapped into reserved addresses."""
+"""Virtual memory management on host devices: physical memory by descriptor or fabric handle, and its mappings."""
 
 # ruff: noqa: D102  (the functions are NVIDIA's, and described in the reference of the CUDA driver API)
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 from typing import Any
 
 from cuda.bindings import driver as cuda
 
-from cubroker.driver.host import memory, ranges, teams
+from cubroker.driver.host import fabric, memory, ranges, teams
 from cubroker.driver.host.answers import Refusal, Result, answers
 from cubroker.driver.host.memory import BLOCK
-from cubroker.driver.host.ranges import Mappable, Mapping, Range
+from cubroker.driver.host.ranges import Mappable, Mapping, Physical, Range
+from cubroker.driver.host.sharing import HANDLE_BYTES
 from cubroker.driver.host.state import State
 
-_Kind = cuda.CUmemAllocationHandleType
+_DESCRIPTOR = int(cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)
+_FABRIC = int(cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_FABRIC)
+_KINDS_AT = 4
+"""Bytes: where ``CUmemAllocationProp`` has its ``requestedHandleTypes``, an int."""
+
 _DEVICE = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
 _PINNED = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
 _ACCESS = frozenset(map(int, cuda.CUmemAccess_flags)) - {int(cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_MAX)}
@@ -29,10 +35,12 @@ class Vmm(State):
         self._new_handles = itertools.count(1)
         self._handles: dict[int, Mappable] = {}
         self._ranges: dict[int, Range] = {}
+        self._fabric = fabric.Exports()
 
     def forked(self) -> None:
         """In a forked child: close the parent's descriptors too, which would keep released memory."""
         super().forked()
+        self._fabric.forked()
         for held in self.in_use():
             held.forked()
 
@@ -44,35 +52,41 @@ class Vmm(State):
     @answers(1)
     def cuMemCreate(self, size: int, prop: Any, flags: int) -> Any:
         device = self._located(prop)
-        kind = prop.requestedHandleTypes
+        kinds = _kinds(prop)
         check_blocks(size)
         check(not flags and size <= self.heaps[device].total)  # more than there ever is: another status than too much
-        if kind == _Kind.CU_MEM_HANDLE_TYPE_FABRIC:  # as where there is no IMEX channel
-            raise Refusal(Result.CUDA_ERROR_NOT_PERMITTED)
-        check(kind in (_Kind.CU_MEM_HANDLE_TYPE_NONE, _Kind.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR))
+        check(not kinds & ~(_DESCRIPTOR | _FABRIC))
+        if kinds & _FABRIC:
+            fabric.check_channel()
         with self.lock:
-            exportable = kind != _Kind.CU_MEM_HANDLE_TYPE_NONE
-            return self.handle(ranges.create(device, size, self.heaps[device], exportable=exportable))
+            return self.handle(ranges.create(device, size, self.heaps[device], kinds=kinds))
 
     @answers(0)
     def cuMemRelease(self, handle: Any) -> None:
         with self.lock:
-            self.held(handle).release()
+            held = self.held(handle)
+            if isinstance(held, Physical):
+                self._fabric.withdraw(held)
+            held.release()
             del self._handles[int(handle)]
 
     @answers(1)
-    def cuMemExportToShareableHandle(self, handle: Any, handleType: Any, flags: int) -> int:
+    def cuMemExportToShareableHandle(self, handle: Any, handleType: Any, flags: int) -> Any:
         with self.lock:
             held = self.held(handle)
-            check(held.exportable and not flags and handleType == _Kind.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)
-            return held.export()
+            check(not flags and bool(held.kinds & int(handleType)))
+            if int(handleType) == _DESCRIPTOR:
+                return held.export()
+            assert isinstance(held, Physical)  # multicast objects have descriptors alone
+            raw, exported = self._fabric.export(held), cuda.CUmemFabricHandle()
+        ctypes.memmove(exported.getPtr(), raw, len(raw))
+        return exported
 
     @answers(1)
     def cuMemImportFromShareableHandle(self, osHandle: int, shHandleType: Any) -> Any:
-        check(shHandleType == _Kind.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)
-        adopt = teams.adopt if teams.is_team(osHandle) else ranges.adopt
+        check(int(shHandleType) in (_DESCRIPTOR, _FABRIC))
         try:
-            imported = adopt(osHandle, len(self.heaps))
+            imported = self._adopted(osHandle, by_fabric=int(shHandleType) == _FABRIC)
         except LookupError:
             raise Refusal(Result.CUDA_ERROR_INVALID_VALUE) from None
         with self.lock:
@@ -128,6 +142,14 @@ class Vmm(State):
     def settle(self, handle: Any) -> None:
         """Return once what a handle stands for can be mapped; of memory that is so at once."""
 
+    def _adopted(self, shared: int, *, by_fabric: bool) -> Mappable:
+        """Return what a descriptor stands for, or the fabric handle at an address; raises LookupError for nothing."""
+        if by_fabric:
+            check(bool(shared))
+            return fabric.adopt(ctypes.string_at(shared, HANDLE_BYTES), len(self.heaps))
+        adopt = teams.adopt if teams.is_team(shared) else ranges.adopt
+        return adopt(shared, len(self.heaps))
+
     def _located(self, prop: Any) -> int:
         """Return the device on which memory of such properties lies."""
         check(prop.type == _PINNED and prop.location.type == _DEVICE)
@@ -166,6 +188,11 @@ class Vmm(State):
         found = first.range.exactly(pointer, nbytes) if isinstance(first, Mapping) else []
         check(bool(found))
         return found
+
+
+def _kinds(prop: Any) -> int:
+    """Return the handles that memory is asked for with, as bits; the bindings' own attribute reads one alone."""
+    return ctypes.c_int.from_address(prop.getPtr() + _KINDS_AT).value
 
 
 def check_blocks(nbytes: int) -> None:

@@ -18,6 +18,7 @@ from cubroker.cli.doctor.facts import Examined, Facts, Survey, Trial
 from cubroker.cli.doctor.report import Report
 from cubroker.driver import Driver, DriverError, Peers, load
 from cubroker.driver.host import host_module
+from cubroker.driver.host.fabric import CHANNEL
 from tests.brokers import BrokerProcess, eventually
 from tests.cli import terminal
 from tests.cli.processes import DEADLINE, environment, holding, run, started
@@ -45,6 +46,14 @@ def test_host_devices_share_by_handle_and_by_descriptor(broker: BrokerProcess) -
     assert verdicts(document)["driver"]["works"]
     finding = verdicts(document)["broker"]
     assert (finding["works"], finding["why"], finding["do"]) == (True, "a broker answers, with 2 devices", "")
+
+
+def test_a_machine_with_a_channel_has_fabric_handles(tmp_path: Path) -> None:
+    env = environment(**{CHANNEL: "0"})
+    done = run("doctor", "--devices", "host:1@64MiB", "--json", "--directory", tmp_path / "nobody", env=env)
+    (device,) = json.loads(done.stdout)["devices"]
+    assert device["kinds"]["fabric"]["works"] is True
+    assert "mapped 2 MiB by fabric handle" in device["kinds"]["fabric"]["why"]
 
 
 def test_the_report_fits_a_terminal(tmp_path: Path) -> None:

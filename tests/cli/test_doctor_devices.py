@@ -109,8 +109,9 @@ def test_memory_without_descriptors_is_told_by_the_device() -> None:
     check(judge(EMULATED, vmm=REFUSED)["vmm"], False, "the driver refused", "dmesg")
 
 
-def test_read_only_memory_that_could_be_written_is_told() -> None:
-    check(judge(vmm=Trial("writable"))["vmm"], None, "read-only could be written", "use ipc")
+@pytest.mark.parametrize("kind", ["vmm", "fabric"])
+def test_read_only_memory_that_could_be_written_is_told(kind: str) -> None:
+    check(judge_trial(kind, Trial("writable")), None, "read-only could be written", "use ipc")
 
 
 @pytest.mark.parametrize(

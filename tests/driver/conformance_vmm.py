@@ -85,7 +85,7 @@ def test_sizes_are_multiples_of_the_granularity(driver: Driver, context: Context
 
 
 def test_a_device_that_is_not_there_has_no_memory_to_create(driver: Driver) -> None:
-    for call in (driver.granularity, driver.fabric, lambda index: driver.create(index, GRANULE)):
+    for call in (driver.granularity, lambda index: driver.create(index, GRANULE)):
         with pytest.raises(ValueError, match="no device 4711; the devices are"):
             call(4711)
 
@@ -110,15 +110,6 @@ def test_more_than_is_free_cannot_be_created(driver: Driver, context: Context) -
 def test_a_descriptor_does_not_outlive_exec(driver: Driver) -> None:
     with lent(driver) as descriptor:
         assert not os.get_inheritable(descriptor)
-
-
-def test_whether_there_are_fabric_handles_is_found_by_trying(driver: Driver, context: Context) -> None:
-    index = context.device.index
-    works = driver.fabric(index)
-    before = context.memory()
-    assert driver.fabric(index) is works
-    assert context.memory() == before
-    assert not (driver.host and works)
 
 
 # -- sharing -------------------------------------------------------------------------------------------

@@ -30,16 +30,19 @@ class Mapper:
     def attach(self, device: int, nbytes: int, readonly: bool) -> int:
         """Map the memory of a descriptor that was sent; return the pointer."""
         descriptor = socket.recv_fds(self._link, 1, 1)[1][0]
-        reservation = self._driver.context(device).reserve(nbytes)
         try:
-            reservation.map(descriptor, readonly=readonly)
-        except DriverError:
-            reservation.close()
-            raise
+            return self._map(device, nbytes, descriptor, readonly=readonly)
         finally:
             os.close(descriptor)
-        self._attached[reservation.pointer] = reservation
-        return reservation.pointer
+
+    def attach_fabric(self, device: int, handle: bytes, nbytes: int, readonly: bool) -> int:
+        """Map the memory of a fabric handle; return the pointer."""
+        return self._map(device, nbytes, handle, readonly=readonly)
+
+    def lend_fabric(self, device: int, nbytes: int) -> bytes:
+        """Create memory and return a fabric handle of it."""
+        self._lent.append(self._driver.create(device, nbytes, fabric=True))
+        return self._lent[-1].export_fabric() or b""
 
     def detach(self, _: int, pointer: int) -> None:
         """Undo one ``attach``."""
@@ -70,6 +73,16 @@ class Mapper:
         for physical in self._lent:
             physical.release()
         self._link.close()
+
+    def _map(self, device: int, nbytes: int, source: int | bytes, *, readonly: bool) -> int:
+        reservation = self._driver.context(device).reserve(nbytes)
+        try:
+            reservation.map(source, readonly=readonly)
+        except DriverError:
+            reservation.close()
+            raise
+        self._attached[reservation.pointer] = reservation
+        return reservation.pointer
 
     def _seen(self) -> list[str]:
         answers = []

@@ -11,6 +11,7 @@ import pytest
 
 from cubroker.driver import Context, Driver, DriverError, guard
 from cubroker.driver.host import BLOCK, HostModule
+from cubroker.driver.host.fabric import CHANNEL
 
 BINDINGS = cuda.bindings.driver
 
@@ -70,12 +71,13 @@ def use(context: Context) -> None:
 
 
 def share(driver: Driver) -> None:
-    """Create memory, export it and map it, which is all that is done with descriptors."""
-    assert not driver.fabric(0)
-    physical = driver.create(0, driver.granularity(0))
-    descriptor = physical.export()
-    with driver.context(0).reserve(physical.nbytes) as reservation:
-        reservation.map(descriptor, readonly=True)
+    """Create memory, export it and map it, by descriptor and by fabric handle."""
+    physical = driver.create(0, driver.granularity(0), fabric=True)
+    descriptor, handle = physical.export(), physical.export_fabric()
+    assert handle
+    for source in (descriptor, handle):
+        with driver.context(0).reserve(physical.nbytes) as reservation:
+            reservation.map(source, readonly=True)
     os.close(descriptor)
     physical.release()
 
@@ -102,7 +104,8 @@ def link(driver: Driver) -> None:
     driver.peers.disable(driver.context(0), 1)
 
 
-def test_the_bindings_accept_what_the_recipes_pass() -> None:
+def test_the_bindings_accept_what_the_recipes_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CHANNEL, "0")
     both = Both()
     driver = Driver(both, "host:2", host=True)
     use(driver.context(0))

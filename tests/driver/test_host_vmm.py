@@ -93,6 +93,7 @@ def test_arguments_that_make_no_sense_are_refused(module: HostModule) -> None:
         module.cuMemExportToShareableHandle(handle, Kind.CU_MEM_HANDLE_TYPE_FABRIC, 0),
         module.cuMemExportToShareableHandle(handle, DESCRIPTOR, 1),
         module.cuMemImportFromShareableHandle(0, Kind.CU_MEM_HANDLE_TYPE_FABRIC),
+        module.cuMemImportFromShareableHandle(0, Kind.CU_MEM_HANDLE_TYPE_WIN32),
         module.cuMemAddressReserve(BLOCK, 3, 0, 0),
         module.cuMemAddressReserve(BLOCK, 0, 0, 1),
         module.cuMemAddressFree(start, BLOCK),
@@ -177,38 +178,6 @@ def test_an_impostor_cannot_make_us_map_what_would_fault(context: Context) -> No
             pass
         os.close(descriptor)
     assert held() == before
-
-
-FABRIC = ("CUDA_ERROR_NOT_PERMITTED", "CUDA_ERROR_NOT_SUPPORTED", "CUDA_ERROR_INVALID_VALUE")
-
-
-@pytest.mark.parametrize("name", FABRIC)
-def test_a_refused_trial_means_that_there_are_no_fabric_handles(name: str) -> None:
-    plan = faults.Plan()
-    faulty = Driver(faults.FaultyModule(HostModule(1, BLOCK), plan), "host:1", host=True)
-    plan.arm(["cuMemCreate"], 1, int(getattr(Result, name)))
-    assert not faulty.fabric(0)
-    plan.arm(["cuMemCreate"], 1, int(Result.CUDA_ERROR_OUT_OF_MEMORY))
-    with pytest.raises(DriverError, match="CUDA_ERROR_OUT_OF_MEMORY"):
-        faulty.fabric(0)
-
-
-class WithFabric(HostModule):
-    """Host devices with fabric handles."""
-
-    def cuMemCreate(self, size: int, prop: Any, flags: int) -> Any:
-        return super().cuMemCreate(size, properties(prop.location.id), flags)
-
-    def cuMemExportToShareableHandle(self, handle: Any, handleType: Any, flags: int) -> Any:  # noqa: N803
-        assert handleType == Kind.CU_MEM_HANDLE_TYPE_FABRIC
-        return Result.CUDA_SUCCESS, cuda.CUmemFabricHandle()
-
-
-def test_a_trial_that_succeeds_means_that_there_are_and_leaves_nothing() -> None:
-    driver = Driver(WithFabric(1, BLOCK), "host:1", host=True)
-    assert driver.fabric(0)
-    assert driver.context(0).memory() == (BLOCK, BLOCK)
-    driver.close()
 
 
 # -- what is left --------------------------------------------------------------------------------------
