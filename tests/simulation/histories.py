@@ -33,6 +33,7 @@ POLICIES = (
     Policy(keep=2, mode=0o640, admins=frozenset((ADMIN,))),
     Policy(keep=1, mode=0o660, admins=frozenset((ADMIN,)), quota=SCARCE, quotas={BROKER: Quota(), 1004: Quota(0)}),
 )
+BUDGETS = ((12, 8), (12, 8), (6, 8), (12, 2), (2, 4), (16, 16))
 OBSERVER = 1
 
 # What requests are made of: usual values, and rare ones that are mostly refused.
@@ -88,6 +89,7 @@ WEIGHTS = {
     "dissolved": 24,
     "elapsed": 3,
     "again": 1,
+    "reconfigure": 2,
 }
 
 NUMBERS = 8
@@ -336,6 +338,13 @@ class Play:
             self.tell(e.Elapsed(timed[number % len(timed)].timer))
         elif number % 5 == 0:
             self.tell(e.Elapsed(number))
+
+    def reconfigure(self, policy: int, tight: int, budgets: int, *_: int) -> None:
+        """Change the rules: any of them may become tighter than what is held, or wider."""
+        mib = zip(DEVICES, BUDGETS[budgets % len(BUDGETS)], strict=True)
+        granted = {device.uuid: size * MIB for device, size in mib}
+        limits = LIMITS[int(tight % 4 == 0)]
+        self.tell(e.Reconfigured(POLICIES[policy % len(POLICIES)], limits, granted))
 
     def finish(self) -> None:
         """End every session and report every free; then nothing may be left."""

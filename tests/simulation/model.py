@@ -7,6 +7,8 @@ from what the ledger does, by :mod:`tests.simulation.compare`.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from cubroker.protocol import messages as m
 from cubroker.protocol.layout import Layout
 from cubroker.server import events as e
@@ -49,8 +51,20 @@ class Model(Facts):
                 self.memory(event)
             case e.Assembled() | e.Dissolved():
                 self.bound(event)
+            case e.Reconfigured():
+                self.reconfigured(event)
         self.serve()
         return self.out
+
+    def reconfigured(self, event: e.Reconfigured) -> None:
+        self.policy, self.limits = event.policy, event.limits
+        self.devices = tuple(replace(device, budget=event.budgets[device.uuid]) for device in self.devices)
+        for request in self.creates():
+            limit = self.quota(request.session.uid).memory
+            if request.waits == "turn" and limit is not None and self.total(request) > limit:
+                self.refuse(request, "over_quota")
+        for version in list(self.versions):
+            self.end_if_unused(version)
 
     def asked(self, event: e.Asked) -> None:
         session = self.session(event.session)

@@ -7,7 +7,7 @@ import pytest
 from cubroker.protocol.errors import CubrokerError, Unavailable
 from cubroker.protocol.layout import Layout
 from cubroker.protocol.messages import Attached, Create, Generation, Reply
-from cubroker.server import attaching, drafts, leases, permissions, teams, waiting
+from cubroker.server import attaching, drafts, leases, permissions, reconfiguring, teams, waiting
 from cubroker.server.books import Books
 from cubroker.server.events import Effect, Event, HandOver, Withdraw
 from cubroker.server.ledger import Ledger
@@ -128,7 +128,13 @@ def test_a_ledger_that_frees_memory_that_is_still_bound_is_found(monkeypatch: py
 
 def test_a_ledger_that_gives_objects_to_who_may_only_read_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(teams, "reached", lambda version, here, device: ((here,), version.team))
-    assert search(range(100)) is not None
+    assert search(range(300)) is not None
+
+
+@pytest.mark.parametrize("step", ["end_if_empty", "stir", "tolerate", "_refuse_for_good"])
+def test_a_ledger_that_forgets_part_of_what_new_rules_mean_is_found(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    monkeypatch.setattr(reconfiguring, step, lambda *_: None)
+    assert search(range(500)) is not None
 
 
 @pytest.mark.parametrize("forgets", ["the waiters of an event that ends", "those who wait for a generation"])
