@@ -20,7 +20,7 @@ from typing import Any
 
 from cuda.bindings import driver as cuda
 
-from cubroker.driver.host import sharing
+from cubroker.driver.host import descriptors, sharing
 from cubroker.driver.host.answers import Refusal, Result, answers
 from cubroker.driver.host.heap import SECRET_BYTES
 from cubroker.driver.host.state import State
@@ -46,9 +46,14 @@ class _Event:
         poll.register(self.fds[0], 0)  # a hang-up is always reported
         return not poll.poll(0)
 
+    def export(self) -> None:
+        if not self.fds:
+            with descriptors.books() as ours:
+                self.fds = os.pipe()
+                ours.update(self.fds)
+
     def close(self) -> None:
-        for fd in self.fds:
-            os.close(fd)
+        descriptors.close(*self.fds)
         self.fds = ()
 
 
@@ -90,7 +95,7 @@ class Events(State):
             if known is None or not known.shareable:
                 raise Refusal(Result.CUDA_ERROR_INVALID_HANDLE)
             self.owner = self.owner or sharing.Owner()
-            known.fds = known.fds or os.pipe()
+            known.export()
             raw = self.owner.offer(known.secret, sharing.Offer(known.fds[0], known.device))
         handle = cuda.CUipcEventHandle()
         ctypes.memmove(handle.getPtr(), raw, len(raw))
@@ -127,12 +132,6 @@ class Events(State):
         super().destroy(device)
         for number in [number for number, event in self._events.items() if event.device == device]:
             self._end(number)
-
-    def forked(self) -> None:
-        """Let go of the ends of pipes too, which would let the parent's events seem to live on."""
-        super().forked()
-        for event in self._events.values():
-            event.close()
 
     def _check_offer(self, device: int, offer: sharing.Offer) -> None:
         if not stat.S_ISFIFO(os.fstat(offer.fd).st_mode):  # a handle of memory

@@ -11,7 +11,7 @@ import os
 import secrets
 import struct
 
-from cubroker.driver.host import ranges, sharing
+from cubroker.driver.host import descriptors, ranges, sharing
 from cubroker.driver.host.answers import Refusal, Result
 from cubroker.driver.host.heap import SECRET_BYTES
 from cubroker.driver.host.ranges import Physical
@@ -51,11 +51,6 @@ class Exports:
             self._owner.stop()
             self._owner = None
 
-    def forked(self) -> None:
-        """In a forked child: let go of the parent's address."""
-        if self._owner:
-            self._owner.forked()
-
 
 def check_channel() -> int:
     """Return this process's channel, or refuse."""
@@ -79,4 +74,4 @@ def adopt(handle: bytes, devices: int) -> Physical:
             raise Refusal(Result.CUDA_ERROR_NOT_PERMITTED)
         return ranges.adopt(fd, devices)
     finally:
-        os.close(fd)
+        descriptors.close(fd)

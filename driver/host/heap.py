@@ -5,12 +5,11 @@ Nothing here is thread-safe: the driver holds its lock around every call.
 
 from __future__ import annotations
 
-import os
 import secrets
 from bisect import bisect_right, insort
 from dataclasses import dataclass, field
 
-from cubroker.driver.host import memory
+from cubroker.driver.host import descriptors, memory
 from cubroker.driver.host.memory import BLOCK
 
 SMALL = 1 << 20
@@ -109,10 +108,6 @@ class AddressMap:
         del self._regions[region.pointer]
         self._starts.remove(region.pointer)
 
-    def regions(self) -> list[Region]:
-        """Return every region."""
-        return list(self._regions.values())
-
     def find(self, pointer: int, nbytes: int = 1) -> Region | None:
         """Return the region in which all of the bytes lie."""
         place = bisect_right(self._starts, pointer)
@@ -156,7 +151,7 @@ class Heap:
             del self._blocks[block.pointer]
             self.used -= block.nbytes
             self._addresses.remove(block)
-            os.close(block.fd)
+            descriptors.close(block.fd)
 
     def require(self, nbytes: int) -> None:
         """Raise MemoryError if the device has not so much left."""
@@ -166,12 +161,6 @@ class Heap:
     def blocks(self) -> list[Block]:
         """Return every block."""
         return list(self._blocks.values())
-
-    def forked(self) -> None:
-        """In a forked child: close the parent's descriptors, which would keep freed memory, and forget them."""
-        for block in self._blocks.values():
-            os.close(block.fd)
-        self._blocks.clear()  # in a child's own child these numbers are other files
 
     def _place(self, nbytes: int) -> tuple[Block, int]:
         if nbytes <= SMALL:
@@ -187,7 +176,7 @@ class Heap:
         try:
             block = Block(self._device, memory.map_shared(fd, nbytes), nbytes, fd)
         except OSError:
-            os.close(fd)
+            descriptors.close(fd)
             raise
         self._addresses.add(block)
         self._blocks[block.pointer] = block

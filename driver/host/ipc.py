@@ -11,7 +11,7 @@ from typing import Any
 
 from cuda.bindings import driver as cuda
 
-from cubroker.driver.host import memory, sharing
+from cubroker.driver.host import descriptors, memory, sharing
 from cubroker.driver.host.answers import Refusal, Result, answers
 from cubroker.driver.host.heap import Block, Opened
 from cubroker.driver.host.state import State
@@ -76,7 +76,7 @@ class Ipc(State):
             with self.lock:
                 return self._open_again(device, raw) or self._map(device, raw, fd, nbytes, offset)
         finally:
-            os.close(fd)
+            descriptors.close(fd)
 
     def _open_again(self, device: int, raw: bytes) -> int | None:
         region = self.opened.get((device, raw))

@@ -13,6 +13,8 @@ import mmap
 import os
 from pathlib import Path
 
+from cubroker.driver.host import descriptors
+
 BLOCK = 2 << 20
 """Bytes: the granularity of device memory; larger allocations are multiples of it, small ones share one."""
 
@@ -41,12 +43,13 @@ _libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 def create(nbytes: int, name: str = "cubroker-host") -> int:
     """Return the descriptor of new shared memory, all zero; its size never changes, so no access to it can fault."""
-    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    with descriptors.books() as ours:
+        ours.add(fd := os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
     try:
         os.ftruncate(fd, nbytes)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
     except OSError:
-        os.close(fd)
+        descriptors.close(fd)
         raise
     return fd
 
@@ -77,6 +80,17 @@ def identity(fd: int) -> object:
 def map_shared(fd: int, nbytes: int) -> int:
     """Map the memory of ``fd`` and return its address; the descriptor is not needed afterwards."""
     return _map(fd, nbytes, _ALL_ACCESS, mmap.MAP_SHARED | _MAP_NORESERVE)
+
+
+def map_alone(fd: int, nbytes: int) -> int:
+    """Map the memory of ``fd`` and return its address, at which a forked child has nothing."""
+    with descriptors.books():
+        pointer = map_shared(fd, nbytes)
+        if _libc.madvise(pointer, nbytes, mmap.MADV_DONTFORK):
+            error = _error("madvise")
+            unmap(pointer, nbytes)
+            raise error
+    return pointer
 
 
 def map_private(nbytes: int) -> int:

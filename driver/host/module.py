@@ -27,9 +27,8 @@ class HostModule(Devices, Streams, Ipc, Peers, Kernels):
     """It is no real hardware; see :mod:`cubroker.driver.guard`."""
 
     def forked(self) -> None:
-        """Let go of what is the parent's, once: in a child's own child these numbers are other files."""
+        """In a forked child: be usable no more, if the parent used it. What that had mapped stays readable."""
         if self.initialised_by:
-            super().forked()
             self.initialised_by = 0  # nobody's, so that it stays refused
 
     def __getattr__(self, name: str) -> Any:

@@ -20,7 +20,7 @@ from cuda.bindings import driver as cuda
 from cubroker.driver.host import ranges
 from cubroker.driver.host.answers import Refusal, Result, answers
 from cubroker.driver.host.memory import BLOCK
-from cubroker.driver.host.ranges import WRITE, Mappable, Physical
+from cubroker.driver.host.ranges import WRITE, Physical
 from cubroker.driver.host.storage import Storage
 from cubroker.driver.host.table import MAX_DEVICES, Table
 from cubroker.driver.host.teams import Team, Window
@@ -131,10 +131,6 @@ class Multicast(Storage, Vmm):
         self._fail("cuMulticastGetGranularity")
         check(0 < prop.numDevices <= MAX_DEVICES)
         return BLOCK if option == _MINIMUM else RECOMMENDED
-
-    def in_use(self) -> set[Mappable]:
-        """Return the objects that only windows are left of, too."""
-        return super().in_use() | {region.team for region in self.addresses.regions() if isinstance(region, Window)}
 
     def settle(self, handle: Any) -> None:
         """Wait for the devices of a multicast object, too."""

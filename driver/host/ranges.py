@@ -6,13 +6,12 @@ Nothing here is thread-safe: the driver holds its lock around every call.
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import re
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from cubroker.driver.host import memory
+from cubroker.driver.host import descriptors, memory
 from cubroker.driver.host.heap import AddressMap, Heap, Region
 
 READ = 1
@@ -40,9 +39,6 @@ class Mappable(Protocol):
     def mapped_at(self, pointer: int, reserved: Range) -> Mapping:
         """Map it at vacant addresses of a range."""
 
-    def forked(self) -> None:
-        """In a forked child: let go of everything that is the parent's."""
-
 
 @dataclass(eq=False)
 class Physical:
@@ -59,17 +55,13 @@ class Physical:
 
     def release(self) -> None:
         """Let go of it."""
-        os.close(self.fd)
+        descriptors.close(self.fd)
         if self.heap:
             self.heap.used -= self.nbytes
 
-    def forked(self) -> None:
-        """In a forked child: close the descriptor, which would keep released memory."""
-        os.close(self.fd)
-
     def export(self) -> int:
         """Return another descriptor of it, which whoever receives it can import."""
-        return duplicate(self.fd)
+        return descriptors.duplicate(self.fd)
 
     def mapped_at(self, pointer: int, reserved: Range) -> Mapping:
         """Map it at vacant addresses; no device has access yet."""
@@ -168,7 +160,8 @@ def adopt(descriptor: int, devices: int) -> Physical:
         OSError: the system is short of something.
     """
     try:
-        fd = duplicate(descriptor)
+        with descriptors.books() as ours:
+            ours.add(fd := descriptors.duplicate(descriptor))
     except OSError as error:
         if error.errno == errno.EBADF:
             raise LookupError(f"descriptor {descriptor} is not open") from None
@@ -179,10 +172,5 @@ def adopt(descriptor: int, devices: int) -> Physical:
             raise LookupError(f"descriptor {descriptor} is not the memory of a device")
         return Physical(int(match[1]), os.fstat(fd).st_size, fd, kinds=0, heap=None)
     except (LookupError, OSError):
-        os.close(fd)
+        descriptors.close(fd)
         raise
-
-
-def duplicate(fd: int) -> int:
-    """Return another descriptor of the same."""
-    return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0)

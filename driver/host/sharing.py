@@ -11,7 +11,6 @@ over in the same way.
 from __future__ import annotations
 
 import errno
-import os
 import secrets
 import socket
 import struct
@@ -19,6 +18,7 @@ import threading
 from contextlib import suppress
 from typing import NamedTuple
 
+from cubroker.driver.host import descriptors
 from cubroker.driver.host.heap import SECRET_BYTES, Allocation, Block
 
 HANDLE_BYTES = 64
@@ -50,10 +50,12 @@ class Owner:
         self._exported: dict[bytes, Offer] = {}
         self._lock = threading.Lock()
         self._stopping = False
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._socket.bind(_NAMESPACE + self._address.hex().encode())
         self._thread = threading.Thread(target=self._serve, name="cubroker-host-memory", daemon=True)
-        self._thread.start()
+        with descriptors.books() as ours:
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+            self._socket.bind(_NAMESPACE + self._address.hex().encode())
+            self._thread.start()
+            ours.add(self._socket)
 
     def export(self, block: Block, allocation: Allocation) -> bytes:
         """Return the handle of an allocation; from now on whoever shows it gets the block."""
@@ -79,11 +81,9 @@ class Owner:
         self._stopping = True
         self._socket.shutdown(socket.SHUT_RDWR)
         self._thread.join()
-        self._socket.close()
-
-    def forked(self) -> None:
-        """In a forked child, which has no such thread: let go of the parent's address."""
-        self._socket.close()
+        with descriptors.books() as ours:
+            ours.discard(self._socket)
+            self._socket.close()
 
     def _serve(self) -> None:
         while True:
@@ -111,7 +111,7 @@ def secret_of(handle: bytes) -> bytes:
 
 
 def fetch(handle: bytes) -> Offer:
-    """Return what stands behind a handle; the descriptor is the caller's to close.
+    """Return what stands behind a handle; the descriptor is on the books, and the caller's to close.
 
     Raises:
         LookupError: nobody answers for it: it is made up, or what it stood for was freed, or its owner is gone.
@@ -135,17 +135,19 @@ def fetch(handle: bytes) -> Offer:
 
 def _ask(asker: socket.socket, secret: bytes) -> Offer:
     asker.send(secret)
-    # socket.recv_fds would drop the flag, and a child that is started meanwhile would inherit the memory.
-    data, ancillary, flags, _ = asker.recvmsg(_ANSWER.size, socket.CMSG_LEN(_INT.size), socket.MSG_CMSG_CLOEXEC)
-    received: list[int] = [_INT.unpack(rights)[0] for _, _, rights in ancillary]
+    asker.recv(1, socket.MSG_PEEK)  # waits, so that no fork has to wait below
+    with descriptors.books() as ours:
+        # socket.recv_fds would drop the flag, and a child that is started meanwhile would inherit the memory.
+        data, ancillary, flags, _ = asker.recvmsg(_ANSWER.size, socket.CMSG_LEN(_INT.size), socket.MSG_CMSG_CLOEXEC)
+        received: list[int] = [_INT.unpack(rights)[0] for _, _, rights in ancillary]
+        ours.update(received)
     if flags & socket.MSG_CTRUNC:
-        for fd in received:
-            os.close(fd)
+        descriptors.close(*received)
         raise OSError(errno.EMFILE, "no descriptor is left for the memory, or more than one was sent")
     if not received:
         raise LookupError("the owner of the memory does not know the handle")
     if len(data) < _ANSWER.size:  # another version of this module, or an impostor
-        os.close(received[0])
+        descriptors.close(*received)
         raise LookupError("the owner of the memory does not answer as it should")
     offset, device = _ANSWER.unpack(data)
     return Offer(received[0], device, offset)

@@ -36,13 +36,6 @@ class State:
         if self.initialised_by != os.getpid():
             raise Refusal(Result.CUDA_ERROR_NOT_INITIALIZED)
 
-    def forked(self) -> None:
-        """In a forked child: let go of the parent's address and descriptors. What it had mapped stays readable."""
-        if self.owner:
-            self.owner.forked()
-        for heap in self.heaps:
-            heap.forked()
-
     @property
     def stack(self) -> list[int]:
         """The contexts that this thread has pushed, by number, the current one last."""

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from cubroker.driver.host import futex, memory
+from cubroker.driver.host import descriptors, futex, memory
 from cubroker.driver.host.memory import BLOCK
 from cubroker.driver.host.sharing import HANDLE_BYTES
 
@@ -85,7 +85,7 @@ class Table:
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._mutex = threading.Lock()
-        self._pointer = memory.map_shared(fd, ctypes.sizeof(_Layout))
+        self._pointer = memory.map_alone(fd, ctypes.sizeof(_Layout))
         self._layout = _Layout.from_address(self._pointer)
         self.nbytes, self.size = int(self._layout.nbytes), int(self._layout.size)
 
@@ -97,7 +97,7 @@ class Table:
             os.pwrite(made, struct.pack("@QI", nbytes, size), 0)
             table = cls._of(made)
         finally:
-            os.close(made)
+            descriptors.close(made)
         fcntl.flock(table._fd, fcntl.LOCK_SH)
         return table
 
@@ -121,11 +121,12 @@ class Table:
 
     @classmethod
     def _of(cls, descriptor: int) -> Table:
-        fd = _reopen(descriptor)
+        with descriptors.books() as ours:
+            ours.add(fd := _reopen(descriptor))
         try:
             return cls(fd)
         except OSError:
-            os.close(fd)
+            descriptors.close(fd)
             raise
 
     def export(self) -> int:
@@ -137,9 +138,9 @@ class Table:
         fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def close(self) -> None:
-        """Let go of it; in a forked child too, whose mapping alone would let the parent's object seem to be held."""
+        """Let go of it."""
         memory.unmap(self._pointer, ctypes.sizeof(_Layout))
-        os.close(self._fd)
+        descriptors.close(self._fd)
 
     # -- devices -----------------------------------------------------------------------------------
 

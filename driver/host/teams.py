@@ -9,9 +9,9 @@ import stat
 import threading
 from dataclasses import dataclass, field
 
-from cubroker.driver.host import memory, sharing
+from cubroker.driver.host import descriptors, memory, sharing
 from cubroker.driver.host.heap import SECRET_BYTES
-from cubroker.driver.host.ranges import Mapping, Physical, Range, duplicate
+from cubroker.driver.host.ranges import Mapping, Physical, Range
 from cubroker.driver.host.table import NAME, Binding, Table
 
 
@@ -79,19 +79,13 @@ class Team:
             self._withdraw(handle)
         self.table.close()
 
-    def forked(self) -> None:
-        """In a forked child: let go of everything that is the parent's."""
-        if self._owner:
-            self._owner.forked()
-        for fd in self._offers.values():
-            os.close(fd)
-        self.table.close()
-
     # -- binding -----------------------------------------------------------------------------------
 
     def bind(self, physical: Physical, place: int, offset: int, nbytes: int) -> bool:
         """Bind memory, which is kept for whoever has the object; False if something is bound there already."""
-        fd, secret = duplicate(physical.fd), secrets.token_bytes(SECRET_BYTES)
+        with descriptors.books() as ours:
+            ours.add(fd := descriptors.duplicate(physical.fd))
+        secret = secrets.token_bytes(SECRET_BYTES)
         self._owner = self._owner or sharing.Owner()
         handle = self._owner.offer(secret, sharing.Offer(fd, physical.device, place))
         self._offers[handle] = fd
@@ -113,7 +107,7 @@ class Team:
     def _withdraw(self, handle: bytes) -> None:
         assert self._owner is not None
         self._owner.withdraw(sharing.secret_of(handle))
-        os.close(self._offers.pop(handle))
+        descriptors.close(self._offers.pop(handle))
         if not self._offers:
             self._owner.stop()
             self._owner = None
@@ -224,4 +218,4 @@ def _fetch(binding: Binding) -> _Bound | None:
             return None
         return _Bound(memory.map_shared(fd, nbytes), nbytes, place)
     finally:
-        os.close(fd)
+        descriptors.close(fd)

@@ -37,13 +37,6 @@ class Vmm(State):
         self._ranges: dict[int, Range] = {}
         self._fabric = fabric.Exports()
 
-    def forked(self) -> None:
-        """In a forked child: close the parent's descriptors too, which would keep released memory."""
-        super().forked()
-        self._fabric.forked()
-        for held in self.in_use():
-            held.forked()
-
     @answers(1)
     def cuMemGetAllocationGranularity(self, prop: Any, option: Any) -> int:
         self._located(prop)
@@ -171,10 +164,6 @@ class Vmm(State):
     def handles(self) -> list[Mappable]:
         """Return what all handles stand for."""
         return list(self._handles.values())
-
-    def in_use(self) -> set[Mappable]:
-        """Return what holds descriptors: here what handles stand for, since mappings hold none."""
-        return set(self.handles())
 
     def _range(self, pointer: int, nbytes: int) -> Range:
         for reserved in self._ranges.values():

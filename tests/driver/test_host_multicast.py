@@ -19,6 +19,7 @@ from cuda.bindings import driver as cuda
 
 from cubroker.driver import Driver, DriverError, load
 from cubroker.driver.host import BLOCK, HostModule, futex, memory, sharing
+from cubroker.driver.host.descriptors import close
 from cubroker.driver.host.multicast import OPTIONS, RECOMMENDED, Options
 from cubroker.driver.host.table import MAX_BINDINGS, MAX_DEVICES, NAME, Binding, Table
 from tests import faults
@@ -464,7 +465,7 @@ def refused(module: HostModule, fd: int) -> None:
     before = held()
     assert module.cuMemImportFromShareableHandle(fd, DESCRIPTOR) == (Result.CUDA_ERROR_INVALID_VALUE, None)
     assert held() == before
-    os.close(fd)
+    close(fd)
 
 
 def test_memory_that_a_binding_lies_about_is_not_stored_to(cast: Cast) -> None:
@@ -492,8 +493,7 @@ def test_memory_that_a_binding_lies_about_is_not_stored_to(cast: Cast) -> None:
     assert cast.heard() == [bytes(16)] * 2
     table.close()
     owner.stop()
-    for fd in (*pipe, small, unsealed):
-        os.close(fd)
+    close(*pipe, small, unsealed)
 
 
 def test_a_process_that_dies_while_it_changes_the_table_blocks_nobody(cast: Cast) -> None:

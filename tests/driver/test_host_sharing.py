@@ -16,6 +16,7 @@ import pytest
 
 from cubroker.driver import Context, Driver, DriverError
 from cubroker.driver.host import memory, sharing
+from cubroker.driver.host.descriptors import close
 from tests.driver.conftest import SPEC
 from tests.driver.neighbour import ROOT, Neighbour
 
@@ -278,7 +279,7 @@ def test_an_impostor_cannot_make_us_map_what_would_fault_nor_keep_what_it_sends(
         with pytest.raises(DriverError, match=name):
             context.open(handle)
         thread.join()
-    os.close(fd)
+    close(fd)
     assert descriptors() == files
 
 

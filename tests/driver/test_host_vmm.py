@@ -19,6 +19,7 @@ from cuda.bindings import driver as cuda
 from cubroker.driver import Context, Driver, DriverError, load
 from cubroker.driver.calls import Calls
 from cubroker.driver.host import BLOCK, HostModule, memory
+from cubroker.driver.host.descriptors import close
 from tests import faults
 from tests.driver.conformance_vmm import imported, lent, mapped
 from tests.driver.conftest import SPEC
@@ -176,7 +177,7 @@ def test_an_impostor_cannot_make_us_map_what_would_fault(context: Context) -> No
     for descriptor in (unsealed, elsewhere):
         with pytest.raises(DriverError, match="CUDA_ERROR_INVALID_VALUE"), imported(context, descriptor):
             pass
-        os.close(descriptor)
+        close(descriptor)
     assert held() == before
 
 
