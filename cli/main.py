@@ -23,6 +23,7 @@ INTERRUPTED = 130
 
 COMMANDS = {
     "serve": "Own the memory of this host's devices and lend it.",
+    "keep": "Run a broker, keep what it stores, and start it again when it ends.",
     "load": "Publish safetensors files as the next version of a pool.",
     "ls": "List the pools.",
     "show": "Show one pool and its tensors.",

@@ -7,6 +7,7 @@ sd_notify_barrier(3), sd_watchdog_enabled(3).
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import select
@@ -14,11 +15,15 @@ import socket
 import struct
 import time
 from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any
 
 from cubroker.protocol.errors import Invalid, TimedOut, Unavailable
 
 PATIENCE = 5.0
 """Seconds that a message may wait for room in the queue of whoever takes it."""
+
+PAUSE = 0.005
+"""Seconds between two attempts to send more descriptors than may be under way at once."""
 
 MOST_DESCRIPTORS = 253
 """Descriptors that one message can carry (SCM_MAX_FD)."""
@@ -144,7 +149,7 @@ class Manager:
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if descriptors else []
         address = f"\0{self._address[1:]}" if self._address.startswith("@") else self._address
         try:
-            self._socket.sendmsg([message.encode()], ancillary, 0, address)
+            self._wait_for_room([message.encode()], ancillary, 0, address)
         except BlockingIOError:
             raise Unavailable(
                 f"the service manager at {self._address} did not take {message.splitlines()[0]} within "
@@ -154,6 +159,19 @@ class Manager:
             raise Unavailable(
                 f"the service manager at {self._address} cannot be told {message.splitlines()[0]}: {error.strerror}"
             ) from error
+
+    def _wait_for_room(self, *message: Any) -> None:
+        """Send; wait in vain for the queue, and for the kernel's limit on descriptors that are under way, only so long."""
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            try:
+                self._socket.sendmsg(*message)
+            except OSError as error:
+                if error.errno != errno.ETOOMANYREFS or time.monotonic() > deadline:
+                    raise
+                time.sleep(PAUSE)  # the kernel tells nobody when they have arrived
+            else:
+                return
 
 
 def inherit(environ: MutableMapping[str, str]) -> dict[str, list[int]]:

@@ -1,0 +1,59 @@
+"""What ``cubroker keep`` says on standard error. It never waits for whoever reads that."""
+
+from __future__ import annotations
+
+import os
+import select
+
+LONGEST = 1000
+"""Characters of a line: it has to fit in one page of a pipe."""
+
+MOST = 100
+"""Lines about what one run of the child does wrong; it may do so for ever."""
+
+
+class Remarks:
+    """Writes lines to a descriptor, and loses what cannot be written at once."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._lost = 0
+        self._complaints = 0
+
+    def say(self, text: str) -> None:
+        """Write a line, and how many were lost before it."""
+        lost = f" ({self._lost} lines before this one were lost: they were not read in time)" if self._lost else ""
+        line = "".join(c if c.isprintable() else "?" for c in text[:LONGEST])
+        try:
+            _write(self._descriptor, f"cubroker keep: {line}{lost}\n".encode(errors="backslashreplace"))
+            self._lost = 0
+        except BlockingIOError:
+            self._lost += 1
+        except OSError:
+            pass  # nobody reads any more
+
+    def complain(self, text: str) -> None:
+        """Write a line about what the child did, unless it has had its share of them."""
+        self._complaints += 1
+        if self._complaints < MOST:
+            self.say(text)
+        elif self._complaints == MOST:
+            self.say(f"{text}; whatever else is wrong will not be reported before the next start")
+
+    def forgive(self) -> None:
+        """Begin with another run of the child."""
+        self._complaints = 0
+
+
+def _write(descriptor: int, line: bytes) -> None:
+    """Write a line at once, or raise BlockingIOError. The file may be others' too, so its mode is left alone."""
+    try:
+        os.pwritev(descriptor, [line], -1, os.RWF_NOWAIT)
+    except BlockingIOError:
+        raise
+    except OSError:  # terminals and files know no such flag
+        poll = select.poll()
+        poll.register(descriptor, select.POLLOUT)
+        if not poll.poll(0):
+            raise BlockingIOError from None
+        os.write(descriptor, line)
