@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import TypeVar
 
 from cubroker.client import devices as local
 from cubroker.client.draft import Draft
@@ -13,7 +13,7 @@ from cubroker.client.living import Living
 from cubroker.client.loans import Loan
 from cubroker.client.mapping import Mapped
 from cubroker.client.pool import Pool, seconds
-from cubroker.client.processes import Unsendable
+from cubroker.client.processes import Scoped, Unsendable
 from cubroker.client.replica import Index, decode
 from cubroker.client.requests import Requests, expect
 from cubroker.client.session import Session
@@ -50,7 +50,7 @@ DeviceId = int | str
 """A device: its ordinal in this process, or its UUID."""
 
 
-class Broker(Unsendable):
+class Broker(Unsendable, Scoped):
     """A session with the broker that serves ``directory``. Every method may be called from any thread.
 
     Besides what each method names, all may raise ``Unavailable`` (the broker is gone, or this object
@@ -70,18 +70,12 @@ class Broker(Unsendable):
         if not 0 < timeout <= MAX_WAIT:
             raise Invalid(f"a timeout of {timeout} seconds; it can be more than 0, up to {MAX_WAIT:g}")
         self._session = Session(Path(directory) if directory is not None else default_directory(), timeout)
+        self._owner = self._session.owner
         self._pools: Living[Pool] = Living()
         self._guard = self._session.janitor.guard(self, self._session.leave)
 
     def __repr__(self) -> str:
         return f"<Broker on {self.directory}, session {self.session}>"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._session.owner.here():  # in a child that leaves a block of its parent's, there is nothing to do
-            self.close()
 
     @property
     def directory(self) -> Path:
@@ -285,7 +279,7 @@ class Broker(Unsendable):
         Raises:
             CubrokerError: as :meth:`Pool.close`, of the first pool that has something to tell; all are closed.
         """
-        self._session.owner.check()
+        self._owner.check()
         self._session.closed = True
         try:
             for pool in [pool for pool in self._pools if pool.let_go()]:  # none waits for another

@@ -37,7 +37,7 @@ class Draft(Pool):
             DeviceFailure: the memory could not be unmapped; the draft is discarded when this process ends.
             Unavailable, TimedOut: the broker is gone or silent; the draft may or may not be published.
         """
-        self._loan.owner.check()
+        self._owner.check()
         with self._closing:
             mapped = self._memory()
             if in_use := mapped.end(prepare=self._loan.seal_at_end):

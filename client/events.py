@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from threading import RLock
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from cubroker.client import devices
 from cubroker.client.living import Living
 from cubroker.client.mapping import Place
-from cubroker.client.processes import Unsendable
+from cubroker.client.processes import Scoped, Unsendable
 from cubroker.client.requests import expect
 from cubroker.client.signals import Grip, Made, Opened, Signal
 from cubroker.client.waits import Waits
@@ -30,7 +30,7 @@ SOON, LATE = 20e-6, 1e-3
 """Seconds between two looks at an event that a thread waits for: the first, and at most."""
 
 
-class SharedEvent(Unsendable):
+class SharedEvent(Unsendable, Scoped):
     """A place in a stream of the process that made it, for which streams of others wait. See :meth:`Pool.event`.
 
     Its maker records it, again and again; each time counts, and is a *generation*: 1, 2, 3 …. Every method may be
@@ -52,6 +52,7 @@ class SharedEvent(Unsendable):
         self._number = grip.number
         self._signal = signal
         self._session = session
+        self._owner = session.owner
         self._waits = Waits(session)
         self._seen = 0
         self._recording = RLock()  # so that generations are told in the order in which they were recorded
@@ -59,13 +60,6 @@ class SharedEvent(Unsendable):
     def __repr__(self) -> str:
         state = "closed" if self.closed else "mine" if self.mine else "opened"
         return f"<SharedEvent {self.name!r} of {self.pool.name!r} version {self.pool.version}, {state}>"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._session.owner.here():  # in a child that leaves a block of its parent's, there is nothing to do
-            self.close()
 
     @property
     def closed(self) -> bool:
@@ -86,7 +80,7 @@ class SharedEvent(Unsendable):
             DeviceFailure: the driver refused.
             Unavailable, TimedOut: the broker is gone or silent, so that nobody may have heard of it.
         """
-        self._session.owner.check()
+        self._owner.check()
         if not self.mine:
             raise Invalid(f"{self._label} is recorded by the process that made it; make another one to answer it")
         self._session.check_may_wait()
@@ -113,7 +107,7 @@ class SharedEvent(Unsendable):
             Invalid: it is closed, or a number makes no sense.
             DeviceFailure: the driver refused.
         """
-        self._session.owner.check()
+        self._owner.check()
         since = self._seen if after is None else after
         if not 0 <= since <= MAX_EXTENT or not 0 <= timeout <= MAX_WAIT:
             raise Invalid(f"a wait of {timeout} seconds for what comes after generation {since}; neither can be")
@@ -143,7 +137,7 @@ class SharedEvent(Unsendable):
 
     def let_go(self) -> bool:
         """Begin to close it, without waiting; returns whether its end is under way."""
-        self._session.owner.check()
+        self._owner.check()
         closed = self.closed
         self._grip = None
         reason = Unavailable(f"{self._label} was closed in this process while it waited")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack, suppress
 from threading import RLock
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from cubroker.client import devices
 from cubroker.client.broadcast import Copies, Refused, Windows
@@ -12,6 +12,7 @@ from cubroker.client.events import Events, SharedEvent
 from cubroker.client.futures import Future
 from cubroker.client.loans import Loan
 from cubroker.client.mapping import Mapped, Place
+from cubroker.client.processes import Scoped
 from cubroker.client.replica import Index, Replica
 from cubroker.client.tensor import SharedTensor
 from cubroker.client.waking import Waking
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 
-class Pool(Replica):
+class Pool(Replica, Scoped):
     """The tensors of one version on one device, by name, and the lease that keeps them there.
 
     Closing it makes it useless here at once. The memory stays mapped, and the lease held, until the
@@ -49,6 +50,7 @@ class Pool(Replica):
         self.how, self.why = (mapped.team.how, mapped.team.why) if mapped.team else ("", "")
         self._events = Events(loan.session)
         self._loan = loan
+        self._owner = loan.owner
         self._closing = RLock()  # a finalizer or a signal handler may close it in the middle
         self._waking = RLock()
         self._wanted = mapped.places[0].memory.uuid if len(mapped.places) == 1 else None
@@ -56,13 +58,6 @@ class Pool(Replica):
     def __repr__(self) -> str:
         state = ", closed" if self.closed else ", asleep" if self.asleep else ""
         return f"<{type(self).__name__} {self.name!r} version {self.version}, {len(self)} tensors{state}>"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._loan.owner.here():  # in a child that leaves a block of its parent's, there is nothing to do
-            self.close()
 
     @property
     def nbytes(self) -> int:
@@ -90,7 +85,7 @@ class Pool(Replica):
                 the source does not fit, or the pool is closed.
             DeviceFailure: the driver refused; some replicas may have the bytes.
         """
-        self._loan.owner.check()
+        self._owner.check()
         outlet, tensor = self._outlet(), self[name]
         spec = self._index.tensors[name]
         with ExitStack() as held:
@@ -112,7 +107,7 @@ class Pool(Replica):
                 to do without.
             Invalid: as :meth:`broadcast`.
         """
-        self._loan.owner.check()
+        self._owner.check()
         outlet, spec = self._outlet(), self._index.tensors[name]
         if isinstance(outlet, Copies):
             raise Unsupported(f"{self._label} is written by copies: {self.why}; use broadcast, which does either")
@@ -174,7 +169,7 @@ class Pool(Replica):
             DeviceFailure: not all of the memory could be unmapped; the lease stays.
             TimedOut: the memory is unmapped, but the broker has not yet confirmed that the lease is over.
         """
-        self._loan.owner.check()
+        self._owner.check()
         with self._closing:
             slept = self._fall_asleep()
             self._end_events("fell asleep")
@@ -193,7 +188,7 @@ class Pool(Replica):
             Invalid: it is closed.
             CubrokerError: as :meth:`Broker.attach`.
         """
-        self._loan.owner.check()
+        self._owner.check()
         with self._waking:
             if self.closed:
                 raise Invalid(f"{self._label} is closed in this process; attach again")
@@ -217,7 +212,7 @@ class Pool(Replica):
 
     def let_go(self) -> bool:
         """Begin to close the pool, without waiting; returns whether :meth:`confirm` has something to wait for."""
-        self._loan.owner.check()
+        self._owner.check()
         with self._closing:
             closed = self.closed
             if not closed:
@@ -261,7 +256,7 @@ class Pool(Replica):
         return held.enter_context(source.hold())
 
     def _check_awake(self) -> None:
-        self._loan.owner.check()
+        self._owner.check()
         self._memory()
 
     def _at(self, device: int | str | None) -> Place:

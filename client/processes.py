@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import atexit
 import os
+from abc import ABC, abstractmethod
 from threading import RLock
-from typing import NoReturn, Protocol
+from typing import NoReturn, Protocol, Self
 
 from cubroker.client.living import Living
 from cubroker.protocol.errors import Invalid
@@ -34,6 +35,23 @@ class Owner:
                 f"this Broker belongs to process {self.pid}, and this is its child {os.getpid()};"
                 f" open a Broker in each process, and start those that use devices by spawn, not by fork"
             )
+
+
+class Scoped(ABC):
+    """A base of what a ``with`` block closes; ``_owner`` is whose it is."""
+
+    _owner: Owner
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._owner.here():  # in a child that leaves a block of its parent's, there is nothing to do
+            self.close()
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give it up; nothing happens if that was done before."""
 
 
 class Unsendable:

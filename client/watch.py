@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from threading import RLock
-from typing import Self
 
 from cubroker.client.futures import Future
 from cubroker.client.living import Living
-from cubroker.client.processes import Owner
+from cubroker.client.processes import Owner, Scoped
 from cubroker.client.requests import Requests
 from cubroker.protocol import messages
 from cubroker.protocol.errors import CubrokerError
 from cubroker.protocol.messages import PoolChanged, Reply
 
 
-class Watch(Iterator[int]):
+class Watch(Iterator[int], Scoped):
     """The current version of a pool, now and after every change; 0 while there is none.
 
     Changes that come faster than they are read are seen as one. Iterating blocks until there is a
@@ -48,13 +47,6 @@ class Watch(Iterator[int]):
                     self._seen = version
                     return version
             news.wait()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._owner.here():  # in a child that leaves a block of its parent's, there is nothing to do
-            self.close()
 
     def close(self) -> None:
         """Stop watching; whoever iterates gets the end."""
