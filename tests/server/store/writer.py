@@ -1,0 +1,52 @@
+"""A process that commits to the journal it is given, says so after every commit, and goes on until it is killed.
+
+``python writer.py DESCRIPTOR``: commit number n has ``number`` n, and replaces or deletes other keys in a way that n
+decides, so whoever knows n knows the whole content: :func:`content`.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections.abc import Iterator
+
+from cubroker.server.store import journal
+from cubroker.server.store.journal import Change, Journal
+
+NUMBER = b"number"
+KEYS = 8
+
+
+def changes(number: int) -> list[Change]:
+    """What commit ``number`` changes."""
+    chance = random.Random(number)
+    keys = chance.sample(range(KEYS), chance.randrange(KEYS))
+    values = [None if chance.random() < 0.2 else chance.randbytes(chance.choice((0, 20, 900))) for _ in keys]
+    return [(NUMBER, b"%d" % number), *zip((b"key %d" % key for key in keys), values, strict=True)]
+
+
+def content(number: int) -> dict[bytes, bytes]:
+    """What there is after commit ``number``."""
+    found: dict[bytes, bytes] = {}
+    for each in range(1, number + 1):
+        for key, value in changes(each):
+            found.pop(key, None)
+            if value is not None:
+                found[key] = value
+    return found
+
+
+def numbers(kept: Journal) -> Iterator[int]:
+    """Commit on and on; return the number of each commit once it is there."""
+    number = int(dict(kept.items()).get(NUMBER, b"0"))
+    while True:
+        number += 1
+        kept.commit(changes(number))
+        yield number
+
+
+if __name__ == "__main__":
+    journal.SLACK = journal.CHUNK = 2048
+    for done in numbers(Journal.open(int(sys.argv[1]))):
+        os.write(1, b"%d\n" % done)
