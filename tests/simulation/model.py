@@ -60,6 +60,7 @@ class Model(Facts):
         self.policy, self.limits = event.policy, event.limits
         self.devices = tuple(replace(device, budget=event.budgets[device.uuid]) for device in self.devices)
         for request in self.creates():
+            request.aside = False
             limit = self.quota(request.session.uid).memory
             if request.waits == "turn" and limit is not None and self.total(request) > limit:
                 self.refuse(request, "over_quota")
