@@ -15,8 +15,7 @@ from cubroker.server.events import Reconfigured
 from cubroker.server.leases import end_if_empty, superseded
 from cubroker.server.policy import exceeds
 from cubroker.server.records import Phase, User, Writer
-from cubroker.server.room import stir
-from cubroker.server.waiting import refuse
+from cubroker.server.waiting import come_back, refuse
 
 
 def reconfigure(books: Books, event: Reconfigured) -> None:
@@ -29,7 +28,7 @@ def reconfigure(books: Books, event: Reconfigured) -> None:
         books.stirred_accounts[account] = None
     for user in tuple(books.users.values()):
         user.quota = event.policy.quota_of(user.uid)
-        stir(books, user)
+        _call_back(books, user)
         _refuse_for_good(books, user)
     for pool in books.pools.values():
         for version in superseded(pool):
@@ -44,6 +43,13 @@ def tolerate(books: Books) -> None:
         user.tolerated = user.used
     for session in books.sessions.values():
         session.tolerated = session.used
+
+
+def _call_back(books: Books, user: User) -> None:
+    """Have those who stepped aside for the old quota offered their turn again: the new one may have room, or no end."""
+    for writer in tuple(user.line):
+        come_back(books, writer)
+        books.stirred_pools.append(writer.pool)
 
 
 def _refuse_for_good(books: Books, user: User) -> None:

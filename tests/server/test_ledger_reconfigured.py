@@ -161,3 +161,15 @@ def test_smaller_limits_of_a_session_end_nothing(story: Story) -> None:
 def test_budgets_are_for_all_devices_or_it_is_impossible(story: Story) -> None:
     with pytest.raises(AssertionError):
         story.ledger.handle(e.Reconfigured(Policy(), Limits(), {"GPU-1": MIB}))
+
+
+def test_who_stepped_aside_for_a_quota_holds_up_nobody_once_there_is_none(story: Story) -> None:
+    story >> rules(Policy(quota=Quota(memory=2 * MIB)))
+    story.publishes(1, "a")
+    story >> creates(1, 1, "b", MIB, wait=5.0)
+    story << e.SetTimer(1, 5.0)
+    story >> creates(2, 2, "b", MIB)
+    story << e.Allocate(2, "GPU-0", (2 * MIB,), "ipc")
+    story >> rules()
+    story >> creates(1, 3, "c", MIB)
+    story << e.Allocate(3, "GPU-0", (2 * MIB,), "ipc")
