@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -12,6 +12,7 @@ from cubroker.client.draft import Draft
 from cubroker.client.living import Living
 from cubroker.client.loans import Loan
 from cubroker.client.mapping import Mapped
+from cubroker.client.plans import DeviceId, Placed, Plan, place
 from cubroker.client.pool import Pool, seconds
 from cubroker.client.processes import Scoped, Unsendable
 from cubroker.client.replica import Index, decode
@@ -42,12 +43,10 @@ from cubroker.protocol.messages import (
     Pools,
     Retire,
     Retirement,
+    Where,
 )
 
 P = TypeVar("P", bound=Pool)
-
-DeviceId = int | str
-"""A device: its ordinal in this process, or its UUID."""
 
 
 class Broker(Unsendable, Scoped):
@@ -134,11 +133,8 @@ class Broker(Unsendable, Scoped):
             OutOfMemory, DeviceFailure: the memory could not be mapped.
         """
         names.check(name)
-        if peer and device is None:
-            raise Invalid(f"attach to {name!r} with peer=True: say with `device` which device shall reach it")
-        uuid = None if device is None else self._ready(device)
-        peers = local.reachable(self.driver, uuid) if peer and uuid else ()
-        body = Attach(name, _version(version), uuid, seconds(wait), peers)
+        where = self._where(name, device, peer=peer)
+        body = Attach(name, _version(version), where.device, seconds(wait), where.peers)
         loan, reply, mapped = self._session.borrow(body, Loan(self._session))
         return self._pool(loan, expect(reply, Attached), mapped)
 
@@ -147,11 +143,11 @@ class Broker(Unsendable, Scoped):
         name: str,
         layout: Layout,
         *,
-        devices: Sequence[DeviceId] = (0,),
+        devices: Sequence[DeviceId] | None = None,
         share: str = "ipc",
         wait: float = 0.0,
         mode: int | None = None,
-        plan: Mapping[str, DeviceId] | None = None,
+        plan: Plan | None = None,
         writable: bool = False,
     ) -> Draft:
         """Open a draft of the pool's next version and map its memory.
@@ -159,7 +155,8 @@ class Broker(Unsendable, Scoped):
         Args:
             name: the pool, new or not.
             layout: its tensors, from :meth:`Layout.pack` or another pool.
-            devices: each gets a copy of every allocation, unless there is a ``plan``.
+            devices: each gets a copy of every allocation, unless there is a ``plan``; by default those of the plan, or
+                the first one.
             share: how the memory is shared: ``ipc``, ``vmm``, or ``multicast``, for :meth:`Pool.broadcast`.
             wait: seconds to wait for other writers of the pool, and for room.
             mode: who may attach (read) and publish and retire (write), like a file's: ``0o640``. By default a pool
@@ -181,7 +178,8 @@ class Broker(Unsendable, Scoped):
             Unsupported: no such share kind.
             OutOfMemory, DeviceFailure: the memory could not be allocated or mapped.
         """
-        loan, reply, mapped = self._create(name, layout, devices, share, wait, None, mode, plan, writable=writable)
+        placed = place(self.driver, layout, devices, plan)
+        loan, reply, mapped = self._create(name, layout, placed, None, share, wait, mode, writable=writable)
         return self._draft(loan, expect(reply, Created), mapped, layout)
 
     def attach_or_create(
@@ -194,7 +192,9 @@ class Broker(Unsendable, Scoped):
         share: str = "ipc",
         wait: float = 600.0,
         mode: int | None = None,
+        plan: Plan | None = None,
         writable: bool = False,
+        peer: bool = False,
     ) -> Pool | Draft:
         """Attach to the current version, or become its writer: the first of many gets the draft, the rest wait for it.
 
@@ -203,20 +203,25 @@ class Broker(Unsendable, Scoped):
         Args:
             name: the pool.
             layout: its tensors, should it have to be created.
-            device: where to attach; by default the first of ``devices``.
-            devices: where to create; by default ``device``, or the first device.
+            device: where to attach; by default the first of ``devices``, or with a ``plan`` each tensor's own device.
+            devices: where to create; by default the devices of the ``plan``, or ``device``, or the first one.
             share: how the memory is to be shared.
             wait: seconds to wait for the publication, or for the turn and room to create.
             mode: as for :meth:`create`, should it be created.
+            plan: as for :meth:`create`, should it be created.
             writable: as for :meth:`create`, should it be created.
+            peer: as for :meth:`attach`, should it be there.
 
         Raises:
             CubrokerError: as :meth:`attach` and :meth:`create`.
         """
-        if devices is None:
-            devices = (0,) if device is None else (device,)
-        here = next(iter(devices), None) if device is None else device
-        loan, reply, mapped = self._create(name, layout, devices, share, wait, here, mode, writable=writable)
+        if devices is None and plan is None and device is not None:
+            devices = (device,)
+        placed = place(self.driver, layout, devices, plan)
+        if device is None and plan is None:
+            device = placed.devices[0]
+        where = self._where(name, device, peer=peer)
+        loan, reply, mapped = self._create(name, layout, placed, where, share, wait, mode, writable=writable)
         if isinstance(reply, Attached):
             return self._pool(loan, reply, mapped)
         return self._draft(loan, reply, mapped, layout)
@@ -291,31 +296,28 @@ class Broker(Unsendable, Scoped):
         self,
         name: str,
         layout: Layout,
-        devices: Sequence[DeviceId],
+        placed: Placed,
+        attach: Where | None,
         share: str,
         wait: float,
-        attach: DeviceId | None,
         mode: int | None,
-        plan: Mapping[str, DeviceId] | None = None,
         *,
         writable: bool,
     ) -> tuple[Loan, Attached | Created, Mapped]:
         names.check(name)
         layout.check()
-        if not devices or isinstance(devices, str):  # the letters of a UUID are no devices
-            raise Invalid(f"no list of devices to create pool {name!r} on: {devices!r}; name one at least")
-        uuids = tuple(self._ready(device) for device in devices)
-        here = None if attach is None else self._ready(attach)
-        spread = None if plan is None else self._spread(layout, plan, uuids)
-        body = Create(name, layout.encode(), uuids, share, seconds(wait), here, _mode(mode), spread, writable)
+        head = name, layout.encode(), placed.devices, share, seconds(wait)
+        body = Create(*head, attach, _mode(mode), placed.plan, writable)
         return self._session.borrow(body, Loan(self._session, layout))
 
-    def _spread(self, layout: Layout, plan: Mapping[str, DeviceId], uuids: Sequence[str]) -> tuple[int, ...]:
-        """Return the place in ``uuids`` of each allocation's device."""
-        known = {device: local.find(self.driver, device).uuid for device in set(plan.values())}
-        if strangers := {device for device, uuid in known.items() if uuid not in uuids}:
-            raise Invalid(f"the plan places tensors on {strangers}, which `devices` does not name")
-        return tuple(map(uuids.index, layout.spread({name: known[device] for name, device in plan.items()})))
+    def _where(self, name: str, device: DeviceId | None, *, peer: bool) -> Where:
+        """Say where to attach; this process has a context there then, and the lease need not wait for that."""
+        if device is None:
+            if peer:
+                raise Invalid(f"attach to {name!r} with peer=True: say with `device` which device shall reach it")
+            return Where(None)
+        uuid = local.context(self.driver, device).device.uuid
+        return Where(uuid, local.reachable(self.driver, uuid) if peer else ())
 
     def _pool(self, loan: Loan, reply: Attached, mapped: Mapped) -> Pool:
         return self._keep(Pool(loan, mapped, decode(reply.layout), reply.name, reply.version))
@@ -330,10 +332,6 @@ class Broker(Unsendable, Scoped):
             pool.close()
         self._session.check_open()
         return pool
-
-    def _ready(self, device: DeviceId) -> str:
-        """Return the UUID of a device, with this process's context on it made: the lease need not wait for that."""
-        return local.context(self.driver, device).device.uuid
 
 
 def _version(version: int | None) -> int:

@@ -70,7 +70,8 @@ class Loan:
         future, request = self._granted, self._request
         assert future is not None
         assert request is not None
-        self._accessor = body.device if isinstance(body, Attach) else None
+        where = body if isinstance(body, Attach) else body.attach
+        self._accessor = where.device if where else None
         self._session.requests.post(body, request)
         return future
 
@@ -188,7 +189,8 @@ class Loan:
         self._addresses = Addresses(readonly=readonly)
         driver, sizes, replicas = self._session.driver, layout.allocations, reply.replicas
         own = replicas[:1] if isinstance(reply, Attached) and reply.team else replicas
-        places = self._addresses.open(driver, own, sizes, given, self._accessor)
+        accessor = self._accessor if isinstance(reply, Attached) else None
+        places = self._addresses.open(driver, own, sizes, given, accessor)
         outlet = broadcast.connect(self._addresses, driver, reply, sizes, given, places)
         label = _label(reply)
         return Mapped(label, places, reply.share, readonly=readonly, finish=self.end, team=reply.team, outlet=outlet)

@@ -135,13 +135,20 @@ class Attach(Message, frozen=True):
     peers: Peers = ()
 
 
+class Where(Struct, frozen=True, array_like=True):
+    """Which memory of a version to lease; ``device`` and ``peers`` mean what they do in :class:`Attach`."""
+
+    device: Uuid | None
+    peers: Peers = ()
+
+
 class Create(Message, frozen=True):
     """Open a draft of pool ``name``: without a ``plan`` replicated, each allocation of ``layout`` once per device.
 
     With a ``plan`` the pool is sharded: for each allocation, the index in ``devices`` of the one device where it lies.
 
     Waits up to ``wait`` seconds for its turn as the writer and for room. With ``attach`` it is
-    answered like an attach to ``attach``'s device as soon as the pool has a current version.
+    answered like an attach, there, as soon as the pool has a current version.
     ``mode`` is the pool's from the publication on, like a file's; without it a pool keeps its mode, and
     a new one gets the broker's default. Whoever attaches to a ``writable`` version may write it, and make events on it.
     Answer: :class:`Created`, or :class:`Attached`.
@@ -152,7 +159,7 @@ class Create(Message, frozen=True):
     devices: Devices
     share: Annotated[str, Meta(max_length=16)]
     wait: Seconds
-    attach: Uuid | None
+    attach: Where | None
     mode: Mode | None = None
     plan: Plan | None = None
     writable: bool = False

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from cubroker.protocol import names
 from cubroker.protocol.errors import Denied, Invalid, NotFound, Retired
-from cubroker.protocol.messages import Attach, Attached, Replica
+from cubroker.protocol.messages import Attach, Attached, Replica, Where
 from cubroker.server import teams, waiting, wording
 from cubroker.server.books import Books
 from cubroker.server.leases import grant
@@ -20,7 +20,7 @@ def attach(books: Books, session: Session, request: int, body: Attach) -> Attach
     pool = books.pools.get(body.name)
     version = None if pool is None else _published(pool, body.version)
     if version is not None:
-        return lease(books, session, version, body.device, body.peers)
+        return lease(books, session, version, body)
     if pool is not None:
         check_readable(books, session, pool)
     _check_missing(books, session, pool, body)
@@ -50,10 +50,15 @@ def _check_missing(books: Books, session: Session, pool: Pool | None, body: Atta
     if 0 < body.version <= books.last(body.name):
         current = 0 if pool is None or pool.current is None else pool.current.number
         raise Retired(wording.retired(body.name, body.version, current))
-    if body.device is not None and books.accounts.keys().isdisjoint((body.device, *body.peers)):
-        raise NotFound(wording.no_device(body.device, books.accounts))
+    check_somewhere(books, body)
     if not body.wait:
         raise NotFound(missing(books, session, pool, body.name, body.version))
+
+
+def check_somewhere(books: Books, where: Attach | Where) -> None:
+    """Raise ``NotFound`` if a device is wanted that is not the broker's, and reaches none that is."""
+    if where.device is not None and books.accounts.keys().isdisjoint((where.device, *where.peers)):
+        raise NotFound(wording.no_device(where.device, books.accounts))
 
 
 def missing(books: Books, session: Session, pool: Pool | None, name: str, number: int) -> str:
@@ -64,7 +69,7 @@ def missing(books: Books, session: Session, pool: Pool | None, name: str, number
     return wording.unpublished(pool, number)
 
 
-def lease(books: Books, session: Session, version: Version, device: str | None, peers: Sequence[str] = ()) -> Attached:
+def lease(books: Books, session: Session, version: Version, where: Attach | Where) -> Attached:
     """Give a session a lease on a published version, with the handles of one device, or of all its shards.
 
     Raises:
@@ -73,9 +78,9 @@ def lease(books: Books, session: Session, version: Version, device: str | None, 
         OverQuota: the session or its user has enough leases.
     """
     check_readable(books, session, version.pool)
-    allocations, team = _choose(version, device, peers), None
+    allocations, team = _choose(version, where.device, where.peers), None
     if version.team is not None:
-        allocations, team = teams.reached(version, allocations[0], device)
+        allocations, team = teams.reached(version, allocations[0], where.device)
     granted = grant(books, session, version, allocations, team)
     return Attached(
         lease=granted.id,

@@ -37,7 +37,7 @@ from cubroker.protocol.errors import (
 from cubroker.protocol.layout import Layout
 from cubroker.protocol.messages import Attached, Create, Created
 from cubroker.server import teams, wording
-from cubroker.server.attaching import lease, replica
+from cubroker.server.attaching import check_somewhere, lease, replica
 from cubroker.server.books import Books
 from cubroker.server.events import Allocated, Assembled, Freed, NotAllocated
 from cubroker.server.leases import check_quota, grant
@@ -103,9 +103,11 @@ def _check(books: Books, body: Create, layout: Layout) -> None:
         raise Invalid(f"create of {body.name} names a device twice: {', '.join(body.devices)}")
     if body.plan is not None:
         _check_plan(body, body.plan, len(layout.allocations))
-    for uuid in (*body.devices, body.attach):
-        if uuid is not None and uuid not in books.accounts:
+    for uuid in body.devices:
+        if uuid not in books.accounts:
             raise NotFound(wording.no_device(uuid, books.accounts))
+    if body.attach is not None:
+        check_somewhere(books, body.attach)
     for uuid, sizes in _sizes(body, layout).items():
         if sum(sizes) > books.accounts[uuid].most:
             raise OverBudget(wording.never_fits(body.name, sum(sizes), books.accounts[uuid]))

@@ -50,9 +50,9 @@ def _serve(books: Books, version: Version) -> None:
 
 def _lease(books: Books, waiter: Reader | Writer, version: Version) -> Reply:
     try:
-        if isinstance(waiter, Writer):
-            return lease(books, waiter.session, version, waiter.body.attach)
-        return lease(books, waiter.session, version, waiter.body.device, waiter.body.peers)
+        where = waiter.body.attach if isinstance(waiter, Writer) else waiter.body
+        assert where is not None
+        return lease(books, waiter.session, version, where)
     except CubrokerError as error:
         return Failed(error.code, error.message)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from cubroker.client import Broker
+from cubroker.client import Broker, Draft, Pool
 from cubroker.client.torch import state_dict
 from cubroker.client.verify import verify
 from cubroker.protocol import Layout
@@ -77,6 +78,37 @@ def test_a_peer_has_to_be_somebodys(client: Broker, name: str) -> None:
         client.attach(name, peer=True)
 
 
+def test_the_first_of_many_creates_and_the_others_reach_it_from_their_own_device(islands: Path, name: str) -> None:
+    with Broker(islands) as client:
+        found: list[Pool] = []
+
+        def ask() -> None:
+            found.append(client.attach_or_create(name, LAYOUT, device=3, devices=(2,), peer=True))
+
+        with pytest.raises(NotFound, match="no device 9"):
+            client.attach_or_create(name, LAYOUT, device=9, devices=(2,), peer=True)
+        with client.attach_or_create(name, LAYOUT, device=3, devices=(2,), peer=True) as draft:
+            assert isinstance(draft, Draft)
+            assert (draft.device.index, draft.memory_device.index) == (2, 2)
+            draft["weight"].copy_from(content("weight", 128))
+            other = threading.Thread(target=ask)
+            other.start()
+            eventually(client.requests.waiting, "the request to be under way")
+            draft.seal()
+            other.join()
+        ask()
+        for pool in found:
+            assert not isinstance(pool, Draft)
+            assert (pool.device.index, pool.memory_device.index) == (3, 2)
+            assert pool["weight"].tobytes() == content("weight", 128)
+            pool.close()
+        with pytest.raises(NotFound, match="is not on device"):
+            client.attach_or_create(name, LAYOUT, device=3, devices=(2,))
+        with pytest.raises(NotFound, match="nor on one that it can reach"):
+            client.attach_or_create(name, LAYOUT, device=0, peer=True)
+        client.retire(name)
+
+
 # -- shards ----------------------------------------------------------------------------------------
 
 
@@ -128,6 +160,34 @@ def test_a_worker_may_take_the_shard_of_its_device_alone(client: Broker, name: s
             pool.sleep()
             pool.wake()
             assert list(pool) == ["b", "none"]
+
+
+def test_the_first_of_many_spreads_a_pool_and_the_others_get_all_of_it_or_a_shard(client: Broker, name: str) -> None:
+    with client.attach_or_create(name, SHARDED, plan=PLAN) as draft:
+        assert isinstance(draft, Draft)
+        assert [shard.device.index for shard in draft.replicas] == [0, 1]
+        for tensor in draft.values():
+            tensor.copy_from(content(tensor.name, tensor.nbytes))
+        draft.seal()
+    with client.attach_or_create(name, SHARDED, plan=PLAN) as pool:
+        assert {each: tensor.device.index for each, tensor in pool.items()} == PLAN
+        assert all(tensor.tobytes() == content(each, tensor.nbytes) for each, tensor in pool.items())
+    with client.attach_or_create(name, SHARDED, plan=PLAN, device=1) as pool:
+        assert (pool.device.index, list(pool)) == (1, ["b", "none"])
+    with client.attach_or_create(name, SHARDED, devices=(1, 0)) as pool:  # as attach(device=1)
+        assert (pool.device.index, list(pool)) == (1, ["b", "none"])
+    with pytest.raises(Invalid, match="say with `device` which device shall reach it"):
+        client.attach_or_create(name, SHARDED, plan=PLAN, peer=True)
+    with pytest.raises(Invalid, match="which `devices` does not name"):
+        client.attach_or_create(name, SHARDED, plan=PLAN, devices=(0,))
+
+
+def test_a_plan_says_which_devices_there_are_by_number_or_uuid(client: Broker, name: str) -> None:
+    near, far = client.driver.devices
+    plan = {"a": 1, "b": near.uuid, "c": far.uuid, "none": 0}
+    with client.create(name, Layout.pack(TENSORS, groups=plan), plan=plan) as draft:
+        assert [shard.device for shard in draft.replicas] == [far, near]
+        assert [list(shard) for shard in draft.replicas] == [["a", "c"], ["b", "none"]]
 
 
 def test_a_sharded_draft_that_is_left_leaves_nothing(client: Broker, name: str) -> None:

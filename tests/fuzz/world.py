@@ -163,7 +163,8 @@ LARGE = Layout((), (3 * MIB, 5 * MIB)).encode()
 
 
 def _create(name: str, layout: bytes = SMALL, wait: float = 0.0, attach: str | None = None) -> m.Create:
-    return m.Create(name, layout, ("GPU-a",), "ipc", wait, attach)
+    where = None if attach is None else m.Where(attach, ("GPU-b",))
+    return m.Create(name, layout, ("GPU-a",), "ipc", wait, where)
 
 
 def _shard(name: str, wait: float = 0.0) -> m.Create:

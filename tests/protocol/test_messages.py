@@ -225,6 +225,8 @@ def test_a_wait_is_read_as_a_float(wait: float) -> None:
         envelope(m.Create("n", b"", (), "ipc", 0.0, None)),
         envelope(m.Create("n", b"", ("d",) * 65, "ipc", 0.0, None)),
         envelope(m.Create("n", b"", ("d",), "s" * 17, 0.0, None)),
+        envelope(m.Create("n", b"", ("d",), "ipc", 0.0, m.Where(""))),
+        envelope(m.Create("n", b"", ("d",), "ipc", 0.0, m.Where("d", ("d",) * 65))),
         envelope(m.Create("n", bytes(MAX_ENCODED + 1), ("d",), "ipc", 0.0, None)),
         envelope(m.Create("n", b"", ("d",), "ipc", 0.0, None, None, (*PLAN, 0))),
         envelope(m.Create("n", b"", ("d",), "ipc", 0.0, None, None, (-1,))),
@@ -263,6 +265,9 @@ def test_a_hello_of_a_later_version_is_understood() -> None:
     assert wire.unpack(wire.pack(["cubroker", [1, 2, 3], {"later": True}]), m.Hello) == m.Hello("cubroker", (1, 2, 3))
 
 
+MOST = ("u" * 64,) * m.MAX_DEVICES
+
+
 def test_the_largest_answers_fit_into_a_message() -> None:
     handles = (bytes(64),) * MAX_ALLOCATIONS
     created = m.Created(1, "n" * 255, 1, "ipc", (m.Replica("u" * 64, handles),) * m.MAX_DEVICES)
@@ -274,7 +279,7 @@ def test_the_largest_answers_fit_into_a_message() -> None:
     for body in (created, attached, sharded):
         assert wire.unpack(wire.pack(m.Answer(1, body)), m.Answer).body == body
     assert (
-        len(envelope(m.Create("n", bytes(MAX_ENCODED), ("u" * 64,) * 64, "ipc", 0.0, None, None, PLAN)))
+        len(envelope(m.Create("n", bytes(MAX_ENCODED), MOST, "ipc", 0.0, m.Where("u" * 64, MOST), None, PLAN)))
         < wire.MAX_MESSAGE
     )
 

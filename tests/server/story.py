@@ -122,13 +122,14 @@ def creates(
     devices: tuple[str, ...] = ("GPU-0",),
     share: str = "ipc",
     wait: float = 0.0,
-    attach: str | None = None,
+    attach: str | m.Where | None = None,
     mode: int | None = None,
     plan: tuple[int, ...] | None = None,
     writable: bool = False,
 ) -> e.Asked:
     made = layout(*sizes)
-    body = m.Create(name, made.encode(), devices, share, wait, attach, mode, plan, writable)
+    where = m.Where(attach) if isinstance(attach, str) else attach
+    body = m.Create(name, made.encode(), devices, share, wait, where, mode, plan, writable)
     return e.Asked(session, request, body, made)
 
 

@@ -376,7 +376,7 @@ def test_who_may_not_write_is_refused_when_its_turn_comes_and_the_next_is_served
         ("a", (), {}, "invalid", "the layout of a has no memory"),
         ("a", (1,), {"devices": ("GPU-0", "GPU-0")}, "invalid", "names a device twice: GPU-0, GPU-0"),
         ("a", (1,), {"devices": ("GPU-0", "GPU-7")}, "not_found", "no device GPU-7; it has GPU-0, GPU-1"),
-        ("a", (1,), {"attach": "GPU-8"}, "not_found", "no device GPU-8"),
+        ("a", (1,), {"attach": m.Where("GPU-8")}, "not_found", "no device GPU-8"),
     ],
 )
 def test_a_create_that_can_never_be_granted_says_why(

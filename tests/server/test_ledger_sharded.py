@@ -62,6 +62,26 @@ def test_a_shard_elsewhere_is_no_replacement_for_one_here(story: Story) -> None:
     )
 
 
+def test_a_create_that_attaches_gets_what_an_attach_would_get(story: Story) -> None:
+    every = m.Where(None)
+    story >> creates(1, 1, "a", *SIZES, devices=BOTH, plan=PLAN, attach=every)
+    story << e.Allocate(1, "GPU-1", (2 * MIB, 2 * MIB), "ipc")
+    story << e.Allocate(2, "GPU-0", (4 * MIB,), "ipc")
+    story >> creates(2, 1, "a", *SIZES, devices=BOTH, plan=PLAN, attach=every, wait=5.0)
+    story << e.SetTimer(1, 5.0)
+    story >> creates(2, 2, "a", *SIZES, devices=BOTH, plan=PLAN, attach="GPU-0", wait=5.0)
+    story << e.SetTimer(2, 5.0)
+    story.quietly(e.Allocated(2, (b"0",)), e.Allocated(1, (b"1a", b"1b")))
+    story >> asks(1, 2, m.Seal(1))
+    story << e.DropTimer(1)
+    story << answer(2, 1, attached(2, SHARDS))
+    story << e.DropTimer(2)
+    story << answer(2, 2, attached(3, SHARDS[1:]))
+    story << answer(1, 2, m.Sealed(1))
+    story >> creates(2, 3, "a", MIB, attach=every)
+    story << answer(2, 3, attached(4, SHARDS))
+
+
 def test_budgets_and_quotas_count_what_is_on_each_device() -> None:
     story = Story(GPU0, GPU1, policy=Policy(quota=Quota(memory=8 * MIB)))
     story.joins(1)
@@ -144,3 +164,22 @@ def test_whoever_reaches_a_device_of_the_broker_from_another_may_wait_for_a_pool
     replica = m.Replica("GPU-0", (b"handle 1",))
     story << answer(2, 2, m.Attached(2, "a", 1, "ipc", layout(MIB).encode(), (replica,)))
     story << answer(1, 2, m.Sealed(1))
+
+
+def test_a_create_that_attaches_reaches_a_peer_as_an_attach_does(story: Story) -> None:
+    near = m.Where("GPU-7", ("GPU-8", "GPU-1"))
+    for number, where in enumerate((m.Where("GPU-7"), m.Where("GPU-7", ("GPU-8",))), 1):
+        story >> creates(1, number, "a", MIB, attach=where)
+        story << refused(1, number, "not_found", "has no device GPU-7; it has GPU-0, GPU-1")
+    story >> creates(1, 3, "a", MIB, devices=("GPU-1",), attach=near)
+    story << e.Allocate(1, "GPU-1", (2 * MIB,), "ipc")
+    story >> creates(2, 1, "a", MIB, attach=near, wait=5.0)
+    story << e.SetTimer(1, 5.0)
+    story.quietly(e.Allocated(1, (b"handle",)))
+    story >> asks(1, 4, m.Seal(1))
+    story << e.DropTimer(1)
+    there = (m.Replica("GPU-1", (b"handle",)),)
+    story << answer(2, 1, m.Attached(2, "a", 1, "ipc", layout(MIB).encode(), there))
+    story << answer(1, 4, m.Sealed(1))
+    story >> creates(2, 2, "a", MIB, attach=near)
+    story << answer(2, 2, m.Attached(3, "a", 1, "ipc", layout(MIB).encode(), there))

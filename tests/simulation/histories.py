@@ -61,7 +61,10 @@ GROUPS = ((100, (200,)), (100, ()), (200, ()), (300, (100, 200)))
 MODES = ((None, None, None, 0o600, 0o640, 0o660, 0o644, 0o666), (0o604, 0o020, 0))
 EVENTS = (("a", "a", "b"), ("-bad", "c"))
 EVENT_DEVICES = (("GPU-0", "GPU-1"), ("GPU-9",))
-OR_ATTACH = ((None, None, "GPU-0"), ("GPU-1", "GPU-9"))
+OR_ATTACH = (
+    (None, None, m.Where("GPU-0")),
+    (m.Where(None), m.Where("GPU-1"), m.Where("GPU-9"), m.Where("GPU-9", ("GPU-8", "GPU-1"))),
+)
 
 WEIGHTS = {
     "join": 4,
@@ -182,8 +185,8 @@ class Play:
         self, session: int, name: int, sizes: int, on: int, share: int, wait: int, attach: int, mode: int
     ) -> None:
         made, encoded = layout(choose(LAYOUTS, sizes))
-        devices, kind, device = choose(DEVICE_SETS, on), choose(SHARES, share), choose(OR_ATTACH, attach)
-        head = choose(NAMES, name), encoded, devices, kind, choose(WAITS, wait), device
+        devices, kind, where = choose(DEVICE_SETS, on), choose(SHARES, share), choose(OR_ATTACH, attach)
+        head = choose(NAMES, name), encoded, devices, kind, choose(WAITS, wait), where
         body = m.Create(*head, choose(MODES, mode), None, _writable(share))
         self.ask(self.user(session), body, made)
 
@@ -191,8 +194,8 @@ class Play:
         """Create a pool whose allocations are spread over devices by a plan."""
         (sizes, places), devices = choose(SHARDS, plan), choose(SHARD_SETS, on)
         made, encoded = layout(sizes)
-        kind, device = choose(SHARD_SHARES, share), choose(OR_ATTACH, attach)
-        head = choose(NAMES, name), encoded, devices, kind, choose(WAITS, wait), device
+        kind, where = choose(SHARD_SHARES, share), choose(OR_ATTACH, attach)
+        head = choose(NAMES, name), encoded, devices, kind, choose(WAITS, wait), where
         body = m.Create(*head, None, places, _writable(share))
         self.ask(self.user(session), body, made)
 

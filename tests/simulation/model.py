@@ -160,7 +160,7 @@ class Model(Facts):
     def create(self, session: Session, number: int, body: m.Create, layout: Layout) -> None:
         current = self.current(body.name)
         if body.attach is not None and current is not None:
-            return self.lease(session, number, current, body.attach)
+            return self.lease(session, number, current, body.attach.device, body.attach.peers)
         self.name(body.name)
         if body.share not in ("ipc", "vmm", "multicast"):
             raise Refusal("invalid")
@@ -172,7 +172,10 @@ class Model(Facts):
             or sorted(set(body.plan)) != list(range(len(body.devices)))
         ):
             raise Refusal("invalid")
-        if not {*body.devices, body.attach or body.devices[0]} <= {device.uuid for device in self.devices}:
+        known = {device.uuid for device in self.devices}
+        if not set(body.devices) <= known:
+            raise Refusal("not_found")
+        if body.attach and body.attach.device and not {body.attach.device, *body.attach.peers} & known:
             raise Refusal("not_found")
         for device in self.devices:
             if device.uuid in body.devices and sum(self.sizes(body, layout, device.uuid)) > self.most(device.uuid):
@@ -235,16 +238,11 @@ class Model(Facts):
         return m.Sealed(version.number)
 
     def published(self, request: Request, body: m.Attach | m.Create, version: Version) -> None:
-        peers: tuple[str, ...] = ()
-        if isinstance(body, m.Attach):
-            wanted, device = body.version in (0, version.number), body.device
-            peers = body.peers
-        else:
-            wanted, device = body.attach is not None, body.attach
-        if wanted:
+        where = body if isinstance(body, m.Attach) else body.attach
+        if where and (not isinstance(where, m.Attach) or where.version in (0, version.number)):
             self.leave(request)
             try:
-                self.lease(request.session, request.id, version, device, peers)
+                self.lease(request.session, request.id, version, where.device, where.peers)
             except Refusal as refusal:
                 self.out.answers[request.session.id, request.id] = refusal.code
 

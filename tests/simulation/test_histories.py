@@ -6,7 +6,7 @@ import pytest
 
 from cubroker.protocol.errors import CubrokerError, Unavailable
 from cubroker.protocol.layout import Layout
-from cubroker.protocol.messages import Attached, Create, Generation, Reply
+from cubroker.protocol.messages import Attach, Attached, Create, Generation, Reply, Where
 from cubroker.server import attaching, drafts, leases, permissions, reconfiguring, teams, waiting
 from cubroker.server.books import Books
 from cubroker.server.events import Effect, Event, HandOver, Withdraw
@@ -96,11 +96,9 @@ def test_a_ledger_that_answers_before_it_hands_over_is_found(monkeypatch: pytest
 def test_a_ledger_that_takes_a_shard_for_a_replica_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     lease = attaching.lease
 
-    def careless(
-        books: Books, session: Session, version: Version, device: str | None, peers: Sequence[str] = ()
-    ) -> Attached:
-        here = next((uuid for uuid in (device, *peers) if uuid in version.replicas), device)
-        return lease(books, session, version, here)
+    def careless(books: Books, session: Session, version: Version, where: Attach | Where) -> Attached:
+        here = next((uuid for uuid in (where.device, *where.peers) if uuid in version.replicas), where.device)
+        return lease(books, session, version, Where(here))
 
     monkeypatch.setattr(attaching, "lease", careless)
     assert search(range(200)) is not None
