@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from cubroker.client import devices
 from cubroker.client.mapping import Place
 from cubroker.driver import Context, Device, Driver, DriverError, Window
+from cubroker.driver.sizes import round_up
 from cubroker.driver.vmm import Reservation
 from cubroker.protocol.errors import Unavailable
 from cubroker.protocol.messages import DESCRIPTOR, Replica
@@ -193,7 +194,7 @@ class Addresses:
     def _piece(self, context: Context, piece: Piece, granule: int, *, readonly: bool) -> int | None:
         handle, size, descriptor = piece
         if descriptor is not None:
-            return self._map(context, _whole(size, granule), descriptor, readonly=readonly)
+            return self._map(context, round_up(size, granule), descriptor, readonly=readonly)
         return self._open(context, handle) if handle else None
 
     def _open(self, context: Context, handle: bytes) -> int:
@@ -210,7 +211,3 @@ class Addresses:
 
 def _granule(driver: Driver, memory: Device, pieces: Sequence[Piece]) -> int:
     return driver.granularity(memory.index) if any(handle == DESCRIPTOR for handle, _, _ in pieces) else 1
-
-
-def _whole(nbytes: int, granule: int) -> int:
-    return -(-nbytes // granule) * granule

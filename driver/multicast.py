@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from cubroker.driver import guard, vmm
 from cubroker.driver.calls import Calls, DriverError, explained
+from cubroker.driver.sizes import round_up
 
 if TYPE_CHECKING:
     from cubroker.driver.context import Context
@@ -151,7 +152,7 @@ def granularity(calls: Calls, devices: int, nbytes: int) -> Granularity:
 def rounded(calls: Calls, devices: Sequence[int], nbytes: int) -> int:
     """Return the size of the object for ``nbytes`` bytes: a multiple of its granularities and those of the memory."""
     units = {*granularity(calls, len(devices), nbytes), *(vmm.granularity(calls, device) for device in devices)}
-    return -(-nbytes // math.lcm(*units)) * math.lcm(*units)
+    return round_up(nbytes, math.lcm(*units))
 
 
 def unavailable(error: DriverError) -> bool:

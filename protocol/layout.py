@@ -93,7 +93,7 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
         last: dict[Hashable, int] = {}  # the allocation that each group fills now
         for name, dtype, dimensions in tensors:
             shape = _dimensions(name, dimensions)
-            size = _aligned(_nbytes(name, dtype, shape))
+            size = round_up(_nbytes(name, dtype, shape), ALIGNMENT)
             group = None if groups is None else _group(groups, name)
             here = last.get(group)
             if here is None or (slab is not None and sizes[here] and sizes[here] + size > slab):
@@ -190,8 +190,9 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
         return layout
 
 
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
+def round_up(nbytes: int, unit: int) -> int:
+    """Return the smallest multiple of ``unit`` that is no less than ``nbytes``."""
+    return -(-nbytes // unit) * unit
 
 
 def _group(groups: Mapping[str, Group], name: str) -> Group:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cubroker.protocol.layout import round_up
 from cubroker.server.books import Books
 from cubroker.server.events import Allocate, Free
 from cubroker.server.records import Account, Allocation, User, Version
@@ -13,7 +14,7 @@ GRANULARITY = 2 << 20
 
 def rounded(nbytes: int) -> int:
     """Return the bytes that an allocation takes of its device."""
-    return -(-nbytes // GRANULARITY) * GRANULARITY
+    return round_up(nbytes, GRANULARITY)
 
 
 def allocate(books: Books, version: Version, account: Account, sizes: tuple[int, ...]) -> None:

@@ -21,6 +21,7 @@ import msgspec
 from cubroker.cli.doctor.children import command, read
 from cubroker.cli.doctor.facts import DeviceFacts, DriverFacts, Survey, Trial
 from cubroker.driver import Device, Driver, DriverError, load
+from cubroker.driver.sizes import round_up
 
 SIZE = 2 << 20
 """Bytes that are shared."""
@@ -131,7 +132,7 @@ def _fabric(driver: Driver, index: int) -> Trial:
 
 
 def _size(driver: Driver, index: int) -> int:
-    return -(-SIZE // driver.granularity(index)) * driver.granularity(index)
+    return round_up(SIZE, driver.granularity(index))
 
 
 def _lent(driver: Driver, index: int, order: _Shared) -> Trial:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from cubroker.driver.host import descriptors, memory
 from cubroker.driver.host.memory import BLOCK
+from cubroker.driver.sizes import round_up
 
 SMALL = 1 << 20
 """Bytes: allocations up to this size share blocks."""
@@ -182,8 +183,3 @@ class Heap:
         self._blocks[block.pointer] = block
         self.used += nbytes
         return block
-
-
-def round_up(size: int, unit: int) -> int:
-    """Return the smallest multiple of ``unit`` that is no less than ``size``."""
-    return -(-size // unit) * unit

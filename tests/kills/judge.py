@@ -9,6 +9,7 @@ from collections.abc import Collection
 
 from cubroker.client import Broker
 from cubroker.driver.host import BLOCK
+from cubroker.driver.sizes import round_up
 from cubroker.protocol.errors import NotFound, Retired
 from cubroker.protocol.messages import ClientInfo, DeviceInfo, PoolInfo
 from tests.brokers import eventually
@@ -79,7 +80,7 @@ def _expected(broker: Broker, pools: tuple[PoolInfo, ...]) -> Counter[str]:
     expected: Counter[str] = Counter()
     for pool in pools:
         _, layout = broker.describe(pool.name, pool.version)
-        sizes = [-(-nbytes // BLOCK) * BLOCK for nbytes in layout.allocations]
+        sizes = [round_up(nbytes, BLOCK) for nbytes in layout.allocations]
         for number, uuid in enumerate(pool.devices):
             expected[uuid] += sizes[number] if pool.sharded else sum(sizes)
     return expected
