@@ -36,13 +36,18 @@ from cubroker.protocol.messages import (
     Description,
     DeviceInfo,
     DeviceList,
+    Line,
     ListClients,
     ListDevices,
     ListPools,
+    Look,
     PoolInfo,
     Pools,
     Retire,
     Retirement,
+    Story,
+    Tell,
+    View,
     Where,
 )
 
@@ -272,6 +277,20 @@ class Broker(Unsendable, Scoped):
         names.check(name)
         description = self._session.ask(Describe(name, _version(version)), Description)
         return description.info, decode(description.layout).layout
+
+    def look(self) -> View:
+        """Return devices, pools, sessions, memory and waiting requests as of one moment: what this user may see."""
+        return self._session.ask(Look(), View)
+
+    def story(self, subject: str | int) -> tuple[Line, ...]:
+        """Return the last events of a pool, by name, or of a session, by number, the oldest first.
+
+        Raises:
+            NotFound: nothing is known of it (any more).
+            Denied: the pool's mode keeps this user from reading it, or the session is another user's.
+        """
+        pool, session = (subject, 0) if isinstance(subject, str) else (None, subject)
+        return self._session.ask(Tell(pool, session), Story).lines
 
     # -- the end -----------------------------------------------------------------------------------
 

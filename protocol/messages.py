@@ -39,6 +39,7 @@ Identifier = Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 Uuid = Annotated[str, Meta(min_length=1, max_length=64)]
 Seconds = Annotated[float, Meta(ge=0, le=MAX_WAIT)]
+Time = Annotated[float, Meta(ge=0, le=1e11)]
 Encoded = Annotated[bytes, Meta(max_length=MAX_ENCODED)]
 Handle = Annotated[bytes, Meta(max_length=64)]
 EventHandle = Annotated[bytes, Meta(min_length=64, max_length=64)]
@@ -216,6 +217,17 @@ class Describe(Message, frozen=True):
     version: Natural
 
 
+class Look(Message, frozen=True):
+    """Ask for all that the broker knows and the sender may see, as of one moment. Answer: :class:`View`."""
+
+
+class Tell(Message, frozen=True):
+    """Ask for the last events of a pool, or without one of ``session``. Answer: :class:`Story`."""
+
+    pool: Name | None
+    session: Natural
+
+
 class ShareEvent(Message, frozen=True):
     """Let everybody with a lease on the same version open an event that the sender made, as ``name``.
 
@@ -276,6 +288,8 @@ Request = (
     | ListClients
     | ListDevices
     | Describe
+    | Look
+    | Tell
     | ShareEvent
     | OpenEvent
     | Recorded
@@ -431,6 +445,47 @@ class DeviceInfo(Struct, frozen=True):
     promised: int
 
 
+class BlockInfo(Struct, frozen=True):
+    """The memory of one version on one device: ``nbytes`` of it, which its ``owner`` has.
+
+    ``state`` is the version's, and ``stage`` that of the memory: ``promised``, ``held``, ``given up`` or ``freeing``.
+    It has no ``pool`` and no ``version`` if the receiver may not see these.
+    """
+
+    device: str
+    pool: str
+    version: int
+    state: str
+    stage: str
+    nbytes: int
+    owner: int
+
+
+class WaiterInfo(Struct, frozen=True):
+    """One request that waits: what is asked for, ``attach``, ``create`` or ``event``, and what it ``awaits``.
+
+    ``nbytes`` is what a create is to take, on all devices together. ``since`` is in seconds since 1970.
+    It has no ``pool`` if the receiver may not see that.
+    """
+
+    session: int
+    pid: int
+    uid: int
+    request: int
+    what: str
+    pool: str
+    awaits: str
+    nbytes: int
+    since: Time
+
+
+class Line(Struct, frozen=True):
+    """What happened, and when, in seconds since 1970."""
+
+    time: Time
+    text: str
+
+
 class Pools(Message, frozen=True):
     """Every live version, by name and version."""
 
@@ -454,6 +509,22 @@ class Description(Message, frozen=True):
 
     info: PoolInfo
     layout: Encoded
+
+
+class View(Message, frozen=True):
+    """Everything as of one moment. ``blocks`` are in the order in which they were promised."""
+
+    devices: Annotated[tuple[DeviceInfo, ...], Meta(max_length=MAX_ITEMS)]
+    pools: Annotated[tuple[PoolInfo, ...], Meta(max_length=MAX_ITEMS)]
+    clients: Annotated[tuple[ClientInfo, ...], Meta(max_length=MAX_ITEMS)]
+    blocks: Annotated[tuple[BlockInfo, ...], Meta(max_length=MAX_ITEMS)]
+    waiters: Annotated[tuple[WaiterInfo, ...], Meta(max_length=MAX_ITEMS)]
+
+
+class Story(Message, frozen=True):
+    """The last events of a pool or a session, the oldest first."""
+
+    lines: Annotated[tuple[Line, ...], Meta(max_length=MAX_ITEMS)]
 
 
 class EventShared(Message, frozen=True):
@@ -493,6 +564,8 @@ Reply = (
     | Clients
     | DeviceList
     | Description
+    | View
+    | Story
     | EventShared
     | EventOpened
     | Generation

@@ -26,7 +26,7 @@ def attach(books: Books, session: Session, request: int, body: Attach) -> Attach
     _check_missing(books, session, pool, body)
     waiting.admit(books, session, request)
     reader = Reader(next(books.arrivals), session, request, books.pool(body.name), body)
-    waiting.begin(reader)
+    waiting.begin(books, reader)
     waiting.limit(books, reader)
     return None
 

@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from itertools import count
+from typing import TypeVar
 
 from cubroker.server.events import Effect
 from cubroker.server.policy import Policy
-from cubroker.server.records import Account, Allocation, Budget, Limits, Pool, Session, Signal, Team, User, Waiter
+from cubroker.server.records import (
+    Account,
+    Allocation,
+    Budget,
+    Clock,
+    Limits,
+    Pool,
+    Session,
+    Signal,
+    Story,
+    Team,
+    User,
+    Waiter,
+)
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 MAX_NUMBERS = 65_536
 """Names without a pool whose last version number is remembered; beyond it the oldest are forgotten."""
+
+MAX_PAST = 512
+"""Pools, and sessions, whose story is remembered although they have ended; beyond it the oldest are forgotten."""
 
 
 class Books:
@@ -25,6 +45,7 @@ class Books:
         self.uid = uid
         self.limits = limits
         self.policy = policy
+        self.clock = Clock()
         self.accounts = {device.uuid: Account(device) for device in devices}
         assert len(self.accounts) == len(devices), "two devices with one UUID"
         self.users: dict[int, User] = {}
@@ -35,6 +56,8 @@ class Books:
         self.teams: dict[int, Team] = {}
         self.timers: dict[int, Waiter] = {}
         self.numbers: dict[str, int] = {}
+        self.past_pools: OrderedDict[str, Pool] = OrderedDict()
+        self.past_sessions: OrderedDict[int, Session] = OrderedDict()
         self.stirred_pools: deque[Pool] = deque()
         self.stirred_accounts: dict[Account, None] = {}
         self.effects: list[Effect] = []
@@ -53,7 +76,9 @@ class Books:
         """Return the record of ``name``, a new one if it has none."""
         pool = self.pools.get(name)
         if pool is None:
-            pool = self.pools[name] = Pool(name, self.numbers.pop(name, 0))
+            pool = self.past_pools.pop(name, None) or Pool(name, 0, story=Story(self.clock))
+            pool.last = self.numbers.pop(name, 0)
+            self.pools[name] = pool
         return pool
 
     def user(self, uid: int) -> User:
@@ -68,10 +93,23 @@ class Books:
         if user.idle:
             self.users.pop(user.uid, None)
 
+    def leave(self, session: Session) -> None:
+        """Drop the record of a session that has nothing any more."""
+        del self.sessions[session.id], session.user.sessions[session.id]
+        _keep(self.past_sessions, session.id, session)
+        self.part(session.user)
+
     def forget(self, pool: Pool) -> None:
         """Drop the record of a pool that is idle, except for its last number: numbers are not given out twice."""
         del self.pools[pool.name]
+        _keep(self.past_pools, pool.name, pool)
         if pool.last:
             self.numbers[pool.name] = pool.last
             if len(self.numbers) > MAX_NUMBERS:
                 del self.numbers[next(iter(self.numbers))]
+
+
+def _keep(past: OrderedDict[K, V], key: K, record: V) -> None:
+    past[key] = record
+    if len(past) > MAX_PAST:
+        past.popitem(last=False)

@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import logging
 import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 from cubroker.protocol import wire
@@ -121,7 +122,7 @@ class Broker:
         effects: Sequence[Effect] = ()
         self._keep(event)
         try:
-            effects = self._ledger.handle(event)
+            effects = self._ledger.handle(event, time.time())
         # A mistake in the ledger over one event must not take every other client's memory with it, as
         # the end of this process would. The log has the event, and whoever asked hears of it.
         except Exception as error:

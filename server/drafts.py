@@ -43,7 +43,7 @@ from cubroker.server.events import Allocated, Assembled, Freed, NotAllocated
 from cubroker.server.leases import check_quota, grant
 from cubroker.server.permissions import may_rule, may_write
 from cubroker.server.policy import exceeds
-from cubroker.server.records import MULTICAST, VMM, Allocation, Phase, Pool, Session, Version, Writer
+from cubroker.server.records import MULTICAST, VMM, Allocation, Phase, Pool, Session, Story, Version, Writer
 from cubroker.server.room import allocate, lose, rounded, shift, take_off, under_way
 from cubroker.server.states import Cause, Report, Stage, State
 from cubroker.server.waiting import (
@@ -74,7 +74,7 @@ def create(books: Books, session: Session, request: int, body: Create, layout: L
     check_quota(books, session)
     admit(books, session, request)
     writer = _writer(books, session, request, body, layout)
-    begin(writer)
+    begin(books, writer)
     books.stirred_pools.append(writer.pool)
     settle(books)
     if session.unfinished.get(request) is writer and writer.phase is not Phase.MEMORY:
@@ -289,6 +289,8 @@ def _begin_draft(books: Books, writer: Writer) -> None:
     )
     pool.draft = pool.versions[version.number] = version
     if pool.owner is None:
+        if pool.heir not in (None, session.uid):
+            pool.story = Story(books.clock)  # what happened before is not for the new owner to tell
         pool.owner, pool.group = session.uid, session.gid
         pool.mode = books.policy.mode if version.mode is None else version.mode
     for account, sizes in writer.sizes.items():

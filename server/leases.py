@@ -102,7 +102,7 @@ def end(books: Books, version: Version, cause: Cause) -> None:
     if pool.draft is version:
         pool.draft = None
     if not pool.versions:
-        pool.owner = None
+        pool.owner, pool.heir = None, pool.owner
     teams.give_up(books, version)
     for allocation in version.replicas.values():
         give_up(books, allocation)

@@ -42,12 +42,15 @@ from cubroker.protocol.messages import (
     ListClients,
     ListDevices,
     ListPools,
+    Look,
     OpenEvent,
     Recorded,
     Reply,
     Retire,
     Seal,
     ShareEvent,
+    Tell,
+    View,
     Watch,
 )
 from cubroker.server import (
@@ -59,6 +62,7 @@ from cubroker.server import (
     reconfiguring,
     reports,
     signals,
+    stories,
     teams,
     waiting,
     wording,
@@ -82,7 +86,7 @@ from cubroker.server.events import (
     Respond,
 )
 from cubroker.server.policy import Policy, exceeds
-from cubroker.server.records import SESSION, Budget, Limits, Session
+from cubroker.server.records import SESSION, Budget, Limits, Session, Story
 from cubroker.server.states import Impossible
 
 __all__ = ["Budget", "Impossible", "Ledger", "Limits"]
@@ -112,13 +116,14 @@ class Ledger:
             return OverQuota(wording.too_many_descriptors(uid, SESSION, quota.descriptors, user))
         return None
 
-    def handle(self, event: Event) -> list[Effect]:
-        """Take one event; return what is to be done about it, in order.
+    def handle(self, event: Event, now: float = 0.0) -> list[Effect]:
+        """Take one event, which came ``now``, in seconds since 1970; return what is to be done about it, in order.
 
         Raises:
             Impossible: the event cannot follow from what was told before; nothing has changed. Effects
                 of an event that another exception ended half-way come with those of the next event.
         """
+        self._books.clock.now = now
         match event:
             case Asked():
                 self._asked(event)
@@ -154,8 +159,12 @@ class Ledger:
 
     def story(self, subject: str | int) -> tuple[str, ...]:
         """Return the last events of a pool, by name, or of a session, by id, in words; none if it is unknown."""
-        record = self._books.pools.get(subject) if isinstance(subject, str) else self._books.sessions.get(subject)
-        return () if record is None else tuple(record.story)
+        story = stories.find(self._books, subject)
+        return () if story is None else tuple(story)
+
+    def view(self, *, everything: bool) -> View:
+        """Return all that is known: ``everything``, or what somebody may see who is a stranger to every pool."""
+        return reports.view(self._books, reports.onlooker(self._books, everything=everything))
 
     def _asked(self, event: Asked) -> None:
         session = self._books.sessions.get(event.session)
@@ -165,7 +174,7 @@ class Ledger:
             answer = self._answer(session, event)
         except CubrokerError as error:
             answer = Failed(error.code, error.message)
-            session.story.append(f"request {event.request} failed: {error.code}")
+            session.story.append(f"{type(event.body).__name__} was refused ({error.code}): {error.message}")
         if answer is not None:
             self._books.effects.append(Respond(session.id, event.request, answer))
         if not session.connected and not session.leases:
@@ -203,6 +212,10 @@ class Ledger:
                 return reports.list_clients(books, session)
             case ListDevices():
                 return reports.list_devices(books)
+            case Look():
+                return reports.view(books, session)
+            case Tell():
+                return stories.tell(books, session, body)
             case _:
                 assert_never(body)
 
@@ -223,7 +236,9 @@ class Ledger:
         if known is not None:
             raise Impossible(f"session {event.session} joined twice; what happened before:", known.story)
         user = self._books.user(event.uid)
-        session = Session(event.session, event.pid, user, event.gid, event.groups)
+        story = Story(self._books.clock)
+        story.append(f"process {event.pid} of user {event.uid} joined")
+        session = Session(event.session, event.pid, user, event.gid, event.groups, story=story)
         self._books.sessions[session.id] = user.sessions[session.id] = session
 
     def _lost(self, event: Lost) -> None:
@@ -239,6 +254,7 @@ class Ledger:
     def _gone(self, event: Gone) -> None:
         session = self._books.sessions.get(event.session)
         if session is not None:
+            session.story.append("its process has ended")
             self._end(session)
 
     def _stop(self, session: Session) -> None:
@@ -252,6 +268,6 @@ class Ledger:
         self._stop(session)
         for lease in tuple(session.leases.values()):
             signals.give_back(self._books, lease, wording.ENDED)
-        del self._books.sessions[session.id], session.user.sessions[session.id]
-        self._books.part(session.user)
+        session.story.append("it ended")
+        self._books.leave(session)
         self._books.effects.append(Forget(session.id))

@@ -35,6 +35,18 @@ def may_rule(books: Books, session: Session, pool: Pool) -> bool:
     return pool.owner in (None, session.uid) or is_privileged(books, session)
 
 
+def may_hear(books: Books, session: Session, pool: Pool) -> bool:
+    """Say whether a session may hear what happened to a pool: as may read it, or might when something of it lived."""
+    if pool.owner is None and session.uid != pool.heir and not is_privileged(books, session):
+        return pool.heir is None or _allows(session, pool, READ)
+    return may_read(books, session, pool)
+
+
 def _may(books: Books, session: Session, pool: Pool, bit: int) -> bool:
+    return _allows(session, pool, bit) or may_rule(books, session, pool)
+
+
+def _allows(session: Session, pool: Pool, bit: int) -> bool:
+    """Say whether a pool's mode has a bit for a session that is not its owner's."""
     member = pool.group == session.gid or pool.group in session.groups
-    return bool(pool.mode >> (3 if member else 0) & bit) or may_rule(books, session, pool)
+    return bool(pool.mode >> (3 if member else 0) & bit)

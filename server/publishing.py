@@ -68,6 +68,7 @@ def retire(books: Books, session: Session, body: Retire) -> Retirement:
         raise Invalid(wording.still_draft(version))
     leases = version.leases
     if version.state is not State.RETIRED:
+        pool.story.append(f"{session.label} retires version {version.number}")
         _retire(books, version)
     return Retirement(version.number, leases)
 

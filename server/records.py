@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -32,8 +32,28 @@ SESSION = 2
 """Descriptors of the broker's that a session takes: its connection and its pidfd."""
 
 
-def _story() -> deque[str]:
-    return deque(maxlen=STORY)
+@dataclass(slots=True)
+class Clock:
+    """When the event came that is being handled, as the shell says, in seconds since 1970."""
+
+    now: float = 0.0
+
+
+class Story:
+    """The last events of a pool or a session, in words, and when each happened."""
+
+    __slots__ = ("_clock", "lines")
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self._clock = clock or Clock()
+        self.lines: deque[tuple[float, str]] = deque(maxlen=STORY)
+
+    def __iter__(self) -> Iterator[str]:
+        return (text for _, text in self.lines)
+
+    def append(self, text: str) -> None:
+        """Add what has just happened."""
+        self.lines.append((self._clock.now, text))
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +195,7 @@ class Session:
     unfinished: dict[int, Waiter] = field(default_factory=dict)
     watches: dict[str, Pool] = field(default_factory=dict)
     signals: dict[int, Signal] = field(default_factory=dict)
-    story: deque[str] = field(default_factory=_story)
+    story: Story = field(default_factory=Story)
     tolerated: Limits = Limits(0, 0, 0, 0)
 
     @property
@@ -236,6 +256,7 @@ class Pool:
     name: str
     last: int
     owner: int | None = None
+    heir: int | None = None
     group: int = 0
     mode: int = MODE
     versions: dict[int, Version] = field(default_factory=dict)
@@ -245,7 +266,7 @@ class Pool:
     line: OrderedDict[Writer, None] = field(default_factory=OrderedDict)
     readers: dict[Reader, None] = field(default_factory=dict)
     watchers: dict[Session, None] = field(default_factory=dict)
-    story: deque[str] = field(default_factory=_story)
+    story: Story = field(default_factory=Story)
 
     @property
     def idle(self) -> bool:
@@ -360,6 +381,12 @@ class Reader:
     pool: Pool
     body: Attach
     timer: int = 0
+    since: float = 0.0
+
+    @property
+    def awaits(self) -> str:
+        """What it waits for."""
+        return f"version {self.body.version}" if self.body.version else "a current version"
 
 
 @dataclass(slots=True, eq=False)
@@ -374,6 +401,12 @@ class Listener:
     signal: Signal | None = None
     after: int = 0
     timer: int = 0
+    since: float = 0.0
+
+    @property
+    def awaits(self) -> str:
+        """What it waits for."""
+        return f"event {self.name!r}" + (f" past generation {self.after}" if self.signal else "")
 
     @property
     def pool(self) -> Pool:
@@ -415,6 +448,12 @@ class Writer:
     phase: Phase = Phase.TURN
     aside: bool = False
     timer: int = 0
+    since: float = 0.0
+
+    @property
+    def awaits(self) -> str:
+        """What it waits for."""
+        return "room in its user's quota" if self.aside else self.phase.value
 
     @property
     def accounts(self) -> Iterable[Account]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from cubroker.protocol.messages import (
+    BlockInfo,
     ClientInfo,
     Clients,
     Describe,
@@ -12,14 +13,28 @@ from cubroker.protocol.messages import (
     LeaseInfo,
     PoolInfo,
     Pools,
+    View,
+    WaiterInfo,
 )
 from cubroker.server import teams
 from cubroker.server.attaching import check_readable
 from cubroker.server.books import Books
 from cubroker.server.permissions import may_read
+from cubroker.server.policy import Quota
 from cubroker.server.publishing import find
-from cubroker.server.records import Account, Session, Version
-from cubroker.server.states import State
+from cubroker.server.records import Account, Allocation, Listener, Reader, Session, User, Version, Waiter, Writer
+from cubroker.server.states import Stage, State
+
+STAGES = {
+    Stage.PROMISED: "promised",
+    Stage.HELD: "held",
+    Stage.GIVEN_UP: "given up",
+    Stage.FREEING: "freeing",
+}
+"""What users read of the stages of memory that is on the books."""
+
+STRANGER = 0xFFFF_FFFF
+"""A uid and a gid that nobody can have: to the system it stands for none."""
 
 
 def list_pools(books: Books, session: Session) -> Pools:
@@ -53,13 +68,69 @@ def describe(books: Books, session: Session, body: Describe) -> Description:
     return Description(_pool(version), version.layout)
 
 
-def _pool(version: Version) -> PoolInfo:
+def onlooker(books: Books, *, everything: bool) -> Session:
+    """Return a session that is on no books, of one who sees everything, or what a stranger to every pool may see."""
+    uid = books.uid if everything else STRANGER
+    return Session(0, 0, User(uid, Quota()), STRANGER)
+
+
+def view(books: Books, session: Session) -> View:
+    """Return everything that ``session`` may see."""
+    blocks = (_block(books, session, allocation) for allocation in books.allocations.values())
+    waiters = (waiter for other in books.sessions.values() for waiter in other.unfinished.values())
+    return View(
+        devices=list_devices(books).devices,
+        pools=list_pools(books, session).pools,
+        clients=list_clients(books, session).clients,
+        blocks=tuple(blocks),
+        waiters=tuple(_waiter(books, session, waiter) for waiter in waiters),
+    )
+
+
+def _block(books: Books, session: Session, allocation: Allocation) -> BlockInfo:
+    version = allocation.version
+    visible = may_read(books, session, version.pool)
+    return BlockInfo(
+        device=allocation.account.device.uuid,
+        pool=version.pool.name if visible else "",
+        version=version.number if visible else 0,
+        state=_state(version),
+        stage=STAGES[allocation.stage],
+        nbytes=allocation.nbytes,
+        owner=version.owner,
+    )
+
+
+def _waiter(books: Books, session: Session, waiter: Waiter) -> WaiterInfo:
+    visible = may_read(books, session, waiter.pool)
+    return WaiterInfo(
+        session=waiter.session.id,
+        pid=waiter.session.pid,
+        uid=waiter.session.uid,
+        request=waiter.request,
+        what=_KINDS[type(waiter)],
+        pool=waiter.pool.name if visible else "",
+        awaits=waiter.awaits if visible else "",
+        nbytes=waiter.total if isinstance(waiter, Writer) else 0,
+        since=waiter.since,
+    )
+
+
+_KINDS = {Reader: "attach", Writer: "create", Listener: "event"}
+
+
+def _state(version: Version) -> str:
+    """Return what users read of a version's state."""
     state = State.DRAFT if version.state is State.ALLOCATING else version.state
+    return str(state.value)
+
+
+def _pool(version: Version) -> PoolInfo:
     team = teams.message(version, objects=False)
     return PoolInfo(
         name=version.pool.name,
         version=version.number,
-        state=state.value,
+        state=_state(version),
         nbytes=version.nbytes,
         tensors=version.tensors,
         share=version.share,

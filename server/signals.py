@@ -145,7 +145,7 @@ def _await(books: Books, session: Session, request: int, body: AwaitEvent) -> Ge
 
 def _wait(books: Books, listener: Listener) -> None:
     waiting.admit(books, listener.session, listener.request)
-    waiting.begin(listener)
+    waiting.begin(books, listener)
     waiting.limit(books, listener)
 
 

@@ -33,9 +33,10 @@ def admit(books: Books, session: Session, request: int) -> None:
         raise OverQuota(wording.too_many_requests(user))
 
 
-def begin(waiter: Waiter) -> None:
+def begin(books: Books, waiter: Waiter) -> None:
     """Put an admitted request on the books."""
     user = waiter.session.user
+    waiter.since = books.clock.now
     waiter.session.unfinished[waiter.request] = waiter
     user.unfinished += 1
     if isinstance(waiter, Reader):

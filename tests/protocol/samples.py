@@ -15,6 +15,10 @@ INFO = m.PoolInfo(
 SHARDED = m.PoolInfo(
     "moe", 1, "draft", 1024, 3, "vmm", ("GPU-a", "GPU-b"), False, 1, 1000, 100, 0o640, True, False, "", ""
 )
+CLIENT = m.ClientInfo(7, 4711, 1000, "connected", (m.LeaseInfo("llama", 3),))
+DEVICE = m.DeviceInfo(0, "GPU-a", "NVIDIA H200", 150_754_820_096, 135_679_338_086, 8 << 30, 0)
+BLOCK = m.BlockInfo("GPU-a", "llama", 3, "current", "held", 8 << 30, 1000)
+WAITER = m.WaiterInfo(7, 4711, 1000, 12, "create", "llama", "room", 8 << 30, 1_763_779_200.5)
 HANDLES = (bytes(64), b"h" * 64)
 SHARDS = (m.Replica("GPU-a", (m.DESCRIPTOR, b"")), m.Replica("GPU-b", (b"", m.DESCRIPTOR)))
 
@@ -50,6 +54,9 @@ REQUESTS = (
     m.ListClients(),
     m.ListDevices(),
     m.Describe("llama", 1),
+    m.Look(),
+    m.Tell("llama", 0),
+    m.Tell(None, 7),
     m.ShareEvent(5, "ready", "GPU-a", bytes(64)),
     m.OpenEvent(5, "ready", 0.5),
     m.Recorded(7),
@@ -66,8 +73,11 @@ REPLIES = (
     m.Retirement(3, 0),
     m.Pools((INFO, SHARDED)),
     m.Pools(()),
-    m.Clients((m.ClientInfo(7, 4711, 1000, "connected", (m.LeaseInfo("llama", 3),)),)),
-    m.DeviceList((m.DeviceInfo(0, "GPU-a", "NVIDIA H200", 150_754_820_096, 135_679_338_086, 8 << 30, 0),)),
+    m.Clients((CLIENT,)),
+    m.DeviceList((DEVICE,)),
+    m.View((DEVICE,), (INFO, SHARDED), (CLIENT,), (BLOCK,), (WAITER,)),
+    m.View((), (), (), (), ()),
+    m.Story((m.Line(1.5, "its writer sealed it"),)),
     m.Description(INFO, LAYOUT.encode()),
     m.EventShared(7),
     m.EventOpened(7, "GPU-a", bytes(64)),

@@ -106,7 +106,7 @@ class Mistaken:
     def admit(self, uid: int) -> None:
         """Everybody may come in."""
 
-    def handle(self, event: Event) -> list[Effect]:
+    def handle(self, event: Event, now: float) -> list[Effect]:
         match event:
             case Joined():
                 return []
@@ -131,7 +131,7 @@ class Obedient:
     def __init__(self, effects: list[Effect]) -> None:
         self._effects = effects
 
-    def handle(self, _: Event) -> list[Effect]:
+    def handle(self, _: Event, now: float) -> list[Effect]:
         return self._effects
 
 

@@ -84,7 +84,9 @@ def test_stories_are_short_and_there_is_none_of_the_unknown() -> None:
     for request in range(100):
         story >> attaches(1, request, "a")
         story << refused(1, request, "not_found")
-    assert story.ledger.story(1) == tuple(f"request {request} failed: not_found" for request in range(68, 100))
+    lines = story.ledger.story(1)
+    assert len(lines) == 32
+    assert all(line.startswith("Attach was refused (not_found): no pool is named 'a'") for line in lines)
     story.publishes(1, "b")
     assert story.ledger.story("b")[0] == "request 900 of session 1 (pid 101, uid 1001) began to wait"
     assert story.ledger.story("a") == ()

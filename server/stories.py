@@ -1,0 +1,55 @@
+"""The last events of pools and sessions, told to whoever may hear them; also of those that have ended."""
+
+from __future__ import annotations
+
+from cubroker.protocol import names
+from cubroker.protocol.errors import Denied, NotFound
+from cubroker.protocol.messages import Line, Tell
+from cubroker.protocol.messages import Story as Told
+from cubroker.server.books import Books
+from cubroker.server.permissions import is_privileged, may_hear
+from cubroker.server.records import Pool, Session, Story
+
+
+def find(books: Books, subject: str | int) -> Story | None:
+    """Return the story of a pool, by name, or of a session, by id; None if nothing is known of it."""
+    record: Pool | Session | None
+    if isinstance(subject, str):
+        record = books.pools.get(subject) or books.past_pools.get(subject)
+    else:
+        record = books.sessions.get(subject) or books.past_sessions.get(subject)
+    return None if record is None else record.story
+
+
+def tell(books: Books, session: Session, body: Tell) -> Told:
+    """Tell the story of a pool, or of a session.
+
+    Raises:
+        Denied: ``session`` may not read the pool, or the other session is another user's.
+        NotFound: nothing is known of it.
+    """
+    if body.pool is None:
+        _check_session(books, session, body.session)
+    else:
+        _check_pool(books, session, body.pool)
+    story = find(books, body.session if body.pool is None else body.pool)
+    assert story is not None
+    return Told(tuple(Line(time, text) for time, text in story.lines))
+
+
+def _check_pool(books: Books, session: Session, name: str) -> None:
+    names.check(name)
+    pool = books.pools.get(name) or books.past_pools.get(name)
+    if pool is None:
+        raise NotFound(f"nothing is known of a pool {name}; the list of pools has those that there are")
+    if not may_hear(books, session, pool):
+        owner = pool.heir if pool.owner is None else pool.owner
+        raise Denied(f"user {session.uid} may not hear of {name}, a pool of user {owner}; ask for a mode that lets you")
+
+
+def _check_session(books: Books, session: Session, number: int) -> None:
+    other = books.sessions.get(number) or books.past_sessions.get(number)
+    if other is None:
+        raise NotFound(f"nothing is known of session {number}; the list of clients has those that there are")
+    if other.uid != session.uid and not is_privileged(books, session):
+        raise Denied(f"session {number} is one of user {other.uid}, whose story that user and administrators may hear")
