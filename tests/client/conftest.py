@@ -40,6 +40,7 @@ def client(lender: BrokerProcess) -> Iterator[Broker]:
             if pool.state == "current":
                 broker.retire(pool.name, pool.version)
         eventually(lambda: not broker.pools(), f"the end of {broker.pools()}")
+        eventually(lambda: not any(device.allocated for device in broker.devices()), "their memory to be freed")
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from cubroker.protocol import Layout
 from cubroker.protocol.errors import DeviceFailure, Invalid, OverBudget, Unsupported
 from tests.brokers import PATIENCE, BrokerProcess, eventually, serving
 from tests.client.scripts import start
-from tests.server.processes import descriptors
+from tests.server.processes import all_closed, files
 
 TENSORS = Layout.pack([("whole", "U8", (4096,)), ("odd", "U8", (1001,)), ("tiny", "U8", (5,)), ("none", "I64", (0,))])
 WHOLE = Layout.pack([("whole", "U8", (4096,))])
@@ -148,7 +148,7 @@ def test_how_it_is_done_is_told_and_why(client: Broker, place: Path, request: py
 def test_copies_take_the_place_of_multicast_that_is_refused(refusal: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(OPTIONS, refusal)
     with serving("host:3@16MiB") as process, Broker(process.directory) as client:
-        before = descriptors(process.pid)
+        before = files(process.pid)
         make(client)
         (info,) = client.pools()
         assert info.how == "copies"
@@ -157,7 +157,7 @@ def test_copies_take_the_place_of_multicast_that_is_refused(refusal: str, monkey
             pool.broadcast(text("odd", 1), "odd")
             assert heard(client, "odd") == [text("odd", 1)] * 3
         client.retire("x")
-        eventually(lambda: descriptors(process.pid) == before, "the broker to have closed everything")
+        all_closed(process.pid, before)
 
 
 def test_who_is_out_of_reach_of_a_device_attaches_and_cannot_broadcast(
@@ -238,7 +238,7 @@ def kill(holder: subprocess.Popen[str]) -> None:
 def test_nothing_is_left_of_holders_that_are_killed_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(OPTIONS, "slots=2")
     with serving("host:2@16MiB") as process, Broker(process.directory) as client:
-        before = descriptors(process.pid)
+        before = files(process.pid)
         for order in permutations((0, 1, 2)):
             with client.create("x", WHOLE, devices=(0, 1), share="multicast", writable=True) as draft:
                 assert draft.how == "multicast"  # the slots are there again
@@ -252,7 +252,7 @@ def test_nothing_is_left_of_holders_that_are_killed_in_any_order(monkeypatch: py
                 for holder in holders:
                     kill(holder)
             eventually(lambda: not any(device.allocated for device in client.devices()), "the memory to be freed")
-            eventually(lambda: descriptors(process.pid) == before, "the broker to have closed everything")
+            all_closed(process.pid, before)
         assert "Traceback" not in process.log()
 
 

@@ -113,12 +113,13 @@ def test_a_pool_that_comes_while_its_broker_is_closed_is_closed_too(
 def test_closing_many_pools_waits_for_a_stopped_broker_once(
     broker: BrokerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client = Broker(broker.directory, timeout=0.2)
+    client = Broker(broker.directory)
     publish(client, "pool")
     pools = [client.attach("pool") for _ in range(4)]
     asked: list[Pool] = []
     confirm = Pool.confirm
     monkeypatch.setattr(Pool, "confirm", lambda pool: (asked.append(pool), confirm(pool)))
+    client._session.timeout = 0.2
     broker.process.send_signal(signal.SIGSTOP)
     try:
         with pytest.raises(TimedOut, match=r"has not confirmed the end of lease \d+ in 0.2 s"):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import errno
 import json
-import operator
 import os
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,7 +29,7 @@ from tests.brokers import BrokerProcess, eventually
 from tests.client.conftest import leases, publish
 from tests.client.scripts import run
 from tests.faults import FaultyModule, Plan, fail_nth
-from tests.server.processes import descriptors
+from tests.server.processes import all_closed, files
 
 MIB = 1 << 20
 THREE = Layout.pack([(name, "U8", (2 * MIB,)) for name in "abc"], slab=2 * MIB)
@@ -131,15 +131,11 @@ def test_a_pool_cannot_be_opened_without_descriptors_and_its_lease_goes_back(
 
 @contextmanager
 def unchanged() -> Iterator[None]:
-    """Descriptors and threads of this process come back to what they were."""
-
-    def counts() -> tuple[int, int]:
-        return descriptors(os.getpid()), threading.active_count()
-
-    before = counts()
+    """What this process opens and which threads it starts is closed again and ends."""
+    before, threads = files(os.getpid()), set(threading.enumerate())
     yield
-    # There may be fewer, where a session before this was still about to end.
-    eventually(lambda: all(map(operator.le, counts(), before)), f"{before} descriptors and threads")
+    all_closed(os.getpid(), before)
+    eventually(lambda: set(threading.enumerate()) <= threads, f"no threads but {threads}")
 
 
 @pytest.mark.parametrize(
@@ -204,9 +200,10 @@ def plan(client: Broker, monkeypatch: pytest.MonkeyPatch) -> Iterator[Plan]:
     driver.close()
 
 
-def regions() -> int:
-    """How many pieces of host memory this process has mapped."""
-    return Path("/proc/self/maps").read_text().count("memfd:cubroker-")
+def regions() -> Counter[str]:
+    """Which pieces of host memory this process has mapped, by number; compare as answers of :func:`files`."""
+    lines = (line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:cubroker-" in line)
+    return Counter(number for _, _, _, _, number, *_ in lines)
 
 
 ACTIONS: dict[str, Callable[[Broker, str], Any]] = {
@@ -254,13 +251,15 @@ def fail_each(
     def reported() -> tuple[object, ...]:
         return client.pools(), client.devices()
 
-    def there() -> tuple[object, ...]:
-        return *reported(), regions(), descriptors(os.getpid())
+    def returns() -> None:
+        eventually(lambda: reported() == books, f"{books} after call {number}")
+        eventually(lambda: regions() <= mapped, f"no mapping but {mapped} after call {number}")
+        all_closed(os.getpid(), before)
 
     books = reported()
     act().close()  # whatever is opened once per process is open
     eventually(lambda: reported() == books, f"{books}")
-    before = there()
+    before, mapped = files(os.getpid()), regions()
     for number in range(1, MANY):
         plan.arm(names, number, status)
         try:
@@ -274,9 +273,9 @@ def fail_each(
             assert not failed or whole.replicas[1].upstream is None
             if not failed:
                 break
-        eventually(lambda: there() == before, f"{before} after call {number}")
+        returns()
         act().close()
-        eventually(lambda: there() == before, f"{before} after call {number}")
+        returns()
     assert number > 3
 
 
@@ -285,8 +284,9 @@ def test_memory_that_cannot_fall_asleep_whole_keeps_its_lease_and_can_be_woken_o
 ) -> None:
     with client.create(name, THREE, share="vmm") as draft:
         draft.seal()
+    others = regions()
     with client.attach(name) as pool:
-        mapped, pointer = regions(), pool["a"].pointer
+        mapped, pointer = regions() - others, pool["a"].pointer
         for number in range(1, 2 * 3 + 1):
             for again in (pool.wake, pool.sleep):
                 plan.arm(UNMAPPING, number, int(cuda.CUresult.CUDA_ERROR_ECC_UNCORRECTABLE))
@@ -298,7 +298,7 @@ def test_memory_that_cannot_fall_asleep_whole_keeps_its_lease_and_can_be_woken_o
                 assert pool.asleep is (again == pool.sleep)
                 eventually(lambda: leases(client, name) == (not pool.asleep), "one lease, or none")
                 pool.wake()
-                assert (regions(), pool["a"].pointer) == (mapped, pointer)
+                assert (regions() - others, pool["a"].pointer) == (mapped, pointer)
         plan.arm(UNMAPPING, number + 1, int(cuda.CUresult.CUDA_ERROR_ECC_UNCORRECTABLE))
         pool.sleep()
         assert plan.arm((), 0, 0) == number

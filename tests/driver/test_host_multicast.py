@@ -43,10 +43,10 @@ def module() -> HostModule:
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
     """No test leaves a descriptor, a mapping or a thread behind."""
-    before, threads = held(), threading.active_count()
+    before, threads = held(), set(threading.enumerate())
     yield
-    assert held() == before
-    assert threading.active_count() == threads
+    assert held() <= before
+    assert set(threading.enumerate()) <= threads
 
 
 def team_of(nbytes: int = BLOCK, devices: int = 2, kind: Any = DESCRIPTOR, flags: int = 0) -> Any:
@@ -464,7 +464,7 @@ def test_an_impostor_gets_nothing_imported(module: HostModule) -> None:
 def refused(module: HostModule, fd: int) -> None:
     before = held()
     assert module.cuMemImportFromShareableHandle(fd, DESCRIPTOR) == (Result.CUDA_ERROR_INVALID_VALUE, None)
-    assert held() == before
+    assert held() <= before
     close(fd)
 
 
@@ -582,7 +582,7 @@ def test_system_calls_that_fail_leave_nothing(module: HostModule, monkeypatch: p
         plan.arm([name], at, errno.ENOMEM)
         assert module.cuMulticastCreate(team_of()) == (Result.CUDA_ERROR_OUT_OF_MEMORY, None)
         plan.arm([], 0, 0)
-        assert held() == before
+        assert held() <= before
 
 
 def test_access_and_unmapping_are_as_with_memory(module: HostModule) -> None:
@@ -595,4 +595,4 @@ def test_access_and_unmapping_are_as_with_memory(module: HostModule) -> None:
     value(module.cuMemSetAccess(start, BLOCK, [access(0), access(1)], 2))
     value(module.cuMemUnmap(start, BLOCK))
     value(module.cuMemAddressFree(start, BLOCK))
-    assert held() == before
+    assert held() <= before

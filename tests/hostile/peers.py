@@ -13,9 +13,9 @@ from cubroker.client import Broker
 from cubroker.protocol.directory import REQUEST_SOCKET
 from cubroker.protocol.layout import Layout
 from cubroker.protocol.messages import ListDevices
-from tests.brokers import PATIENCE, BrokerProcess, eventually
+from tests.brokers import PATIENCE, BrokerProcess
 from tests.server.clients import RawClient
-from tests.server.processes import descriptors
+from tests.server.processes import all_closed, files
 
 HOSTILITY = int(os.environ.get("CUBROKER_HOSTILITY", "1"))
 """How often everything is done; the long form has 10."""
@@ -33,7 +33,7 @@ class Witness:
         with self.client.create("witness", Layout.pack([("weights", "U8", (len(WEIGHTS),))])) as draft:
             draft["weights"].copy_from(WEIGHTS)
             draft.seal()
-        self._descriptors = descriptors(process.pid)
+        self._files = files(process.pid)
 
     def check(self) -> None:
         """The broker serves this client and a new one, and the weights are what they were."""
@@ -53,8 +53,8 @@ class Witness:
         assert "Traceback" not in log, log[log.index("Traceback") :]
 
     def check_descriptors(self) -> None:
-        """Wait until the broker has as many files open as when this witness came."""
-        eventually(lambda: descriptors(self.process.pid) == self._descriptors, "the broker to close its files")
+        """Wait until the broker has no file open that it did not have when this witness came."""
+        all_closed(self.process.pid, self._files)
 
 
 @contextmanager

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 from tests.brokers import eventually
@@ -42,6 +44,29 @@ def resident(pid: int) -> int:
 def descriptors(pid: int) -> int:
     """Return how many files a process has open."""
     return len(list(Path(f"/proc/{pid}/fd").iterdir()))
+
+
+def files(pid: int) -> Counter[str]:
+    """Return what a process has open: memory, sockets and pipes by their numbers, everything else by its kind.
+
+    What is in a later answer and not in an earlier one was opened in between. Their sizes alone say less: what an
+    earlier test of the same process leaves may be closed at any moment. libzmq connects in a thread of its own: a
+    client's connection is there for certain once the client has asked something.
+    """
+    found: Counter[str] = Counter()
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed by now, as is that with which the list was read
+            found[f"{entry.readlink()} {entry.stat().st_ino}"] += 1
+    return found
+
+
+def all_closed(pid: int, before: Counter[str]) -> None:
+    """Wait until a process has nothing open that it did not have ``before``, an answer of :func:`files`."""
+    try:
+        eventually(lambda: files(pid) <= before, f"process {pid} to close what it opened")
+    except AssertionError as error:
+        error.add_note(f"still open: {files(pid) - before}")
+        raise
 
 
 def maps(pid: int) -> str:

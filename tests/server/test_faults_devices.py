@@ -22,7 +22,7 @@ from cubroker.protocol.messages import (
 from tests.brokers import eventually
 from tests.faults import FaultyBroker, faulty
 from tests.server.clients import RawClient, session
-from tests.server.processes import descriptors, gateway_of
+from tests.server.processes import all_closed, files, gateway_of
 from tests.server.test_faults_descriptors import short_of
 
 MIB = 1 << 20
@@ -38,8 +38,10 @@ MANY = 1000
 
 @pytest.fixture(scope="module")
 def broker() -> Iterator[FaultyBroker]:
-    with faulty("host:2@64MiB") as process, session(process.directory) as client:
-        create(client, "first")  # the first export opens the socket over which host memory is handed out
+    with faulty("host:2@64MiB") as process:
+        with session(process.directory) as client:
+            check(client, create(client))  # the first export opens the socket over which host memory is handed out
+            eventually(lambda: not any(device.allocated for device in client.devices()), "its memory to be freed")
         yield process
 
 
@@ -52,15 +54,23 @@ def create(
     return reply
 
 
-def state(broker: FaultyBroker, client: RawClient) -> object:
-    """All that a request could leave behind."""
-    return (
-        client.devices(),
-        client.ask(ListPools(), Pools),
-        client.clients(),
-        descriptors(broker.pid),
-        descriptors(gateway_of(broker.pid)),
-    )
+class Scene:
+    """All that a request could leave behind, as it is before."""
+
+    def __init__(self, broker: FaultyBroker, client: RawClient) -> None:
+        self._client = client
+        eventually(lambda: len(client.clients()) == 1, "earlier sessions to end")
+        self._books = self._reported()
+        self._files = {pid: files(pid) for pid in (broker.pid, gateway_of(broker.pid))}
+
+    def returns(self) -> None:
+        """Wait until nothing of a request is left."""
+        eventually(lambda: self._reported() == self._books, f"{self._books}")
+        for pid, before in self._files.items():
+            all_closed(pid, before)
+
+    def _reported(self) -> object:
+        return self._client.devices(), self._client.ask(ListPools(), Pools), self._client.clients()
 
 
 def check(client: RawClient, created: Created | Failed) -> None:
@@ -80,19 +90,19 @@ def fail_each(
 ) -> int:
     """Fail each call of a create in turn, in both devices' threads; return how many there were."""
     with session(broker.directory) as client:
-        before = state(broker, client)
+        scene = Scene(broker, client)
         for number in range(1, MANY):
             broker.arm(names, number, error)
             refused = create(client, share=share, plan=plan)
             if broker.disarm() < number:
                 check(client, refused)
-                eventually(lambda: state(broker, client) == before, f"{before} after a create")
+                scene.returns()
                 return number - 1
             assert isinstance(refused, Failed), number
             assert refused.code == code, refused
-            eventually(lambda: state(broker, client) == before, f"{before} after call {number} failed")
+            scene.returns()
             check(client, create(client, share=share, plan=plan))
-            eventually(lambda: state(broker, client) == before, f"{before} after call {number} failed")
+            scene.returns()
     raise AssertionError("there is no end of calls")
 
 

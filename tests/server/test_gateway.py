@@ -15,7 +15,7 @@ from cubroker.protocol.messages import Attach, Close, Done, Failed, GatewayChang
 from cubroker.server import gateway
 from tests.brokers import BrokerProcess, eventually
 from tests.server.clients import RawClient, session
-from tests.server.processes import alive, descriptors, gateway_of
+from tests.server.processes import alive, all_closed, descriptors, files, gateway_of
 
 
 @contextmanager
@@ -152,13 +152,13 @@ def test_a_client_that_does_not_read_costs_nobody_else_a_reply(broker: BrokerPro
 def test_clients_come_and_go_without_a_trace(broker: BrokerProcess, client: RawClient) -> None:
     client.publish("pool")
     pid = gateway_of(broker.pid)
-    before = descriptors(broker.pid)
+    before = files(broker.pid)
     for _ in range(20):
         with session(broker.directory) as passing:
             lease = passing.attach("pool").lease
             passing.ask(Close(lease), Done)
     eventually(lambda: len(client.clients()) == 1, "the sessions to end")
-    eventually(lambda: descriptors(broker.pid) == before, "their descriptors to be closed")
+    all_closed(broker.pid, before)
     assert alive(pid)
 
 

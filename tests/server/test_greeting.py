@@ -22,7 +22,7 @@ from cubroker.server.peers import Peer
 from tests.brokers import BrokerProcess, eventually
 from tests.server.clients import HELLO, RawClient, connect, greet, hear, session
 from tests.server.loops import run, until
-from tests.server.processes import descriptors
+from tests.server.processes import all_closed, files
 
 BAD = [
     (b"\xc1 garbage", "invalid"),
@@ -51,14 +51,14 @@ def test_the_newest_common_version_is_spoken_and_every_session_has_its_own_secre
 
 
 def test_who_hangs_up_before_greeting_leaves_nothing(broker: BrokerProcess, client: RawClient) -> None:
-    before = descriptors(broker.pid)
+    before = files(broker.pid)
     guests = [connect(broker.directory) for _ in range(10)]
     guests[0].send(b"")  # an empty packet looks like the end
     assert guests[0].recv(1) == b""
     guests[1].send(b"a refusal of this has no reader")
     for guest in guests:
         guest.close()
-    eventually(lambda: descriptors(broker.pid) == before, "the broker to close its ends")
+    all_closed(broker.pid, before)
     assert len(client.clients()) == 1
 
 
@@ -187,8 +187,8 @@ def test_a_closing_door_turns_away_who_stands_in_it(listener: socket.socket, tmp
     async def test() -> None:
         with connect(tmp_path) as guest:
             async with opened(listener):
-                guests = descriptors(os.getpid()) + 2
-                await until(lambda: descriptors(os.getpid()) >= guests)
+                before = files(os.getpid())
+                await until(lambda: files(os.getpid()) - before)  # the broker's end of the connection
             assert refusal(guest) == "unavailable"
 
     run(test())

@@ -16,7 +16,7 @@ from cubroker.protocol.errors import Unavailable
 from cubroker.server import supervisor as supervisors
 from cubroker.server.supervisor import Supervisor
 from tests.server.loops import run, until
-from tests.server.processes import gateway_of
+from tests.server.processes import gateway_of, gateways
 
 
 @asynccontextmanager
@@ -146,6 +146,4 @@ def test_a_supervisor_that_is_stopped_as_it_starts_leaves_no_process(tmp_path: P
             await supervisor.stop()
 
     run(test())
-    children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
-    commands = [Path(f"/proc/{child}/cmdline").read_bytes() for child in children]
-    assert not any(b"cubroker.server.gateway" in command for command in commands)
+    assert not gateways(os.getpid())

@@ -37,7 +37,7 @@ from cubroker.protocol.messages import (
 from tests.brokers import eventually, serving
 from tests.kills.content import LAYOUT, check, fill
 from tests.kills.nursery import Line, Nursery, Worker
-from tests.server.processes import descriptors, resident
+from tests.server.processes import all_closed, files, resident
 
 HERE = "tests.soak.load"
 POOL = "pool"
@@ -158,7 +158,7 @@ class Load:
             fill(draft)
             draft.seal()
         directory = str(self.process.directory)
-        self.descriptors = descriptors(self.process.pid)
+        self.files = files(self.process.pid)
         shares = [len(range(number, clients, processes)) for number in range(processes)]
         self.crowds = [stack.enter_context(nursery.worker(f"{HERE}:crowd", directory, share)) for share in shares]
         self.workers = [stack.enter_context(nursery.worker(f"{HERE}:work", directory)) for _ in range(workers)]
@@ -220,7 +220,7 @@ def _end(scene: Load, rounds: int, say: Callable[[str], None]) -> None:
     for one in polite:
         one.kill()
     eventually(lambda: len(scene.broker.clients()) == 1, "the sessions to end")
-    eventually(lambda: descriptors(scene.process.pid) == scene.descriptors, f"{scene.descriptors} descriptors")
+    all_closed(scene.process.pid, scene.files)
 
 
 def _grown(scene: Load, before: int) -> str:
