@@ -60,7 +60,8 @@ def _document(info: PoolInfo, layout: Layout) -> dict[str, object]:
 
 def _heading(info: PoolInfo, layout: Layout) -> list[str]:
     durable = ", durable" if info.durable else ""
-    shared = f"shared by {info.share}{', writable by its readers' if info.writable else ''}"
+    opened = f", opened by {info.opened_by}" if info.share == "vmm" and info.opened_by else ""
+    shared = f"shared by {info.share}{opened}{', writable by its readers' if info.writable else ''}"
     held = text.count(len(layout.allocations), "allocation")
     team = [f"written to all devices at once by {info.how}: {info.why}"] if info.how else []
     return [

@@ -15,16 +15,19 @@ from cubroker.driver import Context, Device, Driver, DriverError, Window
 from cubroker.driver.sizes import round_up
 from cubroker.driver.vmm import Reservation
 from cubroker.protocol.errors import Unavailable
-from cubroker.protocol.messages import DESCRIPTOR, Replica
+from cubroker.protocol.messages import Replica
 
-Piece = tuple[bytes, int, int | None]
-"""An allocation: its handle, its bytes, and its descriptor if the handle wants one."""
+Source = int | bytes
+"""What opens memory without an address: a descriptor, or a fabric handle."""
+
+Piece = tuple[bytes, int, Source | None]
+"""An allocation: its handle, its bytes, and what opens it if that is no legacy handle."""
 
 log = logging.getLogger(__name__)
 
 
 class Opened:
-    """An allocation that its handle opened."""
+    """An allocation that its legacy handle opened."""
 
     def __init__(self, context: Context, pointer: int) -> None:
         self.pointer = pointer
@@ -51,7 +54,7 @@ class Addresses:
         driver: Driver,
         replicas: Sequence[Replica],
         sizes: Sequence[int],
-        descriptors: Sequence[int],
+        sources: Sequence[Source],
         accessor: str | None,
     ) -> tuple[Place, ...]:
         """Map the allocations of every replica. What is mapped when this fails is for :meth:`close`.
@@ -60,16 +63,16 @@ class Addresses:
             driver: this process's.
             replicas: what the lease brought.
             sizes: bytes of every allocation of the layout.
-            descriptors: as many as the handles want, in their order.
+            sources: what opens each of the allocations, in the order of the handles; none if legacy handles do.
             accessor: the UUID of the device that shall reach the memory; by default each replica's own.
 
         Raises:
             CubrokerError, DriverError, ValueError: a device is not there, or the driver refused.
         """
         places: list[Place] = []
-        left, before = iter(descriptors), tuple[Piece, ...]()
+        left, before = iter(sources), tuple[Piece, ...]()
         for replica in replicas:
-            given = tuple(next(left) if handle == DESCRIPTOR else None for handle in replica.handles)
+            given = tuple(next(left) if sources and handle else None for handle in replica.handles)
             pieces = tuple(zip(replica.handles, sizes, given, strict=True))
             places.append(self._replica(driver, replica.device, pieces, accessor))
             if len(places) > 1 and not self._readonly:
@@ -77,7 +80,7 @@ class Addresses:
             before = pieces
         return tuple(places)
 
-    def window(self, context: Context, nbytes: int, descriptor: int) -> Window:
+    def window(self, context: Context, nbytes: int, source: Source) -> Window:
         """Map a multicast object for the stores of a context's device.
 
         Raises:
@@ -85,11 +88,11 @@ class Addresses:
         """
         window = context.window(nbytes)
         self._opened.append(window)
-        window.map(descriptor)
+        window.map(source)
         return window
 
     def reach(
-        self, driver: Driver, home: Place, replica: Replica, descriptors: Sequence[int], sizes: Sequence[int]
+        self, driver: Driver, home: Place, replica: Replica, sources: Sequence[Source], sizes: Sequence[int]
     ) -> Place:
         """Map another replica for the device of ``home`` to write, or, if it does not reach it, for its own device.
 
@@ -98,7 +101,7 @@ class Addresses:
             CubrokerError, DriverError: the driver refused.
         """
         near = driver.peers.can_access(home.memory.index, devices.find(driver, replica.device).index)
-        pieces = tuple(zip(replica.handles, sizes, descriptors, strict=True))
+        pieces = tuple(zip(replica.handles, sizes, sources, strict=True))
         return self._replica(driver, replica.device, pieces, home.memory.uuid if near else None)
 
     @contextmanager
@@ -126,24 +129,24 @@ class Addresses:
             if range_.mapped:
                 range_.unmap()
 
-    def wake(self, descriptors: Sequence[int]) -> None:
+    def wake(self, sources: Sequence[Source]) -> None:
         """Map the same memory where it was.
 
         Args:
-            descriptors: in the order in which :meth:`open` and what came after it took them. Those that are left over
-                were of no use before either.
+            sources: what opens it, in the order in which :meth:`open` and what came after it took them. Those that
+                are left over were of no use before either.
 
         Raises:
             DriverError: it is asleep as before.
-            Unavailable: these are not the descriptors of the same memory.
+            Unavailable: these do not open the same memory.
         """
         ranges = list(self._ranges())
-        if len(ranges) > len(descriptors):
-            raise Unavailable(f"the broker sent {len(descriptors)} descriptors for {len(ranges)} allocations")
-        missing = [pair for pair in zip(ranges, descriptors, strict=False) if not pair[0].mapped]
+        if len(ranges) > len(sources):
+            raise Unavailable(f"the broker sent what opens {len(sources)} allocations, for {len(ranges)}")
+        missing = [pair for pair in zip(ranges, sources, strict=False) if not pair[0].mapped]
         try:
-            for range_, descriptor in missing:
-                range_.map(descriptor, readonly=self._readonly)
+            for range_, source in missing:
+                range_.map(source, readonly=self._readonly)
         except BaseException:
             for range_, _ in missing:
                 if range_.mapped:
@@ -192,9 +195,9 @@ class Addresses:
             return None
 
     def _piece(self, context: Context, piece: Piece, granule: int, *, readonly: bool) -> int | None:
-        handle, size, descriptor = piece
-        if descriptor is not None:
-            return self._map(context, round_up(size, granule), descriptor, readonly=readonly)
+        handle, size, source = piece
+        if source is not None:
+            return self._map(context, round_up(size, granule), source, readonly=readonly)
         return self._open(context, handle) if handle else None
 
     def _open(self, context: Context, handle: bytes) -> int:
@@ -202,12 +205,12 @@ class Addresses:
         self._opened.append(opened)
         return opened.pointer
 
-    def _map(self, context: Context, nbytes: int, descriptor: int, *, readonly: bool) -> int:
+    def _map(self, context: Context, nbytes: int, source: Source, *, readonly: bool) -> int:
         reservation = context.reserve(nbytes)
         self._opened.append(reservation)
-        reservation.map(descriptor, readonly=readonly)
+        reservation.map(source, readonly=readonly)
         return reservation.pointer
 
 
 def _granule(driver: Driver, memory: Device, pieces: Sequence[Piece]) -> int:
-    return driver.granularity(memory.index) if any(handle == DESCRIPTOR for handle, _, _ in pieces) else 1
+    return driver.granularity(memory.index) if any(source is not None for _, _, source in pieces) else 1

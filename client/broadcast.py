@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import islice
 
-from cubroker.client.addresses import Addresses
+from cubroker.client.addresses import Addresses, Source
 from cubroker.client.mapping import Place
 from cubroker.driver import Context, Driver, DriverError, Window
 from cubroker.driver.multicast import unavailable
@@ -108,7 +108,7 @@ def connect(
     driver: Driver,
     reply: Attached | Created,
     sizes: Sequence[int],
-    descriptors: Sequence[int],
+    sources: Sequence[Source],
     places: Sequence[Place],
 ) -> Outlet | None:
     """Map what it takes to store to all replicas of a version; what is mapped when this fails is for ``addresses``.
@@ -118,7 +118,7 @@ def connect(
         driver: this process's.
         reply: what the lease brought.
         sizes: bytes of every allocation of the layout.
-        descriptors: those of all replicas, then those of the multicast objects.
+        sources: the descriptors of all replicas, then those of the multicast objects.
         places: the replicas that are mapped already, the first on the device that stores.
 
     Returns:
@@ -133,7 +133,7 @@ def connect(
     why = ""
     if team.sizes:
         try:
-            given = descriptors[-len(team.sizes) :]
+            given = sources[-len(team.sizes) :]
             pairs = zip(team.sizes, given, strict=True)
             with addresses.all_or_none():
                 return Windows(home.context, [addresses.window(home.context, size, each) for size, each in pairs])
@@ -143,7 +143,7 @@ def connect(
             why = str(error)
         if isinstance(reply, Attached):  # the other replicas are not at hand
             return Refused(why)
-    left = iter(descriptors)
+    left = iter(sources)
     try:
         rest = [(replica, tuple(islice(left, len(replica.handles)))) for replica in reply.replicas]
         with addresses.all_or_none():

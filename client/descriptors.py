@@ -28,6 +28,14 @@ def due(reply: Attached | Created) -> int:
     return sum(replica.handles.count(DESCRIPTOR) for replica in reply.replicas) + objects
 
 
+def fabric(reply: Attached | Created) -> tuple[bytes, ...]:
+    """Return the fabric handles that come with a lease, in order: of all its allocations, or of none."""
+    if reply.share != "vmm":
+        return ()
+    handles = (handle for replica in reply.replicas for handle in replica.handles)
+    return tuple(handle for handle in handles if handle not in (b"", DESCRIPTOR))
+
+
 class _Lease:
     """What has come for one lease so far."""
 

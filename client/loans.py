@@ -1,9 +1,10 @@
 """A lease from being asked for to being given back, whatever interrupts its holder in between.
 
 The steps, and the thread that each runs on: ``ask`` (the caller's), ``_answered`` (the connection's),
-``_open`` (the janitor's), then the caller has a :class:`Mapped`; when nobody uses that any more, ``_end`` (the
-janitor's) and ``_closed`` (the connection's). A lease is owned by no frame of the caller at any time,
-so a time limit or a KeyboardInterrupt cannot lose one: what nobody waits for is given back.
+``_open`` (the janitor's; where fabric handles are refused, once more after ``_exchange``), then the caller has a
+:class:`Mapped`; when nobody uses that any more, ``_end`` (the janitor's) and ``_closed`` (the connection's). A lease
+is owned by no frame of the caller at any time, so a time limit or a KeyboardInterrupt cannot lose one: what nobody
+waits for is given back.
 """
 
 from __future__ import annotations
@@ -13,16 +14,29 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from cubroker.client import broadcast, descriptors, devices
-from cubroker.client.addresses import Addresses
+from cubroker.client.addresses import Addresses, Source
 from cubroker.client.futures import Future
 from cubroker.client.janitor import Guard
 from cubroker.client.mapping import Mapped
 from cubroker.client.replica import decode
 from cubroker.client.requests import Pending
 from cubroker.driver import DriverError
+from cubroker.driver.vmm import import_refused
 from cubroker.protocol.errors import CubrokerError, TimedOut, Unavailable
 from cubroker.protocol.layout import Layout
-from cubroker.protocol.messages import Attach, Attached, Cancel, Close, Create, Created, Done, Reply, Seal, Sealed
+from cubroker.protocol.messages import (
+    Attach,
+    Attached,
+    Cancel,
+    Close,
+    Create,
+    Created,
+    Done,
+    Reply,
+    Seal,
+    Sealed,
+    SendDescriptors,
+)
 
 if TYPE_CHECKING:
     from cubroker.client.session import Session
@@ -44,6 +58,9 @@ class Loan:
         owner: the process that it belongs to.
         lease: its number, once granted; 0 before, and while its memory is asleep.
     """
+
+    _doing = "opening"
+    """What :meth:`_map` does, in words."""
 
     def __init__(self, session: Session, layout: Layout | None = None) -> None:
         self.owner = session.owner
@@ -134,10 +151,13 @@ class Loan:
         match reply:
             case Attached() | Created():
                 self.lease = reply.lease
+                handles = descriptors.fabric(reply)
                 if count := descriptors.due(reply):
                     self._session.inbox.expect(reply.lease, count, lambda given: self._given(reply, given))
+                elif handles and not self._session.fabric:
+                    self._exchange(reply)
                 else:
-                    self._given(reply, ())
+                    self._given(reply, handles)
             case CubrokerError():
                 self._fail(reply)
                 self._session.forget(self)
@@ -145,7 +165,18 @@ class Loan:
                 self._fail(Unavailable(f"the broker answered a request for a lease with {type(reply).__name__}"))
                 self._session.forget(self)
 
-    def _given(self, reply: Attached | Created, given: Sequence[int] | CubrokerError) -> None:
+    def _exchange(self, reply: Attached | Created) -> None:
+        """Ask for descriptors of the memory whose fabric handles this process cannot open. On either thread."""
+        self._session.requests.send(SendDescriptors(reply.lease), lambda sent: self._exchanged(reply, sent))
+
+    def _exchanged(self, reply: Attached | Created, sent: Reply | CubrokerError) -> None:
+        if isinstance(sent, CubrokerError):
+            self._given(reply, sent)
+        else:
+            count = len(descriptors.fabric(reply))
+            self._session.inbox.expect(reply.lease, count, lambda given: self._given(reply, given))
+
+    def _given(self, reply: Attached | Created, given: Sequence[Source] | CubrokerError) -> None:
         if isinstance(given, CubrokerError):
             self._fail(given)
             self._session.janitor.put(self._end)
@@ -165,33 +196,50 @@ class Loan:
 
     # -- on the janitor's thread -------------------------------------------------------------------
 
-    def _open(self, reply: Attached | Created, given: Sequence[int]) -> None:
+    def _open(self, reply: Attached | Created, given: Sequence[Source]) -> None:
         try:
             if self._abandoned:
                 return self._end()
             mapped = self._map(reply, given)
         except (CubrokerError, DriverError, ValueError) as error:
-            self._fail(devices.failure(error, f"opening {_label(reply)}"))
-            return self._end()
+            return self._refused(reply, given, error)
         finally:
-            self._session.inbox.close(given)
-        self._guard = self._session.janitor.guard(mapped, self._end)
+            self._session.inbox.close(each for each in given if isinstance(each, int))
+        self._opened(mapped)
         # From here on the memory ends with the last reference to it, so none may stay in this object.
         future, self._granted = self._granted, None
         assert future is not None
         future.set((reply, mapped))
         return None
 
-    def _map(self, reply: Attached | Created, given: Sequence[int]) -> Mapped:
+    def _refused(
+        self, reply: Attached | Created, given: Sequence[Source], error: CubrokerError | DriverError | ValueError
+    ) -> None:
+        """Try once more by descriptor where a fabric handle was refused, for whatever reason; else give up."""
+        by_fabric = any(isinstance(each, bytes) for each in given)
+        if by_fabric and isinstance(error, DriverError) and import_refused(error):
+            log.info("%s is mapped by descriptor, since its fabric handles are refused here: %s", _label(reply), error)
+            self._session.fabric = False
+            return self._exchange(reply)
+        self._fail(devices.failure(error, f"{self._doing} {_label(reply)}"))
+        return self._end()
+
+    def _opened(self, mapped: Mapped) -> None:
+        """Look after the memory from now on."""
+        self._guard = self._session.janitor.guard(mapped, self._end)
+
+    def _map(self, reply: Attached | Created, given: Sequence[Source]) -> Mapped:
+        """Map what the lease brought; nothing is mapped if it fails, unless unmapping does as well."""
         readonly = isinstance(reply, Attached) and not reply.writable
         layout = decode(reply.layout).layout if isinstance(reply, Attached) else self._layout
         assert layout is not None
         self._addresses = Addresses(readonly=readonly)
         driver, sizes, replicas = self._session.driver, layout.allocations, reply.replicas
         own = replicas[:1] if isinstance(reply, Attached) and reply.team else replicas
-        accessor = self._accessor if isinstance(reply, Attached) else None
-        places = self._addresses.open(driver, own, sizes, given, accessor)
-        outlet = broadcast.connect(self._addresses, driver, reply, sizes, given, places)
+        with self._addresses.all_or_none():
+            accessor = self._accessor if isinstance(reply, Attached) else None
+            places = self._addresses.open(driver, own, sizes, given, accessor)
+            outlet = broadcast.connect(self._addresses, driver, reply, sizes, given, places)
         label = _label(reply)
         return Mapped(label, places, reply.share, readonly=readonly, finish=self.end, team=reply.team, outlet=outlet)
 
@@ -224,7 +272,7 @@ class Loan:
             return slept.set(Done())
         return self._session.requests.send(Close(lease), slept.settle)
 
-    def resume(self, reply: Attached | Created, given: Sequence[int]) -> Mapped | None:
+    def resume(self, reply: Attached | Created, given: Sequence[Source]) -> Mapped | None:
         """Map memory that sleeps again, under the lease of ``reply``; memory that is awake stays under its own.
 
         Returns:

@@ -50,6 +50,7 @@ class Session:
         self._leaving = False
         self.closed = False
         self.stopped = False
+        self.fabric = True  # until a fabric handle was refused; from then on descriptors take their place
         self._left: Future[bool] = Future()
         channel, welcome = greet(directory, timeout)
         self.id = welcome.session

@@ -32,7 +32,7 @@ MAX_DESCRIPTORS = 16
 """Descriptors that one :class:`Descriptors` carries."""
 
 DESCRIPTOR = b"descriptor"
-"""The handle of memory that no bytes open: a descriptor of it comes on the session socket."""
+"""The handle of ``vmm`` and ``multicast`` memory that no bytes open: a descriptor of it comes on the session socket."""
 
 Natural = Annotated[int, Meta(ge=0, le=MAX_EXTENT)]
 Identifier = Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
@@ -110,6 +110,7 @@ class Descriptors(Message, frozen=True):
     A lease has one for each :data:`DESCRIPTOR` among its handles: in the order of the replicas in the answer that
     grants it, and of the handles in each; then one for each multicast object of its
     :class:`Team`. They may come before that answer or after it, in several notices. The receiver closes them.
+    A lease with fabric handles has one for each of these, in the same order, once it asks (:class:`SendDescriptors`).
     """
 
     lease: Identifier
@@ -174,6 +175,15 @@ class Seal(Message, frozen=True):
 
 class Close(Message, frozen=True):
     """The holder has unmapped and gives the lease back; an unsealed draft is discarded. Answer: :class:`Done`."""
+
+    lease: Identifier
+
+
+class SendDescriptors(Message, frozen=True):
+    """The holder cannot open the fabric handles of its lease: send it descriptors of the same memory, once.
+
+    Answer: :class:`Done`; the descriptors come as with the answer to an attach.
+    """
 
     lease: Identifier
 
@@ -281,6 +291,7 @@ Request = (
     | Create
     | Seal
     | Close
+    | SendDescriptors
     | Cancel
     | Retire
     | Watch
@@ -324,6 +335,7 @@ class Replica(Struct, frozen=True, array_like=True):
     """A version's memory on one device: one handle per allocation of the layout, in its order.
 
     ``b""`` stands for an allocation that the device has not got, :data:`DESCRIPTOR` for one that a descriptor opens.
+    Else they are legacy handles, or, of ``vmm`` memory, fabric handles, of all allocations of a version or of none.
     """
 
     device: Uuid
@@ -395,7 +407,8 @@ class PoolInfo(Struct, frozen=True):
 
     ``nbytes`` is what its layout takes: on each device, or, if it is ``sharded``, on all of them together.
     ``owner`` made the version; ``group`` and ``mode`` are the pool's. Its readers may write it if it is ``writable``.
-    ``how`` and ``why`` are those of a ``multicast`` version's :class:`Team`, empty until its memory is there.
+    ``how`` and ``why`` are those of a ``multicast`` version's :class:`Team`, and ``opened_by`` says what opens its
+    memory: ``handle``, ``descriptor`` or ``fabric handle``; all are empty until that is there.
     """
 
     name: str
@@ -414,6 +427,7 @@ class PoolInfo(Struct, frozen=True):
     writable: bool
     how: str
     why: str
+    opened_by: str
 
 
 class LeaseInfo(Struct, frozen=True):

@@ -16,7 +16,7 @@ from cubroker.driver import Context, Device, Driver, DriverError, Physical
 from cubroker.protocol.errors import InternalFailure
 from cubroker.protocol.messages import DESCRIPTOR
 from cubroker.server.events import Allocate, Allocated, Event, Free, Freed, NotAllocated
-from cubroker.server.records import BY_DESCRIPTOR
+from cubroker.server.records import BY_DESCRIPTOR, VMM
 from cubroker.server.room import rounded
 
 log = logging.getLogger(__name__)
@@ -43,17 +43,17 @@ class Mapped:
 
 
 class Unmapped:
-    """An allocation without an address here, which others map with ``descriptor``."""
+    """An allocation without an address here, which others map with ``descriptor``, or by fabric handle if it may be."""
 
-    def __init__(self, driver: Driver, index: int, nbytes: int) -> None:
+    def __init__(self, driver: Driver, index: int, nbytes: int, *, fabric: bool) -> None:
         self.nbytes = nbytes
-        self.physical = driver.create(index, nbytes)
+        self.physical = driver.create(index, nbytes, fabric=fabric)
         self.descriptor = -1
 
     def share(self) -> bytes:
-        """Make the descriptor; return what stands for it among the handles."""
+        """Make the descriptor; return the fabric handle, or what stands for the descriptor among the handles."""
         self.descriptor = self.physical.export()
-        return DESCRIPTOR
+        return self.physical.export_fabric() or DESCRIPTOR
 
     def release(self) -> None:
         """Give it up. The device has it back when no client has it, mapped or as a descriptor, either."""
@@ -129,7 +129,7 @@ class DeviceMemory:
 
     def _piece(self, share: str, nbytes: int) -> Mapped | Unmapped:
         if share in BY_DESCRIPTOR:
-            return Unmapped(self._driver, self._device.index, nbytes)
+            return Unmapped(self._driver, self._device.index, nbytes, fabric=share == VMM)
         return Mapped(self._driver.context(self._device.index), nbytes)
 
     def _undo(self, request: Allocate, code: str, reason: str) -> NotAllocated:

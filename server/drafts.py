@@ -35,7 +35,7 @@ from cubroker.protocol.errors import (
     from_code,
 )
 from cubroker.protocol.layout import Layout
-from cubroker.protocol.messages import Attached, Create, Created
+from cubroker.protocol.messages import DESCRIPTOR, Attached, Create, Created
 from cubroker.server import teams, wording
 from cubroker.server.attaching import check_somewhere, lease, replica
 from cubroker.server.books import Books
@@ -311,6 +311,10 @@ def allocated(books: Books, event: Allocated) -> None:
 
 def _complete(books: Books, version: Version) -> None:
     """All memory is there: fill the draft, or have it bound together first."""
+    handles = {handle for allocation in version.replicas.values() for handle in allocation.handles}
+    if DESCRIPTOR in handles and handles - {DESCRIPTOR, b""}:  # so that a lease has handles of one kind
+        for allocation in version.replicas.values():
+            allocation.handles = tuple(handle and DESCRIPTOR for handle in allocation.handles)
     if not teams.assemble(books, version):
         _fill(books, version)
 

@@ -167,7 +167,7 @@ class HandOver:
     """Send a session the descriptors of a lease: those of each ``(device, ticket)``, in order, until ``Withdraw``.
 
     Those of the multicast objects of ``team``, if there is one, come last. It comes before the answer that grants the
-    lease.
+    lease, or that says they are sent.
     """
 
     session: int

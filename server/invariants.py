@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import astuple
 
 from cubroker.server.books import Books
-from cubroker.server.leases import is_kept
+from cubroker.server.leases import FABRIC, is_kept, opened_by
 from cubroker.server.records import (
     MULTICAST,
     Account,
@@ -121,6 +121,7 @@ def _check_session(books: Books, session: Session) -> None:
     for lease in session.leases.values():
         assert lease.session is session
         assert lease.version.state not in (State.ALLOCATING, State.ENDED)
+        assert not lease.unsent or opened_by(lease.version) == FABRIC
         _check_signals(books, lease)
     assert session.signals == {event: s for lease in session.leases.values() for event, s in lease.signals.items()}
     for name, pool in session.watches.items():

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cubroker.protocol.errors import NotFound, OverQuota
+from cubroker.protocol.errors import Invalid, NotFound, OverQuota
+from cubroker.protocol.messages import DESCRIPTOR, Done
 from cubroker.server import teams, wording
 from cubroker.server.books import Books
 from cubroker.server.events import HandOver, Withdraw
@@ -21,11 +22,25 @@ from cubroker.server.records import BY_DESCRIPTOR, Allocation, Lease, Pool, Sess
 from cubroker.server.room import give_up
 from cubroker.server.states import Cause, State
 
+FABRIC = "fabric handle"
+
+
+def opened_by(version: Version) -> str:
+    """Return what opens a version: ``handle``, ``descriptor`` or ``FABRIC``; nothing until all its memory is there."""
+    if version.state is State.ALLOCATING:
+        return ""
+    if version.share not in BY_DESCRIPTOR:
+        return "handle"
+    by_descriptor = any(DESCRIPTOR in allocation.handles for allocation in version.replicas.values())
+    return "descriptor" if by_descriptor else FABRIC
+
 
 def grant(
     books: Books, session: Session, version: Version, allocations: Sequence[Allocation], team: Team | None = None
 ) -> Lease:
     """Give ``session`` a lease on ``version``, and the descriptors of ``allocations`` and of a team's objects.
+
+    Where fabric handles open the memory, descriptors are sent only if it asks for them.
 
     Raises:
         OverQuota: it, or its user, has enough leases.
@@ -38,8 +53,23 @@ def grant(
     session.story.append(f"lease {lease.id} on {version.label} began")
     if version.share in BY_DESCRIPTOR:
         tickets = tuple((allocation.account.device.uuid, allocation.ticket) for allocation in allocations)
-        books.effects.append(HandOver(session.id, lease.id, tickets, 0 if team is None else team.id))
+        if opened_by(version) == FABRIC:
+            lease.unsent = tickets
+        else:
+            books.effects.append(HandOver(session.id, lease.id, tickets, 0 if team is None else team.id))
     return lease
+
+
+def send_descriptors(books: Books, lease: Lease) -> Done:
+    """Send the descriptors of a lease whose holder cannot open its fabric handles; raises ``Invalid`` the second time.
+
+    Each lease has them once, so nobody can have any number of them on their way.
+    """
+    if not lease.unsent:
+        raise Invalid(f"lease {lease.id} on {lease.version.label} has no descriptors that were not sent")
+    books.effects.append(HandOver(lease.session.id, lease.id, lease.unsent))
+    lease.unsent = ()
+    return Done()
 
 
 def check_quota(books: Books, session: Session) -> None:

@@ -48,6 +48,7 @@ from cubroker.protocol.messages import (
     Reply,
     Retire,
     Seal,
+    SendDescriptors,
     ShareEvent,
     Tell,
     View,
@@ -191,6 +192,8 @@ class Ledger:
             case Close():
                 signals.give_back(books, leases.held(session, body.lease), wording.GIVEN_BACK)
                 return Done()
+            case SendDescriptors():
+                return leases.send_descriptors(books, leases.held(session, body.lease))
             case Create():
                 assert event.layout is not None
                 return drafts.create(books, session, event.request, body, event.layout)

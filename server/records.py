@@ -17,7 +17,7 @@ from cubroker.server.policy import MODE, NOTHING, Quota, exceeds
 from cubroker.server.states import MEMORY, TEAM, VERSION, Bond, Cause, Report, Stage, State, Turn, step
 
 VMM = "vmm"
-"""The share kind whose memory descriptors open, not handles; every lease has them handed over."""
+"""The share kind whose memory descriptors open, or fabric handles; every lease has the ones or the others."""
 
 MULTICAST = "multicast"
 """The share kind whose replicas are bound together; else it is as ``vmm``."""
@@ -216,13 +216,17 @@ class Session:
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """One session's reference to one version, the events that it made there, and its requests that wait for events."""
+    """One session's reference to one version, the events that it made there, and its requests that wait for events.
+
+    ``unsent`` is the memory whose descriptors it may still ask for, each ``(device, ticket)``: it got fabric handles.
+    """
 
     id: int
     session: Session
     version: Version
     signals: dict[int, Signal] = field(default_factory=dict)
     listeners: dict[Listener, None] = field(default_factory=dict)
+    unsent: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(slots=True, eq=False)

@@ -19,6 +19,7 @@ from cubroker.protocol.messages import (
 from cubroker.server import teams
 from cubroker.server.attaching import check_readable
 from cubroker.server.books import Books
+from cubroker.server.leases import opened_by
 from cubroker.server.permissions import may_read
 from cubroker.server.policy import Quota
 from cubroker.server.publishing import find
@@ -144,6 +145,7 @@ def _pool(version: Version) -> PoolInfo:
         writable=version.writable,
         how=team.how if team else "",
         why=team.why if team else "",
+        opened_by=opened_by(version),
     )
 
 

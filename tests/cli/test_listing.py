@@ -21,7 +21,7 @@ from tests.cli.processes import environment, run
 
 POOL_KEYS = [
     *("name", "version", "state", "nbytes", "tensors", "share", "devices", "durable", "leases", "owner"),
-    *("group", "mode", "sharded", "writable", "how", "why"),
+    *("group", "mode", "sharded", "writable", "how", "why", "opened_by"),
 ]
 USER = pwd.getpwuid(os.getuid()).pw_name
 GROUP = grp.getgrgid(os.getgid()).gr_name
@@ -82,6 +82,7 @@ def test_ls_has_one_object_per_live_version(directory: Path, llama: str) -> None
         "writable": False,
         "how": "",
         "why": "",
+        "opened_by": "handle",
     }
 
 

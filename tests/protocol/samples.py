@@ -10,10 +10,10 @@ from cubroker.protocol import messages as m
 SECRET = bytes(range(16))
 LAYOUT = Layout.pack([("model.norm.weight", "BF16", (64,)), ("scalar", "F32", ()), ("none", "U8", (0,))], slab=256)
 INFO = m.PoolInfo(
-    "llama", 3, "current", 1024, 3, "ipc", ("GPU-a", "GPU-b"), False, 2, 1000, 100, 0o640, False, True, "", ""
+    "llama", 3, "current", 1024, 3, "ipc", ("GPU-a", "GPU-b"), False, 2, 1000, 100, 0o640, False, True, "", "", "handle"
 )
 SHARDED = m.PoolInfo(
-    "moe", 1, "draft", 1024, 3, "vmm", ("GPU-a", "GPU-b"), False, 1, 1000, 100, 0o640, True, False, "", ""
+    "moe", 1, "draft", 1024, 3, "vmm", ("GPU-a", "GPU-b"), False, 1, 1000, 100, 0o640, True, False, "", "", ""
 )
 CLIENT = m.ClientInfo(7, 4711, 1000, "connected", (m.LeaseInfo("llama", 3),))
 DEVICE = m.DeviceInfo(0, "GPU-a", "NVIDIA H200", 150_754_820_096, 135_679_338_086, 8 << 30, 0)
@@ -46,6 +46,7 @@ REQUESTS = (
     m.Create("llama", LAYOUT.encode(), ("GPU-a",), "ipc", 0.0, None, 0o640, (0,), True),
     m.Seal(1),
     m.Close((1 << 63) - 1),
+    m.SendDescriptors(5),
     m.Cancel(9),
     m.Retire("llama", 0),
     m.Watch("llama", True),

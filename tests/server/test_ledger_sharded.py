@@ -124,7 +124,8 @@ def test_a_shard_that_cannot_be_allocated_ends_all_of_them_in_any_order(story: S
 def test_a_list_says_what_is_sharded(story: Story) -> None:
     publish(story)
     story >> asks(2, 1, m.ListPools())
-    info = m.PoolInfo("a", 1, "current", sum(SIZES), 0, "ipc", BOTH, False, 0, ALICE, 100, 0o644, True, False, "", "")
+    counts, policy = (sum(SIZES), 0), (ALICE, 100, 0o644)
+    info = m.PoolInfo("a", 1, "current", *counts, "ipc", BOTH, False, 0, *policy, True, False, "", "", "handle")
     story << answer(2, 1, m.Pools((info,)))
 
 

@@ -99,7 +99,7 @@ class Pair:
         assert not [block for block in bound if block in self.to_free], "memory is freed that is still bound"
 
     def _descriptors(self, expected: Expected, effects: list[e.Effect]) -> None:
-        """What is handed over comes before the answer, and stays until it is withdrawn."""
+        """What is handed over comes before the answer, and stays until it is withdrawn; it is all of a lease or nothing."""
         handed = [effect for effect in effects if isinstance(effect, e.HandOver)]
         assert sorted((effect.session, effect.lease, effect.allocations, effect.team) for effect in handed) == sorted(
             (lease.session.id, lease.id, tuple((b.device, b.ticket) for b in blocks), team.id if team else 0)
@@ -112,9 +112,11 @@ class Pair:
                 case e.HandOver(session, lease, allocations, team):
                     self.handed[session, lease] = {ticket for _, ticket in allocations} | {team}
                 case e.Withdraw(session, lease):
-                    del self.handed[session, lease]
-                case e.Respond(session, _, m.Attached() | m.Created() as body) if body.share != "ipc":
-                    assert (session, body.lease) in self.handed
+                    self.handed.pop((session, lease), None)
+                case e.Respond(session, _, m.Attached() | m.Created() as body):
+                    handles = {handle for replica in body.replicas for handle in replica.handles}
+                    assert (m.DESCRIPTOR in handles) == ((session, body.lease) in self.handed)
+                    assert m.DESCRIPTOR not in handles or handles <= {m.DESCRIPTOR, b""}
                 case e.Free(ticket) | e.Dissolve(ticket):
                     assert not any(ticket in tickets for tickets in self.handed.values())
 

@@ -57,6 +57,14 @@ class Facts:
             return m.Team("copies", "it is on one device, so there is nothing to bind together")
         return m.Team(team.how, team.why) if team else None
 
+    def opened_by(self, version: Version) -> str:
+        if version.state == "allocating":
+            return ""
+        if version.body.share == "ipc":
+            return "handle"
+        handles = [handle for block in self.blocks_of(version) for handle in block.handles]
+        return "descriptor" if m.DESCRIPTOR in handles else "fabric handle"
+
     def holds(self, version: Version) -> int:
         return sum(lease.version is version for lease in self.leases)
 
@@ -172,6 +180,7 @@ class Facts:
             body.writable,
             told.how if told else "",
             told.why if told else "",
+            self.opened_by(version),
         )
 
     def client(self, asking: Session, session: Session) -> m.ClientInfo:

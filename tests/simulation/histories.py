@@ -75,6 +75,7 @@ WEIGHTS = {
     "shard": 12,
     "seal": 24,
     "close": 12,
+    "send_descriptors": 5,
     "cancel": 3,
     "retire": 14,
     "watch": 4,
@@ -199,7 +200,7 @@ class Play:
         body = m.Create(*head, None, places, _writable(share))
         self.ask(self.user(session), body, made)
 
-    def _with_lease(self, number: int, body: type[m.Seal | m.Close], *, draft: bool) -> None:
+    def _with_lease(self, number: int, body: type[m.Seal | m.Close | m.SendDescriptors], *, draft: bool) -> None:
         """Ask with a lease, a draft or not; in rare cases with one that the session does not hold."""
         leases = [lease for lease in self.pair.model.leases if draft == (lease.version.state == "draft")]
         if number % 23 == 0:
@@ -213,6 +214,9 @@ class Play:
 
     def close(self, number: int, *_: int) -> None:
         self._with_lease(number, m.Close, draft=number % 11 == 0)
+
+    def send_descriptors(self, number: int, draft: int, *_: int) -> None:
+        self._with_lease(number, m.SendDescriptors, draft=draft % 3 == 0)
 
     def cancel(self, number: int, *_: int) -> None:
         requests = self.pair.model.requests
@@ -296,10 +300,13 @@ class Play:
             request = requests[number % len(requests)]
             self.tell(e.Asked(request.session.id, request.id, m.Attach(choose(NAMES, name), 9, None, 5.0)))
 
-    def allocated(self, number: int, *_: int) -> None:
+    def allocated(self, number: int, fabric: int, *_: int) -> None:
+        """Report an allocation; of ``vmm`` memory some has fabric handles."""
         if self.pair.under_way:
             block = self.pair.under_way.pop(number % len(self.pair.under_way))
             handles = tuple(f"{block.ticket}.{index}".encode() for index in range(len(block.sizes)))
+            if {"ipc": False, "vmm": fabric % 3 == 0, "multicast": True}[block.version.body.share]:
+                handles = (m.DESCRIPTOR,) * len(block.sizes)
             self.tell(e.Allocated(block.ticket, handles))
 
     def failed(self, number: int, kept: int, *_: int) -> None:

@@ -103,6 +103,8 @@ class Model(Facts):
             case m.Close():
                 self.close(self.own(session, body.lease))
                 return m.Done()
+            case m.SendDescriptors():
+                return self.send_descriptors(self.own(session, body.lease))
             case m.Seal():
                 return self.seal(self.own(session, body.lease))
             case m.Cancel():
@@ -313,7 +315,17 @@ class Model(Facts):
         self.leases.append(lease)
         self.out.leases[session.id, number] = lease
         if version.body.share != "ipc":
-            self.out.handed.append((lease, blocks, team))
+            if self.opened_by(version) == "fabric handle":
+                lease.unsent = blocks
+            else:
+                self.out.handed.append((lease, blocks, team))
+
+    def send_descriptors(self, lease: Lease) -> m.Done:
+        if not lease.unsent:
+            raise Refusal("invalid")
+        self.out.handed.append((lease, lease.unsent, None))
+        lease.unsent = []
+        return m.Done()
 
     def give_back(self, lease: Lease) -> None:
         self.leases.remove(lease)
@@ -381,6 +393,9 @@ class Model(Facts):
             block.handles = event.handles
             block.state = {"wanted": "held", "unwanted": "freeing"}[block.state]
             if request is not None and all(other.state == "held" for other in self.blocks_of(block.version)):
+                if any(m.DESCRIPTOR in other.handles for other in self.blocks_of(block.version)):
+                    for other in self.blocks_of(block.version):
+                        other.handles = (m.DESCRIPTOR,) * len(other.sizes)
                 if block.version.body.share == "multicast" and len(block.version.body.devices) > 1:
                     self.teams.append(Team(block.version))
                     self.out.assembled.append(self.teams[-1])

@@ -52,9 +52,12 @@ class Team:
 
 @dataclass(eq=False)
 class Lease:
+    """``unsent`` is memory that it got by fabric handles, of which it may ask for descriptors."""
+
     session: Session
     version: Version
     id: int = 0
+    unsent: list[Block] = field(default_factory=list)
 
 
 @dataclass(eq=False)
