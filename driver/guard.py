@@ -8,11 +8,11 @@ hears all of them, and makes no such call before somebody has said yes to cubrok
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Mapping
 from string import whitespace
 from typing import Any
 
+from cubroker.driver import nccl
 from cubroker.driver.errors import DriverError
 
 OWN_SETTING = "CUBROKER_MULTICAST"
@@ -21,15 +21,10 @@ OWN_SETTING = "CUBROKER_MULTICAST"
 PREFIX = "cuMulticast"
 """What the names of all guarded functions begin with."""
 
+NCCLS = "NCCL_NVLS_ENABLE"
+"""NCCL's own, which it also takes from its configuration files."""
+
 _YES = frozenset({"1", "y", "yes", "on", "true"})
-
-
-def _nccl_allows(value: str) -> bool:
-    """NCCL takes an integer in any of C's notations, and what is no number at all for 0: so it does "08", no octal."""
-    return (
-        re.fullmatch(r"[+-]?(0[xX][0-9a-fA-F]+|0[0-7]*|[1-9][0-9]*)", value) is not None
-        and re.search("[1-9a-fA-F]", value) is not None
-    )
 
 
 def _disabling_allows(value: str) -> bool:
@@ -38,7 +33,7 @@ def _disabling_allows(value: str) -> bool:
 
 
 _SETTINGS: Mapping[str, Callable[[str], bool]] = {
-    "NCCL_NVLS_ENABLE": _nccl_allows,
+    NCCLS: nccl.allows,
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": _disabling_allows,
     "NVSHMEM_DISABLE_NVLS": _disabling_allows,
 }
@@ -66,11 +61,17 @@ def emulated(module: Any) -> bool:
 
 
 def objection(environment: Mapping[str, str]) -> tuple[str, str] | None:
-    """Return the setting of an environment that says no to multicast, and the reason in words; None if none does."""
+    """Return the setting that says no to multicast, and the reason in words; None if none does.
+
+    It is one of an environment, or of the files from which NCCL would take it in that environment.
+    """
     for setting, allows in _SETTINGS.items():
         value = environment.get(setting)
         if value is not None and not allows(value.strip(whitespace)):
             return setting, f"{setting}={value} says no to multicast on this machine"
+    for value, file in nccl.configured(NCCLS, environment):
+        if not nccl.allows(value):  # though NCCL may let the environment, or another file, win
+            return NCCLS, f"{NCCLS}={value} in {file} says no to multicast on this machine"
     value = environment.get(OWN_SETTING)
     if value is None:
         return OWN_SETTING, f"multicast is off on real hardware unless {OWN_SETTING}=1 says yes"

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import os
+import pwd
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from cubroker.driver import Driver, load
+from cubroker.driver import Driver, load, nccl
 from tests.driver.cast import Cast, casting
 from tests.driver.hardware import SETTINGS, StandIn
 from tests.driver.neighbour import Neighbour
@@ -39,8 +42,19 @@ def cast(driver: Driver) -> Iterator[Cast]:
 
 
 @pytest.fixture
-def hardware(monkeypatch: pytest.MonkeyPatch) -> StandIn:
-    """A stand-in for a GPU's driver, in an environment that says nothing about multicast."""
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
+    """Where NCCL's configuration files would be on a machine that has none: named in its variable, a user's, all's."""
+    found = {"named": tmp_path / "conf", "user's": tmp_path / ".nccl.conf", "everybody's": tmp_path / "nccl.conf"}
+    user = pwd.getpwuid(os.getuid())
+    monkeypatch.setattr(pwd, "getpwuid", lambda _: pwd.struct_passwd((*user[:5], str(tmp_path), user[6])))
+    monkeypatch.setattr(nccl, "SYSTEM", found["everybody's"])
+    monkeypatch.setenv("NCCL_CONF_FILE", str(found["named"]))
+    return found
+
+
+@pytest.fixture
+def hardware(places: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    """A stand-in for a GPU's driver, on a machine and in an environment that say nothing about multicast."""
     for setting in SETTINGS:
         monkeypatch.delenv(setting, raising=False)
     return StandIn()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import os
 import pickle
+import pwd
 import re
 from pathlib import Path
 from typing import Any
@@ -105,6 +107,67 @@ def test_a_yes_lets_calls_pass_where_nobody_else_says_no(
 @pytest.mark.parametrize("value", ["1", "2", "0x1", "010", "+3", " 1"])
 def test_what_nccl_takes_for_a_yes_is_no_objection(hardware: StandIn, value: str) -> None:
     assert guard.objection(YES | {"NCCL_NVLS_ENABLE": value}) is None
+
+
+@pytest.mark.parametrize("place", ["named", "user's", "everybody's"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "NCCL_NVLS_ENABLE=0",
+        "# why\nNCCL_DEBUG=WARN\n\nNCCL_NVLS_ENABLE=0\n",
+        "NCCL_NVLS_ENABLE=1\nNCCL_NVLS_ENABLE=0\r\n",
+        " NCCL_NVLS_ENABLE = 0\n",
+        "NCCL_NVLS_ENABLE=no, never\n",
+    ],
+)
+def test_a_no_in_a_file_of_nccls_is_heard_whatever_else_says_yes(
+    hardware: StandIn, places: dict[str, Path], monkeypatch: pytest.MonkeyPatch, place: str, text: str
+) -> None:
+    for name, value in (YES | {"NCCL_NVLS_ENABLE": "1"}).items():
+        monkeypatch.setenv(name, value)
+    for other in places.values():
+        other.write_text("NCCL_NVLS_ENABLE=1\n")
+    assert guard.objection(os.environ) is None
+    places[place].write_text(text)
+    said = refused(hardware, "NCCL_NVLS_ENABLE")
+    assert re.fullmatch(
+        rf"NCCL_NVLS_ENABLE=(0|no, never) in {places[place]} says no to multicast on this machine", said
+    )
+    assert hardware.touched == []
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"#NCCL_NVLS_ENABLE=0\n",
+        b"NCCL_NVLS_ENABLE\n",
+        b"MY_NCCL_NVLS_ENABLE=0\n",
+        b"\xff=0\nNCCL_NVLS_ENABLE=2",
+        None,
+    ],
+)
+def test_a_file_of_nccls_that_does_not_say_no_is_no_objection(
+    places: dict[str, Path], monkeypatch: pytest.MonkeyPatch, content: bytes | None
+) -> None:
+    for place in places.values():
+        if content is None:
+            place.mkdir()  # what cannot be read says nothing, to NCCL either
+        else:
+            place.write_bytes(content)
+    assert guard.objection(YES | {"NCCL_CONF_FILE": str(places["named"])}) is None
+
+
+def test_whoever_is_no_user_of_the_system_has_no_file_of_nccls(
+    places: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    assert guard.objection(YES) is None
+    places["everybody's"].write_text("NCCL_NVLS_ENABLE=0")
+    assert guard.objection(YES) is not None
 
 
 def test_a_no_is_heard_when_it_comes_later(hardware: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
