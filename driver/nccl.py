@@ -30,7 +30,7 @@ def allows(value: str) -> bool:
 
 
 def configured(variable: str, environment: Mapping[str, str]) -> Iterator[tuple[str, Path]]:
-    """Yield each value that a variable has in NCCL's files, with the file; what cannot be read has none, as for NCCL."""
+    """Yield each value that a variable has in NCCL's files, with the file; what cannot be read has none."""
     for file in _files(environment):
         with suppress(OSError):
             for line in file.read_bytes().decode(errors="backslashreplace").split("\n"):

@@ -147,9 +147,7 @@ def test_a_no_in_a_file_of_nccls_is_heard_whatever_else_says_yes(
         None,
     ],
 )
-def test_a_file_of_nccls_that_does_not_say_no_is_no_objection(
-    places: dict[str, Path], monkeypatch: pytest.MonkeyPatch, content: bytes | None
-) -> None:
+def test_a_file_of_nccls_that_does_not_say_no_is_no_objection(places: dict[str, Path], content: bytes | None) -> None:
     for place in places.values():
         if content is None:
             place.mkdir()  # what cannot be read says nothing, to NCCL either
