@@ -20,11 +20,16 @@ from cubroker.protocol.messages import MAX_WAIT
 @click.option(
     "--device",
     "chosen",
-    default="0",
     metavar="0,1",
-    show_default=True,
     callback=options.split_devices,
-    help="Devices that get a copy each: indexes or UUIDs, as `cubroker devices` shows them.",
+    help="Devices that get a copy each: indexes or UUIDs, as `cubroker devices` shows them.  [default: 0]",
+)
+@click.option(
+    "--plan",
+    type=options.PATH,
+    metavar="FILE",
+    callback=options.plan,
+    help="Spread the tensors over devices instead: JSON, {tensor: device}; patterns, such as *, stand for the rest.",
 )
 @click.option(
     "--share",
@@ -47,7 +52,8 @@ from cubroker.protocol.messages import MAX_WAIT
 def command(
     name: str,
     paths: tuple[Path, ...],
-    chosen: tuple[str, ...],
+    chosen: tuple[str, ...] | None,
+    plan: dict[str, str] | None,
     share: str,
     durable: bool,
     if_absent: bool,
@@ -63,14 +69,18 @@ def command(
     """
     if durable:
         raise Unsupported("--durable: pools that outlive the broker are not built yet; leave the option out")
+    if chosen and plan:
+        raise click.UsageError("--plan says where each tensor goes; leave --device out")
     if wait is None:
         wait = MAX_WAIT if if_absent else 0.0
     with Broker(directory) as broker, progress(f"loading {name}") as report:
+        there = broker.devices()
         loaded = load(
             broker,
             name,
             paths,
-            devices=options.find_devices(chosen, broker.devices()),
+            devices=None if plan else options.find_devices(chosen or ("0",), there),
+            plan=plan and {tensor: options.find_device(device, there) for tensor, device in plan.items()},
             share=share,
             if_absent=if_absent,
             slab=slab,

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import click
+import msgspec
 
 from cubroker.protocol import names
 from cubroker.protocol.directory import default_directory
@@ -19,6 +20,9 @@ from cubroker.server.quantities import parse_bytes
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
+
+Plan = Annotated[dict[str, int | str], msgspec.Meta(min_length=1)]
+"""What a plan's file has: for tensors, by name or pattern, a device by index or UUID."""
 
 PATH = click.Path(readable=False, path_type=Path)
 """A path as it was typed. Whether this user may read it is no matter of usage, and of a directory none at all."""
@@ -104,12 +108,26 @@ def as_json(command: Decorated) -> Decorated:
     return click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")(command)
 
 
-def split_devices(context: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
+def split_devices(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[str, ...] | None:
     """Split ``0,1`` or UUIDs at the commas; a callback of ``--device``."""
+    if value is None:
+        return None
     chosen = tuple(part.strip() for part in value.split(","))
     if not all(chosen) or len(set(chosen)) < len(chosen):
         raise click.BadParameter(f"{value!r} is no list of different devices, as in 0,1", context, parameter)
     return chosen
+
+
+def plan(context: click.Context, parameter: click.Parameter, value: Path | None) -> dict[str, str] | None:
+    """Read a file that says of tensors, by name or pattern, on which device they go; a callback of ``--plan``."""
+    if value is None:
+        return None
+    try:
+        found = msgspec.json.decode(value.read_bytes(), type=Plan)
+    except msgspec.DecodeError as error:
+        reason = f'{value} is no plan, as {{"layers.1.*": 1, "*": 0}} is one: {error}'
+        raise click.BadParameter(reason, context, parameter) from None
+    return {tensor: str(device) for tensor, device in found.items()}
 
 
 def find_devices(chosen: Sequence[str], devices: Sequence[DeviceInfo]) -> list[str]:
@@ -119,13 +137,14 @@ def find_devices(chosen: Sequence[str], devices: Sequence[DeviceInfo]) -> list[s
         NotFound: the broker has no such device.
         Invalid: a device twice.
     """
-    found = [_find_device(choice, devices) for choice in chosen]
+    found = [find_device(choice, devices) for choice in chosen]
     if len(set(found)) < len(found):
         raise Invalid(f"--device {','.join(chosen)} names a device twice; give each once")
     return found
 
 
-def _find_device(choice: str, devices: Sequence[DeviceInfo]) -> str:
+def find_device(choice: str, devices: Sequence[DeviceInfo]) -> str:
+    """Return the UUID of a device given by index, UUID, or the beginning of exactly one UUID; raises ``NotFound``."""
     if choice.isdecimal():
         matches = [device.uuid for device in devices if device.index == int(choice)]
     else:

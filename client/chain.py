@@ -44,10 +44,12 @@ class _Link:
 
     def copy(self, target: Target, allocation: int, start: int, nbytes: int, before: Event | None) -> Event:
         """Start the copy of one piece, to be made after ``before``; return its end."""
+        pointer = target.pointers[allocation]
         assert target.upstream
+        assert pointer is not None
         if before:
             self.stream.wait(before)
-        self.stream.copy(target.pointers[allocation] + start, target.upstream[allocation] + start, nbytes)
+        self.stream.copy(pointer + start, target.upstream[allocation] + start, nbytes)
         self.stream.record(self._copied)
         return self._copied
 

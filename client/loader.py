@@ -12,6 +12,7 @@ from cubroker.client.crew import Progress
 from cubroker.client.devices import failure
 from cubroker.client.draft import Draft
 from cubroker.client.filling import fill
+from cubroker.client.plans import DeviceId, Plan, spell_out
 from cubroker.client.replica import Replica
 from cubroker.client.rings import Target
 from cubroker.driver import DriverError
@@ -25,7 +26,7 @@ class Loaded:
     Attributes:
         name: the pool.
         version: the version that the files are in.
-        nbytes: bytes of one device's copy, padding included.
+        nbytes: bytes of one device's copy, or of all shards, padding included.
         tensors: how many there are.
         seconds: from the call to the published version, everything included.
         copy_seconds: the part of it that read and copied; opening, allocating and pinning were done before.
@@ -46,7 +47,8 @@ def load(
     name: str,
     paths: Paths,
     *,
-    devices: Sequence[int | str] = (0,),
+    devices: Sequence[DeviceId] | None = None,
+    plan: Plan | None = None,
     share: str = "ipc",
     if_absent: bool = False,
     slab: int | None = None,
@@ -60,25 +62,31 @@ def load(
         broker: the session to work in.
         name: the pool; it is made if there is none.
         paths: what :meth:`Checkpoint.open` takes.
-        devices: where the tensors shall be, once on each: ordinals of this process or UUIDs. The files are read once,
-            into the first; from there the bytes go on from device to device, where one reaches the one before it.
+        devices: where the tensors shall be, once on each: ordinals of this process or UUIDs; by default those of the
+            ``plan``, or the first one. The files are read once, into the first; from there the bytes go on from device
+            to device, where one reaches the one before it.
+        plan: for tensors by name, or by a pattern as shells have them for files (``layers.1.*``), the one device on
+            which each lies: the pool is sharded, and each tensor read into its own device. A tensor's own name goes
+            before patterns; of these the first one that matches counts. Every tensor has to be there.
         share: how workers will open the memory.
         if_absent: load only if the pool has no current version. Of many who ask this at once one loads while the
             others wait, up to ``wait`` seconds; if it fails or is killed, the next one takes over.
-        slab: the most bytes of one allocation; by default there is one allocation per device.
+        slab: the most bytes of one allocation; by default there is one per device.
         wait: seconds to wait for room and for the turn to write.
         mode: who may attach and publish, as :meth:`Broker.create` has it.
         progress: called by this thread, now and then, with bytes done and bytes in all.
 
     Raises:
         CubrokerError: of the files, as :meth:`Checkpoint.open` says, also if one is cut short or changed while it is
-            read; of the broker, as :meth:`Broker.create` says. Whatever is raised, nothing of the draft is left.
+            read; of the plan, ``Invalid`` if it has no device for a tensor, or an entry that matches none; of the
+            broker, as :meth:`Broker.create` says. Whatever is raised, nothing of the draft is left.
     """
     began = time.perf_counter()
     with Checkpoint.open(paths) as checkpoint:
-        layout = Layout.pack(((e.name, e.dtype, e.shape) for e in checkpoint.entries), slab=slab)
+        places = None if plan is None else spell_out(plan, (e.name for e in checkpoint.entries))
+        layout = Layout.pack(((e.name, e.dtype, e.shape) for e in checkpoint.entries), slab=slab, groups=places)
         ask = broker.attach_or_create if if_absent else broker.create
-        with ask(name, layout, devices=devices, share=share, wait=wait, mode=mode) as pool:
+        with ask(name, layout, devices=devices, plan=places, share=share, wait=wait, mode=mode) as pool:
             version, held, copying = pool.version, pool.layout, 0.0
             if loaded := isinstance(pool, Draft):
                 copying = _fill(checkpoint, pool, progress)
@@ -89,13 +97,14 @@ def load(
 
 
 def _fill(checkpoint: Checkpoint, draft: Draft, progress: Progress | None) -> float:
-    targets = [_target(replica) for replica in draft.replicas]
+    targets = [_target(replica, len(draft.layout.allocations)) for replica in draft.replicas]
     try:
         return fill(checkpoint, draft.layout, targets, progress)
     except DriverError as error:
         raise failure(error, f"copying files into a draft of {draft.name!r}") from error
 
 
-def _target(replica: Replica) -> Target:
-    slabs = replica.slabs
-    return Target(replica.context, tuple(slab.pointer for slab in slabs), slabs[0].hold, replica.upstream)
+def _target(replica: Replica, allocations: int) -> Target:
+    slabs = dict(zip(replica.allocations, replica.slabs, strict=True))
+    pointers = tuple(slabs[number].pointer if number in slabs else None for number in range(allocations))
+    return Target(replica.context, pointers, next(iter(slabs.values())).hold, replica.upstream)

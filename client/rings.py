@@ -23,13 +23,14 @@ DEPTH = 2
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One device's copy of the allocations: where each begins, and what keeps them there while a thread writes.
+    """What one device has of the allocations: where each begins, and what keeps them there while a thread writes.
 
-    ``upstream`` is where the device reads the allocations of the target before it, if it can.
+    Of a sharded layout ``pointers`` has None for those on other devices. ``upstream`` is where the device reads the
+    allocations of the target before it, if it can.
     """
 
     context: Context
-    pointers: tuple[int, ...]
+    pointers: tuple[int | None, ...]
     hold: Callable[[], AbstractContextManager[object]] = nullcontext
     upstream: tuple[int, ...] | None = None
 
@@ -41,7 +42,7 @@ class Sink(Protocol):
         """Keep the targets mapped, and let the calling thread :meth:`put`; the calls are faster within."""
 
     def put(self, file: File, chunk: Chunk) -> None:
-        """Read ``chunk`` from ``file`` and bring it to all targets; may return while copies are under way."""
+        """Read ``chunk`` from ``file`` and bring it to all targets that have its allocation; copies may go on."""
 
     def finish(self) -> None:
         """Return when everything that was put is there."""
@@ -62,7 +63,8 @@ class Direct:
 
     def put(self, file: File, chunk: Chunk) -> None:
         """Read the chunk into its place; the gaps are zero since the memory was made."""
-        first, *others = (target.pointers[chunk.allocation] + chunk.start for target in self._targets)
+        pointers = (target.pointers[chunk.allocation] for target in self._targets)
+        first, *others = (pointer + chunk.start for pointer in pointers if pointer is not None)
         chunk.read(file, at_address(first, chunk.span))
         for other in others:
             ctypes.memmove(other, first, chunk.span)
@@ -105,14 +107,15 @@ class Ring:
             yield
 
     def put(self, file: File, chunk: Chunk) -> None:
-        """Read the chunk into the next buffer once that is free, and start one copy of it per target."""
+        """Read the chunk into the next buffer once that is free, and start its copies."""
         slot = next(self._turn)
         slot.wait()
         chunk.clear_gaps(slot.buffer.view)
         chunk.read(file, slot.buffer.view)
         for (target, stream), copy in zip(self._streams, slot.copies, strict=True):
-            stream.copy_in(target.pointers[chunk.allocation] + chunk.start, slot.buffer.pointer, chunk.span)
-            stream.record(copy)
+            if (pointer := target.pointers[chunk.allocation]) is not None:
+                stream.copy_in(pointer + chunk.start, slot.buffer.pointer, chunk.span)
+                stream.record(copy)
 
     def finish(self) -> None:
         """Return when every copy is done."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from pathlib import Path
 
@@ -84,6 +85,38 @@ def test_a_load_goes_to_the_devices_that_were_named_in_slabs_that_were_asked_for
         info, layout = broker.describe("x")
     assert info.devices == (second,)
     assert len(layout.allocations) > 1
+
+
+def test_a_load_spreads_tensors_by_a_plan(directory: Path, path: Path, tmp_path: Path) -> None:
+    with Broker(directory) as broker:
+        first, second = (device.uuid for device in broker.devices())
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps({"matrix": 1, "*": first}))
+    assert run("load", "x", path, "--plan", plan, "--directory", directory).returncode == 0
+    with Broker(directory) as broker:
+        (info,) = broker.pools()
+        assert (info.sharded, set(info.devices)) == (True, {first, second})
+        with broker.attach("x", device=1) as shard:
+            assert list(shard) == ["matrix"]
+    done = run("verify", "x", path, "--directory", directory)
+    assert (done.returncode, done.stdout.endswith("equal to the files\n")) == (0, True)
+    plan.write_text(json.dumps({"*": 7}))
+    done = run("load", "x", path, "--plan", plan, "--directory", directory)
+    assert (done.returncode, "'7' is none of the broker's devices" in done.stderr) == (1, True)
+
+
+def test_a_plan_that_is_none_is_wrong_usage(directory: Path, path: Path, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    done = run("load", "x", path, "--plan", plan, "--directory", directory)
+    assert (done.returncode, done.stderr) == (1, f"cubroker: {plan}: No such file or directory\n")
+    for text, says in (("{", "truncated"), ('{"*": 1.5}', "Expected"), ("{}", "length >= 1")):
+        plan.write_text(text)
+        done = run("load", "x", path, "--plan", plan, "--directory", directory)
+        assert (done.returncode, says in done.stderr) == (2, True), done.stderr
+    plan.write_text('{"*": 1}')
+    done = run("load", "x", path, "--plan", plan, "--device", "0", "--directory", directory)
+    assert (done.returncode, "leave --device out" in done.stderr) == (2, True), done.stderr
+    assert states(directory) == []
 
 
 def test_a_load_gives_a_pool_its_mode_and_the_next_one_keeps_it(directory: Path, path: Path) -> None:

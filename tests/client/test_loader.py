@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from cubroker.client import Broker, Draft, filling, loader
+from cubroker.client.checkpoint import File
 from cubroker.client.loader import load
-from cubroker.client.rings import Ring
+from cubroker.client.rings import Direct, Ring
 from cubroker.driver import DriverError, Stream
 from cubroker.protocol import CubrokerError, Layout
 from cubroker.protocol.errors import DeviceFailure, Exists, Invalid, NotFound, OverBudget
@@ -70,6 +71,48 @@ def test_devices_that_do_not_reach_each_other_are_each_loaded_from_the_host(
             assert [bool(replica.upstream) for replica in draft.replicas] == [False, True, False]
         load(client, "three", path, devices=[0, 1, 2])
         assert all(contents(client, "three", device) == TENSORS for device in range(3))
+
+
+@pytest.mark.usefixtures("share")
+@pytest.mark.parametrize("sink", [Direct, Ring])
+def test_a_plan_spreads_the_tensors_and_each_is_read_once_into_its_own_device(
+    client: Broker, path: Path, name: str, monkeypatch: pytest.MonkeyPatch, sink: object
+) -> None:
+    read: list[int] = []
+    read_into = File.read_into
+
+    def noting(file: File, buffers: list[memoryview], offset: int) -> None:
+        read.append(sum(map(len, buffers)))
+        read_into(file, buffers, offset)
+
+    monkeypatch.setattr(File, "read_into", noting)
+    monkeypatch.setattr(Stream, "copy", None)  # nothing goes from device to device
+    monkeypatch.setattr(filling, "_sink", sink)
+    names = list(TENSORS)
+    plan = {"large": 1, names[0]: client.driver.devices[1].uuid, "*": 0}
+    for attempt in range(2):
+        loaded = load(client, name, path, plan=plan, if_absent=True, slab=1 << 20)
+        assert (loaded.loaded, loaded.tensors) == (attempt == 0, len(TENSORS))
+    assert sum(read) == sum(len(content) for _, _, content in TENSORS.values())
+    with client.attach(name) as pool:
+        where = {each: tensor.memory_device.index for each, tensor in pool.items()}
+        assert where == {**dict.fromkeys(TENSORS, 0), "large": 1, names[0]: 1}
+        assert {each: tensor.tobytes() for each, tensor in pool.items()} == {each: t[2] for each, t in TENSORS.items()}
+        assert loaded.nbytes == pool.nbytes
+
+
+def test_a_plan_that_does_not_fit_leaves_no_draft(client: Broker, path: Path, name: str) -> None:
+    attempts: list[tuple[type[CubrokerError], str, dict[str, Any]]] = [
+        (Invalid, "no device for tensor", {"plan": {"large": 0}}),
+        (Invalid, "matches none", {"plan": {"*": 0, "larger*": 1}}),
+        (NotFound, "sees no device 7", {"plan": {"*": 7}}),
+        (Invalid, "which `devices` does not name", {"plan": {"*": 1}, "devices": [0]}),
+        (Invalid, "sharded and multicast", {"plan": {"*": 1}, "share": "multicast"}),
+    ]
+    for error, says, options in attempts:
+        with pytest.raises(error, match=says):
+            load(client, name, path, **options)
+        assert client.pools() == ()
 
 
 def test_loading_again_publishes_a_next_version_in_slabs_of_the_asked_size(
