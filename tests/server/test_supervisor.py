@@ -15,6 +15,7 @@ import pytest
 from cubroker.protocol.errors import Unavailable
 from cubroker.server import supervisor as supervisors
 from cubroker.server.supervisor import Supervisor
+from tests.brokers import PATIENCE
 from tests.server.loops import run, until
 from tests.server.processes import gateway_of, gateways
 
@@ -83,7 +84,7 @@ def test_answers_for_a_gateway_that_is_gone_are_dropped(tmp_path: Path) -> None:
 
 
 def test_a_gateway_that_fails_ends_by_itself_and_its_reason_is_logged(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def test() -> None:
         async with supervised(tmp_path) as (supervisor, told):
@@ -92,6 +93,7 @@ def test_a_gateway_that_fails_ends_by_itself_and_its_reason_is_logged(
                 supervisor.send([b"a routing id without a frame"])
                 await until(lambda: told)
 
+    monkeypatch.setattr(supervisors, "GRACE", PATIENCE)  # a busy machine takes its time to end a process
     with caplog.at_level(logging.WARNING):
         run(test())
     assert caplog.text.count("Traceback") == 2
