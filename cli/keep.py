@@ -5,7 +5,8 @@ from __future__ import annotations
 import click
 
 from cubroker.cli import options
-from cubroker.server.store.keeper import LONGEST_PAUSE, keep
+from cubroker.server.store.keeper import keep
+from cubroker.server.store.pace import LONGEST_PAUSE
 
 
 @click.command("keep", context_settings={"allow_interspersed_args": False})

@@ -23,7 +23,7 @@ INTERRUPTED = 130
 
 COMMANDS = {
     "serve": "Own the memory of this host's devices and lend it.",
-    "keep": "Run a broker, keep what it stores, and start it again when it ends.",
+    "keep": "Run a broker, and start it again with what it stored.",
     "load": "Publish safetensors files as the next version of a pool.",
     "ls": "List the pools.",
     "show": "Show one pool and its tensors.",
@@ -33,6 +33,7 @@ COMMANDS = {
     "topology": "Show which devices reach each other's memory, and how well.",
     "verify": "Compare a pool, byte for byte, with files.",
     "retire": "Take a version out of service.",
+    "config": "Check the settings of a broker, or show where each comes from.",
     "doctor": "Find out what works on this machine, and why not.",
     "demo": "See it work: load, attach, kill, publish, retire.",
 }

@@ -9,7 +9,6 @@ the process, whose last ones count.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import select
 import shlex
@@ -22,17 +21,11 @@ from dataclasses import dataclass
 from cubroker.server.store import child, datagrams
 from cubroker.server.store.datagrams import Datagram, Malformed, close_all
 from cubroker.server.store.kept import NAMELESS, Kept
+from cubroker.server.store.pace import LONGEST_PAUSE, Pace
 from cubroker.server.store.premises import listening, make_room
 from cubroker.server.store.remarks import Remarks
 from cubroker.server.store.runs import Run
 from cubroker.server.store.signals import ENDING, Signals
-
-STEADY = 10.0
-"""Seconds that a run must have lasted for its end to be followed by a start at once."""
-
-FIRST_PAUSE = 0.05
-LONGEST_PAUSE = 5.0
-"""Seconds before the third of several starts in a row, doubled with each that follows, and what they end at."""
 
 AT_ONCE = 512
 """Messages that are taken before signals and the watchdog have their turn."""
@@ -101,18 +94,21 @@ class Keeper:
         self._run: Run | None = None
         self._next = 0.0
         self._first = True
-        self._quick = 0
+        self._pace = Pace(terms.pause)
         self._told = False
         self._status = 0
         self._over = False
 
     def run(self) -> int:
         """Keep the process until the end, and return its exit status."""
+        wait = True
         while not self._over:
             try:
-                self._turn()
+                self._turn(self._patience() if wait else 0.0)
+                wait = True
             except (OSError, MemoryError) as error:  # what is stored must outlive a moment without memory
                 self._remarks.complain(f"cannot go on at the moment: {error}")
+                wait = False  # the bell that rang for what is still undone will not ring again
                 time.sleep(BREATH)
         return self._status
 
@@ -121,8 +117,8 @@ class Keeper:
         self._kept.close()
         self._epoll.close()
 
-    def _turn(self) -> None:
-        for descriptor, _ in self._epoll.poll(self._patience()):
+    def _turn(self, wait: float) -> None:
+        for descriptor, _ in self._epoll.poll(wait):
             if descriptor in self._kept:
                 self._kept.drop(descriptor)
         self._forward()
@@ -231,16 +227,10 @@ class Keeper:
             if not self._told:
                 self._remarks.say("gives up: the first start did not get ready, and nothing is stored")
             return
-        self._quick = self._quick + 1 if now - run.began < STEADY else 0
-        delay = pause(self._quick, self._terms.pause)
+        delay = self._pace.after(now - run.began)
         self._next = now + delay
         if delay:
             self._remarks.say(f"the next start comes in {delay:.2f} s; {len(self._kept)} descriptors are kept")
-
-
-def pause(quick: int, longest: float) -> float:
-    """Return the seconds before the next start, after so many short runs in a row."""
-    return min(FIRST_PAUSE * math.ldexp(1, min(quick - 2, 20)), longest) if quick > 1 else 0.0
 
 
 def _signal_name(number: int) -> str:

@@ -161,7 +161,7 @@ class Manager:
             ) from error
 
     def _wait_for_room(self, *message: Any) -> None:
-        """Send; wait in vain for the queue, and for the kernel's limit on descriptors that are under way, only so long."""
+        """Send. For room in the queue, and under the limit on descriptors under way, it waits only so long."""
         deadline = time.monotonic() + PATIENCE
         while True:
             try:
