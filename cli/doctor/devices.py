@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from cubroker.cli.doctor.facts import DriverFacts, Examined, Facts, HostFacts, Trial, Verdict
 from cubroker.cli.doctor.refusals import LOOK, means
+from cubroker.driver.host.fabric import CHANNEL
 
 SHARES = ("ipc", "vmm")
 """The kinds of which one has to work for the device to be of use."""
@@ -88,7 +89,7 @@ def _slice(case: _Case, trial: Trial) -> Verdict | None:
 
 # -- fabric handles --------------------------------------------------------------------------------
 
-_NOT_NEEDED = "nothing needs to be done on one host: vmm uses descriptors instead"
+_NOT_NEEDED = "nothing needs to be done: vmm pools use descriptors instead"
 
 
 def _fabric(case: _Case) -> Verdict:
@@ -107,7 +108,7 @@ def _no_fabric(case: _Case) -> tuple[str, str]:
     """Return why the driver gives no fabric handles, which it refuses with results that do not tell."""
     device = case.examined.device
     if device.emulated:
-        return "host devices have no fabric handles", _NOT_NEEDED
+        return f"host devices have no fabric handles unless {CHANNEL} is set, for tests", _NOT_NEEDED
     if 0 < case.driver.version < FABRIC_SINCE:
         return "the driver is older than fabric handles, which came with CUDA 12.3 (driver 545)", _NOT_NEEDED
     if device.mig:

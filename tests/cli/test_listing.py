@@ -216,7 +216,7 @@ def test_a_sharded_pool_is_told_from_a_replicated_one(directory: Path) -> None:
     assert line.split() == ["moe@1", "current", "768", "B", "2", "0,1", "sharded", "0", USER, "644"]
     assert document(directory, "ls")[0]["sharded"] is True
     shown = lines(directory, "show", "moe")
-    assert "2 tensors, 768 B in 2 allocations, shared by vmm" in shown
+    assert "2 tensors, 768 B in 2 allocations, shared by vmm, opened by descriptor" in shown
     assert [line for line in shown if "sharded" in line] == [f"sharded, in part on {uuid}" for uuid in uuids]
 
 

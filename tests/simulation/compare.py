@@ -99,7 +99,7 @@ class Pair:
         assert not [block for block in bound if block in self.to_free], "memory is freed that is still bound"
 
     def _descriptors(self, expected: Expected, effects: list[e.Effect]) -> None:
-        """What is handed over comes before the answer, and stays until it is withdrawn; it is all of a lease or nothing."""
+        """What is handed over comes before the answer, and stays until it is withdrawn; all of a lease, or nothing."""
         handed = [effect for effect in effects if isinstance(effect, e.HandOver)]
         assert sorted((effect.session, effect.lease, effect.allocations, effect.team) for effect in handed) == sorted(
             (lease.session.id, lease.id, tuple((b.device, b.ticket) for b in blocks), team.id if team else 0)
