@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from queue import SimpleQueue
 
 from cubroker.driver import Driver, DriverError, Multicast
 from cubroker.server.devices import DeviceMemory
 from cubroker.server.events import Assemble, Assembled, Dissolve, Dissolved, Event
+from cubroker.server.orders import Orders
 from cubroker.server.records import MULTICAST
 from cubroker.server.teams import COPIES
 
@@ -39,11 +38,10 @@ class Object:
             self._multicast.release()
 
 
-class Assembly:
+class Assembly(Orders[Assemble | Dissolve]):
     """All multicast objects of the broker, and the thread that makes and ends them.
 
-    Requests are done in the order they were made, so a ``Dissolve`` that overtakes its ``Assemble`` in time still
-    finds it done.
+    So a ``Dissolve`` that overtakes its ``Assemble`` in time still finds it done.
 
     Args:
         driver: the devices'; used on the thread alone.
@@ -56,26 +54,16 @@ class Assembly:
         self._memory = memory
         self._report = report
         self._teams: dict[int, ExitStack] = {}
-        self._queue: SimpleQueue[Assemble | Dissolve | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._serve, name="assembly")
-        self._thread.start()
+        super().__init__("assembly")
 
-    def submit(self, request: Assemble | Dissolve) -> None:
-        """Queue a request."""
-        self._queue.put(request)
+    def _do(self, request: Assemble | Dissolve) -> None:
+        if isinstance(request, Assemble):
+            self._report(self._assemble(request))
+        else:
+            self._dissolve(request.team)
+            self._report(Dissolved(request.team))
 
-    def close(self) -> None:
-        """Finish what is queued, dissolve everything that is left, and end the thread."""
-        self._queue.put(None)
-        self._thread.join()
-
-    def _serve(self) -> None:
-        while (request := self._queue.get()) is not None:
-            if isinstance(request, Assemble):
-                self._report(self._assemble(request))
-            else:
-                self._dissolve(request.team)
-                self._report(Dissolved(request.team))
+    def _give_all_back(self) -> None:
         for team in list(self._teams):
             self._dissolve(team)
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from collections.abc import Callable
-from queue import SimpleQueue
 
 from cubroker.driver import Context, Device, Driver, DriverError, Physical
 from cubroker.protocol.errors import InternalFailure
 from cubroker.protocol.messages import DESCRIPTOR
 from cubroker.server.events import Allocate, Allocated, Event, Free, Freed, NotAllocated
+from cubroker.server.orders import Orders
 from cubroker.server.records import BY_DESCRIPTOR, VMM
 from cubroker.server.room import rounded
 
@@ -62,11 +61,10 @@ class Unmapped:
         self.physical.release()
 
 
-class DeviceMemory:
+class DeviceMemory(Orders[Allocate | Free]):
     """What the broker has allocated on one device, and the thread that allocates, clears, exports and frees it.
 
-    Requests are done in the order they were made, so a ``Free`` that overtakes its ``Allocate`` in time
-    still finds it done.
+    So a ``Free`` that overtakes its ``Allocate`` in time still finds it done.
 
     Args:
         driver: the device's; used on the thread alone.
@@ -79,29 +77,19 @@ class DeviceMemory:
         self._device = device
         self._report = report
         self._pieces: dict[int, list[Mapped | Unmapped]] = {}
-        self._queue: SimpleQueue[Allocate | Free | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._serve, name=f"device-{device.index}")
-        self._thread.start()
-
-    def submit(self, request: Allocate | Free) -> None:
-        """Queue a request."""
-        self._queue.put(request)
+        super().__init__(f"device-{device.index}")
 
     def physicals(self, ticket: int) -> tuple[Physical, ...]:
         """Return the memory without addresses of a ticket that was reported allocated and is not to be freed yet."""
         return tuple(piece.physical for piece in self._pieces[ticket] if isinstance(piece, Unmapped))
 
-    def close(self) -> None:
-        """Finish what is queued, free everything that is left, and end the thread."""
-        self._queue.put(None)
-        self._thread.join()
+    def _do(self, request: Allocate | Free) -> None:
+        if isinstance(request, Allocate):
+            self._report(self._allocate(request))
+        elif not self._free(request.ticket):
+            self._report(Freed(request.ticket))
 
-    def _serve(self) -> None:
-        while (request := self._queue.get()) is not None:
-            if isinstance(request, Allocate):
-                self._report(self._allocate(request))
-            elif not self._free(request.ticket):
-                self._report(Freed(request.ticket))
+    def _give_all_back(self) -> None:
         for ticket in list(self._pieces):
             self._free(ticket)
 

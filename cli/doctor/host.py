@@ -6,7 +6,7 @@ import os
 import resource
 import socket
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -46,8 +46,8 @@ def examine(directory: Path, root: Path = Path("/"), environ: Mapping[str, str] 
         namespace=_namespace(root),
         descriptors=descriptors,
         locked=locked,
-        memfd=_memfd(),
-        pidfd=_pidfd(),
+        memfd=_refusal(lambda: os.memfd_create("cubroker-doctor", os.MFD_CLOEXEC)),
+        pidfd=_refusal(lambda: os.pidfd_open(os.getpid())),
         peer_pidfd=_peer_pidfd(),
     )
 
@@ -119,17 +119,10 @@ def _namespace(root: Path) -> bool:
     return bool(words) and words != ["0", "0", _ALL_USERS]
 
 
-def _memfd() -> str:
+def _refusal(opened: Callable[[], int]) -> str:
+    """Return why a descriptor cannot be had, if it cannot."""
     try:
-        os.close(os.memfd_create("cubroker-doctor", os.MFD_CLOEXEC))
-    except OSError as error:
-        return str(error.strerror)
-    return ""
-
-
-def _pidfd() -> str:
-    try:
-        os.close(os.pidfd_open(os.getpid()))
+        os.close(opened())
     except OSError as error:
         return str(error.strerror)
     return ""
