@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -52,8 +52,12 @@ class BrokerProcess:
         """Start it (again) and return when it serves."""
         with self._log.open("ab") as log:
             written = log.tell()
-            self.process = subprocess.Popen(self.command(), stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            self.process = self.spawn(log.fileno())
         eventually(lambda: self._serves(written), "the broker to serve")
+
+    def spawn(self, log: int) -> subprocess.Popen[bytes]:
+        """Start the process, with everything that it writes in its log."""
+        return subprocess.Popen(self.command(), stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
     def command(self) -> list[str]:
         command = [sys.executable, "-m", "cubroker.server", str(self.directory), "--devices", self.devices]
@@ -79,24 +83,21 @@ class BrokerProcess:
 B = TypeVar("B", bound=BrokerProcess)
 
 
-@contextmanager
-def serving(devices: str = DEVICES, budget: str | None = None) -> Iterator[BrokerProcess]:
+def serving(devices: str = DEVICES, budget: str | None = None) -> AbstractContextManager[BrokerProcess]:
     """Start a broker on a fresh directory, and stop it at the end whatever happens."""
-    # Not pytest's tmp_path: the path of a socket has 107 bytes at most.
-    with (
-        tempfile.TemporaryDirectory(prefix="cubroker-") as folder,
-        ended(BrokerProcess(Path(folder) / "run", devices, budget)) as broker,
-    ):
-        yield broker
+    return started(lambda directory: BrokerProcess(directory, devices, budget))
 
 
 @contextmanager
-def ended(broker: B) -> Iterator[B]:
-    """Stop a broker at the end, whatever happens, and kill it if it does not."""
-    try:
-        yield broker
-    finally:
+def started(start: Callable[[Path], B]) -> Iterator[B]:
+    """Start a broker of any kind on a fresh directory, stop it at the end, and kill it if it does not end."""
+    # Not pytest's tmp_path: the path of a socket has 107 bytes at most.
+    with tempfile.TemporaryDirectory(prefix="cubroker-") as folder:
+        broker = start(Path(folder) / "run")
         try:
-            broker.stop()
+            yield broker
         finally:
-            broker.kill()
+            try:
+                broker.stop()
+            finally:
+                broker.kill()

@@ -14,10 +14,8 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from threading import Lock, Thread
 from typing import Any
 
@@ -25,7 +23,7 @@ import pytest
 
 from cubroker.driver.host import memory
 from cubroker.server.__main__ import main as serve
-from tests.brokers import BrokerProcess, ended, eventually
+from tests.brokers import BrokerProcess, started
 
 SYSTEM_CALLS = ("memfd_create", "ftruncate", "fcntl", "mmap", "mprotect", "madvise")
 """Those that host memory is made with."""
@@ -136,13 +134,11 @@ def _failing(function: Callable[..., Any], name: str, plan: Plan) -> Callable[..
 class FaultyBroker(BrokerProcess):
     """A broker process whose calls fail on demand; its standard input is a socket, over which it is told."""
 
-    def start(self) -> None:
-        """As any broker; returns when it serves."""
+    def spawn(self, log: int) -> subprocess.Popen[bytes]:
+        """As any broker's."""
         self._control, theirs = socket.socketpair()
-        with theirs, self._log.open("ab") as log:
-            written = log.tell()
-            self.process = subprocess.Popen(self.command(), stdin=theirs.fileno(), stdout=log, stderr=log)
-        eventually(lambda: self._serves(written), "the broker to serve")
+        with theirs:
+            return subprocess.Popen(self.command(), stdin=theirs.fileno(), stdout=log, stderr=log)
 
     def command(self) -> list[str]:
         return [sys.executable, "-m", "tests.faults", str(self.directory), "--devices", self.devices]
@@ -161,14 +157,9 @@ class FaultyBroker(BrokerProcess):
         self._control.close()
 
 
-@contextmanager
-def faulty(devices: str) -> Iterator[FaultyBroker]:
+def faulty(devices: str) -> AbstractContextManager[FaultyBroker]:
     """Start a broker that fails on demand, and stop it at the end whatever happens."""
-    with (
-        tempfile.TemporaryDirectory(prefix="cubroker-") as folder,
-        ended(FaultyBroker(Path(folder) / "run", devices)) as broker,
-    ):
-        yield broker
+    return started(lambda directory: FaultyBroker(directory, devices))
 
 
 def _obey(plan: Plan) -> None:

@@ -54,17 +54,7 @@ class Mapper:
 
     def fork(self, _: int) -> list[str]:
         """Return what the descriptors of a forked child are, and what its driver answers."""
-        reading, writing = os.pipe()
-        if os.fork() == 0:
-            try:
-                os.write(writing, "\n".join(self._seen()).encode())
-            finally:
-                os._exit(0)
-        os.close(writing)
-        with open(reading, "rb") as pipe:
-            seen = pipe.read().decode().split("\n")
-        os.wait()
-        return seen
+        return in_child(lambda: "\n".join(self._seen())).split("\n")
 
     def end(self) -> None:
         """Give everything back."""
@@ -94,6 +84,21 @@ class Mapper:
             with suppress(FileNotFoundError):  # that of the list itself
                 answers.append(str(entry.readlink()))
         return answers
+
+
+def in_child(work: Callable[[], str]) -> str:
+    """Return what a forked child found."""
+    reading, writing = os.pipe()
+    if os.fork() == 0:
+        try:
+            os.write(writing, work().encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with open(reading, "rb") as pipe:
+        found = pipe.read().decode()
+    os.wait()
+    return found
 
 
 def soil(driver: Driver, context: Context, kind: str) -> int:

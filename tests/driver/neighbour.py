@@ -15,6 +15,7 @@ from typing import Any, Self
 
 from cubroker.driver import Context, Driver, DriverError, Event, load
 from tests.driver.caster import Caster
+from tests.driver.mapper import in_child
 
 ROOT = Path(__file__).parents[2]
 
@@ -142,20 +143,15 @@ def open_at_once(context: Context, handle: bytes, threads: int) -> list[int]:
 
 def fork_and_open(context: Context, handle: bytes) -> str:
     """Open a handle in a forked child of a process that has used its driver; return the error's name."""
-    reading, writing = os.pipe()
-    if os.fork() == 0:
+
+    def work() -> str:
         try:
             context.open(handle)
-            os.write(writing, b"opened")
         except DriverError as error:
-            os.write(writing, error.name.encode())
-        finally:
-            os._exit(0)
-    os.close(writing)
-    with open(reading, "rb") as pipe:
-        name = pipe.read().decode()
-    os.wait()
-    return name
+            return error.name
+        return "opened"
+
+    return in_child(work)
 
 
 _events: list[Event] = []

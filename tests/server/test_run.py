@@ -4,12 +4,14 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from cubroker.protocol.messages import Attach, Farewell
-from tests.brokers import BrokerProcess, eventually
+from tests.brokers import PATIENCE, BrokerProcess, eventually
 from tests.server.clients import RawClient, session
 from tests.server.processes import alive, gateway_of, gateways, maps, resident
 
@@ -100,21 +102,30 @@ def test_a_broker_without_a_driver_says_so(tmp_path: Path) -> None:
     assert "cannot use devices 'cuda:999'" in ended.stderr
 
 
+@contextmanager
+def serving_after(program: str, directory: Path) -> Iterator[subprocess.Popen[str]]:
+    """A broker that another program has become; it serves."""
+    command = [sys.executable, "-c", program, sys.executable, "-m", "cubroker.server", str(directory)]
+    with subprocess.Popen([*command, "--devices", "host:1@64MiB"], stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            while "serving on" not in process.stderr.readline():
+                assert process.poll() is None
+            yield process
+        finally:
+            process.kill()
+
+
 def test_signals_that_are_ignored_at_the_start_stay_so(tmp_path: Path) -> None:
     ignore = (
         "import os, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN); os.execv(sys.executable, sys.argv[1:])"
     )
-    command = [sys.executable, "-c", ignore, sys.executable, "-m", "cubroker.server", str(tmp_path)]
-    with subprocess.Popen([*command, "--devices", "host:1@64MiB"], stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        while "serving on" not in process.stderr.readline():
-            assert process.poll() is None
+    with serving_after(ignore, tmp_path) as process:
         process.send_signal(signal.SIGHUP)
         with session(tmp_path) as client:
             assert client.devices()
         process.terminate()
-        process.stderr.read()
-    assert process.returncode == 0
+        assert process.wait(PATIENCE) == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
@@ -123,17 +134,9 @@ def test_signals_that_are_blocked_at_the_start_are_heard(tmp_path: Path, number:
         "import os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals());"
         " os.execv(sys.executable, sys.argv[1:])"
     )
-    command = [sys.executable, "-c", block, sys.executable, "-m", "cubroker.server", str(tmp_path)]
-    with subprocess.Popen([*command, "--devices", "host:1@64MiB"], stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        while "serving on" not in process.stderr.readline():
-            assert process.poll() is None
-        try:
-            process.send_signal(number)
-            assert process.wait(60) == 0
-        finally:
-            process.kill()
-        process.stderr.read()
+    with serving_after(block, tmp_path) as process:
+        process.send_signal(number)
+        assert process.wait(PATIENCE) == 0
 
 
 def test_a_broker_that_does_not_come_up_can_be_stopped(tmp_path: Path) -> None:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
 from cubroker.protocol.layout import Layout
 from cubroker.protocol.messages import Attach, Close, Done, Failed, Refused
-from tests.brokers import BrokerProcess, ended, eventually
+from tests.brokers import BrokerProcess, eventually, started
 from tests.server.clients import connect, greet, session
 from tests.server.processes import descriptors
 from tests.server.visitor import visiting
@@ -28,6 +26,7 @@ class Configured(BrokerProcess):
     """A broker with a configuration file."""
 
     def __init__(self, directory: Path, text: str) -> None:
+        directory.parent.chmod(0o755)
         self.file = directory.with_name("cubroker.toml")
         self.file.write_text(text)
         super().__init__(directory)
@@ -36,12 +35,8 @@ class Configured(BrokerProcess):
         return [*super().command(), "--config", str(self.file)]
 
 
-@contextmanager
-def configured(text: str) -> Iterator[Configured]:
-    with tempfile.TemporaryDirectory(prefix="cubroker-") as folder:
-        Path(folder).chmod(0o755)
-        with ended(Configured(Path(folder) / "run", text)) as broker:
-            yield broker
+def configured(text: str) -> AbstractContextManager[Configured]:
+    return started(lambda directory: Configured(directory, text))
 
 
 @needs_root
