@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
-from collections.abc import Iterator
+import signal
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -12,7 +14,7 @@ from cubroker.client import Broker
 from cubroker.driver import DriverError, Reservation
 from cubroker.driver.host.fabric import CHANNEL
 from cubroker.protocol import Layout
-from cubroker.protocol.errors import DeviceFailure, Invalid
+from cubroker.protocol.errors import DeviceFailure, Invalid, TimedOut
 from cubroker.protocol.messages import Describe, Description, Done, SendDescriptors
 from tests.brokers import BrokerProcess, eventually, serving
 from tests.client import shares
@@ -184,6 +186,65 @@ with Broker(directory) as broker:
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout)[0] == code
         eventually(lambda: leases(client, name) == 0, "the end of its leases")
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, call: str, at: int, before: Callable[[], None] = lambda: None) -> None:
+    """Have a driver call fail while the mapping with that number is made."""
+    made = itertools.count(1)
+
+    def fail(reservation: Reservation, source: int | bytes, *, readonly: bool) -> None:
+        if next(made) == at:
+            before()
+            raise DriverError(call, 800, "CUDA_ERROR_NOT_PERMITTED")
+        original(reservation, source, readonly=readonly)
+
+    original = Reservation.map
+    monkeypatch.setattr(Reservation, "map", fail)
+
+
+@pytest.mark.parametrize("at", [1, 7, len(MANY.allocations)])
+def test_memory_of_which_some_is_refused_is_mapped_by_descriptor_once(
+    client: Broker, name: str, channel: pytest.MonkeyPatch, at: int
+) -> None:
+    publish(client, name, MANY)
+    open_before, mapped_before = files(os.getpid()), regions()
+    failing(channel, "cuMemImportFromShareableHandle", at)
+    check(client, name)
+    eventually(lambda: regions() == mapped_before, "all of it to be unmapped")
+    all_closed(os.getpid(), open_before)
+    assert leases(client, name) == 0
+
+
+def test_memory_that_cannot_be_mapped_is_not_tried_by_descriptor(
+    client: Broker, name: str, channel: pytest.MonkeyPatch, mapped: list[int | bytes]
+) -> None:
+    publish(client, name)
+    del mapped[:]
+    with channel.context() as broken:
+        failing(broken, "cuMemMap", 1)
+        with pytest.raises(DeviceFailure, match=r"opening pool .* cuMemMap failed"):
+            client.attach(name)
+    check(client, name)
+    assert [type(source) for source in mapped] == [bytes]
+    eventually(lambda: leases(client, name) == 0, "the end of the lease")
+
+
+def test_whoever_gives_up_while_descriptors_are_to_come_keeps_nothing(
+    lender: BrokerProcess, client: Broker, name: str, channel: pytest.MonkeyPatch
+) -> None:
+    publish(client, name, MANY)
+    with Broker(lender.directory, timeout=1.0) as broker:
+        broker.pools()
+        open_before, mapped_before = files(os.getpid()), regions()
+        failing(channel, "cuMemImportFromShareableHandle", 1, lambda: os.kill(lender.pid, signal.SIGSTOP))
+        try:
+            with pytest.raises(TimedOut):
+                broker.attach(name)
+        finally:
+            os.kill(lender.pid, signal.SIGCONT)
+        eventually(lambda: leases(client, name) == 0, "the end of the lease")
+        all_closed(os.getpid(), open_before)
+        assert regions() == mapped_before
 
 
 def test_descriptors_are_sent_once_for_each_lease(client: Broker, name: str) -> None:

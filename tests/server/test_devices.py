@@ -9,6 +9,7 @@ from queue import Queue
 import pytest
 
 from cubroker.driver import Context, Driver, DriverError, load
+from cubroker.driver.host.fabric import CHANNEL
 from cubroker.protocol.messages import DESCRIPTOR
 from cubroker.server.devices import DeviceMemory
 from cubroker.server.events import Allocate, Allocated, Event, Free, Freed, NotAllocated
@@ -192,6 +193,19 @@ def test_memory_without_addresses_that_does_not_fit_leaves_nothing_allocated(dri
         assert refused.code == "out_of_memory"
         assert files(os.getpid()) <= before
         assert isinstance(device.allocate(2, SIZE, share="vmm"), Allocated)
+
+
+def test_memory_has_a_fabric_handle_beside_its_descriptor_if_it_is_vmm_and_there_is_a_channel(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(driver) as device:
+        for number, (channel, share, handles) in enumerate([("0", "vmm", 2), ("0", "multicast", 1), ("", "vmm", 1)], 1):
+            monkeypatch.setenv(CHANNEL, channel)
+            allocated = device.allocate(number, 1, 1, share=share)
+            assert isinstance(allocated, Allocated)
+            assert len(allocated.descriptors) == 2
+            assert len(set(allocated.handles)) == handles
+            assert (DESCRIPTOR in allocated.handles) == (handles == 1)
 
 
 def test_a_device_makes_its_context_for_the_first_memory_that_has_an_address(
