@@ -129,6 +129,13 @@ def test_the_gateway_process_loads_no_device_and_no_event_loop() -> None:
     assert not under(loaded, "cuda", "cubroker.driver", "cubroker.client", "cubroker.cli", "asyncio", "torch", "numpy")
 
 
+def test_a_keeper_loads_no_device_no_event_loop_and_no_broker() -> None:
+    loaded = loaded_by("cubroker.cli.main", "cubroker.cli.keep")
+    assert "cubroker.server.store.keeper" in loaded
+    assert not under(loaded, "zmq", "cuda", "cubroker.driver", "cubroker.client", "asyncio", "numpy")
+    assert not under(loaded, "cubroker.server.ledger", "cubroker.server.broker", "multiprocessing", "rich", "torch")
+
+
 def test_a_client_loads_no_server_and_no_framework() -> None:
     loaded = loaded_by("cubroker.client")
     assert "cubroker.client" in loaded

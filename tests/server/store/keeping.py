@@ -104,7 +104,7 @@ def pupil(directory: Path) -> list[str]:
 
 
 class Keep:
-    """A keeper, started; what still runs at the end is killed."""
+    """A keeper, started; at the end it is told to end, and has to."""
 
     def __init__(
         self,
@@ -132,8 +132,15 @@ class Keep:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        self.process.kill()
-        self.process.wait()
+        self.process.terminate()
+        try:
+            self.process.wait(PATIENCE if error is None else 1)
+        finally:
+            self.process.kill()
+            self.process.wait()
+            self._close(error)
+
+    def _close(self, error: BaseException | None) -> None:
         if self.process.stderr:
             if error:
                 self._read()
