@@ -8,12 +8,10 @@ call. As with real ones, the bytes are all that it takes: whoever knows them has
 from __future__ import annotations
 
 import os
-import secrets
 import struct
 
 from cubroker.driver.host import descriptors, ranges, sharing
 from cubroker.driver.host.answers import Refusal, Result
-from cubroker.driver.host.heap import SECRET_BYTES
 from cubroker.driver.host.ranges import Physical
 
 CHANNEL = "CUBROKER_HOST_CHANNEL"
@@ -28,28 +26,21 @@ class Exports:
     """The memory of this process that has fabric handles; the driver holds its lock around every call."""
 
     def __init__(self) -> None:
-        self._owner: sharing.Owner | None = None
+        self._offers = sharing.Offers()
         self._handles: dict[Physical, bytes] = {}
 
     def export(self, physical: Physical) -> bytes:
         """Return the handle of some memory, the same each time."""
         channel = check_channel()
         if physical not in self._handles:
-            self._owner = self._owner or sharing.Owner()
-            offer = sharing.Offer(physical.fd, physical.device)
-            handle = self._owner.offer(secrets.token_bytes(SECRET_BYTES), offer)
+            handle = self._offers.add(sharing.Offer(physical.fd, physical.device))
             self._handles[physical] = handle[:_PLACE] + _CHANNEL.pack(channel) + handle[_PLACE + _CHANNEL.size :]
         return self._handles[physical]
 
     def withdraw(self, physical: Physical) -> None:
         """End the handle of memory that is about to be released, if it has one; mappings elsewhere stay."""
-        handle = self._handles.pop(physical, None)
-        if handle is None or self._owner is None:
-            return
-        self._owner.withdraw(sharing.secret_of(handle))
-        if not self._handles:
-            self._owner.stop()
-            self._owner = None
+        if physical in self._handles:
+            self._offers.withdraw(self._handles.pop(physical))
 
 
 def check_channel() -> int:

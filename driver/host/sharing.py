@@ -105,6 +105,30 @@ class Owner:
                 self._socket.sendto(b"", socket.MSG_DONTWAIT, asker)
 
 
+class Offers:
+    """What one part of this process offers, each under a secret of its own. It has an owner while there is anything."""
+
+    def __init__(self) -> None:
+        self._owner: Owner | None = None
+        self._secrets: set[bytes] = set()
+
+    def add(self, offer: Offer) -> bytes:
+        """Return the handle with which others get what is offered."""
+        self._owner = self._owner or Owner()
+        secret = secrets.token_bytes(SECRET_BYTES)
+        self._secrets.add(secret)
+        return self._owner.offer(secret, offer)
+
+    def withdraw(self, handle: bytes) -> None:
+        """Answer for a handle no more; the descriptor may be closed afterwards."""
+        assert self._owner is not None
+        self._owner.withdraw(secret_of(handle))
+        self._secrets.remove(secret_of(handle))
+        if not self._secrets:
+            self._owner.stop()
+            self._owner = None
+
+
 def secret_of(handle: bytes) -> bytes:
     """Return the secret in a handle."""
     return handle[_ADDRESS_BYTES : _ADDRESS_BYTES + SECRET_BYTES]

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import os
-import secrets
 import stat
 import threading
 from dataclasses import dataclass, field
 
 from cubroker.driver.host import descriptors, memory, sharing
-from cubroker.driver.host.heap import SECRET_BYTES
 from cubroker.driver.host.ranges import Mapping, Physical, Range
 from cubroker.driver.host.table import NAME, Binding, Table
 
@@ -35,8 +33,8 @@ class Team:
         self.table = table
         self.nbytes = table.nbytes
         self._uses = 1
-        self._owner: sharing.Owner | None = None
-        self._offers: dict[bytes, int] = {}
+        self._offers = sharing.Offers()
+        self._offered: dict[bytes, int] = {}
         self._bound: dict[bytes, _Bound] = {}
         self._bindings: list[Binding] = []
         self._seen = -1
@@ -75,7 +73,7 @@ class Team:
             return
         for bound in self._bound.values():
             memory.unmap(bound.pointer, bound.nbytes)
-        for handle in tuple(self._offers):
+        for handle in tuple(self._offered):
             self._withdraw(handle)
         self.table.close()
 
@@ -85,10 +83,8 @@ class Team:
         """Bind memory, which is kept for whoever has the object; False if something is bound there already."""
         with descriptors.books() as ours:
             ours.add(fd := descriptors.duplicate(physical.fd))
-        secret = secrets.token_bytes(SECRET_BYTES)
-        self._owner = self._owner or sharing.Owner()
-        handle = self._owner.offer(secret, sharing.Offer(fd, physical.device, place))
-        self._offers[handle] = fd
+        handle = self._offers.add(sharing.Offer(fd, physical.device, place))
+        self._offered[handle] = fd
         entered = False
         try:
             entered = self.table.bind(Binding(physical.device, offset, nbytes, handle))
@@ -100,17 +96,13 @@ class Team:
     def unbind(self, device: int, offset: int, nbytes: int) -> bool:
         """Undo a binding, whichever process made it; False if there is none such."""
         binding = self.table.unbind(device, offset, nbytes)
-        if binding and binding.handle in self._offers:
+        if binding and binding.handle in self._offered:
             self._withdraw(binding.handle)
         return binding is not None
 
     def _withdraw(self, handle: bytes) -> None:
-        assert self._owner is not None
-        self._owner.withdraw(sharing.secret_of(handle))
-        descriptors.close(self._offers.pop(handle))
-        if not self._offers:
-            self._owner.stop()
-            self._owner = None
+        self._offers.withdraw(handle)
+        descriptors.close(self._offered.pop(handle))
 
     # -- storing -----------------------------------------------------------------------------------
 

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import random
-import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -13,23 +14,10 @@ from tests.client.conftest import content, publish
 pytestmark = pytest.mark.usefixtures("share")
 
 
-def together(count: int, work: object) -> None:
+def together(count: int, work: Callable[[int], object]) -> None:
     """Run ``work(number)`` in ``count`` threads and raise what any of them raised."""
-    errors: list[BaseException] = []
-
-    def run(number: int) -> None:
-        try:
-            work(number)  # type: ignore[operator]
-        except BaseException as error:
-            errors.append(error)
-            raise
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
+    with ThreadPoolExecutor(count) as threads:
+        list(threads.map(work, range(count)))
 
 
 def test_threads_share_a_broker(client: Broker, name: str) -> None:
