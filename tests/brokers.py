@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 DEVICES = "host:2@64MiB"
-PATIENCE = 60.0
+PATIENCE = 120.0
 """Seconds after which a condition that does not come true fails a test."""
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from cubroker.cli import text
 from tests.brokers import BrokerProcess
-from tests.cli.processes import COMMAND
+from tests.cli.processes import COMMAND, DEADLINE
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_a_reader_that_went_away_ends_the_command_quietly() -> None:
     )
     with io.FileIO(writer, "w") as broken:
         done = subprocess.run(
-            [sys.executable, "-c", program], stdout=broken, stderr=subprocess.PIPE, timeout=60, check=False
+            [sys.executable, "-c", program], stdout=broken, stderr=subprocess.PIPE, timeout=DEADLINE, check=False
         )
     assert (done.returncode, done.stderr) == (text.BROKEN_PIPE, b"")
 
@@ -89,7 +89,9 @@ def test_a_reader_that_went_away_ends_the_command_quietly() -> None:
 def test_a_command_works_with_standard_streams_closed(broker: BrokerProcess, closed: str) -> None:
     script = f'"$0" -m cubroker.cli "$@" {closed}'
     arguments = [sys.executable, "devices", "--directory", str(broker.directory)]
-    done = subprocess.run(["sh", "-c", script, *arguments], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        ["sh", "-c", script, *arguments], capture_output=True, text=True, timeout=DEADLINE, check=False
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert ("HOST-" in done.stdout) == (closed == "2>&-")
 
@@ -97,5 +99,5 @@ def test_a_command_works_with_standard_streams_closed(broker: BrokerProcess, clo
 def test_output_that_cannot_be_written_is_a_failure_in_one_line(broker: BrokerProcess) -> None:
     command = [*COMMAND, "devices", "--directory", broker.directory]
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=DEADLINE, check=False)
     assert (done.returncode, done.stderr) == (1, "cubroker: cannot write the output: No space left on device\n")

@@ -134,7 +134,7 @@ def test_help_imports_neither_cuda_nor_zeromq_nor_torch() -> None:
         "import sys; from cubroker.cli.main import run; assert run(['--help']) == 0;"
         "print(sorted({'cuda', 'zmq', 'torch', 'numpy', 'asyncio', 'rich'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=DEADLINE, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
 
 
@@ -144,5 +144,5 @@ def test_no_command_imports_torch() -> None:
         "assert all(main.run([command, '--help']) == 0 for command in main.COMMANDS);"
         "print('torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=DEADLINE, check=True)
     assert done.stdout.splitlines()[-1] == "False"

@@ -181,7 +181,7 @@ def test_two_consumers_hand_back_what_they_took(client: Broker, lender: BrokerPr
                 assert ready.record() == value
                 assert [event.wait(timeout=60) for event in taken] == [value, value]
         for consumer in consumers:
-            out, err = consumer.communicate(timeout=60)
+            out, err = consumer.communicate(timeout=PATIENCE)
             assert (out.split(), err) == (["made", "right"], "")
     finally:
         for consumer in consumers:
@@ -443,7 +443,7 @@ def test_a_forked_child_cannot_use_an_event_and_harms_none(lender: BrokerProcess
         """,
         pool.name,
     )
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=PATIENCE)
     assert (out.split(), err) == (["True"] * 4 + ["2", "2"], "")
 
 

@@ -16,6 +16,7 @@ from cubroker.server.assembly import Assembly
 from cubroker.server.devices import DeviceMemory
 from cubroker.server.events import Allocate, Allocated, Assemble, Assembled, Dissolve, Dissolved, Event, Free, Freed
 from cubroker.server.room import GRANULARITY
+from tests.brokers import PATIENCE
 from tests.server.processes import files
 
 SIZES = (GRANULARITY, 2 * GRANULARITY)
@@ -37,7 +38,7 @@ class Bench:
             assert len(allocated.descriptors) == len(SIZES)
 
     def next(self) -> Event:
-        return self.events.get(timeout=60)
+        return self.events.get(timeout=PATIENCE)
 
     def assemble(self) -> Assembled:
         self.assembly.submit(Assemble(3, SIZES, self.members))
