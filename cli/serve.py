@@ -2,64 +2,45 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import click
 
-from cubroker.cli import options, text
+from cubroker.cli import options, settings, text
 from cubroker.driver import DriverError, load
-from cubroker.protocol.directory import default_directory
-from cubroker.protocol.errors import DeviceFailure, Invalid
+from cubroker.protocol.errors import DeviceFailure
 from cubroker.server import logs
-from cubroker.server.config import DEFAULT_BUDGET, DEFAULT_DEVICES
 from cubroker.server.run import configure, serve
 
 
 @click.command("serve")
-@click.option("--config", "file", type=options.PATH, metavar="FILE", help="Settings in TOML; options come first.")
-@options.any_directory
 @click.option(
-    "--devices",
-    metavar="SPEC",
-    help="cuda for all GPUs, cuda:0,1 for some, host:N for N emulated devices in host memory."
-    f"  [default: {DEFAULT_DEVICES}]",
+    "--config",
+    "file",
+    type=options.PATH,
+    envvar=settings.FILE_VARIABLE,
+    metavar="FILE",
+    help="Settings in TOML; the environment comes before it, and options before that.",
 )
-@click.option(
-    "--budget",
-    metavar="SIZE",
-    help=f"What pools may take of each device: 40GiB, or 90%.  [default: {DEFAULT_BUDGET}]",
-)
-@click.pass_obj
-def command(
-    before: Path | None, file: Path | None, directory: Path | None, devices: str | None, budget: str | None
-) -> int:
+@settings.given
+def command(file: Path | None, given: Mapping[str, str]) -> int:
     """Own the memory of this host's devices and lend it, until SIGTERM or Ctrl-C.
 
     The broker runs without a store today: when it ends, its pools go with it.
     """
-    config = configure(file, devices=devices, budget=budget)
-    place = directory or before or _named() or config.directory or default_directory()
-    _probe(config.devices, file if devices is None else None)
+    current = configure(file, given)
+    config = current.config
+    _probe(config.devices)
     with logs.to_standard_error(), options.own_broker():
-        ready = f"cubroker: serving {config.devices} in {place}"
-        return serve(place, config.devices, None, lambda: text.say(ready), config)
+        ready = f"cubroker: serving {config.devices} in {config.directory}"
+        return serve(current, lambda: text.say(ready))
 
 
-def _named() -> Path | None:
-    """Return the directory that the environment names."""
-    named = os.environ.get("CUBROKER_DIR")
-    return Path(named) if named else None
-
-
-def _probe(devices: str, file: Path | None) -> None:
-    """Tell wrong usage, and a machine without a GPU, from what else may keep a broker from starting."""
+def _probe(devices: str) -> None:
+    """Tell a machine without a GPU from what else may keep a broker from starting."""
     try:
         load(devices).close()
-    except ValueError as error:
-        if file is not None:
-            raise Invalid(f"{file}: devices is {devices!r}; {error}") from None
-        raise click.BadParameter(str(error), param_hint="--devices") from None
     except DriverError as error:
         advice = "--devices host:2 serves two devices in host memory instead"
         raise DeviceFailure(f"no GPU to serve as {devices} ({error.name}); {advice}") from None

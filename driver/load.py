@@ -6,7 +6,7 @@ import os
 import re
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import UUID
 
 from cubroker.driver import vmm
@@ -151,13 +151,37 @@ def load(spec: str) -> Driver:
         ValueError: ``spec`` is none of these.
         DriverError: there is no CUDA driver, or no such GPU.
     """
+    chosen = _parse(spec)
+    if isinstance(chosen, _Gpus):
+        from cuda.bindings import driver as cuda
+
+        return Driver(cuda, "cuda", host=False, ordinals=chosen.ordinals)
+    count, size, island = chosen
+    full = f"host:{count}@{size}" + (f"/{island}" if island < count else "")
+    return Driver(host_module(count, size, island), full, host=True)
+
+
+def check(spec: str) -> None:
+    """Raise ``ValueError`` if ``spec`` names no driver; whether there is one here is not looked at."""
+    _parse(spec)
+
+
+class _Gpus(NamedTuple):
+    ordinals: tuple[int, ...] | None
+
+
+class _Emulated(NamedTuple):
+    devices: int
+    size: int
+    island: int
+
+
+def _parse(spec: str) -> _Gpus | _Emulated:
     match = _SPEC.fullmatch(spec)
     if match is None:
         raise ValueError(f"no driver {spec!r}; write cuda, cuda:0,1, host:2, host:2@64MiB or host:4@64MiB/2")
     if match["cuda"]:
-        from cuda.bindings import driver as cuda
-
-        return Driver(cuda, "cuda", host=False, ordinals=_ordinals(spec, match["ordinals"]))
+        return _Gpus(_ordinals(spec, match["ordinals"]))
     count = int(match["count"])
     if not 0 < count <= MAX_HOST_DEVICES:
         raise ValueError(f"{spec!r} asks for {count} devices; it can be 1 to {MAX_HOST_DEVICES}")
@@ -168,8 +192,7 @@ def load(spec: str) -> Driver:
     island = int(match["island"] or count)
     if not 0 < island <= count:
         raise ValueError(f"{spec!r} makes groups of {island} devices; they can be of 1 to {count}")
-    full = f"host:{count}@{size}" + (f"/{island}" if island < count else "")
-    return Driver(host_module(count, size, island), full, host=True)
+    return _Emulated(count, size, island)
 
 
 def _ordinals(spec: str, text: str | None) -> tuple[int, ...] | None:

@@ -22,8 +22,9 @@ def main() -> int:
     ready = f"cubroker: serving on {options.directory}"
     with logs.to_standard_error() as say:
         try:
-            config = configure(options.config, devices=options.devices, budget=options.budget)
-            return serve(options.directory, config.devices, None, lambda: say(ready), config)
+            given = {"directory": str(options.directory), "devices": options.devices, "budget": options.budget}
+            current = configure(options.config, {key: text for key, text in given.items() if text})
+            return serve(current, lambda: say(ready))
         except CubrokerError as error:
             say(f"cubroker: {error.message}")
             return 1

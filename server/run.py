@@ -7,75 +7,67 @@ import logging
 import os
 import resource
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from cubroker.driver import Device, Driver, DriverError, load
 from cubroker.protocol.directory import REQUEST_SOCKET
 from cubroker.protocol.errors import DeviceFailure, Invalid
-from cubroker.server import config as configuration
+from cubroker.server import granting, logs
 from cubroker.server.assembly import Assembly
 from cubroker.server.broker import Broker
-from cubroker.server.config import Budgets, Config
+from cubroker.server.config import Config, Current, Sources
 from cubroker.server.devices import DeviceMemory
 from cubroker.server.directory import Directory
 from cubroker.server.events import Event
+from cubroker.server.granting import grant
 from cubroker.server.greeting import Door
-from cubroker.server.ledger import Budget, Ledger
-from cubroker.server.quantities import parse_budget
+from cubroker.server.ledger import Ledger
 from cubroker.server.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
 
-ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""The signals that tell a broker to end."""
+ENDING = (signal.SIGTERM, signal.SIGINT)
+"""The signals that tell a broker to end; so does SIGHUP where there is no file that could be read again."""
 
 
-def configure(path: Path | None, *, devices: str | None = None, budget: str | None = None) -> Config:
-    """Return the configuration of a file, or what holds without one; what is given here comes before the file.
+def configure(file: Path | None, options: Mapping[str, str]) -> Current:
+    """Return the configuration of a broker; ``options`` are settings by key, and come before everything else.
 
     Raises:
-        Invalid: the file cannot be read, or says what makes no sense.
+        Wrong: it makes no sense.
     """
-    descriptors = _raise_descriptors()
-    config = configuration.default(descriptors) if path is None else configuration.read(path, descriptors)
-    return replace(config, devices=devices or config.devices, budget=budget or config.budget)
+    return Current(Sources(file, options, os.environ, _raise_descriptors()))
 
 
-def serve(
-    directory: Path,
-    devices: str,
-    budget: Budgets | None = None,
-    ready: Callable[[], None] | None = None,
-    config: Config | None = None,
-) -> int:
-    """Serve until SIGTERM, SIGINT or SIGHUP, and return the exit status.
+def serve(current: Current, ready: Callable[[], None] | None = None) -> int:
+    """Serve until SIGTERM or SIGINT, and return the exit status; SIGHUP reads the configuration again, if it is a file.
 
     Args:
-        directory: where to serve; made if it is not there.
-        devices: ``cuda``, ``cuda:0,1``, ``host:2`` or ``host:2@64MiB``.
-        budget: what the broker may use of each device: ``10GiB``, or a share; by default as ``config`` says.
+        current: where to serve, which devices, and all the rest.
         ready: called once when clients are served.
-        config: who may connect and what users may do and have; its directory and devices do not count.
 
     Raises:
         CubrokerError: it cannot start, or another broker serves there.
     """
-    config = config or configure(None)
-    config = replace(config, devices=devices, budget=budget or config.budget)
-    with Directory(directory, config.access) as place:
-        return asyncio.run(_serve(place, config, ready))
+    config = current.config
+    logs.adjust(config.log.format, config.log.level)
+    with Directory(config.directory, config.access) as place:
+        return asyncio.run(_serve(place, current, ready))
 
 
-async def _serve(place: Directory, config: Config, ready: Callable[[], None] | None) -> int:
-    stop = asyncio.create_task(_told_to_stop())
+async def _serve(place: Directory, current: Current, ready: Callable[[], None] | None) -> int:
+    again = asyncio.Event()
+    stop = asyncio.create_task(_told_to_stop(again if current.sources.file else None))
     async with AsyncExitStack() as undo:
-        starting = asyncio.create_task(_start(undo, place, config))
+        starting = asyncio.create_task(_start(undo, place, current.config))
         await asyncio.wait((starting, stop), return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
-            starting.result()
+            reloading = asyncio.create_task(_reload(current, again, starting.result()))
+            undo.callback(reloading.cancel)
             log.info("serving on %s", place.path)
             if ready:
                 ready()
@@ -87,40 +79,56 @@ async def _serve(place: Directory, config: Config, ready: Callable[[], None] | N
     return 0
 
 
-async def _told_to_stop() -> None:
-    """Return at a signal to end. One that is ignored stays so: shells start background work like that, and nohup.
+async def _told_to_stop(again: asyncio.Event | None) -> None:
+    """Return at a signal to end; SIGHUP is one, or, if there is ``again``, sets that.
 
-    One that is blocked does not: whoever started this process left that by mistake, and nobody could stop it.
+    A signal to end that is ignored stays so: shells start background work like that, and nohup. One that is blocked
+    does not: whoever started this process left that by mistake, and nobody could stop it.
     """
     told = asyncio.Event()
-    for number in ENDING:
+    loop = asyncio.get_running_loop()
+    for number in ENDING if again else (*ENDING, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
-            asyncio.get_running_loop().add_signal_handler(number, told.set)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
+            loop.add_signal_handler(number, told.set)
+    if again:
+        loop.add_signal_handler(signal.SIGHUP, again.set)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (*ENDING, signal.SIGHUP))
     await told.wait()
 
 
-async def _start(undo: AsyncExitStack, place: Directory, config: Config) -> None:
-    """Start everything; ``undo`` takes it down again, however far this came."""
+async def _reload(current: Current, again: asyncio.Event, apply: Callable[[Config], None]) -> None:
+    """Read the configuration again whenever told so."""
+    while await again.wait():
+        again.clear()
+        try:
+            await current.reload(apply)
+        # Nor may a mistake in this end the broker, and with it everybody's memory.
+        except Exception:
+            log.exception("the broker failed at reading its configuration again")
+
+
+async def _start(undo: AsyncExitStack, place: Directory, config: Config) -> Callable[[Config], None]:
+    """Start everything; ``undo`` takes it down again, however far this came. Return what takes new rules."""
     supervisor = Supervisor(place.requests, place.path / REQUEST_SOCKET)
     undo.push_async_callback(supervisor.stop)
     supervisor.start()  # it comes up while the driver does
-    broker = await _assemble(undo, supervisor, config)
+    broker, devices = await _assemble(undo, supervisor, config)
     await supervisor.connect(broker.receive, broker.announce_gateway)
     door = Door(place.sessions, broker.admit)
     undo.callback(door.close)
     door.open()
+    return partial(granting.apply, devices, broker.handle)
 
 
-async def _assemble(undo: AsyncExitStack, supervisor: Supervisor, config: Config) -> Broker:
-    """Return a broker over the devices; ``undo`` says farewell, frees their memory and closes them."""
+async def _assemble(undo: AsyncExitStack, supervisor: Supervisor, config: Config) -> tuple[Broker, tuple[Device, ...]]:
+    """Return a broker, and its devices; ``undo`` says farewell, frees their memory and closes them."""
     loop = asyncio.get_running_loop()
     driver = await asyncio.to_thread(_load, config.devices)
     undo.callback(driver.close)
     each = int(driver.host)  # an emulated allocation is a file
-    budgets = [replace(budget, descriptors=each) for budget in _grant(driver.devices, config.budget)]
+    budgets = [replace(budget, descriptors=each) for budget in grant(driver.devices, config.budget)]
     memory: dict[str, DeviceMemory] = {}
-    ledger = Ledger(budgets, os.geteuid(), policy=config.policy)
+    ledger = Ledger(budgets, os.geteuid(), config.limits, config.policy)
 
     def report(event: Event) -> None:
         loop.call_soon_threadsafe(broker.handle, event)
@@ -133,7 +141,7 @@ async def _assemble(undo: AsyncExitStack, supervisor: Supervisor, config: Config
     broker = Broker(ledger, memory, assembly, driver.spec, supervisor.send)
     log.warning("there is no store: if this broker dies, its pools and the record of leases go with it")
     undo.callback(broker.close, "the broker is shutting down")
-    return broker
+    return broker, driver.devices
 
 
 def _load(devices: str) -> Driver:
@@ -143,37 +151,6 @@ def _load(devices: str) -> Driver:
         raise Invalid(f"cannot use devices {devices!r}: {error}") from None
     except DriverError as error:
         raise DeviceFailure(f"cannot use devices {devices!r}: {error}") from None
-
-
-def _grant(devices: Sequence[Device], budgets: Budgets) -> list[Budget]:
-    """Return the budget of every device; raises ``Invalid`` for one that there is not."""
-    if not isinstance(budgets, Mapping):
-        return [_grant_one(device, budgets) for device in devices]
-    known = {configuration.OTHERS, *(name for device in devices for name in _names(device))}
-    for name in budgets:
-        if name not in known:
-            there = ", ".join(" or ".join(_names(device)) for device in devices)
-            raise Invalid(f"a budget for device {name!r}, which is not served; there are {there}, and default")
-    usual = budgets.get(configuration.OTHERS, configuration.DEFAULT_BUDGET)
-    return [_grant_one(device, next((budgets[n] for n in _names(device) if n in budgets), usual)) for device in devices]
-
-
-def _names(device: Device) -> tuple[str, str]:
-    """What a device may be called in the configuration."""
-    return device.uuid, str(device.index)
-
-
-def _grant_one(device: Device, budget: str) -> Budget:
-    granted = parse_budget(budget, device.total)
-    log.info(
-        "device %d: %s, %s, budget %d MiB of %d MiB",
-        device.index,
-        device.name,
-        device.uuid,
-        granted >> 20,
-        device.total >> 20,
-    )
-    return Budget(device.index, device.uuid, device.name, device.total, granted)
 
 
 def _raise_descriptors() -> int:

@@ -82,7 +82,7 @@ def test_options_come_before_the_environment_and_that_before_the_file(directory:
     ("text", "said"),
     [
         ("kep = 1", "there is no setting kep; did you mean keep?"),
-        ('devices = "tpu:1"', "devices is 'tpu:1'; "),
+        ('devices = "tpu:1"', 'devices is "tpu:1"; '),
     ],
 )
 def test_a_configuration_that_makes_no_sense_is_one_line_and_status_1(directory: Path, text: str, said: str) -> None:
@@ -91,7 +91,7 @@ def test_a_configuration_that_makes_no_sense_is_one_line_and_status_1(directory:
     done = run("serve", "--config", file, "--directory", directory)
     assert (done.returncode, done.stdout) == (1, "")
     assert len(done.stderr.splitlines()) == 1
-    assert done.stderr.startswith(f"cubroker: {file}: {said}")
+    assert done.stderr.startswith(f"cubroker: {file}:1: {said}")
 
 
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="needs a machine without a GPU")

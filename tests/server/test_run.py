@@ -19,15 +19,15 @@ from tests.server.processes import alive, gateway_of, gateways, maps, resident
 def start(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """Run a broker that is expected to end by itself."""
     command = [sys.executable, "-m", "cubroker.server", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_broker_serves_until_it_is_told_to_stop(broker: BrokerProcess, number: signal.Signals) -> None:
+def test_a_broker_without_a_file_serves_until_it_is_told_to_stop(broker: BrokerProcess, number: signal.Signals) -> None:
     gateway = gateway_of(broker.pid)
     assert {entry.name for entry in broker.directory.iterdir()} == {"lock", "session.sock", "broker.zmq"}
     broker.process.send_signal(number)
-    assert broker.process.wait(60) == 0
+    assert broker.process.wait(PATIENCE) == 0
     assert {entry.name for entry in broker.directory.iterdir()} == {"lock"}
     assert not alive(gateway)
 
@@ -85,7 +85,7 @@ def test_a_broker_at_rest_is_small_and_keeps_libraries_apart(broker: BrokerProce
     ("arguments", "reason"),
     [
         (["--devices", "abacus:3"], "no driver 'abacus:3'"),
-        (["--devices", "host:1@64MiB", "--budget", "lots"], "'lots' is no size"),
+        (["--devices", "host:1@64MiB", "--budget", "lots"], '--budget: budget is "lots"; write a share or a size'),
         (["--devices", "host:1@64MiB", "--budget", "65MiB"], "the device has 67108864"),
     ],
 )
@@ -157,7 +157,7 @@ def test_a_broker_whose_gateway_cannot_run_says_so(tmp_path: Path) -> None:
     (tmp_path / "zmq.py").write_text("raise ImportError('no such library')\n")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))}
     command = [sys.executable, "-m", "cubroker.server", str(tmp_path / "run"), "--devices", "host:1@64MiB"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False, env=environment)
     assert ended.returncode == 1
     assert "the gateway does not come up" in ended.stderr
     assert "no such library" in ended.stderr
