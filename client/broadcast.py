@@ -156,11 +156,11 @@ def check_same(label: str, outlet: Outlet | None, team: Team | None) -> None:
     """Raise ``Unavailable`` unless the ``team`` of a new lease has what a holder's outlet was made of."""
     if outlet is None or isinstance(outlet, Refused):
         return
-    if outlet.sizes != (team.sizes if team else ()):
-        way = f"{team.how}: {team.why}" if team else "it has no replicas"
+    if team is None or outlet.sizes != team.sizes:
+        now = f"{team.how}: {team.why}" if team else "not at all"
         raise Unavailable(
-            f"{label} is not stored to in the same way as when it fell asleep ({way}), so that what used the addresses"
-            f" cannot go on; it stays asleep: close it, and attach again"
+            f"{label} is not stored to as when it fell asleep (now: {now}), so what used the addresses cannot go on; it"
+            f" stays asleep: close it, and attach again"
         )
 
 

@@ -159,27 +159,28 @@ def test_objects_that_were_made_anew_are_mapped_where_the_old_ones_were(near: Br
             assert other["odd"].tobytes() == text("odd", 5)
 
 
-@pytest.mark.parametrize("first", ["multicast", "copies"])
+@pytest.mark.parametrize(
+    ("how", "name", "other"), [("multicast", "a", "b"), ("copies", "b", "a"), ("copies", "b", "c")]
+)
 def test_a_pool_whose_way_to_all_replicas_is_another_now_stays_asleep(
-    first: str, monkeypatch: pytest.MonkeyPatch
+    how: str, name: str, other: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(OPTIONS, "slots=1")
     with serving("host:3@16MiB") as process, Broker(process.directory) as near:
-        for name in ("one", "two"):
-            with near.create(name, TENSORS, devices=(0, 1), share="multicast", writable=True) as draft:
+        for each, share in (("a", "multicast"), ("b", "multicast"), ("c", "vmm")):
+            with near.create(each, TENSORS, devices=(0, 1), share=share, writable=True) as draft:
                 draft.seal()
-        ways = {"multicast": ("one", "two"), "copies": ("two", "one")}[first]
-        with near.attach(ways[0], device=1) as pool:
-            assert pool.how == first
+        with near.attach(name, device=1) as pool:
+            assert pool.how == how
             pool.sleep()
             before = regions()
-            pool.name = ways[1]
+            pool.name = other
             with pytest.raises(Unavailable, match=r"is not stored to .* as when it fell asleep.*attach again"):
                 pool.wake()
             assert pool.asleep
             assert regions() <= before
-            eventually(lambda: leases(near, ways[1]) == 0, "the lease to go back")
-            pool.name = ways[0]
+            eventually(lambda: leases(near, other) == 0, "the lease to go back")
+            pool.name = name
             pool.wake()
             pool.broadcast(text("odd", 2), "odd")
             assert pool["odd"].tobytes() == text("odd", 2)

@@ -54,6 +54,17 @@ def test_every_byte_arrives_on_every_device(
 
 
 @SHARES
+def test_a_plan_spreads_the_tensors_over_the_devices(gpu: tuple[BrokerProcess, Broker], path: Path, share: str) -> None:
+    _, broker = gpu
+    first, *_, last = (device.uuid for device in broker.driver.devices * 2)
+    load(broker, "spread", path, plan={"layer.*": last, "*": first}, share=share)
+    assert verify(broker, "spread", path).differences == ()
+    with broker.attach("spread") as pool:
+        assert pool["layer.7.weight"].memory_device.uuid == last
+        assert pool["long"].memory_device.uuid == first
+
+
+@SHARES
 def test_gaps_between_tensors_are_zero(gpu: tuple[BrokerProcess, Broker], path: Path, share: str) -> None:
     _, broker = gpu
     load(broker, "m", path, share=share)
