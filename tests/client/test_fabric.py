@@ -16,7 +16,7 @@ from cubroker.driver.host.fabric import CHANNEL
 from cubroker.protocol import Layout
 from cubroker.protocol.errors import DeviceFailure, Invalid, TimedOut
 from cubroker.protocol.messages import Describe, Description, Done, SendDescriptors
-from tests.brokers import BrokerProcess, eventually, serving
+from tests.brokers import PATIENCE, BrokerProcess, eventually, serving
 from tests.client import shares
 from tests.client.conftest import LAYOUT, content, leases, publish
 from tests.client.scripts import run
@@ -101,7 +101,7 @@ def test_whoever_is_not_on_the_channel_gets_descriptors_of_the_same_memory(
             assert pool["weight"].tobytes() == content("weight", 128)
         assert opened_by(client, f"{name}-own") == "fabric handle"
         del own, pool
-        eventually(lambda: regions() == before[1], "what was mapped meanwhile to be unmapped")
+        eventually(lambda: regions() <= before[1], "what was mapped meanwhile to be unmapped")
         all_closed(os.getpid(), before[0])
         assert [type(source) for source in mapped] == [bytes, int, int]
         draft.seal()
@@ -210,7 +210,7 @@ def test_memory_of_which_some_is_refused_is_mapped_by_descriptor_once(
     open_before, mapped_before = files(os.getpid()), regions()
     failing(channel, "cuMemImportFromShareableHandle", at)
     check(client, name)
-    eventually(lambda: regions() == mapped_before, "all of it to be unmapped")
+    eventually(lambda: regions() <= mapped_before, "all of it to be unmapped")
     all_closed(os.getpid(), open_before)
     assert leases(client, name) == 0
 
@@ -233,8 +233,9 @@ def test_whoever_gives_up_while_descriptors_are_to_come_keeps_nothing(
     lender: BrokerProcess, client: Broker, name: str, channel: pytest.MonkeyPatch
 ) -> None:
     publish(client, name, MANY)
-    with Broker(lender.directory, timeout=1.0) as broker:
+    with Broker(lender.directory) as broker:
         broker.pools()
+        broker._session.timeout = 1.0
         open_before, mapped_before = files(os.getpid()), regions()
         failing(channel, "cuMemImportFromShareableHandle", 1, lambda: os.kill(lender.pid, signal.SIGSTOP))
         try:
@@ -242,9 +243,10 @@ def test_whoever_gives_up_while_descriptors_are_to_come_keeps_nothing(
                 broker.attach(name)
         finally:
             os.kill(lender.pid, signal.SIGCONT)
+            broker._session.timeout = PATIENCE
         eventually(lambda: leases(client, name) == 0, "the end of the lease")
         all_closed(os.getpid(), open_before)
-        assert regions() == mapped_before
+        assert regions() <= mapped_before
 
 
 def test_descriptors_are_sent_once_for_each_lease(client: Broker, name: str) -> None:
