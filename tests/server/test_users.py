@@ -5,38 +5,21 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
 from cubroker.protocol.layout import Layout
 from cubroker.protocol.messages import Attach, Close, Done, Failed, Refused
-from tests.brokers import BrokerProcess, eventually, started
+from tests.brokers import eventually
 from tests.server.clients import connect, greet, session
+from tests.server.configured import configured
 from tests.server.processes import descriptors
 from tests.server.visitor import visiting
 
 ALICE, BOB, EVE = 4001, 4002, 4003
 STAFF = 5000
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can run processes as other users")
-
-
-class Configured(BrokerProcess):
-    """A broker with a configuration file."""
-
-    def __init__(self, directory: Path, text: str) -> None:
-        directory.parent.chmod(0o755)
-        self.file = directory.with_name("cubroker.toml")
-        self.file.write_text(text)
-        super().__init__(directory)
-
-    def command(self) -> list[str]:
-        return [*super().command(), "--config", str(self.file)]
-
-
-def configured(text: str) -> AbstractContextManager[Configured]:
-    return started(lambda directory: Configured(directory, text))
 
 
 @needs_root
