@@ -567,7 +567,7 @@ def test_a_forked_child_has_nothing_of_its_parents_objects(driver: Driver) -> No
 # -- what is left --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["memfd_create", "ftruncate", "fcntl", "mmap", "open"])
+@pytest.mark.parametrize("name", ["memfd_create", "ftruncate", "fcntl", "mmap", "madvise", "open"])
 def test_system_calls_that_fail_leave_nothing(module: HostModule, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     plan = faults.Plan()
     monkeypatch.setattr(memory, "_libc", faults._FaultyLibc(vars(memory)["_libc"], plan))
