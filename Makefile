@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 PACKAGES := protocol driver server client cli
 SOURCES := pyproject.toml README.md LICENSE $(shell find $(PACKAGES) -name '*.py' -o -name '*.ptx' -o -name py.typed)
 LEDGER := answers ledger events states records books leases signals teams room waiting attaching drafts publishing reports stories wording \
-	permissions policy invariants
+	permissions policy invariants reconfiguring vanishing record restoring
 
 .PHONY: help demo test lint types unit simulate kill soak fuzz hostile benchmarks clean
 

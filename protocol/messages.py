@@ -117,7 +117,31 @@ class Descriptors(Message, frozen=True):
     count: Annotated[int, Meta(ge=1, le=MAX_DESCRIPTORS)]
 
 
-Notice = PoolChanged | GatewayChanged | Farewell | Descriptors
+class PoolLost(Message, frozen=True):
+    """The memory of a version of which the receiver has leases went with an earlier broker; ``why`` says how.
+
+    What the receiver has mapped stays as long as it does; nobody else gets it, and the leases are to be closed.
+    """
+
+    name: str
+    version: Natural
+    why: str
+
+
+class Rebound(Message, frozen=True):
+    """The broker was started again: this is how ``lease`` writes all replicas of its ``multicast`` version from now on.
+
+    ``team`` has the sizes of the new objects, if there are any. ``replicas`` are the others, where copies take the
+    place of multicast and the lease is on a published version. The descriptors of ``lease`` that come after this
+    notice are those of ``replicas``, then of the objects; what it had of both before is to be let go.
+    """
+
+    lease: Identifier
+    replicas: Replicas
+    team: Team
+
+
+Notice = PoolChanged | GatewayChanged | Farewell | Descriptors | PoolLost | Rebound
 
 # -- requests --------------------------------------------------------------------------------------
 
@@ -153,6 +177,7 @@ class Create(Message, frozen=True):
     answered like an attach, there, as soon as the pool has a current version.
     ``mode`` is the pool's from the publication on, like a file's; without it a pool keeps its mode, and
     a new one gets the broker's default. Whoever attaches to a ``writable`` version may write it, and make events on it.
+    A ``durable`` one, which is ``vmm`` or ``multicast``, stays when the broker is killed and started again.
     Answer: :class:`Created`, or :class:`Attached`.
     """
 
@@ -165,6 +190,7 @@ class Create(Message, frozen=True):
     mode: Mode | None = None
     plan: Plan | None = None
     writable: bool = False
+    durable: bool = False
 
 
 class Seal(Message, frozen=True):
@@ -348,7 +374,8 @@ Replicas = Annotated[tuple[Replica, ...], Meta(max_length=MAX_DEVICES)]
 class Team(Struct, frozen=True, array_like=True):
     """How bytes get to all replicas of a ``multicast`` version at once, for whoever may write it.
 
-    ``how`` is ``multicast`` or ``copies``; ``why`` says why. ``sizes`` are those of the multicast objects, one per
+    ``how`` is ``multicast`` or ``copies``, or nothing while a broker that was started again puts the team together:
+    then :class:`Rebound` follows. ``why`` says why. ``sizes`` are those of the multicast objects, one per
     allocation, if the receiver may store through them: their descriptors come after those of the replicas.
     """
 
@@ -403,7 +430,7 @@ class Retirement(Message, frozen=True):
 
 
 class PoolInfo(Struct, frozen=True):
-    """One live version. ``state``: ``draft``, ``current``, ``superseded`` or ``retired``.
+    """One live version. ``state``: ``draft``, ``current``, ``superseded``, ``retired``, or ``lost``: ``why`` says how.
 
     ``nbytes`` is what its layout takes: on each device, or, if it is ``sharded``, on all of them together.
     ``owner`` made the version; ``group`` and ``mode`` are the pool's. Its readers may write it if it is ``writable``.

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from cubroker.protocol import names
 from cubroker.protocol.errors import Denied, Invalid, NotFound, Retired
-from cubroker.protocol.messages import Attach, Attached, Replica, Where
+from cubroker.protocol.messages import Attach, Attached, Created, Replica, Where
 from cubroker.server import teams, waiting, wording
 from cubroker.server.books import Books
 from cubroker.server.leases import grant
 from cubroker.server.permissions import may_read
-from cubroker.server.records import Allocation, Pool, Reader, Session, Version
+from cubroker.server.records import Allocation, Lease, Pool, Reader, Session, Version
 from cubroker.server.states import State
 
 
@@ -47,9 +47,10 @@ def check_readable(books: Books, session: Session, pool: Pool) -> None:
 def _check_missing(books: Books, session: Session, pool: Pool | None, body: Attach) -> None:
     """Raise unless the missing version can come and the request may wait for it."""
     names.check(body.name)
-    if 0 < body.version <= books.last(body.name):
+    past = books.past(body.name)
+    if 0 < body.version <= past.last:
         current = 0 if pool is None or pool.current is None else pool.current.number
-        raise Retired(wording.retired(body.name, body.version, current))
+        raise Retired(wording.retired(body.name, body.version, current, past.loss))
     check_somewhere(books, body)
     if not body.wait:
         raise NotFound(missing(books, session, pool, body.name, body.version))
@@ -65,7 +66,7 @@ def missing(books: Books, session: Session, pool: Pool | None, name: str, number
     """Say why there is no such version (0: no current one), and what else there is that ``session`` may see."""
     if pool is None or not pool.versions:
         visible = (other for other in books.pools.values() if may_read(books, session, other))
-        return wording.no_pool(name, visible, books.last(name))
+        return wording.no_pool(name, visible, books.past(name))
     return wording.unpublished(pool, number)
 
 
@@ -78,20 +79,32 @@ def lease(books: Books, session: Session, version: Version, where: Attach | Wher
         OverQuota: the session or its user has enough leases.
     """
     check_readable(books, session, version.pool)
-    allocations, team = _choose(version, where.device, where.peers), None
-    if version.team is not None:
-        allocations, team = teams.reached(version, allocations[0], where.device)
-    granted = grant(books, session, version, allocations, team)
+    allocations, bound = _choose(version, where.device, where.peers), teams.binds(version, where.device)
+    if bound:
+        allocations = teams.reached(version, allocations[0])
+    return attached(grant(books, session, version, allocations, bound=bound))
+
+
+def attached(lease: Lease) -> Attached:
+    """Return the answer that says what was leased of a published version."""
+    version = lease.version
     return Attached(
-        lease=granted.id,
+        lease=lease.id,
         name=version.pool.name,
         version=version.number,
         share=version.share,
         layout=version.layout,
-        replicas=tuple(map(replica, allocations)),
+        replicas=tuple(map(replica, lease.allocations)),
         writable=version.writable,
-        team=teams.message(version, objects=team is not None),
+        team=teams.message(version, objects=lease.bound),
     )
+
+
+def created(lease: Lease) -> Created:
+    """Return the answer that says what was leased of a draft."""
+    version = lease.version
+    replicas, team = tuple(map(replica, lease.allocations)), teams.message(version, objects=True)
+    return Created(lease.id, version.pool.name, version.number, version.share, replicas, team)
 
 
 def _choose(version: Version, device: str | None, peers: Sequence[str]) -> tuple[Allocation, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Sequence
-from itertools import count
+from enum import StrEnum
 from typing import TypeVar
 
 from cubroker.server.events import Effect
@@ -14,24 +14,57 @@ from cubroker.server.records import (
     Allocation,
     Budget,
     Clock,
+    Lease,
     Limits,
+    Past,
     Pool,
     Session,
     Signal,
     Story,
     Team,
     User,
+    Version,
     Waiter,
 )
+from cubroker.server.states import Cause, State
 
 K = TypeVar("K")
 V = TypeVar("V")
 
 MAX_NUMBERS = 65_536
-"""Names without a pool whose last version number is remembered; beyond it the oldest are forgotten."""
+"""Names without a pool of which it is remembered what was; beyond it the oldest are forgotten."""
 
 MAX_PAST = 512
 """Pools, and sessions, whose story is remembered although they have ended; beyond it the oldest are forgotten."""
+
+
+class Kind(StrEnum):
+    """What is recorded, as :mod:`cubroker.server.record` says."""
+
+    SESSION = "session"
+    WATCH = "watch"
+    NAME = "name"
+    VERSION = "version"
+    STATE = "state"
+    LEASE = "lease"
+    EVENT = "event"
+
+
+Mark = tuple[Kind, int, str]
+"""Something that has to be recorded anew: its kind, its number, and its name; 0 and empty if it has none."""
+
+
+class Serial:
+    """Numbers that rise by one; ``last`` is the last one that was given out."""
+
+    __slots__ = ("last",)
+
+    def __init__(self) -> None:
+        self.last = 0
+
+    def __next__(self) -> int:
+        self.last += 1
+        return self.last
 
 
 class Books:
@@ -39,9 +72,15 @@ class Books:
 
     ``stirred_pools`` and ``stirred_accounts`` are those where something ended, so that somebody who
     waits there may be served: :func:`cubroker.server.drafts.settle` looks at each of them.
+
+    ``store`` says how many descriptors the store has room for, None that there is none; ``stored`` counts those of
+    sessions and of durable memory, also of creates that wait for it. ``marks`` are what changed since it was
+    recorded last; None: nobody records it. A restored ledger is not ``resumed`` until it was told what is missing.
     """
 
-    def __init__(self, devices: Sequence[Budget], uid: int, limits: Limits, policy: Policy) -> None:
+    def __init__(
+        self, devices: Sequence[Budget], uid: int, limits: Limits, policy: Policy, store: int | None = None
+    ) -> None:
         self.uid = uid
         self.limits = limits
         self.policy = policy
@@ -52,32 +91,53 @@ class Books:
         self.sessions: dict[int, Session] = {}
         self.pools: dict[str, Pool] = {}
         self.allocations: dict[int, Allocation] = {}
+        self.leases: dict[int, Lease] = {}
         self.signals: dict[int, Signal] = {}
         self.teams: dict[int, Team] = {}
         self.timers: dict[int, Waiter] = {}
-        self.numbers: dict[str, int] = {}
+        self.numbers: dict[str, Past] = {}
         self.past_pools: OrderedDict[str, Pool] = OrderedDict()
         self.past_sessions: OrderedDict[int, Session] = OrderedDict()
         self.stirred_pools: deque[Pool] = deque()
         self.stirred_accounts: dict[Account, None] = {}
         self.effects: list[Effect] = []
-        self.lease_ids = count(1)
-        self.signal_ids = count(1)
-        self.tickets = count(1)
-        self.timer_ids = count(1)
-        self.arrivals = count(1)
+        self.lease_ids = Serial()
+        self.signal_ids = Serial()
+        self.tickets = Serial()
+        self.timer_ids = Serial()
+        self.arrivals = Serial()
+        self.last_session = 0
+        self.store = store
+        self.stored = 0
+        self.tolerated_store = 0
+        self.marks: dict[Mark, None] | None = None if store is None else {}
+        self.resumed = True
 
-    def last(self, name: str) -> int:
-        """Return the number of the last version of ``name`` that was published, 0 if none was."""
+    def mark(self, kind: Kind, number: int = 0, name: str = "") -> None:
+        """Note that something has to be recorded anew, if anything is recorded at all."""
+        if self.marks is not None:
+            self.marks[kind, number, name] = None
+
+    def move(self, version: Version, cause: Cause) -> None:
+        """Take a version one step, and note what that changes of the record."""
+        version.move(cause)
+        name, number = version.pool.name, version.number
+        self.mark(Kind.NAME, name=name)
+        self.mark(Kind.STATE, number, name)
+        if version.state in (State.DRAFT, State.ENDED):
+            self.mark(Kind.VERSION, number, name)
+
+    def past(self, name: str) -> Past:
+        """Return what is remembered of ``name``, whether or not anything of it lives."""
         pool = self.pools.get(name)
-        return self.numbers.get(name, 0) if pool is None else pool.last
+        return self.numbers.get(name, Past()) if pool is None else Past(pool.last, pool.loss)
 
     def pool(self, name: str) -> Pool:
         """Return the record of ``name``, a new one if it has none."""
         pool = self.pools.get(name)
         if pool is None:
             pool = self.past_pools.pop(name, None) or Pool(name, 0, story=Story(self.clock))
-            pool.last = self.numbers.pop(name, 0)
+            pool.last, pool.loss = self.numbers.pop(name, Past())
             self.pools[name] = pool
         return pool
 
@@ -100,13 +160,15 @@ class Books:
         self.part(session.user)
 
     def forget(self, pool: Pool) -> None:
-        """Drop the record of a pool that is idle, except for its last number: numbers are not given out twice."""
+        """Drop the record of a pool that is idle, except for its past: numbers are not given out twice."""
         del self.pools[pool.name]
         _keep(self.past_pools, pool.name, pool)
         if pool.last:
-            self.numbers[pool.name] = pool.last
+            self.numbers[pool.name] = Past(pool.last, pool.loss)
             if len(self.numbers) > MAX_NUMBERS:
-                del self.numbers[next(iter(self.numbers))]
+                oldest = next(iter(self.numbers))
+                del self.numbers[oldest]
+                self.mark(Kind.NAME, name=oldest)
 
 
 def _keep(past: OrderedDict[K, V], key: K, record: V) -> None:

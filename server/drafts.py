@@ -32,18 +32,30 @@ from cubroker.protocol.errors import (
     NotFound,
     OverBudget,
     OverQuota,
+    Unsupported,
     from_code,
 )
 from cubroker.protocol.layout import Layout
-from cubroker.protocol.messages import DESCRIPTOR, Attached, Create, Created
-from cubroker.server import teams, wording
-from cubroker.server.attaching import check_somewhere, lease, replica
+from cubroker.protocol.messages import DESCRIPTOR, Attached, Create
+from cubroker.server import attaching, teams, wording
+from cubroker.server.attaching import check_somewhere, created
 from cubroker.server.books import Books
 from cubroker.server.events import Allocated, Assembled, Freed, NotAllocated
 from cubroker.server.leases import check_quota, grant
 from cubroker.server.permissions import may_rule, may_write
 from cubroker.server.policy import exceeds
-from cubroker.server.records import MULTICAST, VMM, Allocation, Phase, Pool, Session, Story, Version, Writer
+from cubroker.server.records import (
+    BY_DESCRIPTOR,
+    MULTICAST,
+    VMM,
+    Allocation,
+    Phase,
+    Pool,
+    Session,
+    Story,
+    Version,
+    Writer,
+)
 from cubroker.server.room import allocate, lose, rounded, shift, take_off, under_way
 from cubroker.server.states import Cause, Report, Stage, State
 from cubroker.server.waiting import (
@@ -66,7 +78,7 @@ def create(books: Books, session: Session, request: int, body: Create, layout: L
     """Begin a create; with ``attach``, lease the current version if there is one. Raises what stands in the way."""
     pool = books.pools.get(body.name)
     if body.attach is not None and pool is not None and pool.current is not None:
-        return lease(books, session, pool.current, body.attach)
+        return attaching.lease(books, session, pool.current, body.attach)
     _check(books, body, layout)
     if pool is not None and body.attach is None:
         _check_writable(books, session, pool, body)
@@ -97,6 +109,8 @@ def _check(books: Books, body: Create, layout: Layout) -> None:
     names.check(body.name)
     if body.share not in SHARES:
         raise Invalid(f"unknown share kind {body.share[:16]!r}; use {' or '.join(SHARES)}")
+    if body.durable and (body.share not in BY_DESCRIPTOR or books.store is None):
+        raise Unsupported(wording.not_durable(body))
     if not layout.allocations:
         raise Invalid(f"the layout of {body.name} has no memory; a pool needs at least one tensor")
     if len(set(body.devices)) < len(body.devices):
@@ -150,7 +164,7 @@ def _check_writable(books: Books, session: Session, pool: Pool, body: Create) ->
 
 
 def _check_quotas(books: Books, session: Session, body: Create, layout: Layout) -> None:
-    """Raise if the user's quota can never have room, or has none for one more layout or its descriptors."""
+    """Raise if there can never be room in the user's quota, or the store or that has none for what is asked now."""
     user = session.user
     nbytes = sum(map(rounded, layout.allocations)) * (len(body.devices) if body.plan is None else 1)
     if exceeds(0, nbytes, user.quota.memory):
@@ -161,6 +175,9 @@ def _check_quotas(books: Books, session: Session, body: Create, layout: Layout) 
     descriptors = sum(len(sizes) * device.descriptors_of(body.share) for device, sizes in devices)
     if exceeds(user.descriptors, descriptors, user.quota.descriptors):
         raise OverQuota(wording.too_many_descriptors(user.uid, descriptors, user.quota.descriptors, user))
+    pieces = sum(map(len, _sizes(body, layout).values())) if body.durable else 0
+    if exceeds(books.stored, pieces, books.store):
+        raise OverQuota(wording.store_is_full(books, pieces))
 
 
 def _writer(books: Books, session: Session, request: int, body: Create, layout: Layout) -> Writer:
@@ -283,6 +300,7 @@ def _begin_draft(books: Books, writer: Writer) -> None:
         share=writer.body.share,
         plan=writer.body.plan,
         writable=writer.body.writable,
+        durable=writer.body.durable,
         layout=writer.body.layout,
         tensors=writer.tensors,
         nbytes=writer.content,
@@ -320,10 +338,12 @@ def _complete(books: Books, version: Version) -> None:
 
 
 def assembled(books: Books, event: Assembled) -> None:
-    """Note that memory was bound together, or has to do without: the writer has its draft."""
+    """Note that memory was bound together, or has to do without: the writer has its draft; or it was, once more."""
     version = teams.assembled(books, event)
     if version.state is State.ALLOCATING:
         _fill(books, version)
+    elif version.state not in (State.LOST, State.ENDED):
+        teams.rebind(books, version)
 
 
 def _spread(allocation: Allocation, handles: tuple[bytes, ...]) -> tuple[bytes, ...]:
@@ -344,12 +364,10 @@ def _fill(books: Books, version: Version) -> None:
     except OverQuota as error:
         refuse(books, writer, error)
         return
-    version.move(Cause.FILLED)
+    books.move(version, Cause.FILLED)
     leave(books, writer)
-    team = version.team if version.team is not None and version.team.sizes else None
-    lease_id = grant(books, writer.session, version, tuple(version.replicas.values()), team).id
-    replicas, bound = tuple(map(replica, version.replicas.values())), teams.message(version, objects=True)
-    answer(books, writer, Created(lease_id, version.pool.name, version.number, version.share, replicas, bound))
+    lease = grant(books, writer.session, version, tuple(version.replicas.values()), bound=version.several)
+    answer(books, writer, created(lease))
 
 
 def not_allocated(books: Books, event: NotAllocated) -> None:

@@ -119,7 +119,34 @@ class Reconfigured:
     budgets: Mapping[str, int]
 
 
-Event = Joined | Lost | Gone | Asked | Allocated | NotAllocated | Freed | Elapsed | Assembled | Dissolved | Reconfigured
+@dataclass(frozen=True, slots=True)
+class Vanished:
+    """The memory of a ticket that a restored ledger has cannot be reached any more; ``why`` is a clause for people."""
+
+    ticket: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """A restored ledger has been told of everything that is missing; the work goes on."""
+
+
+Event = (
+    Joined
+    | Lost
+    | Gone
+    | Asked
+    | Allocated
+    | NotAllocated
+    | Freed
+    | Elapsed
+    | Assembled
+    | Dissolved
+    | Reconfigured
+    | Vanished
+    | Resumed
+)
 
 # -- effects ---------------------------------------------------------------------------------------
 
@@ -145,18 +172,19 @@ class Notify:
 class Allocate:
     """Allocate, clear and export ``sizes`` bytes on device ``device`` (a UUID), known as ``ticket`` from now on.
 
-    ``share`` says how they are to be shared.
+    ``share`` says how they are to be shared. If they are ``durable``, the store has them before they are reported.
     """
 
     ticket: int
     device: str
     sizes: tuple[int, ...]
     share: str
+    durable: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """Free everything that was allocated as ``ticket``; also asked for while that is still under way."""
+    """Free everything that was allocated as ``ticket``; also asked for while that is under way, or once it vanished."""
 
     ticket: int
     device: str

@@ -8,7 +8,8 @@ from dataclasses import astuple
 from cubroker.server.books import Books
 from cubroker.server.leases import FABRIC, is_kept, opened_by
 from cubroker.server.records import (
-    MULTICAST,
+    BY_DESCRIPTOR,
+    SESSION,
     Account,
     Lease,
     Listener,
@@ -55,11 +56,23 @@ def check(books: Books) -> None:
         for allocation in team.version.replicas.values():
             assert books.allocations[allocation.ticket].stage in ALLOCATED, "a team's memory went before it"
     assert bound <= set(books.teams.values())
+    assert {lease for session in books.sessions.values() for lease in session.leases.values()} == {
+        *books.leases.values()
+    }
+    _check_store(books)
     signals = [signal for session in books.sessions.values() for signal in session.signals.values()]
     assert sorted(signals, key=lambda signal: signal.id) == list(books.signals.values())
     for timer, waiter in books.timers.items():
         assert waiter.timer == timer
         assert waiter.session.unfinished[waiter.request] is waiter
+
+
+def _check_store(books: Books) -> None:
+    waiters = [waiter for session in books.sessions.values() for waiter in session.unfinished.values()]
+    waiting = sum(w.stored for w in waiters if isinstance(w, Writer) and w.phase is not Phase.MEMORY)
+    pieces = sum(allocation.stored for allocation in books.allocations.values())
+    assert books.stored == SESSION * len(books.sessions) + pieces + waiting
+    assert books.store is None or books.stored <= max(books.store, books.tolerated_store)
 
 
 def _check_account(books: Books, account: Account) -> None:
@@ -118,8 +131,13 @@ def _check_session(books: Books, session: Session) -> None:
         assert session.leases
         assert not session.unfinished
         assert not session.watches
-    for lease in session.leases.values():
+    assert session.id <= books.last_session
+    for number, lease in session.leases.items():
+        assert lease.id == number
+        assert 0 < lease.id <= books.lease_ids.last
         assert lease.session is session
+        assert lease.version.holders[lease.id] is lease
+        assert all(allocation in lease.version.replicas.values() for allocation in lease.allocations)
         assert lease.version.state not in (State.ALLOCATING, State.ENDED)
         assert not lease.unsent or opened_by(lease.version) == FABRIC
         _check_signals(books, lease)
@@ -208,6 +226,8 @@ def _check_pool(books: Books, pool: Pool) -> None:
 
 def _check_version(books: Books, version: Version, leases: int) -> None:
     pool, state = version.pool, version.state
+    assert not version.durable or (version.share in BY_DESCRIPTOR and books.store is not None)
+    assert state is not State.LOST or version.why
     assert pool.versions[version.number] is version
     assert version.leases == leases
     assert leases or state in (State.ALLOCATING, State.CURRENT) or is_kept(books, version), "nothing keeps a version"
@@ -217,12 +237,14 @@ def _check_version(books: Books, version: Version, leases: int) -> None:
     assert all(books.signals[signal.id] is signal for signal in version.signals.values())
     assert len(version.epitaphs) <= EPITAPHS
     assert all(listener.lease.version is version for listener in version.openers)
-    several = version.share == MULTICAST and len(version.replicas) > 1
-    assert state is State.ALLOCATING or (version.team is not None) == several
-    assert version.team is None or state is State.ALLOCATING or version.team.bond is Bond.READY
+    assert version.team is None or version.several
+    if version.several and state not in (State.ALLOCATING, State.LOST) and books.resumed:
+        assert version.team is not None
+        assert version.team.bond in (Bond.ASSEMBLING, Bond.READY)
     assert version.plan is None or set(version.plan) == set(range(len(version.replicas)))
     for uuid, allocation in version.replicas.items():
         assert allocation.version is version
+        assert 0 < allocation.ticket <= books.tickets.last
         assert allocation.account.device.uuid == uuid
         if state is not State.ALLOCATING:
             assert allocation.stage is Stage.HELD

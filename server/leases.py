@@ -15,14 +15,17 @@ from collections.abc import Sequence
 from cubroker.protocol.errors import Invalid, NotFound, OverQuota
 from cubroker.protocol.messages import DESCRIPTOR, Done
 from cubroker.server import teams, wording
-from cubroker.server.books import Books
+from cubroker.server.books import Books, Kind
 from cubroker.server.events import HandOver, Withdraw
 from cubroker.server.policy import exceeds
-from cubroker.server.records import BY_DESCRIPTOR, Allocation, Lease, Pool, Session, Team, Version
+from cubroker.server.records import BY_DESCRIPTOR, Allocation, Lease, Pool, Session, Version
 from cubroker.server.room import give_up
 from cubroker.server.states import Cause, State
 
 FABRIC = "fabric handle"
+
+OUT_OF_SERVICE = (State.SUPERSEDED, State.RETIRED, State.LOST)
+"""The states of versions that end with their last lease."""
 
 
 def opened_by(version: Version) -> str:
@@ -36,28 +39,34 @@ def opened_by(version: Version) -> str:
 
 
 def grant(
-    books: Books, session: Session, version: Version, allocations: Sequence[Allocation], team: Team | None = None
+    books: Books, session: Session, version: Version, allocations: Sequence[Allocation], *, bound: bool = False
 ) -> Lease:
-    """Give ``session`` a lease on ``version``, and the descriptors of ``allocations`` and of a team's objects.
+    """Give ``session`` a lease on ``version``, and the descriptors of ``allocations``.
 
-    Where fabric handles open the memory, descriptors are sent only if it asks for them.
+    Those of the objects of the version's team as well, if it is ``bound`` to write all replicas at once. Where fabric
+    handles open the memory, descriptors are sent only if it asks for them.
 
     Raises:
         OverQuota: it, or its user, has enough leases.
     """
     check_quota(books, session)
-    lease = Lease(next(books.lease_ids), session, version)
-    session.leases[lease.id] = lease
+    lease = Lease(next(books.lease_ids), session, version, tuple(allocations), bound)
+    books.leases[lease.id] = session.leases[lease.id] = version.holders[lease.id] = lease
     session.user.leases += 1
-    version.leases += 1
+    books.mark(Kind.LEASE, lease.id)
     session.story.append(f"lease {lease.id} on {version.label} began")
     if version.share in BY_DESCRIPTOR:
-        tickets = tuple((allocation.account.device.uuid, allocation.ticket) for allocation in allocations)
-        if opened_by(version) == FABRIC:
-            lease.unsent = tickets
-        else:
-            books.effects.append(HandOver(session.id, lease.id, tickets, 0 if team is None else team.id))
+        lease.unsent = opened_by(version) == FABRIC
+        if not lease.unsent:
+            books.effects.append(hand_over(lease))
     return lease
+
+
+def hand_over(lease: Lease) -> HandOver:
+    """Return what hands all over that a lease by descriptors has been given."""
+    tickets = tuple((allocation.account.device.uuid, allocation.ticket) for allocation in lease.allocations)
+    team = lease.version.team if lease.bound else None
+    return HandOver(lease.session.id, lease.id, tickets, team.id if team is not None and team.sizes else 0)
 
 
 def send_descriptors(books: Books, lease: Lease) -> Done:
@@ -67,8 +76,9 @@ def send_descriptors(books: Books, lease: Lease) -> Done:
     """
     if not lease.unsent:
         raise Invalid(f"lease {lease.id} on {lease.version.label} has no descriptors that were not sent")
-    books.effects.append(HandOver(lease.session.id, lease.id, lease.unsent))
-    lease.unsent = ()
+    books.effects.append(hand_over(lease))
+    lease.unsent = False
+    books.mark(Kind.LEASE, lease.id)
     return Done()
 
 
@@ -93,10 +103,10 @@ def release(books: Books, lease: Lease) -> None:
     """End a lease, of which no event is left, and its version if nothing else keeps that."""
     assert not lease.signals
     assert not lease.listeners
-    del lease.session.leases[lease.id]
     version = lease.version
+    del books.leases[lease.id], lease.session.leases[lease.id], version.holders[lease.id]
     lease.session.user.leases -= 1
-    version.leases -= 1
+    books.mark(Kind.LEASE, lease.id)
     lease.session.story.append(f"lease {lease.id} on {version.label} ended")
     if version.share in BY_DESCRIPTOR:
         books.effects.append(Withdraw(lease.session.id, lease.id))
@@ -108,7 +118,7 @@ def release(books: Books, lease: Lease) -> None:
 
 def end_if_empty(books: Books, version: Version) -> None:
     """End a version that is out of service once it has no lease, unless it is kept."""
-    if version.leases == 0 and version.state in (State.SUPERSEDED, State.RETIRED) and not is_kept(books, version):
+    if not version.holders and version.state in OUT_OF_SERVICE and not is_kept(books, version):
         end(books, version, Cause.EMPTIED)
 
 
@@ -125,7 +135,7 @@ def superseded(pool: Pool) -> list[Version]:
 
 def end(books: Books, version: Version, cause: Cause) -> None:
     """End a version and have its memory freed, whatever of it there is already."""
-    version.move(cause)
+    books.move(version, cause)
     pool = version.pool
     version.user.layouts -= len(version.layout)
     del pool.versions[version.number]

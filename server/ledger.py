@@ -18,23 +18,29 @@ a piece of memory, and that of a team of such pieces. What ends, ends on one pat
 A lost session (its connection ended, its process may live) keeps its leases, asks for nothing new
 and is told nothing; it may still close, seal and drop. It ends with its last lease, or with its process.
 
+A ledger that has a store outlives the broker: :meth:`Ledger.changes` says what to record of every batch of events, and
+:meth:`Ledger.restore` builds a ledger out of that. It is then told what is missing, who is gone (``Gone``, ``Lost``)
+and which memory (``Vanished``), and goes on with ``Resumed``.
+
 Whatever ends stirs the pool or the device that it took part in, and after every event
 :func:`cubroker.server.drafts.settle` serves those who wait there, until nobody can be served.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import assert_never
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Self, assert_never
 
 from cubroker.protocol.errors import CubrokerError, OverQuota, TimedOut, Unavailable
 from cubroker.protocol.messages import (
     LAST_WORDS,
     Attach,
+    Attached,
     AwaitEvent,
     Cancel,
     Close,
     Create,
+    Created,
     Describe,
     Done,
     DropEvent,
@@ -65,10 +71,11 @@ from cubroker.server import (
     signals,
     stories,
     teams,
+    vanishing,
     waiting,
     wording,
 )
-from cubroker.server.books import Books
+from cubroker.server.books import Books, Kind
 from cubroker.server.events import (
     Allocated,
     Asked,
@@ -80,17 +87,39 @@ from cubroker.server.events import (
     Forget,
     Freed,
     Gone,
+    HandOver,
     Joined,
     Lost,
     NotAllocated,
     Reconfigured,
     Respond,
+    Resumed,
+    Vanished,
 )
 from cubroker.server.policy import Policy, exceeds
-from cubroker.server.records import SESSION, Budget, Limits, Session, Story
-from cubroker.server.states import Impossible
+from cubroker.server.record import Recorder, whole
+from cubroker.server.records import BY_DESCRIPTOR, SESSION, Budget, Limits, Session, Story
+from cubroker.server.restoring import restore
+from cubroker.server.states import Impossible, Stage, State
 
-__all__ = ["Budget", "Impossible", "Ledger", "Limits"]
+__all__ = ["Budget", "Held", "Impossible", "Ledger", "Lent", "Limits"]
+
+
+class Held(NamedTuple):
+    """Memory that a version has on one device."""
+
+    ticket: int
+    device: str
+    sizes: tuple[int, ...]
+    share: str
+    durable: bool
+
+
+class Lent(NamedTuple):
+    """A lease: the answer that grants it, and what has its descriptors sent, if it has any."""
+
+    answer: Attached | Created
+    hand_over: HandOver | None
 
 
 class Ledger:
@@ -101,12 +130,83 @@ class Ledger:
         uid: the user that the broker runs as, who may change every pool.
         limits: what one session may have at once.
         policy: what users may do and have; by default there are no quotas, and everybody may attach to everything.
+        store: how many descriptors of sessions and of durable memory the store has room for; None: there is no store,
+            nothing is recorded, and nothing can be durable.
     """
 
     def __init__(
-        self, devices: Sequence[Budget], uid: int, limits: Limits | None = None, policy: Policy | None = None
+        self,
+        devices: Sequence[Budget],
+        uid: int,
+        limits: Limits | None = None,
+        policy: Policy | None = None,
+        store: int | None = None,
     ) -> None:
-        self._books = Books(devices, uid, limits or Limits(), policy or Policy())
+        self._books = Books(devices, uid, limits or Limits(), policy or Policy(), store)
+        self._recorder = None if store is None else Recorder(self._books)
+
+    @classmethod
+    def restore(
+        cls,
+        devices: Sequence[Budget],
+        uid: int,
+        limits: Limits,
+        policy: Policy,
+        items: Iterable[tuple[bytes, bytes]],
+        store: int,
+    ) -> Self:
+        """Return the ledger whose record is among ``items``, a new one if there is none of a ledger.
+
+        What is held stays, however little the rules allow now. The ledger waits for ``Resumed``.
+
+        Raises:
+            Damaged: the record cannot be understood, contradicts itself, or is about devices that are not there.
+        """
+        ledger = cls(devices, uid, limits, policy, store)
+        counted = restore(ledger._books, items)
+        ledger._recorder = Recorder(ledger._books, counted)
+        return ledger
+
+    def changes(self) -> list[tuple[bytes, bytes | None]]:
+        """Return what is to be recorded anew since the last call (None: no more); nothing without a store."""
+        return [] if self._recorder is None else self._recorder.changes()
+
+    def record(self) -> dict[bytes, bytes]:
+        """Return all that there is to record; costs time in proportion to all that the ledger knows."""
+        return whole(self._books)
+
+    @property
+    def last_session(self) -> int:
+        """The highest number that a session had."""
+        return self._books.last_session
+
+    def sessions(self) -> tuple[Joined, ...]:
+        """Return all sessions, as they joined; those that are detached are :meth:`detached`."""
+        return tuple(
+            Joined(session.id, session.pid, session.uid, session.gid, session.groups)
+            for session in self._books.sessions.values()
+        )
+
+    def is_detached(self, session: int) -> bool:
+        """Say whether a session has lost its connection, and lives because it still holds leases."""
+        return not self._books.sessions[session].connected
+
+    def memory(self) -> tuple[Held, ...]:
+        """Return all memory that versions have, in the order in which it was asked for."""
+        return tuple(
+            Held(each.ticket, each.account.device.uuid, each.sizes, each.version.share, each.version.durable)
+            for each in self._books.allocations.values()
+            if each.stage is Stage.HELD
+        )
+
+    def lent(self, session: int, lease: int) -> Lent | None:
+        """Return the answer that grants a lease, as it would be given now; None if the session holds no such lease."""
+        known = self._books.leases.get(lease)
+        if known is None or known.session.id != session:
+            return None
+        answer = attaching.created(known) if known.version.state is State.DRAFT else attaching.attached(known)
+        given = known.version.share in BY_DESCRIPTOR and not known.unsent
+        return Lent(answer, leases.hand_over(known) if given else None)
 
     def admit(self, uid: int) -> CubrokerError | None:
         """Return why a user may open no session now, None if it may; to be asked before it has ``Joined``."""
@@ -115,6 +215,8 @@ class Ledger:
             return OverQuota(wording.too_many_sessions(uid, quota.sessions, user))
         if exceeds(user.descriptors if user else 0, SESSION, quota.descriptors):
             return OverQuota(wording.too_many_descriptors(uid, SESSION, quota.descriptors, user))
+        if exceeds(self._books.stored, SESSION, self._books.store):
+            return OverQuota(wording.store_is_full(self._books, SESSION))
         return None
 
     def handle(self, event: Event, now: float = 0.0) -> list[Effect]:
@@ -148,6 +250,10 @@ class Ledger:
                 self._gone(event)
             case Reconfigured():
                 reconfiguring.reconfigure(self._books, event)
+            case Vanished():
+                vanishing.vanished(self._books, event)
+            case Resumed():
+                vanishing.resumed(self._books)
             case _:
                 assert_never(event)
         drafts.settle(self._books)
@@ -243,12 +349,16 @@ class Ledger:
         story.append(f"process {event.pid} of user {event.uid} joined")
         session = Session(event.session, event.pid, user, event.gid, event.groups, story=story)
         self._books.sessions[session.id] = user.sessions[session.id] = session
+        self._books.last_session = max(self._books.last_session, session.id)
+        self._books.stored += SESSION
+        self._books.mark(Kind.SESSION, session.id)
 
     def _lost(self, event: Lost) -> None:
         session = self._books.sessions.get(event.session)
         if session is None:
             return
         session.connected = False
+        self._books.mark(Kind.SESSION, session.id)
         session.story.append("the connection ended")
         self._stop(session)
         if not session.leases:
@@ -273,4 +383,6 @@ class Ledger:
             signals.give_back(self._books, lease, wording.ENDED)
         session.story.append("it ended")
         self._books.leave(session)
+        self._books.stored -= SESSION
+        self._books.mark(Kind.SESSION, session.id)
         self._books.effects.append(Forget(session.id))

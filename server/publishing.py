@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from cubroker.protocol import names
-from cubroker.protocol.errors import CubrokerError, Denied, Invalid, NotFound, OverQuota, Retired
+from cubroker.protocol.errors import CubrokerError, Denied, Invalid, NotFound, OverQuota, Retired, Unavailable
 from cubroker.protocol.messages import Done, Failed, PoolChanged, Reply, Retire, Retirement, Seal, Sealed, Watch
 from cubroker.server import waiting, wording
 from cubroker.server.attaching import check_readable, lease, missing
-from cubroker.server.books import Books
+from cubroker.server.books import Books, Kind
 from cubroker.server.events import Notify
 from cubroker.server.leases import end_if_empty, held, release, superseded
 from cubroker.server.permissions import may_read, may_write
@@ -20,16 +20,18 @@ def seal(books: Books, session: Session, body: Seal) -> Sealed:
     """Publish a draft, end its writer's lease, and serve everybody who waits for it."""
     draft = held(session, body.lease)
     version = draft.version
+    if version.state is State.LOST:
+        raise Unavailable(wording.lost_draft(version))
     if version.state is not State.DRAFT:
         raise Invalid(f"lease {body.lease} is on {version.label}, which is published; only a draft can be sealed")
     pool = version.pool
-    version.move(Cause.SEALED)
+    books.move(version, Cause.SEALED)
     previous, pool.current, pool.draft, pool.last = pool.current, version, None, version.number
     if version.mode is not None:
         pool.mode = version.mode
     release(books, draft)
     if previous is not None:
-        previous.move(Cause.REPLACED)
+        books.move(previous, Cause.REPLACED)
     for old in superseded(pool):  # the one that is no longer kept ends as well
         end_if_empty(books, old)
     announce(books, pool)
@@ -67,7 +69,7 @@ def retire(books: Books, session: Session, body: Retire) -> Retirement:
     if version is pool.draft:
         raise Invalid(wording.still_draft(version))
     leases = version.leases
-    if version.state is not State.RETIRED:
+    if version.state not in (State.RETIRED, State.LOST):
         pool.story.append(f"{session.label} retires version {version.number}")
         _retire(books, version)
     return Retirement(version.number, leases)
@@ -75,7 +77,7 @@ def retire(books: Books, session: Session, body: Retire) -> Retirement:
 
 def _retire(books: Books, version: Version) -> None:
     pool = version.pool
-    version.move(Cause.RETIRED)
+    books.move(version, Cause.RETIRED)
     end_if_empty(books, version)
     if pool.current is version:
         pool.current = None
@@ -90,8 +92,9 @@ def find(books: Books, session: Session, name: str, number: int) -> Version:
         version = pool.versions.get(number) if number else pool.current
         if version is not None:
             return version
-    if 0 < number <= books.last(name):
-        raise Retired(wording.retired(name, number, pool.current.number if pool and pool.current else 0))
+    past = books.past(name)
+    if 0 < number <= past.last:
+        raise Retired(wording.retired(name, number, pool.current.number if pool and pool.current else 0, past.loss))
     raise NotFound(missing(books, session, pool, name, number))
 
 
@@ -118,6 +121,7 @@ def _begin_watch(books: Books, session: Session, name: str) -> None:
     pool = session.watches[name] = books.pool(name)
     pool.watchers[session] = None
     user.watches += 1
+    books.mark(Kind.WATCH, session.id, name)
 
 
 def unwatch(books: Books, session: Session, name: str) -> None:
@@ -126,6 +130,7 @@ def unwatch(books: Books, session: Session, name: str) -> None:
     if pool is not None:
         del pool.watchers[session]
         session.user.watches -= 1
+        books.mark(Kind.WATCH, session.id, name)
         books.stirred_pools.append(pool)
 
 

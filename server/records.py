@@ -11,6 +11,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from cubroker.protocol.messages import Attach, AwaitEvent, Create, OpenEvent
 from cubroker.server.policy import MODE, NOTHING, Quota, exceeds
@@ -218,15 +219,19 @@ class Session:
 class Lease:
     """One session's reference to one version, the events that it made there, and its requests that wait for events.
 
-    ``unsent`` is the memory whose descriptors it may still ask for, each ``(device, ticket)``: it got fabric handles.
+    ``allocations`` is the memory that it was given, and ``bound`` says that it is to write all replicas at once:
+    through the objects of the version's team, or by copies. ``unsent`` says that it may still ask for the descriptors
+    of that memory: it got fabric handles.
     """
 
     id: int
     session: Session
     version: Version
+    allocations: tuple[Allocation, ...]
+    bound: bool
     signals: dict[int, Signal] = field(default_factory=dict)
     listeners: dict[Listener, None] = field(default_factory=dict)
-    unsent: tuple[tuple[str, int], ...] = ()
+    unsent: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -247,18 +252,33 @@ class Signal:
         return f"event {self.name!r} of {self.lease.version.label}"
 
 
+class Loss(NamedTuple):
+    """The last version of a name that was lost, and how: a clause for people."""
+
+    number: int
+    why: str
+
+
+class Past(NamedTuple):
+    """What is remembered of a name: the number of its last version, and its last loss."""
+
+    last: int = 0
+    loss: Loss | None = None
+
+
 @dataclass(slots=True, eq=False)
 class Pool:
     """One name: its live versions, and everybody who waits for or watches it.
 
-    ``last`` is the number of the last version published. ``owner`` is the uid that the name belongs
-    to while any version of it lives; ``group`` and ``mode`` say what others may do. ``draft`` is the
-    version being allocated or filled, ``writer`` the request whose turn it is until its draft is
-    filled, ``line`` those whose turn comes later.
+    ``last`` is the number of the last version published, or lost as a draft; ``loss`` is the last that was lost.
+    ``owner`` is the uid that the name belongs to while any version of it lives; ``group`` and ``mode`` say what
+    others may do. ``draft`` is the version being allocated or filled, ``writer`` the request whose turn it is until
+    its draft is filled, ``line`` those whose turn comes later.
     """
 
     name: str
     last: int
+    loss: Loss | None = None
     owner: int | None = None
     heir: int | None = None
     group: int = 0
@@ -291,7 +311,8 @@ class Version:
     which has the index in ``replicas`` of each allocation's device, each of them has a part, a *shard*; else all of it.
     ``mode`` is what the pool's becomes with its publication, if it is given. ``signals`` are its events, by name;
     ``openers`` wait for one with a name that there is not yet; ``epitaphs`` say how the last events ended.
-    ``team`` binds the replicas of a multicast version on several devices, once their memory is there.
+    ``team`` binds the replicas of a multicast version on several devices, once their memory is there. ``holders`` are
+    the leases on it, by id. A ``durable`` one has its memory in the store; ``why`` says how it was lost.
     """
 
     pool: Pool
@@ -302,12 +323,14 @@ class Version:
     share: str
     plan: tuple[int, ...] | None
     writable: bool
+    durable: bool
     layout: bytes
     tensors: int
     nbytes: int
     replicas: dict[str, Allocation] = field(default_factory=dict)
     state: State = State.ALLOCATING
-    leases: int = 0
+    why: str = ""
+    holders: dict[int, Lease] = field(default_factory=dict)
     signals: dict[str, Signal] = field(default_factory=dict)
     openers: dict[Listener, None] = field(default_factory=dict)
     epitaphs: dict[int, str] = field(default_factory=dict)
@@ -317,6 +340,16 @@ class Version:
     def label(self) -> str:
         """``name@number``."""
         return f"{self.pool.name}@{self.number}"
+
+    @property
+    def leases(self) -> int:
+        """How many leases there are on it."""
+        return len(self.holders)
+
+    @property
+    def several(self) -> bool:
+        """Whether its replicas are bound together, once their memory is there."""
+        return self.share == MULTICAST and len(self.replicas) > 1
 
     @property
     def owner(self) -> int:
@@ -348,6 +381,11 @@ class Allocation:
     def descriptors(self) -> int:
         """Descriptors that it takes of the broker's."""
         return len(self.sizes) * self.account.device.descriptors_of(self.version.share)
+
+    @property
+    def stored(self) -> int:
+        """Places that it takes of the store."""
+        return len(self.sizes) if self.version.durable else 0
 
     def move(self, report: Report) -> None:
         """Take the step that the table has for ``report``, or raise ``Impossible``."""
@@ -474,6 +512,11 @@ class Writer:
         """Descriptors that its memory takes of the broker's."""
         share = self.body.share
         return sum(len(sizes) * account.device.descriptors_of(share) for account, sizes in self.sizes.items())
+
+    @property
+    def stored(self) -> int:
+        """Places that its memory takes of the store."""
+        return sum(map(len, self.sizes.values())) if self.body.durable else 0
 
 
 def _arrival(writer: Writer) -> int:

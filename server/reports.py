@@ -136,7 +136,7 @@ def _pool(version: Version) -> PoolInfo:
         tensors=version.tensors,
         share=version.share,
         devices=tuple(version.replicas),
-        durable=False,
+        durable=version.durable,
         leases=version.leases,
         owner=version.owner,
         group=version.pool.group,
@@ -144,7 +144,7 @@ def _pool(version: Version) -> PoolInfo:
         sharded=version.plan is not None,
         writable=version.writable,
         how=team.how if team else "",
-        why=team.why if team else "",
+        why=version.why or (team.why if team else ""),
         opened_by=opened_by(version),
     )
 

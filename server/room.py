@@ -24,7 +24,7 @@ def allocate(books: Books, version: Version, account: Account, sizes: tuple[int,
     books.allocations[allocation.ticket] = account.allocations[allocation.ticket] = allocation
     version.user.allocations[allocation.ticket] = allocation
     account.promised += allocation.nbytes
-    books.effects.append(Allocate(allocation.ticket, account.device.uuid, sizes, version.share))
+    books.effects.append(Allocate(allocation.ticket, account.device.uuid, sizes, version.share, version.durable))
 
 
 def under_way(books: Books, ticket: int) -> Allocation:
@@ -74,6 +74,7 @@ def take_off(books: Books, allocation: Allocation, report: Report) -> None:
     del user.allocations[allocation.ticket]
     books.stirred_accounts[allocation.account] = None
     user.pieces -= allocation.descriptors
+    books.stored -= allocation.stored
     spare(books, user, allocation.nbytes)
     books.part(user)
 

@@ -24,7 +24,7 @@ from cubroker.protocol.messages import (
     ShareEvent,
 )
 from cubroker.server import leases, waiting, wording
-from cubroker.server.books import Books
+from cubroker.server.books import Books, Kind
 from cubroker.server.policy import exceeds
 from cubroker.server.records import Lease, Listener, Session, Signal
 from cubroker.server.states import State
@@ -68,6 +68,7 @@ def end(books: Books, signal: Signal, how: str) -> None:
     del books.signals[signal.id], lease.version.signals[signal.name]
     del lease.signals[signal.id], lease.session.signals[signal.id]
     lease.session.user.events -= 1
+    books.mark(Kind.EVENT, signal.id)
     epitaph = wording.event_over(signal, how)
     _remember(lease.version.epitaphs, signal.id, epitaph)
     for listener in tuple(signal.listeners):
@@ -93,6 +94,7 @@ def _share(books: Books, session: Session, body: ShareEvent) -> EventShared:
     books.signals[signal.id] = version.signals[signal.name] = signal
     lease.signals[signal.id] = session.signals[signal.id] = signal
     session.user.events += 1
+    books.mark(Kind.EVENT, signal.id)
     for opener in tuple(version.openers):
         if opener.name == signal.name:
             waiting.leave(books, opener)
@@ -121,6 +123,7 @@ def _open(books: Books, session: Session, request: int, body: OpenEvent) -> Even
 
 def _recorded(books: Books, signal: Signal) -> Generation:
     signal.generation += 1
+    books.mark(Kind.EVENT, signal.id)
     for listener in tuple(signal.listeners):
         if listener.after < signal.generation:
             waiting.leave(books, listener)

@@ -6,7 +6,8 @@ else; and nothing here knows who asked for the change.
 A *version* begins while its memory is being allocated, becomes a draft once its writer has it, and
 current once that writer seals it. Sealing the next one supersedes it; retiring takes it out of
 service. A superseded or retired version ends with its last lease, but for the superseded ones that
-the policy keeps; a current one never ends by itself.
+the policy keeps; a current one never ends by itself. Whatever it is, it is lost when its memory went with
+an earlier broker: nobody gets it any more, and it ends with its last lease, too.
 
 An *allocation* is the memory of one version on one device, known by its ticket. Its bytes are
 promised from the moment that it is asked for, allocated once the device has said so, and counted
@@ -32,6 +33,7 @@ class State(Enum):
     CURRENT = "current"
     SUPERSEDED = "superseded"
     RETIRED = "retired"
+    LOST = "lost"
     ENDED = "ended"
 
 
@@ -43,15 +45,17 @@ class Cause(Enum):
     SEALED = "its writer sealed it"
     REPLACED = "the next version was sealed"
     RETIRED = "somebody retired it"
+    VANISHED = "its memory cannot be reached any more"
     EMPTIED = "nobody holds it or is to have it any more"
 
 
 VERSION: Mapping[State, Mapping[Cause, State]] = {
     State.ALLOCATING: {Cause.FILLED: State.DRAFT, Cause.DROPPED: State.ENDED},
-    State.DRAFT: {Cause.SEALED: State.CURRENT, Cause.DROPPED: State.ENDED},
-    State.CURRENT: {Cause.REPLACED: State.SUPERSEDED, Cause.RETIRED: State.RETIRED},
-    State.SUPERSEDED: {Cause.RETIRED: State.RETIRED, Cause.EMPTIED: State.ENDED},
-    State.RETIRED: {Cause.EMPTIED: State.ENDED},
+    State.DRAFT: {Cause.SEALED: State.CURRENT, Cause.DROPPED: State.ENDED, Cause.VANISHED: State.LOST},
+    State.CURRENT: {Cause.REPLACED: State.SUPERSEDED, Cause.RETIRED: State.RETIRED, Cause.VANISHED: State.LOST},
+    State.SUPERSEDED: {Cause.RETIRED: State.RETIRED, Cause.EMPTIED: State.ENDED, Cause.VANISHED: State.LOST},
+    State.RETIRED: {Cause.EMPTIED: State.ENDED, Cause.VANISHED: State.LOST},
+    State.LOST: {Cause.EMPTIED: State.ENDED},
     State.ENDED: {},
 }
 

@@ -8,11 +8,11 @@ members together; the version, its leases and its end are the same.
 from __future__ import annotations
 
 from cubroker.protocol import messages
-from cubroker.server.books import Books
-from cubroker.server.events import Assemble, Assembled, Dissolve, Dissolved
-from cubroker.server.records import MULTICAST, Allocation, Team, Version
+from cubroker.server.books import Books, Kind
+from cubroker.server.events import Assemble, Assembled, Dissolve, Dissolved, HandOver, Notify
+from cubroker.server.records import MULTICAST, Allocation, Lease, Team, Version
 from cubroker.server.room import free
-from cubroker.server.states import Impossible, Turn
+from cubroker.server.states import Impossible, State, Turn
 
 COPIES = "copies"
 """How a team does without multicast; with it, the word is the share kind's."""
@@ -22,7 +22,7 @@ ALONE = "it is on one device, so there is nothing to bind together"
 
 def assemble(books: Books, version: Version) -> bool:
     """Have the replicas of a version bound together, all of whose memory is there; False if it needs no team."""
-    if version.share != MULTICAST or len(version.replicas) == 1:
+    if not version.several:
         return False
     allocations = tuple(version.replicas.values())
     version.team = team = Team(next(books.tickets), version)
@@ -38,6 +38,31 @@ def assembled(books: Books, event: Assembled) -> Version:
     team.move(Turn.ASSEMBLED)
     team.how, team.why, team.sizes = event.how, event.why, event.sizes
     return team.version
+
+
+def rebind(books: Books, version: Version) -> None:
+    """Tell everybody who writes all replicas of a restored version how that is done from now on."""
+    team = version.team
+    assert team is not None
+    for lease in version.holders.values():
+        if lease.bound:
+            _rebind(books, lease, team)
+
+
+def _rebind(books: Books, lease: Lease, team: Team) -> None:
+    """Hand over what a lease needs for the team as it is now, beside what it has of its own device, or as a draft's."""
+    version, session, others = lease.version, lease.session, tuple[Allocation, ...]()
+    if version.state is not State.DRAFT:
+        lease.allocations = reached(version, lease.allocations[0])
+        others = lease.allocations[1:]
+        books.mark(Kind.LEASE, lease.id)
+    if session.connected:
+        replicas = tuple(messages.Replica(other.account.device.uuid, other.handles) for other in others)
+        told = messages.Rebound(lease.id, replicas, messages.Team(team.how, team.why, team.sizes))
+        books.effects.append(Notify(session.id, told))
+        tickets = tuple((other.account.device.uuid, other.ticket) for other in others)
+        if tickets or team.sizes:
+            books.effects.append(HandOver(session.id, lease.id, tickets, team.id if team.sizes else 0))
 
 
 def give_up(books: Books, version: Version) -> None:
@@ -63,27 +88,31 @@ def _known(books: Books, number: int) -> Team:
     return team
 
 
-def reached(version: Version, here: Allocation, device: str | None) -> tuple[tuple[Allocation, ...], Team | None]:
-    """Return what a reader on ``device`` is handed, ``here`` first, and the team if it may store through that.
+def binds(version: Version, device: str | None) -> bool:
+    """Say whether a reader on ``device`` may write all replicas at once.
 
-    Only who may write is handed more than one replica, and only on a device that has one: an object of multicast
-    is of no use to others.
+    An object of multicast is of use only on a device that has a replica.
     """
-    team = version.team
-    if team is None or not version.writable or device not in version.replicas:
-        return (here,), None
-    if team.how == MULTICAST:
-        return (here,), team
-    return (here, *(other for other in version.replicas.values() if other is not here)), None
+    return version.several and version.writable and device in version.replicas
+
+
+def reached(version: Version, here: Allocation) -> tuple[Allocation, ...]:
+    """Return what is handed to whoever writes all replicas at once, ``here`` first: all of them if it is by copies."""
+    if version.team is None or version.team.how != COPIES:
+        return (here,)
+    return (here, *(other for other in version.replicas.values() if other is not here))
 
 
 def message(version: Version, *, objects: bool) -> messages.Team | None:
     """Say how all replicas of a version are written at once, with the sizes of the ``objects`` for who gets them.
 
-    None: it is no multicast version, or nothing is known yet.
+    None: it is no multicast version. Nothing is known as long as the team is put together.
     """
+    if version.share != MULTICAST:
+        return None
+    if not version.several:
+        return messages.Team(COPIES, ALONE)
     team = version.team
     if team is None:
-        alone = version.share == MULTICAST and len(version.replicas) == 1
-        return messages.Team(COPIES, ALONE) if alone else None
+        return messages.Team("", "")
     return messages.Team(team.how, team.why, team.sizes if objects else ())

@@ -47,6 +47,7 @@ def begin(books: Books, waiter: Waiter) -> None:
         waiter.pool.line[waiter] = None
         user.layouts += len(waiter.body.layout)
         user.pieces += waiter.descriptors
+        books.stored += waiter.stored
     waiter.pool.story.append(f"request {waiter.request} of {waiter.session.label} began to wait")
 
 
@@ -85,6 +86,7 @@ def _step_out(books: Books, writer: Writer) -> None:
     if writer.phase is not Phase.MEMORY:
         user.layouts -= len(writer.body.layout)
         user.pieces -= writer.descriptors
+        books.stored -= writer.stored
     if writer.phase is Phase.TURN:
         del writer.pool.line[writer]
         come_back(books, writer)

@@ -8,13 +8,18 @@ from difflib import get_close_matches
 from heapq import nlargest
 from itertools import islice
 
+from cubroker.protocol.messages import Create
 from cubroker.server.books import Books
 from cubroker.server.permissions import may_read
 from cubroker.server.records import (
+    BY_DESCRIPTOR,
+    SESSION,
     Account,
     Allocation,
     Lease,
     Listener,
+    Loss,
+    Past,
     Phase,
     Pool,
     Reader,
@@ -50,10 +55,10 @@ def size(nbytes: int) -> str:
     return f"{nbytes} bytes"
 
 
-def no_pool(name: str, pools: Iterable[Pool], last: int) -> str:
-    """Say that there is no pool of this name, of which ``last`` versions were published before; or which is near."""
-    if last:
-        return f"no version of {name} is left: {last} was the last one, and it was retired; load it again"
+def no_pool(name: str, pools: Iterable[Pool], past: Past) -> str:
+    """Say that there is no pool of this name, and what became of it; or, if there never was, which name is near."""
+    if past.last:
+        return f"no version of {name} is left: {past.last} was the last one, and {_fate(past)}; load it again"
     names = [pool.name for pool in islice(pools, NEAR_NAMES) if pool.versions and len(pool.name) <= NEAR_LENGTH]
     near = get_close_matches(name[:NEAR_LENGTH], names)
     hint = f"did you mean {' or '.join(near)}?" if near else "the list of pools has the names there are"
@@ -68,7 +73,8 @@ def no_current(pool: Pool) -> str:
             f" wait for it to be sealed"
         )
     if pool.last:
-        return f"{pool.name} has no current version: it was retired, and {pool.last} was the last one; load it again"
+        fate = _fate(Past(pool.last, pool.loss))
+        return f"{pool.name} has no current version: {fate}, and {pool.last} was the last one; load it again"
     return f"{pool.name} has no current version: nobody has published one yet; wait for it, or load it"
 
 
@@ -81,10 +87,47 @@ def no_version(pool: Pool, number: int) -> str:
     )
 
 
-def retired(name: str, number: int, current: int) -> str:
+def _fate(past: Past) -> str:
+    """What became of the last version of a name, which is not in service any more."""
+    if past.loss is not None and past.loss.number == past.last:
+        return f"it was lost ({past.loss.why})"
+    return "it was retired"
+
+
+def retired(name: str, number: int, current: int, loss: Loss | None) -> str:
     """Say that a version is out of service for good."""
     hint = f"the current one is {current}" if current else "no other one is current"
+    if loss is not None and loss.number == number:
+        return f"{name}@{number} was lost: {loss.why}; {hint}"
     return f"{name}@{number} was retired or replaced and is out of service; {hint}"
+
+
+def lost_draft(version: Version) -> str:
+    """Say that a draft cannot be published."""
+    return f"{version.label} was lost before it was sealed: {version.why}; close it, and create it again"
+
+
+def not_durable(body: Create) -> str:
+    """Say why a pool cannot be durable."""
+    if body.share not in BY_DESCRIPTOR:
+        return (
+            f"{body.name} is to be durable, and memory that is shared as {body.share} ends with the broker;"
+            f" use {' or '.join(BY_DESCRIPTOR)}"
+        )
+    return (
+        f"{body.name} is to be durable, and this broker has no store that keeps memory while it is down: have it run as"
+        f" the systemd service of deploy/systemd, or as `cubroker keep -- cubroker serve`; or make the pool not durable"
+    )
+
+
+def store_is_full(books: Books, more: int) -> str:
+    """Say that the store has no room for so many more descriptors."""
+    sessions = SESSION * len(books.sessions)
+    return (
+        f"this takes {more} places of the broker's store, which has {books.store}: {sessions} are taken by"
+        f" {len(books.sessions)} sessions, and {books.stored - sessions} by durable memory; end some sessions, retire"
+        f" durable versions, or give it a larger store"
+    )
 
 
 def not_here(version: Version, uuid: str, peers: Sequence[str]) -> str:

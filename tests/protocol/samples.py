@@ -34,6 +34,9 @@ NOTICES = (
     m.Farewell("the broker stops"),
     m.Descriptors(5, 1),
     m.Descriptors(5, m.MAX_DESCRIPTORS),
+    m.PoolLost("llama", 2, "it went with the broker"),
+    m.Rebound(5, (), m.Team("multicast", "it works", (2 << 20,))),
+    m.Rebound(5, SHARDS[:1], m.Team("copies", "no slots left")),
 )
 REQUESTS = (
     m.Attach("llama", 0, None, 0.0),
@@ -44,6 +47,7 @@ REQUESTS = (
     m.Create("llama", LAYOUT.encode(), ("GPU-a",), "ipc", 0.0, m.Where(None), None, ()),
     m.Create("llama", LAYOUT.encode(), ("GPU-a",), "ipc", 0.0, m.Where("GPU-b", ("GPU-a", "GPU-c"))),
     m.Create("llama", LAYOUT.encode(), ("GPU-a",), "ipc", 0.0, None, 0o640, (0,), True),
+    m.Create("llama", LAYOUT.encode(), ("GPU-a",), "vmm", 0.0, None, durable=True),
     m.Seal(1),
     m.Close((1 << 63) - 1),
     m.SendDescriptors(5),

@@ -25,6 +25,11 @@ def test_every_pair_of_state_and_cause_is_in_the_table_of_versions_or_forbidden(
         (State.SUPERSEDED, Cause.RETIRED): State.RETIRED,
         (State.SUPERSEDED, Cause.EMPTIED): State.ENDED,
         (State.RETIRED, Cause.EMPTIED): State.ENDED,
+        (State.DRAFT, Cause.VANISHED): State.LOST,
+        (State.CURRENT, Cause.VANISHED): State.LOST,
+        (State.SUPERSEDED, Cause.VANISHED): State.LOST,
+        (State.RETIRED, Cause.VANISHED): State.LOST,
+        (State.LOST, Cause.EMPTIED): State.ENDED,
     }
     for state, cause in set(product(State, Cause)) - set(allowed):
         with pytest.raises(Impossible, match=f"{cause.name} cannot follow {state.name}"):

@@ -1,0 +1,274 @@
+"""The ledger's record: what a broker that is started again has to know, as keys and values.
+
+Recorded are outcomes, one value for each thing that there is, never events that would have to be replayed. What waits
+is not: requests, memory that is on its way or being freed, and versions that have no memory yet. Clients ask
+again, and memory of which no record tells belongs to nobody.
+
+Whatever changes is marked in the books, and read from them when the changes are asked for; so a value is always that of
+the end of a batch of events, and a mark too many does no harm. :mod:`cubroker.server.restoring` reads it all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated
+
+from msgspec import Meta, Struct, msgpack
+
+from cubroker.protocol.messages import Encoded, EventHandle, Handles, Mode, Name, Plan, Uuid
+from cubroker.server.books import Books, Kind, Mark
+from cubroker.server.records import Version
+from cubroker.server.states import State
+
+FORMAT = 1
+"""The format of everything below; another one is refused."""
+
+FORMAT_KEY = b"l/format"
+COUNTERS_KEY = b"l/counters"
+
+Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+User = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
+Words = Annotated[str, Meta(max_length=1 << 16)]
+Sizes = Annotated[tuple[Number, ...], Meta(max_length=4096)]
+
+
+class Entry(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Base of all values."""
+
+
+class Counters(Entry, frozen=True):
+    """The last numbers that were given out."""
+
+    leases: Number = 0
+    events: Number = 0
+    tickets: Number = 0
+    sessions: Number = 0
+
+
+class SessionEntry(Entry, frozen=True):
+    """``session``, by its id."""
+
+    pid: Number
+    uid: User
+    gid: User
+    groups: Annotated[tuple[User, ...], Meta(max_length=1 << 16)]
+    connected: bool
+
+
+class WatchEntry(Entry, frozen=True):
+    """``watch``, by the session and the name; there is nothing more to say."""
+
+
+class NameEntry(Entry, frozen=True):
+    """``name``: its past, and whose it is as long as a version of it lives. ``lost`` is 0 if none was lost."""
+
+    last: Number
+    lost: Number
+    why: Words
+    owner: User | None
+    group: User
+    mode: Mode
+
+
+class Piece(Entry, frozen=True):
+    """The memory of a version on one device."""
+
+    device: Uuid
+    ticket: Number
+    sizes: Sizes
+    handles: Handles
+
+
+class VersionEntry(Entry, frozen=True):
+    """``version``, by number and name: what never changes of it; the layout makes it large."""
+
+    uid: User
+    writer: Words
+    mode: Mode | None
+    share: Annotated[str, Meta(max_length=16)]
+    plan: Plan | None
+    writable: bool
+    durable: bool
+    tensors: Number
+    nbytes: Number
+    pieces: Annotated[tuple[Piece, ...], Meta(max_length=64)]
+    layout: Encoded
+
+
+class StateEntry(Entry, frozen=True):
+    """``state``, by number and name: what changes of a version."""
+
+    state: State
+    why: Words
+
+
+class LeaseEntry(Entry, frozen=True):
+    """``lease``, by its id. ``given`` are indices of the version's pieces."""
+
+    session: Number
+    name: Name
+    version: Number
+    given: Annotated[tuple[Number, ...], Meta(max_length=64)]
+    bound: bool
+    unsent: bool
+
+
+class EventEntry(Entry, frozen=True):
+    """``event``, by its id."""
+
+    lease: Number
+    name: Name
+    device: Uuid
+    handle: EventHandle
+    generation: Number
+
+
+_encode = msgpack.Encoder().encode
+
+
+class Recorder:
+    """Tells what changed of books that are marked; ``counters`` are as they were recorded last, if they were."""
+
+    def __init__(self, books: Books, counters: Counters | None = None) -> None:
+        self._books = books
+        self._counters = counters
+
+    def changes(self) -> list[tuple[bytes, bytes | None]]:
+        """Return what is to be recorded anew since the last call (None: no more)."""
+        marks, self._books.marks = self._books.marks, {}
+        assert marks is not None
+        found = [(key(mark), self._value(mark)) for mark in marks]
+        if (now := counters(self._books)) != self._counters:
+            if self._counters is None:
+                found.append((FORMAT_KEY, _encode(FORMAT)))
+            self._counters = now
+            found.append((COUNTERS_KEY, _encode(now)))
+        return found
+
+    def _value(self, mark: Mark) -> bytes | None:
+        found = entry(self._books, mark)
+        return None if found is None else _encode(found)
+
+
+def whole(books: Books) -> dict[bytes, bytes]:
+    """Return all that there is to record."""
+    found = {key(mark): _encode(entry) for mark, entry in entries(books)}
+    return found | {FORMAT_KEY: _encode(FORMAT), COUNTERS_KEY: _encode(counters(books))}
+
+
+def entries(books: Books) -> Iterator[tuple[Mark, Entry]]:
+    """Return all that there is to record, but for the numbers that were given out."""
+    return ((mark, found) for mark in _marks(books) if (found := entry(books, mark)) is not None)
+
+
+def key(mark: Mark) -> bytes:
+    """Return the key of what a mark names; names may have slashes, and come last."""
+    kind, number, name = mark
+    return f"l/{kind}/{number}/{name}".encode()
+
+
+def entry(books: Books, mark: Mark) -> Entry | None:
+    """Return what is recorded of what a mark names; None if there is no such thing, or not any more."""
+    kind, number, name = mark
+    return _ENTRIES[kind](books, number, name)
+
+
+def counters(books: Books) -> Counters:
+    """Return the last numbers that were given out."""
+    return Counters(books.lease_ids.last, books.signal_ids.last, books.tickets.last, books.last_session)
+
+
+def _marks(books: Books) -> Iterator[Mark]:
+    """Return a mark for everything that there is."""
+    for session in books.sessions.values():
+        yield Kind.SESSION, session.id, ""
+        for name in session.watches:
+            yield Kind.WATCH, session.id, name
+    for name in (*books.numbers, *books.pools):
+        yield Kind.NAME, 0, name
+    for pool in books.pools.values():
+        for number in pool.versions:
+            yield Kind.VERSION, number, pool.name
+            yield Kind.STATE, number, pool.name
+    for lease in books.leases:
+        yield Kind.LEASE, lease, ""
+    for event in books.signals:
+        yield Kind.EVENT, event, ""
+
+
+def _session(books: Books, number: int, _: str) -> SessionEntry | None:
+    session = books.sessions.get(number)
+    if session is None:
+        return None
+    return SessionEntry(session.pid, session.uid, session.gid, tuple(sorted(session.groups)), session.connected)
+
+
+def _watch(books: Books, number: int, name: str) -> WatchEntry | None:
+    session = books.sessions.get(number)
+    return WatchEntry() if session is not None and name in session.watches else None
+
+
+def _name(books: Books, _: int, name: str) -> NameEntry | None:
+    last, loss = books.past(name)
+    pool, (lost, why) = books.pools.get(name), loss or (0, "")
+    if pool is not None and any(version.state is not State.ALLOCATING for version in pool.versions.values()):
+        return NameEntry(last, lost, why, pool.owner, pool.group, pool.mode)
+    return NameEntry(last, lost, why, None, 0, 0) if last else None
+
+
+def _version(books: Books, number: int, name: str) -> Version | None:
+    """Return a version that all memory is there for."""
+    pool = books.pools.get(name)
+    version = None if pool is None else pool.versions.get(number)
+    return None if version is None or version.state is State.ALLOCATING else version
+
+
+def _made(books: Books, number: int, name: str) -> VersionEntry | None:
+    version = _version(books, number, name)
+    if version is None:
+        return None
+    return VersionEntry(
+        uid=version.owner,
+        writer=version.writer,
+        mode=version.mode,
+        share=version.share,
+        plan=version.plan,
+        writable=version.writable,
+        durable=version.durable,
+        tensors=version.tensors,
+        nbytes=version.nbytes,
+        pieces=tuple(Piece(uuid, a.ticket, a.sizes, a.handles) for uuid, a in version.replicas.items()),
+        layout=version.layout,
+    )
+
+
+def _state(books: Books, number: int, name: str) -> StateEntry | None:
+    version = _version(books, number, name)
+    return None if version is None else StateEntry(version.state, version.why)
+
+
+def _lease(books: Books, number: int, _: str) -> LeaseEntry | None:
+    lease = books.leases.get(number)
+    if lease is None:
+        return None
+    version, pieces = lease.version, list(lease.version.replicas.values())
+    given = tuple(map(pieces.index, lease.allocations))
+    return LeaseEntry(lease.session.id, version.pool.name, version.number, given, lease.bound, lease.unsent)
+
+
+def _event(books: Books, number: int, _: str) -> EventEntry | None:
+    signal = books.signals.get(number)
+    if signal is None:
+        return None
+    return EventEntry(signal.lease.id, signal.name, signal.device, signal.handle, signal.generation)
+
+
+_ENTRIES: Mapping[Kind, Callable[[Books, int, str], Entry | None]] = {
+    Kind.SESSION: _session,
+    Kind.WATCH: _watch,
+    Kind.NAME: _name,
+    Kind.VERSION: _made,
+    Kind.STATE: _state,
+    Kind.LEASE: _lease,
+    Kind.EVENT: _event,
+}

@@ -1,0 +1,239 @@
+"""A ledger out of its record: every value is read as what it has to be, and put where it belongs.
+
+Nothing is guessed. What cannot be understood, refers to what there is not, or contradicts something else refuses the
+whole record; and what comes of it must hold together as every ledger does, and have the very same record.
+"""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TypeVar
+
+import msgspec
+
+from cubroker.server import invariants, record
+from cubroker.server.books import Books, Kind, Mark
+from cubroker.server.reconfiguring import tolerate
+from cubroker.server.record import (
+    COUNTERS_KEY,
+    FORMAT,
+    FORMAT_KEY,
+    Counters,
+    Entry,
+    EventEntry,
+    LeaseEntry,
+    NameEntry,
+    Piece,
+    SessionEntry,
+    StateEntry,
+    VersionEntry,
+    WatchEntry,
+)
+from cubroker.server.records import SESSION, Allocation, Lease, Loss, Past, Session, Signal, Story, Version
+from cubroker.server.states import Stage, State
+from cubroker.server.store.damaged import Damaged
+
+PREFIX = b"l/"
+
+SHAPES: Mapping[str, type[Entry]] = {
+    Kind.SESSION: SessionEntry,
+    Kind.NAME: NameEntry,
+    Kind.VERSION: VersionEntry,
+    Kind.STATE: StateEntry,
+    Kind.LEASE: LeaseEntry,
+    Kind.EVENT: EventEntry,
+    Kind.WATCH: WatchEntry,
+}
+"""What is recorded, in the order in which it can be put together."""
+
+_KEY = re.compile(rb"l/([a-z]+)/([0-9]{1,19})/([!-~]*)")
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+def restore(books: Books, items: Iterable[tuple[bytes, bytes]]) -> Counters | None:
+    """Fill new books with what was recorded; return the counters, or None if nothing was recorded.
+
+    Raises:
+        Damaged: the record cannot be used; nor can the books.
+    """
+    values = {key: value for key, value in items if key.startswith(PREFIX)}
+    if not values:
+        return None
+    number = _decode(FORMAT_KEY, values.pop(FORMAT_KEY, b""), int)
+    if number != FORMAT:
+        raise Damaged(
+            f"the ledger's record has format {number}, and this build knows {FORMAT}; start the build that wrote it"
+        )
+    counters = _decode(COUNTERS_KEY, values.pop(COUNTERS_KEY, b""), Counters)
+    entries = dict(_read(key, value) for key, value in values.items())
+    _count(books, counters)
+    _fill(books, entries)
+    tolerate(books)
+    books.tolerated_store, books.resumed = books.stored, False
+    _check(books, entries)
+    return counters
+
+
+def _decode(key: bytes, value: bytes, shape: type[V]) -> V:
+    try:
+        return msgspec.msgpack.decode(value, type=shape)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _damaged(key, f"its value cannot be read: {error}") from None
+
+
+def _damaged(key: bytes, reason: str) -> Damaged:
+    return Damaged(f"the ledger's record is damaged at {key.decode('ascii', 'replace')}: {reason}")
+
+
+def _read(key: bytes, value: bytes) -> tuple[Mark, Entry]:
+    parts = _KEY.fullmatch(key)
+    kind, number, name = parts.groups() if parts else (b"", b"", b"")
+    shape = SHAPES.get(kind.decode())
+    if shape is None:
+        raise _damaged(key, "this build does not know what that is")
+    return (Kind(kind.decode()), int(number), name.decode()), _decode(key, value, shape)
+
+
+def _count(books: Books, counters: Counters) -> None:
+    books.lease_ids.last, books.signal_ids.last = counters.leases, counters.events
+    books.tickets.last, books.last_session = counters.tickets, counters.sessions
+
+
+def _fill(books: Books, entries: Mapping[Mark, Entry]) -> None:
+    order = list(SHAPES)
+    for mark in sorted(entries, key=lambda mark: (order.index(mark[0]), *mark)):
+        _, number, name = mark
+        match entries[mark]:
+            case SessionEntry() as entry:
+                _session(books, number, entry)
+            case NameEntry() as entry:
+                _name(books, name, entry)
+            case VersionEntry() as entry:
+                _version(books, mark, entry)
+            case StateEntry() as entry:
+                _state(books, mark, entry)
+            case LeaseEntry() as entry:
+                _lease(books, mark, entry)
+            case EventEntry() as entry:
+                _event(books, mark, entry)
+            case _:
+                _watch(books, mark)
+
+
+def _find(mark: Mark, known: Mapping[K, V], key: K, what: str) -> V:
+    """Return what a value refers to."""
+    if key not in known:
+        raise _damaged(record.key(mark), f"it refers to {what} {key}, which there is not")
+    return known[key]
+
+
+def _session(books: Books, number: int, entry: SessionEntry) -> None:
+    user = books.user(entry.uid)
+    groups, story = frozenset(entry.groups), Story(books.clock)
+    session = Session(number, entry.pid, user, entry.gid, groups, entry.connected, story=story)
+    books.sessions[number] = user.sessions[number] = session
+    books.stored += SESSION
+
+
+def _name(books: Books, name: str, entry: NameEntry) -> None:
+    books.numbers[name] = Past(entry.last, Loss(entry.lost, entry.why) if entry.lost else None)
+    if entry.owner is not None:
+        pool = books.pool(name)
+        pool.owner, pool.group, pool.mode = entry.owner, entry.group, entry.mode
+
+
+def _version(books: Books, mark: Mark, entry: VersionEntry) -> None:
+    _, number, name = mark
+    pool, user = _find(mark, books.pools, name, "pool"), books.user(entry.uid)
+    version = pool.versions[number] = Version(
+        pool=pool,
+        number=number,
+        user=user,
+        writer=entry.writer,
+        mode=entry.mode,
+        share=entry.share,
+        plan=entry.plan,
+        writable=entry.writable,
+        durable=entry.durable,
+        layout=entry.layout,
+        tensors=entry.tensors,
+        nbytes=entry.nbytes,
+    )
+    user.layouts += len(version.layout)
+    for piece in entry.pieces:
+        _memory(books, mark, version, piece)
+
+
+def _memory(books: Books, mark: Mark, version: Version, piece: Piece) -> None:
+    if piece.device not in books.accounts:
+        raise Damaged(
+            f"{version.label} has memory on device {piece.device}, which this broker does not lend any more; start it"
+            f" with the devices that it had"
+        )
+    account, user, nbytes = books.accounts[piece.device], version.user, sum(piece.sizes)
+    allocation = Allocation(piece.ticket, account, version, piece.sizes, nbytes, Stage.HELD, piece.handles)
+    version.replicas[piece.device] = allocation
+    books.allocations[piece.ticket] = account.allocations[piece.ticket] = user.allocations[piece.ticket] = allocation
+    account.allocated += nbytes
+    user.memory += nbytes
+    user.pieces += allocation.descriptors
+    books.stored += allocation.stored
+
+
+def _state(books: Books, mark: Mark, entry: StateEntry) -> None:
+    _, number, name = mark
+    pool = _find(mark, books.pools, name, "pool")
+    version = _find(mark, pool.versions, number, "version")
+    version.state, version.why = entry.state, entry.why
+    if version.state is State.CURRENT:
+        pool.current = version
+    elif version.state is State.DRAFT:
+        pool.draft = version
+
+
+def _lease(books: Books, mark: Mark, entry: LeaseEntry) -> None:
+    _, number, _ = mark
+    session = _find(mark, books.sessions, entry.session, "session")
+    pool = _find(mark, books.pools, entry.name, "pool")
+    version = _find(mark, pool.versions, entry.version, "version")
+    pieces = dict(enumerate(version.replicas.values()))
+    given = tuple(_find(mark, pieces, index, "piece") for index in entry.given)
+    lease = Lease(number, session, version, given, entry.bound, unsent=entry.unsent)
+    books.leases[number] = session.leases[number] = version.holders[number] = lease
+    session.user.leases += 1
+
+
+def _event(books: Books, mark: Mark, entry: EventEntry) -> None:
+    _, number, _ = mark
+    lease = _find(mark, books.leases, entry.lease, "lease")
+    signal = Signal(number, entry.name, lease, entry.device, entry.handle, entry.generation)
+    books.signals[number] = lease.signals[number] = lease.session.signals[number] = signal
+    lease.version.signals[entry.name] = signal
+    lease.session.user.events += 1
+
+
+def _watch(books: Books, mark: Mark) -> None:
+    _, number, name = mark
+    session = _find(mark, books.sessions, number, "session")
+    pool = session.watches[name] = books.pool(name)
+    pool.watchers[session] = None
+    session.user.watches += 1
+
+
+def _check(books: Books, entries: Mapping[Mark, Entry]) -> None:
+    """Raise ``Damaged`` unless the books hold together, and have the record that they were made of."""
+    for mark in _differing(entries, dict(record.entries(books))):
+        raise _damaged(record.key(mark), "what was made of it would be recorded in another way")
+    try:
+        invariants.check(books)
+    except AssertionError as error:
+        (*_, frame) = traceback.extract_tb(error.__traceback__)
+        raise Damaged(f"the ledger's record contradicts itself: not so is {frame.line}") from None
+
+
+def _differing(one: Mapping[Mark, Entry], other: Mapping[Mark, Entry]) -> Iterator[Mark]:
+    return (mark for mark in sorted({*one, *other}) if one.get(mark) != other.get(mark))
