@@ -11,6 +11,7 @@ import pytest
 from safetensors import safe_open
 
 from benchmarks import plan, report, weights
+from tests.brokers import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 
@@ -59,7 +60,7 @@ def test_a_benchmark_runs_alone_and_writes_its_results(name: str, tmp_path: Path
         "--label",
         "A test!",
     ]
-    subprocess.run([sys.executable, "-m", f"benchmarks.{name}", *options], cwd=ROOT, check=True, timeout=100)
+    subprocess.run([sys.executable, "-m", f"benchmarks.{name}", *options], cwd=ROOT, check=True, timeout=2 * PATIENCE)
     figures = json.loads((tmp_path / "a-test.json").read_text())["results"][name]
     assert figures
     text = (tmp_path / "a-test.md").read_text()
