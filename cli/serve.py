@@ -25,7 +25,7 @@ from cubroker.server.run import configure, serve
 )
 @settings.given
 def command(file: Path | None, given: Mapping[str, str]) -> int:
-    """Own the memory of this host's devices and lend it, until SIGTERM or Ctrl-C.
+    """Own the memory of this host's devices and lend it, until SIGTERM or Ctrl-C; SIGHUP has FILE read again.
 
     The broker runs without a store today: when it ends, its pools go with it.
     """

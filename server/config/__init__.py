@@ -5,9 +5,9 @@ told with the place, the key, the value and what would be right, before anything
 """
 
 from cubroker.server.config.current import Current
+from cubroker.server.config.kinds import Address
 from cubroker.server.config.settings import DEFAULT_BUDGET, OTHERS, SETTINGS, Access, Budgets, Config, Log
 from cubroker.server.config.sources import DEFAULT, Effective, Sources, Value, Wrong
-from cubroker.server.config.values import Address
 
 __all__ = [
     "DEFAULT",

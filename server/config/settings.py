@@ -8,8 +8,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from cubroker.server.config import values
-from cubroker.server.config.values import Address, Kind
+from cubroker.server.config import kinds, values
+from cubroker.server.config.kinds import Address
+from cubroker.server.config.values import Kind
 from cubroker.server.policy import MAX_KEEP, MODE, Policy, Quota
 from cubroker.server.records import SESSION, Limits
 
@@ -113,14 +114,14 @@ QUOTA: Mapping[str, tuple[Kind, object]] = {
 SETTINGS: Mapping[str, Setting] = {
     setting.key: setting
     for setting in (
-        Setting("directory", values.DIRECTORY, live=False),
-        Setting("devices", values.DEVICES, "cuda", live=False),
-        Setting("budget", values.BUDGET, DEFAULT_BUDGET),
+        Setting("directory", kinds.DIRECTORY, live=False),
+        Setting("devices", kinds.DEVICES, "cuda", live=False),
+        Setting("budget", kinds.BUDGET, DEFAULT_BUDGET),
         Setting("keep", values.number(0, MAX_KEEP), 0),
-        Setting("mode", values.mode(0o777), MODE),
-        Setting("admins", values.USERS, []),
-        Setting("sockets.mode", values.mode(0o666), live=False),
-        Setting("sockets.group", values.GROUP, live=False),
+        Setting("mode", kinds.mode(0o777), MODE),
+        Setting("admins", kinds.USERS, []),
+        Setting("sockets.mode", kinds.mode(0o666), live=False),
+        Setting("sockets.group", kinds.GROUP, live=False),
         *(Setting(f"quota.{name}", kind, default) for name, (kind, default) in QUOTA.items()),
         Setting("limits.leases", values.number(1, 1 << 20), 4096),
         Setting("limits.requests", values.number(1, 4096), 1024),
@@ -128,7 +129,7 @@ SETTINGS: Mapping[str, Setting] = {
         Setting("limits.events", values.number(1, 1 << 20), 1024),
         Setting("log.level", values.choice(*LEVELS), "info"),
         Setting("log.format", values.choice(*FORMS), "auto"),
-        Setting("metrics.listen", values.LISTEN, values.OFF, live=False),
+        Setting("metrics.listen", kinds.LISTEN, kinds.OFF, live=False),
         Setting("shutdown.drain_seconds", values.SECONDS, 10),
     )
 }
@@ -224,6 +225,6 @@ def _personal(meant: Mapping[str, Any], usual: Quota) -> dict[int, Quota]:
 
 def _uid(key: str, name: str) -> int:
     try:
-        return values.user(int(name) if name.isdecimal() else name)
+        return kinds.user(int(name) if name.isdecimal() else name)
     except ValueError as error:
         raise Misnamed(key, str(error) or "there are no such numbers of users") from None

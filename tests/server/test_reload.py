@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import stat
@@ -11,6 +12,8 @@ import pytest
 
 from cubroker.protocol.layout import Layout
 from cubroker.protocol.messages import Attach, Close, Create, Created, Done, Failed, Refused
+from cubroker.server import run
+from cubroker.server.config import Config, Current, Sources
 from tests.brokers import eventually
 from tests.server.clients import RawClient, connect, greet, session
 from tests.server.configured import Configured, configured
@@ -123,3 +126,26 @@ def test_a_broker_that_was_started_in_the_background_reads_its_file_again_too() 
     with configured("", InBackground) as broker, session(broker.directory) as client:
         broker.reload("budget = '2MiB'")
         eventually(lambda: budgets(client) == [2 << 20, 2 << 20], "the new budget")
+
+
+def test_a_mistake_of_the_brokers_own_is_in_the_log_and_the_next_time_may_go_well(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    outcomes = iter((RuntimeError("a mistake"), None))
+    done = asyncio.Event()
+    again = asyncio.Event()
+
+    def apply(config: Config) -> None:
+        if outcome := next(outcomes):
+            again.set()
+            raise outcome
+        done.set()
+
+    async def reload() -> None:
+        again.set()
+        reloading = asyncio.create_task(run._reload(Current(Sources()), again, apply))
+        await done.wait()
+        reloading.cancel()
+
+    asyncio.run(reload())
+    assert "the broker failed at reading its configuration again" in caplog.text
