@@ -105,14 +105,14 @@ def test_a_refused_trial_means_that_there_is_a_descriptor_alone(name: str, call:
 
 
 def test_nothing_is_left_of_handles_and_their_memory(driver: Driver, context: Context) -> None:
-    before, free = held(), context.memory()
+    before, threads, free = held(), set(threading.enumerate()), context.memory()
     several = [driver.create(0, BLOCK, fabric=True) for _ in range(3)]
     handles = [physical.export_fabric() for physical in several]
     assert len({*handles}) == 3
-    assert [thread for thread in threading.enumerate() if thread.name == THREAD]
+    assert [thread.name for thread in set(threading.enumerate()) - threads] == [THREAD]
     for physical in several:
         physical.release()
-    assert not [thread for thread in threading.enumerate() if thread.name == THREAD]
+    assert set(threading.enumerate()) <= threads
     assert held() <= before
     assert context.memory() == free
 

@@ -11,6 +11,7 @@ import pytest
 
 from cubroker.driver import Driver
 from cubroker.driver.host import BLOCK
+from tests.brokers import PATIENCE
 from tests.driver.cast import casting
 from tests.driver.conformance_vmm import lent
 from tests.driver.conftest import SPEC
@@ -103,6 +104,6 @@ def test_a_child_has_nothing_that_another_thread_was_opening(
             cwd=ROOT,
             pass_fds=[int(what)] if shared in (vmm, multicast) else [],
             check=False,
-            timeout=60,
+            timeout=PATIENCE,
         )
     assert (done.stdout, done.stderr) == ("0 of 150 children have more than they should True\n", "")
