@@ -8,7 +8,7 @@ INPUTS ?= 10000000
 DEVICES ?= host:2
 BIN := $(VENV)/bin
 PACKAGES := protocol driver server client cli
-SOURCES := pyproject.toml README.md LICENSE $(shell find $(PACKAGES) -name '*.py' -o -name '*.ptx' -o -name py.typed)
+SOURCES := pyproject.toml README.md LICENSE $(shell find $(PACKAGES) -name '*.py' -o -name '*.ptx' -o -name '*.html' -o -name py.typed)
 LEDGER := answers ledger events states records books leases signals teams room waiting attaching drafts publishing reports stories wording \
 	permissions policy invariants reconfiguring vanishing record restoring
 

@@ -27,6 +27,7 @@ from cubroker.server.parcels import Parcel
 from cubroker.server.peers import Peer
 from cubroker.server.requests import Requests
 from cubroker.server.sessions import Session
+from cubroker.server.sight.observer import Sight
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ class Broker:
         assembly: binds the memory of several devices together.
         driver: what clients build their driver from.
         send: takes batches of answers for the gateway.
+        sight: watches the ledger.
     """
 
     def __init__(
@@ -49,9 +51,11 @@ class Broker:
         assembly: Assembly,
         driver: str,
         send: Callable[[Sequence[Frame]], None],
+        sight: Sight | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._ledger = ledger
+        self._sight = sight or Sight(ledger)
         self._memory = memory
         self._assembly = assembly
         self._descriptors: dict[int, tuple[int, ...]] = {}  # by ticket or team
@@ -76,7 +80,6 @@ class Broker:
             return self._unwatched(session, error)
         self._sessions[number] = session
         self._requests.enter(session)
-        log.debug("session %d: process %d of user %d", number, peer.pid, peer.uid)
         self.handle(events.Joined(number, peer.pid, peer.uid, peer.gid, peer.groups))
         session.send(wire.pack(Welcome(version, number, session.secret, self._driver)))
         return None
@@ -88,6 +91,7 @@ class Broker:
         self._turn_away(session, Unavailable(message))
 
     def _turn_away(self, session: Session, error: CubrokerError) -> None:
+        self._sight.turned_away(error)
         session.send(wire.pack(Refused(error.code, error.message)))
         session.close()
 
@@ -98,6 +102,7 @@ class Broker:
 
     def announce_gateway(self) -> None:
         """Tell every session that requests may have been lost with the gateway."""
+        self._sight.gateway_changed()
         self._notify_all(GatewayChanged())
 
     def close(self, reason: str) -> None:
@@ -114,15 +119,15 @@ class Broker:
             session.notify(notice)
 
     def _ended(self, event: events.Lost | events.Gone) -> None:
-        how = "its process has ended" if isinstance(event, events.Gone) else "its connection has ended"
-        log.debug("session %d: %s", event.session, how)
         self.handle(event)
 
     def _apply(self, event: Event) -> None:
         effects: Sequence[Effect] = ()
         self._keep(event)
         try:
+            self._sight.before(event)
             effects = self._ledger.handle(event, time.time())
+            self._sight.after(event, effects)
         # A mistake in the ledger over one event must not take every other client's memory with it, as
         # the end of this process would. The log has the event, and whoever asked hears of it.
         except Exception as error:

@@ -99,10 +99,11 @@ from cubroker.server.events import (
 from cubroker.server.policy import Policy, exceeds
 from cubroker.server.record import Recorder, whole
 from cubroker.server.records import BY_DESCRIPTOR, SESSION, Budget, Limits, Session, Story
+from cubroker.server.reports import Holder
 from cubroker.server.restoring import restore
 from cubroker.server.states import Impossible, Stage, State
 
-__all__ = ["Budget", "Held", "Impossible", "Ledger", "Lent", "Limits"]
+__all__ = ["Budget", "Held", "Holder", "Impossible", "Ledger", "Lent", "Limits"]
 
 
 class Held(NamedTuple):
@@ -268,6 +269,17 @@ class Ledger:
         """Return the last events of a pool, by name, or of a session, by id, in words; none if it is unknown."""
         story = stories.find(self._books, subject)
         return () if story is None else tuple(story)
+
+    def holder(self, session: int) -> Holder | None:
+        """Return who has a session; None if there is no such session."""
+        found = self._books.sessions.get(session)
+        return None if found is None else reports.holder(found)
+
+    def leased(self, session: int, lease: int) -> str:
+        """Return the name of the pool that a session's lease is on; none if it has no such lease."""
+        found = self._books.sessions.get(session)
+        held = None if found is None else found.leases.get(lease)
+        return "" if held is None else held.version.pool.name
 
     def view(self, *, everything: bool) -> View:
         """Return all that is known: ``everything``, or what somebody may see who is a stranger to every pool."""

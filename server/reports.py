@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from cubroker.protocol.messages import (
     BlockInfo,
     ClientInfo,
@@ -25,6 +27,18 @@ from cubroker.server.policy import Quota
 from cubroker.server.publishing import find
 from cubroker.server.records import Account, Allocation, Listener, Reader, Session, User, Version, Waiter, Writer
 from cubroker.server.states import Stage, State
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Who has a session, and how many leases."""
+
+    session: int
+    pid: int
+    uid: int
+    leases: int
+    label: str
+
 
 STAGES = {
     Stage.PROMISED: "promised",
@@ -67,6 +81,11 @@ def describe(books: Books, session: Session, body: Describe) -> Description:
         check_readable(books, session, pool)
     version = find(books, session, body.name, body.version)
     return Description(_pool(version), version.layout)
+
+
+def holder(session: Session) -> Holder:
+    """Return who has a session."""
+    return Holder(session.id, session.pid, session.uid, len(session.leases), session.label)
 
 
 def onlooker(books: Books, *, everything: bool) -> Session:

@@ -106,6 +106,9 @@ class Mistaken:
     def admit(self, uid: int) -> None:
         """Everybody may come in."""
 
+    def holder(self, session: int) -> None:
+        """It has no records."""
+
     def handle(self, event: Event, now: float) -> list[Effect]:
         match event:
             case Joined():

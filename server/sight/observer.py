@@ -1,0 +1,116 @@
+"""What the broker's loop sees of its ledger: events before they are handled, and effects after."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from cubroker.protocol.errors import CubrokerError
+from cubroker.protocol.messages import Attach, Create, Describe, Failed, Retire, Seal, Tell, Watch
+from cubroker.server.events import Asked, Effect, Event, Forget, Gone, Joined, Lost, Respond
+from cubroker.server.ledger import Ledger
+from cubroker.server.sight.notes import Notes, Question
+
+if TYPE_CHECKING:
+    from cubroker.server.sight.meters import Meters
+
+
+log = logging.getLogger(__name__)
+
+
+class Sight:
+    """Watches a ledger, for the log and for metrics. All of it is called on the broker's loop.
+
+    Args:
+        ledger: the one that is watched.
+        meters: what counts, if anybody is to read it.
+
+    Attributes:
+        revision: rises with everything that happens.
+    """
+
+    def __init__(self, ledger: Ledger, meters: Meters | None = None) -> None:
+        self.revision = 0
+        self._ledger = ledger
+        self._meters = meters
+        self._notes = Notes()
+        self._asked: dict[int, dict[int, Question]] = {}
+
+    def before(self, event: Event) -> None:
+        """Note an event that the ledger is about to be told."""
+        self.revision += 1
+        with _spared():
+            self._before(event)
+
+    def after(self, event: Event, effects: Iterable[Effect]) -> None:
+        """Note what the ledger wants done about an event."""
+        with _spared():
+            self._after(event, effects)
+
+    def turned_away(self, refusal: CubrokerError) -> None:
+        """Note that somebody got no session."""
+        if self._meters:
+            self._meters.turned_away(refusal.code)
+
+    def gateway_changed(self) -> None:
+        """Note that another gateway listens."""
+        if self._meters:
+            self._meters.gateway_changed()
+
+    def _before(self, event: Event) -> None:
+        match event:
+            case Asked(session, request, body):
+                question = Question(type(body).__name__, self._pool(event), time.monotonic())
+                self._asked.setdefault(session, {})[request] = question
+            case Lost(session):
+                if (who := self._ledger.holder(session)) is not None:
+                    self._notes.lost(who)
+                self._asked.pop(session, None)  # what waits of it is not answered any more
+            case Gone(session):
+                if (who := self._ledger.holder(session)) is not None:
+                    self._notes.gone(who)
+
+    def _after(self, event: Event, effects: Iterable[Effect]) -> None:
+        if isinstance(event, Joined) and (who := self._ledger.holder(event.session)) is not None:
+            self._notes.joined(who)
+        for effect in effects:
+            match effect:
+                case Respond():
+                    self._answered(effect)
+                case Forget(session):
+                    self._asked.pop(session, None)
+
+    def _pool(self, event: Asked) -> str:
+        """Return the name of the pool that a request is about, if it says so."""
+        match event.body:
+            case Attach(name=name) | Create(name=name) | Describe(name=name) | Retire(name=name) | Watch(name=name):
+                return name
+            case Tell(pool=pool):
+                return pool or ""
+            case Seal(lease):
+                return self._ledger.leased(event.session, lease)
+            case _:
+                return ""
+
+    def _answered(self, effect: Respond) -> None:
+        question = self._asked.get(effect.session, {}).pop(effect.request, None)
+        if question is None:  # it was asked of an earlier broker
+            return
+        answer = effect.body
+        if self._meters:
+            code = answer.code if isinstance(answer, Failed) else ""
+            self._meters.answered(question.kind, time.monotonic() - question.since, code)
+        if (who := self._ledger.holder(effect.session)) is not None:
+            self._notes.answered(who, effect.request, question, answer)
+
+
+@contextmanager
+def _spared() -> Iterator[None]:
+    """Log a mistake of ours: no request, and no end of a process, goes unheeded because it could not be looked at."""
+    try:
+        yield
+    except Exception:
+        log.exception("the broker failed at looking at what happens")

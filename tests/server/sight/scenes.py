@@ -1,0 +1,96 @@
+"""Views to look at: as many devices and pools as asked for, in every state, the same each time."""
+
+from __future__ import annotations
+
+import random
+
+from cubroker.protocol.messages import (
+    BlockInfo,
+    ClientInfo,
+    DeviceInfo,
+    LeaseInfo,
+    PoolInfo,
+    View,
+    WaiterInfo,
+)
+
+GIB = 1 << 30
+NAMES = (
+    "llama-3.3-70b",
+    "qwen3-32b",
+    "whisper-large-v3",
+    "bge-m3",
+    "flux.1-dev",
+    "mixtral-8x22b",
+    "deepseek/r1-distill",
+)
+NOW = 1_763_779_200.0
+
+
+def view(devices: int, pools: int) -> View:
+    """Return a view of so many devices, each of 141 GB, and pools."""
+    chance = random.Random(devices * 1000 + pools)
+    uuids = [f"GPU-{number:08x}-5a7c-4d1e-9b2f-{number:012x}" for number in range(devices)]
+    room = dict.fromkeys(uuids, 126 * GIB * 3 // 4)
+    blocks, infos = [], []
+    for number in range(pools):
+        name = NAMES[number % len(NAMES)] + ("" if number < len(NAMES) else f"-{number // len(NAMES)}")
+        state = "current" if number < 3 else chance.choice(("current",) * 6 + ("draft", "superseded", "retired"))
+        share = 126 * GIB * devices // max(pools, 4) // 2
+        nbytes = max(2 << 20, int(min(share, 48 * GIB) * chance.uniform(0.2, 1.4)) >> 21 << 21)
+        places = [uuid for uuid in chance.sample(uuids, min(devices, chance.choice((1, 1, 2)))) if room[uuid] >= nbytes]
+        owner = chance.choice((0, 1000, 1001))
+        for uuid in places:
+            room[uuid] -= nbytes
+            blocks.append(BlockInfo(uuid, name, 1 + number % 3, state, "held", nbytes, owner))
+        if places:
+            infos.append(_pool(name, 1 + number % 3, state, nbytes, tuple(places), owner))
+    if pools:
+        blocks.append(BlockInfo(uuids[0], "", 0, "current", "held", 3 * GIB, 1002))
+        blocks.append(BlockInfo(uuids[0], infos[0].name, 9, "retired", "freeing", 2 * GIB, 1000))
+    seen = tuple(_device(index, uuid, blocks) for index, uuid in enumerate(uuids))
+    return View(seen, tuple(infos), _clients(infos, chance), tuple(blocks), _waiters(infos))
+
+
+def _pool(name: str, version: int, state: str, nbytes: int, devices: tuple[str, ...], owner: int) -> PoolInfo:
+    fields = dict.fromkeys(PoolInfo.__struct_fields__, "") | {
+        "name": name,
+        "version": version,
+        "state": state,
+        "nbytes": nbytes,
+        "tensors": 723,
+        "share": "vmm",
+        "devices": devices,
+        "durable": True,
+        "leases": 0,
+        "owner": owner,
+        "group": 100,
+        "mode": 0o644,
+        "sharded": False,
+        "writable": False,
+    }
+    return PoolInfo(**fields)  # type: ignore[arg-type]
+
+
+def _clients(pools: list[PoolInfo], chance: random.Random) -> tuple[ClientInfo, ...]:
+    number = min(60, 2 * len(pools))
+    states = ["detached" if index % 17 == 5 else "connected" for index in range(number)]
+    leases = [tuple(chance.sample([LeaseInfo(p.name, p.version) for p in pools], min(len(pools), 3))) for _ in states]
+    return tuple(
+        ClientInfo(7 + index, 40_000 + 13 * index, (0, 1000, 1001)[index % 3], state, leases[index])
+        for index, state in enumerate(states)
+    )
+
+
+def _waiters(pools: list[PoolInfo]) -> tuple[WaiterInfo, ...]:
+    if not pools:
+        return ()
+    return (
+        WaiterInfo(7, 40_000, 0, 12, "create", "mixtral-8x22b", "room", 88 * GIB, NOW - 300),
+        WaiterInfo(8, 40_013, 1000, 3, "attach", "mixtral-8x22b", "version 4", 0, NOW - 12),
+    )
+
+
+def _device(index: int, uuid: str, blocks: list[BlockInfo]) -> DeviceInfo:
+    allocated = sum(block.nbytes for block in blocks if block.device == uuid)
+    return DeviceInfo(index, uuid, "NVIDIA H200", 141 * GIB, 126 * GIB, allocated, 0)

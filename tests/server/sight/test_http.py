@@ -1,0 +1,206 @@
+"""Readers that mean harm, or make mistakes: each gets an answer or is cut off, and the next one is served."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from cubroker.protocol.messages import View
+from cubroker.server.sight import http, lookout, window
+from tests.brokers import eventually
+from tests.server.sight import scenes
+from tests.server.sight.windows import Pane, read, watching
+
+WATCH = b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+@pytest.fixture
+def pane() -> Iterator[Pane]:
+    with watching(scenes.view(1, 5)) as pane:
+        yield pane
+
+
+def status(answer: bytes) -> int:
+    assert answer.startswith(b"HTTP/1.1 "), answer[:100]
+    return int(answer.split()[1])
+
+
+def serves(pane: Pane) -> bool:
+    answer = pane.get("/metrics")
+    return b"cubroker_device_total_bytes" in answer and answer.startswith(b"HTTP/1.1 200 ")
+
+
+def test_metrics_the_page_and_what_it_shows_are_there(pane: Pane) -> None:
+    assert serves(pane)
+    head, _, body = pane.get("/view").partition(b"\r\n\r\n")
+    assert b"application/json" in head
+    assert [device["index"] for device in json.loads(body)["devices"]] == [0]
+    page = pane.get("/")
+    assert b"<!doctype html>" in page
+    assert b"Content-Security-Policy: default-src 'none'" in page
+
+
+def test_the_head_of_an_answer_can_be_had_alone(pane: Pane) -> None:
+    head = pane.ask("HEAD /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    assert status(head) == 200
+    assert head.endswith(b"\r\n\r\n")
+
+
+@pytest.mark.parametrize(
+    ("request_text", "expected"),
+    [
+        ("POST /metrics HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\nhi", 405),
+        ("DELETE / HTTP/1.1\r\nHost: localhost\r\n\r\n", 405),
+        ("GET /etc/passwd HTTP/1.1\r\nHost: localhost\r\n\r\n", 404),
+        ("GET /../ HTTP/1.1\r\nHost: localhost\r\n\r\n", 404),
+        ("GET /metrics HTTP/1.1\r\n\r\n", 400),
+        ("no HTTP at all\r\n\r\n", 400),
+        ("GET / HTTP/1.1\r\nHost: localhost\r\nX: " + "x" * 100_000, 431),
+    ],
+)
+def test_what_nobody_can_have_is_refused_in_a_line(pane: Pane, request_text: str, expected: int) -> None:
+    answer = pane.ask(request_text)
+    # What was sent and not read may have the system drop the answer.
+    assert answer == b"" or status(answer) == expected
+    if expected != 431:
+        assert answer
+    assert serves(pane)
+
+
+@pytest.mark.parametrize("host", ["localhost", "localhost:80", "127.0.0.1:9", "127.8.9.1", "[::1]", "[::1]:80"])
+def test_names_of_this_host_are_answered(pane: Pane, host: str) -> None:
+    assert status(pane.get("/view", host)) == 200
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "10.0.0.1", "localhost.evil.example", ""])
+def test_a_page_elsewhere_whose_name_leads_here_reads_nothing(pane: Pane, host: str) -> None:
+    for path in ("/view", "/metrics", "/events", "/", "/nowhere"):
+        assert status(pane.get(path, host)) == 421
+
+
+def test_whoever_says_nothing_is_cut_off(pane: Pane, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "PATIENCE", 0.05)
+    with pane.connect() as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\n")
+        assert read(connection) == b""
+    assert serves(pane)
+
+
+def test_whoever_hangs_up_in_the_middle_harms_nobody(pane: Pane) -> None:
+    for text in ("", "GET", "GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n"):
+        with pane.connect() as connection:
+            connection.sendall(text.encode())
+    assert serves(pane)
+
+
+def test_whoever_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "PATIENCE", 0.1)
+    monkeypatch.setattr(http, "MAX_STREAMS", 1)
+    monkeypatch.setattr(window, "PERIOD", 0.01)
+    monkeypatch.setattr(lookout, "PERIOD", 0.0)
+    with watching(scenes.view(16, 500)) as pane, pane.connect() as idle:
+        idle.sendall(WATCH)
+        assert idle.recv(12) == b"HTTP/1.1 200"
+
+        def room_for_another() -> bool:
+            pane.view = pane.view  # something new, for the one that does not read
+            with pane.connect() as connection:
+                connection.sendall(WATCH)
+                return connection.recv(12) == b"HTTP/1.1 200"
+
+        eventually(room_for_another, "the idle one to be cut off")
+
+
+def test_there_are_only_so_many_connections(pane: Pane) -> None:
+    held = [pane.connect() for _ in range(http.MAX_CONNECTIONS)]
+    try:
+        eventually(lambda: pane.get("/view") == b"", "the door to be closed")
+    finally:
+        for connection in held:
+            connection.close()
+    eventually(lambda: serves(pane), "the next reader to be served")
+
+
+def test_there_are_only_so_many_who_watch(pane: Pane) -> None:
+    held = [pane.connect() for _ in range(http.MAX_STREAMS)]
+    try:
+        for connection in held:
+            connection.sendall(WATCH)
+            assert connection.recv(9) == b"HTTP/1.1 "
+        assert status(pane.get("/events")) == 503
+        assert serves(pane)
+    finally:
+        for connection in held:
+            connection.close()
+
+
+def test_a_broker_that_does_not_answer_is_told_from_a_window_that_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookout, "PATIENCE", 0.05)
+    view = scenes.view(1, 0)
+
+    def busy() -> View:
+        time.sleep(0.2)  # the loop of the broker has something else to do
+        return view
+
+    with watching(view, busy) as pane:
+        assert status(pane.get("/metrics")) == 503
+
+
+def test_a_mistake_in_looking_is_told_and_the_next_look_is_another(caplog: pytest.LogCaptureFixture) -> None:
+    views = iter([None, scenes.view(1, 0)])
+
+    def look() -> View:
+        view = next(views)
+        if view is None:
+            raise ZeroDivisionError("a mistake")
+        return view
+
+    with watching(scenes.view(1, 0), look) as pane:
+        assert status(pane.get("/metrics")) == 500
+        assert serves(pane)
+    assert "ZeroDivisionError: a mistake" in caplog.text
+
+
+def test_whoever_watches_sees_what_is_new_and_hears_when_nothing_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(window, "PERIOD", 0.01)
+    monkeypatch.setattr(lookout, "PERIOD", 0.0)
+    with watching(scenes.view(1, 0)) as pane, pane.connect() as connection:
+        connection.sendall(WATCH)
+        with connection.makefile("rb") as lines:
+            pictures = (json.loads(line[6:]) for line in lines if line.startswith(b"data: "))
+            assert len(next(pictures)["devices"]) == 1
+            assert next(line for line in lines if line.startswith(b":")) == b": nothing new\n"
+            pane.view = scenes.view(2, 0)
+            assert len(next(pictures)["devices"]) == 2
+
+
+def test_views_are_shared_by_those_who_ask_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = []
+
+    def look() -> View:
+        looks.append(1)
+        return scenes.view(1, 0)
+
+    monkeypatch.setattr(lookout, "PERIOD", 60.0)
+    with watching(scenes.view(1, 0), look) as pane:
+        for _ in range(5):
+            assert serves(pane)
+    assert len(looks) == 1
+
+
+def test_looking_that_takes_long_is_done_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = []
+
+    def look() -> View:
+        looks.append(1)
+        time.sleep(0.1)  # so that this view is good for two seconds
+        return scenes.view(1, 0)
+
+    monkeypatch.setattr(lookout, "PERIOD", 0.0)
+    with watching(scenes.view(1, 0), look) as pane:
+        for _ in range(3):
+            assert serves(pane)
+    assert len(looks) < 3

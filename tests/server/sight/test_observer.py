@@ -1,0 +1,127 @@
+"""What the log and the counters have of what happens to a ledger."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from cubroker.protocol import messages as m
+from cubroker.server import events as e
+from cubroker.server.ledger import Budget, Ledger
+from cubroker.server.sight import notes
+from cubroker.server.sight.meters import Meters
+from cubroker.server.sight.observer import Sight
+from tests.server.story import ALICE, BOB, BROKER, MIB, asks, attaches, creates
+
+
+class Scene:
+    """A ledger with a sight; sessions 1 and 2 are Alice's and Bob's."""
+
+    def __init__(self) -> None:
+        self.ledger = Ledger([Budget(0, "GPU-0", "first", 16 * MIB, 10 * MIB)], BROKER)
+        self.meters = Meters()
+        self.sight = Sight(self.ledger, self.meters)
+        self.tell(e.Joined(1, 101, ALICE, 100), e.Joined(2, 102, BOB, 200))
+
+    def tell(self, *events: e.Event) -> None:
+        for event in events:
+            self.sight.before(event)
+            self.sight.after(event, self.ledger.handle(event))
+
+    def publish(self) -> None:
+        self.tell(creates(1, 1, "llama", MIB), e.Allocated(1, (b"handle",)), asks(1, 2, m.Seal(1)))
+
+    def counted(self, name: str, **labels: str) -> float | None:
+        return self.meters.registry.get_sample_value(name, labels)
+
+
+@pytest.fixture
+def scene(caplog: pytest.LogCaptureFixture) -> Scene:
+    caplog.set_level(logging.INFO)
+    return Scene()
+
+
+def test_publications_and_ends_are_lines_that_say_who_and_why(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    scene.publish()
+    scene.tell(attaches(2, 1, "llama"), asks(1, 3, m.Retire("llama", 0)), e.Lost(2), e.Gone(2))
+    assert caplog.messages == [
+        "session 1 (pid 101, uid 1001): writes llama@1",
+        "session 1 (pid 101, uid 1001): published llama@1",
+        "session 1 (pid 101, uid 1001): retired llama@1, with 1 leases left on it",
+        "session 2 (pid 102, uid 1002): the connection has ended; 1 lease until the process does",
+        "session 2 (pid 102, uid 1002): the process has ended, and with it 1 lease",
+    ]
+    fields = {
+        name: caplog.records[1].__dict__[name] for name in ("session", "pid", "uid", "request", "pool", "version")
+    }
+    assert fields == {"session": 1, "pid": 101, "uid": ALICE, "request": 2, "pool": "llama", "version": 1}
+
+
+def test_a_refusal_says_what_was_asked_and_why_not(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    scene.tell(attaches(2, 1, "llama"))
+    (message,) = caplog.messages
+    assert message.startswith(
+        "session 2 (pid 102, uid 1002): Attach of llama was refused (not_found): no pool is named"
+    )
+    assert caplog.records[0].__dict__["code"] == "not_found"
+    assert scene.counted("cubroker_refusals_total", request="Attach", code="not_found") == 1
+
+
+def test_what_is_denied_is_left_to_the_line_that_says_so_anyway(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    scene.publish()
+    caplog.clear()
+    scene.tell(asks(2, 1, m.Retire("llama", 0)))
+    assert caplog.messages == []
+    assert scene.counted("cubroker_refusals_total", request="Retire", code="denied") == 1
+
+
+def test_everything_else_is_for_those_who_want_all(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    scene.publish()
+    caplog.clear()
+    scene.tell(e.Joined(3, 103, BOB, 200), attaches(3, 1, "llama"), asks(3, 2, m.Close(2)))
+    scene.tell(asks(3, 3, m.ListDevices()), asks(3, 4, m.Tell("llama", 0)), e.Gone(3))
+    who = "session 3 (pid 103, uid 1002)"
+    assert caplog.messages == [
+        f"{who}: joined",
+        f"{who}: attached to llama@1, lease 2",
+        f"{who}: Close was done",
+        f"{who}: ListDevices was done",
+        f"{who}: Tell was done",
+        f"{who}: the process has ended",
+    ]
+
+
+def test_a_user_who_is_refused_all_the_time_has_few_lines(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    for request in range(notes.BURST + 50):
+        scene.tell(attaches(2, request, "llama"))
+    assert notes.BURST <= len(caplog.messages) < notes.BURST + 10
+    scene.publish()
+    assert caplog.messages[-1] == "session 1 (pid 101, uid 1001): published llama@1"
+
+
+def test_a_request_counts_with_its_answer_however_late(scene: Scene) -> None:
+    scene.tell(attaches(2, 1, "llama", wait=5.0))
+    assert scene.counted("cubroker_request_seconds_count", request="Attach") is None
+    scene.publish()
+    assert scene.counted("cubroker_request_seconds_count", request="Attach") == 1
+    assert scene.counted("cubroker_request_seconds_count", request="Create") == 1
+
+
+def test_nothing_is_kept_of_requests_that_nobody_will_answer(scene: Scene) -> None:
+    scene.tell(attaches(2, 1, "llama", wait=5.0), attaches(1, 1, "llama", wait=5.0), e.Lost(2), e.Gone(1))
+    assert scene.sight._asked == {}
+
+
+def test_an_answer_to_a_question_of_an_earlier_broker_is_not_counted(scene: Scene) -> None:
+    scene.sight.after(e.Elapsed(1), [e.Respond(2, 77, m.Done())])
+    assert scene.counted("cubroker_request_seconds_count", request="Attach") is None
+
+
+def test_a_mistake_in_looking_is_logged_and_harms_nobody(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    scene.sight.before(e.Asked(1, 5, m.Seal(1)))
+    scene.sight.after(e.Elapsed(1), [e.Respond(1, 5, m.Failed("invalid", 5))])  # type: ignore[arg-type]
+    broken = Sight(None)  # type: ignore[arg-type]
+    broken.before(e.Lost(1))
+    assert "the broker failed at looking at what happens" in caplog.messages

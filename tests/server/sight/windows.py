@@ -1,0 +1,89 @@
+"""A window over views that a test chooses, and a client in the raw."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from threading import Thread
+
+from cubroker.protocol.messages import View
+from cubroker.server.sight.exposition import Exposition
+from cubroker.server.sight.lookout import Lookout
+from cubroker.server.sight.meters import Meters
+from cubroker.server.sight.window import Window
+from tests.brokers import PATIENCE
+
+
+@contextmanager
+def looping() -> Iterator[asyncio.AbstractEventLoop]:
+    """A loop on a thread, as the broker's is for a window."""
+    loop = asyncio.new_event_loop()
+    thread = Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        yield loop
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+@dataclass
+class Pane:
+    """What can be seen, and where: assign ``view`` to show another one."""
+
+    port: int
+    _view: View
+    _revision: list[int] = field(default_factory=lambda: [1])
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}/"
+
+    @property
+    def view(self) -> View:
+        return self._view
+
+    @view.setter
+    def view(self, view: View) -> None:
+        self._view = view
+        self._revision[0] += 1
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), PATIENCE)
+
+    def ask(self, text: str) -> bytes:
+        """Send what a test wrote, and return everything until the other side closes."""
+        with self.connect() as connection:
+            connection.sendall(text.encode())
+            return read(connection)
+
+    def get(self, path: str, host: str = "localhost") -> bytes:
+        return self.ask(f"GET {path} HTTP/1.1\r\nHost: {host}\r\n\r\n")
+
+
+def read(connection: socket.socket) -> bytes:
+    said = b""
+    try:
+        while more := connection.recv(1 << 16):
+            said += more
+    except ConnectionResetError:
+        pass
+    return said
+
+
+@contextmanager
+def watching(view: View, look: Callable[[], View] | None = None) -> Iterator[Pane]:
+    """A window on a port of this host, over ``view``, or whatever ``look`` gives."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    pane = Pane(listener.getsockname()[1], view)
+    with looping() as loop:
+        lookout = Lookout(loop, look or (lambda: pane.view))
+        window = Window(listener, lookout, Exposition(Meters().registry), lambda: pane._revision[0])
+        try:
+            yield pane
+        finally:
+            window.close()
