@@ -150,7 +150,8 @@ def _watch(undo: AsyncExitStack, config: Config, ledger: Ledger) -> Sight:
     if config.metrics is None:
         return Sight(ledger)
     # What serves is imported where it is wanted alone: it takes a twentieth of a second and 5 MiB.
-    from cubroker.server.sight.opening import Meters, open_window
+    from cubroker.server.sight.meters import Meters
+    from cubroker.server.sight.opening import open_window
 
     meters = Meters()
     sight = Sight(ledger, meters)

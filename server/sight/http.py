@@ -132,7 +132,9 @@ class Service:
                 await _write(writer, http.send(h11.Data(reply.body[start : start + CHUNK])))
             await _write(writer, http.send(h11.EndOfMessage()))
             with suppress(TimeoutError, OSError):  # what is not read yet is lost with the connection, so let it be read
-                await asyncio.wait_for(_shut(writer), PATIENCE)
+                async with asyncio.timeout(PATIENCE):
+                    writer.close()
+                    await writer.wait_closed()
         elif not empty:
             await self._stream(http, writer, reply.body)
 
@@ -155,12 +157,8 @@ async def _receive(http: h11.Connection, reader: asyncio.StreamReader) -> h11.Re
 async def _write(writer: asyncio.StreamWriter, data: bytes | None) -> None:
     if data:
         writer.write(data)
-        await asyncio.wait_for(writer.drain(), PATIENCE)
-
-
-async def _shut(writer: asyncio.StreamWriter) -> None:
-    writer.close()
-    await writer.wait_closed()
+        async with asyncio.timeout(PATIENCE):  # and not wait_for, which may lose a cancellation in Python 3.11
+            await writer.drain()
 
 
 def _is_here(host: str) -> bool:

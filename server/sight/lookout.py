@@ -42,7 +42,8 @@ class Lookout:
                 return self._latest
             taken: Future[tuple[View, float]] = Future()
             self._loop.call_soon_threadsafe(self._take, taken)
-            view, cost = await asyncio.wait_for(asyncio.wrap_future(taken), PATIENCE)
+            async with asyncio.timeout(PATIENCE):
+                view, cost = await asyncio.wrap_future(taken)
             self._latest, self._until = view, time.monotonic() + max(PERIOD, SHARE * cost)
             return view
 

@@ -23,6 +23,10 @@ REFILL = 1.0
 """Seconds after which a user has one more."""
 
 
+PLAIN = (Failed, Created, Sealed, Retirement)
+"""Answers that are worth a line at ``info``."""
+
+
 @dataclass(frozen=True, slots=True)
 class Question:
     """A request that was not answered yet: its ``kind``, the ``pool`` that it names, and when it came."""
@@ -45,13 +49,17 @@ class Notes:
     def lost(self, who: Holder) -> None:
         """A session's connection has ended."""
         if who.leases:
-            text = f"the connection has ended; {_leases(who)} until the process does"
+            text = f"the connection has ended; {_count(who.leases)} until the process does"
             self._write(logging.INFO, who, text, why="the connection has ended")
 
     def gone(self, who: Holder) -> None:
         """A session's process has ended."""
-        text = f"the process has ended, and with it {_leases(who)}" if who.leases else "the process has ended"
+        text = f"the process has ended, and with it {_count(who.leases)}" if who.leases else "the process has ended"
         self._write(logging.INFO if who.leases else logging.DEBUG, who, text, why="the process has ended")
+
+    def want(self, answer: Reply) -> bool:
+        """Whether an answer is worth a line."""
+        return isinstance(answer, PLAIN) or log.isEnabledFor(logging.DEBUG)
 
     def answered(self, who: Holder, request: int, question: Question, answer: Reply) -> None:
         """A request was answered."""
@@ -70,8 +78,8 @@ class Notes:
         log.log(level, "%s: %s%s", who.label, text, more, extra=known)
 
 
-def _leases(who: Holder) -> str:
-    return f"{who.leases} lease{'' if who.leases == 1 else 's'}"
+def _count(leases: int) -> str:
+    return f"{leases} lease{'' if leases == 1 else 's'}"
 
 
 def _describe(question: Question, answer: Reply) -> tuple[int, str, dict[str, object]]:
@@ -86,7 +94,7 @@ def _describe(question: Question, answer: Reply) -> tuple[int, str, dict[str, ob
         case Sealed(version):
             return logging.INFO, f"published {pool}@{version}", _fields(pool, version=version)
         case Retirement(version, leases):
-            text = f"retired {pool}@{version}, with {leases} leases left on it"
+            text = f"retired {pool}@{version}, with {_count(leases)} left on it"
             return logging.INFO, text, _fields(pool, version=version)
         case Attached():
             text = f"attached to {answer.name}@{answer.version}, lease {answer.lease}"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from cubroker.protocol.errors import CubrokerError
@@ -19,6 +18,8 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger(__name__)
+
+MISTAKE = "the broker failed at looking at what happens"
 
 
 class Sight:
@@ -42,13 +43,18 @@ class Sight:
     def before(self, event: Event) -> None:
         """Note an event that the ledger is about to be told."""
         self.revision += 1
-        with _spared():
+        try:
             self._before(event)
+        # No request, and no end of a process, goes unheeded because it could not be looked at.
+        except Exception:
+            log.exception(MISTAKE)
 
     def after(self, event: Event, effects: Iterable[Effect]) -> None:
         """Note what the ledger wants done about an event."""
-        with _spared():
+        try:
             self._after(event, effects)
+        except Exception:
+            log.exception(MISTAKE)
 
     def turned_away(self, refusal: CubrokerError) -> None:
         """Note that somebody got no session."""
@@ -103,14 +109,5 @@ class Sight:
         if self._meters:
             code = answer.code if isinstance(answer, Failed) else ""
             self._meters.answered(question.kind, time.monotonic() - question.since, code)
-        if (who := self._ledger.holder(effect.session)) is not None:
+        if self._notes.want(answer) and (who := self._ledger.holder(effect.session)) is not None:
             self._notes.answered(who, effect.request, question, answer)
-
-
-@contextmanager
-def _spared() -> Iterator[None]:
-    """Log a mistake of ours: no request, and no end of a process, goes unheeded because it could not be looked at."""
-    try:
-        yield
-    except Exception:
-        log.exception("the broker failed at looking at what happens")

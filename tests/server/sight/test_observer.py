@@ -48,7 +48,7 @@ def test_publications_and_ends_are_lines_that_say_who_and_why(scene: Scene, capl
     assert caplog.messages == [
         "session 1 (pid 101, uid 1001): writes llama@1",
         "session 1 (pid 101, uid 1001): published llama@1",
-        "session 1 (pid 101, uid 1001): retired llama@1, with 1 leases left on it",
+        "session 1 (pid 101, uid 1001): retired llama@1, with 1 lease left on it",
         "session 2 (pid 102, uid 1002): the connection has ended; 1 lease until the process does",
         "session 2 (pid 102, uid 1002): the process has ended, and with it 1 lease",
     ]
