@@ -230,7 +230,8 @@ def _check_version(books: Books, version: Version, leases: int) -> None:
     assert state is not State.LOST or version.why
     assert pool.versions[version.number] is version
     assert version.leases == leases
-    assert leases or state in (State.ALLOCATING, State.CURRENT) or is_kept(books, version), "nothing keeps a version"
+    kept = is_kept(books, version) or (state is State.SUPERSEDED and not books.resumed)
+    assert leases or state in (State.ALLOCATING, State.CURRENT) or kept, "nothing keeps a version"
     assert state is not State.ALLOCATING or not leases
     assert state is not State.DRAFT or leases == 1
     assert version.replicas

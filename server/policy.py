@@ -66,5 +66,5 @@ class Policy:
 
 
 def exceeds(used: int, more: int, limit: int | None) -> bool:
-    """Say whether ``more`` on top of ``used`` is over a limit (None: there is none)."""
-    return limit is not None and used + more > limit
+    """Say whether ``more`` on top of ``used`` is over a limit (None: there is none); nothing more never is."""
+    return limit is not None and more > 0 and used + more > limit

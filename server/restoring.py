@@ -48,7 +48,7 @@ SHAPES: Mapping[str, type[Entry]] = {
 }
 """What is recorded, in the order in which it can be put together."""
 
-_KEY = re.compile(rb"l/([a-z]+)/([0-9]{1,19})/([!-~]*)")
+_KEY = re.compile(rb"l/([a-z]+)/(0|[1-9][0-9]{0,18})/([!-~]*)")
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -60,6 +60,7 @@ def restore(books: Books, items: Iterable[tuple[bytes, bytes]]) -> Counters | No
     Raises:
         Damaged: the record cannot be used; nor can the books.
     """
+    books.resumed = False
     values = {key: value for key, value in items if key.startswith(PREFIX)}
     if not values:
         return None
@@ -73,7 +74,7 @@ def restore(books: Books, items: Iterable[tuple[bytes, bytes]]) -> Counters | No
     _count(books, counters)
     _fill(books, entries)
     tolerate(books)
-    books.tolerated_store, books.resumed = books.stored, False
+    books.tolerated_store = books.stored
     _check(books, entries)
     return counters
 

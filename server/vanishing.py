@@ -11,7 +11,7 @@ from cubroker.protocol.messages import PoolLost
 from cubroker.server import publishing, teams, waiting, wording
 from cubroker.server.books import Books
 from cubroker.server.events import Notify, Vanished
-from cubroker.server.leases import end_if_empty
+from cubroker.server.leases import end_if_empty, superseded
 from cubroker.server.records import Loss, Pool, Version
 from cubroker.server.room import under_way
 from cubroker.server.states import Cause, Impossible, State
@@ -66,7 +66,13 @@ def resumed(books: Books) -> None:
         session.story.append(AGAIN)
     for pool in books.pools.values():
         pool.story.append(AGAIN)
-        for version in pool.versions.values():
-            if version.state is not State.LOST:
-                teams.assemble(books, version)
-        publishing.announce(books, pool)
+        _resume(books, pool)
+
+
+def _resume(books: Books, pool: Pool) -> None:
+    for version in superseded(pool):  # of which other rules may have kept more
+        end_if_empty(books, version)
+    for version in pool.versions.values():
+        if version.state is not State.LOST:
+            teams.assemble(books, version)
+    publishing.announce(books, pool)

@@ -26,8 +26,15 @@ R = TypeVar("R", bound=m.Reply)
 class Story:
     """A ledger, its invariants checked after every event, and the effects that nobody asserted yet."""
 
-    def __init__(self, *devices: Budget, limits: Limits | None = None, policy: Policy | None = None) -> None:
-        self.ledger = Ledger(devices or (GPU0, GPU1), BROKER, limits, policy)
+    def __init__(
+        self,
+        *devices: Budget,
+        limits: Limits | None = None,
+        policy: Policy | None = None,
+        store: int | None = None,
+    ) -> None:
+        self.devices = devices or (GPU0, GPU1)
+        self.ledger = Ledger(self.devices, BROKER, limits, policy, store)
         self.effects: deque[e.Effect] = deque()
 
     def __rshift__(self, event: e.Event) -> Story:
@@ -47,6 +54,14 @@ class Story:
     def joins(self, *sessions: int, uid: int = ALICE, gid: int = 100, groups: tuple[int, ...] = ()) -> None:
         for session in sessions:
             self >> e.Joined(session, 100 + session, uid, gid, frozenset(groups))
+
+    def restarts(self, *vanished: int, policy: Policy | None = None, store: int = 100) -> None:
+        """Restore the ledger from its record, tell it which tickets vanished, and go on; nobody asserts the effects."""
+        self.end()
+        items = self.ledger.record().items()
+        self.ledger = Ledger.restore(self.devices, BROKER, Limits(), policy or Policy(), items, store)
+        self.ledger.check()
+        self.quietly(*(e.Vanished(ticket, "it went with the broker") for ticket in vanished), e.Resumed())
 
     def quietly(self, *events: e.Event) -> list[e.Effect]:
         """Tell the beginning of a story whose effects are asserted elsewhere; return those of the last event."""
@@ -126,10 +141,11 @@ def creates(
     mode: int | None = None,
     plan: tuple[int, ...] | None = None,
     writable: bool = False,
+    durable: bool = False,
 ) -> e.Asked:
     made = layout(*sizes)
     where = m.Where(attach) if isinstance(attach, str) else attach
-    body = m.Create(name, made.encode(), devices, share, wait, where, mode, plan, writable)
+    body = m.Create(name, made.encode(), devices, share, wait, where, mode, plan, writable, durable)
     return e.Asked(session, request, body, made)
 
 

@@ -8,6 +8,7 @@ from cubroker.protocol import messages as m
 from cubroker.server import events as e
 from cubroker.server.ledger import Budget, Ledger, Limits
 from cubroker.server.policy import Policy
+from tests.simulation import restart
 from tests.simulation.model import Model
 from tests.simulation.records import Block, Expected, Team
 
@@ -15,9 +16,13 @@ from tests.simulation.records import Block, Expected, Team
 class Pair:
     """A ledger and a model that have seen the same events."""
 
-    def __init__(self, devices: tuple[Budget, ...], uid: int, limits: Limits, policy: Policy) -> None:
-        self.ledger = Ledger(devices, uid, limits, policy)
+    def __init__(
+        self, devices: tuple[Budget, ...], uid: int, limits: Limits, policy: Policy, store: int | None = None
+    ) -> None:
+        self.ledger = Ledger(devices, uid, limits, policy, store)
         self.model = Model(devices, uid, limits, policy)
+        self.model.store = store
+        self.kept: dict[bytes, bytes] = {}  # the record, as it was committed change by change
         self.under_way: list[Block] = []  # asked for and not reported
         self.to_free: list[Block] = []  # to be freed and not reported
         self.to_assemble: list[Team] = []  # asked for and not reported
@@ -35,6 +40,7 @@ class Pair:
         """Give an event to both; raises ``AssertionError`` if the effects differ or the ledger contradicts itself."""
         effects = self.ledger.handle(event)
         self.ledger.check()
+        self._record()
         expected = self.model.handle(event)
         self._answers(expected, [effect for effect in effects if isinstance(effect, e.Respond)])
         notices = [(effect.session, effect.notice) for effect in effects if isinstance(effect, e.Notify)]
@@ -46,6 +52,36 @@ class Pair:
         self._teams(expected, effects)
         self._descriptors(expected, effects)
         self._timers(expected, effects)
+
+    def restart(self, devices: tuple[Budget, ...], limits: Limits, policy: Policy, store: int) -> None:
+        """Restore the ledger from its record; what the shell knew is gone but for the sessions and the memory."""
+        before = self.ledger
+        self.ledger = Ledger.restore(devices, self.model.uid, limits, policy, self.kept.items(), store)
+        self.ledger.check()
+        assert self.ledger.record() == self.kept
+        assert not self.ledger.changes()
+        for lease in self.model.leases:
+            if lease.version.body.share != "multicast":  # whose team is to be put together again
+                lent = self.ledger.lent(lease.session.id, lease.id)
+                assert lent is not None
+                assert lent == before.lent(lease.session.id, lease.id)
+        restart.restart(self.model, devices, limits, policy, store)
+        held = {(block.ticket, block.device, block.sizes, block.version.body.durable) for block in self.model.blocks}
+        assert {(held.ticket, held.device, held.sizes, held.durable) for held in self.ledger.memory()} == held
+        joined = {session.session: self.ledger.is_detached(session.session) for session in self.ledger.sessions()}
+        assert joined == {session.id: not session.connected for session in self.model.sessions}
+        for pending in (self.under_way, self.to_free, self.to_assemble, self.to_dissolve):
+            pending.clear()
+
+    def _record(self) -> None:
+        """Commit what changed; then the record is that of the whole ledger."""
+        changes = self.ledger.changes()
+        assert self.model.store is not None or not changes
+        for key, value in changes:
+            self.kept.pop(key, None)
+            if value is not None:
+                self.kept[key] = value
+        assert self.model.store is None or self.kept == self.ledger.record()
 
     def _answers(self, expected: Expected, responses: list[e.Respond]) -> None:
         answers = {(response.session, response.request): response.body for response in responses}
@@ -107,10 +143,15 @@ class Pair:
         )
         withdrawn = [(effect.session, effect.lease) for effect in effects if isinstance(effect, e.Withdraw)]
         assert sorted(withdrawn) == sorted(expected.withdrawn)
+        rebound: set[tuple[int, int]] = set()
         for effect in effects:
             match effect:
                 case e.HandOver(session, lease, allocations, team):
-                    self.handed[session, lease] = {ticket for _, ticket in allocations} | {team}
+                    known = self.handed.setdefault((session, lease), set())
+                    assert not known or (session, lease) in rebound, "descriptors of a lease again, and nobody says why"
+                    known |= {ticket for _, ticket in allocations} | {team}
+                case e.Notify(session, m.Rebound(lease)):
+                    rebound.add((session, lease))
                 case e.Withdraw(session, lease):
                     self.handed.pop((session, lease), None)
                 case e.Respond(session, _, m.Attached() | m.Created() as body):
@@ -141,5 +182,5 @@ def _check_order(effects: list[e.Effect]) -> None:
             assert effect.session not in forgotten
 
 
-def _counted(notices: list[tuple[int, m.Notice]] | list[tuple[int, m.PoolChanged]]) -> list[str]:
+def _counted(notices: list[tuple[int, m.Notice]]) -> list[str]:
     return sorted(map(repr, notices))

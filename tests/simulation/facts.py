@@ -27,6 +27,7 @@ class Facts:
         self.groups: dict[str, int] = {}
         self.modes: dict[str, int] = {}
         self.lost = {device.uuid: 0 for device in devices}
+        self.store: int | None = None
 
     # -- looking things up ---------------------------------------------------------------------
 
@@ -47,6 +48,9 @@ class Facts:
 
     def team_of(self, version: Version) -> Team | None:
         return next((team for team in self.teams if team.version is version), None)
+
+    def several(self, version: Version) -> bool:
+        return version.body.share == "multicast" and len(version.body.devices) > 1
 
     def told(self, version: Version) -> m.Team | None:
         """How a version's replicas are written at once, as everybody may know it."""
@@ -126,6 +130,19 @@ class Facts:
         assert layout is not None
         return sum(self.pieces(uuid, body.share) * len(self.sizes(body, layout, uuid)) for uuid in body.devices)
 
+    def stored(self) -> int:
+        """Places of the store that are taken, or set aside for creates that wait."""
+        blocks = sum(len(block.sizes) for block in self.blocks if block.version.body.durable)
+        waiting = [request for request in self.creates() if request.version is None]
+        return 2 * len(self.sessions) + blocks + sum(map(self.durable_pieces, waiting))
+
+    def durable_pieces(self, request: Request) -> int:
+        """Places of the store that a create takes."""
+        body, layout = request.body, request.layout
+        assert isinstance(body, m.Create)
+        assert layout is not None
+        return sum(len(self.sizes(body, layout, uuid)) for uuid in body.devices) if body.durable else 0
+
     def pieces(self, uuid: str, share: str) -> int:
         """Descriptors that one allocation takes."""
         emulated = next(device.descriptors for device in self.devices if device.uuid == uuid)
@@ -171,7 +188,7 @@ class Facts:
             tensors,
             body.share,
             body.devices,
-            False,
+            body.durable,
             leases,
             version.owner,
             self.groups[version.name],
@@ -179,7 +196,7 @@ class Facts:
             body.plan is not None,
             body.writable,
             told.how if told else "",
-            told.why if told else "",
+            version.why or (told.why if told else ""),
             self.opened_by(version),
         )
 

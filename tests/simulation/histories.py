@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import TypeVar
 
@@ -94,7 +95,13 @@ WEIGHTS = {
     "elapsed": 3,
     "again": 1,
     "reconfigure": 2,
+    "vanish": 1,
+    "restart": 3,
 }
+
+SMALL = 16
+STORES = (None, 1000, SMALL)
+"""Descriptors that the store has room for."""
 
 NUMBERS = 8
 """Numbers that an action has."""
@@ -107,7 +114,7 @@ def generate(seed: int) -> list[Action]:
     """Return the history of a seed: 30 to 200 actions, after the world that it is played in."""
     chance = random.Random(seed)
     weights = [weight * chance.choice((0.3, 1, 1, 2)) for weight in WEIGHTS.values()]
-    rules = (int(chance.random() < 0.25), chance.randrange(len(POLICIES)))
+    rules = (int(chance.random() < 0.25), chance.randrange(len(POLICIES)), chance.randrange(len(STORES)))
     world: list[Action] = [("world", rules), ("join", (1, 1)), ("join", (1, 2)), ("join", (2, 0))]
     kinds = chance.choices(list(WEIGHTS), weights, k=chance.randrange(30, 200))
     return world + [(kind, tuple(chance.randrange(1 << 16) for _ in range(NUMBERS))) for kind in kinds]
@@ -125,6 +132,11 @@ def layout(sizes: tuple[int, ...]) -> tuple[Layout, bytes]:
     return made, made.encode()
 
 
+def _devices(budgets: int) -> tuple[Budget, ...]:
+    mib = zip(DEVICES, BUDGETS[budgets % len(BUDGETS)], strict=True)
+    return tuple(replace(device, budget=size * MIB) for device, size in mib)
+
+
 def _writable(number: int) -> bool:
     return number % 4 != 0
 
@@ -132,11 +144,11 @@ def _writable(number: int) -> bool:
 class Play:
     """A pair of ledger and model, and the state of those who use it."""
 
-    def __init__(self, tight: int, policy: int) -> None:
-        self.pair = Pair(DEVICES, BROKER, LIMITS[tight], POLICIES[policy])
+    def __init__(self, tight: int, policy: int, store: int = 0) -> None:
+        self.pair = Pair(DEVICES, BROKER, LIMITS[tight], POLICIES[policy], STORES[store])
         self.sessions = OBSERVER
         self.requests = 0
-        self.events: list[e.Event] = []
+        self.events: list[object] = []
         self.tell(e.Joined(OBSERVER, 1, BROKER, BROKER))
 
     def tell(self, event: e.Event) -> None:
@@ -188,7 +200,7 @@ class Play:
         made, encoded = layout(choose(LAYOUTS, sizes))
         devices, kind, where = choose(DEVICE_SETS, on), choose(SHARES, share), choose(OR_ATTACH, attach)
         head = choose(NAMES, name), encoded, devices, kind, choose(WAITS, wait), where
-        body = m.Create(*head, choose(MODES, mode), None, _writable(share))
+        body = m.Create(*head, choose(MODES, mode), None, _writable(share), self._durable(kind, share))
         self.ask(self.user(session), body, made)
 
     def shard(self, session: int, name: int, plan: int, on: int, share: int, wait: int, attach: int, _: int) -> None:
@@ -197,8 +209,13 @@ class Play:
         made, encoded = layout(sizes)
         kind, where = choose(SHARD_SHARES, share), choose(OR_ATTACH, attach)
         head = choose(NAMES, name), encoded, devices, kind, choose(WAITS, wait), where
-        body = m.Create(*head, None, places, _writable(share))
+        body = m.Create(*head, None, places, _writable(share), self._durable(kind, share))
         self.ask(self.user(session), body, made)
+
+    def _durable(self, share: str, number: int) -> bool:
+        """Whether a create is to be durable; in rare cases although it cannot be."""
+        cannot = share == "ipc" or self.pair.model.store is None
+        return number // 4 % 20 == 0 if cannot else number // 4 % 4 != 0
 
     def _with_lease(self, number: int, body: type[m.Seal | m.Close | m.SendDescriptors], *, draft: bool) -> None:
         """Ask with a lease, a draft or not; in rare cases with one that the session does not hold."""
@@ -351,10 +368,39 @@ class Play:
 
     def reconfigure(self, policy: int, tight: int, budgets: int, *_: int) -> None:
         """Change the rules: any of them may become tighter than what is held, or wider."""
-        mib = zip(DEVICES, BUDGETS[budgets % len(BUDGETS)], strict=True)
-        granted = {device.uuid: size * MIB for device, size in mib}
-        limits = LIMITS[int(tight % 4 == 0)]
-        self.tell(e.Reconfigured(POLICIES[policy % len(POLICIES)], limits, granted))
+        granted = {device.uuid: device.budget for device in _devices(budgets)}
+        self.tell(e.Reconfigured(POLICIES[policy % len(POLICIES)], LIMITS[int(tight % 4 == 0)], granted))
+
+    def vanish(self, number: int, *_: int) -> None:
+        """Report memory that cannot be reached, of any version but those that wait for theirs."""
+        blocks = [block for block in self.pair.model.blocks if block.state in ("held", "freeing")]
+        blocks = [block for block in blocks if block.version.state != "allocating"]
+        if blocks:
+            self.tell(e.Vanished(blocks[number % len(blocks)].ticket, "it was taken away"))
+
+    def restart(self, rules: int, policy: int, budgets: int, ended: int, missing: int, *_: int) -> None:
+        """Kill the broker and start it again, at times with other rules; meanwhile processes end, memory is lost."""
+        model = self.pair.model
+        if model.store is None:
+            return
+        same = model.devices, model.limits, model.policy, model.store
+        other = _devices(budgets), LIMITS[int(rules % 16 == 0)], POLICIES[policy % len(POLICIES)], SMALL
+        waiting, chance = list(model.requests), random.Random(ended)
+        self.events.append("the broker is started again")
+        self.pair.restart(*(other if rules % 4 == 0 else same))
+        for session in [session.id for session in model.sessions if session.id != OBSERVER]:
+            if chance.random() < 0.2:
+                self.tell(chance.choice((e.Gone, e.Lost))(session))
+        for block in list(model.blocks):
+            if not block.version.body.durable or missing % 8 == 0:
+                self.tell(e.Vanished(block.ticket, "it went with the broker"))
+        self.tell(e.Resumed())
+        while missing % 4 and self.pair.to_assemble:
+            self.assembled(0, chance.randrange(3))
+        for request in waiting:
+            session = model.session(request.session.id)
+            if session is not None and session.connected:
+                self.tell(e.Asked(session.id, request.id, request.body, request.layout))
 
     def finish(self) -> None:
         """End every session and report every free; then nothing may be left."""

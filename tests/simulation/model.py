@@ -14,6 +14,7 @@ from cubroker.protocol.layout import Layout
 from cubroker.server import events as e
 from cubroker.server.ledger import Budget, Limits
 from cubroker.server.policy import Policy
+from tests.simulation import restart
 from tests.simulation.facts import Facts
 from tests.simulation.records import Block, Expected, Lease, Refusal, Request, Session, Signal, Team, Version
 
@@ -53,6 +54,10 @@ class Model(Facts):
                 self.bound(event)
             case e.Reconfigured():
                 self.reconfigured(event)
+            case e.Vanished():
+                restart.vanished(self, event)
+            case e.Resumed():
+                restart.resumed(self)
         self.serve()
         return self.out
 
@@ -166,6 +171,8 @@ class Model(Facts):
         self.name(body.name)
         if body.share not in ("ipc", "vmm", "multicast"):
             raise Refusal("invalid")
+        if body.durable and (body.share == "ipc" or self.store is None):
+            raise Refusal("unsupported")
         if not layout.allocations or len(set(body.devices)) != len(body.devices):
             raise Refusal("invalid")
         if body.plan is not None and (
@@ -191,8 +198,11 @@ class Model(Facts):
             raise Refusal("over_quota")
         if quota.layouts is not None and self.layouts_of(session.uid) + len(body.layout) > quota.layouts:
             raise Refusal("over_quota")
-        takes = self.descriptors_of(session.uid) + self.descriptors(request)
-        if quota.descriptors is not None and takes > quota.descriptors:
+        takes = self.descriptors(request)
+        if quota.descriptors is not None and takes and self.descriptors_of(session.uid) + takes > quota.descriptors:
+            raise Refusal("over_quota")
+        pieces = self.durable_pieces(request)
+        if self.store is not None and pieces and self.stored() + pieces > self.store:
             raise Refusal("over_quota")
         self.admit(request)
         self.serve()
@@ -222,7 +232,7 @@ class Model(Facts):
     def seal(self, lease: Lease) -> m.Sealed:
         version = lease.version
         if version.state != "draft":
-            raise Refusal("invalid")
+            raise Refusal("unavailable" if version.state == "lost" else "invalid")
         previous = self.current(version.name)
         version.state = "current"
         if version.body.mode is not None:
@@ -251,7 +261,7 @@ class Model(Facts):
     def retire(self, version: Version) -> m.Retirement:
         if version.state in ("allocating", "draft"):
             raise Refusal("invalid")
-        was, version.state = version.state, "retired"
+        was, version.state = version.state, "lost" if version.state == "lost" else "retired"
         leases = self.holds(version)
         self.end_if_unused(version)
         if was == "current":
@@ -291,12 +301,13 @@ class Model(Facts):
             raise Refusal("not_found")
         self.check_leases(session)
         team, told, through = self.team_of(version), self.told(version), None
-        if team is not None and version.body.writable and uuid in version.body.devices:
+        bound = team is not None and version.body.writable and uuid in version.body.devices
+        if team is not None and bound:
             if team.how == "multicast":
                 through, told = team, m.Team(team.how, team.why, team.sizes)
-            else:
+            elif team.how == "copies":
                 blocks += [block for block in self.in_order(version) if block not in blocks]
-        self.give(session, number, version, blocks, through)
+        self.give(session, number, version, blocks, through, bound=bound)
         self.out.answers[session.id, number] = m.Attached(
             0,
             version.name,
@@ -309,9 +320,16 @@ class Model(Facts):
         )
 
     def give(
-        self, session: Session, number: int, version: Version, blocks: list[Block], team: Team | None = None
+        self,
+        session: Session,
+        number: int,
+        version: Version,
+        blocks: list[Block],
+        team: Team | None = None,
+        *,
+        bound: bool,
     ) -> None:
-        lease = Lease(session, version)
+        lease = Lease(session, version, blocks[0], bound)
         self.leases.append(lease)
         self.out.leases[session.id, number] = lease
         if version.body.share != "ipc":
@@ -342,6 +360,8 @@ class Model(Facts):
         quota = self.quota(uid)
         if quota.descriptors is not None and self.descriptors_of(uid) + 2 > quota.descriptors:
             return False
+        if self.store is not None and self.stored() + 2 > self.store:
+            return False
         return not self.full(sum(session.uid == uid for session in self.sessions), quota.sessions)
 
     def own(self, session: Session, number: int) -> Lease:
@@ -363,7 +383,7 @@ class Model(Facts):
         self.end_if_unused(lease.version)
 
     def end_if_unused(self, version: Version) -> None:
-        if version.state in ("superseded", "retired") and not self.holds(version) and not self.kept(version):
+        if version.state in ("superseded", "retired", "lost") and not self.holds(version) and not self.kept(version):
             self.end(version)
 
     def kept(self, version: Version) -> bool:
@@ -419,6 +439,8 @@ class Model(Facts):
         request = next((request for request in self.requests if request.version is team.version), None)
         if request is not None:
             self.filled(request, team.version)
+        elif team.version.state not in ("lost", "ended"):
+            restart.rebound(self, team)
 
     def in_order(self, version: Version) -> list[Block]:
         return [block for uuid in version.body.devices for block in self.blocks_of(version) if block.device == uuid]
@@ -433,7 +455,7 @@ class Model(Facts):
         blocks, team, told = self.in_order(version), self.team_of(version), self.told(version)
         if team is not None:
             team, told = team if team.sizes else None, m.Team(team.how, team.why, team.sizes)
-        self.give(request.session, request.id, version, blocks, team)
+        self.give(request.session, request.id, version, blocks, team, bound=self.several(version))
         replicas = tuple(map(self.replica, blocks))
         self.out.answers[request.session.id, request.id] = m.Created(
             0, version.name, version.number, version.body.share, replicas, told

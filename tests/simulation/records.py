@@ -25,6 +25,7 @@ class Version:
     body: m.Create
     layout: Layout
     state: str = "allocating"
+    why: str = ""
 
 
 @dataclass(eq=False)
@@ -52,10 +53,15 @@ class Team:
 
 @dataclass(eq=False)
 class Lease:
-    """``unsent`` is memory that it got by fabric handles, of which it may ask for descriptors."""
+    """``unsent`` is memory that it got by fabric handles, of which it may ask for descriptors.
+
+    It may be ``bound`` to write all replicas at once; ``home`` is the first of those that it got.
+    """
 
     session: Session
     version: Version
+    home: Block
+    bound: bool = False
     id: int = 0
     unsent: list[Block] = field(default_factory=list)
 
@@ -98,7 +104,7 @@ class Expected:
     answers: dict[tuple[int, int], m.Reply | str] = field(default_factory=dict)
     leases: dict[tuple[int, int], Lease] = field(default_factory=dict)
     signals: dict[tuple[int, int], Signal] = field(default_factory=dict)
-    notices: list[tuple[int, m.PoolChanged]] = field(default_factory=list)
+    notices: list[tuple[int, m.Notice]] = field(default_factory=list)
     blocks: list[Block] = field(default_factory=list)
     frees: list[Block] = field(default_factory=list)
     handed: list[tuple[Lease, list[Block], Team | None]] = field(default_factory=list)

@@ -7,14 +7,26 @@ import pytest
 from cubroker.protocol.errors import CubrokerError, Unavailable
 from cubroker.protocol.layout import Layout
 from cubroker.protocol.messages import Attach, Attached, Create, Generation, Reply, Where
-from cubroker.server import attaching, drafts, leases, permissions, reconfiguring, teams, waiting
-from cubroker.server.books import Books
+from cubroker.server import (
+    attaching,
+    drafts,
+    invariants,
+    leases,
+    permissions,
+    reconfiguring,
+    restoring,
+    teams,
+    vanishing,
+    waiting,
+)
+from cubroker.server.books import Books, Kind
 from cubroker.server.events import Effect, Event, HandOver, Withdraw
 from cubroker.server.ledger import Ledger
 from cubroker.server.policy import exceeds
 from cubroker.server.records import Account, Allocation, Session, User, Version, Waiter
 from cubroker.server.room import rounded
 from cubroker.server.states import State
+from tests.simulation.histories import OBSERVER
 from tests.simulation.search import explain, search
 from tests.simulation.shrink import shrink
 
@@ -62,7 +74,7 @@ def test_a_ledger_that_lets_a_users_later_creates_overtake_is_found(monkeypatch:
 
 def test_a_ledger_that_keeps_what_was_superseded_too_long_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leases, "is_kept", lambda books, version: version.state is State.SUPERSEDED)
-    assert search(range(100)) is not None
+    assert search(range(500)) is not None
 
 
 def test_a_ledger_that_asks_for_no_permission_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +138,7 @@ def test_a_ledger_that_frees_memory_that_is_still_bound_is_found(monkeypatch: py
 
 def test_a_ledger_that_gives_objects_to_who_may_only_read_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(teams, "binds", lambda version, device: version.team is not None)
-    assert search(range(300)) is not None
+    assert search(range(1000)) is not None
 
 
 @pytest.mark.parametrize("step", ["tolerate", "_call_back", "_refuse_for_good"])
@@ -153,7 +165,38 @@ def test_a_ledger_that_leaves_somebody_waiting_for_an_event_is_found(
         monkeypatch.setattr(waiting, "refuse", forgetful)
     else:
         monkeypatch.setattr(waiting, "answer", silent)
+    assert search(range(500)) is not None
+
+
+@pytest.mark.parametrize("kind", list(Kind))
+def test_a_ledger_that_forgets_to_record_something_is_found(monkeypatch: pytest.MonkeyPatch, kind: Kind) -> None:
+    mark = Books.mark
+
+    def forgetful(books: Books, which: Kind, number: int = 0, name: str = "") -> None:
+        if which is not kind or number == OBSERVER:  # whom every history begins with
+            mark(books, which, number, name)
+
+    monkeypatch.setattr(Books, "mark", forgetful)
     assert search(range(100)) is not None
+
+
+def test_a_ledger_that_is_restored_with_less_than_its_record_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restoring, "_watch", lambda *_: None)
+    monkeypatch.setattr(restoring, "_differing", lambda *_: iter(()))
+    assert search(range(200)) is not None
+
+
+def test_a_ledger_that_loses_a_version_under_its_holders_without_a_word_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(vanishing, "_tell", lambda *_: None)
+    assert search(range(200)) is not None
+
+
+def test_a_ledger_that_counts_what_the_store_has_room_for_wrongly_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Allocation, "stored", 0)
+    monkeypatch.setattr(invariants, "_check_store", lambda books: None)
+    assert search(range(1000)) is not None
 
 
 def test_a_shrunk_history_has_nothing_to_leave_out() -> None:

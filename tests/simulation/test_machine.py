@@ -12,9 +12,9 @@ NUMBER = st.integers(0, (1 << 16) - 1)
 class LedgerMachine(RuleBasedStateMachine):
     """The same actions as in the random histories, chosen and shrunk by Hypothesis."""
 
-    @initialize(tight=st.integers(0, 1), policy=st.integers(0, len(POLICIES) - 1))
-    def begin(self, tight: int, policy: int) -> None:
-        self.game = Play(tight, policy)
+    @initialize(tight=st.integers(0, 1), policy=st.integers(0, len(POLICIES) - 1), store=st.integers(0, 2))
+    def begin(self, tight: int, policy: int, store: int) -> None:
+        self.game = Play(tight, policy, store)
         for uid in range(3):
             self.game.join(uid, uid)
 

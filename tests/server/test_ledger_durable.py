@@ -1,0 +1,173 @@
+"""Durable versions, the room that they take in the store, and versions whose memory went with a broker."""
+
+from __future__ import annotations
+
+import pytest
+
+from cubroker.protocol import messages as m
+from cubroker.server import events as e
+from cubroker.server.ledger import Impossible
+from cubroker.server.policy import Policy
+from tests.server.story import (
+    MIB,
+    Story,
+    answer,
+    asks,
+    attaches,
+    changed,
+    created,
+    creates,
+    done,
+    handle,
+    refused,
+)
+
+WHY = "its memory was shared as ipc"
+
+
+def holding() -> Story:
+    """Version 1 of ``a``, of session 1, which sessions 2 and 3 hold by leases 2, 3 and 4, and 4 watches."""
+    story = Story(store=100)
+    story.joins(1, 2, 3, 4)
+    story.publishes(1, "a")
+    story.quietly(*(attaches(session, request, "a") for session, request in ((2, 1), (2, 2), (3, 1))))
+    story >> asks(4, 1, m.Watch("a", True)) << changed(4, "a", 1) << done(4, 1)
+    return story
+
+
+def lost(session: int, number: int = 1) -> e.Notify:
+    return e.Notify(session, m.PoolLost("a", number, WHY))
+
+
+def test_only_memory_that_descriptors_open_can_be_durable() -> None:
+    story = Story(store=100)
+    story.joins(1)
+    story >> creates(1, 1, "a", MIB, durable=True)
+    story << refused(1, 1, "unsupported", "a is to be durable", "shared as ipc", "use vmm or multicast")
+    (
+        story
+        >> creates(1, 2, "a", MIB, share="vmm", durable=True)
+        << e.Allocate(1, "GPU-0", (2 * MIB,), "vmm", durable=True)
+    )
+    story >> e.Allocated(1, (m.DESCRIPTOR,))
+    story << e.HandOver(1, 1, (("GPU-0", 1),))
+    story << answer(1, 2, m.Created(1, "a", 1, "vmm", (m.Replica("GPU-0", (m.DESCRIPTOR,)),)))
+    assert story.tells(1, m.ListPools(), m.Pools).pools[0].durable
+
+
+def test_without_a_store_nothing_is_durable_and_nothing_is_recorded() -> None:
+    story = Story()
+    story.joins(1)
+    story >> creates(1, 1, "a", MIB, share="vmm", durable=True)
+    story << refused(1, 1, "unsupported", "a is to be durable", "no store", "cubroker keep", "systemd")
+    assert not story.ledger.changes()
+
+
+def test_the_store_has_room_for_so_many_sessions_and_pieces_of_durable_memory() -> None:
+    story = Story(store=8)
+    story.joins(1, 2)
+    story.quietly(creates(1, 1, "a", MIB, MIB, share="vmm", durable=True))
+    assert story.ledger.admit(7) is None
+    story >> creates(1, 2, "b", MIB, MIB, MIB, share="vmm", durable=True)
+    words = "3 places", "has 8", "4 are taken by 2 sessions", "2 by durable memory"
+    story << refused(1, 2, "over_quota", *words)
+    story >> creates(2, 2, "a", MIB, share="vmm", durable=True, wait=5.0) << e.SetTimer(1, 5.0)
+    refusal = story.ledger.admit(7)
+    assert refusal is not None
+    assert (refusal.code, "3 by durable memory" in refusal.message) == ("over_quota", True)
+    story >> asks(2, 3, m.Cancel(2)) << e.DropTimer(1)
+    story << refused(2, 2, "timeout") << done(2, 3)
+    assert story.ledger.admit(7) is None
+    story.quietly(creates(2, 4, "c", MIB, share="vmm"), e.Gone(2), e.Freed(2))
+    story >> creates(1, 3, "b", MIB, MIB, MIB, share="vmm", durable=True)
+    story << e.Allocate(3, "GPU-0", (2 * MIB,) * 3, "vmm", durable=True)
+    story.quietly(e.Gone(1), e.Freed(1))
+    assert story.ledger.admit(7) is None
+
+
+def test_a_version_that_is_lost_stays_with_its_holders_and_with_nobody_else() -> None:
+    story = holding()
+    story >> e.Vanished(1, WHY) << lost(2) << lost(3) << changed(4, "a", 0)
+    (info,) = story.tells(1, m.ListPools(), m.Pools).pools
+    assert (info.state, info.why, info.leases) == ("lost", WHY, 3)
+    assert story.tells(1, m.ListDevices(), m.DeviceList).devices[0].allocated == 2 * MIB
+    story >> attaches(1, 1, "a") << refused(1, 1, "not_found", f"it was lost ({WHY})", "1 was the last one", "load it")
+    story >> attaches(1, 2, "a", 1) << refused(1, 2, "retired", "a@1 was lost", WHY)
+    story >> asks(1, 3, m.Retire("a", 1)) << answer(1, 3, m.Retirement(1, 3))
+    story.quietly(asks(2, 3, m.Close(2)), asks(2, 4, m.Close(3)))
+    story >> e.Gone(3) << e.Free(1, "GPU-0") << e.Forget(3)
+    story >> e.Freed(1)
+    story >> attaches(1, 4, "a") << refused(1, 4, "not_found", f"it was lost ({WHY})", "1 was the last one", "load it")
+    assert story.publishes(1, "a") == 2
+    story >> attaches(1, 5, "a", 1) << refused(1, 5, "retired", "a@1 was lost", WHY, "the current one is 2")
+
+
+def test_a_version_that_nobody_holds_ends_when_it_is_lost() -> None:
+    story = Story(store=100)
+    story.joins(1)
+    story.publishes(1, "a")
+    story >> e.Vanished(1, WHY) << e.Free(1, "GPU-0")
+    story >> e.Freed(1)
+    story >> attaches(1, 1, "a") << refused(1, 1, "not_found", "no version of a is left", WHY)
+    story >> asks(1, 2, m.Retire("a", 1)) << refused(1, 2, "retired", "a@1 was lost", WHY)
+
+
+def test_a_detached_holder_is_not_told() -> None:
+    story = holding()
+    story.quietly(e.Lost(2), e.Lost(4))
+    story >> e.Vanished(1, WHY) << lost(3)
+
+
+@pytest.mark.parametrize("state", ["superseded", "retired"])
+def test_what_is_out_of_service_can_be_lost_too(state: str) -> None:
+    story = holding()
+    if state == "superseded":
+        story.publishes(1, "a")
+    else:
+        story.quietly(asks(1, 1, m.Retire("a", 1)))
+    story >> e.Vanished(1, WHY) << lost(2) << lost(3)
+    assert {info.state for info in story.tells(1, m.ListPools(), m.Pools).pools if info.version == 1} == {"lost"}
+
+
+def test_the_number_of_a_draft_that_is_lost_is_not_given_out_again() -> None:
+    story = Story(store=100)
+    story.joins(1, 2)
+    story.quietly(creates(1, 1, "a", MIB), e.Allocated(1, (handle(1),)))
+    story >> attaches(2, 1, "a", 1, wait=5.0) << e.SetTimer(1, 5.0)
+    story >> attaches(2, 2, "a", wait=5.0) << e.SetTimer(2, 5.0)
+    story >> creates(2, 3, "a", MIB, wait=5.0) << e.SetTimer(3, 5.0)
+    story >> e.Vanished(1, WHY) << lost(1)
+    story << e.DropTimer(1) << refused(2, 1, "retired", "a@1 was lost", WHY)
+    story << e.DropTimer(3) << e.Allocate(2, "GPU-0", (2 * MIB,), "ipc")
+    story >> asks(1, 2, m.Seal(1)) << refused(1, 2, "unavailable", "a@1 was lost before it was sealed", WHY)
+    story >> asks(1, 3, m.Close(1)) << e.Free(1, "GPU-0") << done(1, 3)
+    story >> e.Allocated(2, (handle(2),)) << created(2, 3, 2, "a", 2, GPU_0=2)
+
+
+def test_a_version_is_lost_once_however_much_of_its_memory_vanishes() -> None:
+    story = Story(store=100)
+    story.joins(1, 2)
+    story.publishes(1, "a", devices=("GPU-0", "GPU-1"))
+    story.quietly(attaches(2, 1, "a", device="GPU-1"))
+    story >> e.Vanished(2, WHY) << lost(2)
+    story >> e.Vanished(1, "another reason")
+    story >> asks(2, 2, m.Close(2)) << e.Free(1, "GPU-0") << e.Free(2, "GPU-1") << done(2, 2)
+    story >> e.Vanished(1, "another reason")
+
+
+def test_memory_that_is_unknown_or_still_on_its_way_cannot_vanish() -> None:
+    story = Story(store=100)
+    story.joins(1)
+    with pytest.raises(Impossible, match="ticket 1, which is not on the books"):
+        story >> e.Vanished(1, WHY)
+    story.quietly(creates(1, 1, "a", MIB))
+    with pytest.raises(Impossible, match="VANISHED cannot follow ALLOCATING"):
+        story >> e.Vanished(1, WHY)
+
+
+def test_a_version_that_the_policy_kept_is_lost_like_any_other() -> None:
+    story = Story(store=100, policy=Policy(keep=1))
+    story.joins(1)
+    story.publishes(1, "a")
+    story.publishes(1, "a")
+    story >> e.Vanished(1, WHY) << e.Free(1, "GPU-0")

@@ -1,0 +1,397 @@
+"""Ledgers that were restored from their record, and records that no ledger can be restored from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from cubroker.protocol import messages as m
+from cubroker.server import books, record
+from cubroker.server import events as e
+from cubroker.server.ledger import Budget, Impossible, Ledger, Limits
+from cubroker.server.policy import Policy, Quota
+from cubroker.server.store.damaged import Damaged
+from tests.server.story import (
+    ALICE,
+    BOB,
+    BROKER,
+    GPU0,
+    GPU1,
+    MIB,
+    Story,
+    answer,
+    asks,
+    attached,
+    attaches,
+    changed,
+    creates,
+    done,
+    layout,
+    refused,
+)
+
+BOTH = ("GPU-0", "GPU-1")
+D = m.DESCRIPTOR
+
+
+def multicast(team: e.Assembled) -> Story:
+    """Version 1 of ``a`` on both devices, tickets 1 and 2, team 3; session 2 may write it by lease 2, from GPU-1."""
+    story = Story(store=100)
+    story.joins(1, 2)
+    story.quietly(
+        creates(1, 1, "a", MIB, devices=BOTH, share="multicast", writable=True, durable=True),
+        e.Allocated(1, (D,)),
+        e.Allocated(2, (D,)),
+        team,
+        asks(1, 2, m.Seal(1)),
+        attaches(2, 1, "a", device="GPU-1"),
+    )
+    return story
+
+
+def replicas(*devices: str) -> tuple[m.Replica, ...]:
+    return tuple(m.Replica(device, (D,)) for device in devices)
+
+
+def with_multicast(team: int) -> e.Assembled:
+    return e.Assembled(team, "multicast", "it works", (4 * MIB,), (77,))
+
+
+def by_copies(team: int) -> e.Assembled:
+    return e.Assembled(team, "copies", "no slots left")
+
+
+def varied() -> Story:
+    """A ledger that has something of everything."""
+    story = multicast(with_multicast(3))
+    story.joins(3, uid=BOB, groups=(7, 5))
+    story.publishes(3, "b", mode=0o600)
+    story.publishes(3, "b")
+    story.quietly(
+        attaches(3, 1, "b"),
+        asks(2, 2, m.ShareEvent(2, "ready", "GPU-1", bytes(64))),
+        asks(2, 3, m.Recorded(1)),
+        asks(1, 3, m.Watch("a/b", True)),
+        creates(1, 4, "c", MIB, MIB, devices=BOTH, share="vmm", plan=(1, 0), durable=True),
+        e.Allocated(6, (D,)),
+        e.Allocated(7, (D,)),
+        e.Lost(3),
+    )
+    story.publishes(1, "gone")
+    story.quietly(asks(1, 5, m.Retire("gone", 1)), e.Freed(8), e.Freed(4))
+    return story
+
+
+def seen(story: Story) -> tuple[m.Reply, ...]:
+    return (
+        story.tells(1, m.ListPools(), m.Pools),
+        story.tells(1, m.ListClients(), m.Clients),
+        story.tells(1, m.ListDevices(), m.DeviceList),
+    )
+
+
+def restored(items: dict[bytes, bytes], *devices: Budget) -> Ledger:
+    return Ledger.restore(devices or (GPU0, GPU1), BROKER, Limits(), Policy(), items.items(), 100)
+
+
+def test_a_restored_ledger_knows_all_that_there_was_and_goes_on() -> None:
+    story = varied()
+    before = seen(story)
+    items = story.ledger.record()
+    story.ledger = restored(items)
+    assert story.ledger.record() == items
+    assert story.ledger.last_session == 3
+    assert [(known.session, story.ledger.is_detached(known.session)) for known in story.ledger.sessions()] == [
+        (1, False),
+        (2, False),
+        (3, True),
+    ]
+    assert story.ledger.sessions()[2] == e.Joined(3, 103, BOB, 100, frozenset((5, 7)))
+    story >> e.Resumed() << e.Assemble(9, (2 * MIB,), (("GPU-0", 1), ("GPU-1", 2))) << changed(1, "a/b", 0)
+    story.quietly(with_multicast(9))
+    assert seen(story) == before
+    story >> asks(2, 4, m.Recorded(1)) << answer(2, 4, m.Generation(2))
+    story >> asks(3, 2, m.Close(5)) << done(3, 2) << e.Forget(3)
+    story >> attaches(1, 6, "gone", 1) << refused(1, 6, "retired", "gone@1")
+    assert story.publishes(1, "gone") == 2
+
+
+def test_ids_are_not_given_out_twice() -> None:
+    story = Story(store=100)
+    story.joins(1)
+    story.publishes(1, "a")
+    story.quietly(attaches(1, 1, "a"), asks(1, 2, m.Close(2)), creates(1, 3, "b", MIB))
+    story.restarts()
+    story >> attaches(1, 4, "a") << attached(1, 4, 3, "a", 1, ticket=1)
+    story >> creates(1, 3, "b", MIB) << e.Allocate(3, "GPU-0", (2 * MIB,), "ipc")
+    with pytest.raises(Impossible, match="session 1 joined twice"):
+        story >> e.Joined(1, 1, ALICE, 100)
+
+
+def test_what_waited_is_forgotten_and_can_be_asked_again() -> None:
+    story = Story(store=100)
+    story.joins(1, 2)
+    story.quietly(creates(1, 1, "a", 8 * MIB), attaches(2, 1, "a", wait=5.0), creates(2, 2, "b", 8 * MIB, wait=5.0))
+    story.restarts()
+    assert not story.ledger.memory()
+    assert story.tells(1, m.ListPools(), m.Pools).pools == ()
+    story >> attaches(2, 1, "a", wait=5.0) << e.SetTimer(1, 5.0)
+    story >> creates(2, 2, "b", 8 * MIB, wait=5.0) << e.Allocate(2, "GPU-0", (8 * MIB,), "ipc")
+
+
+def test_memory_and_leases_can_be_asked_for_as_they_are() -> None:
+    story = multicast(by_copies(3))
+    story.joins(3)
+    story.publishes(3, "b")
+    story.quietly(attaches(3, 1, "b"), creates(3, 2, "c", MIB, share="vmm"), e.Allocated(5, (b"fabric",)))
+    assert [(held.ticket, held.device, held.share, held.durable) for held in story.ledger.memory()] == [
+        (1, "GPU-0", "multicast", True),
+        (2, "GPU-1", "multicast", True),
+        (4, "GPU-0", "ipc", False),
+        (5, "GPU-0", "vmm", False),
+    ]
+    lent = story.ledger.lent(2, 2)
+    assert lent is not None
+    assert isinstance(lent.answer, m.Attached)
+    assert lent.answer.replicas == replicas("GPU-1", "GPU-0")
+    assert lent.hand_over == e.HandOver(2, 2, (("GPU-1", 2), ("GPU-0", 1)))
+    assert (ipc := story.ledger.lent(3, 4)) is not None
+    assert ipc.hand_over is None
+    assert (draft := story.ledger.lent(3, 5)) is not None
+    assert draft == (m.Created(5, "c", 1, "vmm", (m.Replica("GPU-0", (b"fabric",)),)), None)
+    story.quietly(asks(3, 3, m.SendDescriptors(5)))
+    assert (draft := story.ledger.lent(3, 5)) is not None
+    assert draft.hand_over == e.HandOver(3, 5, (("GPU-0", 5),))
+    assert story.ledger.lent(3, 2) is None
+    assert story.ledger.lent(3, 99) is None
+
+
+def test_a_team_is_put_together_again_and_its_writers_get_its_new_objects() -> None:
+    story = multicast(with_multicast(3))
+    story.restarts()
+    story >> attaches(1, 3, "a", device="GPU-0") << e.HandOver(1, 3, (("GPU-0", 1),))
+    body = m.Attached(3, "a", 1, "multicast", layout(MIB).encode(), replicas("GPU-0"), True, m.Team("", ""))
+    story << answer(1, 3, body)
+    story >> attaches(1, 4, "a", device="GPU-9", wait=0) << refused(1, 4, "not_found")
+    team = m.Team("multicast", "it works", (4 * MIB,))
+    story >> with_multicast(4)
+    story << e.Notify(2, m.Rebound(2, (), team)) << e.HandOver(2, 2, (), 4)
+    story << e.Notify(1, m.Rebound(3, (), team)) << e.HandOver(1, 3, (), 4)
+    lent = story.ledger.lent(2, 2)
+    assert lent is not None
+    assert lent.hand_over == e.HandOver(2, 2, (("GPU-1", 2),), 4)
+
+
+def test_writers_get_the_other_replicas_where_copies_take_the_place_of_a_team() -> None:
+    story = multicast(with_multicast(3))
+    story.restarts()
+    story >> by_copies(4)
+    story << e.Notify(2, m.Rebound(2, replicas("GPU-0"), m.Team("copies", "no slots left")))
+    story << e.HandOver(2, 2, (("GPU-0", 1),))
+    story.restarts()
+    story.quietly(e.Lost(2))
+    story >> with_multicast(5)
+    lent = story.ledger.lent(2, 2)
+    assert lent is not None
+    assert lent.hand_over == e.HandOver(2, 2, (("GPU-1", 2),), 5)
+
+
+@pytest.mark.parametrize("anew", [with_multicast, by_copies])
+def test_the_writer_of_a_draft_has_all_replicas_already(anew: Callable[[int], e.Assembled]) -> None:
+    story = Story(store=100)
+    story.joins(1)
+    story.quietly(
+        creates(1, 1, "a", MIB, devices=BOTH, share="multicast", durable=True),
+        e.Allocated(1, (D,)),
+        e.Allocated(2, (D,)),
+        with_multicast(3),
+    )
+    story.restarts()
+    event = anew(4)
+    story >> event << e.Notify(1, m.Rebound(1, (), m.Team(event.how, event.why, event.sizes)))
+    if event.sizes:
+        story << e.HandOver(1, 1, (), 4)
+    story >> asks(1, 2, m.Seal(1)) << e.Withdraw(1, 1) << answer(1, 2, m.Sealed(1))
+
+
+def test_who_only_reads_a_multicast_version_is_not_told_of_its_new_team() -> None:
+    story = multicast(with_multicast(3))
+    story.quietly(asks(2, 2, m.Close(2)), attaches(2, 3, "a", device="GPU-9"))
+    story.quietly(e.Asked(2, 4, m.Attach("a", 0, "GPU-9", 0.0, ("GPU-1",))))
+    story.restarts()
+    story >> with_multicast(4)
+
+
+def test_a_version_that_ends_before_its_team_is_together_again_ends_as_ever() -> None:
+    story = multicast(with_multicast(3))
+    story.restarts()
+    story.quietly(asks(1, 3, m.Retire("a", 1)))
+    story >> e.Gone(2) << e.Withdraw(2, 2) << e.Dissolve(4) << e.Forget(2)
+    story >> with_multicast(4)
+    story >> e.Dissolved(4) << e.Free(1, "GPU-0") << e.Free(2, "GPU-1")
+
+
+def test_a_multicast_version_that_is_lost_gets_no_team() -> None:
+    story = multicast(with_multicast(3))
+    story.restarts(2)
+    story >> asks(2, 2, m.Close(2)) << e.Withdraw(2, 2) << e.Free(1, "GPU-0") << e.Free(2, "GPU-1") << done(2, 2)
+
+
+def test_a_version_that_is_lost_while_its_team_is_put_together_has_no_use_for_it() -> None:
+    story = multicast(with_multicast(3))
+    story.restarts()
+    story >> e.Vanished(1, "it went") << e.Notify(2, m.PoolLost("a", 1, "it went"))
+    story >> with_multicast(4)
+    story >> asks(2, 2, m.Close(2)) << e.Withdraw(2, 2) << e.Dissolve(4) << done(2, 2)
+
+
+def test_more_than_the_rules_allow_now_stays_and_nothing_is_granted_until_enough_has_ended() -> None:
+    story = Story(store=100)
+    story.joins(1)
+    story.publishes(1, "a", nbytes=6 * MIB)
+    story.devices = (replace(GPU0, budget=4 * MIB), GPU1)
+    story.restarts(policy=Policy(quotas={ALICE: Quota(memory=4 * MIB, sessions=1)}), store=1)
+    story >> creates(1, 1, "b", MIB) << refused(1, 1, "over_quota", "6 MiB are used")
+    assert story.ledger.admit(ALICE) is not None
+    assert story.ledger.admit(BOB) is not None
+    story >> asks(1, 2, m.Retire("a", 1)) << e.Free(1, "GPU-0") << answer(1, 2, m.Retirement(1, 0))
+
+
+def test_versions_that_other_rules_kept_end_when_the_ledger_goes_on() -> None:
+    story = Story(store=100, policy=Policy(keep=2))
+    story.joins(1)
+    for _ in range(3):
+        story.publishes(1, "a")
+    ledger = Ledger.restore(story.devices, BROKER, Limits(), Policy(keep=1), story.ledger.record().items(), 100)
+    ledger.check()
+    assert ledger.handle(e.Resumed()) == [e.Free(1, "GPU-0")]
+    ledger.check()
+
+
+def test_the_stories_of_a_restored_ledger_say_that_it_was() -> None:
+    story = Story(store=100)
+    story.joins(1)
+    story.publishes(1, "a")
+    story.restarts()
+    assert story.ledger.story("a") == story.ledger.story(1) == ("the broker was started again",)
+
+
+def test_without_a_record_there_is_a_new_ledger() -> None:
+    ledger = Ledger.restore((GPU0,), BROKER, Limits(), Policy(), [(b"a/1/2", b"somebody else's")], 100)
+    assert ledger.handle(e.Resumed()) == []
+    assert dict(ledger.changes()) == ledger.record()
+    with pytest.raises(Impossible, match="goes on already"):
+        ledger.handle(e.Resumed())
+
+
+def test_names_that_are_forgotten_leave_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(books, "MAX_NUMBERS", 1)
+    story = Story(store=100)
+    story.joins(1)
+    kept: dict[bytes, bytes | None] = {}
+    for ticket, name in enumerate(("a", "b"), 1):
+        story.publishes(1, name)
+        story.quietly(asks(1, ticket, m.Retire(name, 1)), e.Freed(ticket))
+        kept |= dict(story.ledger.changes())
+    assert {key: value for key, value in kept.items() if value is not None} == story.ledger.record()
+    assert b"l/name/0/a" not in story.ledger.record()
+
+
+def test_a_batch_is_recorded_as_it_ended() -> None:
+    story = Story(store=100)
+    story.joins(1)
+    story.publishes(1, "a")
+    story.quietly(asks(1, 1, m.Retire("a", 1)), e.Freed(1))
+    changes = dict(story.ledger.changes())
+    assert changes[b"l/version/1/a"] is changes[b"l/state/1/a"] is changes[b"l/lease/1/"] is None
+    assert story.ledger.changes() == []
+
+
+# -- damage ----------------------------------------------------------------------------------------
+
+
+def test_a_record_of_an_unknown_format_is_refused() -> None:
+    items = varied().ledger.record() | {b"l/format": msgspec.msgpack.encode(2)}
+    with pytest.raises(Damaged, match="format 2, and this build knows 1"):
+        restored(items)
+
+
+@pytest.mark.parametrize("key", [b"l/format", b"l/counters"])
+def test_a_record_without_its_head_is_refused(key: bytes) -> None:
+    items = varied().ledger.record()
+    del items[key]
+    with pytest.raises(Damaged, match=key.decode()):
+        restored(items)
+
+
+@pytest.mark.parametrize(
+    ("missing", "named"),
+    [
+        (b"l/session/2/", "l/lease/2/: it refers to session 2"),
+        (b"l/session/1/", "l/lease/6/: it refers to session 1"),
+        (b"l/name/0/a", "l/version/1/a: it refers to pool a"),
+        (b"l/version/1/a", "l/state/1/a: it refers to version 1"),
+        (b"l/state/1/a", "would be recorded in another way"),
+        (b"l/lease/2/", "l/event/1/: it refers to lease 2"),
+    ],
+)
+def test_a_record_that_refers_to_what_there_is_not_is_refused(missing: bytes, named: str) -> None:
+    items = varied().ledger.record()
+    del items[missing]
+    with pytest.raises(Damaged, match=named):
+        restored(items)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        b"l/",
+        b"l/session/1",
+        b"l/session/01/",
+        b"l/session/1/name",
+        b"l/session/x/",
+        b"l/lease/99999999999999999999/",
+        b"l/name/1/a",
+        b"l/watch/9/a",
+        b"l/wish/1/",
+        b"l/name/0/\xff",
+        b"l/counters/0/",
+    ],
+)
+def test_a_record_with_a_key_that_is_not_known_is_refused(key: bytes) -> None:
+    items = varied().ledger.record()
+    like = next((known for known in items if known.split(b"/")[1] == key.split(b"/")[1]), b"l/format")
+    items[key] = items[like]
+    with pytest.raises(Damaged):
+        restored(items)
+
+
+def test_a_record_that_contradicts_itself_is_refused() -> None:
+    story = varied()
+    items = story.ledger.record()
+    items[b"l/counters"] = msgspec.msgpack.encode(record.Counters(leases=1, events=9, tickets=99, sessions=9))
+    with pytest.raises(Damaged, match=r"contradicts itself: not so is .*lease_ids.last"):
+        restored(items)
+
+
+def test_a_record_of_devices_that_are_not_there_is_refused() -> None:
+    with pytest.raises(Damaged, match="a@1 has memory on device GPU-1, which this broker does not lend any more"):
+        restored(varied().ledger.record(), GPU0)
+
+
+def test_whatever_is_wrong_with_a_value_it_is_damage_or_the_record_is_used_as_it_is() -> None:
+    items = varied().ledger.record()
+    values = [*items.values(), b"", b"\xc1", b"\x90", b"\xa1\xff"]
+    refused = 0
+    for key, value in items.items():
+        for other in (*values, value[:-1], value[1:]):
+            try:
+                ledger = restored(items | {key: other})
+            except Damaged:
+                refused += 1
+            else:
+                assert ledger.record() == items | {key: other}
+    assert refused > len(items) * len(items) // 2

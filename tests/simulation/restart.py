@@ -1,0 +1,70 @@
+"""What the model says of a broker that is killed and started again."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cubroker.protocol import messages as m
+from cubroker.server import events as e
+from cubroker.server.ledger import Budget, Limits
+from cubroker.server.policy import Policy
+from tests.simulation.records import Team
+
+if TYPE_CHECKING:
+    from tests.simulation.model import Model
+
+
+def restart(model: Model, devices: tuple[Budget, ...], limits: Limits, policy: Policy, store: int) -> None:
+    """Forget whatever waits, comes or goes; there may be other rules."""
+    model.devices, model.limits, model.policy, model.store = devices, limits, policy, store
+    model.requests.clear()
+    model.teams.clear()
+    model.versions = [version for version in model.versions if version.state != "allocating"]
+    model.blocks = [block for block in model.blocks if block.state == "held" and block.version in model.versions]
+    model.lost = dict.fromkeys(model.lost, 0)
+    for name in list(model.owners):
+        if not model.of(name):
+            del model.owners[name], model.groups[name], model.modes[name]
+
+
+def vanished(model: Model, event: e.Vanished) -> None:
+    version = next(block.version for block in model.blocks if block.ticket == event.ticket)
+    if version.state in ("lost", "ended"):
+        return
+    was, version.state, version.why = version.state, "lost", event.why
+    for session in model.sessions:
+        if session.connected and any((lease.session, lease.version) == (session, version) for lease in model.leases):
+            model.out.notices.append((session.id, m.PoolLost(version.name, version.number, event.why)))
+    if was == "current":
+        model.announce(version.name)
+    if was == "draft":
+        model.last[version.name] = version.number
+        for request in list(model.requests):
+            body = request.body
+            if isinstance(body, m.Attach) and body.name == version.name and 0 < body.version <= version.number:
+                model.refuse(request, "retired")
+    model.end_if_unused(version)
+
+
+def resumed(model: Model) -> None:
+    for version in list(model.versions):
+        model.end_if_unused(version)
+    for version in sorted(model.versions, key=lambda version: (version.name, version.number)):
+        if version.state != "lost" and model.several(version):
+            model.teams.append(Team(version))
+            model.out.assembled.append(model.teams[-1])
+    for session, name in model.watches:
+        if model.may("r", session, name):
+            model.notice(session, name)
+
+
+def rebound(model: Model, team: Team) -> None:
+    """Everybody who writes all replicas is told how, and gets what that takes beside the own replica."""
+    for lease in model.leases:
+        if lease.version is team.version and lease.bound and lease.session.connected:
+            own = model.in_order(team.version) if team.version.state == "draft" else [lease.home]
+            others = [block for block in model.in_order(team.version) if block not in own and team.how == "copies"]
+            replicas, told = tuple(map(model.replica, others)), m.Team(team.how, team.why, team.sizes)
+            model.out.notices.append((lease.session.id, m.Rebound(lease.id, replicas, told)))
+            if others or team.sizes:
+                model.out.handed.append((lease, others, team if team.sizes else None))
