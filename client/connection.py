@@ -18,7 +18,16 @@ from cubroker.client.requests import RESEND, Requests
 from cubroker.protocol import wire
 from cubroker.protocol.directory import REQUEST_SOCKET
 from cubroker.protocol.errors import CubrokerError, Unavailable
-from cubroker.protocol.messages import Answer, Descriptors, Farewell, GatewayChanged, Notice, PoolChanged
+from cubroker.protocol.messages import (
+    Answer,
+    Descriptors,
+    Farewell,
+    GatewayChanged,
+    Notice,
+    PoolChanged,
+    PoolLost,
+    Welcome,
+)
 
 DESCRIPTORS = 8
 """Those that libzmq takes for a context and its connection, and one more."""
@@ -69,6 +78,7 @@ class Connection:
         requests: where requests come from and answers go to.
         inbox: where descriptors go to.
         changed: called on this thread with every change of a watched pool.
+        vanished: called on this thread when memory that was lent to this session went with an earlier broker.
         lost: called on this thread, once, with the reason why the connection is over.
     """
 
@@ -80,6 +90,7 @@ class Connection:
         requests: Requests,
         inbox: Inbox,
         changed: Callable[[PoolChanged], None],
+        vanished: Callable[[PoolLost], None],
         lost: Callable[[CubrokerError], None],
     ) -> None:
         self._channel = channel
@@ -88,6 +99,7 @@ class Connection:
         self._requests = requests
         self._inbox = inbox
         self._changed = changed
+        self._vanished = vanished
         self._lost = lost
         self._stopping = False
         self._quiet = False
@@ -185,7 +197,9 @@ class Connection:
             ready = dict(self._poller.poll(int(RESEND * 1000) if self._requests.waiting() else None))
             if self._waker.fd in ready:
                 self._waker.clear()
-            if self._channel.fileno() in ready and (reason := self._listen()):
+            if self._channel.fileno() not in ready:
+                self._inbox.drained()
+            elif reason := self._listen():
                 return reason
             if self._dealer in ready:
                 self._receive()
@@ -209,6 +223,10 @@ class Connection:
                 self._redial()
             case PoolChanged() as change:
                 self._changed(change)
+            case PoolLost() as loss:
+                self._vanished(loss)
+            case Welcome():
+                pass  # sent again: the broker was started again, and cannot know that the first was sent
         return None
 
     def _redial(self) -> None:
@@ -226,8 +244,8 @@ class Connection:
             if not data:  # it follows a large answer, for the gateway to count
                 continue
             answer = wire.unpack(data, Answer)
-            if self._requests.answer(answer):
-                self._inbox.settled(answer.body)
+            if request := self._requests.answer(answer):
+                self._inbox.settled(request, answer.body)
 
     def _send(self) -> None:
         outbox = self._requests.outbox

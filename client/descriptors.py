@@ -14,7 +14,19 @@ from socket import CMSG_SPACE, MSG_CMSG_CLOEXEC, MSG_DONTWAIT, SCM_RIGHTS, SOL_S
 from cubroker.client.hello import MAX_NOTICE
 from cubroker.client.processes import unforked
 from cubroker.protocol.errors import CubrokerError, DeviceFailure
-from cubroker.protocol.messages import DESCRIPTOR, MAX_DESCRIPTORS, Attached, Created, Descriptors, Reply
+from cubroker.protocol.messages import (
+    DESCRIPTOR,
+    MAX_DESCRIPTORS,
+    Attached,
+    Close,
+    Created,
+    Descriptors,
+    Done,
+    Reply,
+    Request,
+    Seal,
+    Sealed,
+)
 
 SIZE = array("i").itemsize
 
@@ -55,7 +67,8 @@ class Inbox:
         self._open: set[int] = set()
         self._leases: dict[int, _Lease] = {}
         self._claimed = 0  # the lease that was expected last: an answer is settled right after it was dealt with
-        self._unwanted: dict[int, int] = {}  # by lease, how many are still to come; the broker may drop them
+        self._over: set[int] = set()  # leases whose descriptors nobody waits for any more: they are closed
+        self._ended: list[int] = []  # those of them that have ended, though something may still be there to be read
 
     def receive(self, channel: socket) -> tuple[bytes, list[int]]:
         """Return the next message of a session socket, and the descriptors that came along.
@@ -78,9 +91,11 @@ class Inbox:
 
     def put(self, notice: Descriptors, descriptors: Sequence[int]) -> None:
         """Deliver descriptors that have come, or keep them until the lease's answer is there."""
-        if notice.lease in self._unwanted:
-            return self._discard(notice.lease, notice.count, descriptors)
+        if notice.lease in self._over:
+            return self.close(descriptors)
         lease = self._leases.setdefault(notice.lease, _Lease())
+        if notice.first < lease.count:  # a broker that was started again sends them once more
+            return self.close(descriptors)
         lease.descriptors += descriptors
         lease.count += notice.count
         return self._deliver(notice.lease)
@@ -88,16 +103,25 @@ class Inbox:
     def expect(self, lease: int, count: int, deliver: Deliver) -> None:
         """Deliver the ``count`` descriptors of a lease, one at least, once all are there."""
         self._claimed = lease
+        self._over.discard(lease)  # it may be sent others
         waiting = self._leases.setdefault(lease, _Lease())
         waiting.left, waiting.deliver = count, deliver
         self._deliver(lease)
 
-    def settled(self, reply: Reply) -> None:
+    def settled(self, request: Request, reply: Reply) -> None:
         """An answer has come, and whoever wants the descriptors that belong to it has said so: nobody else will."""
-        if isinstance(reply, Attached | Created) and reply.lease != self._claimed and (count := due(reply)):
-            self._unwanted[reply.lease] = count
-            early = self._leases.pop(reply.lease, None) or _Lease()
-            self._discard(reply.lease, early.count, early.descriptors)
+        match request, reply:
+            case (_, Attached() | Created()) if reply.lease != self._claimed and due(reply):
+                self._over.add(reply.lease)
+                if early := self._leases.pop(reply.lease, None):
+                    self.close(early.descriptors)
+            case (Close() | Seal(), Done() | Sealed()) if request.lease in self._over:
+                self._ended.append(request.lease)
+
+    def drained(self) -> None:
+        """There was nothing to read on the session socket: nothing comes any more for leases that ended before."""
+        self._over.difference_update(self._ended)
+        self._ended.clear()
 
     def fail(self, reason: CubrokerError) -> None:
         """The connection is over: nothing comes any more."""
@@ -124,6 +148,7 @@ class Inbox:
         if lease.deliver is None or lease.count < lease.left:
             return None
         del self._leases[number]
+        self._over.add(number)
         if len(lease.descriptors) == lease.count:
             return lease.deliver(tuple(lease.descriptors))
         self.close(lease.descriptors)
@@ -133,9 +158,3 @@ class Inbox:
                 f" limit of open files (ulimit -n), or make pools of fewer and larger allocations"
             )
         )
-
-    def _discard(self, lease: int, count: int, descriptors: Sequence[int]) -> None:
-        self.close(descriptors)
-        self._unwanted[lease] -= count
-        if self._unwanted[lease] <= 0:
-            del self._unwanted[lease]

@@ -14,6 +14,9 @@ from cubroker.protocol.directory import SESSION_SOCKET, check, directory_of
 from cubroker.protocol.errors import Denied, Unavailable, from_code
 from cubroker.protocol.messages import VERSIONS, Greeting, Hello, Refused, Welcome
 
+ATTEMPTS = 5
+"""Connections that are tried: a broker that is killed takes those along that it has not welcomed."""
+
 MAX_NOTICE = 1 << 16
 """Bytes: more than any message on the session socket has."""
 
@@ -33,6 +36,17 @@ def greet(directory: Path, timeout: float) -> tuple[socket.socket, Welcome]:
     """
     check(directory)
     _check_owner(directory)
+    for _ in range(ATTEMPTS - 1):
+        with suppress(EOFError):
+            return _greet(directory, timeout)
+    try:
+        return _greet(directory, timeout)
+    except EOFError:
+        raise Unavailable(f"the broker on {directory} closed the connection without a word; see its log") from None
+
+
+def _greet(directory: Path, timeout: float) -> tuple[socket.socket, Welcome]:
+    """Open a session, as :func:`greet` says; raises ``EOFError`` if the broker goes without a word."""
     try:
         channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     except OSError as error:
@@ -43,7 +57,7 @@ def greet(directory: Path, timeout: float) -> tuple[socket.socket, Welcome]:
         channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         channel.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         channel.connect(str(directory / SESSION_SOCKET))
-        return channel, _welcome(_ask(channel), directory)
+        return channel, _welcome(_ask(channel))
     except BaseException as error:
         hang_up(channel)
         if isinstance(error, OSError):
@@ -78,9 +92,9 @@ def _ask(channel: socket.socket) -> bytes:
         return channel.recv(MAX_NOTICE)
 
 
-def _welcome(data: bytes, directory: Path) -> Welcome:
+def _welcome(data: bytes) -> Welcome:
     if not data:
-        raise Unavailable(f"the broker on {directory} closed the connection without a word; see its log")
+        raise EOFError
     match wire.unpack(data, Greeting):
         case Refused(code, message):
             raise from_code(code, message)

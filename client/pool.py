@@ -60,6 +60,14 @@ class Pool(Replica, Scoped):
         return f"<{type(self).__name__} {self.name!r} version {self.version}, {len(self)} tensors{state}>"
 
     @property
+    def lost(self) -> str:
+        """How the broker lost the memory, empty if it did not: it was killed, and the pool was not durable.
+
+        What is mapped here stays mapped; whether its bytes stay is up to the driver. Close the pool, and attach again.
+        """
+        return self._loan.session.losses.why(self.name, self.version)
+
+    @property
     def nbytes(self) -> int:
         """Bytes that this pool has mapped, padding included: a whole version's, or those of one shard."""
         return sum(self.layout.allocations[number] for number in self.allocations)

@@ -108,18 +108,18 @@ class Requests:
         """Whether any request is unanswered."""
         return bool(self._pending)
 
-    def answer(self, answer: Answer) -> bool:
-        """Settle the request that ``answer`` belongs to; one that was answered before is left alone (False)."""
+    def answer(self, answer: Answer) -> Request | None:
+        """Settle the request that ``answer`` belongs to, and return it; None if it was answered before."""
         body = answer.body
         with self._lock:
             pending = self._pending.get(answer.id)
             if pending is None:
-                return False
+                return None
             del self._pending[answer.id]
             if next(iter(self._pending), answer.id) < answer.id:
                 self._received.append(answer.id)
         pending.settle(from_code(body.code, body.message) if isinstance(body, Failed) else body)
-        return True
+        return pending.body
 
     def resend_all(self) -> None:
         """Put every unanswered request into the outbox, oldest first, and nothing else."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from socket import socket
@@ -21,13 +22,33 @@ from cubroker.client.signals import Grip, Signal
 from cubroker.client.watch import Watch, Watches
 from cubroker.driver import Driver
 from cubroker.protocol.errors import TimedOut, Unavailable
-from cubroker.protocol.messages import Attach, Attached, Create, Created, Done, Reply, Request
+from cubroker.protocol.messages import Attach, Attached, Create, Created, Done, PoolLost, Reply, Request
+
+log = logging.getLogger(__name__)
 
 R = TypeVar("R", bound=Reply)
 T = TypeVar("T")
 
 EXIT = 1.0
 """Seconds that the interpreter's exit waits for each thread."""
+
+
+class Losses:
+    """Versions whose memory went with an earlier broker, while somebody here has leases of them."""
+
+    def __init__(self) -> None:
+        self._why: dict[tuple[str, int], str] = {}
+
+    def note(self, loss: PoolLost) -> None:
+        """Take note of one. Runs on the connection's thread."""
+        self._why[loss.name, loss.version] = loss.why
+        log.warning(
+            "pool %r version %d is lost: %s; give it back, and attach to the next", loss.name, loss.version, loss.why
+        )
+
+    def why(self, name: str, version: int) -> str:
+        """Return how a version was lost; nothing if it was not."""
+        return self._why.get((name, version), "")
 
 
 class Session:
@@ -69,12 +90,15 @@ class Session:
             undo.callback(waker.close)
             self.requests = Requests(secret, self.owner, waker.set)
             self.watches = Watches(self.requests)
+            self.losses = Losses()
             self.inbox = Inbox()
             self.janitor = Janitor()
             undo.callback(self.janitor.stop)
             self.janitor.start()
-            changed, lost = self.watches.changed, self.watches.fail
-            self._connection = Connection(channel, self.directory, waker, self.requests, self.inbox, changed, lost)
+            changed, vanished, lost = self.watches.changed, self.losses.note, self.watches.fail
+            self._connection = Connection(
+                channel, self.directory, waker, self.requests, self.inbox, changed, vanished, lost
+            )
             undo.callback(self._connection.discard)
             # Should an interrupt come before anybody has this object, then its threads end with it.
             self.janitor.guard(self, _stopping(self._connection, self.janitor))

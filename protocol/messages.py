@@ -111,10 +111,12 @@ class Descriptors(Message, frozen=True):
     grants it, and of the handles in each; then one for each multicast object of its
     :class:`Team`. They may come before that answer or after it, in several notices. The receiver closes them.
     A lease with fabric handles has one for each of these, in the same order, once it asks (:class:`SendDescriptors`).
+    ``first`` is how many came before these: a broker that was started again may send some once more.
     """
 
     lease: Identifier
     count: Annotated[int, Meta(ge=1, le=MAX_DESCRIPTORS)]
+    first: Natural = 0
 
 
 class PoolLost(Message, frozen=True):
@@ -141,7 +143,7 @@ class Rebound(Message, frozen=True):
     team: Team
 
 
-Notice = PoolChanged | GatewayChanged | Farewell | Descriptors | PoolLost | Rebound
+Notice = PoolChanged | GatewayChanged | Farewell | Descriptors | PoolLost | Rebound | Welcome
 
 # -- requests --------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ import pytest
 import zmq
 
 from cubroker.client import Broker
+from cubroker.client.hello import ATTEMPTS
 from cubroker.client.requests import RESEND
 from cubroker.protocol import wire
 from cubroker.protocol.directory import SESSION_SOCKET, directory_of
@@ -180,17 +181,18 @@ def test_nothing_is_left_open_behind_a_broker(lender: BrokerProcess) -> None:
 
 @contextmanager
 def impostor(directory: Path, *answers: bytes) -> Iterator[socket.socket]:
-    """Listen where a broker would and send ``answers`` to the first who connects; yields the listener."""
+    """Listen where a broker would; send ``answers`` to whoever connects first, or nothing to all. Yields it."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(str(directory / SESSION_SOCKET))
         listener.listen(1)
 
         def serve() -> None:
-            connection, _ = listener.accept()
-            with connection:
-                connection.recv(4096)
-                for answer in answers:
-                    connection.send(answer)
+            for _ in range(1 if answers else ATTEMPTS):
+                connection, _ = listener.accept()
+                with connection:
+                    connection.recv(4096)
+                    for answer in answers:
+                        connection.send(answer)
 
         thread = threading.Thread(target=serve)
         thread.start()

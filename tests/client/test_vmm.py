@@ -16,7 +16,17 @@ from cubroker.client.descriptors import Inbox, due
 from cubroker.driver import DriverError
 from cubroker.protocol import CubrokerError, Layout
 from cubroker.protocol.errors import DeviceFailure, Unavailable
-from cubroker.protocol.messages import DESCRIPTOR, Attach, Attached, Close, Created, Descriptors, Replica
+from cubroker.protocol.messages import (
+    DESCRIPTOR,
+    Attach,
+    Attached,
+    Close,
+    Created,
+    Descriptors,
+    Done,
+    ListPools,
+    Replica,
+)
 from tests.brokers import BrokerProcess, eventually
 from tests.client import shares
 from tests.client.conftest import content, leases, publish
@@ -173,23 +183,32 @@ def test_descriptors_may_come_before_the_answer_or_after_it_and_in_parts(client:
         return numbers
 
     early, late, more, whole, never, wrong = made(2), made(1), made(1), made(2), made(1), made(1)
+    again, stale = made(2), made(3)
     inbox.put(Descriptors(1, 2), early)
     inbox.expect(1, 3, came.append)
     assert came == []
-    inbox.put(Descriptors(1, 1), late)
+    inbox.put(Descriptors(1, 2), again)  # from a broker that was started again
+    inbox.put(Descriptors(1, 1, 2), late)
     assert came == [(*early, *late)]
     inbox.expect(2, 1, came.append)
     inbox.put(Descriptors(2, 1), more)
     assert came[1:] == [tuple(more)]
     reply = Created(3, "x", 1, "vmm", (Replica("d", (DESCRIPTOR, b"")), Replica("e", (b"", DESCRIPTOR))))
     assert due(reply) == 2
-    inbox.settled(reply)  # nobody wants them
+    inbox.settled(ListPools(), reply)  # nobody wants them
     inbox.put(Descriptors(3, 2), [*never, *wrong])
     inbox.put(Descriptors(7, 2), whole)
     inbox.expect(7, 2, came.append)
-    inbox.settled(Created(7, "x", 1, "vmm", reply.replicas))  # they were there before it, and are with who wants them
+    ours = Created(7, "x", 1, "vmm", reply.replicas)
+    inbox.settled(ListPools(), ours)  # they were there before it, and are with who wants them
     assert came.pop() == tuple(whole)
-    assert not inbox._unwanted
+    inbox.put(Descriptors(7, 1), stale[:1])
+    inbox.settled(Close(7), Done())
+    inbox.put(Descriptors(7, 1), stale[1:2])  # was there to be read when the lease ended
+    inbox.drained()
+    inbox.put(Descriptors(7, 1), stale[2:])  # could only be another lease
+    inbox.expect(7, 1, came.append)
+    assert came.pop() == tuple(stale[2:])
     inbox.expect(4, 2, came.append)
     inbox.put(Descriptors(4, 1), lost := made(1))
     inbox.put(Descriptors(5, 1), lost[:0])  # the kernel had none to give
@@ -198,6 +217,10 @@ def test_descriptors_may_come_before_the_answer_or_after_it_and_in_parts(client:
     inbox.fail(Unavailable("it is over"))
     assert [type(each) for each in came[2:]] == [DeviceFailure, Unavailable]
     assert all(isinstance(each, CubrokerError) for each in came[2:])
-    assert not [each for each in (*never, *wrong, *lost, *unclaimed) if os.path.lexists(f"/proc/self/fd/{each}")]
-    inbox.close([*early, *late, *more, *whole])
+    assert not [
+        each
+        for each in (*never, *wrong, *lost, *unclaimed, *again, *stale[:2])
+        if os.path.lexists(f"/proc/self/fd/{each}")
+    ]
+    inbox.close([*early, *late, *more, *whole, *stale[2:]])
     assert not inbox._open

@@ -37,6 +37,8 @@ NOTICES = (
     m.PoolLost("llama", 2, "it went with the broker"),
     m.Rebound(5, (), m.Team("multicast", "it works", (2 << 20,))),
     m.Rebound(5, SHARDS[:1], m.Team("copies", "no slots left")),
+    m.Descriptors(5, m.MAX_DESCRIPTORS, 32),
+    m.Welcome(1, 7, SECRET, "host:2@1048576"),
 )
 REQUESTS = (
     m.Attach("llama", 0, None, 0.0),

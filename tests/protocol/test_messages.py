@@ -90,7 +90,8 @@ def test_a_layout_with_any_bit_flipped_still_keeps_its_rules() -> None:
 @each_sample
 @pytest.mark.parametrize("shape", SHAPES, ids=["Hello", "Greeting", "Notice", "Envelope", "Answer", "Layout"])
 def test_a_message_is_never_taken_for_one_of_another_channel(sample: tuple[Any, Any], shape: Any) -> None:
-    if shape is not sample[1]:
+    twice = (m.Greeting, m.Notice) if isinstance(sample[0], m.Welcome) else ()  # the same socket, and maybe once more
+    if shape is not sample[1] and shape not in twice:
         with pytest.raises(Invalid):
             wire.unpack(wire.pack(sample[0]), shape)
 
