@@ -154,6 +154,7 @@ class Broker(Unsendable, Scoped):
         mode: int | None = None,
         plan: Plan | None = None,
         writable: bool = False,
+        durable: bool = False,
     ) -> Draft:
         """Open a draft of the pool's next version and map its memory.
 
@@ -171,6 +172,8 @@ class Broker(Unsendable, Scoped):
                 ``Layout.pack(..., groups=plan)`` makes.
             writable: whether those who attach to the version may write it, and make events on it
                 (:meth:`Pool.event`): scratch memory, that processes hand over to each other.
+            durable: whether the version outlives a broker that is killed or started again: for ``vmm`` and
+                ``multicast``, where the broker has a store.
 
         Raises:
             Invalid: the plan does not fit the layout or the devices.
@@ -180,11 +183,13 @@ class Broker(Unsendable, Scoped):
             OverBudget: there is no room on a device.
             OverQuota: this user has used up what it may have.
             TimedOut: none of it changed in ``wait`` seconds.
-            Unsupported: no such share kind.
+            Unsupported: no such share kind, or it cannot be durable.
             OutOfMemory, DeviceFailure: the memory could not be allocated or mapped.
         """
         placed = place(self.driver, layout, devices, plan)
-        loan, reply, mapped = self._create(name, layout, placed, None, share, wait, mode, writable=writable)
+        loan, reply, mapped = self._create(
+            name, layout, placed, None, share, wait, mode, writable=writable, durable=durable
+        )
         return self._draft(loan, expect(reply, Created), mapped, layout)
 
     def attach_or_create(
@@ -199,6 +204,7 @@ class Broker(Unsendable, Scoped):
         mode: int | None = None,
         plan: Plan | None = None,
         writable: bool = False,
+        durable: bool = False,
         peer: bool = False,
     ) -> Pool | Draft:
         """Attach to the current version, or become its writer: the first of many gets the draft, the rest wait for it.
@@ -215,6 +221,7 @@ class Broker(Unsendable, Scoped):
             mode: as for :meth:`create`, should it be created.
             plan: as for :meth:`create`, should it be created.
             writable: as for :meth:`create`, should it be created.
+            durable: as for :meth:`create`, should it be created.
             peer: as for :meth:`attach`, should it be there.
 
         Raises:
@@ -226,7 +233,9 @@ class Broker(Unsendable, Scoped):
         if device is None and plan is None:
             device = placed.devices[0]
         where = self._where(name, device, peer=peer)
-        loan, reply, mapped = self._create(name, layout, placed, where, share, wait, mode, writable=writable)
+        loan, reply, mapped = self._create(
+            name, layout, placed, where, share, wait, mode, writable=writable, durable=durable
+        )
         if isinstance(reply, Attached):
             return self._pool(loan, reply, mapped)
         return self._draft(loan, reply, mapped, layout)
@@ -322,11 +331,12 @@ class Broker(Unsendable, Scoped):
         mode: int | None,
         *,
         writable: bool,
+        durable: bool,
     ) -> tuple[Loan, Attached | Created, Mapped]:
         names.check(name)
         layout.check()
         head = name, layout.encode(), placed.devices, share, seconds(wait)
-        body = Create(*head, attach, _mode(mode), placed.plan, writable)
+        body = Create(*head, attach, _mode(mode), placed.plan, writable, durable)
         return self._session.borrow(body, Loan(self._session, layout))
 
     def _where(self, name: str, device: DeviceId | None, *, peer: bool) -> Where:

@@ -68,6 +68,16 @@ class Driver:
         """
         return vmm.Physical(self._calls, self._device(index).index, nbytes, fabric=fabric)
 
+    def adopt(self, index: int, nbytes: int, descriptor: int) -> vmm.Physical:
+        """Return memory that somebody else created on the device with that ordinal, by a descriptor of it.
+
+        The descriptor is not needed afterwards. What is adopted cannot be exported again; the caller releases it.
+
+        Raises:
+            DriverError: the descriptor is of something else.
+        """
+        return vmm.Physical(self._calls, self._device(index).index, nbytes, descriptor=descriptor)
+
     @property
     def version(self) -> int:
         """The CUDA version that the driver serves: 13000 for 13.0."""

@@ -37,7 +37,7 @@ class _Kinds(IntFlag):
 
 
 class Physical:
-    """Memory of one device, which has no address; see :meth:`Driver.create`.
+    """Memory of one device, which has no address; see :meth:`Driver.create` and :meth:`Driver.adopt`.
 
     Attributes:
         device: the ordinal of the device it is on.
@@ -45,12 +45,14 @@ class Physical:
         handle: the driver's own.
     """
 
-    def __init__(self, calls: Calls, device: int, nbytes: int, *, fabric: bool = False) -> None:
+    def __init__(
+        self, calls: Calls, device: int, nbytes: int, *, fabric: bool = False, descriptor: int | None = None
+    ) -> None:
         self.device = device
         self.nbytes = nbytes
         self._calls = calls
         self._fabric = fabric
-        self.handle = self._created()
+        self.handle = self._created() if descriptor is None else self._imported(descriptor)
 
     def export(self) -> int:
         """Return a descriptor of it, which another process imports and which the caller closes; exec closes it too."""
@@ -74,6 +76,9 @@ class Physical:
     def release(self) -> None:
         """Give the handle up, once; the memory stays while there is a descriptor or a mapping."""
         self._calls.cuMemRelease(self.handle)
+
+    def _imported(self, descriptor: int) -> Any:
+        return getattr(self._calls, _IMPORT)(descriptor, _descriptor(self._calls.module))
 
     def _created(self) -> Any:
         """Create it for both kinds of handles if it may have a fabric handle, and for descriptors if that is refused.

@@ -3,6 +3,7 @@
 Pure. A request is *pending* from its first arrival until its answer, which is *kept* until the
 client says that it has it: by its number (``received``), or with all before one (``oldest``).
 From then on only the number is remembered, as part of a span, since a copy may still be on its way.
+Where answers outlive the broker, :meth:`Answers.changes` tells what is to be written down of them.
 All of it is bounded: past the bound further requests are refused, and so are their copies, however
 late. Of those only the highest number is remembered: what came before it and is not known was lost, or
 refused as well. What a client insists on, since it gives something back, is not refused but ignored,
@@ -12,10 +13,11 @@ and so done when it is sent again and there is room.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from enum import Enum
 
-from cubroker.protocol.messages import DESCRIPTOR, Answer, Attached
+from cubroker.protocol.messages import DESCRIPTOR, Answer, Attached, Created
 
 MAX_REQUESTS = 4096
 """Requests of one session that are pending or whose answers are kept."""
@@ -32,10 +34,11 @@ def weight(answer: Frame) -> int:
     """Return the bytes of an answer as it travels, or about so many."""
     if isinstance(answer, bytes):
         return len(answer)
-    assert isinstance(answer.body, Attached)
+    assert isinstance(answer.body, Attached | Created)
     replicas = answer.body.replicas
+    layout = answer.body.layout if isinstance(answer.body, Attached) else b""
     # Each allocation has a handle of 64 bytes on one device, or what stands for a descriptor on each.
-    return len(answer.body.layout) + len(replicas[0].handles) * (64 + (2 + len(DESCRIPTOR)) * len(replicas))
+    return len(layout) + len(replicas[0].handles) * (64 + (2 + len(DESCRIPTOR)) * len(replicas))
 
 
 class Verdict(Enum):
@@ -51,8 +54,13 @@ class Verdict(Enum):
 class Spans:
     """A set of numbers that mostly follow each other, as the edges of its runs."""
 
-    def __init__(self) -> None:
-        self._edges: list[int] = []  # first, last + 1, first, last + 1, …: rising
+    def __init__(self, edges: Iterable[int] = ()) -> None:
+        self._edges: list[int] = list(edges)  # first, last + 1, first, last + 1, …: rising
+
+    @property
+    def edges(self) -> tuple[int, ...]:
+        """What another set like this one is made from."""
+        return tuple(self._edges)
 
     def __contains__(self, number: int) -> bool:
         return bisect_right(self._edges, number) % 2 == 1
@@ -74,16 +82,48 @@ class Spans:
         del self._edges[: place - place % 2]
 
 
-class Answers:
-    """The requests of one session that its client may send again."""
+@dataclass(frozen=True, slots=True)
+class Receipts:
+    """What a client has said that it has, and the highest number that it was refused for good."""
 
-    def __init__(self) -> None:
+    oldest: int = 0
+    refused: int = 0
+    received: tuple[int, ...] = ()
+
+
+class Answers:
+    """The requests of one session that its client may send again.
+
+    Args:
+        receipts: those of the session, if it is an earlier broker's.
+        kept: the answers that are kept of it, in order of their numbers.
+    """
+
+    def __init__(self, receipts: Receipts | None = None, kept: Mapping[int, Frame] | None = None) -> None:
+        receipts = receipts or Receipts()
         self._pending: dict[int, tuple[bytes, int]] = {}  # routing id and bytes of the request
-        self._kept: dict[int, Frame] = {}
-        self._received = Spans()
-        self._oldest = 0
-        self._refused = 0
-        self._nbytes = 0
+        self._kept: dict[int, Frame] = dict(kept or {})
+        self._received = Spans(receipts.received)
+        self._oldest = receipts.oldest
+        self._refused = receipts.refused
+        self._nbytes = sum(map(weight, self._kept.values()))
+        self._lasting: set[int] = set(self._kept)
+        self._changes: dict[int, Frame | None] = {}
+
+    @property
+    def receipts(self) -> Receipts:
+        """What the client has said that it has."""
+        return Receipts(self._oldest, self._refused, self._received.edges)
+
+    @property
+    def lasting(self) -> frozenset[int]:
+        """The requests whose answers are written down."""
+        return frozenset(self._lasting)
+
+    def changes(self) -> dict[int, Frame | None]:
+        """Return the lasting answers that came since the last call, and None for those that are not kept any more."""
+        changes, self._changes = self._changes, {}
+        return changes
 
     def admit(
         self,
@@ -122,13 +162,19 @@ class Answers:
         self._nbytes += nbytes
         return Verdict.NEW
 
-    def settle(self, number: int, answer: Frame) -> bytes:
-        """Keep the answer of a pending request and return the routing id to send it to."""
+    def settle(self, number: int, answer: Frame, *, lasting: bool = False) -> bytes:
+        """Keep the answer of a pending request and return the routing id to send it to.
+
+        ``lasting``: it is to be written down, since the request must not be done again after a restart either.
+        """
         routing, nbytes = self._pending.pop(number)
         self._nbytes -= nbytes
         if number >= self._oldest:  # else the client gave it up
             self._kept[number] = answer
             self._nbytes += weight(answer)
+            if lasting:
+                self._lasting.add(number)
+                self._changes[number] = answer
         return routing
 
     def is_pending(self, number: int) -> bool:
@@ -137,9 +183,8 @@ class Answers:
 
     def _drop(self, number: int) -> None:
         """Drop an answer that the client has, and remember that it has it."""
-        answer = self._kept.pop(number, None)
-        if answer is not None:
-            self._nbytes -= weight(answer)
+        if number in self._kept:
+            self._forget(number)
             self._received.add(number)
 
     def _acknowledge(self, oldest: int) -> None:
@@ -148,4 +193,10 @@ class Answers:
         self._received.drop_runs_before(oldest)
         kept = self._kept
         while kept and (number := next(iter(kept))) < oldest:
-            self._nbytes -= weight(kept.pop(number))
+            self._forget(number)
+
+    def _forget(self, number: int) -> None:
+        self._nbytes -= weight(self._kept.pop(number))
+        if number in self._lasting:
+            self._lasting.remove(number)
+            self._changes[number] = None

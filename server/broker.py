@@ -11,11 +11,12 @@ import itertools
 import logging
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from cubroker.protocol import wire
 from cubroker.protocol.errors import CubrokerError, Denied, InternalFailure, Unavailable
-from cubroker.protocol.messages import Failed, Farewell, GatewayChanged, Notice, Refused, Welcome
+from cubroker.protocol.messages import Attached, Created, Failed, Farewell, GatewayChanged, Notice, Refused, Welcome
 from cubroker.server import events
 from cubroker.server.answers import Frame
 from cubroker.server.assembly import Assembly
@@ -26,14 +27,24 @@ from cubroker.server.ledger import Ledger
 from cubroker.server.parcels import Parcel
 from cubroker.server.peers import Peer
 from cubroker.server.requests import Requests
-from cubroker.server.sessions import Session
+from cubroker.server.scribe import Changes, Remembered, Scribe
+from cubroker.server.sessions import Session, label
 from cubroker.server.sight.observer import Sight
 
+if TYPE_CHECKING:
+    from cubroker.server.store.store import Store
+
 log = logging.getLogger(__name__)
+
+PAUSE = 0.5
+"""Seconds after which what could not be written to the journal is written again."""
 
 
 class Broker:
     """Sessions, timers and device memory, as the ledger wants them.
+
+    What is decided is written down before anybody hears of it, and before anything is done about it: events are
+    brought to the ledger, and :meth:`settle` carries out what came of them.
 
     Args:
         ledger: decides everything.
@@ -42,6 +53,8 @@ class Broker:
         driver: what clients build their driver from.
         send: takes batches of answers for the gateway.
         sight: watches the ledger.
+        store: keeps what outlives this broker, if anything does.
+        scribe: gathers what is to be written to the store's journal beside the ledger.
     """
 
     def __init__(
@@ -52,6 +65,8 @@ class Broker:
         driver: str,
         send: Callable[[Sequence[Frame]], None],
         sight: Sight | None = None,
+        store: Store | None = None,
+        scribe: Scribe | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._ledger = ledger
@@ -60,10 +75,15 @@ class Broker:
         self._assembly = assembly
         self._descriptors: dict[int, tuple[int, ...]] = {}  # by ticket or team
         self._driver = driver
-        self._requests = Requests(self._apply, send)
+        self._store = store
+        self._scribe = scribe
+        self._todo: list[Effect] = []
+        self._unwritten: Changes = []
+        self._retry: asyncio.TimerHandle | None = None
+        self._requests = Requests(self._apply, self.settle, send, scribe)
         self.receive = self._requests.receive
         self._sessions: dict[int, Session] = {}
-        self._numbers = itertools.count(1)
+        self._numbers = itertools.count(ledger.last_session + 1)
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self._denials = Denials()
 
@@ -71,24 +91,64 @@ class Broker:
         """Open a session on a connection that has greeted, if its user may have one more."""
         number = next(self._numbers)
         session = Session(number, connection, peer, self._ended, self._denials)
-        if (refusal := self._ledger.admit(peer.uid)) is not None:
+        if (refusal := self._ledger.admit(peer.uid) or self._obstacle(session)) is not None:
             self._denials.log(peer, refusal.message)
             return self._turn_away(session, refusal)
-        try:
-            session.watch()
-        except OSError as error:  # no memory, or this user may watch no more files (fs.epoll.max_user_watches)
-            return self._unwatched(session, error)
-        self._sessions[number] = session
-        self._requests.enter(session)
+        self._enter(session)
+        if self._scribe:
+            self._scribe.opened(session, version, welcomed=False)
         self.handle(events.Joined(number, peer.pid, peer.uid, peer.gid, peer.groups))
-        session.send(wire.pack(Welcome(version, number, session.secret, self._driver)))
+        self._welcome(session, version)
         return None
 
-    def _unwatched(self, session: Session, error: OSError) -> None:
-        """Refuse a session whose end nobody would hear of, so that its leases would never fall."""
-        message = f"the broker cannot watch process {session.peer.pid}: {error}; try again later"
-        self._denials.log(session.peer, message)
-        self._turn_away(session, Unavailable(message))
+    def take_over(self, number: int, connection: socket.socket | None, peer: Peer, remembered: Remembered) -> None:
+        """Go on with a session of an earlier broker, whose ``connection`` or process may be gone."""
+        answers = remembered.replies(lambda lease: self._grant(number, lease))
+        session = Session(number, connection, peer, self._ended, self._denials, remembered.secret, answers)
+        session.watch()
+        self._enter(session)
+
+    def _grant(self, session: int, lease: int) -> Attached | Created | None:
+        lent = self._ledger.lent(session, lease)
+        return None if lent is None else lent.answer
+
+    def has(self, ticket: int, descriptors: tuple[int, ...]) -> None:
+        """Note the descriptors of memory that an earlier broker allocated."""
+        self._descriptors[ticket] = descriptors
+
+    def go_on(self, news: Iterable[Event], remembered: Mapping[int, Remembered]) -> None:
+        """Bring ``news`` of what happened while no broker ran, and say again what sessions may not have heard."""
+        for event in news:
+            self._apply(event)
+        self.settle()
+        for number, session in self._sessions.items():
+            before = remembered[number]
+            if not before.welcomed:
+                self._welcome(session, before.version)
+            for lease in before.owed:
+                lent = self._ledger.lent(number, lease)
+                if lent is not None and lent.hand_over is not None:
+                    self._carry_out(lent.hand_over)
+
+    def _obstacle(self, session: Session) -> CubrokerError | None:
+        """Return why nobody would hear of the end of a session, so that its leases would never fall, or None."""
+        try:
+            session.watch()
+            if self._store:
+                self._store.hold(label(session.number), session.descriptors, hangs_up=True)
+        # There is no memory, this user may watch no more files (fs.epoll.max_user_watches), or the store takes nothing.
+        except (OSError, Unavailable) as error:
+            return Unavailable(f"the broker cannot watch process {session.peer.pid}: {error}; try again later")
+        return None
+
+    def _enter(self, session: Session) -> None:
+        self._sessions[session.number] = session
+        self._requests.enter(session)
+
+    def _welcome(self, session: Session, version: int) -> None:
+        session.send(wire.pack(Welcome(version, session.number, session.secret, self._driver)))
+        if self._scribe:
+            self._scribe.opened(session, version, welcomed=True)
 
     def _turn_away(self, session: Session, error: CubrokerError) -> None:
         self._sight.turned_away(error)
@@ -96,9 +156,52 @@ class Broker:
         session.close()
 
     def handle(self, event: Event) -> None:
-        """Bring an event to the ledger, carry out its effects, and send what answers there are."""
+        """Bring an event to the ledger, and settle what comes of it."""
         self._apply(event)
+        self.settle()
+
+    def settle(self) -> None:
+        """Write down what was decided, then do it, and send what answers there are.
+
+        What cannot be written now is written later, and nothing is done about it, nor is anything said, until then.
+        """
+        if not self._write():
+            return
+        todo, self._todo = self._todo, []
+        for effect in todo:
+            try:
+                self._carry_out(effect)
+            # One effect, a notice that no memory is left for, must not take the others with it: memory to be freed.
+            except Exception:
+                log.exception("the broker failed at %.500r", effect)
         self._requests.flush()
+
+    def _write(self) -> bool:
+        if self._store is None or self._scribe is None:
+            return True
+        self._unwritten += self._ledger.changes()
+        self._unwritten += self._scribe.changes()
+        if self._unwritten:
+            try:
+                self._store.commit(self._unwritten)
+            except OSError as error:
+                return self._write_later(error)
+            self._unwritten = []
+        return True
+
+    def _write_later(self, error: OSError) -> bool:
+        if self._retry is None:
+            log.error("the journal takes nothing, so requests wait: %s; is the host out of memory?", error)
+            self._retry = self._loop.call_later(PAUSE, self._write_again)
+        return False
+
+    def _write_again(self) -> None:
+        self._retry = None
+        self.settle()
+
+    def status(self) -> str:
+        """Return in one line how it fares."""
+        return f"serving {len(self._sessions)} sessions"
 
     def announce_gateway(self) -> None:
         """Tell every session that requests may have been lost with the gateway."""
@@ -106,11 +209,12 @@ class Broker:
         self._notify_all(GatewayChanged())
 
     def close(self, reason: str) -> None:
-        """Say farewell to every session, and forget them all."""
-        self._notify_all(Farewell(reason))
+        """Say farewell to every session, and forget them all; or leave them to the next broker, if there is a store."""
+        if self._store is None:
+            self._notify_all(Farewell(reason))
         for session in self._sessions.values():
-            session.close()
-        for timer in self._timers.values():
+            session.close() if self._store is None else session.leave()
+        for timer in (*self._timers.values(), *filter(None, (self._retry,))):
             timer.cancel()
         self._requests.close()
 
@@ -135,11 +239,30 @@ class Broker:
             self._respond_failed(event, error)
         for effect in effects:
             try:
-                self._carry_out(effect)
+                self._note(effect)
             # Nor may one effect, an answer that no memory is left for, take the others with it: memory to be freed.
             except Exception as error:
                 log.exception("the broker failed at %.500r", effect)
                 self._respond_failed(effect, error)
+        if self._requests.full:  # not before all of an event is noted: what is written together is decided together
+            self.settle()
+
+    def _note(self, effect: Effect) -> None:
+        """Prepare an effect: what is to be said and written of it, before it is carried out."""
+        scribe = self._scribe
+        match effect:
+            case events.Respond(session, request, body):
+                asked = self._sessions[session]
+                if isinstance(body, Failed) and body.code == Denied.code:
+                    self._denials.log(asked.peer, body.message)
+                return self._requests.respond(asked, request, body)
+            case events.HandOver(session, lease) if scribe:
+                scribe.owed(session, lease)
+            case events.Withdraw(_, lease) if scribe:
+                scribe.sent(lease)
+            case events.Forget(session) if scribe:
+                scribe.closed(self._sessions[session])
+        return self._todo.append(effect)
 
     def _keep(self, event: Event) -> None:
         """Note which descriptors there are. Their device closes them, after they are forgotten here."""
@@ -160,11 +283,6 @@ class Broker:
 
     def _carry_out(self, effect: Effect) -> None:
         match effect:
-            case events.Respond():
-                session = self._sessions[effect.session]
-                if isinstance(effect.body, Failed) and effect.body.code == Denied.code:
-                    self._denials.log(session.peer, effect.body.message)
-                self._requests.respond(session, effect.request, effect.body)
             case events.Notify():
                 self._sessions[effect.session].notify(effect.notice)
             case events.Allocate():
@@ -179,7 +297,7 @@ class Broker:
                 self._assembly.submit(effect)
             case events.HandOver(session, lease, allocations, team):
                 numbers = [ticket for _, ticket in allocations] + [team] * bool(team)
-                self._sessions[session].hand_over(Parcel(lease, numbers, self._descriptors))
+                self._sessions[session].hand_over(Parcel(lease, numbers, self._descriptors, self._delivered))
             case events.Withdraw():
                 self._sessions[effect.session].withdraw(effect.lease)
             case events.SetTimer():
@@ -189,6 +307,10 @@ class Broker:
             case events.Forget():
                 self._forget(self._sessions.pop(effect.session))
 
+    def _delivered(self, lease: int) -> None:
+        if self._scribe:
+            self._scribe.sent(lease)
+
     def _elapse(self, timer: int) -> None:
         del self._timers[timer]
         self.handle(events.Elapsed(timer))
@@ -196,3 +318,5 @@ class Broker:
     def _forget(self, session: Session) -> None:
         self._requests.leave(session)
         session.close()
+        if self._store:
+            self._store.drop(label(session.number))

@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 from cubroker.driver import Context, Device, Driver, DriverError, Physical
-from cubroker.protocol.errors import InternalFailure
+from cubroker.protocol.errors import InternalFailure, Unavailable
 from cubroker.protocol.messages import DESCRIPTOR
 from cubroker.server.events import Allocate, Allocated, Event, Free, Freed, NotAllocated
 from cubroker.server.orders import Orders
 from cubroker.server.records import BY_DESCRIPTOR, VMM
 from cubroker.server.room import rounded
+
+if TYPE_CHECKING:
+    from cubroker.server.store.store import Store
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +66,33 @@ class Unmapped:
         self.physical.release()
 
 
+class Inherited:
+    """An allocation that an earlier broker made: a descriptor of it is all there is, if there is one."""
+
+    def __init__(self, driver: Driver, index: int, nbytes: int, descriptors: Sequence[int]) -> None:
+        self.nbytes = nbytes
+        self._driver = driver
+        self._index = index
+        self._descriptors = descriptors
+
+    @cached_property
+    def physical(self) -> Physical:
+        """The memory, imported when somebody asks for it."""
+        return self._driver.adopt(self._index, self.nbytes, self._descriptors[0])
+
+    def release(self) -> None:
+        """Give it up, as :meth:`Unmapped.release` does."""
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        if "physical" in self.__dict__:
+            self.physical.release()
+
+
+def stored_as(ticket: int, number: int) -> str:
+    """Return what the descriptor of an allocation is called where it outlives the broker."""
+    return f"m{ticket}.{number}"
+
+
 class DeviceMemory(Orders[Allocate | Free]):
     """What the broker has allocated on one device, and the thread that allocates, clears, exports and frees it.
 
@@ -70,18 +102,31 @@ class DeviceMemory(Orders[Allocate | Free]):
         driver: the device's; used on the thread alone.
         device: whose memory it is.
         report: takes what came of each request; called on the thread.
+        store: where descriptors of durable memory outlive the broker, if there is one.
     """
 
-    def __init__(self, driver: Driver, device: Device, report: Callable[[Event], None]) -> None:
+    def __init__(
+        self, driver: Driver, device: Device, report: Callable[[Event], None], store: Store | None = None
+    ) -> None:
         self._driver = driver
         self._device = device
         self._report = report
-        self._pieces: dict[int, list[Mapped | Unmapped]] = {}
+        self._store = store
+        self._stored: set[int] = set()
+        self._pieces: dict[int, list[Mapped | Unmapped | Inherited]] = {}
         super().__init__(f"device-{device.index}")
+
+    def adopt(self, ticket: int, sizes: Sequence[int], descriptors: Sequence[Sequence[int]]) -> None:
+        """Take over what an earlier broker allocated as ``ticket``; before anything is submitted."""
+        self._stored.add(ticket)
+        self._pieces[ticket] = [
+            Inherited(self._driver, self._device.index, rounded(size), one)
+            for size, one in zip(sizes, descriptors, strict=True)
+        ]
 
     def physicals(self, ticket: int) -> tuple[Physical, ...]:
         """Return the memory without addresses of a ticket that was reported allocated and is not to be freed yet."""
-        return tuple(piece.physical for piece in self._pieces[ticket] if isinstance(piece, Unmapped))
+        return tuple(piece.physical for piece in self._pieces[ticket] if not isinstance(piece, Mapped))
 
     def _do(self, request: Allocate | Free) -> None:
         if isinstance(request, Allocate):
@@ -90,7 +135,7 @@ class DeviceMemory(Orders[Allocate | Free]):
             self._report(Freed(request.ticket))
 
     def _give_all_back(self) -> None:
-        for ticket in list(self._pieces):
+        for ticket in self._pieces.keys() - self._stored:
             self._free(ticket)
 
     def _allocate(self, request: Allocate) -> Allocated | NotAllocated:
@@ -102,6 +147,8 @@ class DeviceMemory(Orders[Allocate | Free]):
             code, reason = "out_of_memory" if error.out_of_memory else "device", str(error)
         except MemoryError:
             code, reason = "out_of_memory", "the broker's host has no memory left"
+        except Unavailable as error:
+            code, reason = error.code, error.message
         # A thread that ended here would leave this request and all later ones waiting for ever.
         except Exception as error:
             log.exception("%s failed in an unexpected way", request)
@@ -109,11 +156,17 @@ class DeviceMemory(Orders[Allocate | Free]):
         return self._undo(request, code, reason)
 
     def _obtain(self, request: Allocate) -> Allocated:
-        pieces = self._pieces[request.ticket]
+        pieces: list[Mapped | Unmapped] = []
         for size in request.sizes:
             pieces.append(self._piece(request.share, rounded(size)))
+            self._pieces[request.ticket].append(pieces[-1])
         handles = tuple(piece.share() for piece in pieces)
-        return Allocated(request.ticket, handles, tuple(piece.descriptor for piece in pieces if piece.descriptor >= 0))
+        descriptors = tuple(piece.descriptor for piece in pieces if piece.descriptor >= 0)
+        if request.durable and self._store:
+            self._stored.add(request.ticket)
+            for number, descriptor in enumerate(descriptors):
+                self._store.hold(stored_as(request.ticket, number), [descriptor])
+        return Allocated(request.ticket, handles, descriptors)
 
     def _piece(self, share: str, nbytes: int) -> Mapped | Unmapped:
         if share in BY_DESCRIPTOR:
@@ -130,12 +183,16 @@ class DeviceMemory(Orders[Allocate | Free]):
     def _free(self, ticket: int) -> int:
         """Free a ticket's memory; return the bytes that the driver does not take back, which stay counted."""
         pieces = self._pieces.pop(ticket, [])
+        if self._store and ticket in self._stored:
+            self._stored.remove(ticket)
+            for number in range(len(pieces)):
+                self._store.drop(stored_as(ticket, number))
         kept = [piece for piece in pieces if not self._give_back(piece)]
         if kept:
             log.error("%d of %d allocations of ticket %d remain allocated", len(kept), len(pieces), ticket)
         return sum(piece.nbytes for piece in kept)
 
-    def _give_back(self, piece: Mapped | Unmapped) -> bool:
+    def _give_back(self, piece: Mapped | Unmapped | Inherited) -> bool:
         try:
             piece.release()
         except DriverError as error:

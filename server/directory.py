@@ -6,6 +6,7 @@ import fcntl
 import os
 import socket
 import stat
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Self
@@ -21,12 +22,27 @@ BACKLOG = 512
 """Connections that may wait to be accepted."""
 
 
+DOOR = "door"
+"""The name under which the listening session socket is handed over, from a socket unit or an earlier broker."""
+
+REQUESTS = "requests"
+"""That of the listening request socket."""
+
+
 class Directory:
     """The directory, locked and with its two sockets listening, for as long as the context lasts.
 
     Args:
         path: the directory; made if it is not there.
-        access: who may connect; by default the broker's own user (and root) alone.
+        access: who may connect; by default the broker's own user (and root) alone. It does not change sockets that
+            listen already.
+        listening: sockets that listen there already, by name; owned by this object from now on.
+        lasting: leave the sockets in the directory at the end: others have them too, and clients may wait there.
+
+    Attributes:
+        sessions: the listening session socket.
+        requests: the listening request socket.
+        fresh: those of them that were made here, by name.
 
     Raises:
         Invalid: no socket can have the path.
@@ -34,9 +50,19 @@ class Directory:
         Unavailable: another broker serves there, or the directory cannot be made.
     """
 
-    def __init__(self, path: Path, access: Access | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        access: Access | None = None,
+        listening: Mapping[str, int] | None = None,
+        *,
+        lasting: bool = False,
+    ) -> None:
         self.path = path.absolute()
         self._access = access or Access()
+        self._listening = dict(listening or {})
+        self._lasting = lasting
+        self.fresh: dict[str, socket.socket] = {}
         self.sessions: socket.socket
         self.requests: socket.socket
         self._undo = ExitStack()
@@ -47,8 +73,8 @@ class Directory:
                 _make(self.path)
                 _lock(self.path, undo)
                 _let_in(self.path, self._access)
-                self.sessions = _listen(self.path / SESSION_SOCKET, socket.SOCK_SEQPACKET, self._access, undo)
-                self.requests = _listen(self.path / REQUEST_SOCKET, socket.SOCK_STREAM, self._access, undo)
+                self.sessions = self._socket(DOOR, self.path / SESSION_SOCKET, socket.SOCK_SEQPACKET, undo)
+                self.requests = self._socket(REQUESTS, self.path / REQUEST_SOCKET, socket.SOCK_STREAM, undo)
             except PermissionError as error:
                 raise Denied(f"cannot serve in {self.path}: {error}; choose another directory or user") from None
             except OSError as error:
@@ -58,6 +84,26 @@ class Directory:
 
     def __exit__(self, *_: object) -> None:
         self._undo.close()
+
+    def _socket(self, name: str, path: Path, kind: int, undo: ExitStack) -> socket.socket:
+        """Return the socket that listens at ``path``: the one that was handed over, or a new one."""
+        if (descriptor := self._listening.pop(name, None)) is not None:
+            listener = undo.enter_context(socket.socket(fileno=descriptor))
+            if _listens(listener, path, kind):
+                listener.setblocking(False)
+                _refuse_descriptors(listener)
+                return listener
+        listener = self.fresh[name] = _listen(path, kind, self._access, undo, lasting=self._lasting)
+        return listener
+
+
+def _listens(listener: socket.socket, path: Path, kind: int) -> bool:
+    """Whether a socket is reached through ``path``, which somebody may have removed in the meantime."""
+    try:
+        there = stat.S_ISSOCK(path.lstat().st_mode)
+    except FileNotFoundError:
+        there = False
+    return there and listener.type == kind and listener.getsockname() == os.fspath(path)
 
 
 def _refuse_descriptors(listener: socket.socket) -> None:
@@ -119,7 +165,7 @@ def _let_in(path: Path, access: Access) -> None:
         path.chmod(stat.S_IMODE(here.st_mode) | through)
 
 
-def _listen(path: Path, kind: int, access: Access, undo: ExitStack) -> socket.socket:
+def _listen(path: Path, kind: int, access: Access, undo: ExitStack, *, lasting: bool) -> socket.socket:
     """Return a listening socket at ``path``. What stands there is a dead broker's: the lock says so."""
     path.unlink(missing_ok=True)
     listener = undo.enter_context(socket.socket(socket.AF_UNIX, kind | socket.SOCK_NONBLOCK))
@@ -128,7 +174,8 @@ def _listen(path: Path, kind: int, access: Access, undo: ExitStack) -> socket.so
         listener.bind(os.fspath(path))
     finally:
         os.umask(before)
-    undo.callback(path.unlink, missing_ok=True)
+    if not lasting:
+        undo.callback(path.unlink, missing_ok=True)
     # The directory is ours or root's, so nobody can have put another file in its place.
     if access.group is not None:
         os.chown(path, -1, access.group, follow_symlinks=False)

@@ -107,8 +107,9 @@ __all__ = ["Budget", "Held", "Holder", "Impossible", "Ledger", "Lent", "Limits"]
 
 
 class Held(NamedTuple):
-    """Memory that a version has on one device."""
+    """Memory that the version ``label`` has on one device."""
 
+    label: str
     ticket: int
     device: str
     sizes: tuple[int, ...]
@@ -195,7 +196,14 @@ class Ledger:
     def memory(self) -> tuple[Held, ...]:
         """Return all memory that versions have, in the order in which it was asked for."""
         return tuple(
-            Held(each.ticket, each.account.device.uuid, each.sizes, each.version.share, each.version.durable)
+            Held(
+                each.version.label,
+                each.ticket,
+                each.account.device.uuid,
+                each.sizes,
+                each.version.share,
+                each.version.durable,
+            )
             for each in self._books.allocations.values()
             if each.stage is Stage.HELD
         )

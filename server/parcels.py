@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 
 from cubroker.protocol import wire
@@ -18,11 +18,20 @@ class Parcel:
         lease: whose they are.
         tickets: whose descriptors they are, in order; a team's number is as good as a ticket's.
         descriptors: those of every ticket; of these tickets for as long as the parcel is not thrown away.
+        done: told, with the lease, that all of it was sent.
     """
 
-    def __init__(self, lease: int, tickets: Iterable[int], descriptors: Mapping[int, tuple[int, ...]]) -> None:
+    def __init__(
+        self,
+        lease: int,
+        tickets: Iterable[int],
+        descriptors: Mapping[int, tuple[int, ...]],
+        done: Callable[[int], None] = lambda _: None,
+    ) -> None:
         self.lease = lease
         self._descriptors = descriptors
+        self._done = done
+        self._first = 0
         self._places = ((ticket, place) for ticket in tickets for place in range(len(descriptors[ticket])))
         self._next = self._take()
 
@@ -30,12 +39,15 @@ class Parcel:
         """Return the next notice and its descriptors, the same until it is :meth:`sent`; None after the last."""
         if not self._next:
             return None
-        notice = Descriptors(self.lease, len(self._next))
+        notice = Descriptors(self.lease, len(self._next), self._first)
         return wire.pack(notice), [self._descriptors[ticket][place] for ticket, place in self._next]
 
     def sent(self) -> None:
         """Go on to the next packet."""
+        self._first += len(self._next)
         self._next = self._take()
+        if not self._next:
+            self._done(self.lease)
 
     def _take(self) -> list[tuple[int, int]]:
         return list(islice(self._places, MAX_DESCRIPTORS))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from asyncio import Future
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -20,6 +20,7 @@ from cubroker.protocol.messages import (
     Attached,
     Cancel,
     Create,
+    Created,
     Envelope,
     Failed,
     Reply,
@@ -28,6 +29,7 @@ from cubroker.protocol.messages import (
 from cubroker.server import batches
 from cubroker.server.answers import MAX_REQUESTS, Frame, Verdict, weight
 from cubroker.server.events import Asked
+from cubroker.server.scribe import Scribe, lasts
 from cubroker.server.sessions import Session
 
 log = logging.getLogger(__name__)
@@ -53,12 +55,22 @@ class Requests:
 
     Args:
         ask: takes each request that arrives for the first time.
+        settle: called when requests were taken in and answered; it is to :meth:`flush`.
         send: takes batches of answers for the gateway.
+        scribe: writes down what was received and answered, if anything outlives this broker.
     """
 
-    def __init__(self, ask: Callable[[Asked], None], send: Callable[[Sequence[Frame]], None]) -> None:
+    def __init__(
+        self,
+        ask: Callable[[Asked], None],
+        settle: Callable[[], None],
+        send: Callable[[Sequence[Frame]], None],
+        scribe: Scribe | None = None,
+    ) -> None:
         self._ask = ask
+        self._settle = settle
         self._send = send
+        self._scribe = scribe
         self._sessions: dict[bytes, Session] = {}
         self._outbox: list[Frame] = []
         self._unsent = 0
@@ -88,24 +100,28 @@ class Requests:
                 log.exception("the broker failed at a request of %d bytes", len(frame))
                 message = f"the broker itself failed at this request: {error!r}; its log says more"
                 self._reject(routing, frame, InternalFailure(message))
-        self.flush()
+        self._settle()
 
     def respond(self, session: Session, request: int, body: Reply) -> None:
         """Answer a request; the answer is kept for when it is asked again."""
         answer = _frame(Answer(request, body))
-        self._put(session.answers.settle(request, answer), answer)
+        lasting = self._scribe is not None and lasts(body)
+        self._put(session.answers.settle(request, answer, lasting=lasting), answer)
+
+    @property
+    def full(self) -> bool:
+        """Whether as many answers have gathered as are sent together."""
+        return self._unsent > batches.FULL
 
     def flush(self) -> None:
         """Send the answers that have gathered."""
-        if self._outbox:
-            outbox, self._outbox, self._unsent = self._outbox, [], 0
-            self._send(outbox)
+        outbox, self._outbox, self._unsent = self._outbox, [], 0
+        for batch in _batches(outbox):
+            self._send(batch)
 
     def _put(self, routing: bytes, answer: Frame) -> None:
         self._outbox += (routing, answer)
         self._unsent += weight(answer)
-        if self._unsent > batches.FULL:
-            self.flush()
 
     def _take(self, routing: bytes, frame: bytes) -> None:
         try:
@@ -115,6 +131,8 @@ class Requests:
         session = self._sessions.get(envelope.secret)
         if session is None:
             return self._put(routing, wire.pack(Answer(envelope.id, DENIED)))
+        if self._scribe:
+            self._scribe.asked(session)
         verdict = session.answers.admit(
             envelope.id,
             envelope.oldest,
@@ -155,7 +173,7 @@ class Requests:
             del self._checks[session]
         if not checked.cancelled() and session.secret in self._sessions:
             self._pass_on(session, request, body, checked.result())
-            self.flush()
+            self._settle()
 
     def _pass_on(self, session: Session, request: int, body: Request, layout: Layout | Failed | None) -> None:
         if isinstance(layout, Failed):
@@ -164,9 +182,23 @@ class Requests:
             self._ask(Asked(session.number, request, body, layout))
 
 
+def _batches(frames: list[bytes | Answer]) -> Iterator[list[bytes | Answer]]:
+    """Cut pairs of routing ids and answers into batches that the gateway takes."""
+    batch: list[Frame] = []
+    unsent = 0
+    for routing, answer in zip(frames[::2], frames[1::2], strict=True):
+        batch += (routing, answer)
+        unsent += weight(answer)
+        if unsent > batches.FULL:
+            yield batch
+            batch, unsent = [], 0
+    if batch:
+        yield batch
+
+
 def _frame(answer: Answer) -> Frame:
     """Encode an answer, unless it is a lease, which is no longer than a client reads."""
-    if isinstance(answer.body, Attached):
+    if isinstance(answer.body, Attached | Created):
         return answer
     data = wire.pack(answer)
     return data if len(data) <= wire.MAX_MESSAGE else wire.pack(Answer(answer.id, TOO_LONG))

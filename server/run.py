@@ -8,7 +8,7 @@ import os
 import resource
 import signal
 from collections.abc import Callable, Mapping
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,12 +21,17 @@ from cubroker.server.assembly import Assembly
 from cubroker.server.broker import Broker
 from cubroker.server.config import Config, Current, Sources
 from cubroker.server.devices import DeviceMemory
-from cubroker.server.directory import Directory
+from cubroker.server.directory import DOOR, REQUESTS, Directory
+from cubroker.server.estate import Estate, inherited, readable
 from cubroker.server.events import Event
 from cubroker.server.granting import grant
 from cubroker.server.greeting import Door
 from cubroker.server.ledger import Ledger
+from cubroker.server.restore import restore
+from cubroker.server.scribe import Scribe
+from cubroker.server.service import Service
 from cubroker.server.sight.observer import Sight
+from cubroker.server.store.store import JOURNAL, Store
 from cubroker.server.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
@@ -44,35 +49,44 @@ def configure(file: Path | None, options: Mapping[str, str]) -> Current:
     return Current(Sources(file, options, os.environ, _raise_descriptors()))
 
 
-def serve(current: Current, ready: Callable[[], None] | None = None) -> int:
+def serve(current: Current, ready: Callable[[], None] | None = None, *, discard: bool = False) -> int:
     """Serve until SIGTERM or SIGINT, and return the exit status; SIGHUP reads the configuration again, if it is a file.
 
     Args:
         current: where to serve, which devices, and all the rest.
         ready: called once when clients are served.
+        discard: drop what an earlier broker stored, instead of going on with it.
 
     Raises:
         CubrokerError: it cannot start, or another broker serves there.
     """
     config = current.config
     logs.adjust(config.log.format, config.log.level)
-    with Directory(config.directory, config.access) as place:
-        return asyncio.run(_serve(place, current, ready))
+    with ExitStack() as undo:
+        estate = undo.enter_context(inherited(os.environ, discard=discard))
+        place = Directory(config.directory, config.access, estate.listening, lasting=estate.lasting)
+        undo.enter_context(place)
+        estate.keep(place.fresh)
+        return asyncio.run(_serve(place, current, estate, ready))
 
 
-async def _serve(place: Directory, current: Current, ready: Callable[[], None] | None) -> int:
+async def _serve(place: Directory, current: Current, estate: Estate, ready: Callable[[], None] | None) -> int:
     again = asyncio.Event()
     stop = asyncio.create_task(_told_to_stop(again if current.sources.file else None))
     async with AsyncExitStack() as undo:
-        starting = asyncio.create_task(_start(undo, place, current.config))
+        starting = asyncio.create_task(_start(undo, place, current.config, estate.store))
         await asyncio.wait((starting, stop), return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
-            reloading = asyncio.create_task(_reload(current, again, starting.result()))
+            broker, apply = starting.result()
+            service = Service(estate.manager, broker.status)
+            reloading = asyncio.create_task(_reload(current, again, apply, service))
             undo.callback(reloading.cancel)
             log.info("serving on %s", place.path)
             if ready:
                 ready()
+            service.ready()
             await stop
+            service.stopping()
         else:
             starting.cancel()
             await asyncio.wait((starting,))
@@ -97,51 +111,64 @@ async def _told_to_stop(again: asyncio.Event | None) -> None:
     await told.wait()
 
 
-async def _reload(current: Current, again: asyncio.Event, apply: Callable[[Config], None]) -> None:
+async def _reload(current: Current, again: asyncio.Event, apply: Callable[[Config], None], service: Service) -> None:
     """Read the configuration again whenever told so."""
     while await again.wait():
         again.clear()
+        service.reloading()
         try:
             await current.reload(apply)
         # Nor may a mistake in this end the broker, and with it everybody's memory.
         except Exception:
             log.exception("the broker failed at reading its configuration again")
+        service.ready()
 
 
-async def _start(undo: AsyncExitStack, place: Directory, config: Config) -> Callable[[Config], None]:
-    """Start everything; ``undo`` takes it down again, however far this came. Return what takes new rules."""
+async def _start(
+    undo: AsyncExitStack, place: Directory, config: Config, store: Store | None
+) -> tuple[Broker, Callable[[Config], None]]:
+    """Start everything; ``undo`` takes it down again, however far this came. Return what takes new rules as well."""
     supervisor = Supervisor(place.requests, place.path / REQUEST_SOCKET)
     undo.push_async_callback(supervisor.stop)
     supervisor.start()  # it comes up while the driver does
-    broker, devices = await _assemble(undo, supervisor, config)
+    broker, devices = await _assemble(undo, supervisor, config, store)
     await supervisor.connect(broker.receive, broker.announce_gateway)
+    if store and store.inherited:
+        broker.announce_gateway()  # to the sessions of the earlier broker, whose requests went with its gateway
     door = Door(place.sessions, broker.admit)
     undo.callback(door.close)
     door.open()
-    return partial(granting.apply, devices, broker.handle)
+    return broker, partial(granting.apply, devices, broker.handle)
 
 
-async def _assemble(undo: AsyncExitStack, supervisor: Supervisor, config: Config) -> tuple[Broker, tuple[Device, ...]]:
+async def _assemble(
+    undo: AsyncExitStack, supervisor: Supervisor, config: Config, store: Store | None
+) -> tuple[Broker, tuple[Device, ...]]:
     """Return a broker, and its devices; ``undo`` says farewell, frees their memory and closes them."""
     loop = asyncio.get_running_loop()
     driver = await asyncio.to_thread(_load, config.devices)
     undo.callback(driver.close)
-    each = int(driver.host)  # an emulated allocation is a file
-    budgets = [replace(budget, descriptors=each) for budget in grant(driver.devices, config.budget)]
     memory: dict[str, DeviceMemory] = {}
-    ledger = Ledger(budgets, os.geteuid(), config.limits, config.policy)
+    with readable():
+        ledger = _ledger(driver, config, store)
 
     def report(event: Event) -> None:
         loop.call_soon_threadsafe(broker.handle, event)
 
     for device in driver.devices:
-        memory[device.uuid] = DeviceMemory(driver, device, report)
+        memory[device.uuid] = DeviceMemory(driver, device, report, store)
         undo.callback(memory[device.uuid].close)
     assembly = Assembly(driver, memory, report)
     undo.callback(assembly.close)
-    broker = Broker(ledger, memory, assembly, driver.spec, supervisor.send, _watch(undo, config, ledger))
-    log.warning("there is no store: if this broker dies, its pools and the record of leases go with it")
+    sight = _watch(undo, config, ledger)
+    scribe = Scribe() if store else None
+    broker = Broker(ledger, memory, assembly, driver.spec, supervisor.send, sight, store, scribe)
     undo.callback(broker.close, "the broker is shutting down")
+    if store is None:
+        log.warning("there is no store: if this broker dies, its pools and the record of leases go with it")
+    else:
+        with readable():
+            restore(broker, ledger, memory, store)
     return broker, driver.devices
 
 
@@ -158,6 +185,16 @@ def _watch(undo: AsyncExitStack, config: Config, ledger: Ledger) -> Sight:
     if (window := open_window(config.metrics, config.access, ledger, sight, meters)) is not None:
         undo.push_async_callback(asyncio.to_thread, window.close)
     return sight
+
+
+def _ledger(driver: Driver, config: Config, store: Store | None) -> Ledger:
+    """Return a ledger over the devices: an earlier broker's, if it left one."""
+    each = int(driver.host)  # an emulated allocation is a file
+    budgets = [replace(budget, descriptors=each) for budget in grant(driver.devices, config.budget)]
+    if store is None:
+        return Ledger(budgets, os.geteuid(), config.limits, config.policy)
+    room = store.limit - len((JOURNAL, DOOR, REQUESTS))
+    return Ledger.restore(budgets, os.geteuid(), config.limits, config.policy, store.items(), room)
 
 
 def _load(devices: str) -> Driver:

@@ -9,9 +9,10 @@ import os
 import select
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 
 from cubroker.protocol import wire
-from cubroker.protocol.messages import Notice, PoolChanged
+from cubroker.protocol.messages import Notice, PoolChanged, PoolLost, Rebound
 from cubroker.server.answers import Answers
 from cubroker.server.denials import Denials
 from cubroker.server.events import Gone, Lost
@@ -28,6 +29,11 @@ PAUSE = 0.05
 """Seconds after which what was refused like that is tried again."""
 
 
+def label(session: int) -> str:
+    """Return what the descriptors of a session are called where they outlive the broker."""
+    return f"s{session}"
+
+
 class Session:
     """Watches a client's connection and process, and sends it notices without ever waiting for it.
 
@@ -37,36 +43,48 @@ class Session:
 
     Args:
         number: the session.
-        connection: the connection, which belongs to the session from now on, as ``peer.pidfd`` does.
+        connection: the connection, which belongs to the session from now on, as ``peer.pidfd`` does; None if it ended.
         peer: the process.
         report: told when the connection or the process has ended, each at most once.
         denials: takes what the process is refused.
+        secret: what its requests carry; by default a new one.
+        answers: what it asked before, if it is an earlier broker's.
     """
 
     def __init__(
         self,
         number: int,
-        connection: socket.socket,
+        connection: socket.socket | None,
         peer: Peer,
         report: Callable[[Lost | Gone], None],
         denials: Denials,
+        secret: bytes | None = None,
+        answers: Answers | None = None,
     ) -> None:
         self.number = number
         self.peer = peer
-        self.secret = os.urandom(16)
-        self.answers = Answers()
+        self.secret = secret or os.urandom(16)
+        self.answers = answers or Answers()
         self._loop = asyncio.get_running_loop()
-        self._connection: socket.socket | None = connection
+        self._connection = connection
         self._pidfd = peer.pidfd
         self._report = report
         self._denials = denials
         self._waiting: dict[str, Notice | Parcel] = {}
         # The least that the kernel knows: what is on its way counts as open files, and whoever does not read stops it.
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 0)
+        if connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 0)
+
+    @property
+    def descriptors(self) -> list[int]:
+        """Its connection's, and that of its process."""
+        assert self._connection
+        return [self._connection.fileno(), self._pidfd]
 
     def watch(self) -> None:
         """Begin to look for the end of the connection and of the process."""
-        self._loop.add_reader(self._pidfd, self._end)
+        if self._pidfd >= 0:
+            self._loop.add_reader(self._pidfd, self._end)
         if self._connection:
             self._loop.add_reader(self._connection, self._read)
 
@@ -87,15 +105,35 @@ class Session:
     def notify(self, notice: Notice) -> None:
         """Send a notice now, or when the client has read the ones before it."""
         # The names of pools begin with no dot, so the kinds cannot be taken for one.
-        self._put(notice.name if isinstance(notice, PoolChanged) else f".{type(notice).__name__}", notice)
+        match notice:
+            case PoolChanged(name):
+                self._put(name, notice)
+            case PoolLost(name, version):
+                self._put(f".lost {name}@{version}", notice)
+            case Rebound(lease):
+                self._put(f".rebound {lease}", notice)
+            case _:
+                self._put(f".{type(notice).__name__}", notice)
 
     def hand_over(self, parcel: Parcel) -> None:
         """Send descriptors now, or when the client has read the notices before them."""
-        self._put(f".lease {parcel.lease}", parcel)
+        key = f".lease {parcel.lease}"
+        self._put(f".more of {key}" if key in self._waiting else key, parcel)
 
     def withdraw(self, lease: int) -> None:
         """Send no more descriptors of a lease."""
-        self._waiting.pop(f".lease {lease}", None)
+        key = f".lease {lease}"
+        for each in (key, f".more of {key}", f".rebound {lease}"):
+            self._waiting.pop(each, None)
+
+    def leave(self) -> None:
+        """Forget the connection and the process without ending either: others have them too, and go on with them."""
+        if self._connection:
+            self._loop.remove_reader(self._connection)
+            self._loop.remove_writer(self._connection)
+            self._connection.close()
+            self._connection = None
+        self.close()
 
     def close(self) -> None:
         """Close the connection and forget the process."""
@@ -174,6 +212,8 @@ class Session:
         if self._connection:
             self._loop.remove_reader(self._connection)
             self._loop.remove_writer(self._connection)
+            with suppress(OSError):  # it has ended
+                self._connection.shutdown(socket.SHUT_RDWR)  # a store may have it too
             self._connection.close()
             self._connection = None
 

@@ -143,7 +143,7 @@ class RawClient:
             )
             self._received += descriptors
             assert not flags & socket.MSG_CTRUNC
-            assert wire.unpack(data, Notice) == Descriptors(lease, len(descriptors))
+            assert wire.unpack(data, Notice) == Descriptors(lease, len(descriptors), len(received))
             received += descriptors
         assert len(received) == count
         return received

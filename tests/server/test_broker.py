@@ -103,6 +103,8 @@ WAITS = 6
 class Mistaken:
     """A ledger that fails at whatever is asked, and goes on; of some events it says what cannot be carried out."""
 
+    last_session = 0
+
     def admit(self, uid: int) -> None:
         """Everybody may come in."""
 

@@ -148,7 +148,7 @@ def test_a_layout_is_checked_though_no_thread_can_be_had_any_more(monkeypatch: P
 def test_a_broker_without_a_thread_for_layouts_does_not_begin(monkeypatch: Patch) -> None:
     monkeypatch.setattr(threading.Thread, "start", no_thread)
     with pytest.raises(RuntimeError, match="new thread"):
-        Requests(lambda asked: None, lambda batch: None)
+        Requests(lambda asked: None, lambda: None, lambda batch: None)
 
 
 def test_a_gateway_that_finds_no_thread_to_wait_for_it_is_not_the_last(tmp_path: Path, monkeypatch: Patch) -> None:

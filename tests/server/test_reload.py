@@ -14,6 +14,7 @@ from cubroker.protocol.layout import Layout
 from cubroker.protocol.messages import Attach, Close, Create, Created, Done, Failed, Refused
 from cubroker.server import run
 from cubroker.server.config import Config, Current, Sources
+from cubroker.server.service import Service
 from tests.brokers import eventually
 from tests.server.clients import RawClient, connect, greet, session
 from tests.server.configured import Configured, configured
@@ -143,7 +144,7 @@ def test_a_mistake_of_the_brokers_own_is_in_the_log_and_the_next_time_may_go_wel
 
     async def reload() -> None:
         again.set()
-        reloading = asyncio.create_task(run._reload(Current(Sources()), again, apply))
+        reloading = asyncio.create_task(run._reload(Current(Sources()), again, apply, Service(None, lambda: "fine")))
         await done.wait()
         reloading.cancel()
 

@@ -129,7 +129,7 @@ class Desk:
         self.session = Session(1, ours, peer, lambda event: None, Denials())
         self.asked: list[Asked] = []
         self.sent: list[list[bytes]] = []
-        self.requests = Requests(self.asked.append, self._send)
+        self.requests = Requests(self.asked.append, lambda: self.requests.flush(), self._send)
         self.requests.enter(self.session)
 
     def _send(self, frames: Sequence[Frame]) -> None:
@@ -180,8 +180,13 @@ def test_a_batch_of_large_answers_is_sent_in_parts() -> None:
     async def test() -> None:
         async with desk() as at:
             at.send(ListDevices(), ListPools())
-            at.requests.respond(at.session, 1, Failed("invalid", "x" * batches.FULL))
-            assert len(at.sent) == 1
+            assert not at.requests.full
+            for number in (1, 2):
+                at.requests.respond(at.session, number, Failed("invalid", "x" * batches.FULL))
+                assert at.requests.full
+            at.requests.flush()
+            assert [len(batch) for batch in at.sent] == [2, 2]
+            assert not at.requests.full
 
     run(test())
 

@@ -233,8 +233,8 @@ def test_descriptors_come_in_order_in_packets_and_between_the_notices_around_the
             assert received == [
                 (PoolChanged("before", 1), []),
                 (Descriptors(7, 16), named(*range(200, 216))),
-                (Descriptors(7, 16), named(*range(216, 232))),
-                (Descriptors(7, 11), named(*range(232, 240), 100, 101, 102)),
+                (Descriptors(7, 16, 16), named(*range(216, 232))),
+                (Descriptors(7, 11, 32), named(*range(232, 240), 100, 101, 102)),
                 (PoolChanged("after", 1), []),
             ]
 
@@ -249,14 +249,16 @@ def test_two_packets_of_descriptors_are_on_their_way_to_a_client_that_does_not_r
             for lease in range(1, 101):
                 pair.session.hand_over(Parcel(lease, (200,), files))
                 await asyncio.sleep(0)
-            assert pair.heard() == [Descriptors(1, 16)] * 2
+            assert pair.heard() == [Descriptors(1, 16), Descriptors(1, 16, 16)]
             received: list[tuple[Notice, list[str]]] = []
             while len(received) < 298:
                 received += pair.received()
                 await asyncio.sleep(0)
-            assert received[0] == (Descriptors(1, 8), named(*range(232, 240)))
+            assert received[0] == (Descriptors(1, 8, 32), named(*range(232, 240)))
             assert [notice for notice, _ in received[1:]] == [
-                Descriptors(lease, count) for lease in range(2, 101) for count in (16, 16, 8)
+                Descriptors(lease, count, first)
+                for lease in range(2, 101)
+                for count, first in ((16, 0), (16, 16), (8, 32))
             ]
             assert sum(len(descriptors) for _, descriptors in received) == 40 * 100 - 32
 
@@ -275,7 +277,10 @@ def test_descriptors_of_a_lease_that_has_ended_are_not_sent(files: dict[int, tup
             while len(received) < 5:
                 received += pair.heard()
                 await asyncio.sleep(0)
-            assert received == [Descriptors(1, 16)] * 2 + [Descriptors(3, 16)] * 2 + [Descriptors(3, 8)]
+            assert received == [
+                Descriptors(lease, count, first)
+                for lease, count, first in ((1, 16, 0), (1, 16, 16), (3, 16, 0), (3, 16, 16), (3, 8, 32))
+            ]
 
     run(test())
 

@@ -1,0 +1,100 @@
+"""What whoever started the broker handed over: a service manager, its store, and sockets that listen already."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from socket import socket
+
+from cubroker.protocol.errors import Unavailable
+from cubroker.server.directory import DOOR, REQUESTS
+from cubroker.server.store.damaged import Damaged
+from cubroker.server.store.notify import Manager, inherit
+from cubroker.server.store.store import Store
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Estate:
+    """What a broker starts with.
+
+    Attributes:
+        manager: who is told how the broker fares; None: nobody.
+        store: where descriptors outlive the broker; None: nowhere.
+        listening: sockets that listen already, by name.
+    """
+
+    manager: Manager | None
+    store: Store | None
+    listening: Mapping[str, int]
+
+    @property
+    def lasting(self) -> bool:
+        """Whether others have the listening sockets too, so that they outlive this broker."""
+        return self.store is not None or bool(self.listening)
+
+    def keep(self, fresh: Mapping[str, socket]) -> None:
+        """Store sockets that this broker made, if there is a store."""
+        if self.store:
+            for name, listener in fresh.items():
+                self.store.replace(name, listener.fileno())
+
+
+@contextmanager
+def inherited(environ: MutableMapping[str, str], *, discard: bool = False) -> Iterator[Estate]:
+    """Take over what was handed to this process, for as long as the context lasts; what is stored stays stored.
+
+    Args:
+        environ: the environment, out of which the variables that speak of it are taken.
+        discard: drop what an earlier broker stored: its sessions, leases and memory.
+
+    Raises:
+        Unavailable: what is stored cannot be read. All of it stays as it is.
+    """
+    with ExitStack() as undo:
+        if manager := Manager.from_environment(environ):
+            undo.callback(manager.close)
+        stored = inherit(environ)
+        listening = {name: stored.pop(name)[0] for name in (DOOR, REQUESTS) if name in stored}
+        if manager and discard:
+            _discard(manager, stored)
+        if not (manager and manager.limit):
+            _close(stored)
+            yield Estate(manager, None, listening)
+            return
+        with readable():
+            store = Store(manager, stored)
+        undo.callback(store.close)
+        yield Estate(manager, store, listening)
+
+
+@contextmanager
+def readable() -> Iterator[None]:
+    """Say what to do about an earlier broker's record that cannot be read."""
+    try:
+        yield
+    except Damaged as error:
+        raise Unavailable(
+            f"what an earlier broker left cannot be read, and nothing of it was changed: {error}; start the version of"
+            f" cubroker that wrote it, or give all of it up with: cubroker serve --discard-store"
+        ) from error
+
+
+def _discard(manager: Manager, stored: dict[str, list[int]]) -> None:
+    log.warning("what an earlier broker stored is discarded: %s", ", ".join(stored) or "nothing")
+    for name in stored:
+        manager.remove(name)
+    _close(stored)
+    stored.clear()
+
+
+def _close(stored: Mapping[str, list[int]]) -> None:
+    for name, descriptors in stored.items():
+        if descriptors:
+            log.warning("%s was handed over, and is closed: nothing is known of a store that it is from", name)
+        while descriptors:
+            os.close(descriptors.pop())

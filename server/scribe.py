@@ -1,0 +1,193 @@
+"""What the shell writes down beside the ledger, so that a broker that is started again goes on with its sessions.
+
+Keys of the journal: ``s/SESSION`` its secret, ``r/SESSION`` what its client has received, ``a/SESSION/REQUEST`` an
+answer that must not be worked out again, ``d/LEASE`` the session that may not have all descriptors of its lease yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from cubroker.protocol.messages import (
+    Answer,
+    Attached,
+    Created,
+    Done,
+    EventOpened,
+    EventShared,
+    Generation,
+    Reply,
+    Retirement,
+    Sealed,
+)
+from cubroker.server.answers import Answers, Frame, Receipts
+from cubroker.server.sessions import Session
+from cubroker.server.store.damaged import Damaged
+
+LASTING = (Attached, Created, Sealed, Done, Retirement, EventShared, EventOpened, Generation)
+"""Answers of requests that changed something. What failed, and what was only told, is worked out anew."""
+
+T = TypeVar("T")
+
+Changes = list[tuple[bytes, bytes | None]]
+Items = Iterable[tuple[bytes, bytes]]
+
+
+class _Session(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """``welcomed``: the welcome was sent."""
+
+    secret: bytes
+    version: int
+    welcomed: bool
+
+
+class _Receipts(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    oldest: int
+    refused: int
+    received: tuple[int, ...]
+
+
+class _Answer(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """An encoded answer; or the lease that it grants, of which the ledger knows the rest."""
+
+    frame: bytes
+    lease: int = 0
+
+
+class Scribe:
+    """Gathers what is to be written with the next commit."""
+
+    def __init__(self) -> None:
+        self._changes: dict[bytes, bytes | None] = {}
+        self._asked: dict[Session, None] = {}
+
+    def opened(self, session: Session, version: int, *, welcomed: bool) -> None:
+        """A session is open; its client knows that once it is ``welcomed``."""
+        self._changes[_key("s", session.number)] = msgspec.msgpack.encode(_Session(session.secret, version, welcomed))
+
+    def asked(self, session: Session) -> None:
+        """A session's receipts or answers may have changed."""
+        self._asked[session] = None
+
+    def closed(self, session: Session) -> None:
+        """A session is over."""
+        self._asked.pop(session, None)
+        number = session.number
+        for key in (
+            _key("s", number),
+            _key("r", number),
+            *(_key("a", number, each) for each in session.answers.lasting),
+        ):
+            self._changes[key] = None
+
+    def owed(self, session: int, lease: int) -> None:
+        """The descriptors of a lease are on their way."""
+        self._changes[_key("d", lease)] = msgspec.msgpack.encode(session)
+
+    def sent(self, lease: int) -> None:
+        """All descriptors of a lease are with its holder, or are not to be sent any more."""
+        self._changes[_key("d", lease)] = None
+
+    def changes(self) -> Changes:
+        """Return what changed since the last call."""
+        for session in self._asked:
+            self._write(session)
+        self._asked.clear()
+        changes, self._changes = self._changes, {}
+        return list(changes.items())
+
+    def _write(self, session: Session) -> None:
+        receipts = session.answers.receipts
+        written = _Receipts(receipts.oldest, receipts.refused, receipts.received)
+        self._changes[_key("r", session.number)] = msgspec.msgpack.encode(written)
+        for request, answer in session.answers.changes().items():
+            key = _key("a", session.number, request)
+            self._changes[key] = None if answer is None else msgspec.msgpack.encode(_entry(answer))
+
+
+def lasts(body: Reply) -> bool:
+    """Whether an answer is written down."""
+    return isinstance(body, LASTING)
+
+
+def _entry(answer: Frame) -> _Answer:
+    if isinstance(answer, bytes):
+        return _Answer(answer)
+    assert isinstance(answer.body, Attached | Created)
+    return _Answer(b"", answer.body.lease)
+
+
+@dataclass(slots=True)
+class Remembered:
+    """A session that an earlier broker wrote down. ``owed`` are the leases whose descriptors it may not have."""
+
+    secret: bytes
+    version: int
+    welcomed: bool
+    receipts: Receipts = field(default_factory=Receipts)
+    answers: dict[int, _Answer] = field(default_factory=dict)
+    owed: list[int] = field(default_factory=list)
+
+    def replies(self, grant: Callable[[int], Reply | None]) -> Answers:
+        """Return its answers again; ``grant`` knows the one of a lease, and None if there is no such lease any more."""
+        kept = {request: self._frame(request, answer, grant) for request, answer in sorted(self.answers.items())}
+        return Answers(self.receipts, {request: frame for request, frame in kept.items() if frame is not None})
+
+    def _frame(self, request: int, answer: _Answer, grant: Callable[[int], Reply | None]) -> Frame | None:
+        if not answer.lease:
+            return answer.frame
+        body = grant(answer.lease)
+        return None if body is None else Answer(request, body)
+
+
+def recall(items: Items) -> dict[int, Remembered]:
+    """Return the sessions of a journal, by number.
+
+    Raises:
+        Damaged: it says what nobody can have written.
+    """
+    entries = dict(items)
+    sessions = {number: _remembered(data) for (number,), data in _under("s", entries)}
+    for (number,), data in _under("r", entries):
+        receipts = _decode(data, _Receipts)
+        _known(sessions, number).receipts = Receipts(receipts.oldest, receipts.refused, receipts.received)
+    for (number, request), data in _under("a", entries):
+        _known(sessions, number).answers[request] = _decode(data, _Answer)
+    for (lease,), data in _under("d", entries):
+        _known(sessions, _decode(data, int)).owed.append(lease)
+    return sessions
+
+
+def _remembered(data: bytes) -> Remembered:
+    session = _decode(data, _Session)
+    return Remembered(session.secret, session.version, session.welcomed)
+
+
+def _key(kind: str, *numbers: int) -> bytes:
+    return "/".join((kind, *map(str, numbers))).encode()
+
+
+def _under(kind: str, entries: Mapping[bytes, bytes]) -> Iterator[tuple[tuple[int, ...], bytes]]:
+    """Return the numbers in every key of a kind, with the value."""
+    for key, data in entries.items():
+        name, *numbers = key.split(b"/")
+        if name == kind.encode():
+            yield tuple(map(int, numbers)), data
+
+
+def _known(sessions: Mapping[int, Remembered], number: int) -> Remembered:
+    if number not in sessions:
+        raise Damaged(f"the journal has something of session {number}, and no such session")
+    return sessions[number]
+
+
+def _decode(data: bytes, kind: type[T]) -> T:
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except msgspec.DecodeError as error:
+        raise Damaged(f"the journal has a {kind.__name__} that is none: {error}") from None

@@ -1,0 +1,91 @@
+"""What outlives the broker: descriptors in the hands of the service manager, and the journal among them."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Mapping, Sequence
+
+from cubroker.protocol.errors import Unavailable
+from cubroker.server.store.damaged import Damaged
+from cubroker.server.store.journal import Journal
+from cubroker.server.store.notify import Manager
+
+log = logging.getLogger(__name__)
+
+JOURNAL = "ledger"
+"""The name under which the journal is stored."""
+
+
+class Store:
+    """The descriptors that an earlier broker left, and those that a later one is to find.
+
+    Args:
+        manager: the service manager, which has room for descriptors.
+        inherited: what it handed over, by name; owned by this object from now on, until it is taken.
+
+    Attributes:
+        limit: descriptors that the manager keeps.
+        inherited: whether an earlier broker left a journal.
+
+    Raises:
+        Damaged: the journal cannot be read, or there are two. Everything stays stored.
+        Unavailable: the manager does not take the journal.
+    """
+
+    def __init__(self, manager: Manager, inherited: Mapping[str, Sequence[int]]) -> None:
+        assert manager.limit is not None
+        self.limit = manager.limit
+        self._manager = manager
+        self._left = {name: list(descriptors) for name, descriptors in inherited.items()}
+        journals = self._left.pop(JOURNAL, [])
+        if len(journals) > 1:
+            raise Damaged(f"the store has {len(journals)} journals, and nothing says which of them is true")
+        self.inherited = bool(journals)
+        self._journal = Journal.open(journals[0]) if journals else Journal.create()
+        if not journals:
+            self.hold(JOURNAL, [self._journal.descriptor])
+
+    def items(self) -> Iterable[tuple[bytes, bytes]]:
+        """Return everything in the journal."""
+        return self._journal.items()
+
+    def commit(self, changes: Iterable[tuple[bytes, bytes | None]]) -> None:
+        """Write changes to the journal, all or none; None deletes. Raises ``OSError`` if it has no room."""
+        self._journal.commit(changes)
+
+    def hold(self, name: str, descriptors: Sequence[int], *, hangs_up: bool = False) -> None:
+        """Store descriptors under a name; ``hangs_up``: until their other end is closed. Any thread may.
+
+        Raises:
+            Unavailable: the manager does not take them in time.
+        """
+        self._manager.store(name, descriptors, poll=hangs_up)
+
+    def drop(self, name: str) -> None:
+        """Store what has this name no longer. What cannot be said is logged: the next broker finds it, and drops it."""
+        try:
+            self._manager.remove(name)
+        except Unavailable as error:
+            log.warning("the store was not told to forget %s: %s", name, error.message)
+
+    def replace(self, name: str, descriptor: int) -> None:
+        """Store a descriptor in place of what has its name. Raises as :meth:`hold`."""
+        self._manager.remove(name)
+        self.hold(name, [descriptor])
+
+    def take(self, name: str) -> list[int]:
+        """Return what an earlier broker stored under a name, for the caller to close; it stays stored."""
+        return self._left.pop(name, [])
+
+    def close(self) -> None:
+        """Close the journal here; everything stays stored."""
+        self._journal.close()
+
+    def sweep(self) -> None:
+        """Close and drop what nobody took: it was to be freed, or its request was never answered."""
+        for name in list(self._left):
+            log.info("the store has %s, which belongs to nothing any more; it is dropped", name)
+            self.drop(name)
+            for descriptor in self._left.pop(name):
+                os.close(descriptor)

@@ -1,0 +1,150 @@
+"""Broker processes with a store that a test can look into and take from; it speaks for systemd, or `cubroker keep`."""
+
+from __future__ import annotations
+
+import os
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from socket import AF_UNIX, SCM_RIGHTS, SOCK_DGRAM, SOL_SOCKET, socket
+from threading import Thread
+
+from cubroker.server.store import datagrams
+from cubroker.server.store.datagrams import close_all
+from tests.brokers import DEVICES, BrokerProcess, started
+
+ROOM = 1000
+"""Descriptors that the store says it has room for."""
+
+LAUNCH = """
+import fcntl, os, sys
+count = int(sys.argv[1])
+stored = [int(each) for each in sys.argv[2:2 + count]]
+for number, descriptor in enumerate([fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, 3 + count) for each in stored], start=3):
+    os.dup2(descriptor, number)
+for each in stored:
+    if each >= 3 + count:
+        os.close(each)
+os.environ.update(LISTEN_PID=str(os.getpid()), LISTEN_FDS=str(count))
+os.execv(sys.argv[2 + count], sys.argv[2 + count:])
+"""
+
+
+class Warehouse:
+    """Keeps what is sent to ``path``, by name, until it is told to forget it. Whoever sends is believed.
+
+    Attributes:
+        stored: the descriptors of each name.
+        said: all fields but those of descriptors, as they came.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.stored: dict[str, list[int]] = {}
+        self.said: list[tuple[str, str]] = []
+        self._channel = datagrams.listen(str(path))
+        self._channel.setblocking(True)
+        self._thread = Thread(target=self._serve)
+        self._thread.start()
+
+    @property
+    def open(self) -> bool:
+        """Whether it takes messages."""
+        return self._thread.is_alive()
+
+    def close(self) -> None:
+        """Forget everything."""
+        with socket(AF_UNIX, SOCK_DGRAM) as end:
+            end.sendto(b"END=1", str(self.path))
+        self._thread.join()
+        self._channel.close()
+        for name in list(self.stored):
+            self.forget(name)
+
+    def forget(self, name: str) -> None:
+        """Close what has a name."""
+        close_all(self.stored.pop(name, ()))
+
+    def _serve(self) -> None:
+        while message := datagrams.receive(self._channel):
+            fields = datagrams.parse(message)
+            if "END" in fields:
+                return
+            if "BARRIER" in fields:
+                close_all(message.descriptors)
+            else:
+                self._heed(fields, message.descriptors)
+
+    def _heed(self, fields: dict[str, str], descriptors: list[int]) -> None:
+        name = fields.pop("FDNAME", "")
+        if fields.pop("FDSTOREREMOVE", None):
+            self.forget(name)
+        elif fields.pop("FDSTORE", None):
+            fields.pop("FDPOLL", None)
+            self.stored.setdefault(name, []).extend(descriptors)
+        self.said += fields.items()
+
+
+class StoredBroker(BrokerProcess):
+    """A broker process whose descriptors a :class:`Warehouse` keeps. Whatever is told to restart finds them."""
+
+    def __init__(self, directory: Path, devices: str = DEVICES, budget: str | None = None, room: int = ROOM) -> None:
+        self.warehouse = Warehouse(directory.with_name("notify"))
+        self._room = room
+        try:
+            super().__init__(directory, devices, budget)
+        except BaseException:
+            self.warehouse.close()
+            raise
+
+    def kill(self) -> None:
+        """Send SIGKILL, wait for its end, and for the store to act upon what it sent."""
+        super().kill()
+        if self.warehouse.open:
+            self.settled()
+
+    def restart(self) -> None:
+        """Kill it, and start the next one."""
+        self.kill()
+        self.start()
+
+    def settled(self) -> None:
+        """Return when the store has acted upon all that was sent to it: messages come in order."""
+        ours, theirs = os.pipe()
+        with socket(AF_UNIX, SOCK_DGRAM) as end:
+            rights = [(SOL_SOCKET, SCM_RIGHTS, struct.pack("i", theirs))]
+            end.sendmsg([b"BARRIER=1"], rights, 0, str(self.warehouse.path))  # send_fds() forgets the address
+        os.close(theirs)
+        os.read(ours, 1)
+        os.close(ours)
+
+    def spawn(self, log: int) -> subprocess.Popen[bytes]:
+        """Start the process, with what is stored."""
+        stored = [(name, each) for name, descriptors in self.warehouse.stored.items() for each in descriptors]
+        numbers = [descriptor for _, descriptor in stored]
+        names = ":".join(name for name, _ in stored)
+        environ = {"NOTIFY_SOCKET": str(self.warehouse.path), "FDSTORE": str(self._room), "LISTEN_FDNAMES": names}
+        return subprocess.Popen(
+            [sys.executable, "-c", LAUNCH, str(len(numbers)), *map(str, numbers), *self.command()],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            pass_fds=numbers,
+            env={**os.environ, **environ},
+        )
+
+
+@contextmanager
+def storing(devices: str = DEVICES, budget: str | None = None, room: int = ROOM) -> Iterator[StoredBroker]:
+    """Start a broker with a store on a fresh directory; at the end it is stopped, and everything forgotten."""
+    with started(lambda directory: StoredBroker(directory, devices, budget, room)) as broker:
+        try:
+            yield broker
+        finally:
+            try:
+                broker.stop()
+            finally:
+                broker.warehouse.close()
