@@ -10,7 +10,6 @@ from cubroker.cli import options, text
 from cubroker.cli.progress import progress
 from cubroker.client import Broker
 from cubroker.client.loader import Loaded, load
-from cubroker.protocol.errors import Unsupported
 from cubroker.protocol.messages import MAX_WAIT
 
 
@@ -34,11 +33,10 @@ from cubroker.protocol.messages import MAX_WAIT
 @click.option(
     "--share",
     type=click.Choice(["ipc", "vmm", "multicast"]),
-    default="ipc",
-    show_default=True,
-    help="How workers open the memory: by handle, by descriptor (read-only, able to sleep), or multicast.",
+    help="How workers open the memory: by handle, by descriptor (read-only, able to sleep), or multicast."
+    "  [default: ipc; with --durable, vmm]",
 )
-@click.option("--durable", is_flag=True, help="Keep the pool when the broker is restarted. Not built yet.")
+@click.option("--durable", is_flag=True, help="Keep the pool when the broker is killed or restarted.")
 @click.option("--if-absent", is_flag=True, help="Load only if the pool has no version; of many at once, one loads.")
 @click.option("--slab", callback=options.size, metavar="SIZE", help="The most bytes of one allocation, such as 4GiB.")
 @click.option(
@@ -54,7 +52,7 @@ def command(
     paths: tuple[Path, ...],
     chosen: tuple[str, ...] | None,
     plan: dict[str, str] | None,
-    share: str,
+    share: str | None,
     durable: bool,
     if_absent: bool,
     slab: int | None,
@@ -67,8 +65,6 @@ def command(
     PATH is a file, a folder with a checkpoint, or the index.json of a sharded one. A load that fails or is interrupted
     leaves nothing behind.
     """
-    if durable:
-        raise Unsupported("--durable: pools that outlive the broker are not built yet; leave the option out")
     if chosen and plan:
         raise click.UsageError("--plan says where each tensor goes; leave --device out")
     if wait is None:
@@ -81,11 +77,12 @@ def command(
             paths,
             devices=None if plan else options.find_devices(chosen or ("0",), there),
             plan=plan and {tensor: options.find_device(device, there) for tensor, device in plan.items()},
-            share=share,
+            share=share or ("vmm" if durable else "ipc"),
             if_absent=if_absent,
             slab=slab,
             wait=wait,
             mode=mode,
+            durable=durable,
             progress=report,
         )
     text.say(summary(loaded))

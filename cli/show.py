@@ -64,6 +64,8 @@ def _heading(info: PoolInfo, layout: Layout) -> list[str]:
     shared = f"shared by {info.share}{opened}{', writable by its readers' if info.writable else ''}"
     held = text.count(len(layout.allocations), "allocation")
     team = [f"written to all devices at once by {info.how}: {info.why}"] if info.how else []
+    if info.state == "lost":
+        team = [f"lost: {info.why}"]
     return [
         f"{info.name}@{info.version}: {info.state}, {text.count(info.leases, 'lease')}, owner {text.user(info.owner)}",
         f"mode {info.mode:03o}, group {text.group(info.group)}",

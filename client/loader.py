@@ -54,6 +54,7 @@ def load(
     slab: int | None = None,
     wait: float = 0.0,
     mode: int | None = None,
+    durable: bool = False,
     progress: Progress | None = None,
 ) -> Loaded:
     """Load a checkpoint into a new version of pool ``name`` and publish it.
@@ -74,6 +75,7 @@ def load(
         slab: the most bytes of one allocation; by default there is one per device.
         wait: seconds to wait for room and for the turn to write.
         mode: who may attach and publish, as :meth:`Broker.create` has it.
+        durable: whether the version stays when the broker is started again, as :meth:`Broker.create` has it.
         progress: called by this thread, now and then, with bytes done and bytes in all.
 
     Raises:
@@ -86,7 +88,9 @@ def load(
         places = None if plan is None else spell_out(plan, (e.name for e in checkpoint.entries))
         layout = Layout.pack(((e.name, e.dtype, e.shape) for e in checkpoint.entries), slab=slab, groups=places)
         ask = broker.attach_or_create if if_absent else broker.create
-        with ask(name, layout, devices=devices, plan=places, share=share, wait=wait, mode=mode) as pool:
+        with ask(
+            name, layout, devices=devices, plan=places, share=share, wait=wait, mode=mode, durable=durable
+        ) as pool:
             version, held, copying = pool.version, pool.layout, 0.0
             if loaded := isinstance(pool, Draft):
                 copying = _fill(checkpoint, pool, progress)

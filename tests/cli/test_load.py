@@ -54,6 +54,15 @@ def test_a_load_can_be_shared_by_descriptor(directory: Path, path: Path) -> None
     assert run("verify", "x", path, "--directory", directory).returncode == 0
 
 
+def test_a_durable_load_is_shared_by_descriptor_and_needs_a_store(directory: Path, path: Path) -> None:
+    for share in ((), ("--share", "ipc")):
+        done = run("load", "x", path, "--durable", *share, "--directory", directory)
+        assert (done.returncode, done.stdout) == (1, "")
+        words = "use vmm or multicast" if share else "has no store"
+        assert f"x is to be durable, and {'memory that is shared as ipc' if share else 'this broker'}" in done.stderr
+        assert words in done.stderr
+
+
 def test_the_shards_of_a_pool_are_compared_as_one_copy(directory: Path, tmp_path: Path) -> None:
     plan = {"embed": 0, "head": 1}
     layout = Layout.pack([("embed", "U8", (300,)), ("head", "U8", (5,))], groups=plan)

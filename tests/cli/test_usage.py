@@ -88,16 +88,6 @@ def test_the_directory_may_come_first_last_or_from_the_environment(tmp_path: Pat
     assert str(tmp_path / "inherited") in inherited.stderr
 
 
-@pytest.mark.parametrize("option", ["--durable"])
-def test_what_is_not_built_yet_is_refused_as_such(option: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.run(["load", "llama", "x.safetensors", *option.split()]) == 1
-    out, errors = capsys.readouterr()
-    assert out == ""
-    assert errors.startswith(f"cubroker: {option}: ")
-    assert "not built yet" in errors
-    assert len(errors.splitlines()) == 1
-
-
 def test_help_names_every_command_and_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["--help"]) == 0
     overview = capsys.readouterr().out

@@ -8,7 +8,7 @@ import pytest
 
 from cubroker.client import Broker, Draft, Pool
 from cubroker.protocol import Layout
-from cubroker.protocol.errors import Exists, Invalid, NotFound, OverBudget, TimedOut, Unavailable
+from cubroker.protocol.errors import Exists, Invalid, NotFound, OverBudget, TimedOut, Unavailable, Unsupported
 from tests.brokers import BrokerProcess, eventually
 from tests.client.conftest import LAYOUT, content, leases, publish
 from tests.client.scripts import run
@@ -186,6 +186,9 @@ def test_a_retired_version_stays_with_who_holds_it(client: Broker, name: str) ->
         (lambda broker: broker.attach("x", wait=-1), Invalid, "wait of -1"),
         (lambda broker: broker.attach("x", wait=float("nan")), Invalid, "wait of nan"),
         (lambda broker: broker.create("x", LAYOUT, share="wish"), Invalid, "unknown share kind"),
+        (lambda broker: broker.create("x", LAYOUT, durable=True), Unsupported, "use vmm or multicast"),
+        (lambda broker: broker.create("x", LAYOUT, share="vmm", durable=True), Unsupported, "no store"),
+        (lambda broker: broker.attach_or_create("x", LAYOUT, share="vmm", durable=True), Unsupported, "no store"),
         (lambda broker: broker.create("x", LAYOUT, devices=()), Invalid, "no list of devices"),
         (lambda broker: broker.create("x", LAYOUT, devices="GPU-1"), Invalid, "no list of devices.*'GPU-1'"),
         (lambda broker: broker.attach_or_create("x", LAYOUT, devices=()), Invalid, "no list of devices"),
