@@ -28,6 +28,7 @@ COMMANDS = {
     "ls": "List the pools.",
     "show": "Show one pool and its tensors.",
     "clients": "List the processes that use the broker.",
+    "top": "Show devices, pools and who holds them, live.",
     "story": "Tell the last events of a pool or a session.",
     "devices": "List the devices and what is allocated on them.",
     "topology": "Show which devices reach each other's memory, and how well.",

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+
+import msgspec
 
 from cubroker.protocol.messages import (
     BlockInfo,
@@ -48,8 +51,11 @@ def view(devices: int, pools: int) -> View:
     if pools:
         blocks.append(BlockInfo(uuids[0], "", 0, "current", "held", 3 * GIB, 1002))
         blocks.append(BlockInfo(uuids[0], infos[0].name, 9, "retired", "freeing", 2 * GIB, 1000))
+    clients = _clients(infos, chance)
+    held = Counter((lease.pool, lease.version) for client in clients for lease in client.leases)
+    infos = [msgspec.structs.replace(info, leases=held[info.name, info.version]) for info in infos]
     seen = tuple(_device(index, uuid, blocks) for index, uuid in enumerate(uuids))
-    return View(seen, tuple(infos), _clients(infos, chance), tuple(blocks), _waiters(infos))
+    return View(seen, tuple(infos), clients, tuple(blocks), _waiters(infos))
 
 
 def _pool(name: str, version: int, state: str, nbytes: int, devices: tuple[str, ...], owner: int) -> PoolInfo:
