@@ -1,0 +1,115 @@
+"""What a broker is handed over: sockets, a store, or neither."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cubroker.protocol.directory import REQUEST_SOCKET, SESSION_SOCKET
+from cubroker.protocol.messages import ClientInfo, Welcome
+from tests.brokers import BrokerProcess, started
+from tests.server.clients import connect, greet, session
+from tests.stores import LAUNCH, StoredBroker, storing
+
+
+@pytest.fixture
+def kept() -> Iterator[StoredBroker]:
+    with storing() as broker:
+        yield broker
+
+
+def test_the_manager_hears_that_the_broker_serves_and_ends(kept: StoredBroker) -> None:
+    kept.settled()
+    assert kept.warehouse.said[:2] == [("READY", "1"), ("STATUS", "serving 0 sessions")]
+    assert kept.stop() == 0
+    kept.settled()
+    assert kept.warehouse.said[-1] == ("STOPPING", "1")
+
+
+def test_who_connects_while_there_is_no_broker_is_served_by_the_next(kept: StoredBroker) -> None:
+    kept.kill()
+    with connect(kept.directory) as connection:
+        kept.start()
+        assert isinstance(greet(connection), Welcome)
+
+
+def test_a_socket_whose_path_was_removed_is_replaced_and_stored_anew(kept: StoredBroker) -> None:
+    kept.kill()
+    (kept.directory / SESSION_SOCKET).unlink()
+    before = os.fstat(kept.warehouse.stored["door"][0]).st_ino
+    kept.start()
+    with session(kept.directory):
+        pass
+    kept.restart()
+    with session(kept.directory):
+        pass
+    (door,) = kept.warehouse.stored["door"]
+    assert os.fstat(door).st_ino != before
+
+
+def test_what_belongs_to_nothing_is_dropped_from_the_store(kept: StoredBroker) -> None:
+    kept.kill()
+    ours, theirs = socket.socketpair()
+    with ours:
+        kept.warehouse.stored["s99"] = [theirs.detach()]
+        kept.start()
+        assert ours.recv(1) == b""  # nobody has the other end any more
+    kept.settled()
+    assert sorted(kept.warehouse.stored) == ["door", "ledger", "requests"]
+    assert "s99" in kept.log()
+
+
+class Activated(BrokerProcess):
+    """A broker that a socket unit started: its sockets listen already, and nothing else is handed over."""
+
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir()
+        self.sockets = (
+            _listen(directory / SESSION_SOCKET, socket.SOCK_SEQPACKET),
+            _listen(directory / REQUEST_SOCKET, socket.SOCK_STREAM),
+        )
+        super().__init__(directory)
+
+    def spawn(self, log: int) -> subprocess.Popen[bytes]:
+        extra = os.memfd_create("stray")
+        numbers = [*(each.fileno() for each in self.sockets), extra]
+        try:
+            return subprocess.Popen(
+                [sys.executable, "-c", LAUNCH, "3", *map(str, numbers), *self.command()],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=numbers,
+                env={**os.environ, "LISTEN_FDNAMES": "door:requests:stray"},
+            )
+        finally:
+            os.close(extra)
+
+
+def _listen(path: Path, kind: socket.SocketKind) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, kind)
+    listener.bind(str(path))
+    listener.listen()
+    return listener
+
+
+def test_sockets_of_a_socket_unit_are_served_and_left_there() -> None:
+    with started(Activated) as broker:
+        with session(broker.directory) as client:
+            (info,) = client.clients()
+            assert isinstance(info, ClientInfo)
+            assert info.pid == os.getpid()
+        assert "stray was handed over, and is closed" in broker.log()
+        assert broker.stop() == 0
+        assert all((broker.directory / name).is_socket() for name in (SESSION_SOCKET, REQUEST_SOCKET))
+        with connect(broker.directory) as waiting:
+            broker.start()
+            assert isinstance(greet(waiting), Welcome)
+        for each in broker.sockets:
+            each.close()

@@ -1,0 +1,140 @@
+"""What the shell writes down of sessions, and reads again."""
+
+from __future__ import annotations
+
+import os
+from typing import cast
+
+import msgspec
+import pytest
+
+from cubroker.protocol import wire
+from cubroker.protocol.messages import Answer, Attached, Created, Done, Failed, Pools, Replica, Sealed
+from cubroker.server.answers import Answers, Frame, Receipts, Verdict
+from cubroker.server.scribe import Changes, Scribe, lasts, recall
+from cubroker.server.sessions import Session
+from cubroker.server.store.damaged import Damaged
+
+ATTACHED = Attached(7, "pool", 3, "vmm", b"layout", (Replica("device", (b"descriptor",)),))
+
+
+class Client:
+    """Stands for a session, whose number, secret and answers are all that matters here."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.secret = os.urandom(16)
+        self.answers = Answers()
+
+    def ask(self, number: int, answer: Answer | None = None, oldest: int = 1, received: tuple[int, ...] = ()) -> None:
+        assert self.answers.admit(number, oldest, b"id", 10, received) is Verdict.NEW
+        if answer:
+            body = answer.body
+            frame: Frame = answer if isinstance(body, Attached | Created) else wire.pack(answer)
+            self.answers.settle(number, frame, lasting=lasts(body))
+
+    @property
+    def session(self) -> Session:
+        return cast(Session, self)
+
+
+class Book:
+    """A journal in a dict."""
+
+    def __init__(self) -> None:
+        self.entries: dict[bytes, bytes] = {}
+
+    def write(self, changes: Changes) -> None:
+        for key, value in changes:
+            if value is None:
+                self.entries.pop(key, None)
+            else:
+                self.entries[key] = value
+
+
+def test_a_session_is_read_as_it_was_written() -> None:
+    scribe, book, client = Scribe(), Book(), Client(5)
+    scribe.opened(client.session, 1, welcomed=False)
+    book.write(scribe.changes())
+    assert not recall(book.entries.items())[5].welcomed
+    scribe.opened(client.session, 1, welcomed=True)
+    scribe.asked(client.session)
+    client.ask(1, Answer(1, Sealed(2)))
+    client.ask(2, Answer(2, ATTACHED))
+    client.ask(3, Answer(3, Failed("exists", "it is there")))
+    client.ask(4, Answer(4, Pools(())))
+    client.ask(6)
+    scribe.owed(5, 7)
+    scribe.owed(5, 8)
+    scribe.sent(8)
+    book.write(scribe.changes())
+    assert scribe.changes() == []
+    remembered = recall(book.entries.items())[5]
+    assert (remembered.secret, remembered.version, remembered.welcomed) == (client.secret, 1, True)
+    assert remembered.owed == [7]
+    answers = remembered.replies({7: ATTACHED}.get)
+    assert answers.lasting == {1, 2}
+    assert answers.admit(1, 1, b"id", 10) == wire.pack(Answer(1, Sealed(2)))
+    assert answers.admit(2, 1, b"id", 10) == Answer(2, ATTACHED)
+    assert [answers.admit(number, 1, b"id", 10) for number in (3, 4, 6)] == [Verdict.NEW] * 3  # to be worked out anew
+
+
+def test_what_was_received_is_not_kept_and_not_done_again() -> None:
+    scribe, book, client = Scribe(), Book(), Client(1)
+    scribe.opened(client.session, 1, welcomed=True)
+    for number in (1, 2, 3):
+        scribe.asked(client.session)
+        client.ask(number, Answer(number, Done()))
+        book.write(scribe.changes())
+    scribe.asked(client.session)
+    client.ask(4, oldest=2, received=(3,))
+    book.write(scribe.changes())
+    remembered = recall(book.entries.items())[1]
+    assert sorted(remembered.answers) == [2]
+    assert remembered.receipts == Receipts(2, 0, (3, 4))
+    answers = remembered.replies(lambda lease: None)
+    assert answers.receipts == remembered.receipts
+    assert [answers.admit(number, 2, b"id", 10) for number in (1, 3)] == [Verdict.STALE] * 2
+
+
+def test_the_answer_of_a_lease_that_is_over_is_forgotten() -> None:
+    scribe, book, client = Scribe(), Book(), Client(1)
+    scribe.opened(client.session, 1, welcomed=True)
+    scribe.asked(client.session)
+    client.ask(1, Answer(1, ATTACHED))
+    book.write(scribe.changes())
+    assert not recall(book.entries.items())[1].replies(lambda lease: None).lasting
+
+
+def test_nothing_is_left_of_a_session_that_is_over() -> None:
+    scribe, book, client = Scribe(), Book(), Client(1)
+    scribe.opened(client.session, 1, welcomed=True)
+    scribe.asked(client.session)
+    client.ask(1, Answer(1, Done()))
+    book.write(scribe.changes())
+    assert sorted(book.entries) == [b"a/1/1", b"r/1", b"s/1"]
+    scribe.asked(client.session)
+    scribe.closed(client.session)
+    book.write(scribe.changes())
+    assert not book.entries
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "complaint"),
+    [
+        (b"s/1", b"\xc1", "none"),
+        (b"r/2", msgspec.msgpack.encode([0, 0, []]), "session 2"),
+        (b"a/1/1", msgspec.msgpack.encode("text"), "none"),
+        (b"d/1", msgspec.msgpack.encode(9), "session 9"),
+    ],
+)
+def test_what_nobody_can_have_written_is_refused(key: bytes, value: bytes, complaint: str) -> None:
+    scribe, book, client = Scribe(), Book(), Client(1)
+    scribe.opened(client.session, 1, welcomed=True)
+    book.write([*scribe.changes(), (b"l/format", b"the ledger's"), (key, value)])
+    with pytest.raises(Damaged, match=complaint):
+        recall(book.entries.items())
+
+
+def test_listings_and_refusals_are_not_written_down() -> None:
+    assert [lasts(body) for body in (Done(), ATTACHED, Pools(()), Failed("denied", "no"))] == [True, True, False, False]
