@@ -201,7 +201,7 @@ class Broker:
 
     def status(self) -> str:
         """Return in one line how it fares."""
-        return f"serving {len(self._sessions)} sessions"
+        return self._ledger.summary()
 
     def announce_gateway(self) -> None:
         """Tell every session that requests may have been lost with the gateway."""

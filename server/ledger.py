@@ -289,6 +289,10 @@ class Ledger:
         held = None if found is None else found.leases.get(lease)
         return "" if held is None else held.version.pool.name
 
+    def summary(self) -> str:
+        """Return in one line how much there is of everything."""
+        return reports.summary(self._books)
+
     def view(self, *, everything: bool) -> View:
         """Return all that is known: ``everything``, or what somebody may see who is a stranger to every pool."""
         return reports.view(self._books, reports.onlooker(self._books, everything=everything))

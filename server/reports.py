@@ -94,6 +94,17 @@ def onlooker(books: Books, *, everything: bool) -> Session:
     return Session(0, 0, User(uid, Quota()), STRANGER)
 
 
+def summary(books: Books) -> str:
+    """Return in one line how much there is of everything."""
+    lent = sum(account.allocated for account in books.accounts.values())
+    budget = sum(account.device.budget for account in books.accounts.values())
+    versions = sum(len(pool.versions) for pool in books.pools.values())
+    return (
+        f"{versions} versions, {len(books.sessions)} sessions, {len(books.leases)} leases;"
+        f" {lent >> 20} of {budget >> 20} MiB lent"
+    )
+
+
 def view(books: Books, session: Session) -> View:
     """Return everything that ``session`` may see."""
     blocks = (_block(books, session, allocation) for allocation in books.allocations.values())

@@ -26,7 +26,10 @@ def kept() -> Iterator[StoredBroker]:
 
 def test_the_manager_hears_that_the_broker_serves_and_ends(kept: StoredBroker) -> None:
     kept.settled()
-    assert kept.warehouse.said[:2] == [("READY", "1"), ("STATUS", "serving 0 sessions")]
+    assert kept.warehouse.said[:2] == [
+        ("READY", "1"),
+        ("STATUS", "0 versions, 0 sessions, 0 leases; 0 of 115 MiB lent"),
+    ]
     assert kept.stop() == 0
     kept.settled()
     assert kept.warehouse.said[-1] == ("STOPPING", "1")
