@@ -12,7 +12,7 @@ SOURCES := pyproject.toml README.md LICENSE $(shell find $(PACKAGES) -name '*.py
 LEDGER := answers ledger events states records books leases signals teams room waiting attaching drafts publishing reports stories wording \
 	permissions policy invariants reconfiguring vanishing record restoring
 
-.PHONY: help demo test lint types unit simulate kill soak fuzz hostile benchmarks clean
+.PHONY: help demo test lint types unit simulate kill soak fuzz hostile systemd-test benchmarks clean
 
 help:
 	@echo 'make demo        load real weights, share them, kill a worker, publish a second version'
@@ -23,6 +23,8 @@ help:
 	@echo 'make soak        leaks, load and stopped clients'
 	@echo 'make fuzz        INPUTS=$(INPUTS) mutated inputs to everything that reads bytes'
 	@echo 'make hostile     peers that mean harm, ten times as hard as in make test'
+	@echo 'make systemd-test  100 SIGKILLs of a broker under a systemd of its own, and an upgrade (root)'
+	@echo 'make install     the systemd units, PREFIX=$(PREFIX) SYSCONFDIR=$(SYSCONFDIR) DESTDIR=$(DESTDIR)'
 	@echo 'make benchmarks  DEVICES=$(DEVICES): the figures of benchmarks/, on this machine'
 
 demo: $(VENV)/demo
@@ -62,6 +64,9 @@ fuzz: $(VENV)/test
 hostile: $(VENV)/test
 	CUBROKER_HOSTILITY=10 $(BIN)/python -m pytest tests/hostile --timeout 1200
 
+systemd-test: $(VENV)/test
+	CUBROKER_SYSTEMD_KILLS=100 $(BIN)/python -m pytest tests/systemd --timeout 1800
+
 benchmarks: $(VENV)/test
 	$(BIN)/python -m benchmarks --devices $(DEVICES)
 
@@ -82,3 +87,5 @@ $(VENV)/test: $(VENV)/python $(SOURCES)
 $(VENV)/python:
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
+
+include deploy/install.mk
