@@ -9,8 +9,9 @@ DEVICES ?= host:2
 BIN := $(VENV)/bin
 PACKAGES := protocol driver server client cli
 SOURCES := pyproject.toml README.md LICENSE $(shell find $(PACKAGES) -name '*.py' -o -name '*.ptx' -o -name '*.html' -o -name py.typed)
-LEDGER := answers ledger events states records books leases signals teams room waiting attaching drafts publishing reports stories wording \
-	permissions policy invariants reconfiguring vanishing record restoring
+LEDGER := answers ledger events states records waiters chronicle books leases signals teams room waiting attaching drafts publishing \
+	reports stories wording shortages \
+	permissions policy invariants reconfiguring vanishing record restoring inventory
 
 .PHONY: help demo test lint types unit simulate kill soak fuzz hostile systemd-test benchmarks clean
 

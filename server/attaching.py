@@ -11,8 +11,9 @@ from cubroker.server import teams, waiting, wording
 from cubroker.server.books import Books
 from cubroker.server.leases import grant
 from cubroker.server.permissions import may_read
-from cubroker.server.records import Allocation, Lease, Pool, Reader, Session, Version
+from cubroker.server.records import Allocation, Lease, Pool, Session, Version
 from cubroker.server.states import State
+from cubroker.server.waiters import Reader
 
 
 def attach(books: Books, session: Session, request: int, body: Attach) -> Attached | None:

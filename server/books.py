@@ -7,26 +7,25 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import TypeVar
 
+from cubroker.server.chronicle import Clock, Story
 from cubroker.server.events import Effect
 from cubroker.server.policy import Policy
 from cubroker.server.records import (
     Account,
     Allocation,
     Budget,
-    Clock,
     Lease,
     Limits,
     Past,
     Pool,
     Session,
     Signal,
-    Story,
     Team,
     User,
     Version,
-    Waiter,
 )
 from cubroker.server.states import Cause, State
+from cubroker.server.waiters import Waiter
 
 K = TypeVar("K")
 V = TypeVar("V")

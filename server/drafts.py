@@ -37,27 +37,18 @@ from cubroker.protocol.errors import (
 )
 from cubroker.protocol.layout import Layout
 from cubroker.protocol.messages import DESCRIPTOR, Attached, Create
-from cubroker.server import attaching, teams, wording
+from cubroker.server import attaching, shortages, teams, wording
 from cubroker.server.attaching import check_somewhere, created
 from cubroker.server.books import Books
+from cubroker.server.chronicle import Story
 from cubroker.server.events import Allocated, Assembled, Freed, NotAllocated
 from cubroker.server.leases import check_quota, grant
 from cubroker.server.permissions import may_rule, may_write
 from cubroker.server.policy import exceeds
-from cubroker.server.records import (
-    BY_DESCRIPTOR,
-    MULTICAST,
-    VMM,
-    Allocation,
-    Phase,
-    Pool,
-    Session,
-    Story,
-    Version,
-    Writer,
-)
+from cubroker.server.records import BY_DESCRIPTOR, MULTICAST, VMM, Allocation, Pool, Session, Version
 from cubroker.server.room import allocate, lose, rounded, shift, take_off, under_way
 from cubroker.server.states import Cause, Report, Stage, State
+from cubroker.server.waiters import Phase, Writer
 from cubroker.server.waiting import (
     admit,
     answer,
@@ -168,16 +159,16 @@ def _check_quotas(books: Books, session: Session, body: Create, layout: Layout) 
     user = session.user
     nbytes = sum(map(rounded, layout.allocations)) * (len(body.devices) if body.plan is None else 1)
     if exceeds(0, nbytes, user.quota.memory):
-        raise OverQuota(wording.never_affords(user, body.name, nbytes))
+        raise OverQuota(shortages.never_affords(user, body.name, nbytes))
     if exceeds(user.layouts, len(body.layout), user.quota.layouts):
-        raise OverQuota(wording.too_many_layouts(user, len(body.layout)))
+        raise OverQuota(shortages.too_many_layouts(user, len(body.layout)))
     devices = ((books.accounts[uuid].device, sizes) for uuid, sizes in _sizes(body, layout).items())
     descriptors = sum(len(sizes) * device.descriptors_of(body.share) for device, sizes in devices)
     if exceeds(user.descriptors, descriptors, user.quota.descriptors):
-        raise OverQuota(wording.too_many_descriptors(user.uid, descriptors, user.quota.descriptors, user))
+        raise OverQuota(shortages.too_many_descriptors(user.uid, descriptors, user.quota.descriptors, user))
     pieces = sum(map(len, _sizes(body, layout).values())) if body.durable else 0
     if exceeds(books.stored, pieces, books.store):
-        raise OverQuota(wording.store_is_full(books, pieces))
+        raise OverQuota(shortages.store_is_full(books, pieces))
 
 
 def _writer(books: Books, session: Session, request: int, body: Create, layout: Layout) -> Writer:

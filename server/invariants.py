@@ -7,23 +7,10 @@ from dataclasses import astuple
 
 from cubroker.server.books import Books
 from cubroker.server.leases import FABRIC, is_kept, opened_by
-from cubroker.server.records import (
-    BY_DESCRIPTOR,
-    SESSION,
-    Account,
-    Lease,
-    Listener,
-    Phase,
-    Pool,
-    Reader,
-    Session,
-    User,
-    Version,
-    Waiter,
-    Writer,
-)
+from cubroker.server.records import BY_DESCRIPTOR, SESSION, Account, Lease, Pool, Session, User, Version
 from cubroker.server.signals import EPITAPHS
 from cubroker.server.states import ALLOCATED, PROMISED, Bond, Stage, State
+from cubroker.server.waiters import Listener, Phase, Reader, Waiter, Writer
 
 
 def check(books: Books) -> None:

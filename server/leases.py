@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from cubroker.protocol.errors import Invalid, NotFound, OverQuota
 from cubroker.protocol.messages import DESCRIPTOR, Done
-from cubroker.server import teams, wording
+from cubroker.server import shortages, teams, wording
 from cubroker.server.books import Books, Kind
 from cubroker.server.events import HandOver, Withdraw
 from cubroker.server.policy import exceeds
@@ -88,7 +88,7 @@ def check_quota(books: Books, session: Session) -> None:
         raise OverQuota(f"this session holds {books.limits.leases} leases, the most that one may; close some of them")
     user = session.user
     if exceeds(user.leases, 1, user.quota.leases):
-        raise OverQuota(wording.too_many_leases(user))
+        raise OverQuota(shortages.too_many_leases(user))
 
 
 def held(session: Session, lease: int) -> Lease:

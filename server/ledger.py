@@ -29,18 +29,16 @@ Whatever ends stirs the pool or the device that it took part in, and after every
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Self, assert_never
+from typing import Self, assert_never
 
 from cubroker.protocol.errors import CubrokerError, OverQuota, TimedOut, Unavailable
 from cubroker.protocol.messages import (
     LAST_WORDS,
     Attach,
-    Attached,
     AwaitEvent,
     Cancel,
     Close,
     Create,
-    Created,
     Describe,
     Done,
     DropEvent,
@@ -64,10 +62,12 @@ from cubroker.server import (
     attaching,
     drafts,
     invariants,
+    inventory,
     leases,
     publishing,
     reconfiguring,
     reports,
+    shortages,
     signals,
     stories,
     teams,
@@ -76,6 +76,7 @@ from cubroker.server import (
     wording,
 )
 from cubroker.server.books import Books, Kind
+from cubroker.server.chronicle import Story
 from cubroker.server.events import (
     Allocated,
     Asked,
@@ -87,7 +88,6 @@ from cubroker.server.events import (
     Forget,
     Freed,
     Gone,
-    HandOver,
     Joined,
     Lost,
     NotAllocated,
@@ -96,32 +96,15 @@ from cubroker.server.events import (
     Resumed,
     Vanished,
 )
+from cubroker.server.inventory import Held, Lent
 from cubroker.server.policy import Policy, exceeds
 from cubroker.server.record import Recorder, whole
-from cubroker.server.records import BY_DESCRIPTOR, SESSION, Budget, Limits, Session, Story
+from cubroker.server.records import SESSION, Budget, Limits, Session
 from cubroker.server.reports import Holder
 from cubroker.server.restoring import restore
-from cubroker.server.states import Impossible, Stage, State
+from cubroker.server.states import Impossible
 
 __all__ = ["Budget", "Held", "Holder", "Impossible", "Ledger", "Lent", "Limits"]
-
-
-class Held(NamedTuple):
-    """Memory that the version ``label`` has on one device."""
-
-    label: str
-    ticket: int
-    device: str
-    sizes: tuple[int, ...]
-    share: str
-    durable: bool
-
-
-class Lent(NamedTuple):
-    """A lease: the answer that grants it, and what has its descriptors sent, if it has any."""
-
-    answer: Attached | Created
-    hand_over: HandOver | None
 
 
 class Ledger:
@@ -183,49 +166,30 @@ class Ledger:
         return self._books.last_session
 
     def sessions(self) -> tuple[Joined, ...]:
-        """Return all sessions, as they joined; those that are detached are :meth:`detached`."""
-        return tuple(
-            Joined(session.id, session.pid, session.uid, session.gid, session.groups)
-            for session in self._books.sessions.values()
-        )
+        """Return all sessions, as they joined; some may have been detached since."""
+        return inventory.sessions(self._books)
 
     def is_detached(self, session: int) -> bool:
         """Say whether a session has lost its connection, and lives because it still holds leases."""
         return not self._books.sessions[session].connected
 
     def memory(self) -> tuple[Held, ...]:
-        """Return all memory that versions have, in the order in which it was asked for."""
-        return tuple(
-            Held(
-                each.version.label,
-                each.ticket,
-                each.account.device.uuid,
-                each.sizes,
-                each.version.share,
-                each.version.durable,
-            )
-            for each in self._books.allocations.values()
-            if each.stage is Stage.HELD
-        )
+        """Return all memory that versions have."""
+        return inventory.memory(self._books)
 
     def lent(self, session: int, lease: int) -> Lent | None:
         """Return the answer that grants a lease, as it would be given now; None if the session holds no such lease."""
-        known = self._books.leases.get(lease)
-        if known is None or known.session.id != session:
-            return None
-        answer = attaching.created(known) if known.version.state is State.DRAFT else attaching.attached(known)
-        given = known.version.share in BY_DESCRIPTOR and not known.unsent
-        return Lent(answer, leases.hand_over(known) if given else None)
+        return inventory.lent(self._books, session, lease)
 
     def admit(self, uid: int) -> CubrokerError | None:
         """Return why a user may open no session now, None if it may; to be asked before it has ``Joined``."""
         user, quota = self._books.users.get(uid), self._books.policy.quota_of(uid)
         if exceeds(len(user.sessions) if user else 0, 1, quota.sessions):
-            return OverQuota(wording.too_many_sessions(uid, quota.sessions, user))
+            return OverQuota(shortages.too_many_sessions(uid, quota.sessions, user))
         if exceeds(user.descriptors if user else 0, SESSION, quota.descriptors):
-            return OverQuota(wording.too_many_descriptors(uid, SESSION, quota.descriptors, user))
+            return OverQuota(shortages.too_many_descriptors(uid, SESSION, quota.descriptors, user))
         if exceeds(self._books.stored, SESSION, self._books.store):
-            return OverQuota(wording.store_is_full(self._books, SESSION))
+            return OverQuota(shortages.store_is_full(self._books, SESSION))
         return None
 
     def handle(self, event: Event, now: float = 0.0) -> list[Effect]:

@@ -5,15 +5,16 @@ from __future__ import annotations
 from cubroker.protocol import names
 from cubroker.protocol.errors import CubrokerError, Denied, Invalid, NotFound, OverQuota, Retired, Unavailable
 from cubroker.protocol.messages import Done, Failed, PoolChanged, Reply, Retire, Retirement, Seal, Sealed, Watch
-from cubroker.server import waiting, wording
+from cubroker.server import shortages, waiting, wording
 from cubroker.server.attaching import check_readable, lease, missing
 from cubroker.server.books import Books, Kind
 from cubroker.server.events import Notify
 from cubroker.server.leases import end_if_empty, held, release, superseded
 from cubroker.server.permissions import may_read, may_write
 from cubroker.server.policy import exceeds
-from cubroker.server.records import Pool, Reader, Session, Version, Writer
+from cubroker.server.records import Pool, Session, Version
 from cubroker.server.states import Cause, State
+from cubroker.server.waiters import Reader, Writer
 
 
 def seal(books: Books, session: Session, body: Seal) -> Sealed:
@@ -117,7 +118,7 @@ def _begin_watch(books: Books, session: Session, name: str) -> None:
     if len(session.watches) >= books.limits.watches:
         raise OverQuota(f"this session watches {books.limits.watches} pools, the most that one may; end some of them")
     if exceeds(user.watches, 1, user.quota.watches):
-        raise OverQuota(wording.too_many_watches(user))
+        raise OverQuota(shortages.too_many_watches(user))
     pool = session.watches[name] = books.pool(name)
     pool.watchers[session] = None
     user.watches += 1

@@ -9,12 +9,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cubroker.protocol.errors import OverQuota
-from cubroker.server import wording
+from cubroker.server import shortages
 from cubroker.server.books import Books
 from cubroker.server.events import Reconfigured
 from cubroker.server.leases import end_if_empty, superseded
 from cubroker.server.policy import exceeds
-from cubroker.server.records import Phase, User, Writer
+from cubroker.server.records import User
+from cubroker.server.waiters import Phase, Writer
 from cubroker.server.waiting import come_back, refuse
 
 
@@ -57,4 +58,4 @@ def _refuse_for_good(books: Books, user: User) -> None:
     waiters = [waiter for session in user.sessions.values() for waiter in session.unfinished.values()]
     for writer in waiters:
         if isinstance(writer, Writer) and writer.phase is Phase.TURN and exceeds(0, writer.total, user.quota.memory):
-            refuse(books, writer, OverQuota(wording.never_affords(user, writer.pool.name, writer.total)))
+            refuse(books, writer, OverQuota(shortages.never_affords(user, writer.pool.name, writer.total)))

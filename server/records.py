@@ -1,4 +1,4 @@
-"""What the ledger remembers: sessions, leases, pools, versions, memory, and requests that wait.
+"""What the ledger remembers: sessions, leases, pools, versions and memory.
 
 Records only; they are linked with each other, and the modules that change them keep both ends of
 every link in step (:mod:`cubroker.server.invariants` says what that means).
@@ -7,15 +7,17 @@ every link in step (:mod:`cubroker.server.invariants` says what that means).
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator
+from collections import OrderedDict
 from dataclasses import dataclass, field
-from enum import Enum
-from typing import NamedTuple
+from operator import attrgetter
+from typing import TYPE_CHECKING, NamedTuple
 
-from cubroker.protocol.messages import Attach, AwaitEvent, Create, OpenEvent
+from cubroker.server.chronicle import Story
 from cubroker.server.policy import MODE, NOTHING, Quota, exceeds
 from cubroker.server.states import MEMORY, TEAM, VERSION, Bond, Cause, Report, Stage, State, Turn, step
+
+if TYPE_CHECKING:
+    from cubroker.server.waiters import Listener, Reader, Waiter, Writer
 
 VMM = "vmm"
 """The share kind whose memory descriptors open, or fabric handles; every lease has the ones or the others."""
@@ -26,35 +28,9 @@ MULTICAST = "multicast"
 BY_DESCRIPTOR = (VMM, MULTICAST)
 """The share kinds whose memory descriptors open."""
 
-STORY = 32
-"""Events that a pool and a session remember, in words, for whoever has to explain an impossible one."""
 
 SESSION = 2
 """Descriptors of the broker's that a session takes: its connection and its pidfd."""
-
-
-@dataclass(slots=True)
-class Clock:
-    """When the event came that is being handled, as the shell says, in seconds since 1970."""
-
-    now: float = 0.0
-
-
-class Story:
-    """The last events of a pool or a session, in words, and when each happened."""
-
-    __slots__ = ("_clock", "lines")
-
-    def __init__(self, clock: Clock | None = None) -> None:
-        self._clock = clock or Clock()
-        self.lines: deque[tuple[float, str]] = deque(maxlen=STORY)
-
-    def __iter__(self) -> Iterator[str]:
-        return (text for _, text in self.lines)
-
-    def append(self, text: str) -> None:
-        """Add what has just happened."""
-        self.lines.append((self._clock.now, text))
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +95,7 @@ class Account:
 
     def place(self, writer: Writer) -> int:
         """Return where in the line ``writer`` is, or belongs: the line is in order of arrival."""
-        return bisect_left(self.line, writer.arrival, key=_arrival)
+        return bisect_left(self.line, writer.arrival, key=attrgetter("arrival"))
 
 
 @dataclass(slots=True, eq=False)
@@ -153,7 +129,7 @@ class User:
 
     def place(self, writer: Writer) -> int:
         """Return where in the line ``writer`` is, or belongs: the line is in order of arrival."""
-        return bisect_left(self.line, writer.arrival, key=_arrival)
+        return bisect_left(self.line, writer.arrival, key=attrgetter("arrival"))
 
     @property
     def descriptors(self) -> int:
@@ -411,116 +387,3 @@ class Team:
         """Take the step that the table has for ``turn``, or raise ``Impossible``."""
         self.bond = step(TEAM, self.bond, turn, self.version.pool.story)
         self.version.pool.story.append(f"team {self.id} is {self.bond.value}: {turn.value}")
-
-
-@dataclass(slots=True, eq=False)
-class Reader:
-    """An attach that waits for its version to be published."""
-
-    arrival: int
-    session: Session
-    request: int
-    pool: Pool
-    body: Attach
-    timer: int = 0
-    since: float = 0.0
-
-    @property
-    def awaits(self) -> str:
-        """What it waits for."""
-        return f"version {self.body.version}" if self.body.version else "a current version"
-
-
-@dataclass(slots=True, eq=False)
-class Listener:
-    """A request that waits, by ``lease``, for ``name`` to be shared, or for ``signal`` to pass a generation."""
-
-    session: Session
-    request: int
-    lease: Lease
-    body: OpenEvent | AwaitEvent
-    name: str
-    signal: Signal | None = None
-    after: int = 0
-    timer: int = 0
-    since: float = 0.0
-
-    @property
-    def awaits(self) -> str:
-        """What it waits for."""
-        return f"event {self.name!r}" + (f" past generation {self.after}" if self.signal else "")
-
-    @property
-    def pool(self) -> Pool:
-        """Whose event it is."""
-        return self.lease.version.pool
-
-    @property
-    def line(self) -> dict[Listener, None]:
-        """Those who wait for the same, in order of arrival."""
-        return self.lease.version.openers if self.signal is None else self.signal.listeners
-
-
-class Phase(Enum):
-    """What a create waits for."""
-
-    TURN = "its turn as the writer"
-    ROOM = "room"
-    MEMORY = "its memory"
-
-
-@dataclass(slots=True, eq=False)
-class Writer:
-    """A create that waits for its turn, for room, or for its memory; ``arrival`` counts requests that waited.
-
-    ``sizes`` are those of its allocations on each device, as they are allocated, and ``nbytes`` their sums: what it
-    takes there. ``content`` is the sum of the sizes of its layout as they were asked for. ``aside`` says that it is
-    in its user's line, since it could have had its turn but for its user's quota.
-    """
-
-    arrival: int
-    session: Session
-    request: int
-    pool: Pool
-    body: Create
-    sizes: dict[Account, tuple[int, ...]]
-    nbytes: dict[Account, int]
-    tensors: int
-    content: int
-    phase: Phase = Phase.TURN
-    aside: bool = False
-    timer: int = 0
-    since: float = 0.0
-
-    @property
-    def awaits(self) -> str:
-        """What it waits for."""
-        return "room in its user's quota" if self.aside else self.phase.value
-
-    @property
-    def accounts(self) -> Iterable[Account]:
-        """Its devices, in the order in which it names them."""
-        return self.sizes
-
-    @property
-    def total(self) -> int:
-        """Bytes that it takes of its user's quota: those of all its devices."""
-        return sum(self.nbytes.values())
-
-    @property
-    def descriptors(self) -> int:
-        """Descriptors that its memory takes of the broker's."""
-        share = self.body.share
-        return sum(len(sizes) * account.device.descriptors_of(share) for account, sizes in self.sizes.items())
-
-    @property
-    def stored(self) -> int:
-        """Places that its memory takes of the store."""
-        return sum(map(len, self.sizes.values())) if self.body.durable else 0
-
-
-def _arrival(writer: Writer) -> int:
-    return writer.arrival
-
-
-Waiter = Reader | Writer | Listener

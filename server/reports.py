@@ -25,8 +25,9 @@ from cubroker.server.leases import opened_by
 from cubroker.server.permissions import may_read
 from cubroker.server.policy import Quota
 from cubroker.server.publishing import find
-from cubroker.server.records import Account, Allocation, Listener, Reader, Session, User, Version, Waiter, Writer
+from cubroker.server.records import Account, Allocation, Session, User, Version
 from cubroker.server.states import Stage, State
+from cubroker.server.waiters import Listener, Reader, Waiter, Writer
 
 
 @dataclass(frozen=True, slots=True)

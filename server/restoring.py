@@ -15,6 +15,7 @@ import msgspec
 
 from cubroker.server import invariants, record
 from cubroker.server.books import Books, Kind, Mark
+from cubroker.server.chronicle import Story
 from cubroker.server.reconfiguring import tolerate
 from cubroker.server.record import (
     COUNTERS_KEY,
@@ -31,7 +32,7 @@ from cubroker.server.record import (
     VersionEntry,
     WatchEntry,
 )
-from cubroker.server.records import SESSION, Allocation, Lease, Loss, Past, Session, Signal, Story, Version
+from cubroker.server.records import SESSION, Allocation, Lease, Loss, Past, Session, Signal, Version
 from cubroker.server.states import Stage, State
 from cubroker.server.store.damaged import Damaged
 

@@ -23,11 +23,12 @@ from cubroker.protocol.messages import (
     Reply,
     ShareEvent,
 )
-from cubroker.server import leases, waiting, wording
+from cubroker.server import leases, shortages, waiting, wording
 from cubroker.server.books import Books, Kind
 from cubroker.server.policy import exceeds
-from cubroker.server.records import Lease, Listener, Session, Signal
+from cubroker.server.records import Lease, Session, Signal
 from cubroker.server.states import State
+from cubroker.server.waiters import Listener
 
 EPITAPHS = 64
 """Ended events of a version of which it is remembered how they ended: whoever waits too late is told so."""
@@ -106,7 +107,7 @@ def _check_quota(books: Books, session: Session) -> None:
     if len(session.signals) >= books.limits.events:
         raise OverQuota(f"this session has {books.limits.events} events, the most that one may; close some of them")
     if exceeds(session.user.events, 1, session.user.quota.events):
-        raise OverQuota(wording.too_many_events(session.user))
+        raise OverQuota(shortages.too_many_events(session.user))
 
 
 def _open(books: Books, session: Session, request: int, body: OpenEvent) -> EventOpened | None:

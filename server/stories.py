@@ -7,8 +7,9 @@ from cubroker.protocol.errors import Denied, NotFound
 from cubroker.protocol.messages import Line, Tell
 from cubroker.protocol.messages import Story as Told
 from cubroker.server.books import Books
+from cubroker.server.chronicle import Story
 from cubroker.server.permissions import is_privileged, may_hear
-from cubroker.server.records import Pool, Session, Story
+from cubroker.server.records import Pool, Session
 
 
 def find(books: Books, subject: str | int) -> Story | None:

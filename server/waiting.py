@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from cubroker.protocol.errors import CubrokerError, Invalid, OverQuota
 from cubroker.protocol.messages import Failed, Reply
-from cubroker.server import wording
+from cubroker.server import shortages
 from cubroker.server.books import Books
 from cubroker.server.events import DropTimer, Respond, SetTimer
 from cubroker.server.leases import end
 from cubroker.server.policy import exceeds
-from cubroker.server.records import Listener, Phase, Reader, Session, Waiter, Writer
+from cubroker.server.records import Session
 from cubroker.server.room import spare, stir
 from cubroker.server.states import Cause, State
+from cubroker.server.waiters import Listener, Phase, Reader, Waiter, Writer
 
 
 def admit(books: Books, session: Session, request: int) -> None:
@@ -30,7 +31,7 @@ def admit(books: Books, session: Session, request: int) -> None:
         )
     user = session.user
     if exceeds(user.unfinished, 1, user.quota.requests):
-        raise OverQuota(wording.too_many_requests(user))
+        raise OverQuota(shortages.too_many_requests(user))
 
 
 def begin(books: Books, waiter: Waiter) -> None:

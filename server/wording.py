@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from heapq import nlargest
 from itertools import islice
@@ -13,24 +12,18 @@ from cubroker.server.books import Books
 from cubroker.server.permissions import may_read
 from cubroker.server.records import (
     BY_DESCRIPTOR,
-    SESSION,
     Account,
-    Allocation,
     Lease,
-    Listener,
     Loss,
     Past,
-    Phase,
     Pool,
-    Reader,
     Session,
     Signal,
-    User,
     Version,
-    Waiter,
-    Writer,
 )
-from cubroker.server.states import Stage, State
+from cubroker.server.shortages import size, state, too_much_memory
+from cubroker.server.states import State
+from cubroker.server.waiters import Listener, Phase, Reader, Waiter, Writer
 
 NEAR_NAMES = 32
 NEAR_LENGTH = 48
@@ -42,17 +35,6 @@ there: with these limits the worst names cost some milliseconds, usual ones a th
 
 DROPPED, GIVEN_BACK, ENDED = "closed it", "gave back the lease that it belonged to", "has ended"
 """How an event ended: what whoever made it did."""
-
-SURVEY = 1000
-"""Sessions or allocations of one user that are looked at for its largest."""
-
-
-def size(nbytes: int) -> str:
-    """Return bytes for people, exact as long as they are whole units: ``2 MiB``, ``1.50 GiB``."""
-    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if nbytes >= scale:
-            return f"{nbytes // scale} {unit}" if nbytes % scale == 0 else f"{nbytes / scale:.2f} {unit}"
-    return f"{nbytes} bytes"
 
 
 def no_pool(name: str, pools: Iterable[Pool], past: Past) -> str:
@@ -120,16 +102,6 @@ def not_durable(body: Create) -> str:
     )
 
 
-def store_is_full(books: Books, more: int) -> str:
-    """Say that the store has no room for so many more descriptors."""
-    sessions = SESSION * len(books.sessions)
-    return (
-        f"this takes {more} places of the broker's store, which has {books.store}: {sessions} are taken by"
-        f" {len(books.sessions)} sessions, and {books.stored - sessions} by durable memory; end some sessions, retire"
-        f" durable versions, or give it a larger store"
-    )
-
-
 def not_here(version: Version, uuid: str, peers: Sequence[str]) -> str:
     """Say that a version has nothing on a device, nor what would do in its place on the asker's ``peers``."""
     there = ", ".join(version.replicas)
@@ -186,55 +158,6 @@ def _belongs(pool: Pool) -> str:
     return f"which belongs to user {pool.owner} and group {pool.group}, with mode {pool.mode:03o}"
 
 
-def never_affords(user: User, name: str, nbytes: int) -> str:
-    """Say that a create is larger than its user's whole quota."""
-    assert user.quota.memory is not None
-    return (
-        f"{name} needs {size(nbytes)}, devices taken together, and the quota of user {user.uid} is"
-        f" {size(user.quota.memory)}; ask for a larger quota, or make it smaller"
-    )
-
-
-def too_much_memory(writer: Writer) -> str:
-    """Say that a create has no room in its user's quota, and what takes it."""
-    user = writer.session.user
-    assert user.quota.memory is not None
-    ahead = user.place(writer)
-    line = f", and {ahead} earlier creates of this user wait for room in it" if ahead else ""
-    return (
-        f"{writer.pool.name} needs {size(writer.total)} of the quota of user {user.uid}: of"
-        f" {size(user.quota.memory)}, {size(user.memory)} are used or set aside{_hoard(user)}{line};"
-        f" retire what is not needed, or wait"
-    )
-
-
-def too_many_leases(user: User) -> str:
-    """Say that a user has all the leases that it may have."""
-    most = _most(user, lambda session: len(session.leases))
-    return f"user {user.uid} holds {user.leases} leases of a quota of {user.quota.leases}{most}; close some of them"
-
-
-def too_many_requests(user: User) -> str:
-    """Say that a user has all the requests waiting that it may have."""
-    most = _most(user, lambda session: len(session.unfinished))
-    return (
-        f"user {user.uid} has {user.unfinished} unfinished requests of a quota of {user.quota.requests}{most};"
-        f" cancel some of them"
-    )
-
-
-def too_many_watches(user: User) -> str:
-    """Say that a user has all the watches that it may have."""
-    most = _most(user, lambda session: len(session.watches))
-    return f"user {user.uid} has {user.watches} watches of a quota of {user.quota.watches}{most}; end some of them"
-
-
-def too_many_events(user: User) -> str:
-    """Say that a user has all the events that it may have."""
-    most = _most(user, lambda session: len(session.signals))
-    return f"user {user.uid} has {user.events} events of a quota of {user.quota.events}{most}; close some of them"
-
-
 def not_for_events(lease: Lease) -> str:
     """Say why nobody can make an event on a version."""
     version = lease.version
@@ -277,58 +200,6 @@ def not_recorded(listener: Listener) -> str:
     maker = signal.lease.session
     lost = "" if maker.connected else ", which has lost its connection"
     return f"{signal.label} is at generation {signal.generation}; {maker.label} makes the next one{lost}"
-
-
-def too_many_sessions(uid: int, limit: int | None, user: User | None) -> str:
-    """Say that a user has all the sessions that it may have."""
-    used = len(user.sessions) if user else 0
-    most = f" ({_processes(user)})" if user and used else ""
-    return f"user {uid} has {used} sessions of a quota of {limit}{most}; end some of them"
-
-
-def too_many_layouts(user: User, nbytes: int) -> str:
-    """Say that the broker keeps all the layouts for a user that it does."""
-    assert user.quota.layouts is not None
-    return (
-        f"this layout takes {size(nbytes)}, and those of user {user.uid} take {size(user.layouts)} of a quota of"
-        f" {size(user.quota.layouts)}; retire what is not needed, or describe fewer tensors"
-    )
-
-
-def too_many_descriptors(uid: int, more: int, limit: int | None, user: User | None) -> str:
-    """Say that a user has all of the broker's descriptors that it may have."""
-    used, takers = (user.descriptors, _takers(user)) if user else (0, "")
-    return (
-        f"this takes {more} of the broker's descriptors, and user {uid} has {used} of a quota of {limit}{takers};"
-        f" end some sessions, or retire memory that is not needed"
-    )
-
-
-def _processes(user: User) -> str:
-    pids = Counter(session.pid for session in islice(user.sessions.values(), SURVEY))
-    return ", ".join(f"{number} of process {pid}" for pid, number in pids.most_common(3))
-
-
-def _takers(user: User) -> str:
-    """What takes most of a user's descriptors."""
-    largest = nlargest(3, islice(user.allocations.values(), SURVEY), key=lambda allocation: allocation.descriptors)
-    memory = (f"{each.version.label} {each.descriptors} ({_state(each)})" for each in largest if each.descriptors)
-    kinds = ((f"{len(user.sessions)} sessions", _processes(user)), ("memory", ", ".join(memory)))
-    words = "; ".join(f"{kind}, {which}" for kind, which in kinds if which)
-    return f" ({words})" if words else ""
-
-
-def _most(user: User, count: Callable[[Session], int]) -> str:
-    counts = ((count(session), session) for session in islice(user.sessions.values(), SURVEY))
-    largest = nlargest(3, (pair for pair in counts if pair[0]), key=lambda pair: pair[0])
-    words = ", ".join(f"session {session.id} (pid {session.pid}) {number}" for number, session in largest)
-    return f" ({words})" if words else ""
-
-
-def _hoard(user: User) -> str:
-    largest = nlargest(3, islice(user.allocations.values(), SURVEY), key=lambda allocation: allocation.nbytes)
-    words = ", ".join(f"{each.version.label} {size(each.nbytes)} ({_state(each)})" for each in largest)
-    return f"; the largest are {words}" if words else ""
 
 
 def taken(pool: Pool) -> str:
@@ -385,14 +256,9 @@ def _holders(books: Books, session: Session, account: Account) -> str:
         version = allocation.version
         label = version.label if may_read(books, session, version.pool) else "a private pool"
         words.append(
-            f"{label} {size(allocation.nbytes)} ({_state(allocation)}, user {version.owner}, {version.leases} leases)"
+            f"{label} {size(allocation.nbytes)} ({state(allocation)}, user {version.owner}, {version.leases} leases)"
         )
     return f"; the largest are {', '.join(words)}" if words else ""
-
-
-def _state(allocation: Allocation) -> str:
-    """The state of a version, or of its memory as long as that comes or goes."""
-    return allocation.version.state.value if allocation.stage is Stage.HELD else allocation.stage.value
 
 
 def waited(books: Books, waiter: Waiter) -> str:

@@ -7,8 +7,8 @@ import pytest
 from cubroker.protocol import messages as m
 from cubroker.server import books
 from cubroker.server import events as e
+from cubroker.server.chronicle import STORY
 from cubroker.server.policy import Policy
-from cubroker.server.records import STORY
 from tests.server.story import ALICE, BOB, BROKER, MIB, Story, asks, attaches, creates, refused
 
 OTHER, ROOT, ADMIN = 1003, 0, 1005

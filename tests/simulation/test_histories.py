@@ -23,9 +23,10 @@ from cubroker.server.books import Books, Kind
 from cubroker.server.events import Effect, Event, HandOver, Withdraw
 from cubroker.server.ledger import Ledger
 from cubroker.server.policy import exceeds
-from cubroker.server.records import Account, Allocation, Session, User, Version, Waiter
+from cubroker.server.records import Account, Allocation, Session, User, Version
 from cubroker.server.room import rounded
 from cubroker.server.states import State
+from cubroker.server.waiters import Waiter
 from tests.simulation.histories import OBSERVER
 from tests.simulation.search import explain, search
 from tests.simulation.shrink import shrink
