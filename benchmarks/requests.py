@@ -2,7 +2,8 @@
 
 Four client processes keep a number of requests on their way. Through cubroker these are pairs of
 attach and close, each counted, decided by the ledger and answered. Through the echo a ROUTER decodes
-the same bytes and sends them back. Both take turns, with the same clients.
+the same bytes and sends them back. A broker with a store writes every lease down before it answers.
+All take turns, with the same clients.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ POOL = "small"
 CLIENTS = 4
 ROUNDS = 5
 SECONDS = 1.5
+KINDS = ("broker", "store", "echo")
+"""Who is asked: a broker, one with a store, and the echo."""
+
 WINDOW = 64
 """Requests of one client that are on their way at once."""
 
@@ -39,22 +43,26 @@ BODY = [bytes(16), 1, 1, ["Attach", POOL, 0, None, 0.0]]
 def measure(plan: Plan) -> list[Figure]:
     """Take the figures."""
     with ExitStack() as undo:
-        stage = undo.enter_context(serving(plan.devices))
+        stages = [undo.enter_context(serving(plan.devices, kept=kept)) for kept in (False, True)]
         folder = undo.enter_context(tempfile.TemporaryDirectory(prefix="cubroker-bench-"))
         address = f"ipc://{folder}/echo"
         undo.enter_context(Child(echo, address)).answer()
-        broker = undo.enter_context(Broker(stage.directory))
-        with broker.create(POOL, Layout.pack([("x", "U8", (1,))])) as draft:
-            draft.seal()
-        clients = [undo.enter_context(Child(ask, stage.directory, address)) for _ in range(CLIENTS)]
+        for stage in stages:
+            broker = undo.enter_context(Broker(stage.directory))
+            with broker.create(POOL, Layout.pack([("x", "U8", (1,))])) as draft:
+                draft.seal()
+        directories = tuple(stage.directory for stage in stages)
+        clients = [undo.enter_context(Child(ask, directories, address)) for _ in range(CLIENTS)]
         for client in clients:
             client.answer()
-        rates = [(_rate(clients, "cubroker"), _rate(clients, "echo")) for _ in range(1 + ROUNDS)][1:]
+        rates = [tuple(_rate(clients, kind) for kind in KINDS) for _ in range(1 + ROUNDS)][1:]
     note = f"{CLIENTS} clients, {WINDOW} each on their way"
     return [
-        median("attach and close through the broker", (ours for ours, _ in rates), "requests/s", note),
-        median("bare ROUTER echo, msgpack both ways", (bare for _, bare in rates), "requests/s", note),
-        median("broker ÷ echo", (ours / bare for ours, bare in rates), "", "of each pair of rounds"),
+        median("attach and close through the broker", (ours for ours, _, _ in rates), "requests/s", note),
+        median("the same through a broker with a store", (kept for _, kept, _ in rates), "requests/s", note),
+        median("bare ROUTER echo, msgpack both ways", (bare for _, _, bare in rates), "requests/s", note),
+        median("broker ÷ echo", (ours / bare for ours, _, bare in rates), "", "of each three rounds"),
+        median("broker with a store ÷ without", (kept / ours for ours, kept, _ in rates), "", "of each three rounds"),
     ]
 
 
@@ -66,14 +74,18 @@ def _rate(clients: list[Child], kind: str) -> float:
     return sum(answered) / SECONDS
 
 
-def ask(connection: Connection, directory: Path, address: str) -> None:
+def ask(connection: Connection, directories: tuple[Path, Path], address: str) -> None:
     """In a client: for each question, ask for a while, and answer with how many requests were answered."""
-    with Broker(directory) as broker, zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+    with ExitStack() as undo:
+        brokers = {kind: undo.enter_context(Broker(each)) for kind, each in zip(KINDS, directories, strict=False)}
+        context = undo.enter_context(zmq.Context())
+        dealer = undo.enter_context(context.socket(zmq.DEALER))
         dealer.connect(address)
-        broker.pools()
+        for broker in brokers.values():
+            broker.pools()
         connection.send("ready")
         for (kind,) in questions(connection):
-            connection.send(_ask_the_broker(broker) if kind == "cubroker" else _ask_the_echo(dealer))
+            connection.send(_ask_the_broker(brokers[kind]) if kind in brokers else _ask_the_echo(dealer))
 
 
 def _ask_the_broker(broker: Broker) -> int:

@@ -16,6 +16,8 @@ from pathlib import Path
 from threading import Thread
 from typing import IO, Any, Self
 
+from cubroker.protocol.directory import LOCK
+
 SHARES = ("ipc", "vmm")
 """The ways in which a pool can be shared."""
 
@@ -34,17 +36,19 @@ class Stage:
 
 
 @contextmanager
-def serving(devices: str) -> Iterator[Stage]:
-    """Start a broker on ``devices``; it is stopped at the end."""
+def serving(devices: str, *, kept: bool = False) -> Iterator[Stage]:
+    """Start a broker on ``devices``, if it is to be ``kept`` one with a store; it is stopped at the end."""
     with tempfile.TemporaryDirectory(prefix="cubroker-bench-") as directory:
         command = [sys.executable, "-m", "cubroker.server", directory, "--devices", devices]
+        if kept:
+            command = [sys.executable, "-m", "cubroker.cli", "keep", "--", *command]
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
             assert process.stderr is not None
             _await_ready(process.stderr)
             listener = Thread(target=_pass_on, args=(process.stderr,))
             listener.start()
             try:
-                yield Stage(Path(directory), process.pid)
+                yield Stage(Path(directory), int((Path(directory) / LOCK).read_text()))
             finally:
                 process.terminate()
                 listener.join()
@@ -63,7 +67,7 @@ def _await_ready(said: IO[str]) -> None:
 def _pass_on(said: IO[str]) -> None:
     """Print what the broker says, up to its end, unless it is mere information."""
     for line in said:
-        if " INFO " not in line:
+        if " INFO " not in line and not line.startswith("cubroker keep: "):
             print(line, end="", file=sys.stderr)
 
 
