@@ -203,9 +203,13 @@ class Broker:
         """Return in one line how it fares."""
         return self._ledger.summary()
 
+    def gateway_changed(self) -> None:
+        """Note that another gateway listens, and tell every session."""
+        self._sight.gateway_changed()
+        self.announce_gateway()
+
     def announce_gateway(self) -> None:
         """Tell every session that requests may have been lost with the gateway."""
-        self._sight.gateway_changed()
         self._notify_all(GatewayChanged())
 
     def close(self, reason: str) -> None:

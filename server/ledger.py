@@ -253,6 +253,11 @@ class Ledger:
         held = None if found is None else found.leases.get(lease)
         return "" if held is None else held.version.pool.name
 
+    @property
+    def stored(self) -> int:
+        """How many descriptors of sessions and of durable memory the store has, or is to have."""
+        return self._books.stored
+
     def summary(self) -> str:
         """Return in one line how much there is of everything."""
         return reports.summary(self._books)

@@ -1,7 +1,8 @@
 """What the shell writes down beside the ledger, so that a broker that is started again goes on with its sessions.
 
 Keys of the journal: ``s/SESSION`` its secret, ``r/SESSION`` what its client has received, ``a/SESSION/REQUEST`` an
-answer that must not be worked out again, ``d/LEASE`` the session that may not have all descriptors of its lease yet.
+answer that must not be worked out again, ``d/LEASE`` the session that may not have all descriptors of its lease yet;
+``n`` is how many brokers went on with it.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ from cubroker.server.store.damaged import Damaged
 LASTING = (Attached, Created, Sealed, Done, Retirement, EventShared, EventOpened, Generation)
 """Answers of requests that changed something. What failed, and what was only told, is worked out anew."""
 
+RESTARTS = b"n"
+"""The key of how often it was gone on with."""
+
 T = TypeVar("T")
 
 Changes = list[tuple[bytes, bytes | None]]
@@ -60,11 +64,21 @@ class _Answer(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
 
 
 class Scribe:
-    """Gathers what is to be written with the next commit."""
+    """Gathers what is to be written with the next commit.
+
+    Attributes:
+        restarts: brokers before this one whose sessions and memory were taken over, one after the other.
+    """
 
     def __init__(self) -> None:
+        self.restarts = 0
         self._changes: dict[bytes, bytes | None] = {}
         self._asked: dict[Session, None] = {}
+
+    def took_over(self, items: Items) -> None:
+        """This broker goes on with what is in a journal."""
+        self.restarts = 1 + _decode(dict(items).get(RESTARTS, msgspec.msgpack.encode(0)), int)
+        self._changes[RESTARTS] = msgspec.msgpack.encode(self.restarts)
 
     def opened(self, session: Session, version: int, *, welcomed: bool) -> None:
         """A session is open; its client knows that once it is ``welcomed``."""

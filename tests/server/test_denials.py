@@ -51,4 +51,4 @@ def test_only_so_many_users_are_remembered(monkeypatch: pytest.MonkeyPatch) -> N
     log = Denials()
     for uid in range(10):
         log.log(peer(uid), "no")
-    assert len(log._accounts) == 3
+    assert len(log._allowance._accounts) == 3

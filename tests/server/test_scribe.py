@@ -138,3 +138,15 @@ def test_what_nobody_can_have_written_is_refused(key: bytes, value: bytes, compl
 
 def test_listings_and_refusals_are_not_written_down() -> None:
     assert [lasts(body) for body in (Done(), ATTACHED, Pools(()), Failed("denied", "no"))] == [True, True, False, False]
+
+
+def test_every_broker_that_goes_on_is_counted() -> None:
+    book = Book()
+    for restarts in (1, 2, 3):
+        scribe = Scribe()
+        scribe.took_over(book.entries.items())
+        assert scribe.restarts == restarts
+        book.write(scribe.changes())
+    assert Scribe().restarts == 0
+    with pytest.raises(Damaged):
+        Scribe().took_over([(b"n", b"\xc1")])

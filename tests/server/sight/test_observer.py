@@ -120,8 +120,7 @@ def test_an_answer_to_a_question_of_an_earlier_broker_is_not_counted(scene: Scen
 
 
 def test_a_mistake_in_looking_is_logged_and_harms_nobody(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
-    scene.sight.before(e.Asked(1, 5, m.Seal(1)))
-    scene.sight.after(e.Elapsed(1), [e.Respond(1, 5, m.Failed("invalid", 5))])  # type: ignore[arg-type]
     broken = Sight(None)  # type: ignore[arg-type]
     broken.before(e.Lost(1))
-    assert "the broker failed at looking at what happens" in caplog.messages
+    broken.after(e.Joined(1, 101, ALICE, 100), [])
+    assert caplog.messages == ["the broker failed at looking at what happens"] * 2

@@ -8,31 +8,30 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any, Generic
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cubroker.client import Broker
 from cubroker.protocol.errors import NotFound
-from tests.brokers import PATIENCE, BrokerProcess, eventually, started
+from tests.brokers import PATIENCE, B, BrokerProcess, eventually, serving
 from tests.server.clients import LAYOUT
 from tests.server.processes import gateway_of
 from tests.server.sight.windows import read
+from tests.stores import ROOM, Warehouse, storing
 
 
-class Watched(BrokerProcess):
+class Watched(Generic[B]):
     """A broker that serves metrics on a Unix socket, and logs in JSON."""
 
-    @property
-    def window(self) -> Path:
-        return self.directory.with_name("window")
-
-    def spawn(self, log: int) -> subprocess.Popen[bytes]:
-        settings = {"CUBROKER_METRICS_LISTEN": f"unix:{self.window}", "CUBROKER_LOG_FORMAT": "json"}
-        command, env = self.command(), os.environ | settings
-        return subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    def __init__(self, process: B, window: Path) -> None:
+        self.process = process
+        self.window = window
 
     def get(self, path: str) -> str:
         with socket.socket(socket.AF_UNIX) as connection:
@@ -48,18 +47,29 @@ class Watched(BrokerProcess):
                     return float(sample.value)
         return None
 
-    def lines(self) -> list[dict[str, object]]:
-        return [json.loads(line) for line in self.log().splitlines() if line.startswith("{")]
+    def lines(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.process.log().splitlines() if line.startswith("{")]
+
+
+@contextmanager
+def watching(serving: Callable[[], AbstractContextManager[B]]) -> Iterator[Watched[B]]:
+    """A broker whose environment says that it is to be looked at; so does that of every later start in the block."""
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="cubroker-") as folder:
+        window = Path(folder) / "window"
+        patch.setenv("CUBROKER_METRICS_LISTEN", f"unix:{window}")
+        patch.setenv("CUBROKER_LOG_FORMAT", "json")
+        with serving() as process:
+            yield Watched(process, window)
 
 
 @pytest.fixture
-def watched() -> Iterator[Watched]:
-    with started(Watched) as broker:
-        yield broker
+def watched() -> Iterator[Watched[BrokerProcess]]:
+    with watching(serving) as watched:
+        yield watched
 
 
-def test_what_clients_do_is_in_the_metrics_the_picture_and_the_log(watched: Watched) -> None:
-    with Broker(watched.directory) as broker:
+def test_what_clients_do_is_in_the_metrics_the_picture_and_the_log(watched: Watched[BrokerProcess]) -> None:
+    with Broker(watched.process.directory) as broker:
         broker.create("llama", LAYOUT).seal()
         with pytest.raises(NotFound):
             broker.attach("lama")
@@ -72,7 +82,13 @@ def test_what_clients_do_is_in_the_metrics_the_picture_and_the_log(watched: Watc
         session = broker.session
     assert watched.metric("cubroker_refusals_total", request="Attach", code="not_found") == 1
     assert (watched.metric("cubroker_request_seconds_count", request="Seal") or 0) == 1
-    mine = [line for line in watched.lines() if line.get("session") == session]
+    mine: list[dict[str, Any]] = []
+
+    def written() -> bool:
+        mine[:] = [line for line in watched.lines() if line.get("session") == session]
+        return len(mine) == 3
+
+    eventually(written, "the log to be written")
     assert [(line["message"].partition(": ")[2][:15], line["uid"], line["pid"]) for line in mine] == [
         ("writes llama@1", os.getuid(), os.getpid()),
         ("published llama", os.getuid(), os.getpid()),
@@ -81,21 +97,38 @@ def test_what_clients_do_is_in_the_metrics_the_picture_and_the_log(watched: Watc
     assert (mine[2]["code"], mine[2]["pool"]) == ("not_found", "lama")
 
 
-def test_a_gateway_that_died_is_counted(watched: Watched) -> None:
+def test_a_gateway_that_died_is_counted(watched: Watched[BrokerProcess]) -> None:
     assert watched.metric("cubroker_gateway_restarts_total") == 0
-    os.kill(gateway_of(watched.pid), signal.SIGKILL)
+    os.kill(gateway_of(watched.process.pid), signal.SIGKILL)
     eventually(lambda: watched.metric("cubroker_gateway_restarts_total") == 1, "another gateway")
 
 
-def test_a_broker_that_ends_ends_its_window_while_somebody_watches(watched: Watched) -> None:
+def test_a_broker_that_ends_ends_its_window_while_somebody_watches(watched: Watched[BrokerProcess]) -> None:
     with socket.socket(socket.AF_UNIX) as watcher:
         watcher.connect(str(watched.window))
         watcher.sendall(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert watcher.recv(12) == b"HTTP/1.1 200"
-        assert watched.stop() == 0
+        assert watched.process.stop() == 0
         read(watcher)
-    watched.start()
+    watched.process.start()
     assert watched.metric("cubroker_sessions") is None
+
+
+def test_a_restart_and_what_the_store_has_are_counted() -> None:
+    with watching(storing) as watched, Broker(watched.process.directory) as broker:
+        broker.create("llama", LAYOUT, share="vmm", durable=True).seal()
+        before = watched.metric("cubroker_store_descriptors")
+        for restarts in (1, 2):
+            watched.process.restart()
+            assert watched.metric("cubroker_restarts_total") == restarts
+        assert watched.metric("cubroker_gateway_restarts_total") == 0
+        assert watched.metric("cubroker_store_descriptors") == before == stored(watched.process.warehouse)
+        assert watched.metric("cubroker_store_descriptors_limit") == ROOM
+        assert watched.metric("cubroker_pool_bytes", pool="llama") == 2 << 20
+
+
+def stored(warehouse: Warehouse) -> int:
+    return sum(map(len, warehouse.stored.values()))
 
 
 def test_off_is_the_default_and_nothing_of_it_is_loaded() -> None:
