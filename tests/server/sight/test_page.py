@@ -64,6 +64,14 @@ def test_every_device_is_a_map_and_every_block_is_in_it(page: Page, devices: int
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "the page is wider than its window"
 
 
+def test_it_fits_a_narrow_window(page: Page) -> None:
+    with watching(scenes.view(2, 5)) as pane:
+        page.set_viewport_size({"width": 400, "height": 800})
+        visit(page, pane)
+        page.locator(".block").first.click()
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
 def test_areas_are_in_proportion_to_bytes(page: Page) -> None:
     view = scenes.view(1, 5)
     with watching(view) as pane:
