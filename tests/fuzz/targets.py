@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 from contextlib import suppress
-from pathlib import Path
 
 from cubroker.client import hello
 from cubroker.protocol import wire
@@ -13,7 +12,7 @@ from cubroker.protocol.layout import Layout
 from cubroker.protocol.messages import VERSIONS, Answer, Envelope, Hello, Notice
 from cubroker.server import greeting
 from cubroker.server.batches import Batches, encode, pairs
-from tests.fuzz import files, world
+from tests.fuzz import files, stored, world
 from tests.fuzz.target import Target
 from tests.protocol.samples import GREETINGS, LAYOUT, NOTICES, SAMPLES
 
@@ -38,8 +37,8 @@ MSGPACK = (
 
 def session(data: bytes) -> None:
     """A packet on the session socket: as a greeting at the broker, as its answer and as a notice at the client."""
-    for read in (greeting._agree, lambda data: hello._welcome(data, Path("/"))):
-        with suppress(CubrokerError):
+    for read in (greeting._agree, hello._welcome):
+        with suppress(CubrokerError, EOFError):
             read(data)
     again(data, Notice)
 
@@ -98,6 +97,8 @@ TARGETS = {
             MSGPACK,
             measured=False,  # whoever writes it is ours, and msgpack makes room for what an array promises
         ),
+        Target("journal", stored.journal, stored.JOURNALS, (bytes(8), b"cubroker")),
+        Target("record", stored.record, stored.RECORDS, (*MSGPACK, *stored.TOKENS)),
         Target("header", files.header, files.HEADERS, files.TOKENS),
         Target("checkpoint", files.checkpoint, files.CHECKPOINTS, files.TOKENS),
     )

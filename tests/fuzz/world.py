@@ -39,7 +39,7 @@ class World:
 
     def __init__(self) -> None:
         self.ledger = Ledger(DEVICES, 0, LIMITS)
-        self.requests = Requests(self.ask, self.take)
+        self.requests = Requests(self.ask, self.settle, self.take)
         self.guests: dict[int, Guest] = {}
         self.submitted: deque[e.Allocate | e.Free | e.Assemble | e.Dissolve] = deque()
         self.timers: dict[int, float] = {}
@@ -47,6 +47,9 @@ class World:
             self.guests[number] = guest = Guest(number, secret)
             self.requests.enter(guest)  # type: ignore[arg-type]
             self.tell(e.Joined(number, 100 + number, 1000 + number // 3, 1000))
+
+    def settle(self) -> None:
+        self.requests.flush()
 
     def ask(self, asked: e.Asked) -> None:
         self.tell(asked)
