@@ -96,19 +96,19 @@ class Answers:
 
     Args:
         receipts: those of the session, if it is an earlier broker's.
-        kept: the answers that are kept of it, in order of their numbers.
+        kept: the answers that are kept of it, in order of their numbers; None for those that are not to be kept any more.
     """
 
-    def __init__(self, receipts: Receipts | None = None, kept: Mapping[int, Frame] | None = None) -> None:
-        receipts = receipts or Receipts()
+    def __init__(self, receipts: Receipts | None = None, kept: Mapping[int, Frame | None] | None = None) -> None:
+        receipts, kept = receipts or Receipts(), kept or {}
         self._pending: dict[int, tuple[bytes, int]] = {}  # routing id and bytes of the request
-        self._kept: dict[int, Frame] = dict(kept or {})
+        self._kept: dict[int, Frame] = {number: frame for number, frame in kept.items() if frame is not None}
         self._received = Spans(receipts.received)
         self._oldest = receipts.oldest
         self._refused = receipts.refused
         self._nbytes = sum(map(weight, self._kept.values()))
         self._lasting: set[int] = set(self._kept)
-        self._changes: dict[int, Frame | None] = {}
+        self._changes: dict[int, Frame | None] = {number: None for number in kept.keys() - self._kept.keys()}
 
     @property
     def receipts(self) -> Receipts:

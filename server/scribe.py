@@ -21,6 +21,7 @@ from cubroker.protocol.messages import (
     Done,
     EventOpened,
     EventShared,
+    Failed,
     Generation,
     Reply,
     Retirement,
@@ -30,8 +31,9 @@ from cubroker.server.answers import Answers, Frame, Receipts
 from cubroker.server.sessions import Session
 from cubroker.server.store.damaged import Damaged
 
-LASTING = (Attached, Created, Sealed, Done, Retirement, EventShared, EventOpened, Generation)
-"""Answers of requests that changed something. What failed, and what was only told, is worked out anew."""
+LASTING = (Attached, Created, Sealed, Done, Retirement, EventShared, EventOpened, Generation, Failed)
+"""Answers of requests that changed something or were refused: what was cancelled must not be asked for again, since the
+cancel would not be. What was only told is worked out anew."""
 
 RESTARTS = b"n"
 """The key of how often it was gone on with."""
@@ -95,7 +97,7 @@ class Scribe:
         for key in (
             _key("s", number),
             _key("r", number),
-            *(_key("a", number, each) for each in session.answers.lasting),
+            *(_key("a", number, each) for each in (*session.answers.lasting, *session.answers.changes())),
         ):
             self._changes[key] = None
 
@@ -150,7 +152,7 @@ class Remembered:
     def replies(self, grant: Callable[[int], Reply | None]) -> Answers:
         """Return its answers again; ``grant`` knows the one of a lease, and None if there is no such lease any more."""
         kept = {request: self._frame(request, answer, grant) for request, answer in sorted(self.answers.items())}
-        return Answers(self.receipts, {request: frame for request, frame in kept.items() if frame is not None})
+        return Answers(self.receipts, kept)
 
     def _frame(self, request: int, answer: _Answer, grant: Callable[[int], Reply | None]) -> Frame | None:
         if not answer.lease:

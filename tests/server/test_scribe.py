@@ -73,10 +73,11 @@ def test_a_session_is_read_as_it_was_written() -> None:
     assert (remembered.secret, remembered.version, remembered.welcomed) == (client.secret, 1, True)
     assert remembered.owed == [7]
     answers = remembered.replies({7: ATTACHED}.get)
-    assert answers.lasting == {1, 2}
+    assert answers.lasting == {1, 2, 3}
     assert answers.admit(1, 1, b"id", 10) == wire.pack(Answer(1, Sealed(2)))
     assert answers.admit(2, 1, b"id", 10) == Answer(2, ATTACHED)
-    assert [answers.admit(number, 1, b"id", 10) for number in (3, 4, 6)] == [Verdict.NEW] * 3  # to be worked out anew
+    assert answers.admit(3, 1, b"id", 10) == wire.pack(Answer(3, Failed("exists", "it is there")))
+    assert [answers.admit(number, 1, b"id", 10) for number in (4, 6)] == [Verdict.NEW] * 2  # to be worked out anew
 
 
 def test_what_was_received_is_not_kept_and_not_done_again() -> None:
@@ -103,7 +104,29 @@ def test_the_answer_of_a_lease_that_is_over_is_forgotten() -> None:
     scribe.asked(client.session)
     client.ask(1, Answer(1, ATTACHED))
     book.write(scribe.changes())
-    assert not recall(book.entries.items())[1].replies(lambda lease: None).lasting
+    again, scribe = Client(1), Scribe()
+    again.answers = recall(book.entries.items())[1].replies(lambda lease: None)
+    assert not again.answers.lasting
+    scribe.asked(again.session)
+    book.write(scribe.changes())
+    assert sorted(book.entries) == [b"r/1", b"s/1"]
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_nothing_is_left_of_a_session_that_ends_with_answers_that_are_not_kept_any_more(restarted: bool) -> None:
+    scribe, book, client = Scribe(), Book(), Client(1)
+    scribe.opened(client.session, 1, welcomed=True)
+    scribe.asked(client.session)
+    client.ask(1, Answer(1, ATTACHED))
+    book.write(scribe.changes())
+    if restarted:
+        client.answers = recall(book.entries.items())[1].replies(lambda lease: None)
+    else:
+        scribe.asked(client.session)
+        client.ask(2, Answer(2, Done()), oldest=2)
+    scribe.closed(client.session)
+    book.write(scribe.changes())
+    assert not book.entries
 
 
 def test_nothing_is_left_of_a_session_that_is_over() -> None:
@@ -136,8 +159,9 @@ def test_what_nobody_can_have_written_is_refused(key: bytes, value: bytes, compl
         recall(book.entries.items())
 
 
-def test_listings_and_refusals_are_not_written_down() -> None:
-    assert [lasts(body) for body in (Done(), ATTACHED, Pools(()), Failed("denied", "no"))] == [True, True, False, False]
+def test_listings_are_not_written_down() -> None:
+    """Refusals are: what was cancelled must not wait again because the answer to its cancel is known."""
+    assert [lasts(body) for body in (Done(), ATTACHED, Pools(()), Failed("denied", "no"))] == [True, True, False, True]
 
 
 def test_every_broker_that_goes_on_is_counted() -> None:
