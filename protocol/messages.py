@@ -104,6 +104,15 @@ class Farewell(Message, frozen=True):
     reason: str
 
 
+class Draining(Message, frozen=True):
+    """The broker lends nothing new, and the receiver is to give back what it holds; ``why`` is for people.
+
+    Nothing for ``why``: it lends again.
+    """
+
+    why: str
+
+
 class Descriptors(Message, frozen=True):
     """Here are the next ``count`` descriptors of ``lease``, as ``SCM_RIGHTS`` in the same packet.
 
@@ -143,7 +152,7 @@ class Rebound(Message, frozen=True):
     team: Team
 
 
-Notice = PoolChanged | GatewayChanged | Farewell | Descriptors | PoolLost | Rebound | Welcome
+Notice = PoolChanged | GatewayChanged | Farewell | Draining | Descriptors | PoolLost | Rebound | Welcome
 
 # -- requests --------------------------------------------------------------------------------------
 
@@ -266,6 +275,15 @@ class Tell(Message, frozen=True):
     session: Natural
 
 
+class Drain(Message, frozen=True):
+    """Lend nothing new from now on, if ``on``, else lend again: for root and the broker's user. Answer: :class:`Done`.
+
+    Every client is sent :class:`Draining`.
+    """
+
+    on: bool
+
+
 class ShareEvent(Message, frozen=True):
     """Let everybody with a lease on the same version open an event that the sender made, as ``name``.
 
@@ -329,6 +347,7 @@ Request = (
     | Describe
     | Look
     | Tell
+    | Drain
     | ShareEvent
     | OpenEvent
     | Recorded

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from cubroker.protocol import names
 from cubroker.protocol.errors import Denied, Invalid, NotFound, Retired
 from cubroker.protocol.messages import Attach, Attached, Created, Replica, Where
-from cubroker.server import teams, waiting, wording
+from cubroker.server import draining, teams, waiting, wording
 from cubroker.server.books import Books
 from cubroker.server.leases import grant
 from cubroker.server.permissions import may_read
@@ -18,6 +18,7 @@ from cubroker.server.waiters import Reader
 
 def attach(books: Books, session: Session, request: int, body: Attach) -> Attached | None:
     """Lease a published version, or have the request wait for it; raises what stands in the way."""
+    draining.check(books, durable=True)
     pool = books.pools.get(body.name)
     version = None if pool is None else _published(pool, body.version)
     if version is not None:
@@ -78,8 +79,10 @@ def lease(books: Books, session: Session, version: Version, where: Attach | Wher
         Denied: the session may not read the pool.
         Invalid, NotFound: the device has to be named, or has none of it.
         OverQuota: the session or its user has enough leases.
+        Unavailable: there are no new ones.
     """
     check_readable(books, session, version.pool)
+    draining.check(books, durable=version.durable)
     allocations, bound = _choose(version, where.device, where.peers), teams.binds(version, where.device)
     if bound:
         allocations = teams.reached(version, allocations[0])

@@ -75,6 +75,9 @@ class Books:
     ``store`` says how many descriptors the store has room for, None that there is none; ``stored`` counts those of
     sessions and of durable memory, also of creates that wait for it. ``marks`` are what changed since it was
     recorded last; None: nobody records it. A restored ledger is not ``resumed`` until it was told what is missing.
+
+    Nobody gets a lease while the broker is ``drained`` by hand. ``awaited`` are the leases whose end it waits for
+    before it ends; None: it was not told to.
     """
 
     def __init__(
@@ -111,6 +114,8 @@ class Books:
         self.tolerated_store = 0
         self.marks: dict[Mark, None] | None = None if store is None else {}
         self.resumed = True
+        self.drained = False
+        self.awaited: dict[int, Lease] | None = None
 
     def mark(self, kind: Kind, number: int = 0, name: str = "") -> None:
         """Note that something has to be recorded anew, if anything is recorded at all."""

@@ -37,7 +37,7 @@ from cubroker.protocol.errors import (
 )
 from cubroker.protocol.layout import Layout
 from cubroker.protocol.messages import DESCRIPTOR, Attached, Create
-from cubroker.server import attaching, shortages, teams, wording
+from cubroker.server import attaching, draining, shortages, teams, wording
 from cubroker.server.attaching import check_somewhere, created
 from cubroker.server.books import Books
 from cubroker.server.chronicle import Story
@@ -67,9 +67,11 @@ SHARES = ("ipc", VMM, MULTICAST)
 
 def create(books: Books, session: Session, request: int, body: Create, layout: Layout) -> Attached | None:
     """Begin a create; with ``attach``, lease the current version if there is one. Raises what stands in the way."""
+    draining.check(books, durable=True)
     pool = books.pools.get(body.name)
     if body.attach is not None and pool is not None and pool.current is not None:
         return attaching.lease(books, session, pool.current, body.attach)
+    draining.check(books, durable=body.durable)
     _check(books, body, layout)
     if pool is not None and body.attach is None:
         _check_writable(books, session, pool, body)

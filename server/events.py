@@ -128,6 +128,11 @@ class Vanished:
 
 
 @dataclass(frozen=True, slots=True)
+class Ending:
+    """The broker was told to end: it lends nothing that would go with it, and waits for :class:`Drained`."""
+
+
+@dataclass(frozen=True, slots=True)
 class Resumed:
     """A restored ledger has been told of everything that is missing; the work goes on."""
 
@@ -145,6 +150,7 @@ Event = (
     | Dissolved
     | Reconfigured
     | Vanished
+    | Ending
     | Resumed
 )
 
@@ -253,4 +259,22 @@ class Forget:
     session: int
 
 
-Effect = Respond | Notify | Allocate | Free | HandOver | Withdraw | Assemble | Dissolve | SetTimer | DropTimer | Forget
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """The broker ends, and nobody holds what would go with it any more."""
+
+
+Effect = (
+    Respond
+    | Notify
+    | Allocate
+    | Free
+    | HandOver
+    | Withdraw
+    | Assemble
+    | Dissolve
+    | SetTimer
+    | DropTimer
+    | Forget
+    | Drained
+)

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import astuple
 
 from cubroker.server.books import Books
+from cubroker.server.draining import goes
 from cubroker.server.leases import FABRIC, is_kept, opened_by
 from cubroker.server.records import BY_DESCRIPTOR, SESSION, Account, Lease, Pool, Session, User, Version
 from cubroker.server.signals import EPITAPHS
@@ -47,11 +48,21 @@ def check(books: Books) -> None:
         *books.leases.values()
     }
     _check_store(books)
+    _check_draining(books)
     signals = [signal for session in books.sessions.values() for signal in session.signals.values()]
     assert sorted(signals, key=lambda signal: signal.id) == list(books.signals.values())
     for timer, waiter in books.timers.items():
         assert waiter.timer == timer
         assert waiter.session.unfinished[waiter.request] is waiter
+
+
+def _check_draining(books: Books) -> None:
+    waiters = [waiter for session in books.sessions.values() for waiter in session.unfinished.values()]
+    assert not books.drained or all(isinstance(waiter, Listener) for waiter in waiters), "somebody waits in vain"
+    if books.awaited is not None:
+        assert all(books.leases[number] is lease for number, lease in books.awaited.items())
+        going = {lease.id for lease in books.leases.values() if goes(books, lease.version)}
+        assert going <= books.awaited.keys(), "a lease that goes with the broker was granted"
 
 
 def _check_store(books: Books) -> None:

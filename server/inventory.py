@@ -13,7 +13,7 @@ from cubroker.server.states import Stage, State
 
 
 class Held(NamedTuple):
-    """Memory that the version ``label`` has on one device."""
+    """Memory that the version ``label`` has on one device, how many leases are on that, and its team (0: none)."""
 
     label: str
     ticket: int
@@ -21,6 +21,8 @@ class Held(NamedTuple):
     sizes: tuple[int, ...]
     share: str
     durable: bool
+    leases: int
+    team: int
 
 
 class Lent(NamedTuple):
@@ -46,6 +48,8 @@ def memory(books: Books) -> tuple[Held, ...]:
             each.sizes,
             each.version.share,
             each.version.durable,
+            each.version.leases,
+            each.version.team.id if each.version.team else 0,
         )
         for each in books.allocations.values()
         if each.stage is Stage.HELD

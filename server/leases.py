@@ -16,7 +16,7 @@ from cubroker.protocol.errors import Invalid, NotFound, OverQuota
 from cubroker.protocol.messages import DESCRIPTOR, Done
 from cubroker.server import shortages, teams, wording
 from cubroker.server.books import Books, Kind
-from cubroker.server.events import HandOver, Withdraw
+from cubroker.server.events import Drained, HandOver, Withdraw
 from cubroker.server.policy import exceeds
 from cubroker.server.records import BY_DESCRIPTOR, Allocation, Lease, Pool, Session, Version
 from cubroker.server.room import give_up
@@ -108,6 +108,8 @@ def release(books: Books, lease: Lease) -> None:
     lease.session.user.leases -= 1
     books.mark(Kind.LEASE, lease.id)
     lease.session.story.append(f"lease {lease.id} on {version.label} ended")
+    if books.awaited is not None and books.awaited.pop(lease.id, None) is not None and not books.awaited:
+        books.effects.append(Drained())
     if version.share in BY_DESCRIPTOR:
         books.effects.append(Withdraw(lease.session.id, lease.id))
     if version.state is State.DRAFT:

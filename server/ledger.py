@@ -41,6 +41,7 @@ from cubroker.protocol.messages import (
     Create,
     Describe,
     Done,
+    Drain,
     DropEvent,
     Failed,
     ListClients,
@@ -61,6 +62,7 @@ from cubroker.protocol.messages import (
 from cubroker.server import (
     attaching,
     drafts,
+    draining,
     invariants,
     inventory,
     leases,
@@ -84,6 +86,7 @@ from cubroker.server.events import (
     Dissolved,
     Effect,
     Elapsed,
+    Ending,
     Event,
     Forget,
     Freed,
@@ -223,6 +226,8 @@ class Ledger:
                 self._gone(event)
             case Reconfigured():
                 reconfiguring.reconfigure(self._books, event)
+            case Ending():
+                draining.end(self._books)
             case Vanished():
                 vanishing.vanished(self._books, event)
             case Resumed():
@@ -257,6 +262,20 @@ class Ledger:
     def stored(self) -> int:
         """How many descriptors of sessions and of durable memory the store has, or is to have."""
         return self._books.stored
+
+    @property
+    def draining(self) -> str:
+        """Why nobody gets a lease; nothing if that is not so."""
+        return draining.reason(self._books)
+
+    @property
+    def held(self) -> str:
+        """Which versions that would go with the broker are held, and by whom, in words; nothing if none are."""
+        return draining.in_words(self._books)
+
+    def last_words(self, session: int) -> str:
+        """Return what a session should know of what it holds as the broker ends; nothing if it holds nothing."""
+        return draining.last_words(self._books.sessions[session])
 
     def summary(self) -> str:
         """Return in one line how much there is of everything."""
@@ -304,6 +323,8 @@ class Ledger:
                 return publishing.retire(books, session, body)
             case Watch():
                 return publishing.watch(books, session, body)
+            case Drain():
+                return draining.drain(books, session, body)
             case Describe():
                 return reports.describe(books, session, body)
             case ShareEvent() | OpenEvent() | Recorded() | AwaitEvent() | DropEvent():

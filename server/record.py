@@ -37,12 +37,13 @@ class Entry(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
 
 
 class Counters(Entry, frozen=True):
-    """The last numbers that were given out."""
+    """The last numbers that were given out, and whether the broker is drained by hand."""
 
     leases: Number = 0
     events: Number = 0
     tickets: Number = 0
     sessions: Number = 0
+    drained: bool = False
 
 
 class SessionEntry(Entry, frozen=True):
@@ -174,8 +175,9 @@ def entry(books: Books, mark: Mark) -> Entry | None:
 
 
 def counters(books: Books) -> Counters:
-    """Return the last numbers that were given out."""
-    return Counters(books.lease_ids.last, books.signal_ids.last, books.tickets.last, books.last_session)
+    """Return the last numbers that were given out, and what concerns all of the ledger."""
+    numbers = books.lease_ids.last, books.signal_ids.last, books.tickets.last, books.last_session
+    return Counters(*numbers, books.drained)
 
 
 def _marks(books: Books) -> Iterator[Mark]:

@@ -100,8 +100,9 @@ def summary(books: Books) -> str:
     lent = sum(account.allocated for account in books.accounts.values())
     budget = sum(account.device.budget for account in books.accounts.values())
     versions = sum(len(pool.versions) for pool in books.pools.values())
+    lends = "" if not books.drained and books.awaited is None else "draining; "
     return (
-        f"{versions} versions, {len(books.sessions)} sessions, {len(books.leases)} leases;"
+        f"{lends}{versions} versions, {len(books.sessions)} sessions, {len(books.leases)} leases;"
         f" {lent >> 20} of {budget >> 20} MiB lent"
     )
 

@@ -103,6 +103,7 @@ def _read(key: bytes, value: bytes) -> tuple[Mark, Entry]:
 def _count(books: Books, counters: Counters) -> None:
     books.lease_ids.last, books.signal_ids.last = counters.leases, counters.events
     books.tickets.last, books.last_session = counters.tickets, counters.sessions
+    books.drained = counters.drained
 
 
 def _fill(books: Books, entries: Mapping[Mark, Entry]) -> None:

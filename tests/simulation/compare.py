@@ -47,6 +47,7 @@ class Pair:
         assert _counted(notices) == _counted(expected.notices)
         forgotten = [effect.session for effect in effects if isinstance(effect, e.Forget)]
         assert forgotten == expected.forgotten
+        assert sum(isinstance(effect, e.Drained) for effect in effects) == expected.drained
         _check_order(effects)
         self._memory(expected, effects)
         self._teams(expected, effects)
@@ -66,6 +67,7 @@ class Pair:
                 assert lent is not None
                 assert lent == before.lent(lease.session.id, lease.id)
         restart.restart(self.model, devices, limits, policy, store)
+        assert bool(self.ledger.draining) == self.model.drained
         held = {(block.ticket, block.device, block.sizes, block.version.body.durable) for block in self.model.blocks}
         assert {(held.ticket, held.device, held.sizes, held.durable) for held in self.ledger.memory()} == held
         joined = {session.session: self.ledger.is_detached(session.session) for session in self.ledger.sessions()}

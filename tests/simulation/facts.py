@@ -28,6 +28,8 @@ class Facts:
         self.modes: dict[str, int] = {}
         self.lost = {device.uuid: 0 for device in devices}
         self.store: int | None = None
+        self.drained = False
+        self.awaited: list[Lease] | None = None
 
     # -- looking things up ---------------------------------------------------------------------
 

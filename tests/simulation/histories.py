@@ -96,6 +96,8 @@ WEIGHTS = {
     "again": 1,
     "reconfigure": 2,
     "vanish": 1,
+    "drain": 1,
+    "end": 1,
     "restart": 3,
 }
 
@@ -377,6 +379,16 @@ class Play:
         blocks = [block for block in blocks if block.version.state != "allocating"]
         if blocks:
             self.tell(e.Vanished(blocks[number % len(blocks)].ticket, "it was taken away"))
+
+    def drain(self, session: int, on: int, *_: int) -> None:
+        """Drain the broker, or mostly take that back, since little happens meanwhile."""
+        user = self.user(session) if session % 3 else OBSERVER
+        self.ask(user, m.Drain(on % 3 == 0 and not self.pair.model.drained))
+
+    def end(self, number: int, *_: int) -> None:
+        """Tell the broker to end, in rare cases: without a store little happens from then on."""
+        if number % 3 == 0 and self.pair.model.awaited is None:
+            self.tell(e.Ending())
 
     def restart(self, rules: int, policy: int, budgets: int, ended: int, missing: int, *_: int) -> None:
         """Kill the broker and start it again, at times with other rules; meanwhile processes end, memory is lost."""

@@ -14,7 +14,7 @@ from cubroker.protocol.layout import Layout
 from cubroker.server import events as e
 from cubroker.server.ledger import Budget, Limits
 from cubroker.server.policy import Policy
-from tests.simulation import restart
+from tests.simulation import draining, restart
 from tests.simulation.facts import Facts
 from tests.simulation.records import Block, Expected, Lease, Refusal, Request, Session, Signal, Team, Version
 
@@ -54,6 +54,8 @@ class Model(Facts):
                 self.bound(event)
             case e.Reconfigured():
                 self.reconfigured(event)
+            case e.Ending():
+                draining.end(self)
             case e.Vanished():
                 restart.vanished(self, event)
             case e.Resumed():
@@ -131,6 +133,8 @@ class Model(Facts):
                 self.permit("r", session, body.name)
                 version = self.find(body.name, body.version)
                 return m.Description(self.info(version), version.body.layout)
+            case m.Drain():
+                return draining.drain(self, session, body)
             case m.ListPools():
                 visible = [version for version in self.versions if self.may("r", session, version.name)]
                 return m.Pools(tuple(map(self.info, sorted(visible, key=lambda v: (v.name, v.number)))))
@@ -148,6 +152,7 @@ class Model(Facts):
             raise Refusal("denied")
 
     def attach(self, session: Session, number: int, body: m.Attach) -> None:
+        draining.check(self, durable=True)
         self.permit("r", session, body.name)
         for version in self.of(body.name):
             if version.state == "current" and body.version in (0, version.number):
@@ -165,9 +170,11 @@ class Model(Facts):
         return None
 
     def create(self, session: Session, number: int, body: m.Create, layout: Layout) -> None:
+        draining.check(self, durable=True)
         current = self.current(body.name)
         if body.attach is not None and current is not None:
             return self.lease(session, number, current, body.attach.device, body.attach.peers)
+        draining.check(self, durable=body.durable)
         self.name(body.name)
         if body.share not in ("ipc", "vmm", "multicast"):
             raise Refusal("invalid")
@@ -291,6 +298,7 @@ class Model(Facts):
         self, session: Session, number: int, version: Version, uuid: str | None, peers: tuple[str, ...] = ()
     ) -> None:
         self.permit("r", session, version.name)
+        draining.check(self, durable=version.body.durable)
         blocks = self.blocks_of(version)
         if uuid is None and len(blocks) > 1 and version.body.plan is None:
             raise Refusal("invalid")
@@ -347,6 +355,7 @@ class Model(Facts):
 
     def give_back(self, lease: Lease) -> None:
         self.leases.remove(lease)
+        draining.given_back(self, lease)
         if lease.version.body.share != "ipc":
             self.out.withdrawn.append((lease.session.id, lease.id))
 

@@ -114,6 +114,7 @@ class Expected:
     timer: Request | None = None
     dropped: list[int] = field(default_factory=list)
     forgotten: list[int] = field(default_factory=list)
+    drained: bool = False
 
 
 class Refusal(Exception):

@@ -18,6 +18,7 @@ def restart(model: Model, devices: tuple[Budget, ...], limits: Limits, policy: P
     """Forget whatever waits, comes or goes; there may be other rules."""
     model.devices, model.limits, model.policy, model.store = devices, limits, policy, store
     model.requests.clear()
+    model.awaited = None
     model.teams.clear()
     model.versions = [version for version in model.versions if version.state != "allocating"]
     model.blocks = [block for block in model.blocks if block.state == "held" and block.version in model.versions]

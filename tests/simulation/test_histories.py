@@ -10,6 +10,7 @@ from cubroker.protocol.messages import Attach, Attached, Create, Generation, Rep
 from cubroker.server import (
     attaching,
     drafts,
+    draining,
     invariants,
     leases,
     permissions,
@@ -198,6 +199,15 @@ def test_a_ledger_that_counts_what_the_store_has_room_for_wrongly_is_found(monke
     monkeypatch.setattr(Allocation, "stored", 0)
     monkeypatch.setattr(invariants, "_check_store", lambda books: None)
     assert search(range(1000)) is not None
+
+
+@pytest.mark.parametrize("forgets", ["_refuse_waiters", "check"])
+def test_a_ledger_that_lends_while_the_broker_is_drained_is_found(
+    monkeypatch: pytest.MonkeyPatch, forgets: str
+) -> None:
+    monkeypatch.setattr(draining, forgets, lambda *_, **__: None)
+    monkeypatch.setattr(invariants, "_check_draining", lambda books: None)
+    assert search(range(200)) is not None
 
 
 def test_a_shrunk_history_has_nothing_to_leave_out() -> None:
