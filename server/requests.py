@@ -106,6 +106,8 @@ class Requests:
         """Answer a request; the answer is kept for when it is asked again."""
         answer = _frame(Answer(request, body))
         lasting = self._scribe is not None and lasts(body)
+        if self._scribe:
+            self._scribe.asked(session)
         self._put(session.answers.settle(request, answer, lasting=lasting), answer)
 
     @property

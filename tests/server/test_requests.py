@@ -39,6 +39,7 @@ from cubroker.server.denials import Denials
 from cubroker.server.events import Asked
 from cubroker.server.peers import Peer
 from cubroker.server.requests import INLINE, Requests, author
+from cubroker.server.scribe import Scribe
 from cubroker.server.sessions import Session
 from tests.brokers import BrokerProcess
 from tests.protocol.samples import INFO
@@ -123,13 +124,13 @@ def test_many_who_wait_for_one_large_layout_share_it(broker: BrokerProcess, clie
 class Desk:
     """Requests with one session; what was asked of the ledger, and what was sent to the gateway."""
 
-    def __init__(self) -> None:
+    def __init__(self, scribe: Scribe | None = None) -> None:
         ours, self.client = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         peer = Peer(os.getpid(), 0, 0, os.pidfd_open(os.getpid()))
         self.session = Session(1, ours, peer, lambda event: None, Denials())
         self.asked: list[Asked] = []
         self.sent: list[list[bytes]] = []
-        self.requests = Requests(self.asked.append, lambda: self.requests.flush(), self._send)
+        self.requests = Requests(self.asked.append, lambda: self.requests.flush(), self._send, scribe)
         self.requests.enter(self.session)
 
     def _send(self, frames: Sequence[Frame]) -> None:
@@ -147,8 +148,8 @@ class Desk:
 
 
 @asynccontextmanager
-async def desk() -> AsyncIterator[Desk]:
-    opened = Desk()
+async def desk(scribe: Scribe | None = None) -> AsyncIterator[Desk]:
+    opened = Desk(scribe)
     try:
         yield opened
     finally:
@@ -172,6 +173,18 @@ def test_a_batch_is_answered_with_a_batch() -> None:
             assert len(at.sent) == 2
             assert at.replies()[2:] == [Answer(2, Pools(()))]
             assert len(at.asked) == 2
+
+    run(test())
+
+
+def test_an_answer_that_comes_later_is_written_down_with_what_it_answers() -> None:
+    async def test() -> None:
+        scribe = Scribe()
+        async with desk(scribe) as at:
+            at.send(Seal(7))
+            scribe.changes()
+            at.requests.respond(at.session, 1, Sealed(1))
+            assert b"a/1/1" in dict(scribe.changes())
 
     run(test())
 
