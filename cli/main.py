@@ -24,6 +24,7 @@ INTERRUPTED = 130
 COMMANDS = {
     "serve": "Own the memory of this host's devices and lend it.",
     "keep": "Run a broker, and start it again with what it stored.",
+    "ping": "Ask whether the broker serves; for probes.",
     "load": "Publish safetensors files as the next version of a pool.",
     "ls": "List the pools.",
     "show": "Show one pool and its tensors.",

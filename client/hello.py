@@ -11,14 +11,18 @@ from pathlib import Path
 
 from cubroker.protocol import wire
 from cubroker.protocol.directory import SESSION_SOCKET, check, directory_of
-from cubroker.protocol.errors import Denied, Unavailable, from_code
-from cubroker.protocol.messages import VERSIONS, Greeting, Hello, Refused, Welcome
+from cubroker.protocol.errors import Denied, Invalid, Unavailable, from_code
+from cubroker.protocol.messages import VERSIONS, Greeting, Hello, Pong, Refused, Welcome
 
 ATTEMPTS = 5
 """Connections that are tried: a broker that is killed takes those along that it has not welcomed."""
 
 MAX_NOTICE = 1 << 16
 """Bytes: more than any message on the session socket has."""
+
+
+class Silent(Unavailable):
+    """Somebody listens there, a broker or whoever keeps its sockets while it is started again, and does not answer."""
 
 
 def greet(directory: Path, timeout: float) -> tuple[socket.socket, Welcome]:
@@ -34,19 +38,48 @@ def greet(directory: Path, timeout: float) -> tuple[socket.socket, Welcome]:
         Invalid: no socket can have the path.
         CubrokerError: the broker refused, with its own code.
     """
+    channel, greeting = _insist(directory, timeout, Hello("cubroker", VERSIONS))
+    if isinstance(greeting, Welcome):
+        return channel, greeting
+    hang_up(channel)
+    if isinstance(greeting, Refused):
+        raise from_code(greeting.code, greeting.message)
+    raise Invalid(f"the broker on {directory} opened no session, and answered as to a ping")
+
+
+def ping(directory: Path, timeout: float) -> str:
+    """Ask the broker that serves ``directory`` how it fares, without a session; return why it serves nobody new, or "".
+
+    Raises:
+        Silent: somebody listens, but does not answer in time, as during a restart.
+        Unavailable: nobody listens.
+        Denied: this user may not connect.
+        Invalid: no socket can have the path, or what answers is no broker.
+    """
+    channel, greeting = _insist(directory, timeout, Hello("cubroker", VERSIONS, ping=True))
+    hang_up(channel)
+    match greeting:
+        case Pong(_, obstacle) | Refused(_, obstacle):
+            return obstacle
+        case Welcome():  # an older broker opens a session
+            return ""
+
+
+def _insist(directory: Path, timeout: float, hello: Hello) -> tuple[socket.socket, Greeting]:
+    """Greet, and again where the broker went before it answered."""
     check(directory)
     _check_owner(directory)
     for _ in range(ATTEMPTS - 1):
         with suppress(EOFError):
-            return _greet(directory, timeout)
+            return _greet(directory, timeout, hello)
     try:
-        return _greet(directory, timeout)
+        return _greet(directory, timeout, hello)
     except EOFError:
-        raise Unavailable(f"the broker on {directory} closed the connection without a word; see its log") from None
+        raise Silent(f"the broker on {directory} closed the connection without a word; see its log") from None
 
 
-def _greet(directory: Path, timeout: float) -> tuple[socket.socket, Welcome]:
-    """Open a session, as :func:`greet` says; raises ``EOFError`` if the broker goes without a word."""
+def _greet(directory: Path, timeout: float, hello: Hello) -> tuple[socket.socket, Greeting]:
+    """Connect and greet; raises ``EOFError`` if the broker goes without a word."""
     try:
         channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     except OSError as error:
@@ -57,7 +90,7 @@ def _greet(directory: Path, timeout: float) -> tuple[socket.socket, Welcome]:
         channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         channel.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         channel.connect(str(directory / SESSION_SOCKET))
-        return channel, _welcome(_ask(channel))
+        return channel, _answer(_ask(channel, hello))
     except BaseException as error:
         hang_up(channel)
         if isinstance(error, OSError):
@@ -82,25 +115,21 @@ def _check_owner(directory: Path) -> None:
                 )
 
 
-def _ask(channel: socket.socket) -> bytes:
+def _ask(channel: socket.socket, hello: Hello) -> bytes:
     """Greet, and return the answer. Who is refused before that finds the line broken, and the answer there to read."""
     with suppress(BrokenPipeError, ConnectionResetError):
-        channel.send(wire.pack(Hello("cubroker", VERSIONS)))
+        channel.send(wire.pack(hello))
     try:
         return channel.recv(MAX_NOTICE)
     except ConnectionResetError:
         return channel.recv(MAX_NOTICE)
 
 
-def _welcome(data: bytes) -> Welcome:
+def _answer(data: bytes) -> Greeting:
     if not data:
         raise EOFError
-    match wire.unpack(data, Greeting):
-        case Refused(code, message):
-            raise from_code(code, message)
-        case Welcome() as welcome:
-            return welcome
-    raise AssertionError
+    greeting: Greeting = wire.unpack(data, Greeting)
+    return greeting
 
 
 def _explain(error: OSError, directory: Path, timeout: float) -> Unavailable | Denied:
@@ -116,5 +145,5 @@ def _explain(error: OSError, directory: Path, timeout: float) -> Unavailable | D
                 f" in by its settings sockets.group and sockets.mode"
             )
         case BlockingIOError():
-            return Unavailable(f"the broker on {directory} did not answer within {timeout:g} s; is it stopped or busy?")
+            return Silent(f"the broker on {directory} did not answer within {timeout:g} s; is it stopped or busy?")
     return Unavailable(f"no session with the broker on {directory}: {error}")

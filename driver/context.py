@@ -178,6 +178,8 @@ class Context:
             "reach; open it on that device, or on one that does",
             "CUDA_ERROR_INVALID_HANDLE": "this process has it open in another context of the device; "
             "shared memory can be opened in one context per device and process",
+            "CUDA_ERROR_INVALID_VALUE": "the memory is gone, or it is emulated and its owner in another network "
+            "namespace, as in a container; there it has to be shared as vmm",
         }
 
     # -- copies ------------------------------------------------------------------------------------

@@ -58,10 +58,14 @@ class Message(Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fie
 
 
 class Hello(Struct, frozen=True, array_like=True):
-    """A client's first words: the protocol versions that it speaks."""
+    """A client's first words: the protocol versions that it speaks.
+
+    With ``ping`` it wants no session, and only hears how the broker fares. Answer: :class:`Welcome`, or :class:`Pong`.
+    """
 
     magic: Annotated[str, Meta(pattern=r"\Acubroker\Z")]
     versions: Annotated[tuple[Natural, ...], Meta(min_length=1, max_length=32)]
+    ping: bool = False
 
 
 class Welcome(Message, frozen=True):
@@ -84,7 +88,14 @@ class Refused(Message, frozen=True):
     message: str
 
 
-Greeting = Welcome | Refused
+class Pong(Message, frozen=True):
+    """The broker is here; ``obstacle`` is why it serves nobody new at the moment, or empty. It closes the connection."""
+
+    version: Natural
+    obstacle: str
+
+
+Greeting = Welcome | Refused | Pong
 
 
 class PoolChanged(Message, frozen=True):

@@ -199,6 +199,11 @@ class Broker:
         self._retry = None
         self.settle()
 
+    @property
+    def draining(self) -> str:
+        """Why it lends nothing new; empty if it lends."""
+        return self._ledger.draining
+
     def status(self) -> str:
         """Return in one line how it fares."""
         return self._ledger.summary()

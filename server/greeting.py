@@ -9,10 +9,11 @@ import os
 import socket
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 
 from cubroker.protocol import wire
 from cubroker.protocol.errors import CubrokerError, Invalid, OverQuota, TimedOut, Unavailable, Unsupported
-from cubroker.protocol.messages import VERSIONS, Hello, Refused
+from cubroker.protocol.messages import VERSIONS, Hello, Pong, Refused
 from cubroker.server.denials import Denials
 from cubroker.server.peers import Peer, identify
 
@@ -37,12 +38,26 @@ Admit = Callable[[socket.socket, Peer, int], None]
 
 
 class Door:
-    """Accepts connections and hands over those that have greeted."""
+    """Accepts connections, hands over those that have greeted, and answers those that only ask how the broker fares.
 
-    def __init__(self, listener: socket.socket, admit: Admit, patience: float = PATIENCE) -> None:
+    Args:
+        listener: the listening session socket.
+        admit: takes over who has greeted.
+        obstacle: returns why nobody new is served at the moment, or an empty text.
+        patience: seconds that a peer may take to greet.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        admit: Admit,
+        obstacle: Callable[[], str],
+        patience: float = PATIENCE,
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self._listener = listener
         self._admit = admit
+        self._obstacle = obstacle
         self._patience = patience
         self._denials = Denials()
         self._guests: dict[socket.socket, tuple[Peer, asyncio.TimerHandle]] = {}
@@ -77,6 +92,9 @@ class Door:
             peer = identify(connection)
         except ProcessLookupError:
             return connection.close()  # it holds nothing, so there is nothing to release
+        except CubrokerError as error:
+            _send(connection, error)
+            return connection.close()
         except OSError as error:
             _send(connection, Unavailable(f"the broker cannot identify the process that connects: {error}"))
             connection.close()
@@ -124,14 +142,22 @@ class Door:
         if not data:
             return self._dismiss(connection)
         try:
-            version = _agree(data)
+            hello = _read(data)
+            version = _agree(hello)
         except CubrokerError as error:
             return self._refuse(connection, error)
+        if hello.ping:
+            return self._answer(connection, version)
         peer, timer = self._guests.pop(connection)
         timer.cancel()
         self._loop.remove_reader(connection)
         self._admit(connection, peer, version)
         return None
+
+    def _answer(self, connection: socket.socket, version: int) -> None:
+        with suppress(OSError):  # nobody waits for it any more
+            connection.send(wire.pack(Pong(version, self._obstacle())))
+        self._dismiss(connection)
 
     def _refuse(self, connection: socket.socket, error: CubrokerError) -> None:
         peer, _ = self._guests[connection]
@@ -147,11 +173,15 @@ class Door:
         connection.close()
 
 
-def _agree(data: bytes) -> int:
-    """Return the newest protocol version of a greeting that is known here."""
+def _read(data: bytes) -> Hello:
     if len(data) > MAX_HELLO:
         raise Invalid(f"a greeting has at most {MAX_HELLO} bytes")
-    common = set(wire.unpack(data, Hello).versions) & set(VERSIONS)
+    return wire.unpack(data, Hello)
+
+
+def _agree(hello: Hello) -> int:
+    """Return the newest protocol version of a greeting that is known here."""
+    common = set(hello.versions) & set(VERSIONS)
     if not common:
         raise Unsupported(
             f"this broker speaks protocol versions {VERSIONS}, and none of the client's; upgrade the older"

@@ -8,6 +8,10 @@ import select
 import socket
 import struct
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from cubroker.protocol.errors import Denied, Unsupported
 
 SO_PEERPIDFD = 77
 """Linux 6.5: a pidfd of the process that connected (asm-generic/socket.h; Python does not name it)."""
@@ -17,6 +21,7 @@ SO_PEERGROUPS = 59
 
 _CREDENTIALS = struct.Struct("iII")
 _GROUPS_BYTES = 1024  # the most that Python asks a socket option for
+_EVERYBODY = 2**32 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +29,7 @@ class Peer:
     """The process that connected. ``pidfd`` turns readable when it has ended; its holder closes it.
 
     ``gid`` is its primary group and ``groups`` are the supplementary ones, as they were when it connected.
+    ``pid`` is 0 if it is in a pid namespace that is not visible here.
     """
 
     pid: int
@@ -38,12 +44,30 @@ def identify(connection: socket.socket) -> Peer:
 
     Raises:
         ProcessLookupError: that process is gone.
-        OSError: no descriptor is left, or the process is in no pid namespace that is visible here.
+        Denied: its user or group is none of this user namespace.
+        Unsupported: it is in no pid namespace that is visible here, and the kernel is too old to name it nevertheless.
+        OSError: no descriptor is left.
     """
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, gid = _CREDENTIALS.unpack(raw)
+    if uid == _stand_in("uid") or gid == _stand_in("gid"):
+        raise Denied(
+            f"the broker cannot tell who connects: to its user namespace this process is of user {uid} and group {gid},"
+            f" as is everybody whom that does not know; run the broker in the host's user namespace (hostUsers: true,"
+            f" --userns=host), or the process in that of the broker"
+        )
     groups = _peer_groups(connection)
     return Peer(pid, uid, gid, _peer_pidfd(connection, pid), groups)
+
+
+@cache
+def _stand_in(kind: str) -> int | None:
+    """Return what stands for every user (``uid``) or group (``gid``) that is not of this user namespace.
+
+    None if all of them are. Where one that is of this namespace has that number as well, nobody can tell them apart.
+    """
+    counts = (int(line.split()[2]) for line in Path(f"/proc/self/{kind}_map").read_text().splitlines())
+    return None if sum(counts) >= _EVERYBODY else int(Path(f"/proc/sys/kernel/overflow{kind}").read_text())
 
 
 def _peer_groups(connection: socket.socket) -> frozenset[int]:
@@ -52,13 +76,19 @@ def _peer_groups(connection: socket.socket) -> frozenset[int]:
         raw = connection.getsockopt(socket.SOL_SOCKET, SO_PEERGROUPS, _GROUPS_BYTES)
     except OSError:
         return frozenset()
-    return frozenset(group for (group,) in struct.iter_unpack("I", raw))
+    return frozenset(group for (group,) in struct.iter_unpack("I", raw)) - {_stand_in("gid")}
 
 
 def _peer_pidfd(connection: socket.socket, pid: int) -> int:
     try:
         pidfd = connection.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
     except OSError as error:
+        if error.errno == errno.ENOPROTOOPT and not pid:
+            raise Unsupported(
+                "the broker cannot see the process that connects, which is in another pid namespace, and Linux names it"
+                " nevertheless only from 6.5 on; run the broker in the host's pid namespace (hostPID: true, --pid=host)"
+                " or both in one"
+            ) from None
         if error.errno == errno.ENOPROTOOPT:
             return open_pidfd(connection, pid)
         if error.errno == errno.EINVAL:  # what Linux 6.5 to 6.7 say of a process that is gone

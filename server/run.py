@@ -139,7 +139,7 @@ async def _start(
     await supervisor.connect(broker.receive, broker.gateway_changed)
     if store and store.inherited:
         broker.announce_gateway()  # to the sessions of the earlier broker, whose requests went with its gateway
-    door = Door(place.sessions, broker.admit)
+    door = Door(place.sessions, broker.admit, lambda: supervisor.obstacle() or broker.draining)
     undo.callback(door.close)
     door.open()
     return broker, partial(granting.apply, devices, broker.handle)

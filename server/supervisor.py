@@ -75,6 +75,11 @@ class Supervisor:
         if self._link:
             self._link.send(frames)
 
+    def obstacle(self) -> str:
+        """Return why no request comes through at the moment, or an empty text."""
+        listens = self._link is not None and self._link.listening.done()
+        return "" if listens else "its gateway is being started again"
+
     async def stop(self) -> None:
         """End the gateway, and start no other."""
         self._stopping.set()

@@ -136,7 +136,13 @@ def test_a_keeper_loads_no_device_no_event_loop_and_no_broker() -> None:
     assert not under(loaded, "cubroker.server.ledger", "cubroker.server.broker", "multiprocessing", "rich", "torch")
 
 
+def test_a_probe_loads_no_device_no_transport_and_no_arrays() -> None:
+    loaded = loaded_by("cubroker.cli.main", "cubroker.cli.ping")
+    assert "cubroker.client.hello" in loaded
+    assert not under(loaded, "zmq", "cuda", "cubroker.driver", "asyncio", "numpy", "rich")
+
+
 def test_a_client_loads_no_server_and_no_framework() -> None:
-    loaded = loaded_by("cubroker.client")
+    loaded = loaded_by("cubroker.client.broker")
     assert "cubroker.client" in loaded
     assert not under(loaded, "cubroker.server", "cubroker.cli", "torch", "transformers", "safetensors")

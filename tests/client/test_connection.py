@@ -19,7 +19,7 @@ from cubroker.client.requests import RESEND
 from cubroker.protocol import wire
 from cubroker.protocol.directory import SESSION_SOCKET, directory_of
 from cubroker.protocol.errors import Denied, Invalid, TimedOut, Unavailable, Unsupported
-from cubroker.protocol.messages import Attach, DeviceList, Done, ListDevices, Refused, Welcome
+from cubroker.protocol.messages import Attach, DeviceList, Done, ListDevices, Pong, Refused, Welcome
 from tests.brokers import PATIENCE, BrokerProcess, eventually, serving
 from tests.client.conftest import LAYOUT, content, leases, publish
 from tests.server.processes import files, gateway_of
@@ -204,6 +204,7 @@ def impostor(directory: Path, *answers: bytes) -> Iterator[socket.socket]:
     ("answer", "error", "complaint"),
     [
         (wire.pack(Refused("unsupported", "versions differ")), Unsupported, "versions differ"),
+        (wire.pack(Pong(1, "")), Invalid, "opened no session, and answered as to a ping"),
         (b"", Unavailable, "without a word"),
         (b"nonsense", Invalid, "cannot be read"),
     ],

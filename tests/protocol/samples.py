@@ -26,6 +26,8 @@ GREETINGS = (
     m.Welcome(1, 7, SECRET, "host:2@1048576"),
     m.Welcome(1, 1 << 62, SECRET, "cuda"),
     m.Refused("denied", "user 5 may not come in"),
+    m.Pong(1, ""),
+    m.Pong(1, "its gateway is being started again"),
 )
 NOTICES = (
     m.PoolChanged("llama", 2),
@@ -99,6 +101,7 @@ REPLIES = (
 # What is decoded, as which shape.
 SAMPLES: tuple[tuple[Any, Any], ...] = (
     (m.Hello("cubroker", (1, 2)), m.Hello),
+    (m.Hello("cubroker", (1, 2), ping=True), m.Hello),
     *((value, m.Greeting) for value in GREETINGS),
     *((value, m.Notice) for value in NOTICES),
     *((m.Envelope(SECRET, 12, 11, body, (13, 15)), m.Envelope) for body in REQUESTS),

@@ -67,7 +67,7 @@ class Hall:
         self.listener.bind(str(path))
         self.listener.listen()
         self.admitted: list[socket.socket] = []
-        self.door = Door(self.listener, self._admit)
+        self.door = Door(self.listener, self._admit, str)
 
     def _admit(self, connection: socket.socket, peer: Peer, version: int) -> None:
         self.admitted.append(connection)

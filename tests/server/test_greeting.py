@@ -7,7 +7,7 @@ import os
 import resource
 import select
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -15,7 +15,7 @@ import pytest
 
 from cubroker.protocol import wire
 from cubroker.protocol.directory import SESSION_SOCKET
-from cubroker.protocol.messages import Hello, Refused, Welcome
+from cubroker.protocol.messages import Hello, Pong, Refused, Welcome
 from cubroker.server import greeting
 from cubroker.server.greeting import Door
 from cubroker.server.peers import Peer
@@ -24,6 +24,7 @@ from tests.server.clients import HELLO, RawClient, connect, greet, hear, session
 from tests.server.loops import run, until
 from tests.server.processes import all_closed, files
 
+PING = wire.pack(Hello("cubroker", (1,), ping=True))
 BAD = [
     (b"\xc1 garbage", "invalid"),
     (wire.pack(Hello("kubroker", (1,))), "invalid"),
@@ -90,16 +91,43 @@ def listener(tmp_path: Path) -> Iterator[socket.socket]:
 
 
 @asynccontextmanager
-async def opened(listener: socket.socket, patience: float = greeting.PATIENCE) -> AsyncIterator[Door]:
+async def opened(
+    listener: socket.socket, patience: float = greeting.PATIENCE, obstacle: Callable[[], str] = str
+) -> AsyncIterator[Door]:
     def admit(connection: socket.socket, peer: Peer, version: int) -> None:
         raise AssertionError("nobody greets in these tests")
 
-    door = Door(listener, admit, patience)
+    door = Door(listener, admit, obstacle, patience)
     door.open()
     try:
         yield door
     finally:
         door.close()
+
+
+def test_who_pings_hears_how_the_broker_fares_and_opens_no_session(broker: BrokerProcess, client: RawClient) -> None:
+    for _ in range(3):
+        with connect(broker.directory) as connection:
+            assert greet(connection, PING) == Pong(1, "")
+            assert connection.recv(1) == b""
+    assert len(client.clients()) == 1
+    with connect(broker.directory) as connection:
+        welcome = greet(connection)
+    assert isinstance(welcome, Welcome)
+    assert welcome.session == 2
+
+
+def test_who_pings_hears_why_nobody_new_is_served(listener: socket.socket, tmp_path: Path) -> None:
+    async def test() -> None:
+        with connect(tmp_path) as guest, connect(tmp_path) as gone:
+            for each in (gone, guest):
+                each.send(PING)
+            gone.close()
+            async with opened(listener, obstacle=lambda: "it rains"):
+                await until(lambda: readable(guest))
+            assert hear(guest) == Pong(1, "it rains")
+
+    run(test())
 
 
 def refusal(connection: socket.socket) -> str:

@@ -51,9 +51,13 @@ def test_a_gateway_that_cannot_be_started_again_is_tried_again(tmp_path: Path, m
     async def test() -> None:
         async with supervised(tmp_path) as (supervisor, told):
             monkeypatch.setattr(asyncio, "create_subprocess_exec", scarce)
+            assert not supervisor.obstacle()
             os.kill(gateway_of(os.getpid()), signal.SIGKILL)
+            await until(lambda: attempts)
+            assert supervisor.obstacle() == "its gateway is being started again"
             await until(lambda: told)
             assert told == ["changed"]
+            assert not supervisor.obstacle()
             assert attempts == 3
             supervisor.send([b"nobody", b"hears this"])
 
