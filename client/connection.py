@@ -224,6 +224,7 @@ class Connection:
             case PoolChanged() as change:
                 self._changed(change)
             case PoolLost() as loss:
+                self._inbox.lose(loss)
                 self._vanished(loss)
             case Welcome():
                 pass  # sent again: the broker was started again, and cannot know that the first was sent

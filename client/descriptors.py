@@ -13,7 +13,7 @@ from socket import CMSG_SPACE, MSG_CMSG_CLOEXEC, MSG_DONTWAIT, SCM_RIGHTS, SOL_S
 
 from cubroker.client.hello import MAX_NOTICE
 from cubroker.client.processes import unforked
-from cubroker.protocol.errors import CubrokerError, DeviceFailure
+from cubroker.protocol.errors import CubrokerError, DeviceFailure, NotFound
 from cubroker.protocol.messages import (
     DESCRIPTOR,
     MAX_DESCRIPTORS,
@@ -22,6 +22,7 @@ from cubroker.protocol.messages import (
     Created,
     Descriptors,
     Done,
+    PoolLost,
     Reply,
     Request,
     Seal,
@@ -51,13 +52,14 @@ def fabric(reply: Attached | Created) -> tuple[bytes, ...]:
 class _Lease:
     """What has come for one lease so far."""
 
-    __slots__ = ("count", "deliver", "descriptors", "left")
+    __slots__ = ("count", "deliver", "descriptors", "left", "version")
 
     def __init__(self) -> None:
         self.descriptors: list[int] = []
         self.count = 0  # that were sent; the kernel may not have been able to give this process all of them
         self.left = 0  # that have to be sent yet, once the answer has said so
         self.deliver: Deliver | None = None
+        self.version = ("", 0)
 
 
 class Inbox:
@@ -68,6 +70,7 @@ class Inbox:
         self._leases: dict[int, _Lease] = {}
         self._claimed = 0  # the lease that was expected last: an answer is settled right after it was dealt with
         self._over: set[int] = set()  # leases whose descriptors nobody waits for any more: they are closed
+        self._losses: dict[tuple[str, int], str] = {}  # versions whose memory nobody has any more, and why
         self._ended: list[int] = []  # those of them that have ended, though something may still be there to be read
 
     def receive(self, channel: socket) -> tuple[bytes, list[int]]:
@@ -100,13 +103,21 @@ class Inbox:
         lease.count += notice.count
         return self._deliver(notice.lease)
 
-    def expect(self, lease: int, count: int, deliver: Deliver) -> None:
-        """Deliver the ``count`` descriptors of a lease, one at least, once all are there."""
+    def expect(self, lease: int, count: int, deliver: Deliver, version: tuple[str, int] = ("", 0)) -> None:
+        """Deliver the ``count`` descriptors of a lease on ``version`` of a pool, one at least, once all are there."""
         self._claimed = lease
         self._over.discard(lease)  # it may be sent others
         waiting = self._leases.setdefault(lease, _Lease())
-        waiting.left, waiting.deliver = count, deliver
+        waiting.left, waiting.deliver, waiting.version = count, deliver, version
         self._deliver(lease)
+        if version in self._losses:
+            self._give_up(lease)
+
+    def lose(self, loss: PoolLost) -> None:
+        """The memory of a version went with an earlier broker: what has not come of it by now never does."""
+        self._losses[loss.name, loss.version] = loss.why
+        for number in [number for number, lease in self._leases.items() if lease.version == (loss.name, loss.version)]:
+            self._give_up(number)
 
     def settled(self, request: Request, reply: Reply) -> None:
         """An answer has come, and whoever wants the descriptors that belong to it has said so: nobody else will."""
@@ -142,6 +153,18 @@ class Inbox:
         """In a forked child: close what was inherited."""
         while self._open:
             os.close(self._open.pop())
+
+    def _give_up(self, number: int) -> None:
+        """Say that the version is lost to whoever waits for a lease's descriptors; nobody does if they had come."""
+        if (lease := self._leases.pop(number, None)) is None:
+            return
+        assert lease.deliver
+        self._over.add(number)
+        self.close(lease.descriptors)
+        name, version = lease.version
+        lease.deliver(
+            NotFound(f"pool {name!r} version {version} was lost before it was mapped: {self._losses[lease.version]}")
+        )
 
     def _deliver(self, number: int) -> None:
         lease = self._leases[number]

@@ -153,7 +153,7 @@ class Loan:
                 self.lease = reply.lease
                 handles = descriptors.fabric(reply)
                 if count := descriptors.due(reply):
-                    self._session.inbox.expect(reply.lease, count, lambda given: self._given(reply, given))
+                    self._expect(reply, count)
                 elif handles and not self._session.fabric:
                     self._exchange(reply)
                 else:
@@ -174,7 +174,11 @@ class Loan:
             self._given(reply, sent)
         else:
             count = len(descriptors.fabric(reply))
-            self._session.inbox.expect(reply.lease, count, lambda given: self._given(reply, given))
+            self._expect(reply, count)
+
+    def _expect(self, reply: Attached | Created, count: int) -> None:
+        version = reply.name, reply.version
+        self._session.inbox.expect(reply.lease, count, lambda given: self._given(reply, given), version)
 
     def _given(self, reply: Attached | Created, given: Sequence[Source] | CubrokerError) -> None:
         if isinstance(given, CubrokerError):

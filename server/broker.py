@@ -78,6 +78,7 @@ class Broker:
         self._store = store
         self._scribe = scribe
         self._todo: list[Effect] = []
+        self._unwelcomed: list[tuple[Session, int]] = []
         self._unwritten: Changes = []
         self._retry: asyncio.TimerHandle | None = None
         self._requests = Requests(self._apply, self.settle, send, scribe)
@@ -97,8 +98,8 @@ class Broker:
         self._enter(session)
         if self._scribe:
             self._scribe.opened(session, version, welcomed=False)
+        self._unwelcomed.append((session, version))
         self.handle(events.Joined(number, peer.pid, peer.uid, peer.gid, peer.groups))
-        self._welcome(session, version)
         return None
 
     def take_over(self, number: int, connection: socket.socket | None, peer: Peer, remembered: Remembered) -> None:
@@ -132,6 +133,8 @@ class Broker:
 
     def _obstacle(self, session: Session) -> CubrokerError | None:
         """Return why nobody would hear of the end of a session, so that its leases would never fall, or None."""
+        if self._unwritten:  # nor has the store forgotten what ended meanwhile, so it may be full
+            return Unavailable("the broker's host has no memory left for the journal; try again later")
         try:
             session.watch()
             if self._store:
@@ -167,13 +170,16 @@ class Broker:
         """
         if not self._write():
             return
-        todo, self._todo = self._todo, []
+        (todo, self._todo), (joined, self._unwelcomed) = (self._todo, []), (self._unwelcomed, [])
         for effect in todo:
             try:
                 self._carry_out(effect)
             # One effect, a notice that no memory is left for, must not take the others with it: memory to be freed.
             except Exception:
                 log.exception("the broker failed at %.500r", effect)
+        for session, version in joined:
+            if session.number in self._sessions:  # it was written late, and its process may have ended
+                self._welcome(session, version)
         self._requests.flush()
 
     def _write(self) -> bool:
@@ -184,12 +190,12 @@ class Broker:
         if self._unwritten:
             try:
                 self._store.commit(self._unwritten)
-            except OSError as error:
+            except (OSError, MemoryError) as error:
                 return self._write_later(error)
             self._unwritten = []
         return True
 
-    def _write_later(self, error: OSError) -> bool:
+    def _write_later(self, error: OSError | MemoryError) -> bool:
         if self._retry is None:
             log.error("the journal takes nothing, so requests wait: %s; is the host out of memory?", error)
             self._retry = self._loop.call_later(PAUSE, self._write_again)
@@ -269,8 +275,10 @@ class Broker:
                 scribe.owed(session, lease)
             case events.Withdraw(_, lease) if scribe:
                 scribe.sent(lease)
-            case events.Forget(session) if scribe:
-                scribe.closed(self._sessions[session])
+            case events.Forget(session):
+                self._requests.leave(self._sessions[session])
+                if scribe:
+                    scribe.closed(self._sessions[session])
         return self._todo.append(effect)
 
     def _keep(self, event: Event) -> None:
@@ -312,7 +320,8 @@ class Broker:
             case events.SetTimer():
                 self._timers[effect.timer] = self._loop.call_later(effect.seconds, self._elapse, effect.timer)
             case events.DropTimer():
-                self._timers.pop(effect.timer).cancel()
+                if timer := self._timers.pop(effect.timer, None):  # it may run out before this is written down
+                    timer.cancel()
             case events.Forget():
                 self._forget(self._sessions.pop(effect.session))
 
@@ -325,7 +334,6 @@ class Broker:
         self.handle(events.Elapsed(timer))
 
     def _forget(self, session: Session) -> None:
-        self._requests.leave(session)
         session.close()
         if self._store:
             self._store.drop(label(session.number))

@@ -62,5 +62,6 @@ def lent(books: Books, session: int, lease: int) -> Lent | None:
     if known is None or known.session.id != session:
         return None
     answer = attaching.created(known) if known.version.state is State.DRAFT else attaching.attached(known)
-    given = known.version.share in BY_DESCRIPTOR and not known.unsent
+    there = known.version.state is not State.LOST
+    given = there and known.version.share in BY_DESCRIPTOR and not known.unsent
     return Lent(answer, leases.hand_over(known) if given else None)

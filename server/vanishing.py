@@ -26,7 +26,8 @@ def vanished(books: Books, event: Vanished) -> None:
         books.move(version, Cause.VANISHED)
         version.why = event.why
         version.pool.loss = Loss(version.number, event.why)
-        _tell(books, version)
+        if books.resumed:
+            _tell(books, version)
         _out_of_service(books, version)
         end_if_empty(books, version)
 
@@ -73,6 +74,8 @@ def _resume(books: Books, pool: Pool) -> None:
     for version in superseded(pool):  # of which other rules may have kept more
         end_if_empty(books, version)
     for version in pool.versions.values():
-        if version.state is not State.LOST:
+        if version.state is State.LOST:
+            _tell(books, version)  # again, if it was lost before: the broker that was to say so may have ended first
+        else:
             teams.assemble(books, version)
     publishing.announce(books, pool)

@@ -13,7 +13,9 @@ from socket import AF_UNIX, SCM_RIGHTS, SOCK_DGRAM, SOL_SOCKET, socket
 from threading import Thread
 
 from cubroker.server.store import datagrams
+from cubroker.server.store.damaged import Damaged
 from cubroker.server.store.datagrams import close_all
+from cubroker.server.store.journal import Journal, _newest
 from tests.brokers import DEVICES, BrokerProcess, started
 
 ROOM = 1000
@@ -110,6 +112,18 @@ class StoredBroker(BrokerProcess):
         """Kill it, and start the next one."""
         self.kill()
         self.start()
+
+    def recorded(self) -> dict[bytes, bytes]:
+        """Return what is in the journal; the broker may live, and be quick."""
+        (descriptor,) = self.warehouse.stored["ledger"]
+        while True:
+            try:
+                journal = Journal(descriptor, _newest(descriptor))
+                journal._load()
+                return dict(journal.items())
+            except Damaged:
+                if self.process.poll() is not None:
+                    raise
 
     def settled(self) -> None:
         """Return when the store has acted upon all that was sent to it: messages come in order."""

@@ -8,7 +8,7 @@ from cubroker.protocol import messages as m
 from cubroker.server import events as e
 from cubroker.server.ledger import Budget, Limits
 from cubroker.server.policy import Policy
-from tests.simulation.records import Team
+from tests.simulation.records import Team, Version
 
 if TYPE_CHECKING:
     from tests.simulation.model import Model
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 def restart(model: Model, devices: tuple[Budget, ...], limits: Limits, policy: Policy, store: int) -> None:
     """Forget whatever waits, comes or goes; there may be other rules."""
     model.devices, model.limits, model.policy, model.store = devices, limits, policy, store
+    model.restarting = True
     model.requests.clear()
     model.awaited = None
     model.teams.clear()
@@ -33,9 +34,8 @@ def vanished(model: Model, event: e.Vanished) -> None:
     if version.state in ("lost", "ended"):
         return
     was, version.state, version.why = version.state, "lost", event.why
-    for session in model.sessions:
-        if session.connected and any((lease.session, lease.version) == (session, version) for lease in model.leases):
-            model.out.notices.append((session.id, m.PoolLost(version.name, version.number, event.why)))
+    if not model.restarting:
+        tell(model, version)
     if was == "current":
         model.announce(version.name)
     if was == "draft":
@@ -47,11 +47,22 @@ def vanished(model: Model, event: e.Vanished) -> None:
     model.end_if_unused(version)
 
 
+def tell(model: Model, version: Version) -> None:
+    """Everybody who holds a version hears that it is lost."""
+    for session in model.sessions:
+        if session.connected and any((lease.session, lease.version) == (session, version) for lease in model.leases):
+            model.out.notices.append((session.id, m.PoolLost(version.name, version.number, version.why)))
+
+
 def resumed(model: Model) -> None:
+    """Go on. Who holds what is lost hears of it, perhaps not for the first time."""
+    model.restarting = False
     for version in list(model.versions):
         model.end_if_unused(version)
     for version in sorted(model.versions, key=lambda version: (version.name, version.number)):
-        if version.state != "lost" and model.several(version):
+        if version.state == "lost":
+            tell(model, version)
+        elif model.several(version):
             model.teams.append(Team(version))
             model.out.assembled.append(model.teams[-1])
     for session, name in model.watches:
