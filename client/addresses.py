@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 from cubroker.client import devices
 from cubroker.client.mapping import Place
-from cubroker.driver import Context, Device, Driver, DriverError, Window
+from cubroker.driver import Context, Device, Driver, DriverError, Window, Working
 from cubroker.driver.sizes import round_up
 from cubroker.driver.vmm import Reservation
 from cubroker.protocol.errors import Unavailable
@@ -43,10 +43,12 @@ class Addresses:
 
     Args:
         readonly: whether to map the memory so that it cannot be written, where that can be had.
+        thread: the context that the holder's thread works in, if any.
     """
 
-    def __init__(self, *, readonly: bool) -> None:
+    def __init__(self, *, readonly: bool, thread: Working | None) -> None:
         self._readonly = readonly
+        self._thread = thread
         self._opened: list[Opened | Reservation] = []
 
     def open(
@@ -201,6 +203,7 @@ class Addresses:
         return self._open(context, handle) if handle else None
 
     def _open(self, context: Context, handle: bytes) -> int:
+        context.check_thread(self._thread)
         opened = Opened(context, context.open(handle))
         self._opened.append(opened)
         return opened.pointer

@@ -20,7 +20,7 @@ from cubroker.client.janitor import Guard
 from cubroker.client.mapping import Mapped
 from cubroker.client.replica import decode
 from cubroker.client.requests import Pending
-from cubroker.driver import DriverError
+from cubroker.driver import DriverError, Working
 from cubroker.driver.vmm import import_refused
 from cubroker.protocol.errors import CubrokerError, TimedOut, Unavailable
 from cubroker.protocol.layout import Layout
@@ -67,6 +67,7 @@ class Loan:
         self.lease = 0
         self._layout = layout
         self._accessor: str | None = None
+        self._thread: Working | None = None
         self._session = session
         self._ended: Future[Reply] = Future()
         self._granted: Future[Granted] | None = Future()
@@ -89,6 +90,10 @@ class Loan:
         assert request is not None
         where = body if isinstance(body, Attach) else body.attach
         self._accessor = where.device if where else None
+        try:
+            self._thread = self._session.driver.working()
+        except DriverError as error:
+            raise devices.failure(error, "asking in which context this thread works") from error
         self._session.requests.post(body, request)
         return future
 
@@ -237,7 +242,7 @@ class Loan:
         readonly = isinstance(reply, Attached) and not reply.writable
         layout = decode(reply.layout).layout if isinstance(reply, Attached) else self._layout
         assert layout is not None
-        self._addresses = Addresses(readonly=readonly)
+        self._addresses = Addresses(readonly=readonly, thread=self._thread)
         driver, sizes, replicas = self._session.driver, layout.allocations, reply.replicas
         own = replicas[:1] if isinstance(reply, Attached) and reply.team else replicas
         with self._addresses.all_or_none():

@@ -6,7 +6,7 @@ same functions; nothing above can tell which, except by asking ``host``.
 """
 
 from cubroker.driver.calls import DriverError
-from cubroker.driver.context import Context, Device
+from cubroker.driver.context import Context, Device, Working
 from cubroker.driver.guard import MulticastOff
 from cubroker.driver.load import Driver, load
 from cubroker.driver.multicast import Granularity, Multicast
@@ -31,5 +31,6 @@ __all__ = [
     "Reservation",
     "Stream",
     "Window",
+    "Working",
     "load",
 ]

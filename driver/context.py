@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from cubroker.driver.buffers import address
 from cubroker.driver.calls import Calls, DriverError, explained
@@ -37,6 +37,19 @@ class Device:
     uuid: str
     name: str
     total: int
+
+
+class Working(NamedTuple):
+    """The context that is current on a thread: the driver's own number for it, and its device's ordinal."""
+
+    context: int
+    device: int
+
+
+def working(calls: Calls) -> Working | None:
+    """Return in which context this thread works; None if in none."""
+    current = int(calls.cuCtxGetCurrent())
+    return Working(current, int(calls.cuCtxGetDevice())) if current else None
 
 
 class Context:
@@ -124,7 +137,7 @@ class Context:
         made up, or whose memory was freed, is CUDA_ERROR_INVALID_VALUE. The memory may be on another
         device, if this one reaches it (else CUDA_ERROR_PEER_ACCESS_UNSUPPORTED): access is enabled by itself.
         """
-        self.check_thread()
+        self.check_thread(working(self.calls))
         if len(handle) != HANDLE_BYTES:
             raise ValueError(f"a handle of {len(handle)} bytes; it has {HANDLE_BYTES}")
         module = self.calls.module
@@ -134,25 +147,24 @@ class Context:
         with explained(self._refusals()), self.current():
             return int(self.calls.cuIpcOpenMemHandle(shared, int(flags)))
 
-    def check_thread(self) -> None:
+    def check_thread(self, thread: Working | None) -> None:
         """Refuse a thread that works in another context of this device than the primary one.
 
         CUDA lets a process open shared memory in one context per device, and that is the primary one here. To such a
         thread what is opened would be out of reach, so :meth:`open` refuses it before anything is touched;
-        call this where memory will be opened on behalf of the thread.
+        call this where memory will be opened on behalf of another thread (:meth:`Driver.working`).
 
         Raises:
             DriverError: CUDA_ERROR_INVALID_CONTEXT.
         """
-        if int(self.calls.cuCtxGetCurrent()) in (0, int(self.handle)):
+        if thread is None or thread.device != self.device.index or thread.context == int(self.handle):
             return
-        if int(self.calls.cuCtxGetDevice()) == int(self._cudevice):
-            code = self.calls.module.CUresult.CUDA_ERROR_INVALID_CONTEXT
-            text = (
-                f"this thread works in another context of device {self.device.index} than its primary one, and a "
-                "process opens shared memory in one context per device: use the primary one, as the CUDA runtime does"
-            )
-            raise DriverError("cuIpcOpenMemHandle", int(code), code.name, text)
+        code = self.calls.module.CUresult.CUDA_ERROR_INVALID_CONTEXT
+        text = (
+            f"this thread works in another context of device {self.device.index} than its primary one, and a "
+            "process opens shared memory in one context per device: use the primary one, as the CUDA runtime does"
+        )
+        raise DriverError("cuIpcOpenMemHandle", int(code), code.name, text)
 
     def close(self, pointer: int) -> None:
         """Undo one :meth:`open`, once the work that uses the memory is done."""

@@ -11,7 +11,7 @@ from uuid import UUID
 
 from cubroker.driver import vmm
 from cubroker.driver.calls import Calls, DriverError
-from cubroker.driver.context import Context, Device
+from cubroker.driver.context import Context, Device, Working, working
 from cubroker.driver.host import BLOCK, host_module
 from cubroker.driver.multicast import Granularity, Multicast, granularity, obstacle
 from cubroker.driver.peers import Peers
@@ -53,6 +53,10 @@ class Driver:
             if index not in self._contexts:
                 self._contexts[index] = Context(self._calls, self._device(index), host=self.host)
             return self._contexts[index]
+
+    def working(self) -> Working | None:
+        """Return in which context this thread works, for :meth:`Context.check_thread`; None if in none."""
+        return working(self._calls)
 
     def granularity(self, index: int) -> int:
         """Return the bytes of which :meth:`create` and :meth:`Context.reserve` take multiples, on that device."""

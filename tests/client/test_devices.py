@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import Mock
+
 import pytest
 
 from cubroker.client import Broker, devices
 from cubroker.driver import Driver, DriverError
 from cubroker.protocol.errors import DeviceFailure, NotFound, OutOfMemory, Unavailable
 from tests.brokers import eventually
-from tests.client.conftest import leases, publish
+from tests.client.conftest import LAYOUT, content, leases, publish
 
 SPEC = "host:2@4194304"
 
@@ -48,3 +52,48 @@ def test_a_pool_on_a_device_that_this_process_does_not_see_is_not_attached(
 def test_a_driver_that_cannot_be_loaded_is_unavailable() -> None:
     with pytest.raises(Unavailable, match=r"cannot open the broker's devices \(abacus\)"):
         devices.driver("abacus")
+
+
+@contextmanager
+def second_context(driver: Driver, device: int) -> Iterator[None]:
+    """Have this thread work in a context of its own, beside the primary one of the device."""
+    calls = driver.context(device).calls
+    own = calls.cuCtxCreate(None, 0, calls.cuDeviceGet(device))
+    try:
+        yield
+    finally:
+        calls.cuCtxDestroy(own)
+
+
+def test_a_thread_in_a_second_context_of_a_device_gets_no_memory_there_that_it_could_not_use(
+    client: Broker, name: str
+) -> None:
+    publish(client, name, devices=(0, 1))
+    refused = pytest.raises(DeviceFailure, match=r"opening .*this thread works in another context of device 0 than its")
+    with second_context(client.driver, 0):
+        for ask in (
+            lambda: client.attach(name, device=0),
+            lambda: client.create(f"{name}-new", LAYOUT, devices=(1, 0)),
+            lambda: client.attach_or_create(name, LAYOUT, device=0),
+        ):
+            with refused:
+                ask()
+        with client.attach(name, device=1) as pool:
+            assert pool["weight"].tobytes() == content("weight", 128)
+    assert [info.name for info in client.pools()] == [name]
+    assert leases(client, name) == 0
+    with client.attach(name, device=0), second_context(client.driver, 1):
+        client.attach(name, device=0).close()
+
+
+def test_a_driver_that_does_not_tell_where_a_thread_works_is_a_failure(
+    client: Broker, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(client, name)
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            Driver, "working", Mock(side_effect=DriverError("cuCtxGetCurrent", 719, "CUDA_ERROR_LAUNCH_FAILED"))
+        )
+        with pytest.raises(DeviceFailure, match="in which context this thread works: cuCtxGetCurrent failed"):
+            client.attach(name)
+    client.attach(name).close()

@@ -228,11 +228,11 @@ def test_a_thread_in_a_second_context_of_the_device_opens_nothing(
     neighbour.ask("close", neighbour.ask("open", handle))
 
 
-def test_a_thread_that_works_on_another_device_may_open(pair: Pair, neighbour: Neighbour) -> None:
+def test_a_thread_that_works_on_another_device_may_open(driver: Driver, pair: Pair, neighbour: Neighbour) -> None:
     near, far = pair
     theirs = neighbour.ask("allocate", BLOCK)
     with far.current():
-        near.check_thread()
+        near.check_thread(driver.working())
         near.close(near.open(neighbour.ask("export", theirs)))
     neighbour.ask("free", theirs)
 
