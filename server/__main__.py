@@ -18,11 +18,17 @@ def main() -> int:
     parser.add_argument("--config", type=Path, help="a TOML file; what is given here comes before it")
     parser.add_argument("--devices", help="cuda, cuda:0,1, host:2 or host:2@64MiB")
     parser.add_argument("--budget", help="of each device: 10GiB, or a share; 90%% by default")
+    parser.add_argument("--drain", help="seconds to wait for leases to end when it is told to; 10 by default")
     options = parser.parse_args()
     ready = f"cubroker: serving on {options.directory}"
     with logs.to_standard_error() as say:
         try:
-            given = {"directory": str(options.directory), "devices": options.devices, "budget": options.budget}
+            given = {
+                "directory": str(options.directory),
+                "devices": options.devices,
+                "budget": options.budget,
+                "shutdown.drain_seconds": options.drain,
+            }
             current = configure(options.config, {key: text for key, text in given.items() if text})
             return serve(current, lambda: say(ready))
         except CubrokerError as error:

@@ -54,7 +54,12 @@ class Assembly(Orders[Assemble | Dissolve]):
         self._memory = memory
         self._report = report
         self._teams: dict[int, ExitStack] = {}
+        self._left: set[int] = set()
         super().__init__("assembly")
+
+    def leave(self, team: int) -> None:
+        """Leave a team as it is when this closes: somebody uses its memory."""
+        self._left.add(team)
 
     def _do(self, request: Assemble | Dissolve) -> None:
         if isinstance(request, Assemble):
@@ -64,7 +69,7 @@ class Assembly(Orders[Assemble | Dissolve]):
             self._report(Dissolved(request.team))
 
     def _give_all_back(self) -> None:
-        for team in list(self._teams):
+        for team in self._teams.keys() - self._left:
             self._dissolve(team)
 
     def _assemble(self, request: Assemble) -> Assembled:

@@ -113,6 +113,7 @@ class DeviceMemory(Orders[Allocate | Free]):
         self._report = report
         self._store = store
         self._stored: set[int] = set()
+        self._left: set[int] = set()
         self._pieces: dict[int, list[Mapped | Unmapped | Inherited]] = {}
         super().__init__(f"device-{device.index}")
 
@@ -123,6 +124,15 @@ class DeviceMemory(Orders[Allocate | Free]):
             Inherited(self._driver, self._device.index, rounded(size), one)
             for size, one in zip(sizes, descriptors, strict=True)
         ]
+
+    def leave(self, ticket: int) -> None:
+        """Leave a ticket's memory as it is when this closes: somebody uses it, and may have it when the process ends."""
+        self._left.add(ticket)
+
+    @property
+    def leaves(self) -> bool:
+        """Whether any memory is left as it is."""
+        return bool(self._left)
 
     def physicals(self, ticket: int) -> tuple[Physical, ...]:
         """Return the memory without addresses of a ticket that was reported allocated and is not to be freed yet."""
@@ -135,7 +145,7 @@ class DeviceMemory(Orders[Allocate | Free]):
             self._report(Freed(request.ticket))
 
     def _give_all_back(self) -> None:
-        for ticket in self._pieces.keys() - self._stored:
+        for ticket in self._pieces.keys() - self._stored - self._left:
             self._free(ticket)
 
     def _allocate(self, request: Allocate) -> Allocated | NotAllocated:

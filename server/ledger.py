@@ -275,7 +275,8 @@ class Ledger:
 
     def last_words(self, session: int) -> str:
         """Return what a session should know of what it holds as the broker ends; nothing if it holds nothing."""
-        return draining.last_words(self._books.sessions[session])
+        found = self._books.sessions.get(session)
+        return "" if found is None else draining.last_words(found)
 
     def summary(self) -> str:
         """Return in one line how much there is of everything."""

@@ -23,7 +23,7 @@ class Orders(ABC, Generic[Q]):
         self._queue.put(request)
 
     def close(self) -> None:
-        """Finish what is queued, give back everything that is left, and end the thread."""
+        """Finish what is queued, give back everything that nobody uses, and end the thread."""
         self._queue.put(None)
         self._thread.join()
 

@@ -56,6 +56,8 @@ def configure(file: Path | None, options: Mapping[str, str]) -> Current:
 def serve(current: Current, ready: Callable[[], None] | None = None, *, discard: bool = False) -> int:
     """Serve until SIGTERM or SIGINT, and return the exit status; SIGHUP reads the configuration again, if it is a file.
 
+    It ends when nothing is held any more that would go with it, at a second signal, or after a time.
+
     Args:
         current: where to serve, which devices, and all the rest.
         ready: called once when clients are served.
@@ -75,8 +77,8 @@ def serve(current: Current, ready: Callable[[], None] | None = None, *, discard:
 
 
 async def _serve(place: Directory, current: Current, estate: Estate, ready: Callable[[], None] | None) -> int:
-    again = asyncio.Event()
-    stop = asyncio.create_task(_told_to_stop(again if current.sources.file else None))
+    again, enough = asyncio.Event(), asyncio.Event()
+    stop = asyncio.create_task(_told_to_stop(again if current.sources.file else None, enough))
     async with AsyncExitStack() as undo:
         starting = asyncio.create_task(_start(undo, place, current.config, estate.store))
         await asyncio.wait((starting, stop), return_when=asyncio.FIRST_COMPLETED)
@@ -90,6 +92,11 @@ async def _serve(place: Directory, current: Current, estate: Estate, ready: Call
                 ready()
             service.ready()
             await stop
+            if broker.holds and (limit := current.config.drain):
+                log.info("told to end: what is lent has %g s to come back, or until the next signal", limit)
+                broker.drain()
+                service.draining(limit)
+                await broker.drained(limit, enough)
             service.stopping()
         else:
             starting.cancel()
@@ -98,17 +105,21 @@ async def _serve(place: Directory, current: Current, estate: Estate, ready: Call
     return 0
 
 
-async def _told_to_stop(again: asyncio.Event | None) -> None:
-    """Return at a signal to end; SIGHUP is one, or, if there is ``again``, sets that.
+async def _told_to_stop(again: asyncio.Event | None, enough: asyncio.Event) -> None:
+    """Return at a signal to end; the next one sets ``enough``. SIGHUP is one, or, if there is ``again``, sets that.
 
     A signal to end that is ignored stays so: shells start background work like that, and nohup. One that is blocked
     does not: whoever started this process left that by mistake, and nobody could stop it.
     """
     told = asyncio.Event()
     loop = asyncio.get_running_loop()
+
+    def end() -> None:
+        (enough if told.is_set() else told).set()
+
     for number in ENDING if again else (*ENDING, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
-            loop.add_signal_handler(number, told.set)
+            loop.add_signal_handler(number, end)
     if again:
         loop.add_signal_handler(signal.SIGHUP, again.set)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (*ENDING, signal.SIGHUP))
@@ -151,8 +162,8 @@ async def _assemble(
     """Return a broker, and its devices; ``undo`` says farewell, frees their memory and closes them."""
     loop = asyncio.get_running_loop()
     driver = await asyncio.to_thread(_load, config.devices)
-    undo.callback(driver.close)
     memory: dict[str, DeviceMemory] = {}
+    undo.callback(_close, driver, memory)
     with readable():
         ledger, scribe = _ledger(driver, config, store), _scribe(store)
 
@@ -173,6 +184,12 @@ async def _assemble(
         with readable():
             restore(broker, ledger, memory, store)
     return broker, driver.devices
+
+
+def _close(driver: Driver, memory: Mapping[str, DeviceMemory]) -> None:
+    """Close the driver, unless memory is in use: that would go with its context, and so goes with the process."""
+    if not any(each.leaves for each in memory.values()):
+        driver.close()
 
 
 def _watch(undo: AsyncExitStack, config: Config, ledger: Ledger, store: Store | None, scribe: Scribe | None) -> Sight:

@@ -11,6 +11,9 @@ from cubroker.server.store.notify import Manager
 
 log = logging.getLogger(__name__)
 
+ENDING = 60.0
+"""Seconds that the end of a broker may take once it has waited for what it lent."""
+
 PERIOD = 10.0
 """Seconds after which the status is told again, if it changed, where no watchdog asks for more."""
 
@@ -27,6 +30,7 @@ class Service:
         self._manager = manager
         self._status = status
         self._told = ""
+        self._stopping = False
         self._timer: asyncio.TimerHandle | None = None
 
     def ready(self) -> None:
@@ -41,11 +45,18 @@ class Service:
         if self._manager:
             self._say(self._manager.reloading)
 
+    def draining(self, seconds: float) -> None:
+        """Say that it ends, and that it may take ``seconds`` until it begins to; and keep saying how it goes."""
+        if self._manager:
+            self._stopping = True
+            self._say(self._manager.stopping, seconds + ENDING)
+            self._beat(self._manager)
+
     def stopping(self) -> None:
         """Say that it ends, and nothing more."""
         if self._timer:
             self._timer.cancel()
-        if self._manager:
+        if self._manager and not self._stopping:
             self._say(self._manager.stopping)
 
     def _beat(self, manager: Manager) -> None:
@@ -59,7 +70,7 @@ class Service:
             self._say(manager.status, status)
         self._timer = asyncio.get_running_loop().call_later(min(interval or PERIOD, PERIOD), self._beat, manager)
 
-    def _say(self, message: Callable[..., None], *arguments: str) -> None:
+    def _say(self, message: Callable[..., None], *arguments: str | float) -> None:
         try:
             message(*arguments)
         except Unavailable as error:

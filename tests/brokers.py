@@ -31,7 +31,10 @@ class BrokerProcess:
     Attributes:
         directory: where it serves; also what ``$CUBROKER_DIR`` should be.
         devices: what it was given as ``--devices``.
+        drain: seconds that it waits for leases to end when it is stopped.
     """
+
+    drain = "0"
 
     def __init__(self, directory: Path, devices: str = DEVICES, budget: str | None = None) -> None:
         self.directory = directory
@@ -61,6 +64,7 @@ class BrokerProcess:
 
     def command(self) -> list[str]:
         command = [sys.executable, "-m", "cubroker.server", str(self.directory), "--devices", self.devices]
+        command += ["--drain", self.drain]
         return command + (["--budget", self._budget] if self._budget else [])
 
     def stop(self) -> int:

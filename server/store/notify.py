@@ -82,9 +82,9 @@ class Manager:
         """Say how this process fares, in one line. Raises as :meth:`store`."""
         self._send(_status(text))
 
-    def stopping(self) -> None:
-        """Say that this process is about to end. Raises as :meth:`store`."""
-        self._send("STOPPING=1")
+    def stopping(self, seconds: float = 0.0) -> None:
+        """Say that this process is about to end, and that it may take ``seconds``. Raises as :meth:`store`."""
+        self._send("STOPPING=1" + (f"\nEXTEND_TIMEOUT_USEC={seconds * 1e6:.0f}" if seconds else ""))
 
     def reloading(self) -> None:
         """Say that settings are read again; :meth:`ready` says when that is done. Raises as :meth:`store`."""

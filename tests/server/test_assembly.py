@@ -87,6 +87,14 @@ def test_what_is_left_is_dissolved_when_the_broker_ends(bench: Bench) -> None:
     assert bench.assemble().how == "multicast"
 
 
+def test_a_team_that_somebody_uses_is_left_when_the_broker_ends(bench: Bench) -> None:
+    descriptors = bench.assemble().descriptors
+    bench.assembly.leave(3)
+    bench.assembly.close()
+    assert all(os.fstat(descriptor) for descriptor in descriptors)
+    bench.assembly._dissolve(3)  # which the end of the process does elsewhere
+
+
 @pytest.mark.parametrize("at", [1, 2, 3, 4])
 def test_a_refusal_half_way_leaves_nothing_and_is_told(bench: Bench, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
     real, calls = Multicast.bind, 0

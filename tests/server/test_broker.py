@@ -44,7 +44,7 @@ from cubroker.server.events import (
     Notify,
     Respond,
 )
-from cubroker.server.ledger import Ledger
+from cubroker.server.ledger import Held, Ledger
 from cubroker.server.peers import Peer
 from tests.brokers import BrokerProcess, eventually, serving
 from tests.server.clients import RawClient, session
@@ -100,10 +100,23 @@ WAITS = 6
 """The one request that is not answered at once."""
 
 
-class Mistaken:
-    """A ledger that fails at whatever is asked, and goes on; of some events it says what cannot be carried out."""
+class Idle:
+    """A ledger that nobody holds anything of."""
 
     last_session = 0
+    draining = held = ""
+
+    def memory(self) -> tuple[Held, ...]:
+        """It has none."""
+        return ()
+
+    def last_words(self, session: int) -> str:
+        """It has nothing to say."""
+        return ""
+
+
+class Mistaken(Idle):
+    """A ledger that fails at whatever is asked, and goes on; of some events it says what cannot be carried out."""
 
     def admit(self, uid: int) -> None:
         """Everybody may come in."""
@@ -130,7 +143,7 @@ class Mistaken:
         raise KeyError(event)
 
 
-class Obedient:
+class Obedient(Idle):
     """A ledger that wants the same whatever happens."""
 
     def __init__(self, effects: list[Effect]) -> None:

@@ -259,3 +259,19 @@ def test_closing_frees_what_is_left(driver: Driver) -> None:
         device.allocate(1, 100)
         device.allocate(2, 100)
     assert free_bytes(context) == SIZE
+
+
+def test_memory_that_somebody_uses_is_left_when_the_rest_is_freed(driver: Driver) -> None:
+    context = driver.context(0)
+    before = free_bytes(context)
+    with serving(driver) as device:
+        for ticket in (1, 2):
+            device.allocate(ticket, GRANULARITY)
+            device.allocate(ticket + 2, GRANULARITY, share="vmm")
+        assert not device.memory.leaves
+        device.memory.leave(1)
+        device.memory.leave(3)
+        assert device.memory.leaves
+    assert free_bytes(context) == before - 2 * GRANULARITY
+    for ticket in (1, 3):
+        device.memory._free(ticket)  # which the end of the process does elsewhere
