@@ -16,7 +16,17 @@ from typing import TYPE_CHECKING
 
 from cubroker.protocol import wire
 from cubroker.protocol.errors import CubrokerError, Denied, InternalFailure, Unavailable
-from cubroker.protocol.messages import Attached, Created, Failed, Farewell, GatewayChanged, Notice, Refused, Welcome
+from cubroker.protocol.messages import (
+    Attached,
+    Created,
+    Draining,
+    Failed,
+    Farewell,
+    GatewayChanged,
+    Notice,
+    Refused,
+    Welcome,
+)
 from cubroker.server import events
 from cubroker.server.answers import Frame
 from cubroker.server.assembly import Assembly
@@ -87,6 +97,7 @@ class Broker:
         self._numbers = itertools.count(ledger.last_session + 1)
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self._denials = Denials()
+        self._drained = asyncio.Event()
 
     def admit(self, connection: socket.socket, peer: Peer, version: int) -> None:
         """Open a session on a connection that has greeted, if its user may have one more."""
@@ -126,6 +137,7 @@ class Broker:
             before = remembered[number]
             if not before.welcomed:
                 self._welcome(session, before.version)
+            session.notify(Draining(self._ledger.draining))  # it may have heard otherwise from the earlier broker
             for lease in before.owed:
                 lent = self._ledger.lent(number, lease)
                 if lent is not None and lent.hand_over is not None:
@@ -152,6 +164,8 @@ class Broker:
         session.send(wire.pack(Welcome(version, session.number, session.secret, self._driver)))
         if self._scribe:
             self._scribe.opened(session, version, welcomed=True)
+        if why := self._ledger.draining:
+            session.notify(Draining(why))
 
     def _turn_away(self, session: Session, error: CubrokerError) -> None:
         self._sight.turned_away(error)
@@ -223,12 +237,40 @@ class Broker:
         """Tell every session that requests may have been lost with the gateway."""
         self._notify_all(GatewayChanged())
 
+    @property
+    def holds(self) -> bool:
+        """Whether anybody holds what would go with this broker."""
+        return bool(self._ledger.held)
+
+    def drain(self) -> None:
+        """Lend nothing more that would go with this broker."""
+        log.info("draining; what is held: %s", self._ledger.held)
+        self.handle(events.Ending())
+
+    async def drained(self, seconds: float, enough: asyncio.Event) -> None:
+        """Wait up to ``seconds`` until nobody holds what would go with this broker, or until it is ``enough``."""
+        waits = [self._loop.create_task(each.wait()) for each in (self._drained, enough)]
+        await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        for each in waits:
+            each.cancel()
+
     def close(self, reason: str) -> None:
-        """Say farewell to every session, and forget them all; or leave them to the next broker, if there is a store."""
-        if self._store is None:
-            self._notify_all(Farewell(reason))
-        for session in self._sessions.values():
-            session.close() if self._store is None else session.leave()
+        """Say farewell to every session, and forget them all; or leave them to the next broker, if there is a store.
+
+        Memory that somebody holds is left as it is, for whoever has it mapped.
+        """
+        if held := self._ledger.held:
+            log.warning("still held, and left as it is: %s; memory of ipc pools ends with this process", held)
+        for each in self._ledger.memory():
+            if each.leases:
+                self._memory[each.device].leave(each.ticket)
+                self._assembly.leave(each.team)
+        for number, session in self._sessions.items():
+            if self._store is None:
+                session.notify(Farewell("; ".join(filter(None, (reason, self._ledger.last_words(number))))))
+                session.close()
+            else:
+                session.leave()
         for timer in (*self._timers.values(), *filter(None, (self._retry,))):
             timer.cancel()
         self._requests.close()
@@ -322,6 +364,8 @@ class Broker:
             case events.DropTimer():
                 if timer := self._timers.pop(effect.timer, None):  # it may run out before this is written down
                     timer.cancel()
+            case events.Drained():
+                self._drained.set()
             case events.Forget():
                 self._forget(self._sessions.pop(effect.session))
 

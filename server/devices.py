@@ -126,7 +126,7 @@ class DeviceMemory(Orders[Allocate | Free]):
         ]
 
     def leave(self, ticket: int) -> None:
-        """Leave a ticket's memory as it is when this closes: somebody uses it, and may have it when the process ends."""
+        """Leave a ticket's memory as it is when this closes: somebody uses it. The end of the process may take it."""
         self._left.add(ticket)
 
     @property
