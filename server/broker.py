@@ -97,6 +97,7 @@ class Broker:
         self._numbers = itertools.count(ledger.last_session + 1)
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self._denials = Denials()
+        self._closed = False
         self._drained = asyncio.Event()
 
     def admit(self, connection: socket.socket, peer: Peer, version: int) -> None:
@@ -182,7 +183,7 @@ class Broker:
 
         What cannot be written now is written later, and nothing is done about it, nor is anything said, until then.
         """
-        if not self._write():
+        if self._closed or not self._write():
             return
         (todo, self._todo), (joined, self._unwelcomed) = (self._todo, []), (self._unwelcomed, [])
         for effect in todo:
@@ -274,6 +275,7 @@ class Broker:
         for timer in (*self._timers.values(), *filter(None, (self._retry,))):
             timer.cancel()
         self._requests.close()
+        self._closed = True
 
     def _notify_all(self, notice: Notice) -> None:
         for session in self._sessions.values():
@@ -283,6 +285,8 @@ class Broker:
         self.handle(event)
 
     def _apply(self, event: Event) -> None:
+        if self._closed:  # nobody would hear of it; the next broker is asked again, and sweeps up what is there
+            return
         effects: Sequence[Effect] = ()
         self._keep(event)
         try:

@@ -217,6 +217,19 @@ def test_descriptors_are_known_for_as_long_as_they_are_open(monkeypatch: pytest.
     run(test())
 
 
+def test_what_comes_after_the_end_is_for_the_next_broker(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        stage = Stage()
+        stage.broker.close("the end")
+        monkeypatch.setattr(stage.broker, "_ledger", Obedient([Free(1, "device")]))
+        stage.broker.handle(Allocated(1, (DESCRIPTOR,), (77,)))
+        assert stage.ask(1) == []
+        assert stage.memory.asked == []
+        stage.client.close()
+
+    run(test())
+
+
 def test_a_mistake_in_the_ledger_is_logged_answered_and_survived(caplog: pytest.LogCaptureFixture) -> None:
     async def test() -> None:
         stage = Stage()
