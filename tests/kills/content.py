@@ -20,12 +20,14 @@ PLAN = {"first": 0, "second": 1}
 
 @dataclass(frozen=True)
 class Form:
-    """How a pool is shared and where it lies; if ``sharded``, by :data:`PLAN`; and whether its readers may write it."""
+    """How a pool is shared and where it lies; if ``sharded``, by :data:`PLAN`; whether its readers may write it, and
+    whether it outlives the broker."""
 
     share: str = "ipc"
     devices: tuple[int, ...] = (0,)
     sharded: bool = False
     writable: bool = False
+    durable: bool = False
 
     def create(self, broker: Broker, name: str, wait: float = 0.0) -> Draft:
         """Open a draft of such a pool."""
@@ -37,6 +39,7 @@ class Form:
             plan=plan,
             share=self.share,
             writable=self.writable,
+            durable=self.durable,
             wait=wait,
         )
 

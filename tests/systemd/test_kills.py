@@ -1,0 +1,102 @@
+"""A broker under systemd that is killed at any moment, and replaced by another version, while workers work.
+
+``CUBROKER_SYSTEMD_KILLS`` says how often; ``make systemd-test`` does it a hundred times.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.brokers import eventually
+from tests.systemd.clients import Client
+from tests.systemd.installing import VERSIONS, add, switch, wheel
+from tests.systemd.service import SERVICE, Service
+
+KILLS = int(os.environ.get("CUBROKER_SYSTEMD_KILLS", "4"))
+HOLDERS = 4
+BUSY = ("attaching", "attaching", "publishing")
+
+pytestmark = pytest.mark.slow
+
+
+class Company(NamedTuple):
+    """Processes that use the broker: of two pools one is held and attached to, and one gets new versions."""
+
+    holders: Sequence[Client]
+    busy: Sequence[Client]
+    judge: Client
+
+    @classmethod
+    @contextmanager
+    def at_work(cls, service: Service) -> Iterator[Company]:
+        service.publish("held")
+        with ExitStack() as stack:
+            holders = [stack.enter_context(Client(service.lab, "hold", "held")) for _ in range(HOLDERS)]
+            busy = [stack.enter_context(Client(service.lab, role, role_pool(role))) for role in BUSY]
+            pids = [client.said for client in (*holders, *busy)]
+            yield cls(holders, busy, stack.enter_context(Client(service.lab, "judge", *pids)))
+
+    def settle(self, service: Service) -> list[tuple[float, float]]:
+        """Stop the busy ones; nothing is lost, doubled or leaked. Return when their long turns began and ended."""
+        told = [client.ask() for client in self.busy]
+        assert all(turns for turns, _ in told)
+        assert all(holder.ask() == ["held", 1] for holder in self.holders)
+        found, leases = self.judge.ask()
+        assert found == []
+        assert leases.pop("held@1") == HOLDERS
+        assert list(leases.values()) == [0]  # the newest version of the other pool, and no other
+        sessions, allocations = len(self.holders) + len(self.busy) + 1, 2 * 2
+        stored = len({"ledger"}) + 2 * sessions + allocations
+        eventually(lambda: service.stored == stored, f"systemd to have {stored} descriptors")
+        assert service.memory() == allocations
+        return [tuple(turn) for _, long in told for turn in long]
+
+
+def role_pool(role: str) -> str:
+    return "held" if role == "attaching" else "published"
+
+
+def stalls(kills: Sequence[float], turns: Sequence[tuple[float, float]]) -> list[float]:
+    """Return the seconds of the longest turn that each kill fell into, in order of length."""
+    return sorted(max((end - began for began, end in turns if began <= kill <= end), default=0.0) for kill in kills)
+
+
+@pytest.mark.timeout(1800)
+def test_kills_at_any_moment_lose_and_double_nothing(service: Service, capsys: pytest.CaptureFixture[str]) -> None:
+    chance = random.Random(7)
+    kills: list[float] = []
+    with Company.at_work(service) as company:
+        for _ in range(KILLS):
+            time.sleep(chance.uniform(0, 0.5))  # any moment, those in which a broker comes up included
+            kills.append(time.monotonic())
+            service.signal(signal.SIGKILL)
+        service.serves()
+        turns = company.settle(service)
+    assert service.starts_again
+    lengths = stalls(kills, turns)
+    with capsys.disabled():
+        p50, p95 = (lengths[int(len(lengths) * share)] for share in (0.5, 0.95))
+        print(f"\n{KILLS} SIGKILLs under systemd: longest turns p50 {p50:.2f} s, p95 {p95:.2f} s, {lengths[-1]:.2f} s")
+
+
+def test_another_version_goes_on_where_the_last_one_stopped(service: Service, tmp_path: Path) -> None:
+    old, new = VERSIONS
+    add(service.lab, new, wheel(new, tmp_path))
+    with Company.at_work(service) as company:
+        assert service.version == old
+        switch(service.lab, new)
+        service.lab.systemctl("restart", SERVICE)
+        try:
+            assert service.version == new
+            company.settle(service)
+        finally:
+            switch(service.lab, old)

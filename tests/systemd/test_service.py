@@ -1,0 +1,121 @@
+"""The service under a systemd of its own."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.brokers import eventually
+from tests.checkpoints import filled, write
+from tests.systemd.clients import Client
+from tests.systemd.service import SERVICE, SETTINGS, SOCKETS, TEXT, Service
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_service_that_has_started_serves_and_says_how_it_fares(service: Service) -> None:
+    assert service.pools() == []
+    assert service.lab.show(SERVICE, "StatusText").startswith("0 versions, ")
+    assert "serving" in service.lab.log(SERVICE)
+
+
+def test_whoever_connects_before_the_broker_runs_starts_it(service: Service) -> None:
+    service.stop()
+    service.lab.systemctl("start", *SOCKETS)
+    assert service.pid == 0
+    assert service.pools() == []
+    assert service.pid
+
+
+def test_members_of_the_group_may_connect_and_others_may_not(service: Service) -> None:
+    reach = ("cubroker", "--directory", "/run/cubroker", "ls", "--json")
+    nobody = ("setpriv", "--reuid=65534", "--clear-groups")
+    assert service.lab.run(*nobody, "--regid=cubroker", *reach).stdout.strip() == "[]"
+    refused = service.lab.run(*nobody, "--regid=65534", *reach, check=False)
+    assert refused.returncode
+    assert "may not" in refused.stderr or "denied" in refused.stderr.lower(), refused.stderr
+
+
+def test_a_broker_that_hangs_is_started_again_with_what_it_had(service: Service) -> None:
+    service.configure("[Service]\nWatchdogSec=2\n")
+    service.lab.systemctl("restart", SERVICE)
+    service.publish("held")
+    with Client(service.lab, "hold", "held") as holder:
+        service.signal(signal.SIGSTOP)
+        eventually(lambda: service.starts_again, "the watchdog to act")
+        service.serves()
+        assert holder.ask() == ["held", 1]
+        (pool,) = service.pools()
+        assert (pool["name"], pool["leases"]) == ("held", 1)
+    assert "Watchdog timeout" in service.lab.log(SERVICE)
+
+
+def test_a_restart_keeps_pools_and_leases_and_workers_go_on(service: Service) -> None:
+    service.publish("held")
+    with Client(service.lab, "hold", "held") as holder, Client(service.lab, "attaching", "held") as worker:
+        before = service.pid
+        service.lab.systemctl("restart", SERVICE)
+        assert service.pid != before
+        assert holder.ask() == ["held", 1]
+        turns, _ = worker.ask()
+        assert turns
+        (pool,) = service.pools()
+        assert (pool["name"], pool["leases"]) == ("held", 1)
+
+
+def test_a_worker_that_died_while_no_broker_ran_is_found_out(service: Service) -> None:
+    service.publish("held")
+    with Client(service.lab, "hold", "held") as holder, Client(service.lab, "hold", "held"):
+        service.configure("[Service]\nExecStartPre=/bin/sh -c 'while [ ! -e /run/go ]; do sleep 0.01; done'\n")
+        service.signal(signal.SIGKILL)
+        eventually(lambda: service.lab.show(SERVICE, "SubState") == "start-pre", "the broker to be away")
+        service.lab.run("kill", "-KILL", str(holder.said))
+        service.lab.run("touch", "/run/go")
+        service.serves()
+        eventually(lambda: [pool["leases"] for pool in service.pools()] == [1], "the lease to fall")
+    service.lab.run("rm", "/run/go")
+
+
+def test_stopped_and_started_it_has_what_systemd_keeps_and_workers_keep_their_memory(service: Service) -> None:
+    service.publish("held")
+    kept = service.lab.run("systemctl", "show", "--property=FileDescriptorStorePreserve", SERVICE).stdout
+    with Client(service.lab, "hold", "held") as holder:
+        service.lab.systemctl("stop", SERVICE, *SOCKETS)
+        assert service.pid == 0
+        service.start()
+        assert [pool["name"] for pool in service.pools()] == (["held"] if "yes" in kept else [])
+        assert holder.ask() == ["held", 1]
+
+
+def test_a_reload_takes_new_settings_and_refuses_wrong_ones(service: Service) -> None:
+    before = service.pid
+    service.lab.write(SETTINGS, TEXT + "keep = 3\n")
+    service.lab.systemctl("reload", SERVICE)
+    assert "keep" in service.lab.log(SERVICE)
+    service.lab.write(SETTINGS, TEXT + "kepp = 3\n")
+    assert service.lab.run("systemctl", "reload", SERVICE, check=False).returncode
+    assert "there is no setting kepp" in service.lab.log(SERVICE)
+    assert service.pid == before
+    assert service.pools() == []
+
+
+def test_a_pool_is_loaded_at_boot_tried_again_until_it_can_be_and_there_when_its_unit_is_done(
+    service: Service, tmp_path: Path
+) -> None:
+    unit = "cubroker-load@tiny.service"
+    service.lab.write("/etc/cubroker/load/tiny.conf", "MODEL=/opt/models/tiny.safetensors\nOPTIONS=--share vmm\n")
+    service.lab.write(f"/run/systemd/system/{unit}.d/test.conf", "[Service]\nRestartSec=100ms\n")
+    service.lab.systemctl("daemon-reload")
+    service.lab.systemctl("enable", unit)
+    service.lab.systemctl("start", "--no-block", unit)
+    eventually(lambda: service.lab.show(unit, "NRestarts") != "0", "the load to be tried again")
+    assert service.pools() == []
+    model = write(tmp_path / "tiny.safetensors", filled([("weight", "F32", (16, 16))]))
+    service.lab.run("install", "-D", model, "/opt/models/tiny.safetensors")
+    eventually(lambda: service.lab.show(unit, "ActiveState") == "active", "the load to be done")
+    assert [pool["state"] for pool in service.pools()] == ["current"]
+    service.killed()  # with a pool that is not durable
+    eventually(lambda: [pool["state"] for pool in service.pools()] == ["current"], "the pool to be loaded again")
+    service.lab.systemctl("disable", "--now", unit)
