@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from cubroker.driver import DriverError, load
+from cubroker.driver import DriverError, guard, load
 
 HERE = Path(__file__).parent
 
@@ -28,3 +29,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.gpu)
         if reason := no_gpu():
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_multicast() -> Iterator[None]:
+    """Say no to multicast for the tests and all processes that they start, whatever the site says."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(guard.OWN_SETTING, "0")
+        yield
