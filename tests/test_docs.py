@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -60,6 +63,26 @@ def test_where_a_function_is_used_and_tested_is_so(function: str) -> None:
     assert defines((ROOT / path).read_text(), name), f"{path} has no {name}"
     shared = f"from {path.removesuffix('.py').replace('/', '.')} import" in ON_GPUS
     assert runs_on == ("GPUs" if shared else "host devices")
+
+
+def witnesses() -> dict[str, str]:
+    """The test of each driver function that the table names, as pytest does, on host devices."""
+    found = {}
+    for function, (*_, test, _) in rows().items():
+        path, name = test.split()
+        conformance = path.rpartition("/")[2].startswith("conformance")
+        found[function] = f"{'tests/driver/test_conformance.py' if conformance else path}::{name.strip('`')}"
+    return found
+
+
+def test_the_tests_of_the_table_call_their_functions(tmp_path: Path) -> None:
+    tests, file = witnesses(), tmp_path / "calls.json"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.driver.recorder"]
+    command += ["--record-calls", str(file), *sorted(set(tests.values()))]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    called = json.loads(file.read_text())
+    assert [function for function, test in tests.items() if function not in called[test]] == []
 
 
 def anchors(page: Path) -> set[str]:
