@@ -83,7 +83,12 @@ def judge(*pids: str) -> None:
 def _work(turn: Callable[[], None]) -> None:
     """Work until a line comes; then say how many turns there were, and when long ones began and ended."""
     told = Event()
-    Thread(target=lambda: (sys.stdin.readline(), told.set()), daemon=True).start()
+
+    def listen() -> None:
+        sys.stdin.readline()
+        told.set()
+
+    Thread(target=listen, daemon=True).start()
     turns, long = 0, []
     while not told.is_set():
         began = time.monotonic()
