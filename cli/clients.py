@@ -41,6 +41,10 @@ def command(directory: Path, as_json: bool) -> None:
 
 
 def _row(client: ClientInfo) -> tuple[str, ...]:
-    held = Counter(f"{lease.pool}@{lease.version}" for lease in client.leases)
-    leases = ", ".join(pool if times == 1 else f"{pool} ({times} times)" for pool, times in held.items())
-    return str(client.session), str(client.pid), text.user(client.uid), client.state, leases or "none"
+    return str(client.session), str(client.pid), text.user(client.uid), client.state, held(client) or "none"
+
+
+def held(client: ClientInfo) -> str:
+    """Return what a client holds, in words; nothing if it holds nothing."""
+    pools = Counter(f"{lease.pool}@{lease.version}" for lease in client.leases)
+    return ", ".join(pool if times == 1 else f"{pool} ({times} times)" for pool, times in pools.items())

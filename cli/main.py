@@ -35,6 +35,7 @@ COMMANDS = {
     "topology": "Show which devices reach each other's memory, and how well.",
     "verify": "Compare a pool, byte for byte, with files.",
     "retire": "Take a version out of service.",
+    "drain": "Lend nothing new, and wait until everything is given back.",
     "config": "Check the settings of a broker, or show where each comes from.",
     "doctor": "Find out what works on this machine, and why not.",
     "demo": "See it work: load, attach, kill, publish, retire.",

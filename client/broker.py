@@ -36,6 +36,8 @@ from cubroker.protocol.messages import (
     Description,
     DeviceInfo,
     DeviceList,
+    Done,
+    Drain,
     Line,
     ListClients,
     ListDevices,
@@ -300,6 +302,38 @@ class Broker(Unsendable, Scoped):
         """
         pool, session = (subject, 0) if isinstance(subject, str) else (None, subject)
         return self._session.ask(Tell(pool, session), Story).lines
+
+    # -- draining ----------------------------------------------------------------------------------
+
+    @property
+    def draining(self) -> str:
+        """Why the broker lends nothing new and wants back what it lent; nothing if that is not so."""
+        self._owner.check()
+        return self._session.recall.why
+
+    def wait_draining(self, timeout: float | None = None, *, over: bool = False) -> bool:
+        """Wait until the broker is :attr:`draining`, for as long as it takes or up to ``timeout`` seconds.
+
+        Args:
+            timeout: seconds to wait; by default without limit.
+            over: wait until it lends again instead.
+
+        Returns:
+            Whether it came to that.
+        """
+        self._owner.check()
+        self._session.check_open()
+        return self._session.recall.wait(timeout, over=over)
+
+    def drain(self, *, on: bool = True) -> None:
+        """Have the broker lend nothing new, and tell all clients to give back what they hold; or lend again.
+
+        It stays so until it is taken back, with a store beyond the end of the broker. What is held stays.
+
+        Raises:
+            Denied: this user neither runs the broker nor is root.
+        """
+        self._session.ask(Drain(on), Done)
 
     # -- the end -----------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from cubroker.protocol.errors import CubrokerError, Unavailable
 from cubroker.protocol.messages import (
     Answer,
     Descriptors,
+    Draining,
     Farewell,
     GatewayChanged,
     Notice,
@@ -79,6 +80,7 @@ class Connection:
         inbox: where descriptors go to.
         changed: called on this thread with every change of a watched pool.
         vanished: called on this thread when memory that was lent to this session went with an earlier broker.
+        draining: called on this thread when the broker begins to call back what it lent, or lends again.
         lost: called on this thread, once, with the reason why the connection is over.
     """
 
@@ -91,6 +93,7 @@ class Connection:
         inbox: Inbox,
         changed: Callable[[PoolChanged], None],
         vanished: Callable[[PoolLost], None],
+        draining: Callable[[Draining], None],
         lost: Callable[[CubrokerError], None],
     ) -> None:
         self._channel = channel
@@ -100,6 +103,7 @@ class Connection:
         self._inbox = inbox
         self._changed = changed
         self._vanished = vanished
+        self._draining = draining
         self._lost = lost
         self._stopping = False
         self._quiet = False
@@ -226,6 +230,8 @@ class Connection:
             case PoolLost() as loss:
                 self._inbox.lose(loss)
                 self._vanished(loss)
+            case Draining() as recall:
+                self._draining(recall)
             case Welcome():
                 pass  # sent again: the broker was started again, and cannot know that the first was sent
         return None

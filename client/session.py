@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from socket import socket
@@ -17,11 +18,12 @@ from cubroker.client.hello import greet
 from cubroker.client.janitor import Guard, Janitor, Task
 from cubroker.client.loans import Loan
 from cubroker.client.mapping import Mapped
+from cubroker.client.recall import Recall
 from cubroker.client.requests import Requests, expect
 from cubroker.client.signals import Grip, Signal
 from cubroker.client.watch import Watch, Watches
 from cubroker.driver import Driver
-from cubroker.protocol.errors import TimedOut, Unavailable
+from cubroker.protocol.errors import CubrokerError, TimedOut, Unavailable
 from cubroker.protocol.messages import Attach, Attached, Create, Created, Done, PoolLost, Reply, Request
 
 log = logging.getLogger(__name__)
@@ -95,9 +97,17 @@ class Session:
             self.janitor = Janitor()
             undo.callback(self.janitor.stop)
             self.janitor.start()
-            changed, vanished, lost = self.watches.changed, self.losses.note, self.watches.fail
+            self.recall = Recall(self.directory, self._loans)
             self._connection = Connection(
-                channel, self.directory, waker, self.requests, self.inbox, changed, vanished, lost
+                channel,
+                self.directory,
+                waker,
+                self.requests,
+                self.inbox,
+                self.watches.changed,
+                self.losses.note,
+                self.recall.tell,
+                _losing(self.watches, self.recall),
             )
             undo.callback(self._connection.discard)
             # Should an interrupt come before anybody has this object, then its threads end with it.
@@ -189,7 +199,8 @@ class Session:
         with self._lock:
             self._leaving = True
             loans = list(self._loans)
-        self.watches.fail(Unavailable("this Broker was closed"))
+        for waits in (self.watches, self.recall):
+            waits.fail(Unavailable("this Broker was closed"))
         for loan in loans:
             loan.abandon(Unavailable("this Broker was closed while it waited"))
         if not loans:
@@ -236,6 +247,16 @@ class Session:
         if not future.wait(limit):
             raise TimedOut(f"the broker on {self.directory} did not answer the request {request} within {limit:g} s")
         return future.result()
+
+
+def _losing(watches: Watches, recall: Recall) -> Callable[[CubrokerError], None]:
+    """Return what tells those who wait for news that there will be none, and does not refer to their session."""
+
+    def lose(error: CubrokerError) -> None:
+        watches.fail(error)
+        recall.fail(error)
+
+    return lose
 
 
 def _stopping(connection: Connection, janitor: Janitor) -> Task:
