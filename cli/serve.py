@@ -27,7 +27,8 @@ from cubroker.server.run import configure, serve
 def command(file: Path | None, given: Mapping[str, str]) -> int:
     """Own the memory of this host's devices and lend it, until SIGTERM or Ctrl-C; SIGHUP has FILE read again.
 
-    The broker runs without a store today: when it ends, its pools go with it.
+    Before it ends it waits for what it lent, for as long as shutdown.drain_seconds says; a second signal ends the
+    waiting. Without a store (cubroker keep, or systemd) its pools go with it.
     """
     current = configure(file, given)
     config = current.config

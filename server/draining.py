@@ -76,11 +76,6 @@ def goes(books: Books, version: Version) -> bool:
     return books.store is None or not (version.durable or version.state is State.LOST)
 
 
-def is_held(books: Books) -> bool:
-    """Whether anybody holds what goes with the broker."""
-    return any(goes(books, lease.version) for lease in books.leases.values())
-
-
 def in_words(books: Books) -> str:
     """Return which versions that go with the broker are held, and by whom, for people; nothing if none are."""
     leases = [lease for lease in books.leases.values() if goes(books, lease.version)]

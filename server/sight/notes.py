@@ -57,6 +57,11 @@ class Notes:
         text = f"the process has ended, and with it {_count(who.leases)}" if who.leases else "the process has ended"
         self._write(logging.INFO if who.leases else logging.DEBUG, who, text, why="the process has ended")
 
+    def drained(self, who: Holder, *, on: bool) -> None:
+        """The broker is drained by hand, or no more."""
+        text = "drains the broker, which lends nothing new" if on else "has the broker lend again"
+        self._write(logging.INFO, who, text)
+
     def want(self, answer: Reply) -> bool:
         """Whether an answer is worth a line."""
         return isinstance(answer, PLAIN) or log.isEnabledFor(logging.DEBUG)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from cubroker.protocol.errors import CubrokerError
-from cubroker.protocol.messages import Attach, Create, Describe, Failed, Retire, Seal, Tell, Watch
+from cubroker.protocol.messages import Attach, Create, Describe, Done, Drain, Failed, Retire, Seal, Tell, Watch
 from cubroker.server.events import Asked, Effect, Event, Forget, Gone, Joined, Lost, Respond
 from cubroker.server.ledger import Ledger
 from cubroker.server.sight.notes import Notes, Question
@@ -49,7 +49,7 @@ class Sight:
         except Exception:
             log.exception(MISTAKE)
 
-    def after(self, event: Event, effects: Iterable[Effect]) -> None:
+    def after(self, event: Event, effects: Collection[Effect]) -> None:
         """Note what the ledger wants done about an event."""
         try:
             self._after(event, effects)
@@ -79,9 +79,13 @@ class Sight:
                 if (who := self._ledger.holder(session)) is not None:
                     self._notes.gone(who)
 
-    def _after(self, event: Event, effects: Iterable[Effect]) -> None:
-        if isinstance(event, Joined) and (who := self._ledger.holder(event.session)) is not None:
-            self._notes.joined(who)
+    def _after(self, event: Event, effects: Collection[Effect]) -> None:
+        match event:
+            case Joined(session) if (who := self._ledger.holder(session)) is not None:
+                self._notes.joined(who)
+            case Asked(session, request, Drain(on)) if Respond(session, request, Done()) in effects:
+                if (who := self._ledger.holder(session)) is not None:
+                    self._notes.drained(who, on=on)
         for effect in effects:
             match effect:
                 case Respond():

@@ -93,6 +93,14 @@ def test_everything_else_is_for_those_who_want_all(scene: Scene, caplog: pytest.
     ]
 
 
+def test_it_is_told_who_drains_the_broker(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    scene.tell(e.Joined(3, 103, 0, 0), asks(3, 1, m.Drain(True)), asks(2, 1, m.Drain(True)), asks(3, 2, m.Drain(False)))
+    assert caplog.messages == [
+        "session 3 (pid 103, uid 0): drains the broker, which lends nothing new",
+        "session 3 (pid 103, uid 0): has the broker lend again",
+    ]
+
+
 def test_a_user_who_is_refused_all_the_time_has_few_lines(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
     for request in range(notes.BURST + 50):
         scene.tell(attaches(2, request, "llama"))
