@@ -15,9 +15,12 @@ for folder in /etc /opt /usr/local; do
   mkdir -p "/run/lab$folder/upper" "/run/lab$folder/work"
   mount -t overlay -o "lowerdir=$folder,upperdir=/run/lab$folder/upper,workdir=/run/lab$folder/work" overlay "$folder"
 done
-mkdir -p /opt/python /opt/packages
+mkdir -p /opt/python /opt/packages /opt/lib
 mount --bind "$1" /opt/python  # a service sees neither /root nor /tmp
 mount --bind "$2" /opt/packages
+find /opt/python/lib -maxdepth 1 -name 'libpython*.so*' -exec ln -s {} /opt/lib/ \;
+echo /opt/lib > /etc/ld.so.conf.d/00-lab.conf  # before the one of another Python
+ldconfig
 
 # Of the host's units only those that every service wants.
 rm -rf /etc/systemd/system /etc/systemd/journald.conf.d

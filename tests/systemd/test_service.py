@@ -101,6 +101,17 @@ def test_a_reload_takes_new_settings_and_refuses_wrong_ones(service: Service) ->
     assert service.pools() == []
 
 
+def test_metrics_on_a_port_and_ipc_pools_on_host_devices_take_the_drop_in_for_the_network(service: Service) -> None:
+    drop_in = "/usr/local/share/doc/cubroker/network.conf"
+    service.configure(service.lab.run("cat", drop_in).stdout)
+    service.lab.write(SETTINGS, TEXT + '[metrics]\nlisten = "127.0.0.1:9464"\n')
+    service.lab.systemctl("restart", SERVICE)
+    read = "import urllib.request as r; print(r.urlopen('http://127.0.0.1:9464/metrics').read().decode())"
+    assert "cubroker_sessions" in service.lab.run("/opt/python/bin/python3", "-c", read).stdout
+    with Client(service.lab, "publish", "ipc", "ipc") as publisher:
+        assert publisher.said == 1
+
+
 def test_a_pool_is_loaded_at_boot_tried_again_until_it_can_be_and_there_when_its_unit_is_done(
     service: Service, tmp_path: Path
 ) -> None:

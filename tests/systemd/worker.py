@@ -27,10 +27,10 @@ def say(word: object) -> None:
     print(json.dumps(word), flush=True)
 
 
-def publish(name: str) -> None:
-    """Publish a version, say its number, and end."""
+def publish(name: str, share: str = "") -> None:
+    """Publish a version, durable unless it is shared otherwise, say its number, and end."""
     with Broker(DIRECTORY) as broker:
-        say(DURABLE.publish(broker, name))
+        say((Form(share) if share else DURABLE).publish(broker, name))
 
 
 def hold(name: str) -> None:
