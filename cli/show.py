@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -19,6 +20,7 @@ COLUMNS = (
     table.Column("SIZE", right=True),
     table.Column("PLACE", right=True),
 )
+DEVICE = table.Column("DEVICE", right=True)
 
 
 @click.command("show")
@@ -28,21 +30,30 @@ COLUMNS = (
 def command(reference: options.Reference, directory: Path, as_json: bool) -> None:
     """Show one version, by default the current one, and its tensors.
 
-    PLACE is the allocation and the byte in it where a tensor begins.
+    PLACE is the allocation and the byte in it where a tensor begins; DEVICE, of a sharded version, the index that
+    `cubroker devices` shows.
     """
     with Broker(directory) as broker:
-        info, layout = broker.describe(reference.name, reference.version)
+        info, layout, places = broker.describe(reference.name, reference.version)
+        devices = broker.devices()
     if as_json:
-        text.document(_document(info, layout))
+        text.document(_document(info, layout, places))
         return
     for line in _heading(info, layout):
         text.say(line)
     text.say("")
-    table.show(COLUMNS, [_row(tensor) for tensor in layout.tensors])
+    indexes = {device.uuid: str(device.index) for device in devices}
+    rows = [(*_row(tensor), *(indexes[uuid] for uuid in _place(tensor, places))) for tensor in layout.tensors]
+    table.show((*COLUMNS, DEVICE) if places else COLUMNS, rows)
 
 
-def _document(info: PoolInfo, layout: Layout) -> dict[str, object]:
-    """Return what ``ls`` says of the version, with its layout added."""
+def _place(tensor: TensorSpec, places: Sequence[str]) -> Sequence[str]:
+    """Return the device of a sharded version's tensor, in a list; an empty one if each device has the tensor."""
+    return places[tensor.allocation : tensor.allocation + 1]
+
+
+def _document(info: PoolInfo, layout: Layout, places: Sequence[str]) -> dict[str, object]:
+    """Return what ``ls`` says of the version, with its layout added; tensors that each device has are on none alone."""
     tensors = [
         {
             "name": tensor.name,
@@ -51,6 +62,7 @@ def _document(info: PoolInfo, layout: Layout) -> dict[str, object]:
             "nbytes": tensor.nbytes,
             "allocation": tensor.allocation,
             "offset": tensor.offset,
+            "device": next(iter(_place(tensor, places)), None),
         }
         for tensor in layout.tensors
     ]

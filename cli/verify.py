@@ -28,7 +28,7 @@ def command(reference: options.Reference, paths: tuple[Path, ...], directory: Pa
     Any difference is exit status 1.
     """
     with Broker(directory) as broker:
-        info, _ = broker.describe(*reference)
+        info, *_ = broker.describe(*reference)
         # The shards of all devices are one copy.
         copies = [None] if info.sharded else list(info.devices)
         indexes = {device.uuid: device.index for device in broker.devices()}

@@ -277,8 +277,10 @@ class Broker(Unsendable, Scoped):
         """Return every device of the broker, with what is free on it; the broker's ordinals."""
         return self._session.ask(ListDevices(), DeviceList).devices
 
-    def describe(self, name: str, version: int | None = None) -> tuple[PoolInfo, Layout]:
-        """Return what is known of a version, by default the current one, and its layout.
+    def describe(self, name: str, version: int | None = None) -> tuple[PoolInfo, Layout, tuple[str, ...]]:
+        """Return what is known of a version, by default the current one, its layout, and where the allocations are.
+
+        That is a device's UUID for each allocation of a sharded version, and nothing where all are on each device.
 
         Raises:
             NotFound: no such pool or version.
@@ -287,7 +289,8 @@ class Broker(Unsendable, Scoped):
         """
         names.check(name)
         description = self._session.ask(Describe(name, _version(version)), Description)
-        return description.info, decode(description.layout).layout
+        info, plan = description.info, description.plan or ()
+        return info, decode(description.layout).layout, tuple(info.devices[index] for index in plan)
 
     def look(self) -> View:
         """Return devices, pools, sessions, memory and waiting requests as of one moment: what this user may see."""

@@ -578,10 +578,11 @@ class DeviceList(Message, frozen=True):
 
 
 class Description(Message, frozen=True):
-    """What one version holds: its state and its layout."""
+    """What one version holds: its state, its layout, and if it is sharded the ``plan``, as of :class:`Create`."""
 
     info: PoolInfo
     layout: Encoded
+    plan: Plan | None = None
 
 
 class View(Message, frozen=True):

@@ -81,7 +81,7 @@ def describe(books: Books, session: Session, body: Describe) -> Description:
     if pool is not None:
         check_readable(books, session, pool)
     version = find(books, session, body.name, body.version)
-    return Description(_pool(version), version.layout)
+    return Description(_pool(version), version.layout, version.plan)
 
 
 def holder(session: Session) -> Holder:

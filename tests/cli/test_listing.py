@@ -113,11 +113,12 @@ def test_show_adds_the_layout_to_what_ls_says(directory: Path, llama: str) -> No
     shown = document(directory, "show", llama)
     assert list(shown) == [*POOL_KEYS, "layout"]
     assert [shown] == [pool | {"layout": shown["layout"]} for pool in document(directory, "ls")]
+    place = {"allocation": 0, "offset": 0, "device": None}  # on all of them
     assert shown["layout"] == {
         "allocations": [512],
         "tensors": [
-            {"name": "norm.weight", "dtype": "BF16", "shape": [4, 8], "nbytes": 64, "allocation": 0, "offset": 0},
-            {"name": "step", "dtype": "I64", "shape": [], "nbytes": 8, "allocation": 0, "offset": 256},
+            {"name": "norm.weight", "dtype": "BF16", "shape": [4, 8], "nbytes": 64, **place},
+            {"name": "step", "dtype": "I64", "shape": [], "nbytes": 8, **place, "offset": 256},
         ],
     }
 
@@ -218,6 +219,13 @@ def test_a_sharded_pool_is_told_from_a_replicated_one(directory: Path) -> None:
     shown = lines(directory, "show", "moe")
     assert "2 tensors, 768 B in 2 allocations, shared by vmm, opened by descriptor" in shown
     assert [line for line in shown if "sharded" in line] == [f"sharded, in part on {uuid}" for uuid in uuids]
+    assert shown[-3:] == [
+        "TENSOR  DTYPE  SHAPE   SIZE  PLACE  DEVICE",
+        "embed   U8     300    300 B    0:0       0",
+        "head    U8     5        5 B    1:0       1",
+    ]
+    tensors = document(directory, "show", "moe")["layout"]["tensors"]
+    assert {tensor["name"]: tensor["device"] for tensor in tensors} == {"embed": uuids[0], "head": uuids[1]}
 
 
 def test_a_writable_pool_says_so(directory: Path) -> None:

@@ -91,7 +91,7 @@ def test_a_load_goes_to_the_devices_that_were_named_in_slabs_that_were_asked_for
     with Broker(directory) as broker:
         second = broker.devices()[1].uuid
         assert run("load", "x", path, "--device", second, "--slab", "4KiB", "--directory", directory).returncode == 0
-        info, layout = broker.describe("x")
+        info, layout, _ = broker.describe("x")
     assert info.devices == (second,)
     assert len(layout.allocations) > 1
 

@@ -158,8 +158,8 @@ def test_the_next_in_line_takes_over_from_a_writer_that_fails(client: Broker, na
 
 def test_what_there_is_can_be_listed(client: Broker, name: str) -> None:
     publish(client, name)
-    info, layout = client.describe(name)
-    assert layout == LAYOUT
+    info, layout, places = client.describe(name)
+    assert (layout, places) == (LAYOUT, ())
     assert info in client.pools()
     assert (info.name, info.version, info.state, info.leases) == (name, 1, "current", 0)
     assert client.session in [session.session for session in client.clients()]

@@ -126,6 +126,7 @@ def test_every_tensor_of_a_sharded_pool_is_on_its_own_device(client: Broker, nam
     publish_sharded(client, name)
     (info,) = client.pools()
     assert (info.sharded, len(info.devices), info.nbytes) == (True, 2, SHARDED.nbytes)
+    assert client.describe(name)[2] == info.devices
     with client.attach(name) as pool:
         assert [device.index for device in pool.devices] == [0, 1]
         assert {each: tensor.device.index for each, tensor in pool.items()} == PLAN
@@ -193,6 +194,7 @@ def test_a_plan_says_which_devices_there_are_by_number_or_uuid(client: Broker, n
 def test_a_sharded_draft_that_is_left_leaves_nothing(client: Broker, name: str) -> None:
     with client.create(name, SHARDED, devices=(1, 0), plan=PLAN) as draft:
         assert [shard.device.index for shard in draft.replicas] == [1, 0]
+        assert client.describe(name, draft.version)[2] == tuple(device.uuid for device in client.driver.devices)
         assert sum(device.allocated for device in client.devices()) == 4 << 20
     eventually(lambda: not any(device.allocated for device in client.devices()), "the memory to return")
 

@@ -79,7 +79,7 @@ def _expected(broker: Broker, pools: tuple[PoolInfo, ...]) -> Counter[str]:
     """Return what each device should have; a sharded pool of these tests has its nth allocation on its nth device."""
     expected: Counter[str] = Counter()
     for pool in pools:
-        _, layout = broker.describe(pool.name, pool.version)
+        _, layout, _ = broker.describe(pool.name, pool.version)
         sizes = [round_up(nbytes, BLOCK) for nbytes in layout.allocations]
         for number, uuid in enumerate(pool.devices):
             expected[uuid] += sizes[number] if pool.sharded else sum(sizes)

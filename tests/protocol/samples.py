@@ -92,6 +92,7 @@ REPLIES = (
     m.View((), (), (), (), ()),
     m.Story((m.Line(1.5, "its writer sealed it"),)),
     m.Description(INFO, LAYOUT.encode()),
+    m.Description(SHARDED, LAYOUT.encode(), (1, 0)),
     m.EventShared(7),
     m.EventOpened(7, "GPU-a", bytes(64)),
     m.Generation(4),

@@ -132,7 +132,7 @@ class Model(Facts):
             case m.Describe():
                 self.permit("r", session, body.name)
                 version = self.find(body.name, body.version)
-                return m.Description(self.info(version), version.body.layout)
+                return m.Description(self.info(version), version.body.layout, version.body.plan)
             case m.Drain():
                 return draining.drain(self, session, body)
             case m.ListPools():
