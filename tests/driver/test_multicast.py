@@ -33,6 +33,7 @@ REFUSED = {
     802: "not ready yet",
     401: "is broken",
     2: "no multicast slots left",
+    101: "cannot share an object",
 }
 
 
