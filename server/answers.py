@@ -96,7 +96,8 @@ class Answers:
 
     Args:
         receipts: those of the session, if it is an earlier broker's.
-        kept: the answers that are kept of it, in order of their numbers; None for those that are not to be kept any more.
+        kept: the answers that are kept of it, in order of their numbers; None for those that are not to be kept any
+            more.
     """
 
     def __init__(self, receipts: Receipts | None = None, kept: Mapping[int, Frame | None] | None = None) -> None:
@@ -108,7 +109,7 @@ class Answers:
         self._refused = receipts.refused
         self._nbytes = sum(map(weight, self._kept.values()))
         self._lasting: set[int] = set(self._kept)
-        self._changes: dict[int, Frame | None] = {number: None for number in kept.keys() - self._kept.keys()}
+        self._changes: dict[int, Frame | None] = dict.fromkeys(kept.keys() - self._kept.keys())
 
     @property
     def receipts(self) -> Receipts:
