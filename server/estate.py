@@ -38,19 +38,25 @@ class Estate:
         return self.store is not None or bool(self.listening)
 
     def keep(self, fresh: Mapping[str, socket]) -> None:
-        """Store sockets that this broker made, if there is a store."""
+        """Store what this broker made, its journal and sockets, if there is a store: not before it is about to serve.
+
+        A first start that fails leaves nothing behind, so that whoever keeps the store need not try for ever.
+
+        Raises:
+            Unavailable: the store does not take it.
+        """
         if self.store:
+            self.store.begin()
             for name, listener in fresh.items():
                 self.store.replace(name, listener.fileno())
 
 
 @contextmanager
-def inherited(environ: MutableMapping[str, str], *, discard: bool = False) -> Iterator[Estate]:
+def inherited(environ: MutableMapping[str, str]) -> Iterator[Estate]:
     """Take over what was handed to this process, for as long as the context lasts; what is stored stays stored.
 
     Args:
-        environ: the environment, out of which the variables that speak of it are taken.
-        discard: drop what an earlier broker stored: its sessions, leases and memory.
+        environ: the environment, out of which the variables that speak of descriptors are taken.
 
     Raises:
         Unavailable: what is stored cannot be read. All of it stays as it is.
@@ -60,8 +66,6 @@ def inherited(environ: MutableMapping[str, str], *, discard: bool = False) -> It
             undo.callback(manager.close)
         stored = inherit(environ)
         listening = {name: stored.pop(name)[0] for name in (DOOR, REQUESTS) if name in stored}
-        if manager and discard:
-            _discard(manager, stored)
         if not (manager and manager.limit):
             _close(stored)
             yield Estate(manager, None, listening)
@@ -79,17 +83,10 @@ def readable() -> Iterator[None]:
         yield
     except Damaged as error:
         raise Unavailable(
-            f"what an earlier broker left cannot be read, and nothing of it was changed: {error}; start the version of"
-            f" cubroker that wrote it, or give all of it up with: cubroker serve --discard-store"
+            f"what an earlier broker left cannot be used, and nothing of it was changed: {error}; mend that, or start"
+            f" the version of cubroker that wrote it; or give up all sessions, leases and pools: end `cubroker keep`,"
+            f" or, under systemd, stop the service, and then: systemctl clean --what=fdstore cubroker.service"
         ) from error
-
-
-def _discard(manager: Manager, stored: dict[str, list[int]]) -> None:
-    log.warning("what an earlier broker stored is discarded: %s", ", ".join(stored) or "nothing")
-    for name in stored:
-        manager.remove(name)
-    _close(stored)
-    stored.clear()
 
 
 def _close(stored: Mapping[str, list[int]]) -> None:

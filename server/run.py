@@ -31,6 +31,7 @@ from cubroker.server.restore import restore
 from cubroker.server.scribe import Scribe
 from cubroker.server.service import Service
 from cubroker.server.sight.observer import Sight
+from cubroker.server.store.notify import places
 from cubroker.server.store.store import JOURNAL, Store
 from cubroker.server.supervisor import Supervisor
 
@@ -49,11 +50,13 @@ def configure(file: Path | None, options: Mapping[str, str]) -> Current:
 
     Raises:
         Wrong: it makes no sense.
+        Invalid: nor does what a service manager says of its store.
     """
-    return Current(Sources(file, options, os.environ, _raise_descriptors()))
+    files = _raise_descriptors()
+    return Current(Sources(file, options, os.environ, min(files, places(os.environ) or files)))
 
 
-def serve(current: Current, ready: Callable[[], None] | None = None, *, discard: bool = False) -> int:
+def serve(current: Current, ready: Callable[[], None] | None = None) -> int:
     """Serve until SIGTERM or SIGINT, and return the exit status; SIGHUP reads the configuration again, if it is a file.
 
     It ends when nothing is held any more that would go with it, at a second signal, or after a time.
@@ -61,7 +64,6 @@ def serve(current: Current, ready: Callable[[], None] | None = None, *, discard:
     Args:
         current: where to serve, which devices, and all the rest.
         ready: called once when clients are served.
-        discard: drop what an earlier broker stored, instead of going on with it.
 
     Raises:
         CubrokerError: it cannot start, or another broker serves there.
@@ -69,10 +71,9 @@ def serve(current: Current, ready: Callable[[], None] | None = None, *, discard:
     config = current.config
     logs.adjust(config.log.format, config.log.level)
     with ExitStack() as undo:
-        estate = undo.enter_context(inherited(os.environ, discard=discard))
+        estate = undo.enter_context(inherited(os.environ))
         place = Directory(config.directory, config.access, estate.listening, lasting=estate.lasting)
         undo.enter_context(place)
-        estate.keep(place.fresh)
         return asyncio.run(_serve(place, current, estate, ready))
 
 
@@ -80,7 +81,7 @@ async def _serve(place: Directory, current: Current, estate: Estate, ready: Call
     again, enough = asyncio.Event(), asyncio.Event()
     stop = asyncio.create_task(_told_to_stop(again if current.sources.file else None, enough))
     async with AsyncExitStack() as undo:
-        starting = asyncio.create_task(_start(undo, place, current.config, estate.store))
+        starting = asyncio.create_task(_start(undo, place, current.config, estate))
         await asyncio.wait((starting, stop), return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             broker, apply = starting.result()
@@ -140,15 +141,16 @@ async def _reload(current: Current, again: asyncio.Event, apply: Callable[[Confi
 
 
 async def _start(
-    undo: AsyncExitStack, place: Directory, config: Config, store: Store | None
+    undo: AsyncExitStack, place: Directory, config: Config, estate: Estate
 ) -> tuple[Broker, Callable[[Config], None]]:
     """Start everything; ``undo`` takes it down again, however far this came. Return what takes new rules as well."""
     supervisor = Supervisor(place.requests, place.path / REQUEST_SOCKET)
     undo.push_async_callback(supervisor.stop)
     supervisor.start()  # it comes up while the driver does
-    broker, devices = await _assemble(undo, supervisor, config, store)
+    broker, devices = await _assemble(undo, supervisor, config, estate.store)
     await supervisor.connect(broker.receive, broker.gateway_changed)
-    if store and store.inherited:
+    estate.keep(place.fresh)
+    if estate.store and estate.store.inherited:
         broker.announce_gateway()  # to the sessions of the earlier broker, whose requests went with its gateway
     door = Door(place.sessions, broker.admit, lambda: supervisor.obstacle() or broker.draining)
     undo.callback(door.close)

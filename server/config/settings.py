@@ -178,7 +178,8 @@ def derive(meant: Mapping[str, Any], descriptors: int) -> dict[str, object]:
 
     Args:
         meant: what is set.
-        descriptors: files that the broker may have open; by default a user may take half of them.
+        descriptors: files that the broker may have open, or its store keeps, if those are fewer; by default a user may
+            take half of them.
     """
     most = max(SESSION, descriptors // 2)
     return {

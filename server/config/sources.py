@@ -71,7 +71,8 @@ class Sources:
         file: a TOML file, if one is in use.
         options: what the command line sets, as text by key.
         environment: environment variables.
-        descriptors: files that the broker may have open; by default a user may take half of them.
+        descriptors: files that the broker may have open, or its store keeps, if those are fewer; by default a user may
+            take half of them.
     """
 
     file: Path | None = None

@@ -72,7 +72,7 @@ class Manager:
         address = environ.get("NOTIFY_SOCKET")
         if not address:
             return None
-        return cls(address, watchdog_interval=_watchdog_interval(environ), limit=_limit(environ))
+        return cls(address, watchdog_interval=_watchdog_interval(environ), limit=places(environ))
 
     def ready(self, status: str) -> None:
         """Say that this process serves, and how it fares. Raises as :meth:`store`."""
@@ -214,8 +214,14 @@ def _watchdog_interval(environ: Mapping[str, str]) -> float | None:
     return _number("WATCHDOG_USEC", usec) / 2e6 or None
 
 
-def _limit(environ: Mapping[str, str]) -> int | None:
-    """Return how many descriptors the store takes: systemd says so from version 254 on, else the unit has to."""
+def places(environ: Mapping[str, str]) -> int | None:
+    """Return how many descriptors the store takes, None if that is not known, or there is none.
+
+    systemd says so from version 254 on, else the unit has to.
+
+    Raises:
+        Invalid: it is no number.
+    """
     for name in ("FDSTORE", "CUBROKER_STORE"):
         if value := environ.get(name):
             return _number(name, value)

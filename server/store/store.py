@@ -30,7 +30,6 @@ class Store:
 
     Raises:
         Damaged: the journal cannot be read, or there are two. Everything stays stored.
-        Unavailable: the manager does not take the journal.
     """
 
     def __init__(self, manager: Manager, inherited: Mapping[str, Sequence[int]]) -> None:
@@ -43,7 +42,10 @@ class Store:
             raise Damaged(f"the store has {len(journals)} journals, and nothing says which of them is true")
         self.inherited = bool(journals)
         self._journal = Journal.open(journals[0]) if journals else Journal.create()
-        if not journals:
+
+    def begin(self) -> None:
+        """Store the journal, unless it is; before anything that is in it. Raises as :meth:`hold`."""
+        if not self.inherited:
             self.hold(JOURNAL, [self._journal.descriptor])
 
     def items(self) -> Iterable[tuple[bytes, bytes]]:

@@ -7,13 +7,16 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from cubroker.client import Broker
 from cubroker.protocol.directory import REQUEST_SOCKET, SESSION_SOCKET
+from cubroker.protocol.errors import OverQuota
 from cubroker.protocol.messages import ClientInfo, Welcome
-from tests.brokers import BrokerProcess, started
+from tests.brokers import PATIENCE, BrokerProcess, started
 from tests.server.clients import connect, greet, session
 from tests.stores import LAUNCH, StoredBroker, storing
 
@@ -66,6 +69,55 @@ def test_what_belongs_to_nothing_is_dropped_from_the_store(kept: StoredBroker) -
     kept.settled()
     assert sorted(kept.warehouse.stored) == ["door", "ledger", "requests"]
     assert "s99" in kept.log()
+
+
+def refused(broker: StoredBroker) -> str:
+    """Start a broker that does not come up, and return what it says."""
+    log = broker.directory.with_name("refusal")
+    with log.open("wb") as file:
+        assert broker.spawn(file.fileno()).wait(PATIENCE) == 1
+    broker.settled()
+    said = log.read_text()
+    assert "Traceback" not in said
+    return said
+
+
+def test_a_first_start_that_fails_leaves_nothing_in_the_store(kept: StoredBroker) -> None:
+    kept.stop()
+    for name in list(kept.warehouse.stored):
+        kept.warehouse.forget(name)
+    kept.directory.chmod(0o777)
+    assert "chmod go-w" in refused(kept)
+    assert not kept.warehouse.stored
+    kept.directory.chmod(0o755)
+    kept.start()
+    kept.settled()
+    assert sorted(kept.warehouse.stored) == ["door", "ledger", "requests"]
+
+
+def test_a_journal_that_cannot_be_read_is_refused_with_what_to_do_and_everything_stays(kept: StoredBroker) -> None:
+    with session(kept.directory) as client:
+        assert client.devices()
+        kept.kill()
+        (journal,) = kept.warehouse.stored["ledger"]
+        before = dict(kept.warehouse.stored)
+        content = os.pread(journal, 1 << 20, 0)
+        os.pwrite(journal, bytes(byte ^ 1 for byte in content), 0)
+        said = refused(kept)
+        assert "nothing of it was changed" in said
+        assert "systemctl clean --what=fdstore" in said
+        assert kept.warehouse.stored == before
+        os.pwrite(journal, content, 0)
+        kept.start()
+        assert client.devices()
+
+
+def test_no_user_can_fill_the_store_alone() -> None:
+    with storing(room=40) as broker, ExitStack() as undo:
+        for _ in range(10):
+            undo.enter_context(Broker(broker.directory))
+        with pytest.raises(OverQuota, match=r"user \d+ has 10 sessions of a quota of 10"):
+            Broker(broker.directory)
 
 
 class Activated(BrokerProcess):
