@@ -168,7 +168,7 @@ class DeviceMemory(Orders[Allocate | Free]):
     def _obtain(self, request: Allocate) -> Allocated:
         pieces: list[Mapped | Unmapped] = []
         for size in request.sizes:
-            pieces.append(self._piece(request.share, rounded(size)))
+            pieces.append(self._piece(request, rounded(size)))
             self._pieces[request.ticket].append(pieces[-1])
         handles = tuple(piece.share() for piece in pieces)
         descriptors = tuple(piece.descriptor for piece in pieces if piece.descriptor >= 0)
@@ -178,9 +178,10 @@ class DeviceMemory(Orders[Allocate | Free]):
                 self._store.hold(stored_as(request.ticket, number), [descriptor])
         return Allocated(request.ticket, handles, descriptors)
 
-    def _piece(self, share: str, nbytes: int) -> Mapped | Unmapped:
-        if share in BY_DESCRIPTOR:
-            return Unmapped(self._driver, self._device.index, nbytes, fabric=share == VMM)
+    def _piece(self, request: Allocate, nbytes: int) -> Mapped | Unmapped:
+        if request.share in BY_DESCRIPTOR:
+            fabric = request.share == VMM and not request.durable  # a fabric handle ends with the broker that made it
+            return Unmapped(self._driver, self._device.index, nbytes, fabric=fabric)
         return Mapped(self._driver.context(self._device.index), nbytes)
 
     def _undo(self, request: Allocate, code: str, reason: str) -> NotAllocated:

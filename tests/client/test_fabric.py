@@ -24,6 +24,7 @@ from tests.client.test_faults import SCARCE, regions
 from tests.client.test_vmm import MANY
 from tests.driver.conformance_vmm import GRANULE
 from tests.server.processes import all_closed, files
+from tests.stores import storing
 
 NOWHERE, ELSEWHERE = "", "2"
 """Channels that do not lead to the broker's."""
@@ -166,6 +167,19 @@ def test_a_mapping_outlives_the_broker_and_the_handle_does_not(name: str, mapped
                 pytest.raises(DriverError, match="cuMemImportFromShareableHandle failed with CUDA_ERROR_INVALID_VALUE"),
             ):
                 reservation.map(mapped[-1], readonly=True)
+
+
+def test_a_durable_pool_is_opened_by_what_outlives_the_broker(name: str) -> None:
+    with storing() as kept, Broker(kept.directory) as broker:
+        with broker.create(name, LAYOUT, durable=True) as draft:
+            for each, tensor in draft.items():
+                tensor.copy_from(content(each, tensor.nbytes))
+            draft.seal()
+        for _ in range(2):
+            assert opened_by(broker, name) == "descriptor"
+            check(broker, name)
+            assert broker._session.fabric, "no handle was tried in vain"
+            kept.restart()
 
 
 def test_a_process_without_room_for_descriptors_is_told_so_unless_it_is_on_the_channel(
