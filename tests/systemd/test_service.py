@@ -49,7 +49,9 @@ def test_a_broker_that_hangs_is_started_again_with_what_it_had(service: Service)
         assert holder.ask() == ["held", 1]
         (pool,) = service.pools()
         assert (pool["name"], pool["leases"]) == ("held", 1)
-    assert "Watchdog timeout" in service.lab.log(SERVICE)
+    log = service.lab.log(SERVICE)
+    assert "Watchdog timeout" in log
+    assert "most recent call first" in log  # where it hung
 
 
 def test_a_restart_keeps_pools_and_leases_and_workers_go_on(service: Service) -> None:
