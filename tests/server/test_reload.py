@@ -112,7 +112,7 @@ def test_the_log_says_more_or_less_from_then_on() -> None:
         broker.reload("[log]\nlevel = 'debug'\nformat = 'json'")
         eventually(lambda: '"message": "log.level is now' in broker.log(), "lines of the new form")
         with session(broker.directory):
-            eventually(lambda: f"process {os.getpid()} of user" in broker.log(), "a line about a session")
+            eventually(lambda: f"(pid {os.getpid()}, " in broker.log(), "a line about a session")
 
 
 class InBackground(Configured):
