@@ -89,7 +89,7 @@ class Refused(Message, frozen=True):
 
 
 class Pong(Message, frozen=True):
-    """The broker is here; ``obstacle`` is why it serves nobody new at the moment, or empty. It closes the connection."""
+    """The broker is here; ``obstacle`` is why it serves nobody new at the moment, or empty. It hangs up."""
 
     version: Natural
     obstacle: str

@@ -263,7 +263,8 @@ def test_a_notice_out_of_bounds_is_refused(notice: m.Descriptors) -> None:
 
 
 def test_a_hello_of_a_later_version_is_understood() -> None:
-    assert wire.unpack(wire.pack(["cubroker", [1, 2, 3], False, {"later": True}]), m.Hello) == m.Hello("cubroker", (1, 2, 3))
+    later = ["cubroker", [1, 2, 3], False, {"later": True}]
+    assert wire.unpack(wire.pack(later), m.Hello) == m.Hello("cubroker", (1, 2, 3))
 
 
 MOST = ("u" * 64,) * m.MAX_DEVICES
