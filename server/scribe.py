@@ -2,11 +2,13 @@
 
 Keys of the journal: ``s/SESSION`` its secret, ``r/SESSION`` what its client has received, ``a/SESSION/REQUEST`` an
 answer that must not be worked out again, ``d/LEASE`` the session that may not have all descriptors of its lease yet;
-``n`` is how many brokers went on with it.
+``n`` is how many brokers went on with it; what begins with ``l/`` is the ledger's. Any other key is refused, so what
+comes to mean something else gets another letter: a broker of another version then says that it does not know it.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -28,6 +30,7 @@ from cubroker.protocol.messages import (
     Sealed,
 )
 from cubroker.server.answers import Answers, Frame, Receipts
+from cubroker.server.restoring import PREFIX
 from cubroker.server.sessions import Session
 from cubroker.server.store.damaged import Damaged
 
@@ -38,10 +41,14 @@ cancel would not be. What was only told is worked out anew."""
 RESTARTS = b"n"
 """The key of how often it was gone on with."""
 
+_NUMBER = rb"/(?:0|[1-9][0-9]{0,18})"
+_KEY = re.compile(rb"([srd])(%s)|(a)(%s%s)" % (_NUMBER, _NUMBER, _NUMBER))
+
 T = TypeVar("T")
 
 Changes = list[tuple[bytes, bytes | None]]
 Items = Iterable[tuple[bytes, bytes]]
+_Key = tuple[str, tuple[int, ...]]
 
 
 class _Session(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -79,7 +86,8 @@ class Scribe:
 
     def took_over(self, items: Items) -> None:
         """This broker goes on with what is in a journal."""
-        self.restarts = 1 + _decode(dict(items).get(RESTARTS, msgspec.msgpack.encode(0)), int)
+        before = next((value for key, value in items if key == RESTARTS), msgspec.msgpack.encode(0))
+        self.restarts = 1 + _decode(before, int)
         self._changes[RESTARTS] = msgspec.msgpack.encode(self.restarts)
 
     def opened(self, session: Session, version: int, *, welcomed: bool) -> None:
@@ -167,7 +175,7 @@ def recall(items: Items) -> dict[int, Remembered]:
     Raises:
         Damaged: it says what nobody can have written.
     """
-    entries = dict(items)
+    entries = {_numbers(key): data for key, data in items if key != RESTARTS and not key.startswith(PREFIX)}
     sessions = {number: _remembered(data) for (number,), data in _under("s", entries)}
     for (number,), data in _under("r", entries):
         receipts = _decode(data, _Receipts)
@@ -188,12 +196,18 @@ def _key(kind: str, *numbers: int) -> bytes:
     return "/".join((kind, *map(str, numbers))).encode()
 
 
-def _under(kind: str, entries: Mapping[bytes, bytes]) -> Iterator[tuple[tuple[int, ...], bytes]]:
+def _numbers(key: bytes) -> _Key:
+    """Return the kind of a key, and the numbers in it."""
+    parts = _KEY.fullmatch(key)
+    if parts is None:
+        raise Damaged(f"the journal has {key.decode('ascii', 'replace')}, and this build does not know what that is")
+    kind, numbers = filter(None, parts.groups())
+    return kind.decode(), tuple(map(int, numbers[1:].split(b"/")))
+
+
+def _under(kind: str, entries: Mapping[_Key, bytes]) -> Iterator[tuple[tuple[int, ...], bytes]]:
     """Return the numbers in every key of a kind, with the value."""
-    for key, data in entries.items():
-        name, *numbers = key.split(b"/")
-        if name == kind.encode():
-            yield tuple(map(int, numbers)), data
+    return ((numbers, data) for (name, numbers), data in entries.items() if name == kind)
 
 
 def _known(sessions: Mapping[int, Remembered], number: int) -> Remembered:

@@ -149,6 +149,11 @@ def test_nothing_is_left_of_a_session_that_is_over() -> None:
         (b"r/2", msgspec.msgpack.encode([0, 0, []]), "session 2"),
         (b"a/1/1", msgspec.msgpack.encode("text"), "none"),
         (b"d/1", msgspec.msgpack.encode(9), "session 9"),
+        (b"x/1", b"", "x/1, and this build does not know"),
+        (b"s/1/2", b"", "s/1/2, and this build does not know"),
+        (b"a/1", b"", "a/1, and this build does not know"),
+        (b"r/-1", b"", "does not know"),
+        (b"\xff", b"", "does not know"),
     ],
 )
 def test_what_nobody_can_have_written_is_refused(key: bytes, value: bytes, complaint: str) -> None:
