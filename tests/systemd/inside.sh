@@ -18,6 +18,8 @@ done
 mkdir -p /opt/python /opt/packages /opt/lib
 mount --bind "$1" /opt/python  # a service sees neither /root nor /tmp
 mount --bind "$2" /opt/packages
+mount -o remount,bind,ro /opt/python
+mount -o remount,bind,ro /opt/packages
 find /opt/python/lib -maxdepth 1 -name 'libpython*.so*' -exec ln -s {} /opt/lib/ \;
 echo /opt/lib > /etc/ld.so.conf.d/00-lab.conf  # before the one of another Python
 ldconfig

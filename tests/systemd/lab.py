@@ -22,8 +22,19 @@ from tests.brokers import PATIENCE, eventually
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 SYSTEMD = Path("/usr/lib/systemd/systemd")
-NAMESPACES = ("--pid", "--mount", "--cgroup", "--uts", "--ipc", "--net")
+NAMESPACES = ("--pid", "--mount", "--cgroup", "--uts", "--ipc", "--net", "--propagation=private")
+UNSHARE = ("unshare", "--fork", "--kill-child", *NAMESPACES)
 TOOLS = ("bash", "ip", "make", "mount", "nsenter", "setpriv", "systemctl", "unshare")
+MOUNTS = """
+mount -t proc proc /proc
+umount --recursive /sys/fs/cgroup
+mount -t cgroup2 cgroup2 /sys/fs/cgroup
+mount -t tmpfs tmpfs /run
+mkdir /run/upper /run/work
+mount -t overlay -o lowerdir=/etc,upperdir=/run/upper,workdir=/run/work overlay /etc
+"""
+"""Those that ``inside.sh`` makes, of every kind one."""
+
 GROUPS = (Path("/sys/fs/cgroup/unified"), Path("/sys/fs/cgroup"))
 
 
@@ -37,8 +48,10 @@ def obstacle() -> str:
         return f"there is no {SYSTEMD}"
     if hierarchy() is None:
         return "booting a systemd of its own needs a version 2 hierarchy of control groups that can be written"
-    probe = subprocess.run(["unshare", "--fork", *NAMESPACES, "true"], capture_output=True, text=True, check=False)
-    return f"booting a systemd of its own needs new namespaces: {probe.stderr.strip()}" if probe.returncode else ""
+    probe = subprocess.run([*UNSHARE, "sh", "-ec", MOUNTS], capture_output=True, text=True, check=False)
+    return (
+        f"booting a systemd of its own needs namespaces and mounts: {probe.stderr.strip()}" if probe.returncode else ""
+    )
 
 
 def hierarchy() -> Path | None:
@@ -61,7 +74,7 @@ class Lab:
         """Return the command that runs another one inside, in this tree, on what is installed there."""
         (first,) = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split()
         enter = ["nsenter", "-t", first, "-p", "-m", "-C", "-u", "-i", "-n"]
-        return [*enter, "env", "-C", str(ROOT), "-u", "PYTHONPATH", *map(str, arguments)]
+        return [*enter, "env", "-C", str(ROOT), "-u", "PYTHONPATH", "-u", "MAKEFLAGS", *map(str, arguments)]
 
     def run(self, *arguments: str | Path, check: bool = True) -> subprocess.CompletedProcess[str]:
         """Run a command inside; fail unless it succeeds, or if it must not be checked, say how it ended."""
@@ -127,9 +140,9 @@ def _group() -> Iterator[Path]:
 
 @contextmanager
 def _systemd(group: Path, console: IO[bytes]) -> Iterator[subprocess.Popen[bytes]]:
-    enter = 'echo $$ > "$1/cgroup.procs" && shift && exec setpriv --pdeathsig KILL unshare "$@"'
+    enter = 'echo $$ > "$1/cgroup.procs" && shift && exec setpriv --pdeathsig KILL "$@"'
     inside: Sequence[str | Path] = ("bash", HERE / "inside.sh", sys.base_prefix, sysconfig.get_path("purelib"))
-    command = ["sh", "-c", enter, "sh", group, "--fork", "--kill-child", *NAMESPACES, "--propagation=private", *inside]
+    command = ["sh", "-c", enter, "sh", group, *UNSHARE, *inside]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=console, stderr=console)
     try:
         yield process
