@@ -11,8 +11,13 @@ from pathlib import Path
 
 from cubroker.protocol.errors import Invalid, Unavailable
 from cubroker.server.store import datagrams
+from cubroker.server.store.kept import MOST_BYTES
+from cubroker.server.store.notify import LONGEST_NAME
 
 DEFAULT_DESCRIPTORS = 4096
+
+MOST_DESCRIPTORS = MOST_BYTES // (LONGEST_NAME + 1)
+"""Those whose names fit in the environment of the next run, however long they are: a broker relies on the number."""
 
 SPARE = 1024
 """Files that the child may have open beside what it stored and what it got back."""
@@ -27,7 +32,7 @@ def make_room(descriptors: int | None) -> int:
         descriptors: how many are to be kept; None: 4096, or as many as the limit allows.
 
     Raises:
-        Invalid: the limit cannot be raised so far.
+        Invalid: the limit cannot be raised so far, or they are more than can be handed over.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY:
@@ -39,6 +44,11 @@ def make_room(descriptors: int | None) -> int:
         raise Invalid(
             f"to keep {max(limit, 1)} descriptors takes a limit of {needed} open files, and it cannot be raised above "
             f"{hard}: raise that (ulimit -Hn, LimitNOFILE=), or keep fewer with --descriptors"
+        )
+    if limit > MOST_DESCRIPTORS:
+        raise Invalid(
+            f"{limit} descriptors cannot be handed to the next run: their names have to fit in {MOST_BYTES} bytes of"
+            f" its environment; keep at most {MOST_DESCRIPTORS} with --descriptors"
         )
     if soft != resource.RLIM_INFINITY and soft < needed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

@@ -365,6 +365,9 @@ def test_a_limit_of_open_files_bounds_what_can_be_kept(place: Path) -> None:
         first = keep.next()
         assert first.hello["limit"] == 1000
         assert resource.prlimit(first.pid, resource.RLIMIT_NOFILE) == (3024, 3024)
+    done = run("keep", "--descriptors", "5243", "--", "true")
+    assert done.returncode == 1
+    assert "at most 5242" in done.stderr
     done = run("keep", "--descriptors", "1000000000", "--", "true")
     assert done.returncode == 1
     assert "takes a limit of 2000001024 open files" in done.stderr
