@@ -78,6 +78,16 @@ def test_a_broker_that_serves_nobody_new_is_live_and_not_ready(
     assert done.stdout.endswith("s, and serves nobody new: it is told to end\n")
 
 
+def test_a_broker_that_is_drained_is_not_ready_until_it_lends_again(broker: BrokerProcess) -> None:
+    assert run("drain", "--directory", broker.directory).returncode == 0
+    status, answer = document(broker.directory)
+    assert (status, answer["ready"]) == (1, False)
+    assert answer["obstacle"] == "whoever runs it wants everything to be given back"
+    assert document(broker.directory, "--live")[0] == 0
+    assert run("drain", "--off", "--directory", broker.directory).returncode == 0
+    assert document(broker.directory)[1]["ready"] is True
+
+
 def test_a_broker_that_is_being_started_again_is_live_and_not_ready_until_it_serves() -> None:
     with storing() as broker:
         broker.kill()

@@ -131,8 +131,18 @@ def test_the_settings_are_where_the_image_looks_for_them_and_make_sense(tmp_path
 
 
 def test_a_pod_has_more_time_to_end_than_the_broker_takes() -> None:
-    (seconds,) = [int(line.split()[-1]) for line in SETTINGS.splitlines() if line.startswith("drain_seconds")]
-    assert pod("cubroker.yaml")["terminationGracePeriodSeconds"] > seconds
+    (drain,) = [int(line.split()[-1]) for line in SETTINGS.splitlines() if line.startswith("drain_seconds")]
+    *_, wait = BROKER["lifecycle"]["preStop"]["exec"]["command"]
+    assert pod("cubroker.yaml")["terminationGracePeriodSeconds"] > drain + int(wait)
+
+
+def test_before_a_pod_ends_its_broker_is_drained(broker: BrokerProcess) -> None:
+    program, *arguments = BROKER["lifecycle"]["preStop"]["exec"]["command"]
+    assert program == "cubroker"
+    env = environment(CUBROKER_DIR=str(broker.directory))
+    assert run(*arguments, env=env).returncode == 0
+    ready, live = (run(*BROKER[f"{probe}Probe"]["exec"]["command"][1:], env=env) for probe in ("readiness", "liveness"))
+    assert (ready.returncode, live.returncode) == (1, 0)
 
 
 @pytest.mark.parametrize("probe", ["startupProbe", "readinessProbe", "livenessProbe"])

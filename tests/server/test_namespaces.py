@@ -15,6 +15,7 @@ from cubroker.protocol.layout import Layout
 from cubroker.server import peers
 from tests.brokers import BrokerProcess, eventually
 from tests.namespaces import contained, unshare, visiting
+from tests.server import visitor
 from tests.server.test_peers import Without
 
 LAYOUT = Layout.pack([("x", "U8", (4096,))])
@@ -92,11 +93,11 @@ def test_a_user_whom_the_brokers_user_namespace_does_not_know_is_told_so_and_oth
         broker.directory.parent.chmod(0o711)
         broker.directory.chmod(0o711)
         (broker.directory / "session.sock").chmod(0o666)
-        stranger = ["setpriv", "--reuid", "4001", "--regid", "4001", "--clear-groups"]
-        with visiting(broker.directory, "llama", stranger) as guest:
-            assert guest.said[0] == Denied.code
-            assert "user 65534 and group 65534" in guest.said[1]
-            assert "run the broker in the host's user namespace" in guest.said[1]
+        with visitor.visiting(broker.directory, 4001, 4001) as stranger:
+            code, message = stranger.refused("hello")
+        assert code == Denied.code
+        assert "user 65534 and group 65534" in message
+        assert "run the broker in the host's user namespace" in message
         with visiting(broker.directory, "llama") as guest:
             assert guest.said == CONTENT
 
