@@ -193,7 +193,7 @@ class Loan:
             self._session.janitor.put(lambda: self._open(reply, given))
 
     def _closed(self, reply: Reply | CubrokerError) -> None:
-        if self._last is Seal and not isinstance(reply, Sealed | Unavailable):
+        if self._last is Seal and not isinstance(reply, Sealed):
             self._last = Close  # the draft was not published, so it is discarded
             self._session.requests.send(Close(self.lease), lambda _: self._session.forget(self))
         else:

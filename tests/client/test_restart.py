@@ -10,7 +10,7 @@ import pytest
 
 from cubroker.client import Broker
 from cubroker.protocol import Layout
-from cubroker.protocol.errors import NotFound
+from cubroker.protocol.errors import NotFound, Unavailable
 from tests.brokers import eventually
 from tests.client.conftest import content, leases, publish
 from tests.client.scripts import start
@@ -118,6 +118,16 @@ def test_memory_that_was_not_durable_is_lost_and_its_holders_are_told(
     with client.attach(name) as pool:
         assert pool.version == 2
         assert not pool.lost
+
+
+def test_a_draft_that_was_lost_is_given_back_when_its_seal_is_refused(
+    client: Broker, kept: StoredBroker, name: str
+) -> None:
+    with client.create(name, LAYOUT) as draft:
+        kept.restart()
+        with pytest.raises(Unavailable, match="lost before it was sealed"):
+            draft.seal()
+    eventually(lambda: not client.pools(), "the end of what is lost")
 
 
 def test_a_missing_descriptor_costs_the_pool_that_it_belonged_to(client: Broker, kept: StoredBroker, name: str) -> None:
