@@ -12,7 +12,7 @@ from socket import socket
 from cubroker.protocol.errors import Unavailable
 from cubroker.server.directory import DOOR, REQUESTS
 from cubroker.server.store.damaged import Damaged
-from cubroker.server.store.notify import Manager, inherit
+from cubroker.server.store.notify import VARIABLES, Manager, inherit
 from cubroker.server.store.store import Store
 
 log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ def inherited(environ: MutableMapping[str, str]) -> Iterator[Estate]:
     """Take over what was handed to this process, for as long as the context lasts; what is stored stays stored.
 
     Args:
-        environ: the environment, out of which the variables that speak of descriptors are taken.
+        environ: the environment, out of which the variables that speak of it are taken: the gateway need not know.
 
     Raises:
         Unavailable: what is stored cannot be read. All of it stays as it is.
@@ -65,6 +65,8 @@ def inherited(environ: MutableMapping[str, str]) -> Iterator[Estate]:
         if manager := Manager.from_environment(environ):
             undo.callback(manager.close)
         stored = inherit(environ)
+        for name in VARIABLES:
+            environ.pop(name, None)
         listening = {name: stored.pop(name)[0] for name in (DOOR, REQUESTS) if name in stored}
         if not (manager and manager.limit):
             _close(stored)

@@ -5,21 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 
+from cubroker.server.store.notify import FIRST, VARIABLES
 from cubroker.server.store.remarks import Remarks
 from cubroker.server.store.signals import Signals
-
-FIRST = 3
-"""The number of the first descriptor that is handed over (SD_LISTEN_FDS_START)."""
 
 NOT_EXECUTABLE = 126
 NOT_FOUND = 127
 """Exit statuses of a command that cannot be run, as a shell's."""
-
-VARIABLES = (
-    *("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "FDSTORE"),
-    *("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES", "LISTEN_PIDFDID"),
-)
-"""What the protocol has in the environment: those that another manager gave to this process are not for the child."""
 
 
 def start(
@@ -40,6 +32,7 @@ def start(
     Raises:
         OSError: there cannot be another process.
     """
+    # What another manager told this process is not for the child.
     inherited = {name: value for name, value in os.environ.items() if name not in VARIABLES}
     with signals.blocked():  # one that reaches the child before it is itself has to wait, not be lost
         pid = os.fork()

@@ -35,7 +35,13 @@ LONGEST_STATUS = 2000
 """Bytes of a status: a message of 4096 bytes or more would be dropped."""
 
 FIRST = 3
-"""The number of the first descriptor that is inherited."""
+"""The number of the first descriptor that is inherited (SD_LISTEN_FDS_START)."""
+
+VARIABLES = (
+    *("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "FDSTORE"),
+    *("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES", "LISTEN_PIDFDID"),
+)
+"""What the protocol has in the environment, for one process and not for its children."""
 
 _NAME = re.compile(rf"[!-9;-~]{{1,{LONGEST_NAME}}}")
 

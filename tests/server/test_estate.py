@@ -16,8 +16,10 @@ from cubroker.client import Broker
 from cubroker.protocol.directory import REQUEST_SOCKET, SESSION_SOCKET
 from cubroker.protocol.errors import OverQuota
 from cubroker.protocol.messages import ClientInfo, Welcome
+from cubroker.server.store.notify import VARIABLES
 from tests.brokers import PATIENCE, BrokerProcess, started
 from tests.server.clients import connect, greet, session
+from tests.server.processes import gateway_of
 from tests.stores import LAUNCH, StoredBroker, storing
 
 
@@ -69,6 +71,13 @@ def test_what_belongs_to_nothing_is_dropped_from_the_store(kept: StoredBroker) -
     kept.settled()
     assert sorted(kept.warehouse.stored) == ["door", "ledger", "requests"]
     assert "s99" in kept.log()
+
+
+def test_the_gateway_which_peers_reach_hears_nothing_of_the_manager_and_the_store(kept: StoredBroker) -> None:
+    environ = Path(f"/proc/{gateway_of(kept.pid)}/environ").read_bytes()
+    names = {each.partition(b"=")[0].decode() for each in environ.split(b"\0")}
+    assert "PATH" in names
+    assert not names.intersection(VARIABLES)
 
 
 def refused(broker: StoredBroker) -> str:
