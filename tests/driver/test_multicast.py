@@ -38,11 +38,12 @@ REFUSED = {
 
 
 class Watched(FaultyModule):
-    """Host devices whose calls fail as a plan says; it writes down which were made."""
+    """Host devices whose calls fail as a plan says; it writes down which were made, and what was released."""
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(HostModule(2, 8 * BLOCK), plan)
         self.called: list[str] = []
+        self.released: list[int] = []
 
     def __getattr__(self, name: str) -> Any:
         found = super().__getattr__(name)
@@ -51,6 +52,8 @@ class Watched(FaultyModule):
 
         def call(*args: Any) -> Any:
             self.called.append(name)
+            if name == "cuMemRelease":
+                self.released.append(int(args[0]))
             return found(*args)
 
         return call
@@ -138,6 +141,7 @@ def test_all_devices_are_added_before_anything_is_bound_and_all_is_undone_in_ord
 ) -> None:
     watched.called.clear()
     team = bound(faulty)
+    memory = [int(physical.handle) for physical in team._memories]
     made = [name for name in watched.called if "Granularity" not in name and name != "cuDeviceGet"]
     assert made[:3] == ["cuMulticastCreate", "cuMulticastAddDevice", "cuMulticastAddDevice"]
     assert made[3:] == ["cuMemCreate", "cuMulticastBindMem"] * 2
@@ -145,6 +149,7 @@ def test_all_devices_are_added_before_anything_is_bound_and_all_is_undone_in_ord
     team.release()
     ended = [name for name in watched.called if name != "cuDeviceGet"]
     assert ended == ["cuMulticastUnbind"] * 2 + ["cuMemRelease"] * 3
+    assert set(watched.released[1:]) == set(memory), "the object goes before its memory"
     assert used(watched) == NOTHING
 
 
