@@ -1,12 +1,12 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest.mock import Mock
 
 import pytest
 
-from cubroker.client import Broker, devices
+from cubroker.client import Broker, Pool, devices
 from cubroker.driver import Driver, DriverError
 from cubroker.protocol.errors import DeviceFailure, NotFound, OutOfMemory, Unavailable
 from tests.brokers import eventually
@@ -70,12 +70,13 @@ def test_a_thread_in_a_second_context_of_a_device_gets_no_memory_there_that_it_c
 ) -> None:
     publish(client, name, devices=(0, 1))
     refused = pytest.raises(DeviceFailure, match=r"opening .*this thread works in another context of device 0 than its")
+    requests: list[Callable[[], Pool]] = [
+        lambda: client.attach(name, device=0),
+        lambda: client.create(f"{name}-new", LAYOUT, devices=(1, 0)),
+        lambda: client.attach_or_create(name, LAYOUT, device=0),
+    ]
     with second_context(client.driver, 0):
-        for ask in (
-            lambda: client.attach(name, device=0),
-            lambda: client.create(f"{name}-new", LAYOUT, devices=(1, 0)),
-            lambda: client.attach_or_create(name, LAYOUT, device=0),
-        ):
+        for ask in requests:
             with refused:
                 ask()
         with client.attach(name, device=1) as pool:
