@@ -81,7 +81,7 @@ def _listen(where: Path | tuple[str, int], access: Access) -> socket.socket:
 
 def _sweep(path: Path) -> None:
     """Remove the socket of one that is gone; what else is there stays, and keeps us from listening there."""
-    with socket.socket(socket.AF_UNIX) as caller:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as caller:
         try:
             caller.connect(os.fspath(path))
         except ConnectionRefusedError:

@@ -115,9 +115,14 @@ def test_where_nobody_can_listen_the_log_says_so_and_the_broker_goes_on(
     (tmp_path / "file").write_text("precious")
 
     async def test() -> None:
-        with socket.socket(socket.AF_UNIX) as other, socket.create_server(("127.0.0.1", 0)) as taken:
+        with (
+            socket.socket(socket.AF_UNIX) as other,
+            socket.socket(socket.AF_UNIX) as waiting,
+            socket.create_server(("127.0.0.1", 0)) as taken,
+        ):
             other.bind(str(tmp_path / "other"))
-            other.listen()
+            other.listen(0)
+            waiting.connect(str(tmp_path / "other"))  # and is never accepted, so there is no room for another
             places = (tmp_path / "file", tmp_path / "other", tmp_path / "no" / "folder", taken.getsockname())
             for number, where in enumerate(places, 1):
                 assert opened(where) is None
