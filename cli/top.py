@@ -14,7 +14,7 @@ from rich.text import Text
 from cubroker.cli import options, text
 from cubroker.cli.frame import ASCII, PLAIN, Frame
 from cubroker.client import Broker
-from cubroker.protocol.errors import Unavailable
+from cubroker.protocol.errors import CubrokerError
 
 NARROWEST = 60
 """Columns that a picture has at least, however narrow the terminal."""
@@ -50,7 +50,7 @@ def command(directory: Path, once: bool, every: float) -> None:
 
 
 def _follow(console: Console, directory: Path, every: float) -> None:
-    """Show what there is until interrupted; a broker that went away once it was there may come back."""
+    """Show what there is until interrupted; a broker that went away, hangs or refuses may serve again."""
     shown = [Text("looking for the broker")]
     with Broker(directory):  # none at all is a mistake in the command
         pass
@@ -62,7 +62,7 @@ def _follow(console: Console, directory: Path, every: float) -> None:
                         shown = _look(console, broker, console.height)
                         live.update(Group(*shown), refresh=True)
                         time.sleep(every)
-            except Unavailable as error:
+            except CubrokerError as error:
                 gone = Text(f"as of {time.strftime('%H:%M:%S')}: {text.printable(error.message)}", "bold red")
                 live.update(Group(gone, *shown[1:]), refresh=True)
                 time.sleep(every)

@@ -19,6 +19,7 @@ from cubroker.protocol import Layout
 from tests.brokers import PATIENCE, BrokerProcess, eventually
 from tests.cli import terminal
 from tests.cli.processes import COMMAND, environment, run
+from tests.server.configured import configured
 
 LAYOUT = Layout.pack([("x", "U8", (5,))])
 
@@ -114,5 +115,21 @@ def test_live_it_waits_for_a_broker_that_went_away(broker: BrokerProcess) -> Non
         with Broker(broker.directory) as client:
             client.create("llama", LAYOUT).seal()
             eventually(lambda: b"llama@1" in screen.written, "the pool of the next broker")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(PATIENCE) == 0
+
+
+def test_live_it_waits_for_a_broker_that_refuses_it_for_a_while() -> None:
+    with configured("") as broker, watching(broker.directory) as (process, screen):
+        eventually(lambda: b"nothing has been loaded" in screen.written, "the first picture")
+        broker.kill()
+        broker.file.write_text("quota.sessions = 0")
+        broker.start()
+        eventually(lambda: b"sessions of a quota of 0" in screen.written, "the refusal")
+        broker.reload("")
+        eventually(lambda: "quota.sessions is now" in broker.log(), "the broker to let it in")
+        with Broker(broker.directory) as client:
+            client.create("llama", LAYOUT).seal()
+            eventually(lambda: b"llama@1" in screen.written, "the pool")
         process.send_signal(signal.SIGINT)
         assert process.wait(PATIENCE) == 0
