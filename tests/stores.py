@@ -18,6 +18,9 @@ from cubroker.server.store.datagrams import close_all
 from cubroker.server.store.journal import Journal, _newest
 from tests.brokers import DEVICES, BrokerProcess, started
 
+ATTEMPTS = 10
+"""At reading a journal that is written meanwhile."""
+
 ROOM = 1000
 """Descriptors that the store says it has room for."""
 
@@ -66,6 +69,28 @@ class Warehouse:
         for name in list(self.stored):
             self.forget(name)
 
+    def settle(self) -> None:
+        """Return when all was acted upon that was sent before: messages come in order."""
+        ours, theirs = os.pipe()
+        with socket(AF_UNIX, SOCK_DGRAM) as end:
+            rights = [(SOL_SOCKET, SCM_RIGHTS, struct.pack("i", theirs))]
+            end.sendmsg([b"BARRIER=1"], rights, 0, str(self.path))  # send_fds() forgets the address
+        os.close(theirs)
+        os.read(ours, 1)
+        os.close(ours)
+
+    def journal(self) -> dict[bytes, bytes]:
+        """Return what is in the stored journal; its broker may live, and write at the same time."""
+        (descriptor,) = self.stored["ledger"]
+        for _ in range(ATTEMPTS):
+            try:
+                journal = Journal(descriptor, _newest(descriptor))
+                journal._load()
+                return dict(journal.items())
+            except Damaged as error:
+                failure = error
+        raise failure
+
     def forget(self, name: str) -> None:
         """Close what has a name."""
         close_all(self.stored.pop(name, ()))
@@ -113,27 +138,9 @@ class StoredBroker(BrokerProcess):
         self.kill()
         self.start()
 
-    def recorded(self) -> dict[bytes, bytes]:
-        """Return what is in the journal; the broker may live, and be quick."""
-        (descriptor,) = self.warehouse.stored["ledger"]
-        while True:
-            try:
-                journal = Journal(descriptor, _newest(descriptor))
-                journal._load()
-                return dict(journal.items())
-            except Damaged:
-                if self.process.poll() is not None:
-                    raise
-
     def settled(self) -> None:
-        """Return when the store has acted upon all that was sent to it: messages come in order."""
-        ours, theirs = os.pipe()
-        with socket(AF_UNIX, SOCK_DGRAM) as end:
-            rights = [(SOL_SOCKET, SCM_RIGHTS, struct.pack("i", theirs))]
-            end.sendmsg([b"BARRIER=1"], rights, 0, str(self.warehouse.path))  # send_fds() forgets the address
-        os.close(theirs)
-        os.read(ours, 1)
-        os.close(ours)
+        """Return when the store has acted upon all that was sent to it."""
+        self.warehouse.settle()
 
     def spawn(self, log: int) -> subprocess.Popen[bytes]:
         """Start the process, with what is stored."""

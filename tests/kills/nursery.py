@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Self
@@ -56,7 +57,7 @@ class Worker:
     def __init__(self, pid: int, connection: socket.socket) -> None:
         self.pid = pid
         self._line = connection
-        self._pidfd = os.pidfd_open(pid)  # it is there still: it does nothing before it is told to
+        self.pidfd = os.pidfd_open(pid)  # it is there still: it does nothing before it is told to
         self.tell("go")
 
     def __enter__(self) -> Self:
@@ -69,8 +70,8 @@ class Worker:
         """The test's end of the line, for select."""
         return self._line.fileno()
 
-    def tell(self, word: str) -> None:
-        self._line.send(word.encode())
+    def tell(self, word: str, descriptors: Sequence[int] = ()) -> None:
+        socket.send_fds(self._line, [word.encode()], descriptors)
 
     def hear(self) -> str:
         """Return the next word of the worker; fails if it has ended or failed."""
@@ -89,7 +90,7 @@ class Worker:
         assert heard == word, f"worker {self.pid} said {heard!r} instead of {word!r}"
 
     def signal(self, number: signal.Signals) -> None:
-        signal.pidfd_send_signal(self._pidfd, number)
+        signal.pidfd_send_signal(self.pidfd, number)
 
     def kill(self) -> float:
         """Send SIGKILL, wait for the end, and return the moment just before."""
@@ -101,19 +102,19 @@ class Worker:
 
     def ended(self) -> bool:
         """Whether all of it has ended, by the kernel's word."""
-        return bool(select.select([self._pidfd], [], [], 0)[0])
+        return bool(select.select([self.pidfd], [], [], 0)[0])
 
     def wait(self) -> None:
         """Wait for its end."""
-        assert select.select([self._pidfd], [], [], PATIENCE)[0], f"worker {self.pid} has not ended"
+        assert select.select([self.pidfd], [], [], PATIENCE)[0], f"worker {self.pid} has not ended"
 
     def close(self) -> None:
-        if self._pidfd >= 0:
+        if self.pidfd >= 0:
             try:
                 self.kill()
             finally:
-                os.close(self._pidfd)
-                self._pidfd = -1
+                os.close(self.pidfd)
+                self.pidfd = -1
                 self._line.close()
 
 

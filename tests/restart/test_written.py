@@ -64,7 +64,7 @@ def test_descriptors_on_their_way_cost_the_next_broker_nothing_if_there_are_none
     with Broker(kept.directory) as client:
         Form("vmm", durable=durable).publish(client, "pool")
     with session(kept.directory) as reader:
-        while not any(key.startswith(b"d/") for key in kept.recorded()):  # it does not read them
+        while not any(key.startswith(b"d/") for key in kept.warehouse.journal()):  # it does not read them
             reader.attach("pool")
         kept.kill()
         for name in [each for each in kept.warehouse.stored if each.startswith("m")]:

@@ -1,0 +1,291 @@
+"""A broker that is killed at one step after the other, under workers that must not notice, and what must be true then.
+
+After every kill the next broker serves; leases are as the workers say, none lost and none doubled; every byte is as it
+was written; every request was answered once. At the end of every scene nothing is left: no bytes on a device that no
+version has, no descriptor in the store and no key in the journal that nobody needs, no memory open in the broker.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter as Count
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+from cubroker.client import Broker, Pool
+from cubroker.protocol.errors import NotFound, Retired
+from tests.brokers import eventually
+from tests.kills.content import Form, check
+from tests.kills.judge import settles
+from tests.kills.nursery import Nursery, Worker
+from tests.restart.parts import DURABLE, SCRATCH, SHARDED, TEAM
+from tests.restart.phoenix import Phoenix
+
+PARTS = "tests.restart.parts"
+
+COMPANY = {"company": DURABLE, "spread": SHARDED, "team": TEAM}
+"""Pools that the judge holds throughout."""
+
+OURS = {"ledger": 1, "door": 1, "requests": 1}
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What several workers do at the same time with one name, under which a version of ``form`` is there before."""
+
+    parts: tuple[str, ...]
+    form: Form | None = None
+
+    def __str__(self) -> str:
+        return " + ".join(self.parts)
+
+
+SCENES = (
+    Scene(("read", "read_peer"), DURABLE),
+    Scene(("write_one", "await_publication")),
+    Scene(("write_spread",)),
+    Scene(("write_shards",), SHARDED),
+    Scene(("attach_or_create", "attach_or_create")),
+    Scene(("discard", "read"), DURABLE),
+    Scene(("supersede", "read"), DURABLE),
+    Scene(("produce", "consume"), SCRATCH),
+    Scene(("watch", "write_twice")),
+    Scene(("sleep", "sleep"), DURABLE),
+    Scene(("come_and_go", "die"), DURABLE),
+    Scene(("load_file", "load_file")),
+    Scene(("give_up", "read"), DURABLE),
+    Scene(("ipc", "passing")),
+    Scene(("team",)),
+)
+
+STANDING = Scene(("read", "sleep", "ipc", "passing", "read_peer", "read"), DURABLE)
+"""What there is when a broker is killed while it starts; the last one dies meanwhile."""
+
+
+@dataclass
+class Campaign:
+    """The broker, the judge (this process, a client too), and what it holds.
+
+    Attributes:
+        kills: how many there were, by label.
+    """
+
+    phoenix: Phoenix
+    nursery: Nursery
+    judge: Broker
+    company: list[Pool]
+    kills: Count[str] = field(default_factory=Count)
+    plays: int = 0
+    _files: int = 0
+
+    @classmethod
+    @contextmanager
+    def begin(cls) -> Iterator[Self]:
+        """Start everything, and end it afterwards."""
+        with (
+            Nursery("tests.restart.steps") as brokers,
+            Nursery(PARTS, "cubroker.client.loader") as nursery,
+            Phoenix.rising(brokers) as phoenix,
+            Broker(phoenix.directory, timeout=600) as judge,
+            ExitStack() as stack,
+        ):
+            for name, form in COMPANY.items():
+                form.publish(judge, name)
+            company = [
+                stack.enter_context(judge.attach(name, device=0 if name != "spread" else None)) for name in COMPANY
+            ]
+            campaign = cls(phoenix, nursery, judge, company)
+            campaign.restart()
+            campaign.settle_anew()
+            yield campaign
+
+    def restart(self) -> None:
+        """Kill the broker now, and wait for the next one."""
+        served = self.phoenix.serving
+        self.phoenix.kill()
+        self.phoenix.served(served)
+
+    def settle_anew(self) -> None:
+        """Note how much memory a broker has open that has just gone on."""
+        self.judge.devices()
+        eventually(lambda: "" not in [pool.how for pool in self.judge.pools() if pool.share == "multicast"], "the team")
+        self._files = self._memfds()
+        self.settle()
+
+    # -- one play --------------------------------------------------------------------------------------
+
+    def count(self, scene: Scene) -> int:
+        """Return how many steps the broker takes in a scene; other times it may be some more, or fewer."""
+        return self._play(scene, 0)
+
+    def kill_at(self, scene: Scene, step: int) -> bool:
+        """Play a scene, and have the broker killed at a step; False if it took fewer than that."""
+        starts = self.phoenix.starts
+        self._play(scene, step)
+        if self.phoenix.starts == starts:
+            return False
+        self.kills[self.phoenix.counter.last.read_text()] += 1
+        return True
+
+    def _play(self, scene: Scene, step: int) -> int:
+        """Play a scene; return how many steps there were until it was over, or until the kill."""
+        name, counter = self._set(scene), self.phoenix.counter
+        counter.set(step)
+        with self._workers(scene.parts, name) as workers:
+            held = self._held(scene.parts, workers)
+            steps, left = counter.reached, counter.pause()
+            self._check(workers, held)
+            counter.set(left)
+            self._end(workers, held)
+            steps += counter.reached
+            counter.pause()
+        self.settle()
+        return steps
+
+    def kill_restoring(self, step: int) -> bool:
+        """Kill a broker, and a worker, and the next broker at a step of its start; False if it serves before that."""
+        name, starts = self._set(STANDING), self.phoenix.starts
+        with self._workers(STANDING.parts, name) as workers:
+            held = self._held(STANDING.parts, workers)
+            self._check(workers, held)
+            self.phoenix.counter.set(step)
+            served = self.phoenix.serving
+            self.phoenix.kill()
+            victim = workers.pop()
+            victim.kill()
+            del held[victim.pid]
+            self.phoenix.served(served)
+            self.judge.devices()
+            self.phoenix.counter.pause()
+            self._check(workers, held)
+            self._end(workers, held)
+        self.settle()
+        if self.phoenix.starts == starts + 1:
+            return False
+        self.kills[f"{self.phoenix.counter.last.read_text()} while it starts"] += 1
+        return True
+
+    def _set(self, scene: Scene) -> str:
+        """Publish what a scene begins with; return under which name."""
+        self.plays += 1
+        name = f"pool-{self.plays}"
+        if scene.form:
+            scene.form.publish(self.judge, name)
+        return name
+
+    def _held(self, parts: Sequence[str], workers: Sequence[Worker]) -> dict[int, str]:
+        """Return what each worker says that it holds, by process; nothing of those that die."""
+        return {worker.pid: worker.hear() for part, worker in zip(parts, workers, strict=True) if part != "die"}
+
+    def _check(self, workers: Sequence[Worker], held: dict[int, str]) -> None:
+        """Check that everybody has what it had before, in its own eyes and the broker's."""
+        self._check_leases(held)
+        for worker in workers:
+            if worker.pid in held:
+                worker.tell("check")
+                assert worker.hear() == held[worker.pid]
+
+    def _end(self, workers: Sequence[Worker], held: dict[int, str]) -> None:
+        """Have everybody give back what it has, and retire what was published."""
+        for worker in workers:
+            if worker.pid in held:
+                worker.tell("end")
+        for worker in workers:
+            worker.wait()
+        self._retire()
+
+    @contextmanager
+    def _workers(self, parts: Sequence[str], name: str) -> Iterator[list[Worker]]:
+        with ExitStack() as stack:
+            directory = str(self.phoenix.directory)
+            yield [stack.enter_context(self.nursery.worker(f"{PARTS}:play", directory, part, name)) for part in parts]
+
+    # -- what must be true -----------------------------------------------------------------------------
+
+    def _check_leases(self, held: dict[int, str]) -> None:
+        """Compare what workers say that they hold with what the broker says."""
+        expected = {pid: Count(map(tuple, json.loads(said))) for pid, said in held.items()}
+
+        def known() -> dict[int, Count[tuple[str, int]]]:
+            return {
+                client.pid: Count((lease.pool, lease.version) for lease in client.leases)
+                for client in self.judge.clients()
+                if client.pid != os.getpid()
+            }
+
+        try:
+            eventually(lambda: known() == expected, "the leases to be those of the workers")
+        except AssertionError as error:
+            error.add_note(f"the broker says {known()}, and the workers {expected}")
+            raise
+
+    def _retire(self) -> None:
+        """Retire what was published."""
+        for pool in self.judge.pools():
+            if pool.name not in COMPANY and pool.state == "current":
+                try:
+                    self.judge.retire(pool.name, pool.version)
+                except (NotFound, Retired):  # it was lost, or retired by the request that was on its way
+                    continue
+
+    def settle(self) -> None:
+        """Wait until nothing is left but the company, and check that, byte by byte."""
+        settles(self.judge, [os.getpid()])
+        for pool in self.company:
+            assert not pool.lost
+            check(pool)
+            with self.judge.attach(pool.name, device=0 if pool.name != "spread" else None) as again:
+                check(again)
+        eventually(
+            lambda: {pool.name for pool in self.judge.pools()} == set(COMPANY), f"the end of {self.judge.pools()}"
+        )
+        settles(self.judge, [os.getpid()])
+        self._settle_store()
+        self._settle_memory()
+        log = self.phoenix.log()
+        assert "Traceback" not in log, log[log.index("Traceback") - 2000 :]
+
+    def _settle_store(self) -> None:
+        expected = OURS | {f"s{self.judge.session}": 2}
+        stored: dict[str, int] = {}
+
+        def only() -> bool:
+            stored.clear()
+            stored.update(self.phoenix.stored())
+            memory = [name for name in stored if name.startswith("m")]
+            rest = {name: count for name, count in stored.items() if name not in memory}
+            return rest == expected and len(memory) == self._pieces() and all(stored[name] == 1 for name in memory)
+
+        try:
+            eventually(only, "the store to have what is needed")
+        except AssertionError as error:
+            error.add_note(f"it has {stored}, and {expected} and {self._pieces()} allocations are needed")
+            raise
+        journal = Count(key.split(b"/")[0] for key in self.phoenix.warehouse.journal())
+        assert journal[b"s"] == journal[b"r"] == 1, journal
+        assert not journal[b"d"], journal
+
+    def _settle_memory(self) -> None:
+        """The broker has as much memory open as its company has, and the journal."""
+        try:
+            eventually(lambda: self._memfds() <= self._files, "the memory of the dead to be closed")
+        except AssertionError as error:
+            error.add_note(f"the broker has {self._memfds()} open, and had {self._files}")
+            raise
+
+    def _memfds(self) -> int:
+        found = 0
+        for entry in Path(f"/proc/{self.phoenix.pid}/fd").iterdir():
+            try:
+                found += entry.readlink().name.startswith("memfd:")
+            except FileNotFoundError:
+                continue
+        return found
+
+    def _pieces(self) -> int:
+        """Allocations of the company."""
+        return 2 + 2 + 4

@@ -1,0 +1,291 @@
+"""Brokers killed at any moment under load, by the hundred: ``python -m tests.restart.storm --kills 1000``.
+
+It is the real ``cubroker keep`` that keeps what is stored and starts the next one. Workers that do anything are killed
+as well, and gateways; all of them are halted now and then, and asked what they hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import random
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from bisect import bisect
+from collections import Counter as Count
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+from cubroker.client import Broker, Pool
+from cubroker.protocol.errors import NotFound, Retired
+from tests.brokers import PATIENCE, eventually
+from tests.kills.content import check
+from tests.kills.judge import settles
+from tests.kills.nursery import Nursery, Worker
+from tests.restart.parts import DURABLE, SHARDED
+from tests.server.processes import descriptors, gateways
+
+WORKERS = "tests.restart.workers"
+COMPANY = {"company": DURABLE, "spread": SHARDED}
+PIECES = 4
+"""Allocations of the company."""
+
+CREW = 3
+"""Workers at any time."""
+
+LULL = 10
+"""Kills between two halts."""
+
+LONGEST = 0.5
+"""Seconds that a broker serves, at most."""
+
+EARLY = 0.2
+"""How many of the brokers are killed while they start."""
+
+
+@dataclass
+class Storm:
+    """A kept broker, its workers, and when it was killed.
+
+    Attributes:
+        kills: moments at which a broker was killed.
+        early: how many of them killed a broker that had not served yet.
+        asked: requests of workers that lived to say so.
+        long: of each of them, when long requests began and ended.
+    """
+
+    keeper: subprocess.Popen[bytes]
+    log: Path
+    nursery: Nursery
+    judge: Broker
+    company: list[Pool]
+    chance: random.Random
+    crew: list[Worker] = field(default_factory=list)
+    kills: list[float] = field(default_factory=list)
+    early: int = 0
+    asked: int = 0
+    long: list[list[tuple[float, float]]] = field(default_factory=list)
+    workers: int = 0
+    gateways: int = 0
+
+    @classmethod
+    @contextmanager
+    def begin(cls, seed: int) -> Iterator[Self]:
+        """Start everything, and end it afterwards."""
+        with tempfile.TemporaryDirectory(prefix="cubroker-") as place, Nursery(WORKERS) as nursery:
+            directory, log = Path(place) / "run", Path(place) / "log"
+            serve = [sys.executable, "-m", "cubroker.server", str(directory), "--devices", "host:2@64MiB"]
+            with log.open("wb") as file:
+                keep = [sys.executable, "-m", "cubroker.cli", "keep", "--pause", "0", "--", *serve]
+                keeper = subprocess.Popen(keep, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
+            try:
+                eventually(lambda: "cubroker: serving on" in log.read_text(), "the broker to serve")
+                with Broker(directory, timeout=PATIENCE) as judge:
+                    for name, form in COMPANY.items():
+                        form.publish(judge, name)
+                    yield cls(
+                        keeper, log, nursery, judge, [judge.attach(name) for name in COMPANY], random.Random(seed)
+                    )
+            finally:
+                keeper.terminate()
+                keeper.wait(PATIENCE)
+
+    @property
+    def broker(self) -> int:
+        """The broker's process; 0 while there is none."""
+        children = Path(f"/proc/{self.keeper.pid}/task/{self.keeper.pid}/children").read_text().split()
+        return int(children[0]) if children else 0
+
+    # -- blows -----------------------------------------------------------------------------------------
+
+    def blow(self, kills: int, report: Callable[[str], None]) -> None:
+        """Kill so many brokers, and others in between."""
+        while len(self.crew) < CREW:
+            self._hire()
+        for number in range(1, kills + 1):
+            if self.kills and self.chance.random() < EARLY:
+                self.early += 1
+            else:
+                self.judge.devices()
+                if number % 5 == 0:
+                    self._kill_worker()
+                if number % 7 == 0:
+                    self._kill_gateway()
+            self._wait(self.chance.uniform(0, LONGEST))
+            self._kill_broker()
+            if number % LULL == 0:
+                self.halt()
+                report(f"{number} kills")
+        self.halt()
+
+    def _wait(self, seconds: float) -> None:
+        """Return after so long; fails if a worker has something to say, which it has only if it failed."""
+        for worker in select.select(self.crew, [], [], seconds)[0]:
+            raise AssertionError(f"worker {worker.pid} said {worker.hear()!r}")
+
+    def _kill_broker(self) -> None:
+        eventually(lambda: self.broker, "the next broker")
+        broker = self.broker
+        kill(broker)
+        self.kills.append(time.monotonic())
+        eventually(lambda: self.broker not in (0, broker), "the next broker")
+
+    def _kill_worker(self) -> None:
+        self.crew.pop(self.chance.randrange(len(self.crew))).close()
+        self.workers += 1
+        self._hire()
+
+    def _kill_gateway(self) -> None:
+        for gateway in gateways(self.broker):
+            kill(gateway)
+            self.gateways += 1
+
+    def _hire(self) -> None:
+        seed = self.chance.getrandbits(32)
+        worker = self.nursery.worker(f"{WORKERS}:work", str(self.judge.directory), seed)
+        worker.expect("there")
+        self.crew.append(worker)
+
+    # -- lulls -----------------------------------------------------------------------------------------
+
+    def halt(self) -> None:
+        """Have everybody say what it holds, and compare that with what the broker says."""
+        for worker in self.crew:
+            worker.tell("halt")
+        held = {worker.pid: self._hear(worker) for worker in self.crew}
+        held[os.getpid()] = Count((pool.name, pool.version) for pool in self.company)
+
+        def known() -> dict[int, Count[tuple[str, int]]]:
+            found: dict[int, Count[tuple[str, int]]] = {}
+            for client in self.judge.clients():
+                found.setdefault(client.pid, Count()).update((each.pool, each.version) for each in client.leases)
+            return found
+
+        try:
+            eventually(lambda: known() == held, "the leases to be those of the workers")
+        except AssertionError as error:
+            error.add_note(f"the broker says {known()}, and the workers {held}")
+            raise
+        settles(self.judge, list(held))
+        for pool in self.company:
+            check(pool)
+        self._check_log()
+        for worker in self.crew:
+            worker.tell("go on")
+
+    def _hear(self, worker: Worker) -> Count[tuple[str, int]]:
+        """Take note of what a worker did since it was asked last, and return what it holds."""
+        held, asked, answered, long = json.loads(worker.hear())
+        assert asked == answered, f"{asked} requests, {answered} answers"
+        self.asked += asked
+        self.long.append([(began, ended) for began, ended in long])
+        return Count((name, version) for name, version in held)
+
+    def calm(self) -> None:
+        """Have everybody end, and check that nothing is left."""
+        for worker in self.crew:
+            worker.tell("end")
+        for worker in self.crew:
+            assert not self._hear(worker)
+        while self.crew:
+            self.crew.pop().close()
+        for pool in self.judge.pools():
+            if pool.name not in COMPANY and pool.state == "current":
+                with suppress(NotFound, Retired):
+                    self.judge.retire(pool.name, pool.version)
+        settles(self.judge, [os.getpid()])
+        eventually(lambda: {pool.name for pool in self.judge.pools()} == set(COMPANY), "the end of the other pools")
+        settles(self.judge, [os.getpid()])
+        needed = 3 + 2 + PIECES  # the journal, two sockets, the judge's session, the company
+        eventually(lambda: self.stored() == needed, f"the store to have {needed} descriptors, not {self.stored()}")
+        self._kill_broker()
+        self.judge.devices()
+        for pool in self.company:
+            check(pool)
+        eventually(lambda: memfds(self.broker) == 1 + PIECES, "the memory of the broker to be that of the company")
+        self._check_log()
+
+    def stored(self) -> int:
+        """How many descriptors the keeper keeps: all that it has but standard ones, and what it watches with."""
+        return descriptors(self.keeper.pid) - self._own
+
+    _own: int = 0
+
+    def begin_counting(self) -> None:
+        """Note what the keeper has open beside what it keeps."""
+        self._own = self.stored() - (3 + 2 + PIECES)
+
+    def _check_log(self) -> None:
+        log = self.log.read_text()
+        assert "Traceback" not in log, log[log.index("Traceback") - 2000 :][:6000]
+        assert "cannot be read" not in log
+
+
+def kill(pid: int) -> None:
+    """Send SIGKILL to a process, if it is still there."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def memfds(pid: int) -> int:
+    """How many memfds a process has open."""
+    found = 0
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):
+            found += entry.readlink().name.startswith("memfd:")
+    return found
+
+
+def stalls(storm: Storm) -> tuple[list[float], list[float]]:
+    """Return how long requests took that were under way when a broker was killed: one, or several one upon the other."""
+    one, several = [], []
+    for began, ended in itertools.chain(*storm.long):
+        across = bisect(storm.kills, ended) - bisect(storm.kills, began)
+        if across:
+            (one if across == 1 else several).append(ended - began)
+    return sorted(one), sorted(several)
+
+
+def main() -> int:
+    """Return 0; what is found ends it with a traceback."""
+    parser = argparse.ArgumentParser(prog="python -m tests.restart.storm", description=__doc__)
+    parser.add_argument("--kills", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    began = time.monotonic()
+    with Storm.begin(options.seed) as storm:
+        storm.begin_counting()
+        try:
+            storm.blow(options.kills, lambda text: print(f"{text}, {time.monotonic() - began:.0f} s", file=sys.stderr))
+            storm.calm()
+        except BaseException:
+            print(f"seed {options.seed}; the log ends with\n{storm.log.read_text()[-6000:]}", file=sys.stderr)
+            raise
+        report(storm, time.monotonic() - began)
+    return 0
+
+
+def report(storm: Storm, seconds: float) -> None:
+    """Say what was done, and how long others waited."""
+    print(
+        f"{len(storm.kills)} brokers ({storm.early} of them while they started), {storm.workers} workers and"
+        f" {storm.gateways} gateways killed in {seconds:.0f} s: nothing found;"
+        f" {storm.asked} requests of {CREW} workers answered once each"
+    )
+    for what, found in zip(("a kill", "kills one upon the other"), stalls(storm), strict=True):
+        if found:
+            p50, p95 = (found[int(len(found) * share)] for share in (0.5, 0.95))
+            print(f"{len(found)} requests across {what}: p50 {p50:.3f} s, p95 {p95:.3f} s, most {found[-1]:.3f} s")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
