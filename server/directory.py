@@ -6,7 +6,7 @@ import fcntl
 import os
 import socket
 import stat
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Self
@@ -23,7 +23,7 @@ BACKLOG = 512
 
 
 DOOR = "door"
-"""The name under which the listening session socket is handed over, from a socket unit or an earlier broker."""
+"""The name under which the listening session socket is handed over."""
 
 REQUESTS = "requests"
 """That of the listening request socket."""
@@ -35,8 +35,9 @@ class Directory:
     Args:
         path: the directory; made if it is not there.
         access: who may connect; by default the broker's own user (and root) alone. It does not change sockets that
-            listen already.
+            others have made.
         listening: sockets that listen there already, by name; owned by this object from now on.
+        own: the names of those that an earlier broker made.
         lasting: leave the sockets in the directory at the end: others have them too, and clients may wait there.
 
     Attributes:
@@ -55,12 +56,14 @@ class Directory:
         path: Path,
         access: Access | None = None,
         listening: Mapping[str, int] | None = None,
+        own: Container[str] = (),
         *,
         lasting: bool = False,
     ) -> None:
         self.path = path.absolute()
         self._access = access or Access()
         self._listening = dict(listening or {})
+        self._own = own
         self._lasting = lasting
         self.fresh: dict[str, socket.socket] = {}
         self.sessions: socket.socket
@@ -92,6 +95,8 @@ class Directory:
             if _listens(listener, path, kind):
                 listener.setblocking(False)
                 _refuse_descriptors(listener)
+                if name in self._own:
+                    _open(path, self._access)
                 return listener
         listener = self.fresh[name] = _listen(path, kind, self._access, undo, lasting=self._lasting)
         return listener
@@ -176,10 +181,16 @@ def _listen(path: Path, kind: int, access: Access, undo: ExitStack, *, lasting: 
         os.umask(before)
     if not lasting:
         undo.callback(path.unlink, missing_ok=True)
-    # The directory is ours or root's, so nobody can have put another file in its place.
-    if access.group is not None:
-        os.chown(path, -1, access.group, follow_symlinks=False)
-    path.chmod(access.mode)
+    _open(path, access)
     _refuse_descriptors(listener)
     listener.listen(BACKLOG)
     return listener
+
+
+def _open(path: Path, access: Access) -> None:
+    """Let whoever may connect do so. The directory is ours or root's, so nobody can have put another file there."""
+    here, group = path.lstat(), os.getegid() if access.group is None else access.group
+    if here.st_gid != group:
+        path.chmod(access.mode & 0o600)  # nobody of either group gets in meanwhile who may not
+        os.chown(path, -1, group, follow_symlinks=False)
+    path.chmod(access.mode)

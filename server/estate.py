@@ -17,6 +17,9 @@ from cubroker.server.store.store import Store
 
 log = logging.getLogger(__name__)
 
+OWN = "own-"
+"""What the names of stored sockets begin with that a broker made: those of socket units are others' to change."""
+
 
 @dataclass(frozen=True, slots=True)
 class Estate:
@@ -26,11 +29,13 @@ class Estate:
         manager: who is told how the broker fares; None: nobody.
         store: where descriptors outlive the broker; None: nowhere.
         listening: sockets that listen already, by name.
+        own: the names of those that an earlier broker made, and no socket unit.
     """
 
     manager: Manager | None
     store: Store | None
     listening: Mapping[str, int]
+    own: frozenset[str] = frozenset()
 
     @property
     def lasting(self) -> bool:
@@ -48,7 +53,7 @@ class Estate:
         if self.store:
             self.store.begin()
             for name, listener in fresh.items():
-                self.store.replace(name, listener.fileno())
+                self.store.replace(OWN + name, listener.fileno())
 
 
 @contextmanager
@@ -72,10 +77,12 @@ def inherited(environ: MutableMapping[str, str]) -> Iterator[Estate]:
             _close(stored)
             yield Estate(manager, None, listening)
             return
+        made = [name for name in (DOOR, REQUESTS) if OWN + name in stored and name not in listening]
+        own = {name: stored.pop(OWN + name)[0] for name in made}
         with readable():
             store = Store(manager, stored)
         undo.callback(store.close)
-        yield Estate(manager, store, listening)
+        yield Estate(manager, store, {**own, **listening}, frozenset(own))
 
 
 @contextmanager

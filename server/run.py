@@ -72,7 +72,7 @@ def serve(current: Current, ready: Callable[[], None] | None = None) -> int:
     logs.adjust(config.log.format, config.log.level)
     with ExitStack() as undo:
         estate = undo.enter_context(inherited(os.environ))
-        place = Directory(config.directory, config.access, estate.listening, lasting=estate.lasting)
+        place = Directory(config.directory, config.access, estate.listening, estate.own, lasting=estate.lasting)
         undo.enter_context(place)
         return asyncio.run(_serve(place, current, estate, ready))
 

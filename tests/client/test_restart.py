@@ -146,7 +146,7 @@ def test_a_missing_descriptor_costs_the_pool_that_it_belonged_to(client: Broker,
 
 
 def test_nothing_stays_stored_of_what_is_over(client: Broker, kept: StoredBroker, name: str) -> None:
-    ours = {"ledger": 1, "door": 1, "requests": 1, f"s{client.session}": 2}
+    ours = {"ledger": 1, "own-door": 1, "own-requests": 1, f"s{client.session}": 2}
     lasting(client, name)
     with Broker(kept.directory) as other, other.attach(name):
         kept.restart()

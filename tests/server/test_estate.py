@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -50,15 +51,34 @@ def test_who_connects_while_there_is_no_broker_is_served_by_the_next(kept: Store
 def test_a_socket_whose_path_was_removed_is_replaced_and_stored_anew(kept: StoredBroker) -> None:
     kept.kill()
     (kept.directory / SESSION_SOCKET).unlink()
-    before = os.fstat(kept.warehouse.stored["door"][0]).st_ino
+    before = os.fstat(kept.warehouse.stored["own-door"][0]).st_ino
     kept.start()
     with session(kept.directory):
         pass
     kept.restart()
     with session(kept.directory):
         pass
-    (door,) = kept.warehouse.stored["door"]
+    (door,) = kept.warehouse.stored["own-door"]
     assert os.fstat(door).st_ino != before
+
+
+def test_who_may_connect_to_sockets_that_brokers_made_is_as_the_next_broker_is_told(
+    kept: StoredBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = os.getgroups()[-1] if os.geteuid() else 1234
+
+    def modes() -> set[tuple[int, int]]:
+        found = [(kept.directory / name).stat() for name in (SESSION_SOCKET, REQUEST_SOCKET)]
+        return {(stat.S_IMODE(each.st_mode), each.st_gid) for each in found}
+
+    assert modes() == {(0o600, os.getegid())}
+    monkeypatch.setenv("CUBROKER_SOCKETS_GROUP", str(group))
+    kept.restart()
+    assert modes() == {(0o660, group)}
+    monkeypatch.delenv("CUBROKER_SOCKETS_GROUP")
+    monkeypatch.setenv("CUBROKER_SOCKETS_MODE", "0o666")
+    kept.restart()
+    assert modes() == {(0o666, os.getegid())}
 
 
 def test_what_belongs_to_nothing_is_dropped_from_the_store(kept: StoredBroker) -> None:
@@ -69,7 +89,7 @@ def test_what_belongs_to_nothing_is_dropped_from_the_store(kept: StoredBroker) -
         kept.start()
         assert ours.recv(1) == b""  # nobody has the other end any more
     kept.settled()
-    assert sorted(kept.warehouse.stored) == ["door", "ledger", "requests"]
+    assert sorted(kept.warehouse.stored) == ["ledger", "own-door", "own-requests"]
     assert "s99" in kept.log()
 
 
@@ -101,7 +121,7 @@ def test_a_first_start_that_fails_leaves_nothing_in_the_store(kept: StoredBroker
     kept.directory.chmod(0o755)
     kept.start()
     kept.settled()
-    assert sorted(kept.warehouse.stored) == ["door", "ledger", "requests"]
+    assert sorted(kept.warehouse.stored) == ["ledger", "own-door", "own-requests"]
 
 
 def test_a_journal_that_cannot_be_read_is_refused_with_what_to_do_and_everything_stays(kept: StoredBroker) -> None:
@@ -159,6 +179,7 @@ class Activated(BrokerProcess):
 def _listen(path: Path, kind: socket.SocketKind) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, kind)
     listener.bind(str(path))
+    path.chmod(0o640)
     listener.listen()
     return listener
 
@@ -169,6 +190,7 @@ def test_sockets_of_a_socket_unit_are_served_and_left_there() -> None:
             (info,) = client.clients()
             assert isinstance(info, ClientInfo)
             assert info.pid == os.getpid()
+        assert stat.S_IMODE((broker.directory / SESSION_SOCKET).stat().st_mode) == 0o640  # as the unit made it
         assert "stray was handed over, and is closed" in broker.log()
         assert broker.stop() == 0
         assert all((broker.directory / name).is_socket() for name in (SESSION_SOCKET, REQUEST_SOCKET))
