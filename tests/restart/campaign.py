@@ -30,7 +30,7 @@ PARTS = "tests.restart.parts"
 COMPANY = {"company": DURABLE, "spread": SHARDED, "team": TEAM}
 """Pools that the judge holds throughout."""
 
-OURS = {"ledger": 1, "door": 1, "requests": 1}
+OURS = {"ledger": 1, "own-door": 1, "own-requests": 1}
 
 
 @dataclass(frozen=True)
