@@ -13,7 +13,7 @@ LEDGER := answers ledger events states records waiters chronicle books leases si
 	reports stories wording shortages \
 	permissions policy invariants reconfiguring vanishing record restoring inventory
 
-.PHONY: help demo test lint types unit simulate kill soak fuzz hostile systemd-test benchmarks clean
+.PHONY: help demo test lint types unit simulate kill restart-test soak fuzz hostile systemd-test benchmarks clean
 
 help:
 	@echo 'make demo        load real weights, share them, kill a worker, publish a second version'
@@ -21,6 +21,7 @@ help:
 	@echo 'make lint|types|unit   one of these alone'
 	@echo 'make simulate    SEEDS=$(SEEDS) random histories of the ledger against a naive model'
 	@echo 'make kill        KILLS=$(KILLS) workers killed at every step of what a client does'
+	@echo 'make restart-test  the broker killed at every step of its, and KILLS=$(KILLS) times under load, under cubroker keep'
 	@echo 'make soak        leaks, load and stopped clients'
 	@echo 'make fuzz        INPUTS=$(INPUTS) mutated inputs to everything that reads bytes'
 	@echo 'make hostile     peers that mean harm, ten times as hard as in make test'
@@ -53,6 +54,10 @@ simulate: $(VENV)/test
 
 kill: $(VENV)/test
 	$(BIN)/python -m tests.kills --kills $(KILLS)
+
+restart-test: $(VENV)/test
+	$(BIN)/python -m tests.restart
+	$(BIN)/python -m tests.restart.storm --kills $(KILLS)
 
 soak: $(VENV)/test
 	$(BIN)/python -m tests.soak leaks

@@ -152,9 +152,13 @@ class Broker:
             session.watch()
             if self._store:
                 self._store.hold(label(session.number), session.descriptors, hangs_up=True)
-        # There is no memory, this user may watch no more files (fs.epoll.max_user_watches), or the store takes nothing.
-        except (OSError, Unavailable) as error:
+        except OSError as error:  # there is no memory, or this user may watch no more (fs.epoll.max_user_watches)
             return Unavailable(f"the broker cannot watch process {session.peer.pid}: {error}; try again later")
+        except Unavailable as error:
+            return Unavailable(
+                f"this session would not outlive the broker: {error.message}; try again later, or have whoever runs the"
+                f" broker see to what keeps it, systemd or cubroker keep"
+            )
         return None
 
     def _enter(self, session: Session) -> None:

@@ -61,7 +61,9 @@ class Warehouse:
         return self._thread.is_alive()
 
     def close(self) -> None:
-        """Forget everything."""
+        """Forget everything, and take no more; does nothing the second time."""
+        if not self.open:
+            return
         with socket(AF_UNIX, SOCK_DGRAM) as end:
             end.sendto(b"END=1", str(self.path))
         self._thread.join()

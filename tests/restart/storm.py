@@ -246,7 +246,7 @@ def memfds(pid: int) -> int:
 
 
 def stalls(storm: Storm) -> tuple[list[float], list[float]]:
-    """Return how long requests took that were under way when a broker was killed: one, or several one upon the other."""
+    """Return how long requests took that were under way when a broker was killed; and when several were."""
     one, several = [], []
     for began, ended in itertools.chain(*storm.long):
         across = bisect(storm.kills, ended) - bisect(storm.kills, began)
