@@ -135,6 +135,12 @@ class StoredBroker(BrokerProcess):
         if self.warehouse.open:
             self.settled()
 
+    def start(self) -> None:
+        """Start it (again) and return when it serves and the store has what it made."""
+        super().start()
+        if self.warehouse.open:
+            self.settled()
+
     def restart(self) -> None:
         """Kill it, and start the next one."""
         self.kill()
