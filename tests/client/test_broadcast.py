@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 from collections.abc import Iterator
+from contextlib import ExitStack
 from itertools import permutations
 from pathlib import Path
 from unittest.mock import Mock
@@ -37,10 +38,11 @@ WAYS = {"multicast": ("host:3@16MiB", ""), "copies": ("host:3@16MiB", "slots=0")
 def place(request: pytest.FixtureRequest) -> Iterator[Path]:
     """A broker whose devices are bound together, or are not, or do not even reach each other."""
     devices, options = WAYS[request.param]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(OPTIONS, options)
-        with serving(devices) as broker:
-            yield broker.directory
+    with ExitStack() as undo:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(OPTIONS, options)  # for this broker, and none that a test starts beside it
+            broker = undo.enter_context(serving(devices))
+        yield broker.directory
 
 
 @pytest.fixture
