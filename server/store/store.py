@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from cubroker.protocol.errors import Unavailable
@@ -15,6 +16,9 @@ log = logging.getLogger(__name__)
 
 JOURNAL = "ledger"
 """The name under which the journal is stored."""
+
+_OURS = re.compile(r"s[0-9]+|m[0-9]+\.[0-9]+")
+"""The names of sessions and of memory, neither of which is stored before the journal."""
 
 
 class Store:
@@ -29,7 +33,7 @@ class Store:
         inherited: whether an earlier broker left a journal.
 
     Raises:
-        Damaged: the journal cannot be read, or there are two. Everything stays stored.
+        Damaged: the journal cannot be read, is missing, or there are two. Everything stays stored.
     """
 
     def __init__(self, manager: Manager, inherited: Mapping[str, Sequence[int]]) -> None:
@@ -40,6 +44,8 @@ class Store:
         journals = self._left.pop(JOURNAL, [])
         if len(journals) > 1:
             raise Damaged(f"the store has {len(journals)} journals, and nothing says which of them is true")
+        if not journals and (orphans := sorted(filter(_OURS.fullmatch, self._left))):
+            raise Damaged(f"the store has no journal, and nothing says whose {', '.join(orphans[:8])} may be")
         self.inherited = bool(journals)
         self._journal = Journal.open(journals[0]) if journals else Journal.create()
 

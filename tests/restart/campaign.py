@@ -55,7 +55,7 @@ SCENES = (
     Scene(("produce", "consume"), SCRATCH),
     Scene(("watch", "write_twice")),
     Scene(("sleep", "sleep"), DURABLE),
-    Scene(("come_and_go", "die"), DURABLE),
+    Scene(("come_and_go", "die", "hang_up"), DURABLE),
     Scene(("load_file", "load_file")),
     Scene(("give_up", "read"), DURABLE),
     Scene(("ipc", "passing")),
@@ -211,11 +211,11 @@ class Campaign:
         expected = {pid: Count(map(tuple, json.loads(said))) for pid, said in held.items()}
 
         def known() -> dict[int, Count[tuple[str, int]]]:
-            return {
-                client.pid: Count((lease.pool, lease.version) for lease in client.leases)
-                for client in self.judge.clients()
-                if client.pid != os.getpid()
-            }
+            found: dict[int, Count[tuple[str, int]]] = {}
+            for client in self.judge.clients():
+                if client.pid != os.getpid():
+                    found.setdefault(client.pid, Count()).update((each.pool, each.version) for each in client.leases)
+            return found
 
         try:
             eventually(lambda: known() == expected, "the leases to be those of the workers")

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import signal
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -224,6 +225,14 @@ def come_and_go(part: Part) -> None:
     part.keep(part.broker.attach(part.name))
 
 
+def hang_up(part: Part) -> None:
+    """Lose the connection of a session, but not the lease, which ends with this process."""
+    part.broker.attach(part.name).close()
+    another = Broker(part.directory, timeout=WAIT)
+    part.held.append(another.attach(part.name))
+    another._session._connection._channel.shutdown(socket.SHUT_RDWR)
+
+
 def die(part: Part) -> None:
     """End in the middle, with a lease, a draft and a request that waits."""
     part.keep(part.broker.attach(part.name))
@@ -326,6 +335,7 @@ PARTS: dict[str, Callable[[Part], None]] = {
             write_twice,
             sleep,
             come_and_go,
+            hang_up,
             die,
             load_file,
             give_up,

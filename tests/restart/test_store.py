@@ -97,6 +97,21 @@ def test_a_damaged_journal_is_refused_loudly_and_everything_is_kept(kept: Stored
         eventually(lambda: leases(client, "pool") == 0, "the end of the lease")
 
 
+def test_a_store_with_sessions_and_memory_and_no_journal_is_refused_and_kept(kept: StoredBroker) -> None:
+    with Broker(kept.directory) as client:
+        lasting(client, "pool")
+        with client.attach("pool") as pool:
+            kept.kill()
+            journal = kept.warehouse.stored.pop("ledger")
+            before = inodes(kept)
+            assert "no journal" in refusal(kept)
+            assert inodes(kept) == before
+            kept.warehouse.stored["ledger"] = journal
+            kept.start()
+            check_weight(pool)
+            assert leases(client, "pool") == 1
+
+
 def test_what_cannot_be_used_can_be_given_up_and_holders_keep_what_they_have_mapped(kept: StoredBroker) -> None:
     with Broker(kept.directory) as client:
         lasting(client, "pool")
@@ -127,7 +142,11 @@ def refusal(kept: StoredBroker) -> str:
     written = len(kept.log())
     with open(kept.directory.with_name("run.log"), "ab") as log:
         process = kept.spawn(log.fileno())
-        assert process.wait(PATIENCE) == 1
+        try:
+            assert process.wait(PATIENCE) == 1
+        finally:
+            process.kill()
+            process.wait()
     said = kept.log()[written:]
     assert "nothing of it was changed" in said
     assert "Traceback" not in said
