@@ -132,11 +132,13 @@ class Descriptors(Message, frozen=True):
     :class:`Team`. They may come before that answer or after it, in several notices. The receiver closes them.
     A lease with fabric handles has one for each of these, in the same order, once it asks (:class:`SendDescriptors`).
     ``first`` is how many came before these: a broker that was started again may send some once more.
+    Those that are ``rebound`` belong to the last :class:`Rebound` of the lease, and are counted from there.
     """
 
     lease: Identifier
     count: Annotated[int, Meta(ge=1, le=MAX_DESCRIPTORS)]
     first: Natural = 0
+    rebound: bool = False
 
 
 class PoolLost(Message, frozen=True):
@@ -154,8 +156,8 @@ class Rebound(Message, frozen=True):
     """The broker was started again: this is how ``lease`` writes all replicas of its ``multicast`` version from now on.
 
     ``team`` has the sizes of the new objects, if there are any. ``replicas`` are the others, where copies take the
-    place of multicast and the lease is on a published version. The descriptors of ``lease`` that come after this
-    notice are those of ``replicas``, then of the objects; what it had of both before is to be let go.
+    place of multicast and the lease is on a published version. Descriptors that are ``rebound`` follow, those of
+    ``replicas``, then of the objects; what the lease had of both before is to be let go.
     """
 
     lease: Identifier

@@ -321,7 +321,7 @@ class Broker:
                 if isinstance(body, Failed) and body.code == Denied.code:
                     self._denials.log(asked.peer, body.message)
                 return self._requests.respond(asked, request, body)
-            case events.HandOver(session, lease) if scribe:
+            case events.HandOver(session, lease, rebound=False) if scribe:  # what was, the next broker binds anew
                 scribe.owed(session, lease)
             case events.Withdraw(_, lease) if scribe:
                 scribe.sent(lease)
@@ -362,9 +362,8 @@ class Broker:
             case events.Dissolve():
                 self._descriptors.pop(effect.team, None)
                 self._assembly.submit(effect)
-            case events.HandOver(session, lease, allocations, team):
-                numbers = [ticket for _, ticket in allocations] + [team] * bool(team)
-                self._sessions[session].hand_over(Parcel(lease, numbers, self._descriptors, self._delivered))
+            case events.HandOver():
+                self._hand_over(effect)
             case events.Withdraw():
                 self._sessions[effect.session].withdraw(effect.lease)
             case events.SetTimer():
@@ -376,6 +375,12 @@ class Broker:
                 self._drained.set()
             case events.Forget():
                 self._forget(self._sessions.pop(effect.session))
+
+    def _hand_over(self, effect: events.HandOver) -> None:
+        numbers = [ticket for _, ticket in effect.allocations] + [effect.team] * bool(effect.team)
+        done = (lambda _: None) if effect.rebound else self._delivered
+        parcel = Parcel(effect.lease, numbers, self._descriptors, done, rebound=effect.rebound)
+        self._sessions[effect.session].hand_over(parcel)
 
     def _delivered(self, lease: int) -> None:
         if self._scribe:

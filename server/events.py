@@ -201,13 +201,14 @@ class HandOver:
     """Send a session the descriptors of a lease: those of each ``(device, ticket)``, in order, until ``Withdraw``.
 
     Those of the multicast objects of ``team``, if there is one, come last. It comes before the answer that grants the
-    lease, or that says they are sent.
+    lease, or that says they are sent; or, ``rebound``, after the notice that says what they are.
     """
 
     session: int
     lease: int
     allocations: tuple[tuple[str, int], ...]
     team: int = 0
+    rebound: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ class Parcel:
         tickets: whose descriptors they are, in order; a team's number is as good as a ticket's.
         descriptors: those of every ticket; of these tickets for as long as the parcel is not thrown away.
         done: told, with the lease, that all of it was sent.
+        rebound: whether they belong to the lease's ``Rebound``, and not to the answer that granted it.
     """
 
     def __init__(
@@ -27,8 +28,11 @@ class Parcel:
         tickets: Iterable[int],
         descriptors: Mapping[int, tuple[int, ...]],
         done: Callable[[int], None] = lambda _: None,
+        *,
+        rebound: bool = False,
     ) -> None:
         self.lease = lease
+        self._rebound = rebound
         self._descriptors = descriptors
         self._done = done
         self._first = 0
@@ -39,7 +43,7 @@ class Parcel:
         """Return the next notice and its descriptors, the same until it is :meth:`sent`; None after the last."""
         if not self._next:
             return None
-        notice = Descriptors(self.lease, len(self._next), self._first)
+        notice = Descriptors(self.lease, len(self._next), self._first, self._rebound)
         return wire.pack(notice), [self._descriptors[ticket][place] for ticket, place in self._next]
 
     def sent(self) -> None:

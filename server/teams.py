@@ -62,7 +62,8 @@ def _rebind(books: Books, lease: Lease, team: Team) -> None:
         books.effects.append(Notify(session.id, told))
         tickets = tuple((other.account.device.uuid, other.ticket) for other in others)
         if tickets or team.sizes:
-            books.effects.append(HandOver(session.id, lease.id, tickets, team.id if team.sizes else 0))
+            objects = team.id if team.sizes else 0
+            books.effects.append(HandOver(session.id, lease.id, tickets, objects, rebound=True))
 
 
 def give_up(books: Books, version: Version) -> None:

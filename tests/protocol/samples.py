@@ -42,6 +42,7 @@ NOTICES = (
     m.Rebound(5, (), m.Team("multicast", "it works", (2 << 20,))),
     m.Rebound(5, SHARDS[:1], m.Team("copies", "no slots left")),
     m.Descriptors(5, m.MAX_DESCRIPTORS, 32),
+    m.Descriptors(5, 1, 0, rebound=True),
     m.Welcome(1, 7, SECRET, "host:2@1048576"),
 )
 REQUESTS = (

@@ -178,8 +178,8 @@ def test_a_team_is_put_together_again_and_its_writers_get_its_new_objects() -> N
     story >> attaches(1, 4, "a", device="GPU-9", wait=0) << refused(1, 4, "not_found")
     team = m.Team("multicast", "it works", (4 * MIB,))
     story >> with_multicast(4)
-    story << e.Notify(2, m.Rebound(2, (), team)) << e.HandOver(2, 2, (), 4)
-    story << e.Notify(1, m.Rebound(3, (), team)) << e.HandOver(1, 3, (), 4)
+    story << e.Notify(2, m.Rebound(2, (), team)) << e.HandOver(2, 2, (), 4, rebound=True)
+    story << e.Notify(1, m.Rebound(3, (), team)) << e.HandOver(1, 3, (), 4, rebound=True)
     lent = story.ledger.lent(2, 2)
     assert lent is not None
     assert lent.hand_over == e.HandOver(2, 2, (("GPU-1", 2),), 4)
@@ -190,7 +190,7 @@ def test_writers_get_the_other_replicas_where_copies_take_the_place_of_a_team() 
     story.restarts()
     story >> by_copies(4)
     story << e.Notify(2, m.Rebound(2, replicas("GPU-0"), m.Team("copies", "no slots left")))
-    story << e.HandOver(2, 2, (("GPU-0", 1),))
+    story << e.HandOver(2, 2, (("GPU-0", 1),), rebound=True)
     story.restarts()
     story.quietly(e.Lost(2))
     story >> with_multicast(5)
@@ -213,7 +213,7 @@ def test_the_writer_of_a_draft_has_all_replicas_already(anew: Callable[[int], e.
     event = anew(4)
     story >> event << e.Notify(1, m.Rebound(1, (), m.Team(event.how, event.why, event.sizes)))
     if event.sizes:
-        story << e.HandOver(1, 1, (), 4)
+        story << e.HandOver(1, 1, (), 4, rebound=True)
     story >> asks(1, 2, m.Seal(1)) << e.Withdraw(1, 1) << answer(1, 2, m.Sealed(1))
 
 

@@ -148,9 +148,10 @@ class Pair:
         rebound: set[tuple[int, int]] = set()
         for effect in effects:
             match effect:
-                case e.HandOver(session, lease, allocations, team):
+                case e.HandOver(session, lease, allocations, team, again):
                     known = self.handed.setdefault((session, lease), set())
-                    assert not known or (session, lease) in rebound, "descriptors of a lease again, and nobody says why"
+                    assert again == bool(known), "descriptors of a lease again, and nobody says why"
+                    assert again == ((session, lease) in rebound)
                     known |= {ticket for _, ticket in allocations} | {team}
                 case e.Notify(session, m.Rebound(lease)):
                     rebound.add((session, lease))
