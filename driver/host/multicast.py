@@ -188,18 +188,18 @@ class Multicast(Storage, Vmm):
                 window.team.drop()
 
     def _bind(self, team: Team, offset: int, physical: Any, place: int, nbytes: int) -> None:
-        check(isinstance(physical, Physical) and bool(physical.kinds))
+        check(isinstance(physical, Physical) and physical.shareable)
         check(offset + nbytes <= team.nbytes and place + nbytes <= physical.nbytes)
         if physical.device not in team.table.devices:
             raise Refusal(Result.CUDA_ERROR_INVALID_DEVICE)
         check(team.bind(physical, place, offset, nbytes))
 
     def _mapped(self, pointer: int, nbytes: int) -> tuple[Physical, int]:
-        """Return the memory at an address, whose creator still has its handle, and where in it the address is."""
+        """Return the memory at an address, of which there is a handle here yet, and where in it the address is."""
         mapping = self.addresses.find(pointer, nbytes)
         if isinstance(mapping, ranges.Mapping) and mapping.identity:
             for held in self.handles():
-                if isinstance(held, Physical) and held.kinds and held.identity == mapping.identity:
+                if isinstance(held, Physical) and held.shareable and held.identity == mapping.identity:
                     return held, pointer - mapping.pointer
         raise Refusal(Result.CUDA_ERROR_INVALID_VALUE)
 

@@ -73,6 +73,11 @@ class Physical:
         """What all handles and mappings of the same memory have in common."""
         return memory.identity(self.fd)
 
+    @property
+    def shareable(self) -> bool:
+        """Whether it was made for several processes; what was imported was."""
+        return bool(self.kinds) or self.heap is None
+
 
 @dataclass(eq=False)
 class Mapping(Region):
