@@ -82,15 +82,14 @@ class Addresses:
             before = pieces
         return tuple(places)
 
-    def window(self, context: Context, nbytes: int, source: Source) -> Window:
-        """Map a multicast object for the stores of a context's device.
+    def window(self, context: Context, nbytes: int) -> Window:
+        """Reserve addresses for a multicast object that a context's device stores to; nothing is mapped there yet.
 
         Raises:
             DriverError: the driver refused, or a setting did.
         """
         window = context.window(nbytes)
         self._opened.append(window)
-        window.map(source)
         return window
 
     def reach(
@@ -135,8 +134,8 @@ class Addresses:
         """Map the same memory where it was.
 
         Args:
-            sources: what opens it, in the order in which :meth:`open` and what came after it took them. Those that
-                are left over were of no use before either.
+            sources: what opens it, in the order in which it was opened. Those that are left over were of no use before
+                either.
 
         Raises:
             DriverError: it is asleep as before.

@@ -7,15 +7,11 @@ goes from device to device where the one reaches the other, else through host me
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import islice
 
-from cubroker.client.addresses import Addresses, Source
+from cubroker.client.futures import Future
 from cubroker.client.mapping import Place
-from cubroker.driver import Context, Driver, DriverError, Window
-from cubroker.driver.multicast import unavailable
+from cubroker.driver import Context, Window
 from cubroker.driver.window import PIECE
-from cubroker.protocol.errors import NotFound, Unavailable
-from cubroker.protocol.messages import Attached, Created, Team
 
 STAGE = 8 << 20
 """Bytes that are copied through host memory at a time."""
@@ -25,17 +21,18 @@ class Windows:
     """Through multicast objects, one per allocation.
 
     Attributes:
+        windows: what the objects are mapped into.
         sizes: theirs; none where copies take their place.
     """
 
     def __init__(self, home: Context, windows: Sequence[Window]) -> None:
+        self.windows = tuple(windows)
         self.sizes = tuple(window.nbytes for window in windows)
         self._home = home
-        self._windows = tuple(windows)
 
     def pointer(self, allocation: int, offset: int) -> int:
         """Return the address by which a place in every replica is stored to."""
-        return self._windows[allocation].pointer + offset
+        return self.windows[allocation].pointer + offset
 
     def store(self, source: int, allocation: int, offset: int, nbytes: int) -> None:
         """Copy bytes at an address of the home device to a place in every replica; done when it returns.
@@ -45,7 +42,7 @@ class Windows:
         Raises:
             DriverError: the driver refused; some replicas may have the bytes.
         """
-        window = self._windows[allocation]
+        window = self.windows[allocation]
         target = self.pointer(allocation, offset)
         alike = (source - target) % PIECE == 0
         head = min(-target % PIECE, nbytes) if alike else nbytes
@@ -99,69 +96,21 @@ class Refused:
         self.why = why
 
 
-Outlet = Windows | Copies | Refused
-"""A way to store to all replicas, if this process has one."""
+class Unbound:
+    """Not now: the replicas are being bound together anew, since the broker was started again.
 
-
-def connect(
-    addresses: Addresses,
-    driver: Driver,
-    reply: Attached | Created,
-    sizes: Sequence[int],
-    sources: Sequence[Source],
-    places: Sequence[Place],
-) -> Outlet | None:
-    """Map what it takes to store to all replicas of a version; what is mapped when this fails is for ``addresses``.
-
-    Args:
-        addresses: the lease's.
-        driver: this process's.
-        reply: what the lease brought.
-        sizes: bytes of every allocation of the layout.
-        sources: the descriptors of all replicas, then those of the multicast objects.
-        places: the replicas that are mapped already, the first on the device that stores.
-
-    Returns:
-        None if the holder may not write, or has no replica on its own device.
-
-    Raises:
-        CubrokerError, DriverError: the driver refused.
+    Attributes:
+        before: the way that there was, or that was begun; what it needs may not be mapped.
+        over: settled as soon as this is so no more, or never will be.
     """
-    team, home = reply.team, places[0]
-    if team is None or (isinstance(reply, Attached) and not reply.writable) or home.context.device != home.memory:
-        return None
-    why = ""
-    if team.sizes:
-        try:
-            given = sources[-len(team.sizes) :]
-            pairs = zip(team.sizes, given, strict=True)
-            with addresses.all_or_none():
-                return Windows(home.context, [addresses.window(home.context, size, each) for size, each in pairs])
-        except DriverError as error:
-            if not unavailable(error):
-                raise
-            why = str(error)
-        if isinstance(reply, Attached):  # the other replicas are not at hand
-            return Refused(why)
-    left = iter(sources)
-    try:
-        rest = [(replica, tuple(islice(left, len(replica.handles)))) for replica in reply.replicas]
-        with addresses.all_or_none():
-            return Copies(home, [addresses.reach(driver, home, *each, sizes) for each in rest[1:]])
-    except NotFound as error:
-        return Refused(error.message)
+
+    def __init__(self, before: Windows | Copies | None = None) -> None:
+        self.before = before
+        self.over: Future[None] = Future()
 
 
-def check_same(label: str, outlet: Outlet | None, team: Team | None) -> None:
-    """Raise ``Unavailable`` unless the ``team`` of a new lease has what a holder's outlet was made of."""
-    if outlet is None or isinstance(outlet, Refused):
-        return
-    if team is None or outlet.sizes != team.sizes:
-        now = f"{team.how}: {team.why}" if team else "not at all"
-        raise Unavailable(
-            f"{label} is not stored to as when it fell asleep (now: {now}), so what used the addresses cannot go on; it"
-            f" stays asleep: close it, and attach again"
-        )
+Outlet = Windows | Copies | Refused | Unbound
+"""A way to store to all replicas, if this process has one."""
 
 
 def _stage(source: Context, first: int, target: Context, second: int, nbytes: int) -> None:

@@ -27,6 +27,7 @@ from cubroker.protocol.messages import (
     Notice,
     PoolChanged,
     PoolLost,
+    Rebound,
     Welcome,
 )
 
@@ -79,6 +80,7 @@ class Connection:
         requests: where requests come from and answers go to.
         inbox: where descriptors go to.
         changed: called on this thread with every change of a watched pool.
+        rebound: called on this thread when a lease is to store to all replicas by what follows.
         vanished: called on this thread when memory that was lent to this session went with an earlier broker.
         draining: called on this thread when the broker begins to call back what it lent, or lends again.
         lost: called on this thread, once, with the reason why the connection is over.
@@ -92,6 +94,7 @@ class Connection:
         requests: Requests,
         inbox: Inbox,
         changed: Callable[[PoolChanged], None],
+        rebound: Callable[[Rebound], None],
         vanished: Callable[[PoolLost], None],
         draining: Callable[[Draining], None],
         lost: Callable[[CubrokerError], None],
@@ -102,6 +105,7 @@ class Connection:
         self._requests = requests
         self._inbox = inbox
         self._changed = changed
+        self._rebound = rebound
         self._vanished = vanished
         self._draining = draining
         self._lost = lost
@@ -227,6 +231,8 @@ class Connection:
                 self._redial()
             case PoolChanged() as change:
                 self._changed(change)
+            case Rebound() as notice:
+                self._rebound(notice)
             case PoolLost() as loss:
                 self._inbox.lose(loss)
                 self._vanished(loss)

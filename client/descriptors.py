@@ -23,6 +23,7 @@ from cubroker.protocol.messages import (
     Descriptors,
     Done,
     PoolLost,
+    Rebound,
     Reply,
     Request,
     Seal,
@@ -52,7 +53,7 @@ def fabric(reply: Attached | Created) -> tuple[bytes, ...]:
 class _Lease:
     """What has come for one lease so far."""
 
-    __slots__ = ("count", "deliver", "descriptors", "left", "version")
+    __slots__ = ("count", "deliver", "descriptors", "left", "notice", "version")
 
     def __init__(self) -> None:
         self.descriptors: list[int] = []
@@ -60,6 +61,7 @@ class _Lease:
         self.left = 0  # that have to be sent yet, once the answer has said so
         self.deliver: Deliver | None = None
         self.version = ("", 0)
+        self.notice: Rebound | None = None
 
 
 class Inbox:
@@ -72,6 +74,8 @@ class Inbox:
         self._over: set[int] = set()  # leases whose descriptors nobody waits for any more: they are closed
         self._losses: dict[tuple[str, int], str] = {}  # versions whose memory nobody has any more, and why
         self._ended: list[int] = []  # those of them that have ended, though something may still be there to be read
+        self._rebound: dict[int, _Lease] = {}  # what comes with the last notice of each lease
+        self._failed = False
 
     def receive(self, channel: socket) -> tuple[bytes, list[int]]:
         """Return the next message of a session socket, and the descriptors that came along.
@@ -94,10 +98,8 @@ class Inbox:
 
     def put(self, notice: Descriptors, descriptors: Sequence[int]) -> None:
         """Deliver descriptors that have come, or keep them until the lease's answer is there."""
-        if notice.lease in self._over:
-            return self.close(descriptors)
-        lease = self._leases.setdefault(notice.lease, _Lease())
-        if notice.first < lease.count:  # a broker that was started again sends them once more
+        lease = self._awaiting(notice)
+        if lease is None or notice.first < lease.count:  # a broker that was started again sends them once more
             return self.close(descriptors)
         lease.descriptors += descriptors
         lease.count += notice.count
@@ -119,6 +121,23 @@ class Inbox:
         for number in [number for number, lease in self._leases.items() if lease.version == (loss.name, loss.version)]:
             self._give_up(number)
 
+    def rebound(self, notice: Rebound, deliver: Deliver) -> None:
+        """Deliver the descriptors that come with a notice, and none of the notice before it.
+
+        Those that came with the lease itself go first, as far as they are there: no more of these come.
+        """
+        self._drop_rebound(notice.lease)
+        waiting = self._rebound[notice.lease] = _Lease()
+        handles = (handle for replica in notice.replicas for handle in replica.handles)
+        waiting.left = len(tuple(handles)) + len(notice.team.sizes)
+        waiting.deliver, waiting.notice = deliver, notice
+        self._deliver(notice.lease)
+
+    def later(self, lease: int, notice: Rebound | None) -> bool:
+        """Whether another notice came for a lease after this one (None: after the answer). Safe in any thread."""
+        last = self._rebound.get(lease)
+        return self._failed or (last and last.notice) is not notice
+
     def settled(self, request: Request, reply: Reply) -> None:
         """An answer has come, and whoever wants the descriptors that belong to it has said so: nobody else will."""
         match request, reply:
@@ -126,18 +145,23 @@ class Inbox:
                 self._over.add(reply.lease)
                 if early := self._leases.pop(reply.lease, None):
                     self.close(early.descriptors)
+                self._deliver(reply.lease)
             case (Close() | Seal(), Done() | Sealed()) if request.lease in self._over:
                 self._ended.append(request.lease)
 
     def drained(self) -> None:
         """There was nothing to read on the session socket: nothing comes any more for leases that ended before."""
         self._over.difference_update(self._ended)
+        for lease in self._ended:
+            self._drop_rebound(lease)
         self._ended.clear()
 
     def fail(self, reason: CubrokerError) -> None:
         """The connection is over: nothing comes any more."""
-        leases, self._leases = self._leases, {}
-        for lease in leases.values():
+        self._failed = True
+        leases = [*self._leases.values(), *self._rebound.values()]
+        self._leases, self._rebound = {}, {}
+        for lease in leases:
             self.close(lease.descriptors)
             if lease.deliver:
                 lease.deliver(reason.anew())
@@ -166,18 +190,36 @@ class Inbox:
             NotFound(f"pool {name!r} version {version} was lost before it was mapped: {self._losses[lease.version]}")
         )
 
+    def _awaiting(self, notice: Descriptors) -> _Lease | None:
+        """Return what has come of those that a notice goes on with; None if nobody waits for them any more."""
+        if notice.rebound:
+            lease = self._rebound.get(notice.lease)
+            return lease if lease and lease.deliver else None
+        return None if notice.lease in self._over else self._leases.setdefault(notice.lease, _Lease())
+
     def _deliver(self, number: int) -> None:
-        lease = self._leases[number]
-        if lease.deliver is None or lease.count < lease.left:
-            return None
-        del self._leases[number]
-        self._over.add(number)
-        if len(lease.descriptors) == lease.count:
-            return lease.deliver(tuple(lease.descriptors))
-        self.close(lease.descriptors)
-        return lease.deliver(
+        lease = self._leases.get(number)
+        if lease and lease.deliver and (lease.count >= lease.left or number in self._rebound):
+            del self._leases[number]
+            self._over.add(number)
+            self._hand_on(lease, lease.deliver)
+        lease = self._rebound.get(number)
+        if lease and lease.deliver and lease.count >= lease.left and number in self._over:
+            deliver, lease.deliver = lease.deliver, None
+            self._hand_on(lease, deliver)
+
+    def _hand_on(self, lease: _Lease, deliver: Deliver) -> None:
+        given, lease.descriptors = tuple(lease.descriptors), []
+        if len(given) == lease.count:
+            return deliver(given)
+        self.close(given)
+        return deliver(
             DeviceFailure(
                 f"this process has no room for the {lease.count} descriptors of the memory that it asked for; raise its"
                 f" limit of open files (ulimit -n), or make pools of fewer and larger allocations"
             )
         )
+
+    def _drop_rebound(self, lease: int) -> None:
+        if dropped := self._rebound.pop(lease, None):
+            self.close(dropped.descriptors)

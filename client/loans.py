@@ -13,11 +13,12 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from cubroker.client import broadcast, descriptors, devices
+from cubroker.client import descriptors, devices
 from cubroker.client.addresses import Addresses, Source
 from cubroker.client.futures import Future
 from cubroker.client.janitor import Guard
 from cubroker.client.mapping import Mapped
+from cubroker.client.reach import Offer, Reach
 from cubroker.client.replica import decode
 from cubroker.client.requests import Pending
 from cubroker.driver import DriverError, Working
@@ -32,10 +33,12 @@ from cubroker.protocol.messages import (
     Create,
     Created,
     Done,
+    Rebound,
     Reply,
     Seal,
     Sealed,
     SendDescriptors,
+    Team,
 )
 
 if TYPE_CHECKING:
@@ -76,7 +79,15 @@ class Loan:
         self._guard: Guard[Mapped] | None = None
         self._ending = False
         self._addresses: Addresses | None = None
+        self._reach: Reach | None = None
+        self._team: Team | None = None
+        self._news: tuple[Rebound, Sequence[int] | CubrokerError] | None = None
         self._last: type[Close] | type[Seal] = Close
+
+    @property
+    def how(self) -> tuple[str, str]:
+        """How all replicas of a multicast version are stored to, and why so; nothing while nobody knows."""
+        return (self._team.how, self._team.why) if self._team else ("", "")
 
     @property
     def session(self) -> Session:
@@ -248,15 +259,17 @@ class Loan:
         with self._addresses.all_or_none():
             accessor = self._accessor if isinstance(reply, Attached) else None
             places = self._addresses.open(driver, own, sizes, given, accessor)
-            outlet = broadcast.connect(self._addresses, driver, reply, sizes, given, places)
-        label = _label(reply)
-        return Mapped(label, places, reply.share, readonly=readonly, finish=self.end, team=reply.team, outlet=outlet)
+            self._reach = Reach(driver, places, sizes)
+            outlet = None if readonly else self._reach.find(self._offer(reply, given))
+        self._team = reply.team
+        return Mapped(_label(reply), places, reply.share, readonly=readonly, finish=self.end, outlet=outlet)
 
     def _end(self) -> None:
         """Unmap everything, last first, then give the lease back. What cannot be unmapped stays on loan."""
         try:
-            if self._addresses:
-                self._addresses.close()
+            for each in (self._reach, self._addresses):
+                if each:
+                    each.close()
         except DriverError as error:
             failure = devices.failure(error, f"unmapping the memory of lease {self.lease}")
             log.error("%s; it is given back when this process ends", failure)
@@ -270,10 +283,13 @@ class Loan:
 
     def _sleep(self, slept: Future[Reply]) -> None:
         mapped = self._guard() if self._guard else None
-        if mapped is None or self._addresses is None or not mapped.asleep:  # it has ended, or was woken again
+        if mapped is None or not mapped.asleep:  # it has ended, or was woken again
             return slept.set(Done())
+        assert self._addresses
+        assert self._reach
         try:
             self._addresses.sleep()
+            self._reach.sleep()
         except DriverError as error:
             return slept.fail(devices.failure(error, f"unmapping {mapped.label}"))
         lease, self.lease = self.lease, 0
@@ -288,19 +304,72 @@ class Loan:
             The memory, or None if it has ended.
 
         Raises:
-            DriverError, Unavailable: as :meth:`Addresses.wake` and :func:`broadcast.check_same` say.
+            CubrokerError, DriverError: as :meth:`Addresses.wake` and :meth:`Reach.wake` say.
         """
         mapped = self._guard() if self._guard else None
-        if mapped is None or self._addresses is None:
+        if mapped is None:
             return None
-        if self._addresses.asleep:
-            broadcast.check_same(mapped.label, mapped.outlet, reply.team)
+        assert self._addresses
+        assert self._reach
+        if self._addresses.asleep or self._reach.asleep:
             self._addresses.wake(given)
+            try:
+                mapped.outlet = self._reach.wake(mapped.label, mapped.outlet, self._offer(reply, given))
+            except BaseException:
+                self._addresses.sleep()
+                raise
+            self._team = reply.team
             before, self.lease = self.lease, reply.lease
             if before:  # it was not asleep whole
                 self._session.requests.submit(Close(before))
         mapped.wake()
         return mapped
+
+    def rebound(self, notice: Rebound, given: Sequence[int] | CubrokerError) -> None:
+        """Take what the lease stores to all replicas by from now on, and close its descriptors.
+
+        While a tensor is held nothing is unmapped: it is done after that.
+        """
+        self._drop_news()
+        self._news = notice, given
+        self._rebind()
+
+    def give_up(self) -> None:
+        """What is being mapped to store to all replicas by is of an earlier broker. Runs on the connection's thread."""
+        if self._reach:
+            self._reach.give_up()
+
+    def unreachable(self, reason: CubrokerError) -> None:
+        """The connection is over: no :meth:`rebound` comes any more."""
+        if self._reach:
+            self._reach.fail(reason)
+
+    def _rebind(self) -> None:
+        mapped = self._guard() if self._guard else None
+        if self._news is None:
+            return
+        notice, given = self._news
+        if mapped is not None and self._reach and self.lease == notice.lease:
+            offer = given if isinstance(given, CubrokerError) else self._offer(notice, given)
+            if held := self._reach.replace(mapped, offer):
+                self._session.janitor.guard(held, self._rebind)
+                return
+            self._team = notice.team
+        self._drop_news()
+
+    def _offer(self, message: Attached | Created | Rebound, given: Sequence[Source]) -> Offer:
+        """Return what a message brings to store to all replicas by, until the next notice."""
+        inbox, lease = self._session.inbox, message.lease
+        notice = message if isinstance(message, Rebound) else None
+        others = message.replicas
+        if notice is None:
+            given, others = given[len(others[0].handles) :], others[1:]
+        return Offer(message.team, others, given, lambda: inbox.later(lease, notice))
+
+    def _drop_news(self) -> None:
+        if self._news and not isinstance(self._news[1], CubrokerError):
+            self._session.inbox.close(self._news[1])
+        self._news = None
 
     def _fail(self, error: CubrokerError) -> None:
         if future := self._granted:

@@ -10,7 +10,6 @@ from cubroker.client.living import Living
 from cubroker.client.processes import Owner
 from cubroker.driver import Context, Device
 from cubroker.protocol.errors import Invalid
-from cubroker.protocol.messages import Team
 
 if TYPE_CHECKING:
     from cubroker.client.broadcast import Outlet
@@ -44,8 +43,7 @@ class Mapped:
         share: how it is shared.
         readonly: whether nobody here may write it: it was published, and not as writable.
         finish: starts the unmapping, as the end of this object does; whichever comes first counts.
-        team: how all replicas of a multicast version are written at once.
-        outlet: the way to do so here, if there is one.
+        outlet: the way to store to all replicas of a multicast version, if there is one here.
     """
 
     def __init__(
@@ -56,14 +54,12 @@ class Mapped:
         *,
         readonly: bool,
         finish: Callable[[], None],
-        team: Team | None = None,
         outlet: Outlet | None = None,
     ) -> None:
         self.label = label
         self.places = places
         self.share = share
         self.readonly = readonly
-        self.team = team
         self.outlet = outlet
         self.asleep = False
         self._finish = finish
@@ -80,14 +76,14 @@ class Mapped:
         if self.asleep:
             raise Invalid(f"{self.label} is asleep: its memory is not mapped; wake the pool before using its tensors")
 
-    def lend(self, name: str, *, held: bool = False) -> Lent:
+    def lend(self, name: str, *, held: bool = False, storing: bool = False) -> Lent:
         """Note that somebody outside uses tensor ``name``, for as long as the returned object lives.
 
-        ``held``: and that the memory may not even sleep meanwhile.
+        ``held``: and that the memory may not even sleep meanwhile; ``storing``: because all replicas are stored to.
         """
         self._owner.check()
         with self._lock:
-            lent = Lent(self, name, held=held)
+            lent = Lent(self, name, held=held, storing=storing)
             self._lent.add(lent)
             try:
                 self.check()
@@ -108,6 +104,11 @@ class Mapped:
         """The memory is mapped again."""
         self.asleep = False
 
+    def holder(self) -> Lent | None:
+        """Return what holds a tensor, if anything does; a store to all replicas only if nothing else does."""
+        held = [lent for lent in self._lent if lent.held]
+        return min(held, key=lambda lent: lent.storing, default=None)
+
     def end(self, prepare: Callable[[], None] | None = None) -> tuple[str, ...]:
         """Unmap now, whoever holds this object, unless tensors are in use outside; returns the names of those.
 
@@ -126,10 +127,11 @@ class Mapped:
 class Lent:
     """A tensor in use outside of this package: under a numpy array, or behind a DLPack capsule."""
 
-    __slots__ = ("__array_interface__", "__weakref__", "held", "mapped", "name")
+    __slots__ = ("__array_interface__", "__weakref__", "held", "mapped", "name", "storing")
 
-    def __init__(self, mapped: Mapped, name: str, *, held: bool) -> None:
+    def __init__(self, mapped: Mapped, name: str, *, held: bool, storing: bool) -> None:
         self.mapped = mapped
         self.name = name
         self.held = held
+        self.storing = storing
         self.__array_interface__: dict[str, object] = {}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from threading import RLock
 from typing import TYPE_CHECKING
 
 from cubroker.client import devices
-from cubroker.client.broadcast import Copies, Refused, Windows
+from cubroker.client.broadcast import Copies, Refused, Unbound, Windows
 from cubroker.client.events import Events, SharedEvent
 from cubroker.client.futures import Future
 from cubroker.client.loans import Loan
@@ -17,7 +18,7 @@ from cubroker.client.replica import Index, Replica
 from cubroker.client.tensor import SharedTensor
 from cubroker.client.waking import Waking
 from cubroker.driver import DriverError
-from cubroker.protocol.errors import Invalid, NotFound, Retired, Unavailable, Unsupported
+from cubroker.protocol.errors import Invalid, NotFound, Retired, TimedOut, Unavailable, Unsupported
 from cubroker.protocol.messages import MAX_WAIT, Attach, Reply
 
 if TYPE_CHECKING:
@@ -35,8 +36,6 @@ class Pool(Replica, Scoped):
         version: the version, from 1 on.
         share: how its memory is shared.
         writable: whether its tensors may be written here.
-        how: of a multicast pool, how :meth:`broadcast` gets bytes to all replicas: ``multicast`` or ``copies``.
-        why: why so.
     """
 
     _sealed = True
@@ -47,7 +46,6 @@ class Pool(Replica, Scoped):
         self.version = version
         self.share = mapped.share
         self.writable = not mapped.readonly
-        self.how, self.why = (mapped.team.how, mapped.team.why) if mapped.team else ("", "")
         self._events = Events(loan.session)
         self._loan = loan
         self._owner = loan.owner
@@ -58,6 +56,19 @@ class Pool(Replica, Scoped):
     def __repr__(self) -> str:
         state = ", closed" if self.closed else ", asleep" if self.asleep else ""
         return f"<{type(self).__name__} {self.name!r} version {self.version}, {len(self)} tensors{state}>"
+
+    @property
+    def how(self) -> str:
+        """How :meth:`broadcast` gets bytes to all replicas of a multicast pool: ``multicast`` or ``copies``.
+
+        It may be another after a restart of the broker, and is empty while that puts the replicas together again.
+        """
+        return self._loan.how[0]
+
+    @property
+    def why(self) -> str:
+        """Why so."""
+        return self._loan.how[1]
 
     @property
     def lost(self) -> str:
@@ -80,7 +91,8 @@ class Pool(Replica, Scoped):
     def broadcast(self, source: ReadableBuffer | SharedTensor | int, name: str) -> None:
         """Store bytes to a tensor on all devices at once; done everywhere when it returns.
 
-        Nothing keeps holders from storing to the same tensor at the same time, or from reading it meanwhile.
+        Nothing keeps holders from storing to the same tensor at the same time, or from reading it meanwhile. After a
+        restart of the broker it waits until the replicas are bound together again.
 
         Args:
             source: as many bytes as the tensor has: a C-contiguous buffer of the host, a tensor in the memory of this
@@ -92,12 +104,12 @@ class Pool(Replica, Scoped):
             Invalid: it is published and not writable, its memory is another device's than the one that uses it here,
                 the source does not fit, or the pool is closed.
             DeviceFailure: the driver refused; some replicas may have the bytes.
+            TimedOut, Unavailable: the replicas were not bound together again; nothing was stored.
         """
         self._owner.check()
-        outlet, tensor = self._outlet(), self[name]
-        spec = self._index.tensors[name]
         with ExitStack() as held:
-            home = held.enter_context(tensor.hold())
+            outlet, tensor, home = held.enter_context(self._hold(name))
+            spec = self._index.tensors[name]
             try:
                 address = self._source(source, tensor, home, held)
                 outlet.store(address, spec.allocation, spec.offset, tensor.nbytes)
@@ -108,12 +120,13 @@ class Pool(Replica, Scoped):
         """Return the address by which kernels of this pool's device store to a tensor on all devices at once.
 
         It takes ``multimem`` instructions and copies from device memory, is never to be read, and stays the same
-        while the pool sleeps and wakes.
+        while the pool sleeps and wakes. After a restart of the broker, what is mapped there is replaced, between
+        submitted work and later work, but not while a tensor of this pool is held (:meth:`SharedTensor.hold`).
 
         Raises:
             Unsupported: the pool is not shared as ``multicast``, or copies take the place of that, or this process has
                 to do without.
-            Invalid: as :meth:`broadcast`.
+            Invalid, TimedOut, Unavailable: as :meth:`broadcast`.
         """
         self._owner.check()
         outlet, spec = self._outlet(), self._index.tensors[name]
@@ -233,7 +246,35 @@ class Pool(Replica, Scoped):
         with suppress(Unavailable):  # a broker that is gone holds no leases
             self._loan.confirm()
 
+    @contextmanager
+    def _hold(self, name: str) -> Iterator[tuple[Windows | Copies, SharedTensor, int]]:
+        """Keep a tensor mapped, and the way to all its replicas, within a ``with`` block."""
+        while True:
+            outlet, tensor = self._outlet(), self[name]
+            mapped = self._memory()
+            lent = mapped.lend(name, held=True, storing=True)
+            try:
+                if mapped.outlet is outlet:  # what it uses stays mapped from now on
+                    yield outlet, tensor, tensor.pointer
+                    return
+            finally:
+                del lent, mapped  # a traceback may keep this frame for long
+
     def _outlet(self) -> Windows | Copies:
+        while isinstance(outlet := self._found(), Unbound):
+            if self.lost:
+                raise Unavailable(f"{self._label} is lost: {self.lost}; close it, and attach to the next version")
+            session = self._loan.session
+            session.check_may_wait()
+            if not outlet.over.wait(session.timeout):
+                raise TimedOut(
+                    f"the replicas of {self._label} were not bound together again within {session.timeout:g} s of a"
+                    f" restart of the broker; try again, or see its log"
+                )
+            outlet.over.result()
+        return outlet
+
+    def _found(self) -> Windows | Copies | Unbound:
         mapped = self._memory()
         if self.share != "multicast":
             raise Unsupported(

@@ -18,6 +18,7 @@ from cubroker.client.hello import greet
 from cubroker.client.janitor import Guard, Janitor, Task
 from cubroker.client.loans import Loan
 from cubroker.client.mapping import Mapped
+from cubroker.client.rebinding import Rebinding
 from cubroker.client.recall import Recall
 from cubroker.client.requests import Requests, expect
 from cubroker.client.signals import Grip, Signal
@@ -98,6 +99,7 @@ class Session:
             undo.callback(self.janitor.stop)
             self.janitor.start()
             self.recall = Recall(self.directory, self._loans)
+            rebinding = Rebinding(self._loans, self._lock, self.inbox, self.janitor)
             self._connection = Connection(
                 channel,
                 self.directory,
@@ -105,9 +107,10 @@ class Session:
                 self.requests,
                 self.inbox,
                 self.watches.changed,
+                rebinding.begin,
                 self.losses.note,
                 self.recall.tell,
-                _losing(self.watches, self.recall),
+                _losing(self.watches, self.recall, rebinding),
             )
             undo.callback(self._connection.discard)
             # Should an interrupt come before anybody has this object, then its threads end with it.
@@ -249,12 +252,12 @@ class Session:
         return future.result()
 
 
-def _losing(watches: Watches, recall: Recall) -> Callable[[CubrokerError], None]:
+def _losing(*waits: Watches | Recall | Rebinding) -> Callable[[CubrokerError], None]:
     """Return what tells those who wait for news that there will be none, and does not refer to their session."""
 
     def lose(error: CubrokerError) -> None:
-        watches.fail(error)
-        recall.fail(error)
+        for each in waits:
+            each.fail(error)
 
     return lose
 

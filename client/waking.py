@@ -28,6 +28,10 @@ class Waking(Loan):
         """Ask for the lease, and return when the memory is mapped; raises as :meth:`Session.borrow` does."""
         self._session.borrow(body, self)
 
+    def give_up(self) -> None:
+        """As :meth:`Loan.give_up`, for what the sleeper maps."""
+        self._sleeper.give_up()
+
     def _map(self, reply: Attached | Created, given: Sequence[Source]) -> Mapped:
         mapped = self._sleeper.resume(reply, given)
         if mapped is None:
