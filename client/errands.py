@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from threading import Thread
+from threading import Event, Thread
 
 from cubroker.client.futures import Future
 from cubroker.driver import DriverError
@@ -18,6 +18,7 @@ class Errand:
     def __init__(self, call: Callable[[], None]) -> None:
         self._call = call
         self._over: Future[DriverError | ValueError | None] = Future()
+        self._returned = Event()
 
     def run(self) -> bool:
         """Make the call, and return True once it has returned; False if it was given up: it may go on, or for ever.
@@ -46,12 +47,17 @@ class Errand:
         """Have :meth:`run` return. In any thread, at any time."""
         self._over.fail(GIVEN_UP)
 
+    def returns(self, timeout: float) -> bool:
+        """Whether the call has returned, though nobody waited for it, or does within so many seconds."""
+        return self._returned.wait(timeout)
+
     def _run(self) -> None:
-        if self._over.done():
-            return
         try:
-            self._call()
+            if not self._over.done():
+                self._call()
         except (DriverError, ValueError) as error:
             self._over.set(error)
         else:
             self._over.set(None)
+        finally:
+            self._returned.set()

@@ -16,12 +16,15 @@ from cubroker.client.addresses import Addresses, Source
 from cubroker.client.broadcast import Copies, Outlet, Refused, Unbound, Windows
 from cubroker.client.errands import Errand
 from cubroker.client.mapping import Lent, Mapped, Place
-from cubroker.driver import Driver, DriverError
+from cubroker.driver import Driver, DriverError, Window
 from cubroker.driver.multicast import unavailable
 from cubroker.protocol.errors import CubrokerError, NotFound, Unavailable
 from cubroker.protocol.messages import Replica, Team
 
 log = logging.getLogger(__name__)
+
+MOMENT = 1.0
+"""Seconds within which a call returns that is not held up any more."""
 
 
 class Offer(NamedTuple):
@@ -58,6 +61,7 @@ class Reach:
         self._unbound: Unbound | None = None
         self._leaving = False  # while stores under way still use the outlet before it
         self._errand: Errand | None = None
+        self._late: list[tuple[Window, Errand]] = []  # those that were given up
         self._failure: CubrokerError | None = None
 
     @property
@@ -249,13 +253,34 @@ class Reach:
                 window.unmap()
             elif asleep:
                 continue
-            self._errand = Errand(partial(window.map, source))
-            try:
-                if offer.stale() or not self._errand.run():
-                    return self._unbind(windows)
-            finally:
-                self._errand = None
+            if not self._map(window, source, offer):
+                return self._unbind(windows)
         return windows
+
+    def _map(self, window: Window, source: Source, offer: Offer) -> bool:
+        """Map an object; False if that was given up."""
+        self._errand = errand = Errand(partial(window.map, source))
+        try:
+            if offer.stale():
+                return False
+            if not errand.run():
+                self._late.append((window, errand))
+                return False
+        except DriverError:
+            if not self._vacate(window):
+                raise
+            return self._map(window, source, offer)
+        finally:
+            self._errand = None
+        return True
+
+    def _vacate(self, window: Window) -> bool:
+        """Unmap an object of an earlier broker, if one was mapped after all by a call that was given up."""
+        self._late = [(each, errand) for each, errand in self._late if each is not window or not errand.returns(MOMENT)]
+        if window.mapped:
+            window.unmap()
+            return True
+        return False
 
     def _copies(self, offer: Offer) -> Copies:
         """Map the other replicas for the home device; a draft has them, if not for that device, and then does so."""

@@ -19,7 +19,7 @@ from typing import Self
 from cubroker.client import Broker, Pool
 from cubroker.protocol.errors import NotFound, Retired
 from tests.brokers import eventually
-from tests.kills.content import Form, check
+from tests.kills.content import Form, check, content
 from tests.kills.judge import settles
 from tests.kills.nursery import Nursery, Worker
 from tests.restart.parts import DURABLE, SCRATCH, SHARDED, TEAM
@@ -237,6 +237,8 @@ class Campaign:
         settles(self.judge, [os.getpid()])
         for pool in self.company:
             assert not pool.lost
+            if pool.share == "multicast":
+                pool.broadcast(content(pool.name, pool.version, "first"), "first")
             check(pool)
             with self.judge.attach(pool.name, device=0 if pool.name != "spread" else None) as again:
                 check(again)
