@@ -191,18 +191,22 @@ class Reach:
         return not offer.team.sizes or bool(self._team and self._team.sizes)
 
     def _replaced(self, before: Outlet | None, offer: Offer | CubrokerError, *, asleep: bool) -> Outlet | None:
+        # Only words are kept of errors: their tracebacks keep what is mapped.
+        if isinstance(offer, CubrokerError):
+            return self._do_without(offer.message)
         try:
-            if isinstance(offer, CubrokerError):
-                raise offer
             return self._found_again(before, offer, asleep=asleep)
         except (CubrokerError, DriverError, ValueError) as error:
-            failure = devices.failure(error, "mapping what its replicas were bound together by after a restart")
-        log.error("%s", failure)
+            why = devices.failure(error, "mapping what its replicas were bound together by after a restart").message
+        return self._do_without(why)
+
+    def _do_without(self, why: str) -> Refused:
+        log.error("no way to store to all replicas: %s", why)
         try:
             self._addresses.close()
         except DriverError as error:
-            log.error("%s", error)  # it is tried again when the lease ends
-        return Refused(f"{failure.message}; close it, and attach again")
+            log.error("%s", str(error))  # it is tried again when the lease ends
+        return Refused(f"{why}; close it, and attach again")
 
     def _found_again(self, before: Outlet | None, offer: Offer, *, asleep: bool) -> Outlet | None:
         team = offer.team

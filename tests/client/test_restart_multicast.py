@@ -14,8 +14,9 @@ import pytest
 
 from cubroker.client import Broker, Pool
 from cubroker.client.descriptors import Inbox
+from cubroker.client.futures import Future
 from cubroker.driver import DriverError, MulticastOff, Window
-from cubroker.protocol.errors import CubrokerError, Invalid, TimedOut, Unavailable, Unsupported
+from cubroker.protocol.errors import CubrokerError, DeviceFailure, Invalid, TimedOut, Unavailable, Unsupported
 from cubroker.protocol.messages import (
     DESCRIPTOR,
     Close,
@@ -243,13 +244,20 @@ def test_a_pool_that_is_asleep_wakes_with_the_objects_of_the_next_broker(client:
         assert heard(client, "odd") == [text("odd", 3)] * 3
 
 
+@pytest.mark.parametrize("addresses", [True, False], ids=["addresses go back", "addresses stay"])
 def test_what_is_refused_is_told_and_the_next_broker_mends_it(
-    client: Broker, kept: StoredBroker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    addresses: bool,
+    client: Broker,
+    kept: StoredBroker,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     lasting(client)
     with client.attach("x", device=1) as pool:
         with monkeypatch.context() as patch:
             patch.setattr(Window, "map", _raising(DriverError, "cuMemMap", 802, "CUDA_ERROR_SYSTEM_NOT_READY"))
+            if not addresses:
+                patch.setattr(Window, "close", _raising(DriverError, "cuMemAddressFree", 999, "CUDA_ERROR_UNKNOWN"))
             kept.restart()
             eventually(lambda: not objects(), "the old objects to go")
             with pytest.raises(Unsupported, match=r"after a restart: .*NOT_READY.*close it, and attach again"):
@@ -260,6 +268,28 @@ def test_what_is_refused_is_told_and_the_next_broker_mends_it(
         eventually(objects, "new ones")
         pool.broadcast(text("odd", 1), "odd")
         assert heard(client, "odd") == [text("odd", 1)] * 3
+
+
+def test_descriptors_that_cannot_come_and_notices_that_are_late(client: Broker, kept: StoredBroker) -> None:
+    lasting(client)
+
+    def bring(pool: Pool, notice: Rebound, given: CubrokerError | tuple[int, ...]) -> None:
+        done: Future[None] = Future()
+        client._session.janitor.put(lambda: pool._loan.rebound(notice, given))
+        client._session.janitor.put(lambda: done.set(None))
+        done.result()
+
+    with client.attach("x", device=1) as pool:
+        late = Rebound(pool.lease, (), Team("multicast", "late", (1,)))
+        bring(pool, late, ())  # the inbox knows of none such
+        pool.broadcast(text("odd", 1), "odd")
+        bring(pool, late, DeviceFailure("no room for descriptors"))
+        with pytest.raises(Unsupported, match=r"no room for descriptors; close it, and attach again"):
+            pool.broadcast(text("odd", 2), "odd")
+        kept.restart()
+        eventually(objects, "new objects")
+        pool.broadcast(text("odd", 2), "odd")
+        assert heard(client, "odd") == [text("odd", 2)] * 3
 
 
 # -- not yet --------------------------------------------------------------------------------------------
@@ -310,6 +340,10 @@ def test_a_broadcast_that_waits_is_told_that_nothing_comes(
         with monkeypatch.context() as patch:
             patch.setattr(client._session, "timeout", 0.1)
             with pytest.raises(TimedOut, match=r"not bound together again within 0\.1 s"):
+                pool.broadcast(text("odd"), "odd")
+        with monkeypatch.context() as patch:
+            patch.setattr(client._session.losses, "why", lambda *_: "descriptors of its memory are missing")
+            with pytest.raises(Unavailable, match=r"is lost: descriptors .* are missing; close it"):
                 pool.broadcast(text("odd"), "odd")
         _refused(pool, pool.sleep, Invalid, "is asleep")
     with unbound(client, monkeypatch) as pool:
@@ -465,7 +499,7 @@ def _refused(pool: Pool, action: Callable[[], object], kind: type[CubrokerError]
 
 
 def _raising(kind: type[DriverError], *words: object) -> object:
-    def fail(window: Window, source: object, *, readonly: bool = False) -> None:
+    def fail(window: Window, source: object = None, *, readonly: bool = False) -> None:
         raise kind(*words)  # type: ignore[arg-type]
 
     return fail
