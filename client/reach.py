@@ -63,6 +63,7 @@ class Reach:
         self._errand: Errand | None = None
         self._late: list[tuple[Window, Errand]] = []  # those that were given up
         self._failure: CubrokerError | None = None
+        self._closed = False
 
     @property
     def asleep(self) -> bool:
@@ -119,7 +120,7 @@ class Reach:
             What holds a tensor, and may be using the outlet that there is: nothing was done then.
         """
         outlet = mapped.outlet
-        if outlet is None:
+        if outlet is None or self._closed:  # the lease is being given back, and the addresses are others' by now
             return None
         before = outlet.before if isinstance(outlet, Unbound) else outlet
         used = self._leaving or outlet is before
@@ -149,6 +150,7 @@ class Reach:
 
     def close(self) -> None:
         """Unmap everything, last first; raises ``DriverError`` if something is still mapped."""
+        self._closed = True
         self._settle()
         self._addresses.close()
 

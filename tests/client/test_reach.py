@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
 from cubroker.client.broadcast import Unbound, Windows
+from cubroker.client.mapping import Mapped
 from cubroker.client.reach import Offer, Reach
 from cubroker.driver import Context, DriverError, Window
 from cubroker.protocol.messages import Team
@@ -59,3 +61,15 @@ def test_an_object_that_is_mapped_late_gives_way_to_that_of_the_next_broker() ->
     assert isinstance(outlets[0], Unbound)
     assert reach._bind(windows, offer(2)) is windows
     assert window.held == 2
+
+
+def test_nothing_is_mapped_any_more_into_addresses_that_were_given_back() -> None:
+    window = LateWindow()
+    window.told.set()
+    window.done.set()
+    outlet = Windows(cast(Context, None), [cast(Window, window)])
+    mapped = cast(Mapped, SimpleNamespace(outlet=outlet, asleep=False, holder=lambda: None))
+    reach = Reach(None, (), ())  # type: ignore[arg-type]
+    reach.close()
+    assert reach.replace(mapped, offer(2)) is None
+    assert window.held is None

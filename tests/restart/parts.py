@@ -97,7 +97,7 @@ class Part:
             for pool in self.held:
                 if not pool.lost:
                     check(pool)
-            assert not self.broker._session.inbox._open, "descriptors that nobody wanted are open"
+            eventually(lambda: not self.broker._session.inbox._open, "the descriptors to be closed")
             self.tally.check()
             self.line.say(json.dumps([[pool.name, pool.version] for pool in self.held]))
             if self.line.hear() != "check":
