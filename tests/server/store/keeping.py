@@ -103,6 +103,20 @@ def pupil(directory: Path) -> list[str]:
     return [sys.executable, "-m", "tests.server.store.pupil", str(directory / "test")]
 
 
+@contextmanager
+def heeded(*numbers: signal.Signals) -> Iterator[None]:
+    """What is started meanwhile ignores none of these signals because this process does."""
+    before = {number: signal.getsignal(number) for number in numbers}
+    for number, handler in before.items():
+        if handler is signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 class Keep:
     """A keeper, started; at the end it is told to end, and has to."""
 
@@ -120,12 +134,13 @@ class Keep:
         self._listener.bind(str(directory / "test"))
         self._listener.listen()
         self.command = pupil(directory)
-        self.process = subprocess.Popen(
-            [*before, *program, *options, "--", *(command or self.command)],
-            env=environment(TMPDIR=str(directory)),
-            stdin=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-        )
+        with heeded(signal.SIGINT, signal.SIGQUIT):  # shells ignore both in what runs in the background, such as tests
+            self.process = subprocess.Popen(
+                [*before, *program, *options, "--", *(command or self.command)],
+                env=environment(TMPDIR=str(directory)),
+                stdin=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+            )
         self._pidfd = os.pidfd_open(self.process.pid)
 
     def __enter__(self) -> Self:
