@@ -13,12 +13,12 @@ from cubroker.client.requests import Pending, Requests
 from cubroker.protocol.errors import CubrokerError, Exists, NotFound, OverBudget, Retired, TimedOut
 from cubroker.protocol.messages import Attach, AwaitEvent, Create, OpenEvent, Reply, Request
 from tests.brokers import eventually
-from tests.kills.content import BOTH, LAYOUT, Form, check, fill
+from tests.kills.content import BOTH, LAYOUT, Form, check, content, fill
 from tests.kills.nursery import Line
-from tests.restart.parts import DURABLE, IPC, PASSING, SCRATCH, SHARDED, SPREAD, WAIT, losing
+from tests.restart.parts import DURABLE, IPC, PASSING, SCRATCH, SHARDED, SPREAD, TEAM, WAIT, losing
 
 NAMES = ("busy-0", "busy-1", "busy-2")
-FORMS = (DURABLE, SPREAD, SHARDED, SCRATCH, PASSING, IPC)
+FORMS = (DURABLE, SPREAD, SHARDED, SCRATCH, TEAM, PASSING, IPC)
 
 REFUSALS = (Exists, OverBudget, TimedOut)
 """What may come of doing anything at any time, whatever is lost."""
@@ -146,6 +146,8 @@ def _record(chance: random.Random, held: list[Pool]) -> None:
         if pool.writable and not pool.asleep:
             with pool.event(f"event-{chance.randrange(4)}") as event:
                 event.record()
+            if pool.share == "multicast" and pool.device == pool.memory_device:
+                pool.broadcast(content(pool.name, pool.version, "first"), "first")
 
 
 def _open(form: Form, broker: Broker, name: str, wait: float, *, either: bool) -> Pool | Draft:
