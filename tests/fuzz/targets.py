@@ -37,7 +37,7 @@ MSGPACK = (
 
 def session(data: bytes) -> None:
     """A packet on the session socket: as a greeting at the broker, as its answer and as a notice at the client."""
-    for read in (greeting._agree, hello._welcome):
+    for read in (lambda said: greeting._agree(greeting._read(said)), hello._answer):
         with suppress(CubrokerError, EOFError):
             read(data)
     again(data, Notice)

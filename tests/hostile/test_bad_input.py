@@ -16,7 +16,7 @@ import pytest
 from cubroker.protocol import wire
 from cubroker.protocol.directory import REQUEST_SOCKET
 from cubroker.protocol.errors import ERRORS
-from cubroker.protocol.messages import Answer, Failed, Greeting, Hello, Refused, Welcome
+from cubroker.protocol.messages import Answer, Failed, Greeting, Hello, Pong, Refused, Welcome
 from cubroker.server import greeting
 from tests.brokers import BrokerProcess, eventually
 from tests.hostile.peers import MIB, Witness, push
@@ -84,15 +84,18 @@ def test_a_greeting_that_is_wrong_is_refused(broker: BrokerProcess, way: Callabl
     heard = {data: said(broker.directory, data) for data in way(HELLO)}
     for data, answer in heard.items():
         try:
-            versions = wire.unpack(data, Hello).versions
+            hello = wire.unpack(data, Hello)
         except Exception:  # noqa: BLE001  whatever is wrong with it
-            versions = ()
-        assert isinstance(answer, Welcome) == (1 in versions)
+            hello = None
+        agreed = hello is not None and 1 in hello.versions
+        pings = hello is not None and hello.ping
+        assert isinstance(answer, Welcome | Pong) == agreed
+        assert isinstance(answer, Pong) == (agreed and pings)
     assert any(isinstance(answer, Refused) for answer in heard.values())
 
 
 def test_other_words_are_no_greeting(broker: BrokerProcess) -> None:
-    others = [wire.pack(value) for value, _ in SAMPLES[1:]]
+    others = [wire.pack(value) for value, _ in SAMPLES if not isinstance(value, Hello)]
     hostile = [data for data, _ in HOSTILE.values() if data]
     for data in (*others, *(data[: 1 << 17] for data in hostile), HELLO.ljust(greeting.MAX_HELLO + 1)):
         assert isinstance(said(broker.directory, data), Refused)
