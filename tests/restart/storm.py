@@ -133,9 +133,15 @@ class Storm:
             raise AssertionError(f"worker {worker.pid} said {worker.hear()!r}")
 
     def _kill_broker(self) -> None:
-        eventually(lambda: self.broker, "the next broker")
-        broker = self.broker
-        kill(broker)
+        broker = 0
+
+        def there() -> int:
+            nonlocal broker
+            broker = self.broker
+            return broker
+
+        eventually(there, "the next broker")
+        kill(broker, self.keeper.pid)
         self.kills.append(time.monotonic())
         eventually(lambda: self.broker not in (0, broker), "the next broker")
 
@@ -145,9 +151,9 @@ class Storm:
         self._hire()
 
     def _kill_gateway(self) -> None:
-        for gateway in gateways(self.broker):
-            kill(gateway)
-            self.gateways += 1
+        if broker := self.broker:
+            for gateway in gateways(broker):
+                self.gateways += kill(gateway, broker)
 
     def _hire(self) -> None:
         seed = self.chance.getrandbits(32)
@@ -230,10 +236,19 @@ class Storm:
         assert "cannot be read" not in log
 
 
-def kill(pid: int) -> None:
-    """Send SIGKILL to a process, if it is still there."""
-    with suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
+def kill(pid: int, parent: int) -> bool:
+    """Send SIGKILL to a process, if it is there and the child that it is thought to be; return whether it is."""
+    assert pid > 0  # 0 is everybody in this group
+    with suppress(ProcessLookupError, FileNotFoundError):
+        pidfd = os.pidfd_open(pid)
+        try:
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            if int(fields[1]) == parent:
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+                return True
+        finally:
+            os.close(pidfd)
+    return False
 
 
 def memfds(pid: int) -> int:
