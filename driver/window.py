@@ -34,11 +34,16 @@ class Window(Reservation):
         self._module: Any = None
         self._broadcast: Any = None
         self._loading = threading.Lock()
+        self._state = threading.Lock()
+        self._under_way = 0  # maps that have not returned
+        self._over = False
 
     def map(self, source: int | bytes, *, readonly: bool = False) -> None:
         """Map the object of a descriptor, for one-to-all stores; the descriptor is not needed afterwards.
 
-        It waits until all of the object's devices were added. A window is never read-only: nothing is read from it.
+        It waits until all of the object's devices were added, perhaps for ever. Whoever gave it up meanwhile may
+        close the window: then the addresses are given back when this returns, and nothing is mapped.
+        A window is never read-only: nothing is read from it.
 
         Raises:
             DriverError: as :meth:`Reservation.map`.
@@ -46,7 +51,16 @@ class Window(Reservation):
         if readonly:
             raise ValueError("a multicast object is mapped for stores, and nothing can be read through it")
         guard.check(self._calls.module, "cuMemImportFromShareableHandle")
-        super().map(source, readonly=False)
+        with self._state:
+            self._under_way += 1
+        try:
+            super().map(source, readonly=False)
+        finally:
+            with self._state:
+                self._under_way -= 1
+                last = self._over and not self._under_way
+            if last:
+                super().close()
 
     def broadcast(self, source: int, target: int, nbytes: int) -> None:
         """Copy bytes to every device's memory; done when it returns, everywhere.
@@ -75,14 +89,20 @@ class Window(Reservation):
             self._calls.cuCtxSynchronize()
 
     def close(self) -> None:
-        """Unmap what is mapped and give the addresses back; to be called once."""
+        """Unmap what is mapped and give the addresses back; to be called once.
+
+        While something is still being mapped there they stay: it would be mapped where somebody else has memory.
+        """
         try:
             if self._module is not None:
                 with self._context.current():
                     self._calls.cuModuleUnload(self._module)
         finally:
             self._module = self._broadcast = None
-            super().close()
+            with self._state:
+                self._over, wait = True, self._under_way > 0
+            if not wait:
+                super().close()
 
     def _function(self) -> Any:
         """Return the kernel, loaded with the first use, whichever thread's that is."""
