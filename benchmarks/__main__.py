@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from time import perf_counter
 
-from benchmarks import attach, create, load, memory, peers, replicate, requests, sleep
+from benchmarks import attach, create, load, memory, peers, replicate, requests, restart, sleep
 from benchmarks.plan import parse
 from benchmarks.report import Figure, publish
 
@@ -18,6 +18,7 @@ ALL = {
     "replicate": replicate.measure,
     "memory": memory.measure,
     "requests": requests.measure,
+    "restart": restart.measure,
 }
 
 

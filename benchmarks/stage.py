@@ -67,7 +67,7 @@ def _await_ready(said: IO[str]) -> None:
 def _pass_on(said: IO[str]) -> None:
     """Print what the broker says, up to its end, unless it is mere information."""
     for line in said:
-        if " INFO " not in line and not line.startswith("cubroker keep: "):
+        if " INFO " not in line and not line.startswith(("cubroker keep: ", "cubroker: serving")):
             print(line, end="", file=sys.stderr)
 
 
