@@ -12,10 +12,10 @@ from contextlib import ExitStack
 
 from cubroker.driver import Driver, DriverError, Multicast
 from cubroker.server.devices import DeviceMemory
-from cubroker.server.events import Assemble, Assembled, Dissolve, Dissolved, Event
+from cubroker.server.ledger.entries import MULTICAST
+from cubroker.server.ledger.events import Assemble, Assembled, Dissolve, Dissolved, Event
+from cubroker.server.ledger.teams import COPIES
 from cubroker.server.orders import Orders
-from cubroker.server.records import MULTICAST
-from cubroker.server.teams import COPIES
 
 log = logging.getLogger(__name__)
 

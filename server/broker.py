@@ -27,13 +27,12 @@ from cubroker.protocol.messages import (
     Refused,
     Welcome,
 )
-from cubroker.server import events
 from cubroker.server.answers import Frame
 from cubroker.server.assembly import Assembly
 from cubroker.server.denials import Denials
 from cubroker.server.devices import DeviceMemory
-from cubroker.server.events import Asked, Effect, Event
-from cubroker.server.ledger import Ledger
+from cubroker.server.ledger import Ledger, events
+from cubroker.server.ledger.events import Asked, Effect, Event
 from cubroker.server.parcels import Parcel
 from cubroker.server.peers import Peer
 from cubroker.server.requests import Requests

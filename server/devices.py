@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 from cubroker.driver import Context, Device, Driver, DriverError, Physical
 from cubroker.protocol.errors import InternalFailure, Unavailable
 from cubroker.protocol.messages import DESCRIPTOR
-from cubroker.server.events import Allocate, Allocated, Event, Free, Freed, NotAllocated
+from cubroker.server.ledger.entries import BY_DESCRIPTOR, VMM
+from cubroker.server.ledger.events import Allocate, Allocated, Event, Free, Freed, NotAllocated
+from cubroker.server.ledger.room import rounded
 from cubroker.server.orders import Orders
-from cubroker.server.records import BY_DESCRIPTOR, VMM
-from cubroker.server.room import rounded
 
 if TYPE_CHECKING:
     from cubroker.server.store.store import Store

@@ -9,9 +9,9 @@ from cubroker.driver import Device
 from cubroker.protocol.errors import Invalid
 from cubroker.server import logs
 from cubroker.server.config import DEFAULT_BUDGET, OTHERS, Budgets, Config
-from cubroker.server.events import Event, Reconfigured
+from cubroker.server.ledger.entries import Budget
+from cubroker.server.ledger.events import Event, Reconfigured
 from cubroker.server.quantities import parse_budget
-from cubroker.server.records import Budget
 
 log = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from cubroker.protocol.messages import (
 )
 from cubroker.server import batches
 from cubroker.server.answers import MAX_REQUESTS, Frame, Verdict, weight
-from cubroker.server.events import Asked
+from cubroker.server.ledger.events import Asked
 from cubroker.server.scribe import Scribe, lasts
 from cubroker.server.sessions import Session
 

@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from cubroker.server import scribe
 from cubroker.server.broker import Broker
 from cubroker.server.devices import DeviceMemory, stored_as
-from cubroker.server.events import Event, Gone, Lost, Resumed, Vanished
 from cubroker.server.ledger import Held, Ledger
+from cubroker.server.ledger.events import Event, Gone, Lost, Resumed, Vanished
 from cubroker.server.peers import Peer
 from cubroker.server.sessions import label
 from cubroker.server.store.damaged import Damaged

@@ -23,10 +23,10 @@ from cubroker.server.config import Config, Current, Sources
 from cubroker.server.devices import DeviceMemory
 from cubroker.server.directory import DOOR, REQUESTS, Directory
 from cubroker.server.estate import Estate, inherited, readable
-from cubroker.server.events import Event
 from cubroker.server.granting import grant
 from cubroker.server.greeting import Door
 from cubroker.server.ledger import Ledger
+from cubroker.server.ledger.events import Event
 from cubroker.server.restore import restore
 from cubroker.server.scribe import Scribe
 from cubroker.server.service import Service

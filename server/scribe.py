@@ -30,7 +30,7 @@ from cubroker.protocol.messages import (
     Sealed,
 )
 from cubroker.server.answers import Answers, Frame, Receipts
-from cubroker.server.restoring import PREFIX
+from cubroker.server.ledger.restoring import PREFIX
 from cubroker.server.sessions import Session
 from cubroker.server.store.damaged import Damaged
 

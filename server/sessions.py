@@ -15,7 +15,7 @@ from cubroker.protocol import wire
 from cubroker.protocol.messages import Notice, PoolChanged, PoolLost, Rebound
 from cubroker.server.answers import Answers
 from cubroker.server.denials import Denials
-from cubroker.server.events import Gone, Lost
+from cubroker.server.ledger.events import Gone, Lost
 from cubroker.server.parcels import Parcel
 from cubroker.server.peers import Peer
 

@@ -80,6 +80,25 @@ def modules_of(package: str) -> list[str]:
     return [name for name, _ in sources(package) if not name.endswith(".__main__")]
 
 
+PURE = ("cubroker.protocol", "cubroker.server.ledger", "cubroker.server.store.damaged")
+"""What the ledger is made of, and the error that it has in common with the journal."""
+
+CLOCKS = ("time", "threading", "concurrent", "os", "select", "logging")
+"""What a ledger that is told everything has no use for either."""
+
+
+def test_the_ledger_names_nothing_of_the_shell_around_it_no_socket_and_no_clock() -> None:
+    ledger = {name: path.read_text() for name, path in sources("server") if ".ledger" in name}
+    foreign = {
+        (module, name)
+        for module, source in ledger.items()
+        for name in named(source)
+        if under({name}, "cubroker", *TRANSPORT, *CLOCKS) and not under({name}, *PURE)
+    }
+    assert len(ledger) > 20
+    assert not foreign
+
+
 @pytest.mark.parametrize("package", ARROWS)
 def test_no_source_names_a_module_against_the_arrows(package: str) -> None:
     assert list(sources(package))
@@ -119,7 +138,7 @@ def test_the_driver_loads_nothing_else_of_cubroker_and_no_transport() -> None:
 
 def test_the_broker_process_never_loads_the_client_or_zeromq() -> None:
     loaded = loaded_by("cubroker.server.run")
-    assert "cubroker.server.events" in loaded
+    assert "cubroker.server.ledger.events" in loaded
     assert not under(loaded, "cubroker.client", "cubroker.cli", "zmq", "torch", "numpy")
 
 

@@ -11,8 +11,8 @@ from typing import Any
 from cubroker.server.config import kinds, values
 from cubroker.server.config.kinds import Address
 from cubroker.server.config.values import Kind
-from cubroker.server.policy import MAX_KEEP, MODE, Policy, Quota
-from cubroker.server.records import SESSION, Limits
+from cubroker.server.ledger.entries import SESSION, Limits
+from cubroker.server.ledger.policy import MAX_KEEP, MODE, Policy, Quota
 
 PREFIX = "CUBROKER_"
 LEVELS = ("debug", "info", "warning", "error")

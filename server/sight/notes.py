@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from cubroker.protocol.errors import Denied
 from cubroker.protocol.messages import Attached, Created, Failed, Reply, Retirement, Sealed
 from cubroker.server.denials import Allowance
-from cubroker.server.reports import Holder
+from cubroker.server.ledger.reports import Holder
 
 log = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from cubroker.protocol.errors import CubrokerError
 from cubroker.protocol.messages import Attach, Create, Describe, Done, Drain, Failed, Retire, Seal, Tell, Watch
-from cubroker.server.events import Asked, Effect, Event, Forget, Gone, Joined, Lost, Respond
 from cubroker.server.ledger import Ledger
+from cubroker.server.ledger.events import Asked, Effect, Event, Forget, Gone, Joined, Lost, Respond
 from cubroker.server.sight.notes import Notes, Question
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from contextlib import closing
 from cubroker.protocol import messages as m
 from cubroker.protocol import wire
 from cubroker.protocol.errors import Invalid
-from cubroker.server import events as e
 from cubroker.server.ledger import Ledger, Limits
-from cubroker.server.policy import Policy
+from cubroker.server.ledger import events as e
+from cubroker.server.ledger.policy import Policy
 from cubroker.server.store.damaged import Damaged
 from cubroker.server.store.journal import Journal
 from tests.server.story import BROKER, GPU0, GPU1, MIB, Story, asks, attaches, creates

@@ -12,9 +12,9 @@ from cubroker.protocol import messages as m
 from cubroker.protocol import wire
 from cubroker.protocol.layout import Layout
 from cubroker.server import batches
-from cubroker.server import events as e
 from cubroker.server.answers import Answers, Frame
 from cubroker.server.ledger import Budget, Ledger, Limits
+from cubroker.server.ledger import events as e
 from cubroker.server.requests import INLINE, Requests
 
 MIB = 1 << 20

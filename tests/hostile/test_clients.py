@@ -19,7 +19,7 @@ from cubroker.protocol.messages import (
     Watch,
 )
 from cubroker.server.answers import MAX_REQUESTS
-from cubroker.server.records import Limits
+from cubroker.server.ledger.entries import Limits
 from tests.brokers import BrokerProcess
 from tests.hostile.peers import HOSTILITY, MIB, Witness, acknowledge
 from tests.server.clients import LAYOUT, session

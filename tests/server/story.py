@@ -11,9 +11,9 @@ from typing import TypeVar
 
 from cubroker.protocol import messages as m
 from cubroker.protocol.layout import Layout
-from cubroker.server import events as e
 from cubroker.server.ledger import Budget, Ledger, Limits
-from cubroker.server.policy import Policy
+from cubroker.server.ledger import events as e
+from cubroker.server.ledger.policy import Policy
 
 MIB = 1 << 20
 BROKER, ALICE, BOB = 1000, 1001, 1002

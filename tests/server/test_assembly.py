@@ -14,8 +14,18 @@ import pytest
 from cubroker.driver import Driver, Multicast, MulticastOff, guard, load
 from cubroker.server.assembly import Assembly
 from cubroker.server.devices import DeviceMemory
-from cubroker.server.events import Allocate, Allocated, Assemble, Assembled, Dissolve, Dissolved, Event, Free, Freed
-from cubroker.server.room import GRANULARITY
+from cubroker.server.ledger.events import (
+    Allocate,
+    Allocated,
+    Assemble,
+    Assembled,
+    Dissolve,
+    Dissolved,
+    Event,
+    Free,
+    Freed,
+)
+from cubroker.server.ledger.room import GRANULARITY
 from tests.brokers import PATIENCE
 from tests.server.processes import files
 

@@ -30,7 +30,8 @@ from cubroker.server.answers import Frame
 from cubroker.server.assembly import Assembly
 from cubroker.server.broker import Broker
 from cubroker.server.devices import DeviceMemory
-from cubroker.server.events import (
+from cubroker.server.ledger import Held, Ledger
+from cubroker.server.ledger.events import (
     Allocate,
     Allocated,
     Asked,
@@ -44,7 +45,6 @@ from cubroker.server.events import (
     Notify,
     Respond,
 )
-from cubroker.server.ledger import Held, Ledger
 from cubroker.server.peers import Peer
 from tests.brokers import BrokerProcess, eventually, serving
 from tests.server.clients import RawClient, session

@@ -12,8 +12,8 @@ from cubroker.driver import Context, Driver, DriverError, load
 from cubroker.driver.host.fabric import CHANNEL
 from cubroker.protocol.messages import DESCRIPTOR
 from cubroker.server.devices import DeviceMemory
-from cubroker.server.events import Allocate, Allocated, Event, Free, Freed, NotAllocated
-from cubroker.server.room import GRANULARITY
+from cubroker.server.ledger.events import Allocate, Allocated, Event, Free, Freed, NotAllocated
+from cubroker.server.ledger.room import GRANULARITY
 from tests.brokers import PATIENCE
 from tests.server.processes import files
 

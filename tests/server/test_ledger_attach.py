@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from cubroker.protocol import messages as m
-from cubroker.server import events as e
+from cubroker.server.ledger import events as e
 from tests.server.story import ALICE, BOB, MIB, Story, asks, attached, attaches, changed, creates, done, refused
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from cubroker.protocol import messages as m
-from cubroker.server import events as e
-from cubroker.server.states import Impossible
+from cubroker.server.ledger import events as e
+from cubroker.server.ledger.states import Impossible
 from tests.server.story import ALICE, BROKER, MIB, Story, answer, asks, attaches, creates, done, refused
 
 BY_HAND = m.Draining("whoever runs it wants everything to be given back")

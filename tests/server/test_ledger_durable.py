@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from cubroker.protocol import messages as m
-from cubroker.server import events as e
 from cubroker.server.ledger import Impossible
-from cubroker.server.policy import Policy
+from cubroker.server.ledger import events as e
+from cubroker.server.ledger.policy import Policy
 from tests.server.story import (
     MIB,
     Story,

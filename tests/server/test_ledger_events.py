@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from cubroker.protocol import messages as m
-from cubroker.server import events as e
-from cubroker.server import signals
-from cubroker.server.ledger import Limits
-from cubroker.server.policy import Policy, Quota
+from cubroker.server.ledger import Limits, signals
+from cubroker.server.ledger import events as e
+from cubroker.server.ledger.policy import Policy, Quota
 from tests.server.story import ALICE, BOB, MIB, Story, answer, asks, creates, done, handle, layout, refused
 
 HANDLE = bytes(range(64))

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 
 from cubroker.protocol import messages as m
-from cubroker.server import events as e
-from cubroker.server.policy import Policy
+from cubroker.server.ledger import events as e
+from cubroker.server.ledger.policy import Policy
 from tests.server.story import MIB, Story, answer, asks, attached, attaches, creates, done, refused
 
 

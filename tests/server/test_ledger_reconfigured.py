@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from cubroker.protocol import messages as m
-from cubroker.server import events as e
-from cubroker.server.policy import Policy, Quota
-from cubroker.server.records import Limits
+from cubroker.server.ledger import events as e
+from cubroker.server.ledger.entries import Limits
+from cubroker.server.ledger.policy import Policy, Quota
 from tests.server.story import (
     ALICE,
     BOB,

@@ -9,10 +9,9 @@ import msgspec
 import pytest
 
 from cubroker.protocol import messages as m
-from cubroker.server import books, record
-from cubroker.server import events as e
-from cubroker.server.ledger import Budget, Impossible, Ledger, Limits
-from cubroker.server.policy import Policy, Quota
+from cubroker.server.ledger import Budget, Impossible, Ledger, Limits, books, record
+from cubroker.server.ledger import events as e
+from cubroker.server.ledger.policy import Policy, Quota
 from cubroker.server.store.damaged import Damaged
 from tests.server.story import (
     ALICE,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from cubroker.protocol import messages as m
-from cubroker.server import events as e
-from cubroker.server.policy import Policy, Quota
+from cubroker.server.ledger import events as e
+from cubroker.server.ledger.policy import Policy, Quota
 from tests.server.story import ALICE, GPU0, GPU1, MIB, Story, answer, asks, attaches, creates, layout, refused
 
 BOTH = ("GPU-1", "GPU-0")

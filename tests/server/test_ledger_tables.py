@@ -5,10 +5,10 @@ from itertools import product
 import pytest
 
 from cubroker.protocol import messages as m
-from cubroker.server import books, signals
-from cubroker.server import events as e
-from cubroker.server.shortages import size
-from cubroker.server.states import MEMORY, VERSION, Cause, Impossible, Report, Stage, State, step
+from cubroker.server.ledger import books, signals
+from cubroker.server.ledger import events as e
+from cubroker.server.ledger.shortages import size
+from cubroker.server.ledger.states import MEMORY, VERSION, Cause, Impossible, Report, Stage, State, step
 from tests.server.story import GPU0, MIB, Story, answer, asks, attaches, creates, handle, refused
 
 

@@ -7,9 +7,9 @@ from itertools import product
 import pytest
 
 from cubroker.protocol import messages as m
-from cubroker.server import events as e
 from cubroker.server.ledger import Limits
-from cubroker.server.states import TEAM, Bond, Impossible, Turn, step
+from cubroker.server.ledger import events as e
+from cubroker.server.ledger.states import TEAM, Bond, Impossible, Turn, step
 from tests.server.story import MIB, Story, answer, asks, attaches, creates, done, layout, refused
 
 BOTH = ("GPU-0", "GPU-1")

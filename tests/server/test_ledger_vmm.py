@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cubroker.protocol import messages as m
-from cubroker.server import events as e
+from cubroker.server.ledger import events as e
 from tests.server.story import MIB, Story, answer, asks, attaches, creates, done, layout, refused
 
 D = m.DESCRIPTOR

@@ -36,7 +36,7 @@ from cubroker.protocol.messages import (
 from cubroker.server import answers, batches
 from cubroker.server.answers import Frame
 from cubroker.server.denials import Denials
-from cubroker.server.events import Asked
+from cubroker.server.ledger.events import Asked
 from cubroker.server.peers import Peer
 from cubroker.server.requests import INLINE, Requests, author
 from cubroker.server.scribe import Scribe

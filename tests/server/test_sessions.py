@@ -30,7 +30,7 @@ from cubroker.protocol.messages import (
     Watch,
 )
 from cubroker.server.denials import Denials
-from cubroker.server.events import Gone, Lost
+from cubroker.server.ledger.events import Gone, Lost
 from cubroker.server.parcels import Parcel
 from cubroker.server.peers import Peer
 from cubroker.server.sessions import Session

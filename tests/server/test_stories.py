@@ -5,10 +5,10 @@ from collections.abc import Iterator
 import pytest
 
 from cubroker.protocol import messages as m
-from cubroker.server import books
-from cubroker.server import events as e
-from cubroker.server.chronicle import STORY
-from cubroker.server.policy import Policy
+from cubroker.server.ledger import books
+from cubroker.server.ledger import events as e
+from cubroker.server.ledger.chronicle import STORY
+from cubroker.server.ledger.policy import Policy
 from tests.server.story import ALICE, BOB, BROKER, MIB, Story, asks, attaches, creates, refused
 
 OTHER, ROOT, ADMIN = 1003, 0, 1005

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from cubroker.protocol import messages as m
-from cubroker.server import events as e
+from cubroker.server.ledger import events as e
 from tests.server.story import ALICE, BOB, MIB, Story, asks, attaches, creates
 
 PROMISED = m.BlockInfo("GPU-1", "b", 1, "draft", "promised", 6 * MIB, BOB)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 
 from cubroker.protocol import messages as m
-from cubroker.server import events as e
 from cubroker.server.ledger import Budget, Ledger, Limits
-from cubroker.server.policy import Policy
+from cubroker.server.ledger import events as e
+from cubroker.server.ledger.policy import Policy
 from tests.simulation import restart
 from tests.simulation.model import Model
 from tests.simulation.records import Block, Expected, Team

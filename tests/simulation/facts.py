@@ -5,7 +5,7 @@ from __future__ import annotations
 from cubroker.protocol import messages as m
 from cubroker.protocol.layout import Layout
 from cubroker.server.ledger import Budget, Limits
-from cubroker.server.policy import Policy, Quota
+from cubroker.server.ledger.policy import Policy, Quota
 from tests.simulation.records import Block, Lease, Request, Session, Signal, Team, Version
 
 

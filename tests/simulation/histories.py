@@ -14,9 +14,9 @@ from typing import TypeVar
 
 from cubroker.protocol import messages as m
 from cubroker.protocol.layout import Layout
-from cubroker.server import events as e
 from cubroker.server.ledger import Budget, Limits
-from cubroker.server.policy import Policy, Quota
+from cubroker.server.ledger import events as e
+from cubroker.server.ledger.policy import Policy, Quota
 from tests.simulation.compare import Pair
 from tests.simulation.model import MIB
 

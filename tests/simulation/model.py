@@ -11,9 +11,9 @@ from dataclasses import replace
 
 from cubroker.protocol import messages as m
 from cubroker.protocol.layout import Layout
-from cubroker.server import events as e
 from cubroker.server.ledger import Budget, Limits
-from cubroker.server.policy import Policy
+from cubroker.server.ledger import events as e
+from cubroker.server.ledger.policy import Policy
 from tests.simulation import draining, restart
 from tests.simulation.facts import Facts
 from tests.simulation.records import Block, Expected, Lease, Refusal, Request, Session, Signal, Team, Version

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cubroker.protocol import messages as m
-from cubroker.server import events as e
 from cubroker.server.ledger import Budget, Limits
-from cubroker.server.policy import Policy
+from cubroker.server.ledger import events as e
+from cubroker.server.ledger.policy import Policy
 from tests.simulation.records import Team, Version
 
 if TYPE_CHECKING:

@@ -7,7 +7,8 @@ import pytest
 from cubroker.protocol.errors import CubrokerError, Unavailable
 from cubroker.protocol.layout import Layout
 from cubroker.protocol.messages import Attach, Attached, Create, Generation, Reply, Where
-from cubroker.server import (
+from cubroker.server.ledger import (
+    Ledger,
     attaching,
     drafts,
     draining,
@@ -20,14 +21,13 @@ from cubroker.server import (
     vanishing,
     waiting,
 )
-from cubroker.server.books import Books, Kind
-from cubroker.server.events import Effect, Event, HandOver, Withdraw
-from cubroker.server.ledger import Ledger
-from cubroker.server.policy import exceeds
-from cubroker.server.records import Account, Allocation, Session, User, Version
-from cubroker.server.room import rounded
-from cubroker.server.states import State
-from cubroker.server.waiters import Waiter
+from cubroker.server.ledger.books import Books, Kind
+from cubroker.server.ledger.entries import Account, Allocation, Session, User, Version
+from cubroker.server.ledger.events import Effect, Event, HandOver, Withdraw
+from cubroker.server.ledger.policy import exceeds
+from cubroker.server.ledger.room import rounded
+from cubroker.server.ledger.states import State
+from cubroker.server.ledger.waiters import Waiter
 from tests.simulation.histories import OBSERVER
 from tests.simulation.search import explain, search
 from tests.simulation.shrink import shrink

@@ -9,7 +9,7 @@ import pytest
 
 from cubroker.server.config import Sources
 from cubroker.server.config.settings import PERSONAL, QUOTA, SETTINGS, Setting
-from cubroker.server.policy import Quota
+from cubroker.server.ledger.policy import Quota
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "deploy" / "cubroker.toml"

@@ -10,8 +10,8 @@ import pytest
 
 from cubroker.server.config import Access, Address, Config, Effective, Log, Sources, Wrong
 from cubroker.server.config.settings import SETTINGS
-from cubroker.server.policy import Policy, Quota
-from cubroker.server.records import Limits
+from cubroker.server.ledger.entries import Limits
+from cubroker.server.ledger.policy import Policy, Quota
 
 USER, GROUP = pwd.getpwuid(os.getuid()).pw_name, grp.getgrgid(os.getgid()).gr_name
 USUAL = Quota(

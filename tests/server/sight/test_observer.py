@@ -7,8 +7,8 @@ import logging
 import pytest
 
 from cubroker.protocol import messages as m
-from cubroker.server import events as e
 from cubroker.server.ledger import Budget, Ledger
+from cubroker.server.ledger import events as e
 from cubroker.server.sight import notes
 from cubroker.server.sight.meters import Meters
 from cubroker.server.sight.observer import Sight

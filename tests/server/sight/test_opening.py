@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from cubroker.protocol import messages as m
-from cubroker.server import events as e
 from cubroker.server.config import Access
 from cubroker.server.ledger import Budget, Ledger
+from cubroker.server.ledger import events as e
 from cubroker.server.sight.meters import Meters
 from cubroker.server.sight.observer import Sight
 from cubroker.server.sight.opening import open_window

@@ -23,12 +23,12 @@ from cubroker.protocol.messages import (
     Reply,
     ShareEvent,
 )
-from cubroker.server import leases, shortages, waiting, wording
-from cubroker.server.books import Books, Kind
-from cubroker.server.policy import exceeds
-from cubroker.server.records import Lease, Session, Signal
-from cubroker.server.states import State
-from cubroker.server.waiters import Listener
+from cubroker.server.ledger import leases, shortages, waiting, wording
+from cubroker.server.ledger.books import Books, Kind
+from cubroker.server.ledger.entries import Lease, Session, Signal
+from cubroker.server.ledger.policy import exceeds
+from cubroker.server.ledger.states import State
+from cubroker.server.ledger.waiters import Listener
 
 EPITAPHS = 64
 """Ended events of a version of which it is remembered how they ended: whoever waits too late is told so."""

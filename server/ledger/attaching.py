@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from cubroker.protocol import names
 from cubroker.protocol.errors import Denied, Invalid, NotFound, Retired
 from cubroker.protocol.messages import Attach, Attached, Created, Replica, Where
-from cubroker.server import draining, teams, waiting, wording
-from cubroker.server.books import Books
-from cubroker.server.leases import grant
-from cubroker.server.permissions import may_read
-from cubroker.server.records import Allocation, Lease, Pool, Session, Version
-from cubroker.server.states import State
-from cubroker.server.waiters import Reader
+from cubroker.server.ledger import draining, teams, waiting, wording
+from cubroker.server.ledger.books import Books
+from cubroker.server.ledger.entries import Allocation, Lease, Pool, Session, Version
+from cubroker.server.ledger.leases import grant
+from cubroker.server.ledger.permissions import may_read
+from cubroker.server.ledger.states import State
+from cubroker.server.ledger.waiters import Reader
 
 
 def attach(books: Books, session: Session, request: int, body: Attach) -> Attached | None:

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from cubroker.protocol.errors import CubrokerError, Invalid, OverQuota
 from cubroker.protocol.messages import Failed, Reply
-from cubroker.server import shortages
-from cubroker.server.books import Books
-from cubroker.server.events import DropTimer, Respond, SetTimer
-from cubroker.server.leases import end
-from cubroker.server.policy import exceeds
-from cubroker.server.records import Session
-from cubroker.server.room import spare, stir
-from cubroker.server.states import Cause, State
-from cubroker.server.waiters import Listener, Phase, Reader, Waiter, Writer
+from cubroker.server.ledger import shortages
+from cubroker.server.ledger.books import Books
+from cubroker.server.ledger.entries import Session
+from cubroker.server.ledger.events import DropTimer, Respond, SetTimer
+from cubroker.server.ledger.leases import end
+from cubroker.server.ledger.policy import exceeds
+from cubroker.server.ledger.room import spare, stir
+from cubroker.server.ledger.states import Cause, State
+from cubroker.server.ledger.waiters import Listener, Phase, Reader, Waiter, Writer
 
 
 def admit(books: Books, session: Session, request: int) -> None:

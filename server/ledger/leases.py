@@ -1,8 +1,8 @@
 """How leases begin and end, and what ends with them: the one path on which memory is released.
 
 A lease ends because its holder closed it, sealed its draft, or is gone. Whatever the cause, it ends
-in :func:`release`, after its events if it can have any (:mod:`cubroker.server.signals`); a version ends in :func:`end`,
-and nowhere else is memory freed.
+in :func:`release`, after its events if it can have any (:mod:`cubroker.server.ledger.signals`); a version ends in
+:func:`end`, and nowhere else is memory freed.
 
 The policy may keep the newest superseded versions of each pool: as many as it says stay although they
 have no lease, until a newer one takes their place or somebody retires them.
@@ -14,13 +14,13 @@ from collections.abc import Sequence
 
 from cubroker.protocol.errors import Invalid, NotFound, OverQuota
 from cubroker.protocol.messages import DESCRIPTOR, Done
-from cubroker.server import shortages, teams, wording
-from cubroker.server.books import Books, Kind
-from cubroker.server.events import Drained, HandOver, Withdraw
-from cubroker.server.policy import exceeds
-from cubroker.server.records import BY_DESCRIPTOR, Allocation, Lease, Pool, Session, Version
-from cubroker.server.room import give_up
-from cubroker.server.states import Cause, State
+from cubroker.server.ledger import shortages, teams, wording
+from cubroker.server.ledger.books import Books, Kind
+from cubroker.server.ledger.entries import BY_DESCRIPTOR, Allocation, Lease, Pool, Session, Version
+from cubroker.server.ledger.events import Drained, HandOver, Withdraw
+from cubroker.server.ledger.policy import exceeds
+from cubroker.server.ledger.room import give_up
+from cubroker.server.ledger.states import Cause, State
 
 FABRIC = "fabric handle"
 

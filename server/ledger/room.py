@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from cubroker.protocol.layout import round_up
-from cubroker.server.books import Books
-from cubroker.server.events import Allocate, Free
-from cubroker.server.records import Account, Allocation, User, Version
-from cubroker.server.states import ALLOCATED, PROMISED, Impossible, Report, Stage
+from cubroker.server.ledger.books import Books
+from cubroker.server.ledger.entries import Account, Allocation, User, Version
+from cubroker.server.ledger.events import Allocate, Free
+from cubroker.server.ledger.states import ALLOCATED, PROMISED, Impossible, Report, Stage
 
 GRANULARITY = 2 << 20
 """Bytes. Smaller pieces of device memory would share a block, and opening one would expose its neighbours."""

@@ -9,14 +9,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cubroker.protocol.errors import OverQuota
-from cubroker.server import shortages
-from cubroker.server.books import Books
-from cubroker.server.events import Reconfigured
-from cubroker.server.leases import end_if_empty, superseded
-from cubroker.server.policy import exceeds
-from cubroker.server.records import User
-from cubroker.server.waiters import Phase, Writer
-from cubroker.server.waiting import come_back, refuse
+from cubroker.server.ledger import shortages
+from cubroker.server.ledger.books import Books
+from cubroker.server.ledger.entries import User
+from cubroker.server.ledger.events import Reconfigured
+from cubroker.server.ledger.leases import end_if_empty, superseded
+from cubroker.server.ledger.policy import exceeds
+from cubroker.server.ledger.waiters import Phase, Writer
+from cubroker.server.ledger.waiting import come_back, refuse
 
 
 def reconfigure(books: Books, event: Reconfigured) -> None:

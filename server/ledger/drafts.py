@@ -37,19 +37,19 @@ from cubroker.protocol.errors import (
 )
 from cubroker.protocol.layout import Layout
 from cubroker.protocol.messages import DESCRIPTOR, Attached, Create
-from cubroker.server import attaching, draining, shortages, teams, wording
-from cubroker.server.attaching import check_somewhere, created
-from cubroker.server.books import Books
-from cubroker.server.chronicle import Story
-from cubroker.server.events import Allocated, Assembled, Freed, NotAllocated
-from cubroker.server.leases import check_quota, grant
-from cubroker.server.permissions import may_rule, may_write
-from cubroker.server.policy import exceeds
-from cubroker.server.records import BY_DESCRIPTOR, MULTICAST, VMM, Allocation, Pool, Session, Version
-from cubroker.server.room import allocate, lose, rounded, shift, take_off, under_way
-from cubroker.server.states import Cause, Report, Stage, State
-from cubroker.server.waiters import Phase, Writer
-from cubroker.server.waiting import (
+from cubroker.server.ledger import attaching, draining, shortages, teams, wording
+from cubroker.server.ledger.attaching import check_somewhere, created
+from cubroker.server.ledger.books import Books
+from cubroker.server.ledger.chronicle import Story
+from cubroker.server.ledger.entries import BY_DESCRIPTOR, MULTICAST, VMM, Allocation, Pool, Session, Version
+from cubroker.server.ledger.events import Allocated, Assembled, Freed, NotAllocated
+from cubroker.server.ledger.leases import check_quota, grant
+from cubroker.server.ledger.permissions import may_rule, may_write
+from cubroker.server.ledger.policy import exceeds
+from cubroker.server.ledger.room import allocate, lose, rounded, shift, take_off, under_way
+from cubroker.server.ledger.states import Cause, Report, Stage, State
+from cubroker.server.ledger.waiters import Phase, Writer
+from cubroker.server.ledger.waiting import (
     admit,
     answer,
     begin,

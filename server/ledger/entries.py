@@ -1,7 +1,7 @@
 """What the ledger remembers: sessions, leases, pools, versions and memory.
 
 Records only; they are linked with each other, and the modules that change them keep both ends of
-every link in step (:mod:`cubroker.server.invariants` says what that means).
+every link in step (:mod:`cubroker.server.ledger.invariants` says what that means).
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
-from cubroker.server.chronicle import Story
-from cubroker.server.policy import MODE, NOTHING, Quota, exceeds
-from cubroker.server.states import MEMORY, TEAM, VERSION, Bond, Cause, Report, Stage, State, Turn, step
+from cubroker.server.ledger.chronicle import Story
+from cubroker.server.ledger.policy import MODE, NOTHING, Quota, exceeds
+from cubroker.server.ledger.states import MEMORY, TEAM, VERSION, Bond, Cause, Report, Stage, State, Turn, step
 
 if TYPE_CHECKING:
-    from cubroker.server.waiters import Listener, Reader, Waiter, Writer
+    from cubroker.server.ledger.waiters import Listener, Reader, Waiter, Writer
 
 VMM = "vmm"
 """The share kind whose memory descriptors open, or fabric handles; every lease has the ones or the others."""

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from cubroker.protocol.errors import Retired
 from cubroker.protocol.messages import PoolLost
-from cubroker.server import publishing, teams, waiting, wording
-from cubroker.server.books import Books
-from cubroker.server.events import Notify, Vanished
-from cubroker.server.leases import end_if_empty, superseded
-from cubroker.server.records import Loss, Pool, Version
-from cubroker.server.room import under_way
-from cubroker.server.states import Cause, Impossible, State
+from cubroker.server.ledger import publishing, teams, waiting, wording
+from cubroker.server.ledger.books import Books
+from cubroker.server.ledger.entries import Loss, Pool, Version
+from cubroker.server.ledger.events import Notify, Vanished
+from cubroker.server.ledger.leases import end_if_empty, superseded
+from cubroker.server.ledger.room import under_way
+from cubroker.server.ledger.states import Cause, Impossible, State
 
 AGAIN = "the broker was started again"
 

@@ -8,11 +8,11 @@ members together; the version, its leases and its end are the same.
 from __future__ import annotations
 
 from cubroker.protocol import messages
-from cubroker.server.books import Books, Kind
-from cubroker.server.events import Assemble, Assembled, Dissolve, Dissolved, HandOver, Notify
-from cubroker.server.records import MULTICAST, Allocation, Lease, Team, Version
-from cubroker.server.room import free
-from cubroker.server.states import Impossible, State, Turn
+from cubroker.server.ledger.books import Books, Kind
+from cubroker.server.ledger.entries import MULTICAST, Allocation, Lease, Team, Version
+from cubroker.server.ledger.events import Assemble, Assembled, Dissolve, Dissolved, HandOver, Notify
+from cubroker.server.ledger.room import free
+from cubroker.server.ledger.states import Impossible, State, Turn
 
 COPIES = "copies"
 """How a team does without multicast; with it, the word is the share kind's."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from cubroker.protocol.messages import Attached, Created
-from cubroker.server import attaching, leases
-from cubroker.server.books import Books
-from cubroker.server.events import HandOver, Joined
-from cubroker.server.records import BY_DESCRIPTOR
-from cubroker.server.states import Stage, State
+from cubroker.server.ledger import attaching, leases
+from cubroker.server.ledger.books import Books
+from cubroker.server.ledger.entries import BY_DESCRIPTOR
+from cubroker.server.ledger.events import HandOver, Joined
+from cubroker.server.ledger.states import Stage, State
 
 
 class Held(NamedTuple):

@@ -6,10 +6,10 @@ from cubroker.protocol import names
 from cubroker.protocol.errors import Denied, NotFound
 from cubroker.protocol.messages import Line, Tell
 from cubroker.protocol.messages import Story as Told
-from cubroker.server.books import Books
-from cubroker.server.chronicle import Story
-from cubroker.server.permissions import is_privileged, may_hear
-from cubroker.server.records import Pool, Session
+from cubroker.server.ledger.books import Books
+from cubroker.server.ledger.chronicle import Story
+from cubroker.server.ledger.entries import Pool, Session
+from cubroker.server.ledger.permissions import is_privileged, may_hear
 
 
 def find(books: Books, subject: str | int) -> Story | None:

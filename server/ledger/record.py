@@ -5,7 +5,7 @@ is not: requests, memory that is on its way or being freed, and versions that ha
 again, and memory of which no record tells belongs to nobody.
 
 Whatever changes is marked in the books, and read from them when the changes are asked for; so a value is always that of
-the end of a batch of events, and a mark too many does no harm. :mod:`cubroker.server.restoring` reads it all.
+the end of a batch of events, and a mark too many does no harm. :mod:`cubroker.server.ledger.restoring` reads it all.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Annotated
 from msgspec import Meta, Struct, msgpack
 
 from cubroker.protocol.messages import Encoded, EventHandle, Handles, Mode, Name, Plan, Uuid
-from cubroker.server.books import Books, Kind, Mark
-from cubroker.server.records import Version
-from cubroker.server.states import State
+from cubroker.server.ledger.books import Books, Kind, Mark
+from cubroker.server.ledger.entries import Version
+from cubroker.server.ledger.states import State
 
 FORMAT = 1
 """The format of everything below; another one is refused."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import astuple
 
-from cubroker.server.books import Books
-from cubroker.server.draining import goes
-from cubroker.server.leases import FABRIC, is_kept, opened_by
-from cubroker.server.records import BY_DESCRIPTOR, SESSION, Account, Lease, Pool, Session, User, Version
-from cubroker.server.signals import EPITAPHS
-from cubroker.server.states import ALLOCATED, PROMISED, Bond, Stage, State
-from cubroker.server.waiters import Listener, Phase, Reader, Waiter, Writer
+from cubroker.server.ledger.books import Books
+from cubroker.server.ledger.draining import goes
+from cubroker.server.ledger.entries import BY_DESCRIPTOR, SESSION, Account, Lease, Pool, Session, User, Version
+from cubroker.server.ledger.leases import FABRIC, is_kept, opened_by
+from cubroker.server.ledger.signals import EPITAPHS
+from cubroker.server.ledger.states import ALLOCATED, PROMISED, Bond, Stage, State
+from cubroker.server.ledger.waiters import Listener, Phase, Reader, Waiter, Writer
 
 
 def check(books: Books) -> None:

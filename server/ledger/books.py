@@ -7,10 +7,8 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import TypeVar
 
-from cubroker.server.chronicle import Clock, Story
-from cubroker.server.events import Effect
-from cubroker.server.policy import Policy
-from cubroker.server.records import (
+from cubroker.server.ledger.chronicle import Clock, Story
+from cubroker.server.ledger.entries import (
     Account,
     Allocation,
     Budget,
@@ -24,8 +22,10 @@ from cubroker.server.records import (
     User,
     Version,
 )
-from cubroker.server.states import Cause, State
-from cubroker.server.waiters import Waiter
+from cubroker.server.ledger.events import Effect
+from cubroker.server.ledger.policy import Policy
+from cubroker.server.ledger.states import Cause, State
+from cubroker.server.ledger.waiters import Waiter
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -38,7 +38,7 @@ MAX_PAST = 512
 
 
 class Kind(StrEnum):
-    """What is recorded, as :mod:`cubroker.server.record` says."""
+    """What is recorded, as :mod:`cubroker.server.ledger.record` says."""
 
     SESSION = "session"
     WATCH = "watch"
@@ -70,7 +70,7 @@ class Books:
     """All records, and the effects of the event that is being handled.
 
     ``stirred_pools`` and ``stirred_accounts`` are those where something ended, so that somebody who
-    waits there may be served: :func:`cubroker.server.drafts.settle` looks at each of them.
+    waits there may be served: :func:`cubroker.server.ledger.drafts.settle` looks at each of them.
 
     ``store`` says how many descriptors the store has room for, None that there is none; ``stored`` counts those of
     sessions and of durable memory, also of creates that wait for it. ``marks`` are what changed since it was

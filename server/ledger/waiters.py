@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from cubroker.protocol.messages import Attach, AwaitEvent, Create, OpenEvent
-from cubroker.server.records import Account, Lease, Pool, Session, Signal
+from cubroker.server.ledger.entries import Account, Lease, Pool, Session, Signal
 
 
 @dataclass(slots=True, eq=False)

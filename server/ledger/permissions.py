@@ -8,8 +8,8 @@ owner may do both whatever the mode says, so that nobody can lock away memory th
 
 from __future__ import annotations
 
-from cubroker.server.books import Books
-from cubroker.server.records import Pool, Session
+from cubroker.server.ledger.books import Books
+from cubroker.server.ledger.entries import Pool, Session
 
 ROOT = 0
 READ, WRITE = 4, 2

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from heapq import nlargest
 from itertools import islice
 
-from cubroker.server.books import Books
-from cubroker.server.records import SESSION, Allocation, Session, User
-from cubroker.server.states import Stage
-from cubroker.server.waiters import Writer
+from cubroker.server.ledger.books import Books
+from cubroker.server.ledger.entries import SESSION, Allocation, Session, User
+from cubroker.server.ledger.states import Stage
+from cubroker.server.ledger.waiters import Writer
 
 SURVEY = 1000
 """Sessions or allocations of one user that are looked at for its largest."""

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from cubroker.protocol.layout import Layout
 from cubroker.protocol.messages import Notice, Reply, Request
-from cubroker.server.policy import Policy
-from cubroker.server.records import Limits
+from cubroker.server.ledger.entries import Limits
+from cubroker.server.ledger.policy import Policy
 
 # -- events ----------------------------------------------------------------------------------------
 

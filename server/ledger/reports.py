@@ -18,16 +18,16 @@ from cubroker.protocol.messages import (
     View,
     WaiterInfo,
 )
-from cubroker.server import teams
-from cubroker.server.attaching import check_readable
-from cubroker.server.books import Books
-from cubroker.server.leases import opened_by
-from cubroker.server.permissions import may_read
-from cubroker.server.policy import Quota
-from cubroker.server.publishing import find
-from cubroker.server.records import Account, Allocation, Session, User, Version
-from cubroker.server.states import Stage, State
-from cubroker.server.waiters import Listener, Reader, Waiter, Writer
+from cubroker.server.ledger import teams
+from cubroker.server.ledger.attaching import check_readable
+from cubroker.server.ledger.books import Books
+from cubroker.server.ledger.entries import Account, Allocation, Session, User, Version
+from cubroker.server.ledger.leases import opened_by
+from cubroker.server.ledger.permissions import may_read
+from cubroker.server.ledger.policy import Quota
+from cubroker.server.ledger.publishing import find
+from cubroker.server.ledger.states import Stage, State
+from cubroker.server.ledger.waiters import Listener, Reader, Waiter, Writer
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,10 @@
 """The ledger: the only thing that decides who may use which memory, and when it is freed.
 
-It is sans-I/O: events in, effects out (:mod:`cubroker.server.events`), no clock, no sockets, no
+It is sans-I/O: events in, effects out (:mod:`cubroker.server.ledger.events`), no clock, no sockets, no
 device. Time reaches it as timers that run out, devices as outcomes of what it asked for.
 
 A *session* asks; each request is answered exactly once, at once or after waiting, unless the session
-is lost first. Three lives are followed, as tables in :mod:`cubroker.server.states`: that of a version, that of
+is lost first. Three lives are followed, as tables in :mod:`cubroker.server.ledger.states`: that of a version, that of
 a piece of memory, and that of a team of such pieces. What ends, ends on one path, whatever the cause:
 
     request   waiting.leave    answered, refused, out of time, cancelled, its session lost
@@ -23,7 +23,7 @@ A ledger that has a store outlives the broker: :meth:`Ledger.changes` says what 
 and which memory (``Vanished``), and goes on with ``Resumed``.
 
 Whatever ends stirs the pool or the device that it took part in, and after every event
-:func:`cubroker.server.drafts.settle` serves those who wait there, until nobody can be served.
+:func:`cubroker.server.ledger.drafts.settle` serves those who wait there, until nobody can be served.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from cubroker.protocol.messages import (
     View,
     Watch,
 )
-from cubroker.server import (
+from cubroker.server.ledger import (
     attaching,
     drafts,
     draining,
@@ -77,9 +77,10 @@ from cubroker.server import (
     waiting,
     wording,
 )
-from cubroker.server.books import Books, Kind
-from cubroker.server.chronicle import Story
-from cubroker.server.events import (
+from cubroker.server.ledger.books import Books, Kind
+from cubroker.server.ledger.chronicle import Story
+from cubroker.server.ledger.entries import SESSION, Budget, Limits, Session
+from cubroker.server.ledger.events import (
     Allocated,
     Asked,
     Assembled,
@@ -99,13 +100,12 @@ from cubroker.server.events import (
     Resumed,
     Vanished,
 )
-from cubroker.server.inventory import Held, Lent
-from cubroker.server.policy import Policy, exceeds
-from cubroker.server.record import Recorder, whole
-from cubroker.server.records import SESSION, Budget, Limits, Session
-from cubroker.server.reports import Holder
-from cubroker.server.restoring import restore
-from cubroker.server.states import Impossible
+from cubroker.server.ledger.inventory import Held, Lent
+from cubroker.server.ledger.policy import Policy, exceeds
+from cubroker.server.ledger.record import Recorder, whole
+from cubroker.server.ledger.reports import Holder
+from cubroker.server.ledger.restoring import restore
+from cubroker.server.ledger.states import Impossible
 
 __all__ = ["Budget", "Held", "Holder", "Impossible", "Ledger", "Lent", "Limits"]
 

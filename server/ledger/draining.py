@@ -14,13 +14,13 @@ from itertools import islice
 
 from cubroker.protocol.errors import Denied, Unavailable
 from cubroker.protocol.messages import Done, Drain, Draining
-from cubroker.server import waiting
-from cubroker.server.books import Books
-from cubroker.server.events import Drained, Notify
-from cubroker.server.permissions import ROOT
-from cubroker.server.records import Session, Version
-from cubroker.server.states import Impossible, State
-from cubroker.server.waiters import Listener, Writer
+from cubroker.server.ledger import waiting
+from cubroker.server.ledger.books import Books
+from cubroker.server.ledger.entries import Session, Version
+from cubroker.server.ledger.events import Drained, Notify
+from cubroker.server.ledger.permissions import ROOT
+from cubroker.server.ledger.states import Impossible, State
+from cubroker.server.ledger.waiters import Listener, Writer
 
 BY_HAND = "whoever runs it wants everything to be given back"
 ENDING = "it was told to end"

@@ -5,16 +5,16 @@ from __future__ import annotations
 from cubroker.protocol import names
 from cubroker.protocol.errors import CubrokerError, Denied, Invalid, NotFound, OverQuota, Retired, Unavailable
 from cubroker.protocol.messages import Done, Failed, PoolChanged, Reply, Retire, Retirement, Seal, Sealed, Watch
-from cubroker.server import shortages, waiting, wording
-from cubroker.server.attaching import check_readable, lease, missing
-from cubroker.server.books import Books, Kind
-from cubroker.server.events import Notify
-from cubroker.server.leases import end_if_empty, held, release, superseded
-from cubroker.server.permissions import may_read, may_write
-from cubroker.server.policy import exceeds
-from cubroker.server.records import Pool, Session, Version
-from cubroker.server.states import Cause, State
-from cubroker.server.waiters import Reader, Writer
+from cubroker.server.ledger import shortages, waiting, wording
+from cubroker.server.ledger.attaching import check_readable, lease, missing
+from cubroker.server.ledger.books import Books, Kind
+from cubroker.server.ledger.entries import Pool, Session, Version
+from cubroker.server.ledger.events import Notify
+from cubroker.server.ledger.leases import end_if_empty, held, release, superseded
+from cubroker.server.ledger.permissions import may_read, may_write
+from cubroker.server.ledger.policy import exceeds
+from cubroker.server.ledger.states import Cause, State
+from cubroker.server.ledger.waiters import Reader, Writer
 
 
 def seal(books: Books, session: Session, body: Seal) -> Sealed:

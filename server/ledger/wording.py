@@ -8,9 +8,8 @@ from heapq import nlargest
 from itertools import islice
 
 from cubroker.protocol.messages import Create
-from cubroker.server.books import Books
-from cubroker.server.permissions import may_read
-from cubroker.server.records import (
+from cubroker.server.ledger.books import Books
+from cubroker.server.ledger.entries import (
     BY_DESCRIPTOR,
     Account,
     Lease,
@@ -21,9 +20,10 @@ from cubroker.server.records import (
     Signal,
     Version,
 )
-from cubroker.server.shortages import size, state, too_much_memory
-from cubroker.server.states import State
-from cubroker.server.waiters import Listener, Phase, Reader, Waiter, Writer
+from cubroker.server.ledger.permissions import may_read
+from cubroker.server.ledger.shortages import size, state, too_much_memory
+from cubroker.server.ledger.states import State
+from cubroker.server.ledger.waiters import Listener, Phase, Reader, Waiter, Writer
 
 NEAR_NAMES = 32
 NEAR_LENGTH = 48

@@ -13,11 +13,12 @@ from typing import TypeVar
 
 import msgspec
 
-from cubroker.server import invariants, record
-from cubroker.server.books import Books, Kind, Mark
-from cubroker.server.chronicle import Story
-from cubroker.server.reconfiguring import tolerate
-from cubroker.server.record import (
+from cubroker.server.ledger import invariants, record
+from cubroker.server.ledger.books import Books, Kind, Mark
+from cubroker.server.ledger.chronicle import Story
+from cubroker.server.ledger.entries import SESSION, Allocation, Lease, Loss, Past, Session, Signal, Version
+from cubroker.server.ledger.reconfiguring import tolerate
+from cubroker.server.ledger.record import (
     COUNTERS_KEY,
     FORMAT,
     FORMAT_KEY,
@@ -32,8 +33,7 @@ from cubroker.server.record import (
     VersionEntry,
     WatchEntry,
 )
-from cubroker.server.records import SESSION, Allocation, Lease, Loss, Past, Session, Signal, Version
-from cubroker.server.states import Stage, State
+from cubroker.server.ledger.states import Stage, State
 from cubroker.server.store.damaged import Damaged
 
 PREFIX = b"l/"
