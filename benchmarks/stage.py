@@ -37,11 +37,14 @@ class Stage:
 
 @contextmanager
 def serving(devices: str, *, kept: bool = False) -> Iterator[Stage]:
-    """Start a broker on ``devices``, if it is to be ``kept`` one with a store; it is stopped at the end."""
+    """Start a broker on ``devices``; it is stopped at the end.
+
+    One that is ``kept`` has a store, and the next is started at once, as after one that ran for a while.
+    """
     with tempfile.TemporaryDirectory(prefix="cubroker-bench-") as directory:
         command = [sys.executable, "-m", "cubroker.server", directory, "--devices", devices]
         if kept:
-            command = [sys.executable, "-m", "cubroker.cli", "keep", "--", *command]
+            command = [sys.executable, "-m", "cubroker.cli", "keep", "--pause", "0", "--", *command]
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
             assert process.stderr is not None
             _await_ready(process.stderr)
