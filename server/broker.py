@@ -109,9 +109,11 @@ class Broker:
         self._enter(session)
         if self._scribe:
             self._scribe.opened(session, version, welcomed=False)
+        if (error := self._decide(events.Joined(number, peer.pid, peer.uid, peer.gid, peer.groups))) is not None:
+            message = f"the broker itself failed at opening this session: {error!r}; its log says more"
+            return self._take_back(session, InternalFailure(message))
         self._unwelcomed.append((session, version))
-        self.handle(events.Joined(number, peer.pid, peer.uid, peer.gid, peer.groups))
-        return None
+        return self.settle()
 
     def take_over(self, number: int, connection: socket.socket | None, peer: Peer, remembered: Remembered) -> None:
         """Go on with a session of an earlier broker, whose ``connection`` or process may be gone."""
@@ -159,6 +161,15 @@ class Broker:
                 f" broker see to what keeps it, systemd or cubroker keep"
             )
         return None
+
+    def _take_back(self, session: Session, error: CubrokerError) -> None:
+        """End a session that has not been welcomed, and may be in the ledger only in part, and say why."""
+        self._sight.turned_away(error)
+        session.send(wire.pack(Refused(error.code, error.message)))
+        known = self._ledger.holder(session.number) is not None
+        if not known or self._decide(events.Gone(session.number)) is not None:
+            self._note(events.Forget(session.number))
+        self.settle()
 
     def _enter(self, session: Session) -> None:
         self._sessions[session.number] = session
@@ -290,7 +301,14 @@ class Broker:
     def _apply(self, event: Event) -> None:
         if self._closed:  # nobody would hear of it; the next broker is asked again, and sweeps up what is there
             return
+        self._decide(event)
+        if self._requests.full:  # not before all of an event is noted: what is written together is decided together
+            self.settle()
+
+    def _decide(self, event: Event) -> Exception | None:
+        """Bring an event to the ledger, and prepare what comes of it; return why the ledger could not take it."""
         effects: Sequence[Effect] = ()
+        failure = None
         self._keep(event)
         try:
             self._sight.before(event)
@@ -301,6 +319,7 @@ class Broker:
         except Exception as error:
             log.exception("the broker failed at %.500r", event)
             self._respond_failed(event, error)
+            failure = error
         for effect in effects:
             try:
                 self._note(effect)
@@ -308,8 +327,7 @@ class Broker:
             except Exception as error:
                 log.exception("the broker failed at %.500r", effect)
                 self._respond_failed(effect, error)
-        if self._requests.full:  # not before all of an event is noted: what is written together is decided together
-            self.settle()
+        return failure
 
     def _note(self, effect: Effect) -> None:
         """Prepare an effect: what is to be said and written of it, before it is carried out."""
