@@ -76,7 +76,7 @@ def measure(plan: Plan) -> list[Figure]:
             wrong += (last := fresh.ask("attach")).wrong
             assert last.there
     what = f"durable vmm pool, {len(tensors)} tensors, {nbytes / 1e9:.2f} GB"
-    note = f"{users} processes used the devices meanwhile{_persistence() if plan.gpu else ''}"
+    note = f"processes with the GPU driver's library meanwhile: {users}{_persistence() if plan.gpu else ''}"
     return [
         median("SIGKILL to an answer for a worker that holds the pool", served, "ms", what),
         median("SIGKILL to a new worker's state dict", attached, "ms", "its CUDA context was up" if plan.gpu else ""),
