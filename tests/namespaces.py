@@ -64,10 +64,10 @@ class Contained(BrokerProcess):
         return self.process.wait(PATIENCE)
 
 
-def contained(*options: str) -> AbstractContextManager[Contained]:
+def contained(*options: str, devices: str = DEVICES) -> AbstractContextManager[Contained]:
     """Start a broker in namespaces of its own, and stop it at the end."""
     before = unshare("--fork", "--kill-child", *options)
-    return started(lambda directory: Contained(directory, before))
+    return started(lambda directory: Contained(directory, before, devices))
 
 
 class Guest:
