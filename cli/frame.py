@@ -153,7 +153,7 @@ class Frame:
         header.stylize("bold")
         yield header
         for pool, name in zip(shown, names, strict=True):
-            on = ranges(sorted(indexes[uuid] for uuid in pool.devices))
+            on = ranges(sorted(indexes[uuid] for uuid in pool.devices if uuid in indexes)) or "gone"
             cells = (name, pool.state, text.size(pool.nbytes), on, str(pool.leases))
             by = held.get((pool.name, pool.version), ["nobody"])
             yield self._row(wide, cells, by, STYLES.get(pool.state, ""))

@@ -31,7 +31,7 @@ def command(directory: Path, as_json: bool) -> None:
     """List every live version of every pool.
 
     SIZE is what each device holds, or all of them together if the pool is sharded; DEVICES are the indexes that
-    `cubroker devices` shows.
+    `cubroker devices` shows, or "gone": the broker does not serve it any more, and the pool was lost with it.
     """
     with Broker(directory) as broker:
         pools, devices = broker.pools(), broker.devices()
@@ -50,7 +50,7 @@ def _row(pool: PoolInfo, indexes: Mapping[str, int]) -> tuple[str, ...]:
         pool.state,
         text.size(pool.nbytes),
         str(pool.tensors),
-        ",".join(str(indexes[uuid]) for uuid in pool.devices) + (" sharded" if pool.sharded else ""),
+        ",".join(text.place(indexes, uuid) for uuid in pool.devices) + (" sharded" if pool.sharded else ""),
         str(pool.leases),
         text.user(pool.owner),
         f"{pool.mode:03o}",

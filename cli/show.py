@@ -42,8 +42,9 @@ def command(reference: options.Reference, directory: Path, as_json: bool) -> Non
     for line in _heading(info, layout):
         text.say(line)
     text.say("")
-    indexes = {device.uuid: str(device.index) for device in devices}
-    rows = [(*_row(tensor), *(indexes[uuid] for uuid in _place(tensor, places))) for tensor in layout.tensors]
+    indexes = {device.uuid: device.index for device in devices}
+    named = [[text.place(indexes, uuid) for uuid in _place(tensor, places)] for tensor in layout.tensors]
+    rows = [(*_row(tensor), *on) for tensor, on in zip(layout.tensors, named, strict=True)]
     table.show((*COLUMNS, DEVICE) if places else COLUMNS, rows)
 
 

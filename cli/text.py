@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Mapping
 from functools import cache
 
 import click
@@ -63,6 +64,11 @@ def group(gid: int) -> str:
         return grp.getgrgid(gid).gr_name
     except KeyError:
         return str(gid)
+
+
+def place(indexes: Mapping[str, int], uuid: str) -> str:
+    """Return a device's index, or that it is gone: a pool that was lost with it still names it."""
+    return str(indexes.get(uuid, "gone"))
 
 
 def printable(value: str) -> str:

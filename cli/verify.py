@@ -47,6 +47,6 @@ def command(reference: options.Reference, paths: tuple[Path, ...], directory: Pa
 def _compare(
     broker: Broker, info: PoolInfo, uuid: str | None, indexes: Mapping[str, int], paths: tuple[Path, ...]
 ) -> Verified:
-    where = "" if uuid is None else f" on device {indexes[uuid]}"
+    where = "" if uuid is None else f" on device {text.place(indexes, uuid)}"
     with progress(f"comparing {info.name}@{info.version}{where}") as report:
         return verify(broker, info.name, paths, version=info.version, device=uuid, progress=report)

@@ -69,15 +69,16 @@ def _ends(descriptors: Sequence[int]) -> tuple[socket.socket | None, int]:
 
 
 def _vanished(held: Held, memory: DeviceMemory, broker: Broker, store: Store) -> str:
-    """Take memory over if it is there; else return why it is not."""
+    """Take memory over if it is there; else return why it is not. What there is of it is kept until it is freed."""
     if not held.durable:
         log.warning("pool %s is lost: %s", held.label, UNSTORED)
         return UNSTORED
     stored = [store.take(stored_as(held.ticket, number)) for number in range(len(held.sizes))]
     descriptors = tuple(descriptor for piece in stored for descriptor in piece)
     memory.adopt(held.ticket, held.sizes, stored)
-    if not all(stored):
-        log.error("pool %s is lost: %s", held.label, MISSING)
-        return MISSING
+    if not held.served or not all(stored):
+        why = MISSING if held.served else f"its device {held.device} is not served any more"
+        log.error("pool %s is lost: %s", held.label, why)
+        return why
     broker.has(held.ticket, descriptors)
     return ""

@@ -7,7 +7,7 @@ import logging
 import os
 import resource
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
 from functools import partial
@@ -26,6 +26,7 @@ from cubroker.server.estate import Estate, inherited, readable
 from cubroker.server.granting import grant
 from cubroker.server.greeting import Door
 from cubroker.server.ledger import Ledger
+from cubroker.server.ledger.books import NOWHERE
 from cubroker.server.ledger.events import Event
 from cubroker.server.restore import restore
 from cubroker.server.scribe import Scribe
@@ -85,7 +86,7 @@ async def _serve(place: Directory, current: Current, estate: Estate, ready: Call
         await asyncio.wait((starting, stop), return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             broker, apply = starting.result()
-            service = Service(estate.manager, broker.status)
+            service = Service(estate.outbox, broker.status)
             reloading = asyncio.create_task(_reload(current, again, apply, service))
             undo.callback(reloading.cancel)
             log.info("serving on %s", place.path)
@@ -149,7 +150,7 @@ async def _start(
     supervisor.start()  # it comes up while the driver does
     broker, devices = await _assemble(undo, supervisor, config, estate.store)
     await supervisor.connect(broker.receive, broker.gateway_changed)
-    estate.keep(place.fresh)
+    await asyncio.to_thread(estate.keep, place.fresh)
     if estate.store and estate.store.inherited:
         broker.announce_gateway()  # to the sessions of the earlier broker, whose requests went with its gateway
     door = Door(place.sessions, broker.admit, lambda: supervisor.obstacle() or broker.draining)
@@ -172,7 +173,7 @@ async def _assemble(
     def report(event: Event) -> None:
         loop.call_soon_threadsafe(broker.handle, event)
 
-    for device in driver.devices:
+    for device in (*driver.devices, *_absent(ledger)):
         memory[device.uuid] = DeviceMemory(driver, device, report, store)
         undo.callback(memory[device.uuid].close)
     assembly = Assembly(driver, memory, report)
@@ -186,6 +187,12 @@ async def _assemble(
         with readable():
             restore(broker, ledger, memory, store)
     return broker, driver.devices
+
+
+def _absent(ledger: Ledger) -> Iterable[Device]:
+    """Return devices that are not served any more, and on which the ledger has memory: it is only to be freed."""
+    uuids = dict.fromkeys(held.device for held in ledger.memory() if not held.served)
+    return (Device(NOWHERE, uuid, "not served", 0) for uuid in uuids)
 
 
 def _close(driver: Driver, memory: Mapping[str, DeviceMemory]) -> None:

@@ -33,6 +33,9 @@ V = TypeVar("V")
 MAX_NUMBERS = 65_536
 """Names without a pool of which it is remembered what was; beyond it the oldest are forgotten."""
 
+NOWHERE = -1
+"""The index of a device that is not served."""
+
 MAX_PAST = 512
 """Pools, and sessions, whose story is remembered although they have ended; beyond it the oldest are forgotten."""
 
@@ -75,6 +78,7 @@ class Books:
     ``store`` says how many descriptors the store has room for, None that there is none; ``stored`` counts those of
     sessions and of durable memory, also of creates that wait for it. ``marks`` are what changed since it was
     recorded last; None: nobody records it. A restored ledger is not ``resumed`` until it was told what is missing.
+    ``absent`` are devices that an earlier broker served and this one does not, as long as memory on them is held.
 
     Nobody gets a lease while the broker is ``drained`` by hand. ``awaited`` are the leases whose end it waits for
     before it ends; None: it was not told to.
@@ -89,6 +93,7 @@ class Books:
         self.clock = Clock()
         self.accounts = {device.uuid: Account(device) for device in devices}
         assert len(self.accounts) == len(devices), "two devices with one UUID"
+        self.absent: dict[str, Account] = {}
         self.users: dict[int, User] = {}
         self.sessions: dict[int, Session] = {}
         self.pools: dict[str, Pool] = {}
@@ -144,6 +149,13 @@ class Books:
             pool.last, pool.loss = self.numbers.pop(name, Past())
             self.pools[name] = pool
         return pool
+
+    def account(self, uuid: str) -> Account:
+        """Return the account of a device; one that is not served is ``absent``, and has room for nothing."""
+        account = self.accounts.get(uuid) or self.absent.get(uuid)
+        if account is None:
+            account = self.absent[uuid] = Account(Budget(NOWHERE, uuid, "", 0, 0))
+        return account
 
     def user(self, uid: int) -> User:
         """Return the record of a user, a new one if there is none."""

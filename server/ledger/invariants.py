@@ -19,8 +19,9 @@ def check(books: Books) -> None:
     assert not books.stirred_pools
     assert not books.stirred_accounts
     assert not books.effects
-    for account in books.accounts.values():
+    for account in (*books.accounts.values(), *books.absent.values()):
         _check_account(books, account)
+    _check_absent(books)
     for user in books.users.values():
         _check_user(books, user)
     for session in books.sessions.values():
@@ -91,6 +92,16 @@ def _check_account(books: Books, account: Account) -> None:
         first = account.line[0]
         served = all(other.line[0] is first and other.room >= nbytes for other, nbytes in first.nbytes.items())
         assert not served, "somebody waits for room that there is"
+
+
+def _check_absent(books: Books) -> None:
+    for uuid, account in books.absent.items():
+        assert account.device.uuid == uuid
+        assert uuid not in books.accounts
+        assert account.allocations, "nothing is on a device that is not served"
+        assert not account.device.budget
+        there = {allocation.version.state for allocation in account.allocations.values()}
+        assert not books.resumed or there <= {State.LOST, State.ENDED}, "somebody is lent what is on no device"
 
 
 def _check_user(books: Books, user: User) -> None:

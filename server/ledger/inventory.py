@@ -13,7 +13,10 @@ from cubroker.server.ledger.states import Stage, State
 
 
 class Held(NamedTuple):
-    """Memory that the version ``label`` has on one device, how many leases are on that, and its team (0: none)."""
+    """Memory that the version ``label`` has on one device, how many leases are on that, and its team (0: none).
+
+    ``served`` says whether the broker has that device.
+    """
 
     label: str
     ticket: int
@@ -23,6 +26,7 @@ class Held(NamedTuple):
     durable: bool
     leases: int
     team: int
+    served: bool
 
 
 class Lent(NamedTuple):
@@ -50,6 +54,7 @@ def memory(books: Books) -> tuple[Held, ...]:
             each.version.durable,
             each.version.leases,
             each.version.team.id if each.version.team else 0,
+            each.account.device.uuid in books.accounts,
         )
         for each in books.allocations.values()
         if each.stage is Stage.HELD

@@ -38,7 +38,7 @@ def reconfigure(books: Books, event: Reconfigured) -> None:
 
 def tolerate(books: Books) -> None:
     """Accept all that is held, whatever the rules say: these may be smaller now than when it was granted."""
-    for account in books.accounts.values():
+    for account in (*books.accounts.values(), *books.absent.values()):
         account.tolerated = account.allocated + account.promised
     for user in books.users.values():
         user.tolerated = user.used

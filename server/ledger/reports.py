@@ -108,8 +108,9 @@ def summary(books: Books) -> str:
 
 
 def view(books: Books, session: Session) -> View:
-    """Return everything that ``session`` may see."""
-    blocks = (_block(books, session, allocation) for allocation in books.allocations.values())
+    """Return everything that ``session`` may see; of memory that on the devices that are served."""
+    there = (a for a in books.allocations.values() if a.account.device.uuid in books.accounts)
+    blocks = (_block(books, session, allocation) for allocation in there)
     waiters = (waiter for other in books.sessions.values() for waiter in other.unfinished.values())
     return View(
         devices=list_devices(books).devices,

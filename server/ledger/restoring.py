@@ -172,12 +172,7 @@ def _version(books: Books, mark: Mark, entry: VersionEntry) -> None:
 
 
 def _memory(books: Books, mark: Mark, version: Version, piece: Piece) -> None:
-    if piece.device not in books.accounts:
-        raise Damaged(
-            f"{version.label} has memory on device {piece.device}, which this broker does not lend any more; start it"
-            f" with the devices that it had"
-        )
-    account, user, nbytes = books.accounts[piece.device], version.user, sum(piece.sizes)
+    account, user, nbytes = books.account(piece.device), version.user, sum(piece.sizes)
     allocation = Allocation(piece.ticket, account, version, piece.sizes, nbytes, Stage.HELD, piece.handles)
     version.replicas[piece.device] = allocation
     books.allocations[piece.ticket] = account.allocations[piece.ticket] = user.allocations[piece.ticket] = allocation

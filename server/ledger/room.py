@@ -73,6 +73,8 @@ def take_off(books: Books, allocation: Allocation, report: Report) -> None:
     del allocation.account.allocations[allocation.ticket]
     del user.allocations[allocation.ticket]
     books.stirred_accounts[allocation.account] = None
+    if not allocation.account.allocations:
+        books.absent.pop(allocation.account.device.uuid, None)
     user.pieces -= allocation.descriptors
     books.stored -= allocation.stored
     spare(books, user, allocation.nbytes)

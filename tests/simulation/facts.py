@@ -148,7 +148,7 @@ class Facts:
 
     def pieces(self, uuid: str, share: str) -> int:
         """Descriptors that one allocation takes."""
-        emulated = next(device.descriptors for device in self.devices if device.uuid == uuid)
+        emulated = next((device.descriptors for device in self.devices if device.uuid == uuid), 0)
         return {"ipc": (0, 1), "vmm": (1, 2), "multicast": (2, 5)}[share][emulated]
 
     def total(self, request: Request) -> int:

@@ -370,7 +370,8 @@ class Play:
 
     def reconfigure(self, policy: int, tight: int, budgets: int, *_: int) -> None:
         """Change the rules: any of them may become tighter than what is held, or wider."""
-        granted = {device.uuid: device.budget for device in _devices(budgets)}
+        served = [device.uuid for device in self.pair.model.devices]
+        granted = {device.uuid: device.budget for device in _devices(budgets) if device.uuid in served}
         self.tell(e.Reconfigured(POLICIES[policy % len(POLICIES)], LIMITS[int(tight % 4 == 0)], granted))
 
     def vanish(self, number: int, *_: int) -> None:
@@ -390,21 +391,24 @@ class Play:
         if number % 3 == 0 and self.pair.model.awaited is None:
             self.tell(e.Ending())
 
-    def restart(self, rules: int, policy: int, budgets: int, ended: int, missing: int, *_: int) -> None:
-        """Kill the broker and start it again, at times with other rules; meanwhile processes end, memory is lost."""
+    def restart(self, rules: int, policy: int, budgets: int, ended: int, missing: int, gone: int, *_: int) -> None:
+        """Kill the broker and start it again, at times with other rules; processes end, devices and memory go."""
         model = self.pair.model
         if model.store is None:
             return
-        same = model.devices, model.limits, model.policy, model.store
-        other = _devices(budgets), LIMITS[int(rules % 16 == 0)], POLICIES[policy % len(POLICIES)], SMALL
+        same = model.limits, model.policy, model.store
+        other = LIMITS[int(rules % 16 == 0)], POLICIES[policy % len(POLICIES)], SMALL
+        devices = model.devices if rules % 4 else _devices(budgets)
+        there = [device for device in devices if gone % 8 != device.index] or devices
         waiting, chance = list(model.requests), random.Random(ended)
-        self.events.append("the broker is started again")
-        self.pair.restart(*(other if rules % 4 == 0 else same))
+        self.events.append(f"the broker is started again, with {len(there)} devices")
+        self.pair.restart(tuple(there), *(other if rules % 4 == 0 else same))
+        served = [device.uuid for device in there]
         for session in [session.id for session in model.sessions if session.id != OBSERVER]:
             if chance.random() < 0.2:
                 self.tell(chance.choice((e.Gone, e.Lost))(session))
         for block in list(model.blocks):
-            if not block.version.body.durable or missing % 8 == 0:
+            if not block.version.body.durable or missing % 8 == 0 or block.device not in served:
                 self.tell(e.Vanished(block.ticket, "it went with the broker"))
         self.tell(e.Resumed())
         while missing % 4 and self.pair.to_assemble:
