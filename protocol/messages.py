@@ -368,7 +368,7 @@ Request = (
     | DropEvent
 )
 
-LAST_WORDS = (Close, Seal, Cancel, DropEvent)
+LAST_WORDS = frozenset((Close, Seal, Cancel, DropEvent))
 """Requests that give something back. A session may make them after its connection has ended, and a broker that has no
 room for one more request lets them wait where it refuses others: they are sent again until they are answered."""
 

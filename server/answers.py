@@ -29,14 +29,17 @@ Frame = bytes | Answer
 """An answer: encoded, or a lease as it is, to be encoded whenever it is sent. All leases on a version share its layout,
 which can take megabytes, and any number of requests may wait for it."""
 
+LEASES = (Attached, Created)
+
 
 def weight(answer: Frame) -> int:
     """Return the bytes of an answer as it travels, or about so many."""
     if isinstance(answer, bytes):
         return len(answer)
-    assert isinstance(answer.body, Attached | Created)
-    replicas = answer.body.replicas
-    layout = answer.body.layout if isinstance(answer.body, Attached) else b""
+    body = answer.body
+    assert isinstance(body, LEASES)
+    replicas = body.replicas
+    layout = body.layout if isinstance(body, Attached) else b""
     # Each allocation has a handle of 64 bytes on one device, or what stands for a descriptor on each.
     return len(layout) + len(replicas[0].handles) * (64 + (2 + len(DESCRIPTOR)) * len(replicas))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from asyncio import Future
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -17,17 +17,15 @@ from cubroker.protocol.layout import Layout
 from cubroker.protocol.messages import (
     LAST_WORDS,
     Answer,
-    Attached,
     Cancel,
     Create,
-    Created,
     Envelope,
     Failed,
     Reply,
     Request,
 )
 from cubroker.server import batches
-from cubroker.server.answers import MAX_REQUESTS, Frame, Verdict, weight
+from cubroker.server.answers import LEASES, MAX_REQUESTS, Frame, Verdict, weight
 from cubroker.server.ledger.events import Asked
 from cubroker.server.scribe import Scribe, lasts
 from cubroker.server.sessions import Session
@@ -72,7 +70,7 @@ class Requests:
         self._send = send
         self._scribe = scribe
         self._sessions: dict[bytes, Session] = {}
-        self._outbox: list[Frame] = []
+        self._outbox: list[list[Frame]] = [[]]  # batches, of which the last is not full
         self._unsent = 0
         self._checks: dict[Session, int] = {}
         self._checker = ThreadPoolExecutor(1, "layouts")
@@ -113,17 +111,20 @@ class Requests:
     @property
     def full(self) -> bool:
         """Whether as many answers have gathered as are sent together."""
-        return self._unsent > batches.FULL
+        return len(self._outbox) > 1
 
     def flush(self) -> None:
         """Send the answers that have gathered."""
-        outbox, self._outbox, self._unsent = self._outbox, [], 0
-        for batch in _batches(outbox):
+        outbox, self._outbox, self._unsent = self._outbox, [[]], 0
+        for batch in filter(None, outbox):
             self._send(batch)
 
     def _put(self, routing: bytes, answer: Frame) -> None:
-        self._outbox += (routing, answer)
+        self._outbox[-1] += (routing, answer)
         self._unsent += weight(answer)
+        if self._unsent > batches.FULL:
+            self._outbox.append([])
+            self._unsent = 0
 
     def _take(self, routing: bytes, frame: bytes) -> None:
         try:
@@ -141,7 +142,7 @@ class Requests:
             routing,
             len(frame),
             envelope.received,
-            insisted=isinstance(envelope.body, LAST_WORDS),
+            insisted=type(envelope.body) in LAST_WORDS,
         )
         if verdict is Verdict.NEW:
             self._begin(session, envelope.id, envelope.body)
@@ -159,10 +160,14 @@ class Requests:
 
     def _begin(self, session: Session, request: int, body: Request) -> None:
         layout = body.layout if isinstance(body, Create) else None
-        # A cancel must not overtake the create that it is meant for.
-        if (layout and len(layout) > INLINE) or (isinstance(body, Cancel) and session in self._checks):
+        if layout is None:
+            # A cancel must not overtake the create that it is meant for.
+            if session in self._checks and isinstance(body, Cancel):
+                return self._check_later(session, request, body, None)
+            return self._ask(Asked(session.number, request, body))
+        if len(layout) > INLINE:
             return self._check_later(session, request, body, layout)
-        return self._pass_on(session, request, body, None if layout is None else check(layout))
+        return self._pass_on(session, request, body, check(layout))
 
     def _check_later(self, session: Session, request: int, body: Request, layout: bytes | None) -> None:
         self._checks[session] = self._checks.get(session, 0) + 1
@@ -184,23 +189,9 @@ class Requests:
             self._ask(Asked(session.number, request, body, layout))
 
 
-def _batches(frames: list[bytes | Answer]) -> Iterator[list[bytes | Answer]]:
-    """Cut pairs of routing ids and answers into batches that the gateway takes."""
-    batch: list[Frame] = []
-    unsent = 0
-    for routing, answer in zip(frames[::2], frames[1::2], strict=True):
-        batch += (routing, answer)
-        unsent += weight(answer)
-        if unsent > batches.FULL:
-            yield batch
-            batch, unsent = [], 0
-    if batch:
-        yield batch
-
-
 def _frame(answer: Answer) -> Frame:
     """Encode an answer, unless it is a lease, which is no longer than a client reads."""
-    if isinstance(answer.body, Attached | Created):
+    if type(answer.body) in LEASES:
         return answer
     data = wire.pack(answer)
     return data if len(data) <= wire.MAX_MESSAGE else wire.pack(Answer(answer.id, TOO_LONG))

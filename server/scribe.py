@@ -34,7 +34,7 @@ from cubroker.server.ledger.restoring import PREFIX
 from cubroker.server.sessions import Session
 from cubroker.server.store.damaged import Damaged
 
-LASTING = (Attached, Created, Sealed, Done, Retirement, EventShared, EventOpened, Generation, Failed)
+LASTING = frozenset((Attached, Created, Sealed, Done, Retirement, EventShared, EventOpened, Generation, Failed))
 """Answers of requests that changed something or were refused: what was cancelled must not be asked for again, since the
 cancel would not be. What was only told is worked out anew."""
 
@@ -136,7 +136,7 @@ class Scribe:
 
 def lasts(body: Reply) -> bool:
     """Whether an answer is written down."""
-    return isinstance(body, LASTING)
+    return type(body) in LASTING
 
 
 def _entry(answer: Frame) -> _Answer:

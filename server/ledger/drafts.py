@@ -195,13 +195,15 @@ def settle(books: Books) -> None:
     order of arrival over all devices: where there will never be enough, a refusal hands the turn on, to somebody who
     may have come before the rest.
     """
-    _give_turns(books)
-    while (writer := _first_in_line(books)) is not None:
-        if _never_fits(writer):
+    while books.stirred_pools or books.stirred_accounts:
+        _give_turns(books)
+        writer = _first_in_line(books)
+        if writer is None:
+            books.stirred_accounts.clear()
+        elif _never_fits(writer):
             _refuse_for_good(books, writer)
         else:
             _begin_draft(books, writer)
-        _give_turns(books)
 
 
 def _give_turns(books: Books) -> None:
@@ -257,10 +259,7 @@ def _take_turn(books: Books, writer: Writer) -> None:
 def _first_in_line(books: Books) -> Writer | None:
     """Return who came first of those that can be given room now, or never will be."""
     heads = {account.line[0] for account in books.stirred_accounts if account.line}
-    ready = [writer for writer in heads if _is_ready(writer)]
-    if not ready:
-        books.stirred_accounts.clear()
-    return min(ready, key=lambda writer: writer.arrival, default=None)
+    return min(filter(_is_ready, heads), key=lambda writer: writer.arrival, default=None)
 
 
 def _is_ready(writer: Writer) -> bool:

@@ -303,7 +303,7 @@ class Ledger:
     def _answer(self, session: Session, event: Asked) -> Reply | None:
         """Return the answer to a request, or None if it waits or was answered already."""
         books, body = self._books, event.body
-        if not session.connected and not isinstance(body, LAST_WORDS):
+        if not session.connected and type(body) not in LAST_WORDS:
             raise Unavailable(f"the connection of session {session.id} has ended; open a new session")
         match body:
             case Attach():

@@ -7,10 +7,25 @@ lines, so each has only so many of them at ``info``.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from cubroker.protocol.errors import Denied
-from cubroker.protocol.messages import Attached, Created, Failed, Reply, Retirement, Sealed
+from cubroker.protocol.messages import (
+    Attach,
+    Attached,
+    Create,
+    Created,
+    Describe,
+    Failed,
+    Reply,
+    Request,
+    Retire,
+    Retirement,
+    Sealed,
+    Tell,
+    Watch,
+)
 from cubroker.server.denials import Allowance
 from cubroker.server.ledger.reports import Holder
 
@@ -23,17 +38,32 @@ REFILL = 1.0
 """Seconds after which a user has one more."""
 
 
-PLAIN = (Failed, Created, Sealed, Retirement)
+PLAIN = frozenset((Failed, Created, Sealed, Retirement))
 """Answers that are worth a line at ``info``."""
 
 
-@dataclass(frozen=True, slots=True)
-class Question:
-    """A request that was not answered yet: its ``kind``, the ``pool`` that it names, and when it came."""
+class Question(Struct, frozen=True):
+    """A request that was not answered yet, and when it came; ``leased`` is the pool that a lease to be sealed is on."""
 
-    kind: str
-    pool: str
+    body: Request
+    leased: str
     since: float
+
+    @property
+    def kind(self) -> str:
+        """What is asked for."""
+        return type(self.body).__name__
+
+    @property
+    def pool(self) -> str:
+        """The name of the pool that it is about, if it says so."""
+        match self.body:
+            case Attach(name=name) | Create(name=name) | Describe(name=name) | Retire(name=name) | Watch(name=name):
+                return name
+            case Tell(pool=pool):
+                return pool or ""
+            case _:
+                return self.leased
 
 
 class Notes:
@@ -64,7 +94,7 @@ class Notes:
 
     def want(self, answer: Reply) -> bool:
         """Whether an answer is worth a line."""
-        return isinstance(answer, PLAIN) or log.isEnabledFor(logging.DEBUG)
+        return type(answer) in PLAIN or log.isEnabledFor(logging.DEBUG)
 
     def answered(self, who: Holder, request: int, question: Question, answer: Reply) -> None:
         """A request was answered."""

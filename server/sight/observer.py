@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from cubroker.protocol.errors import CubrokerError
-from cubroker.protocol.messages import Attach, Create, Describe, Done, Drain, Failed, Retire, Seal, Tell, Watch
+from cubroker.protocol.messages import Done, Drain, Failed, Reply, Seal
 from cubroker.server.ledger import Ledger
 from cubroker.server.ledger.events import Asked, Effect, Event, Forget, Gone, Joined, Lost, Respond
 from cubroker.server.sight.notes import Notes, Question
@@ -38,7 +39,7 @@ class Sight:
         self._ledger = ledger
         self._meters = meters
         self._notes = Notes()
-        self._asked: dict[int, dict[int, Question]] = {}
+        self._asked: defaultdict[int, dict[int, Question]] = defaultdict(dict)
 
     def before(self, event: Event) -> None:
         """Note an event that the ledger is about to be told."""
@@ -69,8 +70,8 @@ class Sight:
     def _before(self, event: Event) -> None:
         match event:
             case Asked(session, request, body):
-                question = Question(type(body).__name__, self._pool(event), time.monotonic())
-                self._asked.setdefault(session, {})[request] = question
+                leased = self._ledger.leased(session, body.lease) if isinstance(body, Seal) else ""
+                self._asked[session][request] = Question(body, leased, time.monotonic())
             case Lost(session):
                 if (who := self._ledger.holder(session)) is not None:
                     self._notes.lost(who)
@@ -81,37 +82,29 @@ class Sight:
 
     def _after(self, event: Event, effects: Collection[Effect]) -> None:
         match event:
+            case Asked():
+                if isinstance(event.body, Drain):
+                    self._drained(event, event.body, effects)
             case Joined(session) if (who := self._ledger.holder(session)) is not None:
                 self._notes.joined(who)
-            case Asked(session, request, Drain(on)) if Respond(session, request, Done()) in effects:
-                if (who := self._ledger.holder(session)) is not None:
-                    self._notes.drained(who, on=on)
         for effect in effects:
             match effect:
-                case Respond():
-                    self._answered(effect)
+                case Respond(session, request, answer):
+                    self._answered(session, request, answer)
                 case Forget(session):
                     self._asked.pop(session, None)
 
-    def _pool(self, event: Asked) -> str:
-        """Return the name of the pool that a request is about, if it says so."""
-        match event.body:
-            case Attach(name=name) | Create(name=name) | Describe(name=name) | Retire(name=name) | Watch(name=name):
-                return name
-            case Tell(pool=pool):
-                return pool or ""
-            case Seal(lease):
-                return self._ledger.leased(event.session, lease)
-            case _:
-                return ""
+    def _drained(self, event: Asked, body: Drain, effects: Collection[Effect]) -> None:
+        who = self._ledger.holder(event.session)
+        if who is not None and Respond(event.session, event.request, Done()) in effects:
+            self._notes.drained(who, on=body.on)
 
-    def _answered(self, effect: Respond) -> None:
-        question = self._asked.get(effect.session, {}).pop(effect.request, None)
+    def _answered(self, session: int, request: int, answer: Reply) -> None:
+        question = self._asked.get(session, {}).pop(request, None)
         if question is None:  # it was asked of an earlier broker
             return
-        answer = effect.body
         if self._meters:
             code = answer.code if isinstance(answer, Failed) else ""
             self._meters.answered(question.kind, time.monotonic() - question.since, code)
-        if self._notes.want(answer) and (who := self._ledger.holder(effect.session)) is not None:
-            self._notes.answered(who, effect.request, question, answer)
+        if self._notes.want(answer) and (who := self._ledger.holder(session)) is not None:
+            self._notes.answered(who, request, question, answer)
