@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import grp
 import os
 import socket
+import stat
 import struct
 from contextlib import suppress
 from math import ceil
 from pathlib import Path
 
 from cubroker.protocol import wire
-from cubroker.protocol.directory import SESSION_SOCKET, check, directory_of
+from cubroker.protocol.directory import SESSION_SOCKET, SYSTEM, check, directory_of
 from cubroker.protocol.errors import Denied, Invalid, Unavailable, from_code
 from cubroker.protocol.messages import VERSIONS, Greeting, Hello, Pong, Refused, Welcome
 
@@ -135,15 +137,40 @@ def _answer(data: bytes) -> Greeting:
 def _explain(error: OSError, directory: Path, timeout: float) -> Unavailable | Denied:
     match error:
         case FileNotFoundError() | ConnectionRefusedError() | NotADirectoryError():
-            return Unavailable(
-                f"no broker serves {directory}; start one with: cubroker serve --directory {directory}"
-                f" (another place is named by $CUBROKER_DIR or the argument `directory`)"
-            )
+            return Unavailable(f"no broker serves {directory}; {_instead(directory)}")
         case PermissionError():
             return Denied(
-                f"this user may not connect to the broker on {directory}: {error.strerror}; whoever runs it lets others"
-                f" in by its settings sockets.group and sockets.mode"
+                f"this user may not connect to the broker on {directory}: {error.strerror}; {_admission(directory)}"
             )
         case BlockingIOError():
             return Silent(f"the broker on {directory} did not answer within {timeout:g} s; is it stopped or busy?")
     return Unavailable(f"no session with the broker on {directory}: {error}")
+
+
+def _instead(directory: Path) -> str:
+    """Return what to do where no broker serves."""
+    if directory != SYSTEM and os.access(SYSTEM / SESSION_SOCKET, os.F_OK):
+        return f"there is one on {SYSTEM}: name that by $CUBROKER_DIR or the argument `directory`"
+    return (
+        f"start one with: cubroker serve --directory {directory} (another place is named by $CUBROKER_DIR or the"
+        f" argument `directory`)"
+    )
+
+
+def _admission(directory: Path) -> str:
+    """Return how users are let in to a broker that turns this one away, as far as its socket can be seen."""
+    with suppress(OSError):
+        socket_file = (directory / SESSION_SOCKET).stat()
+        if socket_file.st_mode & stat.S_IWGRP:
+            group = _group(socket_file.st_gid)
+            return (
+                f"its socket is for the group {group}: join that (as root: usermod -aG {group} NAME), and log in anew"
+            )
+    return "whoever runs it lets others in by its settings sockets.group and sockets.mode"
+
+
+def _group(number: int) -> str:
+    try:
+        return grp.getgrgid(number).gr_name
+    except KeyError:
+        return str(number)

@@ -12,6 +12,9 @@ SESSION_SOCKET = "session.sock"
 REQUEST_SOCKET = "broker.zmq"
 LOCK = "lock"
 
+SYSTEM = Path("/run/cubroker")
+"""Where the broker of a host serves."""
+
 MAX_PATH = 107
 """Bytes that the path of a Unix socket may have, the closing zero left out (sun_path, unix(7))."""
 
@@ -35,7 +38,7 @@ def default_directory(environ: Mapping[str, str] = os.environ, uid: int | None =
         return Path(directory)
     uid = os.getuid() if uid is None else uid
     if uid == 0:
-        return Path("/run/cubroker")
+        return SYSTEM
     if runtime := environ.get("XDG_RUNTIME_DIR"):
         return Path(runtime) / "cubroker"
     return directory_of(uid)

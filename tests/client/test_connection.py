@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import grp
 import os
 import signal
 import socket
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import zmq
 
-from cubroker.client import Broker
+from cubroker.client import Broker, hello
 from cubroker.client.hello import ATTEMPTS
 from cubroker.client.requests import RESEND
 from cubroker.protocol import wire
@@ -248,6 +249,21 @@ def test_a_socket_that_this_user_may_not_use_is_denied(tmp_path: Path, monkeypat
     monkeypatch.setattr(socket, "socket", Forbidden)
     with pytest.raises(Denied, match=r"may not connect .* Permission denied; .*sockets.mode"):
         Broker(tmp_path)
+    (tmp_path / SESSION_SOCKET).touch(0o660)
+    (tmp_path / SESSION_SOCKET).chmod(0o660)
+    with pytest.raises(Denied, match=rf"for the group {grp.getgrgid(os.getgid()).gr_name}: join .*usermod -aG"):
+        Broker(tmp_path)
+
+
+def test_who_looks_for_a_broker_in_the_wrong_place_hears_of_the_one_of_the_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hello, "SYSTEM", tmp_path)
+    with pytest.raises(Unavailable, match="start one with"):
+        Broker(tmp_path / "elsewhere")
+    (tmp_path / SESSION_SOCKET).touch()
+    with pytest.raises(Unavailable, match=rf"there is one on {tmp_path}: name that"):
+        Broker(tmp_path / "elsewhere")
 
 
 def test_a_directory_that_somebody_else_made_in_this_users_name_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
