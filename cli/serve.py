@@ -27,8 +27,9 @@ from cubroker.server.run import configure, serve
 def command(file: Path | None, given: Mapping[str, str]) -> int:
     """Own the memory of this host's devices and lend it, until SIGTERM or Ctrl-C; SIGHUP has FILE read again.
 
-    Before it ends it waits for what it lent, for as long as shutdown.drain_seconds says; a second signal ends the
-    waiting. Without a store (cubroker keep, or systemd) its pools go with it.
+    Its pools end with it, so first it waits for what it lent, for as long as shutdown.drain_seconds says; a second
+    signal ends the waiting. Under systemd or `cubroker keep`, which store its descriptors while there is no broker,
+    durable pools, sessions and leases stay: the next one goes on with them, and nothing of that is waited for.
     """
     current = configure(file, given)
     config = current.config

@@ -44,7 +44,8 @@ class Current:
         changes = list(self.effective.changes(newer))
         for setting, before, after in changes:
             _tell(setting, before, after)
-        log.info("the configuration was read again: %s", f"{len(changes)} settings differ" if changes else "no change")
+        count = {0: "no change", 1: "1 setting differs"}.get(len(changes), f"{len(changes)} settings differ")
+        log.info("the configuration was read again: %s", count)
         self.effective = adopted
 
 

@@ -91,6 +91,8 @@ def test_a_file_that_is_gone_changes_nothing() -> None:
         assert budgets(client) == [4 << 20, 4 << 20]
         broker.reload(text)
         eventually(lambda: "was read again: no change" in broker.log(), "another line in the log")
+        broker.reload(f"{text}\nkeep = 1")
+        eventually(lambda: "was read again: 1 setting differs" in broker.log(), "a third line in the log")
 
 
 def test_what_needs_a_restart_is_said_and_stays() -> None:
