@@ -28,6 +28,7 @@ from cubroker.protocol.messages import (
     Welcome,
 )
 from cubroker.server.answers import Frame
+from cubroker.server.arrivals import Arrivals
 from cubroker.server.assembly import Assembly
 from cubroker.server.denials import Denials
 from cubroker.server.devices import DeviceMemory
@@ -36,17 +37,15 @@ from cubroker.server.ledger.events import Asked, Effect, Event
 from cubroker.server.parcels import Parcel
 from cubroker.server.peers import Peer
 from cubroker.server.requests import Requests
-from cubroker.server.scribe import Changes, Remembered, Scribe
-from cubroker.server.sessions import Session, label
+from cubroker.server.scribe import Remembered, Scribe
+from cubroker.server.sessions import Session
 from cubroker.server.sight.observer import Sight
+from cubroker.server.writing import Writing
 
 if TYPE_CHECKING:
     from cubroker.server.store.store import Store
 
 log = logging.getLogger(__name__)
-
-PAUSE = 0.5
-"""Seconds after which what could not be written to the journal is written again."""
 
 
 class Broker:
@@ -87,9 +86,8 @@ class Broker:
         self._store = store
         self._scribe = scribe
         self._todo: list[Effect] = []
-        self._unwelcomed: list[tuple[Session, int]] = []
-        self._unwritten: Changes = []
-        self._retry: asyncio.TimerHandle | None = None
+        self._arrivals = Arrivals(store, self.settle, self._take_back)
+        self._writing = Writing(ledger, scribe, store, self.settle) if store and scribe else None
         self._requests = Requests(self._apply, self.settle, send, scribe)
         self.receive = self._requests.receive
         self._sessions: dict[int, Session] = {}
@@ -112,7 +110,7 @@ class Broker:
         if (error := self._decide(events.Joined(number, peer.pid, peer.uid, peer.gid, peer.groups))) is not None:
             message = f"the broker itself failed at opening this session: {error!r}; its log says more"
             return self._take_back(session, InternalFailure(message))
-        self._unwelcomed.append((session, version))
+        self._arrivals.expect(session, version)
         return self.settle()
 
     def take_over(self, number: int, connection: socket.socket | None, peer: Peer, remembered: Remembered) -> None:
@@ -147,23 +145,20 @@ class Broker:
 
     def _obstacle(self, session: Session) -> CubrokerError | None:
         """Return why nobody would hear of the end of a session, so that its leases would never fall, or None."""
-        if self._unwritten:  # nor has the store forgotten what ended meanwhile, so it may be full
+        if self._writing and self._writing.behind:  # nor has the store forgotten what ended, so it may be full
             return Unavailable("the broker's host has no memory left for the journal; try again later")
         try:
             session.watch()
-            if self._store:
-                self._store.hold(label(session.number), session.descriptors, hangs_up=True)
+            self._arrivals.store(session)
         except OSError as error:  # there is no memory, or this user may watch no more (fs.epoll.max_user_watches)
             return Unavailable(f"the broker cannot watch process {session.peer.pid}: {error}; try again later")
         except Unavailable as error:
-            return Unavailable(
-                f"this session would not outlive the broker: {error.message}; try again later, or have whoever runs the"
-                f" broker see to what keeps it, systemd or cubroker keep"
-            )
+            return error
         return None
 
     def _take_back(self, session: Session, error: CubrokerError) -> None:
         """End a session that has not been welcomed, and may be in the ledger only in part, and say why."""
+        self._denials.log(session.peer, error.message)
         self._sight.turned_away(error)
         session.send(wire.pack(Refused(error.code, error.message)))
         known = self._ledger.holder(session.number) is not None
@@ -196,43 +191,20 @@ class Broker:
         """Write down what was decided, then do it, and send what answers there are.
 
         What cannot be written now is written later, and nothing is done about it, nor is anything said, until then.
+        Nor is a session welcomed before the store has it.
         """
-        if self._closed or not self._write():
+        if self._closed or (self._writing and not self._writing.write()):
             return
-        (todo, self._todo), (joined, self._unwelcomed) = (self._todo, []), (self._unwelcomed, [])
+        todo, self._todo = self._todo, []
         for effect in todo:
             try:
                 self._carry_out(effect)
             # One effect, a notice that no memory is left for, must not take the others with it: memory to be freed.
             except Exception:
                 log.exception("the broker failed at %.500r", effect)
-        for session, version in joined:
-            if session.number in self._sessions:  # it was written late, and its process may have ended
-                self._welcome(session, version)
+        for session, version in self._arrivals.arrived():
+            self._welcome(session, version)
         self._requests.flush()
-
-    def _write(self) -> bool:
-        if self._store is None or self._scribe is None:
-            return True
-        self._unwritten += self._ledger.changes()
-        self._unwritten += self._scribe.changes()
-        if self._unwritten:
-            try:
-                self._store.commit(self._unwritten)
-            except (OSError, MemoryError) as error:
-                return self._write_later(error)
-            self._unwritten = []
-        return True
-
-    def _write_later(self, error: OSError | MemoryError) -> bool:
-        if self._retry is None:
-            log.error("the journal takes nothing, so requests wait: %s; is the host out of memory?", error)
-            self._retry = self._loop.call_later(PAUSE, self._write_again)
-        return False
-
-    def _write_again(self) -> None:
-        self._retry = None
-        self.settle()
 
     @property
     def draining(self) -> str:
@@ -286,8 +258,10 @@ class Broker:
                 session.close()
             else:
                 session.leave()
-        for timer in (*self._timers.values(), *filter(None, (self._retry,))):
+        for timer in self._timers.values():
             timer.cancel()
+        if self._writing:
+            self._writing.close()
         self._requests.close()
         self._closed = True
 
@@ -343,6 +317,7 @@ class Broker:
             case events.Withdraw(_, lease) if scribe:
                 scribe.sent(lease)
             case events.Forget(session):
+                self._arrivals.ended(self._sessions[session])
                 self._requests.leave(self._sessions[session])
                 if scribe:
                     scribe.closed(self._sessions[session])
@@ -351,6 +326,8 @@ class Broker:
     def _keep(self, event: Event) -> None:
         """Note which descriptors there are. Their device closes them, after they are forgotten here."""
         match event:
+            case Asked():  # as nearly all events are: this has to be quick
+                pass
             case events.Allocated(ticket, _, descriptors) if descriptors:
                 self._descriptors[ticket] = descriptors
             case events.Assembled(team, descriptors=descriptors) if descriptors:
@@ -409,5 +386,4 @@ class Broker:
 
     def _forget(self, session: Session) -> None:
         session.close()
-        if self._store:
-            self._store.drop(label(session.number))
+        self._arrivals.drop(session)

@@ -13,6 +13,7 @@ from cubroker.protocol.errors import Unavailable
 from cubroker.server.directory import DOOR, REQUESTS
 from cubroker.server.store.damaged import Damaged
 from cubroker.server.store.notify import VARIABLES, Manager, inherit
+from cubroker.server.store.outbox import Outbox
 from cubroker.server.store.store import Store
 
 log = logging.getLogger(__name__)
@@ -26,13 +27,13 @@ class Estate:
     """What a broker starts with.
 
     Attributes:
-        manager: who is told how the broker fares; None: nobody.
+        outbox: leads to who is told how the broker fares; None: nobody.
         store: where descriptors outlive the broker; None: nowhere.
         listening: sockets that listen already, by name.
         own: the names of those that an earlier broker made, and no socket unit.
     """
 
-    manager: Manager | None
+    outbox: Outbox | None
     store: Store | None
     listening: Mapping[str, int]
     own: frozenset[str] = frozenset()
@@ -45,7 +46,8 @@ class Estate:
     def keep(self, fresh: Mapping[str, socket]) -> None:
         """Store what this broker made, its journal and sockets, if there is a store: not before it is about to serve.
 
-        A first start that fails leaves nothing behind, so that whoever keeps the store need not try for ever.
+        A first start that fails leaves nothing behind, so that whoever keeps the store need not try for ever. It waits
+        for the store, as an event loop must not.
 
         Raises:
             Unavailable: the store does not take it.
@@ -67,22 +69,24 @@ def inherited(environ: MutableMapping[str, str]) -> Iterator[Estate]:
         Unavailable: what is stored cannot be read. All of it stays as it is.
     """
     with ExitStack() as undo:
-        if manager := Manager.from_environment(environ):
-            undo.callback(manager.close)
+        manager = Manager.from_environment(environ)
+        outbox = Outbox(manager) if manager else None
+        if outbox:
+            undo.callback(outbox.close)
         stored = inherit(environ)
         for name in VARIABLES:
             environ.pop(name, None)
         listening = {name: stored.pop(name)[0] for name in (DOOR, REQUESTS) if name in stored}
-        if not (manager and manager.limit):
+        if not (outbox and outbox.manager.limit):
             _close(stored)
-            yield Estate(manager, None, listening)
+            yield Estate(outbox, None, listening)
             return
         made = [name for name in (DOOR, REQUESTS) if OWN + name in stored and name not in listening]
         own = {name: stored.pop(OWN + name)[0] for name in made}
         with readable():
-            store = Store(manager, stored)
+            store = Store(outbox, stored)
         undo.callback(store.close)
-        yield Estate(manager, store, {**own, **listening}, frozenset(own))
+        yield Estate(outbox, store, {**own, **listening}, frozenset(own))
 
 
 @contextmanager

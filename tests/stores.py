@@ -7,10 +7,10 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from socket import AF_UNIX, SCM_RIGHTS, SOCK_DGRAM, SOL_SOCKET, socket
-from threading import Thread
+from threading import Event, Thread
 
 from cubroker.server.store import datagrams
 from cubroker.server.store.damaged import Damaged
@@ -50,10 +50,8 @@ class Warehouse:
         self.path = path
         self.stored: dict[str, list[int]] = {}
         self.said: list[tuple[str, str]] = []
-        self._channel = datagrams.listen(str(path))
-        self._channel.setblocking(True)
-        self._thread = Thread(target=self._serve)
-        self._thread.start()
+        self._listens, self._deaf = Event(), Event()
+        self._listen()
 
     @property
     def open(self) -> bool:
@@ -62,14 +60,36 @@ class Warehouse:
 
     def close(self) -> None:
         """Forget everything, and take no more; does nothing the second time."""
-        if not self.open:
-            return
+        if self.open:
+            self._leave()
+            for name in list(self.stored):
+                self.forget(name)
+
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        """For the length of a block nobody is there, and then somebody who knows everything is there again."""
+        self._leave()
+        self.path.unlink()
+        yield
+        self._listen()
+
+    @contextmanager
+    def deaf(self) -> Iterator[None]:
+        """For the length of a block it reads nothing, and no message has room."""
+        self._listens.clear()
         with socket(AF_UNIX, SOCK_DGRAM) as end:
-            end.sendto(b"END=1", str(self.path))
-        self._thread.join()
-        self._channel.close()
-        for name in list(self.stored):
-            self.forget(name)
+            end.connect(str(self.path))
+            end.send(b"DEAF=1")
+            self._deaf.wait()
+            end.setblocking(False)
+            with suppress(BlockingIOError):
+                while True:
+                    end.send(b"NOISE=1")
+            try:
+                yield
+            finally:
+                self._deaf.clear()
+                self._listens.set()
 
     def settle(self) -> None:
         """Return when all was acted upon that was sent before: messages come in order."""
@@ -97,6 +117,18 @@ class Warehouse:
         """Close what has a name."""
         close_all(self.stored.pop(name, ()))
 
+    def _listen(self) -> None:
+        self._channel = datagrams.listen(str(self.path))
+        self._channel.setblocking(True)
+        self._thread = Thread(target=self._serve)
+        self._thread.start()
+
+    def _leave(self) -> None:
+        with socket(AF_UNIX, SOCK_DGRAM) as end:
+            end.sendto(b"END=1", str(self.path))
+        self._thread.join()
+        self._channel.close()
+
     def _serve(self) -> None:
         while message := datagrams.receive(self._channel):
             fields = datagrams.parse(message)
@@ -104,7 +136,10 @@ class Warehouse:
                 return
             if "BARRIER" in fields:
                 close_all(message.descriptors)
-            else:
+            elif "DEAF" in fields:
+                self._deaf.set()
+                self._listens.wait()
+            elif "NOISE" not in fields:
                 self._heed(fields, message.descriptors)
 
     def _heed(self, fields: dict[str, str], descriptors: list[int]) -> None:

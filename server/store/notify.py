@@ -1,8 +1,8 @@
 """The client's side of systemd's notify protocol, which ``cubroker keep`` speaks too.
 
-One datagram is one message: lines of ``NAME=value``, and the descriptors that belong to it. What was stored comes back
-with the next start at the numbers from 3 on. Sources: sd_notify(3), sd_pid_notify_with_fds(3), sd_listen_fds(3),
-sd_notify_barrier(3), sd_watchdog_enabled(3).
+One datagram is one message: lines of ``NAME=value`` (:mod:`cubroker.server.store.words`), and the descriptors that
+belong to it. What was stored comes back with the next start at the numbers from 3 on. Sources: sd_notify(3),
+sd_pid_notify_with_fds(3), sd_listen_fds(3), sd_notify_barrier(3), sd_watchdog_enabled(3).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import socket
 import struct
 import time
 from collections.abc import Mapping, MutableMapping, Sequence
-from typing import Any
 
 from cubroker.protocol.errors import Invalid, TimedOut, Unavailable
+from cubroker.server.store import words
 
 PATIENCE = 5.0
 """Seconds that a message may wait for room in the queue of whoever takes it."""
@@ -28,12 +28,6 @@ PAUSE = 0.005
 MOST_DESCRIPTORS = 253
 """Descriptors that one message can carry (SCM_MAX_FD)."""
 
-LONGEST_NAME = 24
-"""Characters of a stored descriptor's name: those of all have to fit in one environment variable of 128 KiB."""
-
-LONGEST_STATUS = 2000
-"""Bytes of a status: a message of 4096 bytes or more would be dropped."""
-
 FIRST = 3
 """The number of the first descriptor that is inherited (SD_LISTEN_FDS_START)."""
 
@@ -43,7 +37,8 @@ VARIABLES = (
 )
 """What the protocol has in the environment, for one process and not for its children."""
 
-_NAME = re.compile(rf"[!-9;-~]{{1,{LONGEST_NAME}}}")
+GONE = (errno.ECONNREFUSED, errno.ECONNRESET, errno.ENOTCONN)
+"""What the system says of a socket whose other end was closed."""
 
 
 class Manager:
@@ -51,7 +46,7 @@ class Manager:
 
     Args:
         address: of its socket, as ``$NOTIFY_SOCKET`` says it: a path, or ``@`` and an abstract name.
-        watchdog_interval: seconds between calls of :meth:`watchdog` that keep it content; None: it does not watch.
+        watchdog_interval: seconds between signs of life that keep it content; None: it does not watch.
         limit: descriptors that its store takes; None: not known, or no store.
 
     Raises:
@@ -67,6 +62,8 @@ class Manager:
         # One socket for all: a process without a descriptor left has to be able to say that it lives.
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(PATIENCE))
+        # The kernel says of a socket that is connected, and of no other, when whoever reads it has room again.
+        self._connected = False
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Manager | None:
@@ -80,25 +77,38 @@ class Manager:
             return None
         return cls(address, watchdog_interval=_watchdog_interval(environ), limit=places(environ))
 
-    def ready(self, status: str) -> None:
-        """Say that this process serves, and how it fares. Raises as :meth:`store`."""
-        self._send(f"READY=1\n{_status(status)}")
+    def fileno(self) -> int:
+        """Return the descriptor of the socket, which becomes writable when there is room after :meth:`offer`."""
+        return self._socket.fileno()
 
-    def status(self, text: str) -> None:
-        """Say how this process fares, in one line. Raises as :meth:`store`."""
-        self._send(_status(text))
+    def offer(self, message: str, descriptors: Sequence[int] = ()) -> bool:
+        """Send one of the messages of :mod:`cubroker.server.store.words`, if that can be done now; False if it cannot.
 
-    def stopping(self, seconds: float = 0.0) -> None:
-        """Say that this process is about to end, and that it may take ``seconds``. Raises as :meth:`store`."""
-        self._send("STOPPING=1" + (f"\nEXTEND_TIMEOUT_USEC={seconds * 1e6:.0f}" if seconds else ""))
+        Once sent it, and its descriptors, are safe from this process's death.
 
-    def reloading(self) -> None:
-        """Say that settings are read again; :meth:`ready` says when that is done. Raises as :meth:`store`."""
-        self._send(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
+        Raises:
+            Unavailable: nobody takes messages.
+        """
+        try:
+            self._transmit(message, descriptors, socket.MSG_DONTWAIT)
+        except OSError as error:
+            if error.errno in (errno.EAGAIN, errno.ETOOMANYREFS):
+                return False
+            raise self._unreachable(message, error) from error
+        return True
 
-    def watchdog(self) -> None:
-        """Say that this process lives. Raises as :meth:`store`."""
-        self._send("WATCHDOG=1")
+    def say(self, message: str, descriptors: Sequence[int] = ()) -> None:
+        """Send a message, and wait for room if there is none; for the rest as :meth:`offer`.
+
+        Raises:
+            Unavailable: nobody takes it, or not in time.
+        """
+        try:
+            self._wait_for_room(message, descriptors)
+        except BlockingIOError:
+            raise self.late(message) from None
+        except OSError as error:
+            raise self._unreachable(message, error) from error
 
     def store(self, name: str, descriptors: Sequence[int], *, poll: bool) -> None:
         """Have duplicates of descriptors kept under a name until :meth:`remove`, or until they hang up.
@@ -115,15 +125,13 @@ class Manager:
             Invalid: the name.
             Unavailable: nobody takes the message, or not in time.
         """
-        _check_name(name)
-        message = f"FDSTORE=1\nFDNAME={name}" + ("" if poll else "\nFDPOLL=0")
+        message = words.storing(name, poll=poll)
         for first in range(0, len(descriptors), MOST_DESCRIPTORS):
-            self._send(message, descriptors[first : first + MOST_DESCRIPTORS])
+            self.say(message, descriptors[first : first + MOST_DESCRIPTORS])
 
     def remove(self, name: str) -> None:
         """Have everything that is stored under a name closed. Raises as :meth:`store`."""
-        _check_name(name)
-        self._send(f"FDSTOREREMOVE=1\nFDNAME={name}")
+        self.say(words.removing(name))
 
     def barrier(self, timeout: float) -> None:
         """Return when all that was sent before has been acted upon.
@@ -138,7 +146,7 @@ class Manager:
         ours, theirs = os.pipe2(os.O_CLOEXEC)
         try:
             try:
-                self._send("BARRIER=1", [theirs])
+                self.say(words.BARRIER, [theirs])
             finally:
                 os.close(theirs)
             if not _hung_up(ours, timeout):
@@ -150,34 +158,47 @@ class Manager:
         """Close the socket. What is stored stays."""
         self._socket.close()
 
-    def _send(self, message: str, descriptors: Sequence[int] = ()) -> None:
-        rights = struct.pack(f"{len(descriptors)}i", *descriptors)
-        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if descriptors else []
-        address = f"\0{self._address[1:]}" if self._address.startswith("@") else self._address
-        try:
-            self._wait_for_room([message.encode()], ancillary, 0, address)
-        except BlockingIOError:
-            raise Unavailable(
-                f"the service manager at {self._address} did not take {message.splitlines()[0]} within "
-                f"{PATIENCE:g} s; it hangs, or is flooded"
-            ) from None
-        except OSError as error:
-            raise Unavailable(
-                f"the service manager at {self._address} cannot be told {message.splitlines()[0]}: {error.strerror}"
-            ) from error
+    def late(self, message: str) -> Unavailable:
+        """Return what to say of a message that there was no room for in time."""
+        return Unavailable(
+            f"the service manager at {self._address} did not take {message.splitlines()[0]} within "
+            f"{PATIENCE:g} s; it hangs, or is flooded"
+        )
 
-    def _wait_for_room(self, *message: Any) -> None:
+    def _unreachable(self, message: str, error: OSError) -> Unavailable:
+        return Unavailable(
+            f"the service manager at {self._address} cannot be told {message.splitlines()[0]}: {error.strerror}"
+        )
+
+    def _wait_for_room(self, message: str, descriptors: Sequence[int]) -> None:
         """Send. For room in the queue, and under the limit on descriptors under way, it waits only so long."""
         deadline = time.monotonic() + PATIENCE
         while True:
             try:
-                self._socket.sendmsg(*message)
+                self._transmit(message, descriptors)
             except OSError as error:
                 if error.errno != errno.ETOOMANYREFS or time.monotonic() > deadline:
                     raise
                 time.sleep(PAUSE)  # the kernel tells nobody when they have arrived
             else:
                 return
+
+    def _transmit(self, message: str, descriptors: Sequence[int], flags: int = 0) -> None:
+        """Send, and connect before that if need be; once more where the other end was closed, and may be open again."""
+        rights = struct.pack(f"{len(descriptors)}i", *descriptors)
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if descriptors else []
+        if self._connected:
+            try:
+                self._socket.sendmsg([message.encode()], ancillary, flags)
+            except OSError as error:
+                if error.errno not in GONE:
+                    raise
+                self._connected = False
+            else:
+                return
+        self._socket.connect(f"\0{self._address[1:]}" if self._address.startswith("@") else self._address)
+        self._connected = True
+        self._socket.sendmsg([message.encode()], ancillary, flags)
 
 
 def inherit(environ: MutableMapping[str, str]) -> dict[str, list[int]]:
@@ -238,20 +259,6 @@ def _number(name: str, value: str) -> int:
     if not re.fullmatch(r"[0-9]{1,18}", value, re.ASCII):
         raise Invalid(f"{name} is {value!r} in the environment, which is no number")
     return int(value)
-
-
-def _check_name(name: str) -> None:
-    if not _NAME.fullmatch(name):
-        raise Invalid(
-            f"{name!r} is no name to store under: that is 1 to {LONGEST_NAME} printable ASCII characters, "
-            "without space and colon"
-        )
-
-
-def _status(text: str) -> str:
-    """Return the line that says ``text``; line ends would begin another field, and half a character is no text."""
-    line = " ".join(text.split()).encode(errors="replace")
-    return "STATUS=" + line[:LONGEST_STATUS].decode(errors="ignore")
 
 
 def _hung_up(descriptor: int, timeout: float) -> bool:

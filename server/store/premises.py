@@ -12,7 +12,7 @@ from pathlib import Path
 from cubroker.protocol.errors import Invalid, Unavailable
 from cubroker.server.store import datagrams
 from cubroker.server.store.kept import MOST_BYTES
-from cubroker.server.store.notify import LONGEST_NAME
+from cubroker.server.store.words import LONGEST_NAME
 
 DEFAULT_DESCRIPTORS = 4096
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from cubroker.protocol.errors import Unavailable
 from cubroker.server.store.damaged import Damaged
 from cubroker.server.store.journal import Journal
-from cubroker.server.store.notify import Manager
+from cubroker.server.store.outbox import Done, Outbox
 
 log = logging.getLogger(__name__)
 
@@ -24,8 +24,11 @@ _OURS = re.compile(r"s[0-9]+|m[0-9]+\.[0-9]+")
 class Store:
     """The descriptors that an earlier broker left, and those that a later one is to find.
 
+    Sessions are stored and dropped from the event loop, which never waits for the manager; everything else from threads
+    that may. No name is used by both, so there is nothing for one to overtake.
+
     Args:
-        manager: the service manager, which has room for descriptors.
+        outbox: leads to the service manager, which has room for descriptors.
         inherited: what it handed over, by name; owned by this object from now on, until it is taken.
 
     Attributes:
@@ -36,10 +39,11 @@ class Store:
         Damaged: the journal cannot be read, is missing, or there are two. Everything stays stored.
     """
 
-    def __init__(self, manager: Manager, inherited: Mapping[str, Sequence[int]]) -> None:
-        assert manager.limit is not None
-        self.limit = manager.limit
-        self._manager = manager
+    def __init__(self, outbox: Outbox, inherited: Mapping[str, Sequence[int]]) -> None:
+        assert outbox.manager.limit is not None
+        self.limit = outbox.manager.limit
+        self._outbox = outbox
+        self._manager = outbox.manager
         self._left = {name: list(descriptors) for name, descriptors in inherited.items()}
         journals = self._left.pop(JOURNAL, [])
         if len(journals) > 1:
@@ -62,20 +66,35 @@ class Store:
         """Write changes to the journal, all or none; None deletes. Raises ``OSError`` if it has no room."""
         self._journal.commit(changes)
 
-    def hold(self, name: str, descriptors: Sequence[int], *, hangs_up: bool = False) -> None:
-        """Store descriptors under a name; ``hangs_up``: until their other end is closed. Any thread may.
+    def hold(self, name: str, descriptors: Sequence[int]) -> None:
+        """Store descriptors under a name. Any thread may; it waits while the manager has no room.
 
         Raises:
             Unavailable: the manager does not take them in time.
         """
-        self._manager.store(name, descriptors, poll=hangs_up)
+        self._manager.store(name, descriptors, poll=False)
 
     def drop(self, name: str) -> None:
-        """Store what has this name no longer. What cannot be said is logged: the next broker finds it, and drops it."""
+        """Store what has this name no longer; as :meth:`hold`.
+
+        What cannot be said is logged: the next broker finds it, and drops it.
+        """
         try:
             self._manager.remove(name)
         except Unavailable as error:
             log.warning("the store was not told to forget %s: %s", name, error.message)
+
+    def hold_soon(self, name: str, descriptors: Sequence[int], done: Done) -> bool:
+        """Store descriptors under a name until their other end is closed, from the event loop.
+
+        Returns whether that is done; else ``done`` is called later, unless :meth:`drop_soon` is before. Raises as
+        :meth:`Outbox.store`.
+        """
+        return self._outbox.store(name, descriptors, done)
+
+    def drop_soon(self, name: str) -> None:
+        """Store what has this name no longer, from the event loop; as :meth:`drop`."""
+        self._outbox.remove(name)
 
     def replace(self, name: str, descriptor: int) -> None:
         """Store a descriptor in place of what has its name. Raises as :meth:`hold`."""
@@ -91,9 +110,9 @@ class Store:
         self._journal.close()
 
     def sweep(self) -> None:
-        """Close and drop what nobody took: it was to be freed, or its request was never answered."""
+        """Close and drop what nobody took, from the event loop: it was to be freed, or its request never answered."""
         for name in list(self._left):
             log.info("the store has %s, which belongs to nothing any more; it is dropped", name)
-            self.drop(name)
+            self.drop_soon(name)
             for descriptor in self._left.pop(name):
                 os.close(descriptor)

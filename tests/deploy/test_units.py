@@ -16,7 +16,7 @@ import pytest
 
 from cubroker.protocol.directory import REQUEST_SOCKET, SESSION_SOCKET
 from cubroker.server.directory import BACKLOG, DOOR, REQUESTS
-from cubroker.server.store.notify import LONGEST_NAME
+from cubroker.server.store.words import LONGEST_NAME
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"

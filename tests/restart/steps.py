@@ -119,7 +119,7 @@ def install(reach: Reach) -> None:
     after(reach, Journal, "_switch", "slot")
     before(reach, Journal, "_compact", "compact")
     before(reach, Journal, "_give_back", "give back")
-    around(reach, Manager, "_send", lambda message, *_: (f"say {_field(message)}", f"said {_field(message)}"))
+    around(reach, Manager, "_transmit", lambda message, *_: (f"say {_field(message)}", f"said {_field(message)}"))
     around(reach, Broker, "_carry_out", lambda effect: (f"do {type(effect).__name__}", f"done {type(effect).__name__}"))
     around(reach, Supervisor, "send", lambda *_: ("answer", "answered"))
     around(reach, Session, "send", lambda *_: ("send", "sent"))

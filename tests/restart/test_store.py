@@ -203,11 +203,8 @@ def test_without_the_one_who_keeps_the_store_those_who_are_there_go_on() -> None
 
 def test_one_that_takes_nothing_for_a_while_is_asked_again(kept: StoredBroker) -> None:
     with Broker(kept.directory) as client:
-        away = kept.warehouse.path.with_name("away")
-        kept.warehouse.path.rename(away)
-        with pytest.raises(Unavailable):
+        with kept.warehouse.away(), pytest.raises(Unavailable, match="cannot be told"):
             Broker(kept.directory)
-        away.rename(kept.warehouse.path)
         lasting(client, "pool")
         with Broker(kept.directory) as another, another.attach("pool") as pool:
             kept.restart()

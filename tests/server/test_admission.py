@@ -4,6 +4,7 @@ store in this process, clients at the other ends of socketpairs."""
 from __future__ import annotations
 
 import os
+import select
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,17 +13,20 @@ from typing import cast
 import pytest
 
 from cubroker.protocol import wire
-from cubroker.protocol.messages import Greeting, Refused, Welcome
+from cubroker.protocol.messages import Answer, Clients, Envelope, Greeting, ListClients, Refused, Welcome
+from cubroker.server.answers import Frame
 from cubroker.server.assembly import Assembly
 from cubroker.server.broker import Broker
 from cubroker.server.ledger import Ledger, drafts
 from cubroker.server.peers import Peer
 from cubroker.server.scribe import Scribe
+from cubroker.server.store import notify
 from cubroker.server.store.notify import Manager
+from cubroker.server.store.outbox import Outbox
 from cubroker.server.store.store import Store
 from tests.brokers import PATIENCE
-from tests.server.loops import run
-from tests.stores import Warehouse
+from tests.server.loops import run, until
+from tests.stores import ROOM, Warehouse
 
 
 class Stage:
@@ -30,19 +34,20 @@ class Stage:
 
     def __init__(self, warehouse: Warehouse) -> None:
         self.warehouse = warehouse
-        self.manager = Manager(str(warehouse.path), limit=100)
-        self.store = Store(self.manager, {})
+        self.outbox = Outbox(Manager(str(warehouse.path), limit=ROOM))
+        self.store = Store(self.outbox, {})
         self.store.begin()
         self.ledger = Ledger([], os.geteuid(), store=self.store.limit)
+        self.answers: list[Frame] = []
         self.broker = Broker(
-            self.ledger, {}, cast(Assembly, None), "host:1", lambda _: None, store=self.store, scribe=Scribe()
+            self.ledger, {}, cast(Assembly, None), "host:1", self.answers.extend, store=self.store, scribe=Scribe()
         )
 
     def close(self) -> None:
         """End the broker, and leave what is stored."""
         self.broker.close("the end")
         self.store.close()
-        self.manager.close()
+        self.outbox.close()
 
     def greets(self) -> socket.socket:
         """Return the client's end of a connection that was let in, or was not."""
@@ -51,6 +56,14 @@ class Stage:
         theirs.settimeout(PATIENCE)
         self.broker.admit(ours, Peer(os.getpid(), os.geteuid(), os.getegid(), os.pidfd_open(os.getpid())), 1)
         return theirs
+
+    def ask(self, welcome: Welcome) -> Answer:
+        """Return the answer to a request of a session's, which comes at once."""
+        self.answers.clear()
+        self.broker.receive([b"id", wire.pack(Envelope(welcome.secret, 1, 1, ListClients()))])
+        _, answer = self.answers
+        assert isinstance(answer, bytes)
+        return wire.unpack(answer, Answer)
 
     def stored(self) -> dict[str, int]:
         """How many descriptors of each name the warehouse has."""
@@ -67,6 +80,11 @@ def warehouse(tmp_path: Path) -> Iterator[Warehouse]:
 
 def hears(client: socket.socket) -> Greeting:
     return wire.unpack(client.recv(4096), Greeting)
+
+
+def speaks(client: socket.socket) -> bool:
+    """Whether the broker has said something, or hung up."""
+    return bool(select.select([client], [], [], 0)[0])
 
 
 def failing(times: int) -> Callable[..., None]:
@@ -107,6 +125,65 @@ def test_a_session_that_the_ledger_does_not_take_is_turned_away_and_leaves_nothi
                 assert isinstance(hears(after), Welcome)
                 assert len(stage.ledger.sessions()) == 2
                 stage.ledger.check()
+        stage.close()
+
+    run(test())
+
+
+@pytest.fixture
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notify, "PATIENCE", 1e6)
+
+
+@pytest.mark.usefixtures("unhurried")
+def test_while_whoever_keeps_the_store_does_not_read_sessions_are_served_and_new_ones_wait(
+    warehouse: Warehouse,
+) -> None:
+    async def test() -> None:
+        stage = Stage(warehouse)
+        with stage.greets() as client, stage.greets() as leaver:
+            welcome = hears(client)
+            assert isinstance(welcome, Welcome)
+            assert isinstance(hears(leaver), Welcome)
+            with warehouse.deaf(), stage.greets() as impatient:
+                newcomer = stage.greets()
+                leaver.close()
+                impatient.close()
+                await until(lambda: len(stage.ledger.sessions()) == 2)
+                answer = stage.ask(welcome)
+                assert isinstance(answer.body, Clients)
+                assert [each.session for each in answer.body.clients] == [1, 4]
+                assert not speaks(newcomer)
+            await until(lambda: speaks(newcomer))
+            assert isinstance(hears(newcomer), Welcome)
+            assert stage.stored() == {"ledger": 1, "s1": 2, "s4": 2}
+            newcomer.close()
+        stage.close()
+
+    run(test())
+
+
+def test_a_session_that_the_store_does_not_take_in_time_is_turned_away_and_the_others_are_served(
+    warehouse: Warehouse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test() -> None:
+        stage = Stage(warehouse)
+        with stage.greets() as client:
+            welcome = hears(client)
+            assert isinstance(welcome, Welcome)
+            with warehouse.deaf():
+                monkeypatch.setattr(notify, "PATIENCE", 0.01)
+                with stage.greets() as newcomer:
+                    await until(lambda: speaks(newcomer))
+                    refused = hears(newcomer)
+                    assert isinstance(refused, Refused)
+                    assert refused.code == "unavailable"
+                    assert "did not take FDSTORE=1 within 0.01 s" in refused.message
+                    assert newcomer.recv(1) == b""
+                assert isinstance(stage.ask(welcome).body, Clients)
+            assert stage.stored() == {"ledger": 1, "s1": 2}
+            assert [each.session for each in stage.ledger.sessions()] == [1]
+            assert not any(b"2" in key for key in warehouse.journal())
         stage.close()
 
     run(test())

@@ -10,6 +10,7 @@ import pytest
 
 from cubroker.server.service import Service
 from cubroker.server.store.notify import Manager
+from cubroker.server.store.outbox import Outbox
 from tests.server.loops import run, until
 from tests.stores import Warehouse
 
@@ -34,15 +35,15 @@ def test_a_broker_without_a_manager_says_nothing() -> None:
 def test_the_status_follows_when_it_changes_and_the_watchdog_is_fed_by_the_loop(warehouse: Warehouse) -> None:
     async def test() -> None:
         statuses = ["fine", "fine", "better"]
-        manager = Manager(str(warehouse.path), watchdog_interval=0.01)
-        told = Service(manager, lambda: statuses.pop(0) if len(statuses) > 1 else statuses[0])
+        outbox = Outbox(Manager(str(warehouse.path), watchdog_interval=0.01))
+        told = Service(outbox, lambda: statuses.pop(0) if len(statuses) > 1 else statuses[0])
         told.ready()
         await until(lambda: warehouse.said.count(("WATCHDOG", "1")) > 3)
         told.reloading()
         told.ready()
         told.stopping()
         await until(lambda: ("STOPPING", "1") in warehouse.said)
-        manager.close()
+        outbox.close()
 
     run(test())
     said = [each for each in warehouse.said if each[0] not in ("WATCHDOG", "MONOTONIC_USEC")]
@@ -60,12 +61,12 @@ def test_the_status_follows_when_it_changes_and_the_watchdog_is_fed_by_the_loop(
 
 def test_a_manager_that_is_gone_is_a_line_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def test() -> None:
-        manager = Manager(str(tmp_path / "nobody"))
-        told = Service(manager, lambda: "fine")
+        outbox = Outbox(Manager(str(tmp_path / "nobody")))
+        told = Service(outbox, lambda: "fine")
         with caplog.at_level(logging.WARNING):
             told.ready()
             told.stopping()
-        manager.close()
+        outbox.close()
 
     run(test())
     assert "READY=1" in caplog.text

@@ -56,6 +56,10 @@ class Pupil:
         """Call a method of its manager; returns what it was refused with, or None."""
         return self._order({"call": method, "with": arguments})
 
+    def say(self, kind: str, *arguments: object) -> object:
+        """Say one of ``words`` to its manager; returns as :meth:`call`."""
+        return self._order({"say": kind, "with": arguments})
+
     def raw(self, data: bytes, *descriptors: int) -> None:
         """Send a datagram as it is."""
         self._order({"raw": base64.b64encode(data).decode()}, descriptors)
@@ -175,7 +179,7 @@ class Keep:
         pupil = Pupil(connection)
         self._pupils.append(pupil)
         if ready:
-            assert pupil.call("ready", "") is None
+            assert pupil.say("ready", "") is None
         return pupil
 
     def again(self, pupil: Pupil) -> Pupil:

@@ -12,6 +12,7 @@ import sys
 from typing import Any
 
 from cubroker.protocol.errors import CubrokerError
+from cubroker.server.store import words
 from cubroker.server.store.notify import Manager, inherit
 
 LINE = 1 << 18
@@ -67,6 +68,11 @@ def obey(
             signal.signal(number, lambda number, _: os._exit(100 + number))
         case {"exit": status}:
             os._exit(status)
+        case {"say": kind, "with": arguments}:
+            try:
+                manager.say(getattr(words, kind)(*arguments))
+            except CubrokerError as error:
+                return error.message, []
         case {"call": method, "with": arguments}:
             try:
                 getattr(manager, method)(*arguments)

@@ -98,10 +98,10 @@ def test_pauses_grow_while_runs_are_short(place: Path) -> None:
 
 def test_what_a_process_says_of_itself_is_told(keep: Keep) -> None:
     first = keep.next()
-    first.call("reloading")
+    first.say("reloading")
     keep.says(f"process {first.pid} reads its settings again")
-    first.call("ready", "two pools\x1b")
-    first.call("stopping")
+    first.say("ready", "two pools\x1b")
+    first.say("stopping")
     keep.says("is ready(.|\n)*is ready(.|\n)*is about to end")
     first.exit(5)
     keep.says(r"ended with status 5 \(it last said: two pools\?\)")
@@ -179,7 +179,7 @@ def test_a_hung_process_is_aborted_and_finds_again_what_it_stored(place: Path) -
         assert first.hello["variables"]["WATCHDOG_PID"] == str(first.pid)
         with memory(b"weights") as file:
             first.store("m", file)
-        first.call("ready", "")
+        first.say("ready", "")
         os.kill(first.pid, signal.SIGSTOP)
         assert contents(keep.next(ready=False).give("m")) == [b"weights"]
         said = keep.says("was killed by SIGABRT")
@@ -252,7 +252,7 @@ def test_the_process_outlives_a_keeper_that_is_killed(keep: Keep) -> None:
     first = keep.next()
     keep.process.kill()
     keep.process.wait()
-    assert "cannot be told STATUS=alive" in str(first.call("status", "alive"))
+    assert "cannot be told STATUS=alive" in str(first.say("status", "alive"))
 
 
 def test_a_process_has_signals_as_its_keeper_got_them(place: Path) -> None:

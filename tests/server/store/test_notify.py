@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from cubroker.protocol.errors import Invalid, TimedOut, Unavailable
-from cubroker.server.store import notify
+from cubroker.server.store import notify, words
 from cubroker.server.store.notify import Manager, inherit
 from cubroker.server.store.same import same_by_comparison, same_file
 from tests.server.store.keeping import memory
@@ -49,25 +49,28 @@ def close(descriptors: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("say", "message"),
+    ("text", "message"),
     [
-        (lambda manager: manager.ready("2 pools"), b"READY=1\nSTATUS=2 pools"),
-        (lambda manager: manager.status("two\nlines \xe9"), "STATUS=two lines \xe9".encode()),
-        (lambda manager: manager.stopping(), b"STOPPING=1"),
-        (lambda manager: manager.watchdog(), b"WATCHDOG=1"),
-        (lambda manager: manager.remove("m1.0"), b"FDSTOREREMOVE=1\nFDNAME=m1.0"),
+        (words.ready("2 pools"), b"READY=1\nSTATUS=2 pools"),
+        (words.status("two\nlines \xe9"), "STATUS=two lines \xe9".encode()),
+        (words.stopping(), b"STOPPING=1"),
+        (words.stopping(1.5), b"STOPPING=1\nEXTEND_TIMEOUT_USEC=1500000"),
+        (words.WATCHDOG, b"WATCHDOG=1"),
+        (words.removing("m1.0"), b"FDSTOREREMOVE=1\nFDNAME=m1.0"),
     ],
 )
 def test_each_message_is_what_systemd_documents(
-    manager: Manager, channel: socket.socket, say: Callable[[Manager], None], message: bytes
+    manager: Manager, channel: socket.socket, text: str, message: bytes
 ) -> None:
-    say(manager)
+    manager.say(text)
+    assert arrived(channel) == (message, [])
+    assert manager.offer(text)
     assert arrived(channel) == (message, [])
 
 
 def test_a_reload_says_when_it_began(manager: Manager, channel: socket.socket) -> None:
     before = time.monotonic_ns() // 1000
-    manager.reloading()
+    manager.say(words.reloading())
     found = re.fullmatch(rb"RELOADING=1\nMONOTONIC_USEC=(\d+)", arrived(channel)[0])
     assert found
     assert before <= int(found[1]) <= time.monotonic_ns() // 1000
@@ -106,10 +109,10 @@ def test_a_name_that_would_not_come_back_is_refused(manager: Manager, name: str)
 
 
 def test_a_long_status_is_cut_between_characters(manager: Manager, channel: socket.socket) -> None:
-    manager.ready("\xe9" * 3000)
+    manager.say(words.ready("\xe9" * 3000))
     data, _ = arrived(channel)
     assert data.decode() == "READY=1\nSTATUS=" + "\xe9" * 1000
-    manager.status("a\udcff")
+    manager.say(words.status("a\udcff"))
     assert arrived(channel) == (b"STATUS=a?", [])
 
 
@@ -137,7 +140,7 @@ def test_a_manager_that_takes_nothing_holds_nobody_up_for_ever(
 
     def flood() -> None:
         while True:
-            manager.watchdog()
+            manager.say(words.WATCHDOG)
 
     with pytest.raises(Unavailable, match=r"did not take WATCHDOG=1 within 0\.01 s"):
         flood()
@@ -147,14 +150,28 @@ def test_a_manager_that_takes_nothing_holds_nobody_up_for_ever(
 def test_a_manager_that_is_gone_is_an_error_that_says_so(manager: Manager, channel: socket.socket) -> None:
     channel.close()
     with pytest.raises(Unavailable, match="cannot be told STOPPING=1: Connection refused"):
-        manager.stopping()
+        manager.say(words.stopping())
+
+
+def test_one_that_listens_anew_is_found(manager: Manager, channel: socket.socket) -> None:
+    address = channel.getsockname()
+    manager.say(words.WATCHDOG)
+    channel.close()
+    with pytest.raises(Unavailable, match="cannot be told WATCHDOG=1: Connection refused"):
+        manager.offer(words.WATCHDOG)
+    os.unlink(address)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as anew:
+        anew.bind(address)
+        for say in (manager.say, manager.offer):
+            say(words.WATCHDOG)
+            assert arrived(anew) == (b"WATCHDOG=1", [])
 
 
 def test_an_abstract_address_is_reached() -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as channel:
         channel.bind("")
         manager = Manager("@" + channel.getsockname()[1:].decode())
-        manager.watchdog()
+        manager.say(words.WATCHDOG)
         assert arrived(channel) == (b"WATCHDOG=1", [])
         manager.close()
 
