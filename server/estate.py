@@ -98,7 +98,8 @@ def readable() -> Iterator[None]:
         raise Unavailable(
             f"what an earlier broker left cannot be used, and nothing of it was changed: {error}; mend that, or start"
             f" the version of cubroker that wrote it; or give up all sessions, leases and pools: end `cubroker keep`,"
-            f" or, under systemd, stop the service, and then: systemctl clean --what=fdstore cubroker.service"
+            f" or, under systemd, stop the service and its sockets, and from version 254 on also: systemctl clean"
+            f" --what=fdstore cubroker.service"
         ) from error
 
 

@@ -134,7 +134,7 @@ def test_a_journal_that_cannot_be_read_is_refused_with_what_to_do_and_everything
         os.pwrite(journal, bytes(byte ^ 1 for byte in content), 0)
         said = refused(kept)
         assert "nothing of it was changed" in said
-        assert "systemctl clean --what=fdstore" in said
+        assert "stop the service and its sockets, and from version 254 on also: systemctl clean" in said
         assert kept.warehouse.stored == before
         os.pwrite(journal, content, 0)
         kept.start()
