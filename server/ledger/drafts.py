@@ -45,7 +45,7 @@ from cubroker.server.ledger.entries import BY_DESCRIPTOR, MULTICAST, VMM, Alloca
 from cubroker.server.ledger.events import Allocated, Assembled, Freed, NotAllocated
 from cubroker.server.ledger.leases import check_quota, grant
 from cubroker.server.ledger.permissions import may_rule, may_write
-from cubroker.server.ledger.policy import exceeds
+from cubroker.server.ledger.policy import exceeds, held_back
 from cubroker.server.ledger.room import allocate, lose, rounded, shift, take_off, under_way
 from cubroker.server.ledger.states import Cause, Report, Stage, State
 from cubroker.server.ledger.waiters import Phase, Writer
@@ -169,8 +169,9 @@ def _check_quotas(books: Books, session: Session, body: Create, layout: Layout) 
     if exceeds(user.descriptors, descriptors, user.quota.descriptors):
         raise OverQuota(shortages.too_many_descriptors(user.uid, descriptors, user.quota.descriptors, user))
     pieces = sum(map(len, _sizes(body, layout).values())) if body.durable else 0
-    if exceeds(books.stored, pieces, books.store):
-        raise OverQuota(shortages.store_is_full(books, pieces))
+    reserve = held_back(books.store)
+    if exceeds(books.stored + reserve, pieces, books.store):
+        raise OverQuota(shortages.store_is_full(books, pieces, reserve))
 
 
 def _writer(books: Books, session: Session, request: int, body: Create, layout: Layout) -> Writer:

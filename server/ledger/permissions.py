@@ -16,8 +16,13 @@ READ, WRITE = 4, 2
 
 
 def is_privileged(books: Books, session: Session) -> bool:
-    """Say whether a session is root's, an administrator's, or of the broker's own user: they may do everything."""
-    return session.uid in (ROOT, books.uid) or session.uid in books.policy.admins
+    """Say whether a session is of somebody who may do everything."""
+    return may_everything(books, session.uid)
+
+
+def may_everything(books: Books, uid: int) -> bool:
+    """Say whether a user may do everything: root, administrators, and the broker's own user."""
+    return uid in (ROOT, books.uid) or uid in books.policy.admins
 
 
 def may_read(books: Books, session: Session, pool: Pool) -> bool:

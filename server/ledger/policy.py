@@ -12,6 +12,11 @@ MAX_KEEP = 1000
 """The most superseded versions of a pool that can be asked to be kept."""
 
 
+HELD_BACK = 16
+"""Places of the store that only those get who may do everything, and for sessions alone: a full store must not keep
+them out. Of a small store it is a sixteenth."""
+
+
 @dataclass(frozen=True, slots=True)
 class Quota:
     """What one user may have at once, all sessions together; None: as much as there is.
@@ -63,6 +68,11 @@ class Policy:
     def quota_of(self, uid: int) -> Quota:
         """Return what a user may have."""
         return self.quotas.get(uid, self.quota)
+
+
+def held_back(store: int | None) -> int:
+    """Return how many of so many places of the store are not for everybody."""
+    return min(HELD_BACK, (store or 0) // HELD_BACK)
 
 
 def exceeds(used: int, more: int, limit: int | None) -> bool:

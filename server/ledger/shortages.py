@@ -29,11 +29,12 @@ def state(allocation: Allocation) -> str:
     return allocation.version.state.value if allocation.stage is Stage.HELD else allocation.stage.value
 
 
-def store_is_full(books: Books, more: int) -> str:
-    """Say that the store has no room for so many more descriptors."""
+def store_is_full(books: Books, more: int, reserve: int) -> str:
+    """Say that the store has no room for so many more descriptors, where ``reserve`` are not for everybody."""
     sessions = SESSION * len(books.sessions)
+    kept = f", {reserve} of them held back for root, administrators and the broker's own user" if reserve else ""
     return (
-        f"this takes {more} places of the broker's store, which has {books.store}: {sessions} are taken by"
+        f"this takes {more} places of the broker's store, which has {books.store}{kept}: {sessions} are taken by"
         f" {len(books.sessions)} sessions, and {books.stored - sessions} by durable memory; end some sessions, retire"
         f" durable versions, or give it a larger store"
     )

@@ -9,6 +9,8 @@ from cubroker.server.ledger import Impossible
 from cubroker.server.ledger import events as e
 from cubroker.server.ledger.policy import Policy
 from tests.server.story import (
+    ALICE,
+    BROKER,
     MIB,
     Story,
     answer,
@@ -83,6 +85,24 @@ def test_the_store_has_room_for_so_many_sessions_and_pieces_of_durable_memory() 
     story << e.Allocate(3, "GPU-0", (2 * MIB,) * 3, "vmm", durable=True)
     story.quietly(e.Gone(1), e.Freed(1))
     assert story.ledger.admit(7) is None
+
+
+def test_a_store_that_is_full_has_places_left_for_sessions_of_those_who_run_the_broker() -> None:
+    story = Story(store=64, policy=Policy(admins=frozenset((5,))))
+    story.joins(1, uid=BROKER)
+    story.joins(*range(2, 31))
+    refusal = story.ledger.admit(ALICE)
+    assert refusal is not None
+    assert refusal.code == "over_quota"
+    assert "has 64, 4 of them held back for root, administrators and the broker's own user" in refusal.message
+    story >> creates(1, 1, "a", MIB, share="vmm", durable=True)
+    story << refused(1, 1, "over_quota", "1 places", "4 of them held back")
+    assert [story.ledger.admit(uid) for uid in (0, BROKER, 5)] == [None] * 3
+    story.joins(31, uid=0)
+    story.joins(32, uid=5)
+    refusal = story.ledger.admit(0)
+    assert refusal is not None
+    assert "has 64: 64 are taken by 32 sessions" in refusal.message
 
 
 def test_a_version_that_is_lost_stays_with_its_holders_and_with_nobody_else() -> None:

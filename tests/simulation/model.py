@@ -209,7 +209,7 @@ class Model(Facts):
         if quota.descriptors is not None and takes and self.descriptors_of(session.uid) + takes > quota.descriptors:
             raise Refusal("over_quota")
         pieces = self.durable_pieces(request)
-        if self.store is not None and pieces and self.stored() + pieces > self.store:
+        if self.store is not None and pieces and self.stored() + pieces > self.store - min(16, self.store // 16):
             raise Refusal("over_quota")
         self.admit(request)
         self.serve()
@@ -369,7 +369,8 @@ class Model(Facts):
         quota = self.quota(uid)
         if quota.descriptors is not None and self.descriptors_of(uid) + 2 > quota.descriptors:
             return False
-        if self.store is not None and self.stored() + 2 > self.store:
+        reserve = 0 if uid in {0, self.uid, *self.policy.admins} else 16
+        if self.store is not None and self.stored() + 2 > self.store - min(reserve, self.store // 16):
             return False
         return not self.full(sum(session.uid == uid for session in self.sessions), quota.sessions)
 
