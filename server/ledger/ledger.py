@@ -31,7 +31,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Self, assert_never
 
-from cubroker.protocol.errors import CubrokerError, OverQuota, TimedOut, Unavailable
+from cubroker.protocol.errors import CubrokerError, TimedOut, Unavailable
 from cubroker.protocol.messages import (
     LAST_WORDS,
     Attach,
@@ -60,6 +60,7 @@ from cubroker.protocol.messages import (
     Watch,
 )
 from cubroker.server.ledger import (
+    admitting,
     attaching,
     drafts,
     draining,
@@ -69,7 +70,6 @@ from cubroker.server.ledger import (
     publishing,
     reconfiguring,
     reports,
-    shortages,
     signals,
     stories,
     teams,
@@ -101,7 +101,7 @@ from cubroker.server.ledger.events import (
     Vanished,
 )
 from cubroker.server.ledger.inventory import Held, Lent
-from cubroker.server.ledger.policy import Policy, exceeds
+from cubroker.server.ledger.policy import Policy
 from cubroker.server.ledger.record import Recorder, whole
 from cubroker.server.ledger.reports import Holder
 from cubroker.server.ledger.restoring import restore
@@ -186,14 +186,7 @@ class Ledger:
 
     def admit(self, uid: int) -> CubrokerError | None:
         """Return why a user may open no session now, None if it may; to be asked before it has ``Joined``."""
-        user, quota = self._books.users.get(uid), self._books.policy.quota_of(uid)
-        if exceeds(len(user.sessions) if user else 0, 1, quota.sessions):
-            return OverQuota(shortages.too_many_sessions(uid, quota.sessions, user))
-        if exceeds(user.descriptors if user else 0, SESSION, quota.descriptors):
-            return OverQuota(shortages.too_many_descriptors(uid, SESSION, quota.descriptors, user))
-        if exceeds(self._books.stored, SESSION, self._books.store):
-            return OverQuota(shortages.store_is_full(self._books, SESSION))
-        return None
+        return admitting.refusal(self._books, uid)
 
     def handle(self, event: Event, now: float = 0.0) -> list[Effect]:
         """Take one event, which came ``now``, in seconds since 1970; return what is to be done about it, in order.
