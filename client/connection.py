@@ -39,21 +39,29 @@ BATCH = 256
 
 
 class Waker:
-    """Wakes the connection's thread from any other; harmless once closed."""
+    """Wakes the connection's thread from any other, and only once while it sleeps; harmless once closed."""
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._lock = Lock()
         self._open = True
+        self._asleep = True
 
     def set(self) -> None:
-        """Wake the thread."""
+        """Wake the thread, unless it is awake: then it looks for what there is to do before it sleeps."""
+        if self._asleep:
+            with self._lock:
+                if self._open:
+                    os.eventfd_write(self.fd, 1)
+                self._asleep = False
+
+    def rest(self) -> None:
+        """The thread is going to sleep: it looks once more from now on, and is woken for what comes after."""
         with self._lock:
-            if self._open:
-                os.eventfd_write(self.fd, 1)
+            self._asleep = True
 
     def clear(self) -> None:
-        """Forget earlier calls of :meth:`set`."""
+        """The thread was woken: forget that."""
         os.eventfd_read(self.fd)
 
     def close(self) -> None:
@@ -202,9 +210,7 @@ class Connection:
 
     def _serve(self) -> CubrokerError:
         while not self._stopping:
-            ready = dict(self._poller.poll(int(RESEND * 1000) if self._requests.waiting() else None))
-            if self._waker.fd in ready:
-                self._waker.clear()
+            ready = self._sleep()
             if self._channel.fileno() not in ready:
                 self._inbox.drained()
             elif reason := self._listen():
@@ -213,7 +219,16 @@ class Connection:
                 self._receive()
             self._requests.resend_overdue()
             self._send()
+            self._waker.rest()  # so it is woken for whatever comes from here on, be it the end
         return Unavailable("the connection to the broker was closed by this process")
+
+    def _sleep(self) -> dict[object, int]:
+        """Send what has come before this thread could be woken for it; return what it was woken for."""
+        self._send()
+        ready = dict(self._poller.poll(int(RESEND * 1000) if self._requests.waiting() else None))
+        if self._waker.fd in ready:
+            self._waker.clear()
+        return ready
 
     def _listen(self) -> CubrokerError | None:
         try:

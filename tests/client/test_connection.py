@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import grp
 import os
+import select
 import signal
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import pytest
 import zmq
 
 from cubroker.client import Broker, hello
+from cubroker.client.connection import Waker
 from cubroker.client.hello import ATTEMPTS
 from cubroker.client.requests import RESEND
 from cubroker.protocol import wire
@@ -55,6 +58,41 @@ def stopped(pid: int) -> Iterator[None]:
         yield
     finally:
         os.kill(pid, signal.SIGCONT)
+
+
+def test_a_thread_is_woken_once_while_it_sleeps_and_again_when_it_has_said_that_it_will() -> None:
+    waker = Waker()
+    with closing(waker):
+        for _ in range(3):
+            waker.set()
+            waker.set()
+            assert os.eventfd_read(waker.fd) == 1
+            waker.set()
+            assert not select.select([waker.fd], [], [], 0)[0], "it is awake, and looks before it sleeps"
+            waker.rest()
+    waker.set()
+
+
+def test_nothing_is_left_lying_while_the_thread_sleeps_whenever_it_was_added() -> None:
+    waker, added, taken, count = Waker(), deque[int](), list[int](), 20_000
+
+    def take() -> None:
+        while len(taken) < count:
+            waker.rest()
+            while added:
+                taken.append(added.popleft())
+            if len(taken) < count and select.select([waker.fd], [], [], PATIENCE)[0]:
+                waker.clear()
+
+    with closing(waker):
+        thread = threading.Thread(target=take)
+        thread.start()
+        for number in range(count):
+            added.append(number)
+            waker.set()
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
+    assert taken == list(range(count))
 
 
 def test_requests_survive_the_gateway() -> None:
