@@ -112,10 +112,9 @@ class Requests:
         """Settle the request that ``answer`` belongs to, and return it; None if it was answered before."""
         body = answer.body
         with self._lock:
-            pending = self._pending.get(answer.id)
+            pending = self._pending.pop(answer.id, None)
             if pending is None:
                 return None
-            del self._pending[answer.id]
             if next(iter(self._pending), answer.id) < answer.id:
                 self._received.append(answer.id)
         pending.settle(from_code(body.code, body.message) if isinstance(body, Failed) else body)
@@ -158,6 +157,8 @@ class Requests:
     def _pack(self, number: int, body: Request) -> bytes:
         """Encode a request, with what has come by now: the broker may wait for the room that this makes."""
         oldest = next(iter(self._pending), number)
+        if not self._received:
+            return wire.pack(Envelope(self._secret, number, oldest, body))
         received = tuple(islice(self._received, MAX_RECEIVED))
         data = wire.pack(Envelope(self._secret, number, oldest, body, received))
         for _ in received:
