@@ -67,32 +67,31 @@ class Sight:
         if self._meters:
             self._meters.gateway_changed()
 
+    # Nearly all that happens are requests and their answers. So these come first, and are not matched, which costs more.
     def _before(self, event: Event) -> None:
-        match event:
-            case Asked(session, request, body):
-                leased = self._ledger.leased(session, body.lease) if isinstance(body, Seal) else ""
-                self._asked[session][request] = Question(body, leased, time.monotonic())
-            case Lost(session):
-                if (who := self._ledger.holder(session)) is not None:
-                    self._notes.lost(who)
-                self._asked.pop(session, None)  # what waits of it is not answered any more
-            case Gone(session):
-                if (who := self._ledger.holder(session)) is not None:
-                    self._notes.gone(who)
+        if isinstance(event, Asked):
+            body = event.body
+            leased = self._ledger.leased(event.session, body.lease) if isinstance(body, Seal) else ""
+            self._asked[event.session][event.request] = Question(body, leased, time.monotonic())
+        elif isinstance(event, Lost):
+            if (who := self._ledger.holder(event.session)) is not None:
+                self._notes.lost(who)
+            self._asked.pop(event.session, None)  # what waits of it is not answered any more
+        elif isinstance(event, Gone):
+            if (who := self._ledger.holder(event.session)) is not None:
+                self._notes.gone(who)
 
     def _after(self, event: Event, effects: Collection[Effect]) -> None:
-        match event:
-            case Asked():
-                if isinstance(event.body, Drain):
-                    self._drained(event, event.body, effects)
-            case Joined(session) if (who := self._ledger.holder(session)) is not None:
-                self._notes.joined(who)
+        if isinstance(event, Asked):
+            if isinstance(event.body, Drain):
+                self._drained(event, event.body, effects)
+        elif isinstance(event, Joined) and (who := self._ledger.holder(event.session)) is not None:
+            self._notes.joined(who)
         for effect in effects:
-            match effect:
-                case Respond(session, request, answer):
-                    self._answered(session, request, answer)
-                case Forget(session):
-                    self._asked.pop(session, None)
+            if isinstance(effect, Respond):
+                self._answered(effect.session, effect.request, effect.body)
+            elif isinstance(effect, Forget):
+                self._asked.pop(effect.session, None)
 
     def _drained(self, event: Asked, body: Drain, effects: Collection[Effect]) -> None:
         who = self._ledger.holder(event.session)
