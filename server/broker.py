@@ -283,7 +283,8 @@ class Broker:
         """Bring an event to the ledger, and prepare what comes of it; return why the ledger could not take it."""
         effects: Sequence[Effect] = ()
         failure = None
-        self._keep(event)
+        if not isinstance(event, Asked):
+            self._keep(event)
         try:
             self._sight.before(event)
             effects = self._ledger.handle(event, time.time())
@@ -305,13 +306,13 @@ class Broker:
 
     def _note(self, effect: Effect) -> None:
         """Prepare an effect: what is to be said and written of it, before it is carried out."""
+        if isinstance(effect, events.Respond):  # as most are
+            asked = self._sessions[effect.session]
+            if isinstance(effect.body, Failed) and effect.body.code == Denied.code:
+                self._denials.log(asked.peer, effect.body.message)
+            return self._requests.respond(asked, effect.request, effect.body)
         scribe = self._scribe
         match effect:
-            case events.Respond(session, request, body):
-                asked = self._sessions[session]
-                if isinstance(body, Failed) and body.code == Denied.code:
-                    self._denials.log(asked.peer, body.message)
-                return self._requests.respond(asked, request, body)
             case events.HandOver(session, lease, rebound=False) if scribe:  # what was, the next broker binds anew
                 scribe.owed(session, lease)
             case events.Withdraw(_, lease) if scribe:
@@ -326,8 +327,6 @@ class Broker:
     def _keep(self, event: Event) -> None:
         """Note which descriptors there are. Their device closes them, after they are forgotten here."""
         match event:
-            case Asked():  # as nearly all events are: this has to be quick
-                pass
             case events.Allocated(ticket, _, descriptors) if descriptors:
                 self._descriptors[ticket] = descriptors
             case events.Assembled(team, descriptors=descriptors) if descriptors:
