@@ -14,8 +14,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from enum import Enum
+
+from msgspec import Struct
 
 from cubroker.protocol.messages import DESCRIPTOR, Answer, Attached, Created
 
@@ -85,13 +86,15 @@ class Spans:
         del self._edges[: place - place % 2]
 
 
-@dataclass(frozen=True, slots=True)
-class Receipts:
+class Receipts(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """What a client has said that it has, and the highest number that it was refused for good."""
 
-    oldest: int = 0
-    refused: int = 0
-    received: tuple[int, ...] = ()
+    oldest: int
+    refused: int
+    received: tuple[int, ...]
+
+
+NO_RECEIPTS = Receipts(0, 0, ())
 
 
 class Answers:
@@ -104,7 +107,7 @@ class Answers:
     """
 
     def __init__(self, receipts: Receipts | None = None, kept: Mapping[int, Frame | None] | None = None) -> None:
-        receipts, kept = receipts or Receipts(), kept or {}
+        receipts, kept = receipts or NO_RECEIPTS, kept or {}
         self._pending: dict[int, tuple[bytes, int]] = {}  # routing id and bytes of the request
         self._kept: dict[int, Frame] = {number: frame for number, frame in kept.items() if frame is not None}
         self._received = Spans(receipts.received)

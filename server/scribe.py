@@ -29,7 +29,7 @@ from cubroker.protocol.messages import (
     Retirement,
     Sealed,
 )
-from cubroker.server.answers import Answers, Frame, Receipts
+from cubroker.server.answers import LEASES, NO_RECEIPTS, Answers, Frame, Receipts
 from cubroker.server.ledger.restoring import PREFIX
 from cubroker.server.sessions import Session
 from cubroker.server.store.damaged import Damaged
@@ -57,12 +57,6 @@ class _Session(Struct, frozen=True, array_like=True, forbid_unknown_fields=True)
     secret: bytes
     version: int
     welcomed: bool
-
-
-class _Receipts(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    oldest: int
-    refused: int
-    received: tuple[int, ...]
 
 
 class _Answer(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -126,11 +120,9 @@ class Scribe:
         return list(changes.items())
 
     def _write(self, session: Session) -> None:
-        receipts = session.answers.receipts
-        written = _Receipts(receipts.oldest, receipts.refused, receipts.received)
-        self._changes[_key("r", session.number)] = msgspec.msgpack.encode(written)
+        self._changes[_key("r", session.number)] = msgspec.msgpack.encode(session.answers.receipts)
         for request, answer in session.answers.changes().items():
-            key = _key("a", session.number, request)
+            key = b"a/%d/%d" % (session.number, request)  # two of them a request, so they are put together at once
             self._changes[key] = None if answer is None else msgspec.msgpack.encode(_entry(answer))
 
 
@@ -142,7 +134,7 @@ def lasts(body: Reply) -> bool:
 def _entry(answer: Frame) -> _Answer:
     if isinstance(answer, bytes):
         return _Answer(answer)
-    assert isinstance(answer.body, Attached | Created)
+    assert isinstance(answer.body, LEASES)
     return _Answer(b"", answer.body.lease)
 
 
@@ -153,7 +145,7 @@ class Remembered:
     secret: bytes
     version: int
     welcomed: bool
-    receipts: Receipts = field(default_factory=Receipts)
+    receipts: Receipts = NO_RECEIPTS
     answers: dict[int, _Answer] = field(default_factory=dict)
     owed: list[int] = field(default_factory=list)
 
@@ -178,8 +170,7 @@ def recall(items: Items) -> dict[int, Remembered]:
     entries = {_numbers(key): data for key, data in items if key != RESTARTS and not key.startswith(PREFIX)}
     sessions = {number: _remembered(data) for (number,), data in _under("s", entries)}
     for (number,), data in _under("r", entries):
-        receipts = _decode(data, _Receipts)
-        _known(sessions, number).receipts = Receipts(receipts.oldest, receipts.refused, receipts.received)
+        _known(sessions, number).receipts = _decode(data, Receipts)
     for (number, request), data in _under("a", entries):
         _known(sessions, number).answers[request] = _decode(data, _Answer)
     for (lease,), data in _under("d", entries):
