@@ -29,7 +29,8 @@ def command(file: Path | None, given: Mapping[str, str]) -> int:
 
     Its pools end with it, so first it waits for what it lent, for as long as shutdown.drain_seconds says; a second
     signal ends the waiting. Under systemd or `cubroker keep`, which store its descriptors while there is no broker,
-    durable pools, sessions and leases stay: the next one goes on with them, and nothing of that is waited for.
+    durable pools, sessions and leases stay: the next one goes on with them. SIGUSR1 makes way for that one, and waits
+    for nothing that stays.
     """
     current = configure(file, given)
     config = current.config

@@ -224,15 +224,14 @@ class Broker:
         """Tell every session that requests may have been lost with the gateway."""
         self._notify_all(GatewayChanged())
 
-    @property
-    def holds(self) -> bool:
-        """Whether anybody holds what would go with this broker."""
-        return bool(self._ledger.held)
+    def holds(self, *, with_store: bool) -> bool:
+        """Whether anybody holds what would go with this broker, and ``with_store`` that does."""
+        return self._ledger.takes_along(with_store=with_store)
 
-    def drain(self) -> None:
-        """Lend nothing more that would go with this broker."""
+    def drain(self, *, with_store: bool) -> None:
+        """Lend nothing more that would go with this broker, and ``with_store`` that does."""
+        self.handle(events.Ending(with_store))
         log.info("draining; what is held: %s", self._ledger.held)
-        self.handle(events.Ending())
 
     async def drained(self, seconds: float, enough: asyncio.Event) -> None:
         """Wait up to ``seconds`` until nobody holds what would go with this broker, or until it is ``enough``."""

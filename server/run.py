@@ -39,8 +39,11 @@ from cubroker.server.supervisor import Supervisor
 log = logging.getLogger(__name__)
 
 ENDING = (signal.SIGTERM, signal.SIGINT)
-"""The signals that tell a broker to end; so does SIGHUP where there is no file that could be read again."""
+"""The signals that tell a broker to end, and the store with it if there is one; so does SIGHUP where there is no file
+that could be read again."""
 
+HANDING_OVER = signal.SIGUSR1
+"""The signal that tells a broker to end, and to leave what the store has to the next one."""
 
 OURS = (JOURNAL, DOOR, REQUESTS)
 """What the store has of every broker."""
@@ -60,7 +63,8 @@ def configure(file: Path | None, options: Mapping[str, str]) -> Current:
 def serve(current: Current, ready: Callable[[], None] | None = None) -> int:
     """Serve until SIGTERM or SIGINT, and return the exit status; SIGHUP reads the configuration again, if it is a file.
 
-    It ends when nothing is held any more that would go with it, at a second signal, or after a time.
+    It ends when nothing is held any more that would go with it, at a second signal, or after a time. SIGUSR1 is for
+    where the next one goes on with what is stored: what lasts is not waited for then.
 
     Args:
         current: where to serve, which devices, and all the rest.
@@ -93,10 +97,10 @@ async def _serve(place: Directory, current: Current, estate: Estate, ready: Call
             if ready:
                 ready()
             service.ready()
-            await stop
-            if broker.holds and (limit := current.config.drain):
+            with_store = await stop
+            if broker.holds(with_store=with_store) and (limit := current.config.drain):
                 log.info("told to end: what is lent has %g s to come back, or until the next signal", limit)
-                broker.drain()
+                broker.drain(with_store=with_store)
                 service.draining(limit)
                 await broker.drained(limit, enough)
             service.stopping()
@@ -107,25 +111,30 @@ async def _serve(place: Directory, current: Current, estate: Estate, ready: Call
     return 0
 
 
-async def _told_to_stop(again: asyncio.Event | None, enough: asyncio.Event) -> None:
+async def _told_to_stop(again: asyncio.Event | None, enough: asyncio.Event) -> bool:
     """Return at a signal to end; the next one sets ``enough``. SIGHUP is one, or, if there is ``again``, sets that.
+
+    Returns whether the store ends, too, if there is one.
 
     A signal to end that is ignored stays so: shells start background work like that, and nohup. One that is blocked
     does not: whoever started this process left that by mistake, and nobody could stop it.
     """
-    told = asyncio.Event()
     loop = asyncio.get_running_loop()
+    told: asyncio.Future[signal.Signals] = loop.create_future()
 
-    def end() -> None:
-        (enough if told.is_set() else told).set()
+    def end(number: signal.Signals) -> None:
+        if told.done():
+            enough.set()
+        else:
+            told.set_result(number)
 
-    for number in ENDING if again else (*ENDING, signal.SIGHUP):
+    for number in (*ENDING, HANDING_OVER) if again else (*ENDING, HANDING_OVER, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
-            loop.add_signal_handler(number, end)
+            loop.add_signal_handler(number, end, number)
     if again:
         loop.add_signal_handler(signal.SIGHUP, again.set)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, (*ENDING, signal.SIGHUP))
-    await told.wait()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (*ENDING, HANDING_OVER, signal.SIGHUP))
+    return await told is not HANDING_OVER
 
 
 async def _reload(current: Current, again: asyncio.Event, apply: Callable[[Config], None], service: Service) -> None:

@@ -80,6 +80,8 @@ class Books:
     recorded last; None: nobody records it. A restored ledger is not ``resumed`` until it was told what is missing.
     ``absent`` are devices that an earlier broker served and this one does not, as long as memory on them is held.
 
+    ``outlived`` says whether anything outlives the broker: durable memory does, in a store that does not end with it.
+
     Nobody gets a lease while the broker is ``drained`` by hand. ``awaited`` are the leases whose end it waits for
     before it ends; None: it was not told to.
     """
@@ -119,6 +121,7 @@ class Books:
         self.tolerated_store = 0
         self.marks: dict[Mark, None] | None = None if store is None else {}
         self.resumed = True
+        self.outlived = store is not None
         self.drained = False
         self.awaited: dict[int, Lease] | None = None
 

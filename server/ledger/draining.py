@@ -3,7 +3,8 @@
 What is held stays, and giving it back, retiring, events and listings go on. Whoever asks for a lease is refused, and so
 is whoever waits for one. By hand that goes for everything, until it is taken back, by the next broker as well if
 there is a store. A broker that ends refuses what would go with it: everything, or, where a store keeps durable memory
-for the next one, what is not durable. Once nothing like that is held any more, it has :class:`Drained`.
+for the next one and does not end itself, what is not durable. Once nothing like that is held any more, it has
+:class:`Drained`.
 """
 
 from __future__ import annotations
@@ -58,22 +59,26 @@ def drain(books: Books, session: Session, body: Drain) -> Done:
     return Done()
 
 
-def end(books: Books) -> None:
+def end(books: Books, *, with_store: bool) -> None:
     """Wait for all leases on what would go with the broker, and have nobody get another."""
     if books.awaited is not None:
         raise Impossible("a broker that ends is to end")
+    books.outlived = books.outlived and not with_store
     books.awaited = {lease.id: lease for lease in books.leases.values() if goes(books, lease.version)}
     _refuse_waiters(books)
     held = books.awaited.values()
     everybody = books.sessions.values()
-    _tell(books, everybody if books.store is None else dict.fromkeys(lease.session for lease in held), ENDING)
+    _tell(books, dict.fromkeys(lease.session for lease in held) if books.outlived else everybody, ENDING)
     if not books.awaited:
         books.effects.append(Drained())
 
 
-def goes(books: Books, version: Version) -> bool:
-    """Whether the memory of a version goes with the broker."""
-    return books.store is None or not (version.durable or version.state is State.LOST)
+def takes_along(books: Books, *, with_store: bool) -> bool:
+    """Say whether anything is held that would go with the broker, and ``with_store`` that does."""
+    return any(
+        goes(books, lease.version) or (with_store and lease.version.state is not State.LOST)
+        for lease in books.leases.values()
+    )
 
 
 def in_words(books: Books) -> str:
@@ -97,9 +102,13 @@ def last_words(session: Session) -> str:
     return f"this process still holds {held}: {advice}"
 
 
+def goes(books: Books, version: Version) -> bool:
+    """Whether the memory of a version goes with the broker; that of a lost one has gone."""
+    return version.state is not State.LOST and not (version.durable and books.outlived)
+
+
 def _refuses(books: Books, *, durable: bool) -> bool:
-    lasts = durable and books.store is not None
-    return books.drained or (books.awaited is not None and not lasts)
+    return books.drained or (books.awaited is not None and not (durable and books.outlived))
 
 
 def _refusal(books: Books) -> Unavailable:

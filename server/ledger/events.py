@@ -118,7 +118,12 @@ class Vanished(Struct, frozen=True):
 
 
 class Ending(Struct, frozen=True):
-    """The broker was told to end: it lends nothing that would go with it, and waits for :class:`Drained`."""
+    """The broker was told to end: it lends nothing that would go with it, and waits for :class:`Drained`.
+
+    ``with_store`` says whether what it stored goes, too: else a store leaves that to the next broker.
+    """
+
+    with_store: bool = False
 
 
 class Resumed(Struct, frozen=True):

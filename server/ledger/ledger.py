@@ -219,8 +219,8 @@ class Ledger:
                 self._gone(event)
             case Reconfigured():
                 reconfiguring.reconfigure(self._books, event)
-            case Ending():
-                draining.end(self._books)
+            case Ending(with_store):
+                draining.end(self._books, with_store=with_store)
             case Vanished():
                 vanishing.vanished(self._books, event)
             case Resumed():
@@ -265,6 +265,10 @@ class Ledger:
     def held(self) -> str:
         """Which versions that would go with the broker are held, and by whom, in words; nothing if none are."""
         return draining.in_words(self._books)
+
+    def takes_along(self, *, with_store: bool) -> bool:
+        """Say whether anything is held that would go with the broker, and ``with_store`` that does."""
+        return draining.takes_along(self._books, with_store=with_store)
 
     def last_words(self, session: int) -> str:
         """Return what a session should know of what it holds as the broker ends; nothing if it holds nothing."""

@@ -110,6 +110,10 @@ class Idle:
         """It has none."""
         return ()
 
+    def takes_along(self, *, with_store: bool) -> bool:
+        """It lent nothing."""
+        return False
+
     def last_words(self, session: int) -> str:
         """It has nothing to say."""
         return ""

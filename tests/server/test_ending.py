@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -16,11 +21,12 @@ from cubroker.protocol.messages import (
     Draining,
     Failed,
     Farewell,
+    GatewayChanged,
     Notice,
     Seal,
     Sealed,
 )
-from tests.brokers import PATIENCE, BrokerProcess, eventually, started
+from tests.brokers import DEVICES, PATIENCE, BrokerProcess, eventually, started
 from tests.server.clients import LAYOUT, RawClient, holder, session
 from tests.server.configured import Configured, configured
 from tests.stores import StoredBroker
@@ -152,7 +158,7 @@ def test_the_waiting_ends_after_so_many_seconds_as_the_configuration_says() -> N
         assert "still held" in broker.log()
 
 
-def test_with_a_store_a_broker_that_lends_only_what_lasts_ends_at_once_and_nobody_hears(storing: Storing) -> None:
+def test_a_broker_that_is_to_leave_what_lasts_to_the_next_one_ends_at_once_and_nobody_hears(storing: Storing) -> None:
     with session(storing.directory) as client:
         draft = lasting(client, "lasting")
         client.ask(Seal(draft.lease), Sealed)
@@ -160,7 +166,8 @@ def test_with_a_store_a_broker_that_lends_only_what_lasts_ends_at_once_and_nobod
         client.descriptors(draft.lease, 1), client.descriptors(lease, 1)
         waiting = client.send(Attach("never", 0, None, 600.0))
         client.devices()
-        assert storing.stop() == 0
+        storing.process.send_signal(signal.SIGUSR1)
+        assert storing.process.wait(PATIENCE) == 0
         assert "draining" not in storing.log()
         storing.start()
         assert client.notice() == Draining("")
@@ -172,11 +179,11 @@ def test_with_a_store_a_broker_that_lends_only_what_lasts_ends_at_once_and_nobod
         assert client.ask(Close(lease), Done)
 
 
-def test_with_a_store_what_goes_with_the_broker_is_waited_for_and_the_rest_goes_on(storing: Storing) -> None:
+def test_what_the_next_broker_cannot_go_on_with_is_waited_for_and_the_rest_goes_on(storing: Storing) -> None:
     with session(storing.directory) as client, session(storing.directory) as other:
         client.publish("held")
         lease = client.attach("held").lease
-        drains(storing)
+        drains(storing, signal.SIGUSR1)
         assert client.notice() == Draining("it was told to end")
         assert client.ask(Attach("held", 0, None, 0.0), Failed).code == "unavailable"
         draft = lasting(other, "lasting")
@@ -192,3 +199,59 @@ def test_with_a_store_what_goes_with_the_broker_is_waited_for_and_the_rest_goes_
     extended = dict(storing.warehouse.said)["EXTEND_TIMEOUT_USEC"]
     assert int(extended) > 3600 * 1_000_000
     assert any(name == "STATUS" and text.startswith("draining; ") for name, text in storing.warehouse.said)
+
+
+def test_without_a_store_there_is_nothing_to_leave_to_the_next_one(patient: BrokerProcess) -> None:
+    with session(patient.directory) as client:
+        client.publish("held")
+        lease = client.attach("held").lease
+        drains(patient, signal.SIGUSR1)
+        client.send(Close(lease))
+        assert heard(client, Farewell) == Farewell("the broker is shutting down")
+    assert patient.process.wait(PATIENCE) == 0
+
+
+@contextmanager
+def kept() -> Iterator[tuple[subprocess.Popen[bytes], Path, Callable[[], str]]]:
+    """A broker under `cubroker keep`: the keeper, the broker's directory, and what both have said."""
+    with tempfile.TemporaryDirectory(prefix="cubroker-") as folder:
+        directory, log = Path(folder) / "run", Path(folder) / "log"
+        serve = [sys.executable, "-m", "cubroker.server", str(directory), "--devices", DEVICES, "--drain", "3600"]
+        with log.open("wb") as file:
+            command = [sys.executable, "-m", "cubroker.cli", "keep", "--", *serve]
+            keeper = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
+        try:
+            eventually(lambda: "is ready" in log.read_text(), "the broker to serve")
+            yield keeper, directory, log.read_text
+        finally:
+            for number in (signal.SIGTERM, signal.SIGTERM):  # the second ends the waiting
+                keeper.send_signal(number)
+            keeper.wait(PATIENCE)
+
+
+def test_a_keeper_that_is_told_to_end_takes_nothing_away_that_lasts_before_it_is_given_back() -> None:
+    with kept() as (keeper, directory, said), session(directory) as client, session(directory) as other:
+        draft = lasting(client, "lasting")
+        client.ask(Seal(draft.lease), Sealed)
+        lease = client.attach("lasting").lease
+        keeper.send_signal(signal.SIGTERM)
+        eventually(lambda: "draining; what is held: lasting@1 by session 1" in said(), "the broker to drain")
+        assert heard(other, Draining) == Draining("it was told to end")
+        assert other.ask(Attach("lasting", 0, None, 0.0), Failed).code == "unavailable"
+        client.ask(Close(lease), Done)
+        assert keeper.wait(PATIENCE) == 0
+        assert "still held" not in said()
+
+
+def test_a_keeper_passes_on_that_the_next_broker_is_to_go_on() -> None:
+    with kept() as (keeper, directory, said), session(directory) as client:
+        draft = lasting(client, "lasting")
+        client.ask(Seal(draft.lease), Sealed)
+        lease = client.attach("lasting").lease
+        keeper.send_signal(signal.SIGUSR1)
+        eventually(lambda: said().count("is ready") == 2, "the next broker")
+        assert "draining" not in said()
+        assert heard(client, GatewayChanged) == GatewayChanged()
+        client.dealer.close()
+        client.dealer = client._dial()
+        assert client.ask(Close(lease), Done)

@@ -166,6 +166,24 @@ def test_with_a_store_only_what_is_not_durable_is_refused_and_waited_for(stored:
     stored << e.Withdraw(2, 2) << done(2, 6)
 
 
+def test_a_broker_that_ends_with_its_store_waits_for_everything_and_lends_nothing(stored: Story) -> None:
+    stored.quietly(attaches(1, 1, "c", wait=5.0))
+    assert not stored.ledger.takes_along(with_store=False)
+    assert stored.ledger.takes_along(with_store=True)
+    stored >> e.Ending(with_store=True)
+    stored << e.DropTimer(1) << refused(1, 1, "unavailable", "told to end")
+    stored << e.Notify(1, ENDING) << e.Notify(2, ENDING)
+    assert stored.ledger.held == "a@1 by session 2 (pid 102, uid 1001)"
+    assert stored.ledger.draining == "it was told to end"
+    stored >> attaches(1, 5, "a")
+    stored << refused(1, 5, "unavailable", "told to end")
+    stored >> creates(1, 6, "e", MIB, share="vmm", durable=True)
+    stored << refused(1, 6, "unavailable", "told to end")
+    stored >> asks(2, 4, m.Close(2))
+    stored << e.Drained() << e.Withdraw(2, 2) << done(2, 4)
+    assert not stored.ledger.held
+
+
 def test_whoever_waits_for_what_turns_out_not_to_be_durable_is_refused(stored: Story) -> None:
     stored.quietly(creates(2, 2, "b", MIB), e.Allocated(2, (b"handle",)), attaches(1, 1, "b", wait=5.0), e.Ending())
     stored >> asks(2, 3, m.Seal(3))
@@ -178,6 +196,8 @@ def test_memory_that_went_with_an_earlier_broker_is_not_waited_for(stored: Story
     stored.restarts(2)
     assert not stored.ledger.held
     assert stored.ledger.memory()[0].leases == 1
+    stored.quietly(asks(2, 9, m.Close(2)))
+    assert not stored.ledger.takes_along(with_store=True)
 
 
 def test_the_next_broker_is_drained_if_that_was_by_hand_and_not_if_it_was_told_to_end(stored: Story) -> None:

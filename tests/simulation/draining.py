@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cubroker.protocol import messages as m
+from cubroker.server.ledger import events as e
 from tests.simulation.records import Lease, Refusal, Session
 
 if TYPE_CHECKING:
@@ -21,11 +22,11 @@ def check(model: Model, *, durable: bool) -> None:
 def refuses(model: Model, *, durable: bool) -> bool:
     if model.drained:
         return True
-    return model.awaited is not None and (model.store is None or not durable)
+    return model.awaited is not None and (model.nothing_lasts or not durable)
 
 
 def reason(model: Model) -> str:
-    if model.awaited is not None and (model.drained or model.store is None):
+    if model.awaited is not None and (model.drained or model.nothing_lasts):
         return ENDING
     return BY_HAND if model.drained else ""
 
@@ -43,15 +44,16 @@ def drain(model: Model, session: Session, body: m.Drain) -> m.Done:
     return m.Done()
 
 
-def end(model: Model) -> None:
+def end(model: Model, event: e.Ending) -> None:
+    model.nothing_lasts = model.store is None or event.with_store
     model.awaited = [
         lease
         for lease in model.leases
-        if model.store is None or (not lease.version.body.durable and lease.version.state != "lost")
+        if lease.version.state != "lost" and (model.nothing_lasts or not lease.version.body.durable)
     ]
     refuse_waiters(model)
     for session in model.sessions:
-        if model.store is None or any(lease.session is session for lease in model.awaited):
+        if model.nothing_lasts or any(lease.session is session for lease in model.awaited):
             tell(model, session, ENDING)
     model.out.drained = not model.awaited
 

@@ -30,6 +30,7 @@ class Facts:
         self.store: int | None = None
         self.drained = False
         self.awaited: list[Lease] | None = None
+        self.nothing_lasts = True
         self.restarting = False
 
     # -- looking things up ---------------------------------------------------------------------

@@ -389,7 +389,7 @@ class Play:
     def end(self, number: int, *_: int) -> None:
         """Tell the broker to end, in rare cases: without a store little happens from then on."""
         if number % 3 == 0 and self.pair.model.awaited is None:
-            self.tell(e.Ending())
+            self.tell(e.Ending(with_store=number % 2 == 0))
 
     def restart(self, rules: int, policy: int, budgets: int, ended: int, missing: int, gone: int, *_: int) -> None:
         """Kill the broker and start it again, at times with other rules; processes end, devices and memory go."""

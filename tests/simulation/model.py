@@ -55,7 +55,7 @@ class Model(Facts):
             case e.Reconfigured():
                 self.reconfigured(event)
             case e.Ending():
-                draining.end(self)
+                draining.end(self, event)
             case e.Vanished():
                 restart.vanished(self, event)
             case e.Resumed():

@@ -159,7 +159,7 @@ def test_one_that_listens_anew_is_found(manager: Manager, channel: socket.socket
     channel.close()
     with pytest.raises(Unavailable, match="cannot be told WATCHDOG=1: Connection refused"):
         manager.offer(words.WATCHDOG)
-    os.unlink(address)
+    Path(address).unlink()
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as anew:
         anew.bind(address)
         for say in (manager.say, manager.offer):
