@@ -37,6 +37,9 @@ DESCRIPTORS = 8
 BATCH = 256
 """Answers that are read before requests get their turn."""
 
+BATCH_BYTES = 1 << 20
+"""Their bytes, but for those of the last one."""
+
 
 class Waker:
     """Wakes the connection's thread from any other, and only once while it sleeps; harmless once closed."""
@@ -264,16 +267,26 @@ class Connection:
         self._requests.resend_all()
 
     def _receive(self) -> None:
-        for _ in range(BATCH):
-            try:
-                data = self._dealer.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            if not data:  # it follows a large answer, for the gateway to count
-                continue
+        for data in self._read():
             answer = wire.unpack(data, Answer)
             if request := self._requests.answer(answer):
                 self._inbox.settled(request, answer.body)
+
+    def _read(self) -> list[bytes]:
+        """Return the answers that are there, or as many as are read before requests get their turn.
+
+        They are read before any is settled, since whoever is woken by that would run in between, at every one.
+        """
+        found, room = list[bytes](), BATCH_BYTES
+        while room > 0 and len(found) < BATCH:
+            try:
+                data = self._dealer.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            if data:  # else it follows a large answer, for the gateway to count
+                found.append(data)
+                room -= len(data)
+        return found
 
     def _send(self) -> None:
         outbox = self._requests.outbox

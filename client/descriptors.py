@@ -32,6 +32,9 @@ from cubroker.protocol.messages import (
 
 SIZE = array("i").itemsize
 
+_GRANTS = (Attached, Created)
+_ENDS, _ENDED = (Close, Seal), (Done, Sealed)
+
 Deliver = Callable[[Sequence[int] | CubrokerError], None]
 """Takes the descriptors of a lease, all of them and in order, or why there are none. Must be quick."""
 
@@ -140,14 +143,14 @@ class Inbox:
 
     def settled(self, request: Request, reply: Reply) -> None:
         """An answer has come, and whoever wants the descriptors that belong to it has said so: nobody else will."""
-        match request, reply:
-            case (_, Attached() | Created()) if reply.lease != self._claimed and due(reply):
+        if isinstance(reply, _GRANTS):
+            if reply.lease != self._claimed and due(reply):
                 self._over.add(reply.lease)
                 if early := self._leases.pop(reply.lease, None):
                     self.close(early.descriptors)
                 self._deliver(reply.lease)
-            case (Close() | Seal(), Done() | Sealed()) if request.lease in self._over:
-                self._ended.append(request.lease)
+        elif self._over and isinstance(request, _ENDS) and isinstance(reply, _ENDED) and request.lease in self._over:
+            self._ended.append(request.lease)
 
     def drained(self) -> None:
         """There was nothing to read on the session socket: nothing comes any more for leases that ended before."""

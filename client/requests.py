@@ -72,7 +72,7 @@ class Requests:
         Leases that come this way are the caller's own to open and close; their descriptors are closed.
         """
         future: Future[Reply] = Future()
-        self.send(body, future.settle)
+        self.post(body, Pending(future.settle))
         return future
 
     def send(self, body: Request, settle: Settle) -> None:
