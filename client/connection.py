@@ -11,6 +11,7 @@ from threading import Lock, Thread, current_thread
 
 import zmq
 
+from cubroker.client import notices
 from cubroker.client.descriptors import Inbox
 from cubroker.client.futures import Future
 from cubroker.client.hello import hang_up
@@ -24,7 +25,6 @@ from cubroker.protocol.messages import (
     Draining,
     Farewell,
     GatewayChanged,
-    Notice,
     PoolChanged,
     PoolLost,
     Rebound,
@@ -240,7 +240,9 @@ class Connection:
             data, descriptors = b"", []
         if not data:
             return Unavailable(f"the broker on {self._directory} is gone: the connection to it has ended")
-        match wire.unpack(data, Notice):
+        match notices.read(data):
+            case None:
+                self._inbox.close(descriptors)
             case Descriptors() as notice:
                 self._inbox.put(notice, descriptors)
             case Farewell(reason):
