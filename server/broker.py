@@ -27,6 +27,7 @@ from cubroker.protocol.messages import (
     Refused,
     Welcome,
 )
+from cubroker.server.aftermath import Aftermath
 from cubroker.server.answers import Frame
 from cubroker.server.arrivals import Arrivals
 from cubroker.server.assembly import Assembly
@@ -94,6 +95,7 @@ class Broker:
         self._numbers = itertools.count(ledger.last_session + 1)
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self._denials = Denials()
+        self._aftermath = Aftermath(ledger)
         self._closed = False
         self._drained = asyncio.Event()
 
@@ -119,6 +121,8 @@ class Broker:
         session = Session(number, connection, peer, self._ended, self._denials, remembered.secret, answers)
         session.watch()
         self._enter(session)
+        if self._scribe and remembered.mute:
+            self._scribe.opened(session, remembered.version, welcomed=True)
 
     def _grant(self, session: int, lease: int) -> Attached | Created | None:
         lent = self._ledger.lent(session, lease)
@@ -262,6 +266,7 @@ class Broker:
         if self._writing:
             self._writing.close()
         self._requests.close()
+        self._aftermath.close()
         self._closed = True
 
     def _notify_all(self, notice: Notice) -> None:
@@ -292,8 +297,7 @@ class Broker:
         # the end of this process would. The log has the event, and whoever asked hears of it.
         except Exception as error:
             log.exception("the broker failed at %.500r", event)
-            self._respond_failed(event, error)
-            failure = error
+            failure, effects = error, self._aftermath.recover()
         for effect in effects:
             try:
                 self._note(effect)
@@ -301,6 +305,8 @@ class Broker:
             except Exception as error:
                 log.exception("the broker failed at %.500r", effect)
                 self._respond_failed(effect, error)
+        if failure is not None:
+            self._respond_failed(event, failure)
         return failure
 
     def _note(self, effect: Effect) -> None:

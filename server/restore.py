@@ -10,16 +10,16 @@ import logging
 import os
 import socket
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 
-from cubroker.server import scribe
 from cubroker.server.broker import Broker
 from cubroker.server.devices import DeviceMemory, stored_as
 from cubroker.server.ledger import Held, Ledger
-from cubroker.server.ledger.events import Event, Gone, Lost, Resumed, Vanished
+from cubroker.server.ledger.events import Event, Gone, Joined, Lost, Resumed, Vanished
 from cubroker.server.peers import Peer
+from cubroker.server.scribe import Remembered, Scribe, recall
 from cubroker.server.sessions import label
-from cubroker.server.store.damaged import Damaged
 from cubroker.server.store.store import Store
 
 log = logging.getLogger(__name__)
@@ -28,32 +28,53 @@ UNSTORED = "it was not durable, and its memory went with the broker"
 MISSING = "descriptors of its memory are missing from the store"
 
 
-def restore(broker: Broker, ledger: Ledger, memory: Mapping[str, DeviceMemory], store: Store) -> None:
+def restore(broker: Broker, ledger: Ledger, memory: Mapping[str, DeviceMemory], store: Store, scribe: Scribe) -> None:
     """Have ``broker`` go on with all that ``ledger`` knows, and drop what the store has beyond that.
 
     Raises:
-        Damaged: the journal contradicts itself. The store keeps everything.
+        Damaged: the journal cannot be understood. The store keeps everything.
     """
-    remembered = scribe.recall(store.items())
+    for finding in ledger.findings:
+        log.error("the ledger's record contradicted itself: %s", finding)
     sessions = ledger.sessions()
-    if halves := {each.session for each in sessions} ^ remembered.keys():
-        raise Damaged(f"the journal has one half of the sessions {sorted(halves)} and not the other")
-    news: list[Event] = []
-    for known in sessions:
-        connection, pidfd = _ends(store.take(label(known.session)))
-        peer = Peer(known.pid, known.uid, known.gid, pidfd, known.groups)
-        broker.take_over(known.session, connection, peer, remembered[known.session])
-        if pidfd < 0:
-            news.append(Gone(known.session))
-        elif connection is None and not ledger.is_detached(known.session):
-            news.append(Lost(known.session))
-    news += [
+    remembered, stray = recall(store.items(), [each.session for each in sessions])
+    if stray:
+        log.error("the journal has %d values of sessions that the ledger does not know, and forgets them", len(stray))
+        scribe.forget(stray)
+    news = [
+        event for known in sessions for event in _take_over(broker, ledger, known, remembered[known.session], store)
+    ]
+    missing = [
         Vanished(held.ticket, why)
         for held in ledger.memory()
         if (why := _vanished(held, memory[held.device], broker, store))
     ]
-    broker.go_on([*news, Resumed()], remembered)
+    broker.go_on([*news, *missing, Resumed()], remembered)
     store.sweep()
+
+
+def _take_over(broker: Broker, ledger: Ledger, known: Joined, remembered: Remembered, store: Store) -> Iterator[Event]:
+    """Take a session over, and tell what became of it meanwhile."""
+    connection, pidfd = _ends(store.take(label(known.session)))
+    if remembered.mute:
+        log.error("session %d (pid %d) is detached: the journal has no secret of it", known.session, known.pid)
+        _shut(connection)
+        connection = None
+    peer = Peer(known.pid, known.uid, known.gid, pidfd, known.groups)
+    broker.take_over(known.session, connection, peer, remembered)
+    holder = ledger.holder(known.session)
+    assert holder
+    if pidfd < 0:
+        yield Gone(known.session)
+    elif connection is None and (holder.connected or not holder.leases):  # without both it should have ended before
+        yield Lost(known.session)
+
+
+def _shut(connection: socket.socket | None) -> None:
+    """End a connection, also for the store, which has it too."""
+    if connection is not None:
+        with connection, suppress(OSError):  # it has ended
+            connection.shutdown(socket.SHUT_RDWR)
 
 
 def _ends(descriptors: Sequence[int]) -> tuple[socket.socket | None, int]:

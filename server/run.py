@@ -190,11 +190,11 @@ async def _assemble(
     sight = _watch(undo, config, ledger, store, scribe)
     broker = Broker(ledger, memory, assembly, driver.spec, supervisor.send, sight, store, scribe)
     undo.callback(broker.close, "the broker is shutting down")
-    if store is None:
+    if store is None or scribe is None:
         log.warning("there is no store: if this broker dies, its pools and the record of leases go with it")
     else:
         with readable():
-            restore(broker, ledger, memory, store)
+            restore(broker, ledger, memory, store, scribe)
     return broker, driver.devices
 
 

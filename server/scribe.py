@@ -9,7 +9,7 @@ comes to mean something else gets another letter: a broker of another version th
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -103,6 +103,10 @@ class Scribe:
         ):
             self._changes[key] = None
 
+    def forget(self, keys: Iterable[bytes]) -> None:
+        """Strike out what belongs to no session."""
+        self._changes |= dict.fromkeys(keys)
+
     def owed(self, session: int, lease: int) -> None:
         """The descriptors of a lease are on their way."""
         self._changes[_key("d", lease)] = msgspec.msgpack.encode(session)
@@ -142,12 +146,17 @@ def _entry(answer: Frame) -> _Answer:
 class Remembered:
     """A session that an earlier broker wrote down. ``owed`` are the leases whose descriptors it may not have."""
 
-    secret: bytes
-    version: int
-    welcomed: bool
+    secret: bytes = b""
+    version: int = 0
+    welcomed: bool = True
     receipts: Receipts = NO_RECEIPTS
     answers: dict[int, _Answer] = field(default_factory=dict)
     owed: list[int] = field(default_factory=list)
+
+    @property
+    def mute(self) -> bool:
+        """Whether nothing says what its requests carry, so that it cannot ask for anything any more."""
+        return not self.secret
 
     def replies(self, grant: Callable[[int], Reply | None]) -> Answers:
         """Return its answers again; ``grant`` knows the one of a lease, and None if there is no such lease any more."""
@@ -161,26 +170,37 @@ class Remembered:
         return None if body is None else Answer(request, body)
 
 
-def recall(items: Items) -> dict[int, Remembered]:
-    """Return the sessions of a journal, by number.
+def recall(items: Items, known: Collection[int]) -> tuple[dict[int, Remembered], list[bytes]]:
+    """Return what a journal has of the sessions that the ledger ``known`` has, and the keys that belong to no session.
+
+    Of a session that the ledger has alone nothing else is believed: it is ``mute``. What the journal has of a session
+    that the ledger has not belongs to none.
 
     Raises:
         Damaged: it says what nobody can have written.
     """
     entries = {_numbers(key): data for key, data in items if key != RESTARTS and not key.startswith(PREFIX)}
-    sessions = {number: _remembered(data) for (number,), data in _under("s", entries)}
-    for (number,), data in _under("r", entries):
-        _known(sessions, number).receipts = _decode(data, Receipts)
-    for (number, request), data in _under("a", entries):
-        _known(sessions, number).answers[request] = _decode(data, _Answer)
-    for (lease,), data in _under("d", entries):
-        _known(sessions, _decode(data, int)).owed.append(lease)
-    return sessions
+    sessions: dict[int, Remembered] = {}
+    owners: dict[_Key, int] = {}
+    for key, data in entries.items():
+        owners[key] = number = _decode(data, int) if key[0] == "d" else key[1][0]
+        _remember(sessions.setdefault(number, Remembered()), key, data)
+    whole = {number: sessions[number] for number in known if number in sessions and not sessions[number].mute}
+    stray = [_key(kind, *numbers) for (kind, numbers), owner in owners.items() if owner not in whole]
+    return {number: whole.get(number, Remembered()) for number in known}, stray
 
 
-def _remembered(data: bytes) -> Remembered:
-    session = _decode(data, _Session)
-    return Remembered(session.secret, session.version, session.welcomed)
+def _remember(session: Remembered, key: _Key, data: bytes) -> None:
+    match key:
+        case "s", _:
+            opened = _decode(data, _Session)
+            session.secret, session.version, session.welcomed = opened.secret, opened.version, opened.welcomed
+        case "r", _:
+            session.receipts = _decode(data, Receipts)
+        case "a", (_, request):
+            session.answers[request] = _decode(data, _Answer)
+        case _, numbers:
+            session.owed.append(numbers[0])
 
 
 def _key(kind: str, *numbers: int) -> bytes:
@@ -194,17 +214,6 @@ def _numbers(key: bytes) -> _Key:
         raise Damaged(f"the journal has {key.decode('ascii', 'replace')}, and this build does not know what that is")
     kind, numbers = filter(None, parts.groups())
     return kind.decode(), tuple(map(int, numbers[1:].split(b"/")))
-
-
-def _under(kind: str, entries: Mapping[_Key, bytes]) -> Iterator[tuple[tuple[int, ...], bytes]]:
-    """Return the numbers in every key of a kind, with the value."""
-    return ((numbers, data) for (name, numbers), data in entries.items() if name == kind)
-
-
-def _known(sessions: Mapping[int, Remembered], number: int) -> Remembered:
-    if number not in sessions:
-        raise Damaged(f"the journal has something of session {number}, and no such session")
-    return sessions[number]
 
 
 def _decode(data: bytes, kind: type[T]) -> T:

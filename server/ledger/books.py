@@ -77,7 +77,8 @@ class Books:
 
     ``store`` says how many descriptors the store has room for, None that there is none; ``stored`` counts those of
     sessions and of durable memory, also of creates that wait for it. ``marks`` are what changed since it was
-    recorded last; None: nobody records it. A restored ledger is not ``resumed`` until it was told what is missing.
+    recorded last; None: nobody records it. A restored ledger is not ``resumed`` until it was told what is missing;
+    ``findings`` say what of its record contradicted the rest, and was given up.
     ``absent`` are devices that an earlier broker served and this one does not, as long as memory on them is held.
 
     ``outlived`` says whether anything outlives the broker: durable memory does, in a store that does not end with it.
@@ -121,6 +122,7 @@ class Books:
         self.tolerated_store = 0
         self.marks: dict[Mark, None] | None = None if store is None else {}
         self.resumed = True
+        self.findings: list[str] = []
         self.outlived = store is not None
         self.drained = False
         self.awaited: dict[int, Lease] | None = None

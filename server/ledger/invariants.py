@@ -2,42 +2,89 @@
 
 from __future__ import annotations
 
+import traceback
 from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import astuple
+from functools import partial
 
 from cubroker.server.ledger.books import Books
 from cubroker.server.ledger.draining import goes
 from cubroker.server.ledger.entries import BY_DESCRIPTOR, SESSION, Account, Lease, Pool, Session, User, Version
-from cubroker.server.ledger.leases import FABRIC, is_kept, opened_by
+from cubroker.server.ledger.leases import FABRIC, OUT_OF_SERVICE, is_kept, opened_by
 from cubroker.server.ledger.signals import EPITAPHS
 from cubroker.server.ledger.states import ALLOCATED, PROMISED, Bond, Stage, State
 from cubroker.server.ledger.waiters import Listener, Phase, Reader, Waiter, Writer
 
+Part = tuple[str, Callable[[], None]]
+"""Something to check, and what it is about."""
+
+MISTAKES = (AssertionError, LookupError, AttributeError, TypeError, ValueError)
+"""What checking books raises that do not agree."""
+
 
 def check(books: Books) -> None:
-    """Assert that all records agree with each other, and that nobody waits who could be served."""
+    """Assert that all records agree, that nothing is left to do, and that nobody waits who could be served."""
     assert not books.stirred_pools
     assert not books.stirred_accounts
     assert not books.effects
+    for _, part in _parts(books):
+        part()
+
+
+def disagreements(books: Books) -> list[str]:
+    """Return every part of the books that contradicts itself or another, and the first thing that is not so there."""
+    found = []
+    for label, part in _parts(books):
+        try:
+            part()
+        except MISTAKES as error:
+            found.append(f"{label}: {in_words(error)}")
+    return found
+
+
+def in_words(error: Exception) -> str:
+    """Return what is not so, as the line says it that found out."""
+    (*_, frame) = traceback.extract_tb(error.__traceback__)
+    return f"not so is {frame.line}"
+
+
+def _parts(books: Books) -> Iterator[Part]:
     for account in (*books.accounts.values(), *books.absent.values()):
-        _check_account(books, account)
-    _check_absent(books)
+        yield f"device {account.device.uuid}", partial(_check_account, books, account)
+    yield "devices that are not served", partial(_check_absent, books)
     for user in books.users.values():
-        _check_user(books, user)
+        yield f"user {user.uid}", partial(_check_user, books, user)
     for session in books.sessions.values():
-        _check_session(books, session)
+        yield session.label, partial(_check_session, books, session)
     leases = Counter(lease.version for session in books.sessions.values() for lease in session.leases.values())
     for name, pool in books.pools.items():
-        assert name == pool.name
-        assert name not in books.numbers
-        _check_pool(books, pool)
+        yield f"pool {name}", partial(_check_pool, books, pool, name)
         for version in pool.versions.values():
-            _check_version(books, version, leases.pop(version, 0))
-    assert not leases, "a lease on a version that no pool has"
+            yield f"version {version.label}", partial(_check_version, books, version, leases.pop(version, 0))
+    yield "leases", partial(_check_leases, books, leases)
+    yield "memory", partial(_check_memory, books)
+    yield "teams", partial(_check_teams, books)
+    yield "the store", partial(_check_store, books)
+    yield "draining", partial(_check_draining, books)
+    yield "events", partial(_check_events, books)
+    yield "timers", partial(_check_timers, books)
+
+
+def _check_leases(books: Books, elsewhere: Counter[Version]) -> None:
+    assert not elsewhere, "a lease on a version that no pool has"
+    held = {lease for session in books.sessions.values() for lease in session.leases.values()}
+    assert held == {*books.leases.values()}
+
+
+def _check_memory(books: Books) -> None:
     held = {a.ticket for p in books.pools.values() for v in p.versions.values() for a in v.replicas.values()}
     for ticket, allocation in books.allocations.items():
         ours = allocation.stage in (Stage.PROMISED, Stage.HELD)
         assert ours == (ticket in held), "memory that no version has is not being freed, or the other way round"
+
+
+def _check_teams(books: Books) -> None:
     bound = {version.team for pool in books.pools.values() for version in pool.versions.values()} - {None}
     for number, team in books.teams.items():
         assert team.id == number
@@ -45,13 +92,14 @@ def check(books: Books) -> None:
         for allocation in team.version.replicas.values():
             assert books.allocations[allocation.ticket].stage in ALLOCATED, "a team's memory went before it"
     assert bound <= set(books.teams.values())
-    assert {lease for session in books.sessions.values() for lease in session.leases.values()} == {
-        *books.leases.values()
-    }
-    _check_store(books)
-    _check_draining(books)
+
+
+def _check_events(books: Books) -> None:
     signals = [signal for session in books.sessions.values() for signal in session.signals.values()]
     assert sorted(signals, key=lambda signal: signal.id) == list(books.signals.values())
+
+
+def _check_timers(books: Books) -> None:
     for timer, waiter in books.timers.items():
         assert waiter.timer == timer
         assert waiter.session.unfinished[waiter.request] is waiter
@@ -137,7 +185,7 @@ def _check_session(books: Books, session: Session) -> None:
     for used, limit, tolerated in zip(*map(astuple, (session.used, books.limits, session.tolerated)), strict=True):
         assert used <= max(limit, tolerated)
     if not session.connected:
-        assert session.leases
+        assert session.leases or not books.resumed
         assert not session.unfinished
         assert not session.watches
     assert session.id <= books.last_session
@@ -212,7 +260,9 @@ def _check_writer(books: Books, writer: Writer) -> None:
     assert writer.phase is Phase.MEMORY or writer.body.attach is None or pool.current is None
 
 
-def _check_pool(books: Books, pool: Pool) -> None:
+def _check_pool(books: Books, pool: Pool, name: str) -> None:
+    assert name == pool.name
+    assert name not in books.numbers
     assert not pool.idle
     assert (pool.owner is None) == (not pool.versions)
     current = [version for version in pool.versions.values() if version.state is State.CURRENT]
@@ -239,7 +289,7 @@ def _check_version(books: Books, version: Version, leases: int) -> None:
     assert state is not State.LOST or version.why
     assert pool.versions[version.number] is version
     assert version.leases == leases
-    kept = is_kept(books, version) or (state is State.SUPERSEDED and not books.resumed)
+    kept = is_kept(books, version) or (state in OUT_OF_SERVICE and not books.resumed)
     assert leases or state in (State.ALLOCATING, State.CURRENT) or kept, "nothing keeps a version"
     assert state is not State.ALLOCATING or not leases
     assert state is not State.DRAFT or leases == 1

@@ -13,7 +13,7 @@ a piece of memory, and that of a team of such pieces. What ends, ends on one pat
     version   leases.end       given up by its writer, or out of service and without leases
     team      teams.dissolved  the shell reports that nothing is bound to its memory
     memory    room.take_off    its device reports that it has the bytes again
-    session   Ledger._end      its process is gone, or it is lost and holds nothing
+    session   sessions.end     its process is gone, or it is lost and holds nothing
 
 A lost session (its connection ended, its process may live) keeps its leases, asks for nothing new
 and is told nothing; it may still close, seal and drop. It ends with its last lease, or with its process.
@@ -70,6 +70,7 @@ from cubroker.server.ledger import (
     publishing,
     reconfiguring,
     reports,
+    sessions,
     signals,
     stories,
     teams,
@@ -77,9 +78,9 @@ from cubroker.server.ledger import (
     waiting,
     wording,
 )
-from cubroker.server.ledger.books import Books, Kind
-from cubroker.server.ledger.chronicle import Story
-from cubroker.server.ledger.entries import SESSION, Budget, Limits, Session
+from cubroker.server.ledger.auditing import Audit, audit
+from cubroker.server.ledger.books import Books
+from cubroker.server.ledger.entries import Budget, Limits, Session
 from cubroker.server.ledger.events import (
     Allocated,
     Asked,
@@ -89,7 +90,6 @@ from cubroker.server.ledger.events import (
     Elapsed,
     Ending,
     Event,
-    Forget,
     Freed,
     Gone,
     Joined,
@@ -145,10 +145,11 @@ class Ledger:
     ) -> Self:
         """Return the ledger whose record is among ``items``, a new one if there is none of a ledger.
 
-        What is held stays, however little the rules allow now. The ledger waits for ``Resumed``.
+        What is held stays, however little the rules allow now. The ledger waits for ``Resumed``. What contradicts the
+        rest of the record is given up, and is among its :attr:`findings`.
 
         Raises:
-            Damaged: the record cannot be understood, contradicts itself, or is about devices that are not there.
+            Damaged: the record cannot be understood, or contradicts itself in a way that cannot be told apart.
         """
         ledger = cls(devices, uid, limits, policy, store)
         counted = restore(ledger._books, items)
@@ -164,6 +165,11 @@ class Ledger:
         return whole(self._books)
 
     @property
+    def findings(self) -> Sequence[str]:
+        """What of its record contradicted the rest, and was given up, one sentence each."""
+        return self._books.findings
+
+    @property
     def last_session(self) -> int:
         """The highest number that a session had."""
         return self._books.last_session
@@ -171,10 +177,6 @@ class Ledger:
     def sessions(self) -> tuple[Joined, ...]:
         """Return all sessions, as they joined; some may have been detached since."""
         return inventory.sessions(self._books)
-
-    def is_detached(self, session: int) -> bool:
-        """Say whether a session has lost its connection, and lives because it still holds leases."""
-        return not self._books.sessions[session].connected
 
     def memory(self) -> tuple[Held, ...]:
         """Return all memory that versions have."""
@@ -193,7 +195,7 @@ class Ledger:
 
         Raises:
             Impossible: the event cannot follow from what was told before; nothing has changed. Effects
-                of an event that another exception ended half-way come with those of the next event.
+                of an event that another exception ended half-way are those of :meth:`recover`, or of the next event.
         """
         self._books.clock.now = now
         match event:
@@ -212,11 +214,11 @@ class Ledger:
             case Elapsed():
                 self._elapsed(event)
             case Joined():
-                self._joined(event)
+                sessions.joined(self._books, event)
             case Lost():
-                self._lost(event)
+                sessions.lost(self._books, event)
             case Gone():
-                self._gone(event)
+                sessions.gone(self._books, event)
             case Reconfigured():
                 reconfiguring.reconfigure(self._books, event)
             case Ending(with_store):
@@ -227,9 +229,17 @@ class Ledger:
                 vanishing.resumed(self._books)
             case _:
                 assert_never(event)
+        return self.recover()
+
+    def recover(self) -> list[Effect]:
+        """Serve those who wait and return what is to be done; to be called if an exception ended :meth:`handle`."""
         drafts.settle(self._books)
         effects, self._books.effects = self._books.effects, []
         return effects
+
+    def audit(self) -> Audit:
+        """Return what does not agree; costs time in proportion to all that the ledger knows."""
+        return audit(self._books)
 
     def check(self) -> None:
         """Assert everything that always holds of the ledger; costs time in proportion to all that it knows."""
@@ -295,7 +305,7 @@ class Ledger:
         if answer is not None:
             self._books.effects.append(Respond(session.id, event.request, answer))
         if not session.connected and not session.leases:
-            self._end(session)
+            sessions.end(self._books, session)
 
     def _answer(self, session: Session, event: Asked) -> Reply | None:
         """Return the answer to a request, or None if it waits or was answered already."""
@@ -351,50 +361,3 @@ class Ledger:
         if waiter is not None:
             waiter.timer = 0
             waiting.refuse(self._books, waiter, TimedOut(wording.waited(self._books, waiter)))
-
-    def _joined(self, event: Joined) -> None:
-        known = self._books.sessions.get(event.session)
-        if known is not None:
-            raise Impossible(f"session {event.session} joined twice; what happened before:", known.story)
-        user = self._books.user(event.uid)
-        story = Story(self._books.clock)
-        story.append(f"process {event.pid} of user {event.uid} joined")
-        session = Session(event.session, event.pid, user, event.gid, event.groups, story=story)
-        self._books.sessions[session.id] = user.sessions[session.id] = session
-        self._books.last_session = max(self._books.last_session, session.id)
-        self._books.stored += SESSION
-        self._books.mark(Kind.SESSION, session.id)
-
-    def _lost(self, event: Lost) -> None:
-        session = self._books.sessions.get(event.session)
-        if session is None:
-            return
-        session.connected = False
-        self._books.mark(Kind.SESSION, session.id)
-        session.story.append("the connection ended")
-        self._stop(session)
-        if not session.leases:
-            self._end(session)
-
-    def _gone(self, event: Gone) -> None:
-        session = self._books.sessions.get(event.session)
-        if session is not None:
-            session.story.append("its process has ended")
-            self._end(session)
-
-    def _stop(self, session: Session) -> None:
-        """End all that a session waits for and watches."""
-        for waiter in tuple(session.unfinished.values()):
-            waiting.leave(self._books, waiter)
-        for name in tuple(session.watches):
-            publishing.unwatch(self._books, session, name)
-
-    def _end(self, session: Session) -> None:
-        self._stop(session)
-        for lease in tuple(session.leases.values()):
-            signals.give_back(self._books, lease, wording.ENDED)
-        session.story.append("it ended")
-        self._books.leave(session)
-        self._books.stored -= SESSION
-        self._books.mark(Kind.SESSION, session.id)
-        self._books.effects.append(Forget(session.id))

@@ -124,6 +124,9 @@ class EventEntry(Entry, frozen=True):
     generation: Number
 
 
+UNRECORDED = (State.ALLOCATING, State.ENDED)
+"""The states of versions that have no memory yet, or none any more; after a mistake an ended one may still be there."""
+
 _encode = msgpack.Encoder().encode
 
 
@@ -213,16 +216,16 @@ def _watch(books: Books, number: int, name: str) -> WatchEntry | None:
 def _name(books: Books, _: int, name: str) -> NameEntry | None:
     last, loss = books.past(name)
     pool, (lost, why) = books.pools.get(name), loss or (0, "")
-    if pool is not None and any(version.state is not State.ALLOCATING for version in pool.versions.values()):
+    if pool is not None and any(version.state not in UNRECORDED for version in pool.versions.values()):
         return NameEntry(last, lost, why, pool.owner, pool.group, pool.mode)
     return NameEntry(last, lost, why, None, 0, 0) if last else None
 
 
 def _version(books: Books, number: int, name: str) -> Version | None:
-    """Return a version that all memory is there for."""
+    """Return a version that has all its memory."""
     pool = books.pools.get(name)
     version = None if pool is None else pool.versions.get(number)
-    return None if version is None or version.state is State.ALLOCATING else version
+    return None if version is None or version.state in UNRECORDED else version
 
 
 def _made(books: Books, number: int, name: str) -> VersionEntry | None:
@@ -254,7 +257,8 @@ def _lease(books: Books, number: int, _: str) -> LeaseEntry | None:
     if lease is None:
         return None
     version, pieces = lease.version, list(lease.version.replicas.values())
-    given = tuple(map(pieces.index, lease.allocations))
+    # Any others are a mistake, which must keep nothing from being recorded.
+    given = tuple(pieces.index(each) for each in lease.allocations if each in pieces)
     return LeaseEntry(lease.session.id, version.pool.name, version.number, given, lease.bound, lease.unsent)
 
 

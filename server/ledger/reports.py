@@ -32,12 +32,13 @@ from cubroker.server.ledger.waiters import Listener, Reader, Waiter, Writer
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who has a session, and how many leases."""
+    """Who has a session, how many leases, and whether its connection is there."""
 
     session: int
     pid: int
     uid: int
     leases: int
+    connected: bool
     label: str
 
 
@@ -86,7 +87,7 @@ def describe(books: Books, session: Session, body: Describe) -> Description:
 
 def holder(session: Session) -> Holder:
     """Return who has a session."""
-    return Holder(session.id, session.pid, session.uid, len(session.leases), session.label)
+    return Holder(session.id, session.pid, session.uid, len(session.leases), session.connected, session.label)
 
 
 def onlooker(books: Books, *, everything: bool) -> Session:

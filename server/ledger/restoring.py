@@ -1,19 +1,21 @@
 """A ledger out of its record: every value is read as what it has to be, and put where it belongs.
 
-Nothing is guessed. What cannot be understood, refers to what there is not, or contradicts something else refuses the
-whole record; and what comes of it must hold together as every ledger does, and have the very same record.
+Nothing is guessed. A value that cannot be read, or that no ledger could have written, whatever else there was, is
+damage, and refuses the whole record. Values that can be, but not all together, were written by a ledger that made a
+mistake: :mod:`cubroker.server.ledger.confining` gives up what contradicts the rest, and nothing else. What comes of
+it must hold together as every ledger does, and have the very same record but for what was given up; else that is
+refused, too.
 """
 
 from __future__ import annotations
 
 import re
-import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeVar
 
 import msgspec
 
-from cubroker.server.ledger import invariants, record
+from cubroker.server.ledger import confining, invariants, record
 from cubroker.server.ledger.books import Books, Kind, Mark
 from cubroker.server.ledger.chronicle import Story
 from cubroker.server.ledger.entries import SESSION, Allocation, Lease, Loss, Past, Session, Signal, Version
@@ -33,7 +35,7 @@ from cubroker.server.ledger.record import (
     VersionEntry,
     WatchEntry,
 )
-from cubroker.server.ledger.states import Stage, State
+from cubroker.server.ledger.states import Stage
 from cubroker.server.store.damaged import Damaged
 
 PREFIX = b"l/"
@@ -58,6 +60,8 @@ V = TypeVar("V")
 def restore(books: Books, items: Iterable[tuple[bytes, bytes]]) -> Counters | None:
     """Fill new books with what was recorded; return the counters, or None if nothing was recorded.
 
+    What contradicted the rest is among the books' ``findings``, and marked to be recorded anew.
+
     Raises:
         Damaged: the record cannot be used; nor can the books.
     """
@@ -74,6 +78,7 @@ def restore(books: Books, items: Iterable[tuple[bytes, bytes]]) -> Counters | No
     entries = dict(_read(key, value) for key, value in values.items())
     _count(books, counters)
     _fill(books, entries)
+    confining.confine(books)
     tolerate(books)
     books.tolerated_store = books.stored
     _check(books, entries)
@@ -127,13 +132,6 @@ def _fill(books: Books, entries: Mapping[Mark, Entry]) -> None:
                 _watch(books, mark)
 
 
-def _find(mark: Mark, known: Mapping[K, V], key: K, what: str) -> V:
-    """Return what a value refers to."""
-    if key not in known:
-        raise _damaged(record.key(mark), f"it refers to {what} {key}, which there is not")
-    return known[key]
-
-
 def _session(books: Books, number: int, entry: SessionEntry) -> None:
     user = books.user(entry.uid)
     groups, story = frozenset(entry.groups), Story(books.clock)
@@ -151,7 +149,7 @@ def _name(books: Books, name: str, entry: NameEntry) -> None:
 
 def _version(books: Books, mark: Mark, entry: VersionEntry) -> None:
     _, number, name = mark
-    pool, user = _find(mark, books.pools, name, "pool"), books.user(entry.uid)
+    pool, user = books.pool(name), books.user(entry.uid)
     version = pool.versions[number] = Version(
         pool=pool,
         number=number,
@@ -172,6 +170,8 @@ def _version(books: Books, mark: Mark, entry: VersionEntry) -> None:
 
 
 def _memory(books: Books, mark: Mark, version: Version, piece: Piece) -> None:
+    if piece.ticket in books.allocations:
+        raise _damaged(record.key(mark), f"memory {piece.ticket} is another version's as well")
     account, user, nbytes = books.account(piece.device), version.user, sum(piece.sizes)
     allocation = Allocation(piece.ticket, account, version, piece.sizes, nbytes, Stage.HELD, piece.handles)
     version.replicas[piece.device] = allocation
@@ -184,53 +184,73 @@ def _memory(books: Books, mark: Mark, version: Version, piece: Piece) -> None:
 
 def _state(books: Books, mark: Mark, entry: StateEntry) -> None:
     _, number, name = mark
-    pool = _find(mark, books.pools, name, "pool")
-    version = _find(mark, pool.versions, number, "version")
+    if entry.state in record.UNRECORDED:
+        raise _damaged(record.key(mark), f"no version that is {entry.state.value} is recorded")
+    version = _published(books, name, number)
+    if version is None:
+        return confining.forget(books, mark, f"a state of {name}@{number}, which there is not")
     version.state, version.why = entry.state, entry.why
-    if version.state is State.CURRENT:
-        pool.current = version
-    elif version.state is State.DRAFT:
-        pool.draft = version
+    return None
+
+
+def _published(books: Books, name: str, number: int) -> Version | None:
+    pool = books.pools.get(name)
+    return None if pool is None else pool.versions.get(number)
 
 
 def _lease(books: Books, mark: Mark, entry: LeaseEntry) -> None:
     _, number, _ = mark
-    session = _find(mark, books.sessions, entry.session, "session")
-    pool = _find(mark, books.pools, entry.name, "pool")
-    version = _find(mark, pool.versions, entry.version, "version")
+    label = f"{entry.name}@{entry.version}"
+    session, version = books.sessions.get(entry.session), _published(books, entry.name, entry.version)
+    if session is None or version is None:
+        missing = label if version is None else f"session {entry.session}"
+        return confining.forget(
+            books, mark, f"lease {number} of session {entry.session} on {label}: {missing} is not there"
+        )
     pieces = dict(enumerate(version.replicas.values()))
-    given = tuple(_find(mark, pieces, index, "piece") for index in entry.given)
+    given = tuple(pieces[index] for index in entry.given if index in pieces)
     lease = Lease(number, session, version, given, entry.bound, unsent=entry.unsent)
     books.leases[number] = session.leases[number] = version.holders[number] = lease
     session.user.leases += 1
+    if not given or len(given) < len(entry.given):
+        books.mark(*mark)
+        confining.lose(books, version, f"lease {number} is on memory that it has not")
+    return None
 
 
 def _event(books: Books, mark: Mark, entry: EventEntry) -> None:
     _, number, _ = mark
-    lease = _find(mark, books.leases, entry.lease, "lease")
+    lease = books.leases.get(entry.lease)
+    if lease is None or not lease.version.writable or entry.name in lease.version.signals:
+        return confining.forget(books, mark, f"event {number}, {entry.name!r}, which lease {entry.lease} cannot have")
     signal = Signal(number, entry.name, lease, entry.device, entry.handle, entry.generation)
     books.signals[number] = lease.signals[number] = lease.session.signals[number] = signal
     lease.version.signals[entry.name] = signal
     lease.session.user.events += 1
+    return None
 
 
 def _watch(books: Books, mark: Mark) -> None:
     _, number, name = mark
-    session = _find(mark, books.sessions, number, "session")
+    session = books.sessions.get(number)
+    if session is None or not session.connected:
+        return confining.forget(books, mark, f"a watch on {name} of session {number}, which nobody can be told by")
     pool = session.watches[name] = books.pool(name)
     pool.watchers[session] = None
     session.user.watches += 1
+    return None
 
 
 def _check(books: Books, entries: Mapping[Mark, Entry]) -> None:
     """Raise ``Damaged`` unless the books hold together, and have the record that they were made of."""
+    given_up = books.marks or {}
     for mark in _differing(entries, dict(record.entries(books))):
-        raise _damaged(record.key(mark), "what was made of it would be recorded in another way")
+        if mark not in given_up:
+            raise _damaged(record.key(mark), "what was made of it would be recorded in another way")
     try:
         invariants.check(books)
     except AssertionError as error:
-        (*_, frame) = traceback.extract_tb(error.__traceback__)
-        raise Damaged(f"the ledger's record contradicts itself: not so is {frame.line}") from None
+        raise Damaged(f"the ledger's record contradicts itself: {invariants.in_words(error)}") from None
 
 
 def _differing(one: Mapping[Mark, Entry], other: Mapping[Mark, Entry]) -> Iterator[Mark]:

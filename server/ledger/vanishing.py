@@ -12,7 +12,7 @@ from cubroker.server.ledger import publishing, teams, waiting, wording
 from cubroker.server.ledger.books import Books
 from cubroker.server.ledger.entries import Loss, Pool, Version
 from cubroker.server.ledger.events import Notify, Vanished
-from cubroker.server.ledger.leases import end_if_empty, superseded
+from cubroker.server.ledger.leases import end_if_empty
 from cubroker.server.ledger.room import under_way
 from cubroker.server.ledger.states import Cause, Impossible, State
 
@@ -71,7 +71,7 @@ def resumed(books: Books) -> None:
 
 
 def _resume(books: Books, pool: Pool) -> None:
-    for version in superseded(pool):  # of which other rules may have kept more
+    for version in tuple(pool.versions.values()):  # other rules may have kept more, and a mistake anything
         end_if_empty(books, version)
     for version in pool.versions.values():
         if version.state is State.LOST:

@@ -68,8 +68,9 @@ DAMAGES = {
     "emptied": (empty, "no journal"),
     "without slots": (halve, "no journal"),
     "of another format": (commit((b"l/format", b"\x63")), "format 99"),
-    "without a session's half": (commit((b"s/1", None)), "session 1"),
-    "with a lease on nothing": (commit((b"l/lease/77/", b"\x96\x01\xa4pool\x09\x90\xc2\xc2")), "l/lease/77/"),
+    "with a lease that cannot be read": (commit((b"l/lease/77/", b"\x96\x01\xa4pool\x09\x90\xc2")), "l/lease/77/"),
+    "with a session that cannot be read": (commit((b"s/1", b"\x90")), "_Session"),
+    "with what is not known": (commit((b"x/1", b"")), "x/1"),
 }
 
 

@@ -31,6 +31,7 @@ from cubroker.server.assembly import Assembly
 from cubroker.server.broker import Broker
 from cubroker.server.devices import DeviceMemory
 from cubroker.server.ledger import Held, Ledger
+from cubroker.server.ledger.auditing import Audit
 from cubroker.server.ledger.events import (
     Allocate,
     Allocated,
@@ -127,6 +128,14 @@ class Mistaken(Idle):
 
     def holder(self, session: int) -> None:
         """It has no records."""
+
+    def recover(self) -> list[Effect]:
+        """Nothing came of what failed."""
+        return []
+
+    def audit(self) -> Audit:
+        """It has no books."""
+        return Audit((), (), "")
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         match event:

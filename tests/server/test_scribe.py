@@ -11,7 +11,7 @@ import pytest
 from cubroker.protocol import wire
 from cubroker.protocol.messages import Answer, Attached, Created, Done, Failed, Pools, Replica, Sealed
 from cubroker.server.answers import Answers, Frame, Receipts, Verdict
-from cubroker.server.scribe import Changes, Scribe, lasts, recall
+from cubroker.server.scribe import Changes, Remembered, Scribe, lasts, recall
 from cubroker.server.sessions import Session
 from cubroker.server.store.damaged import Damaged
 
@@ -52,11 +52,17 @@ class Book:
                 self.entries[key] = value
 
 
+def remembered_of(book: Book, session: int) -> Remembered:
+    remembered, stray = recall(book.entries.items(), [session])
+    assert not stray
+    return remembered[session]
+
+
 def test_a_session_is_read_as_it_was_written() -> None:
     scribe, book, client = Scribe(), Book(), Client(5)
     scribe.opened(client.session, 1, welcomed=False)
     book.write(scribe.changes())
-    assert not recall(book.entries.items())[5].welcomed
+    assert not remembered_of(book, 5).welcomed
     scribe.opened(client.session, 1, welcomed=True)
     scribe.asked(client.session)
     client.ask(1, Answer(1, Sealed(2)))
@@ -69,7 +75,7 @@ def test_a_session_is_read_as_it_was_written() -> None:
     scribe.sent(8)
     book.write(scribe.changes())
     assert scribe.changes() == []
-    remembered = recall(book.entries.items())[5]
+    remembered = remembered_of(book, 5)
     assert (remembered.secret, remembered.version, remembered.welcomed) == (client.secret, 1, True)
     assert remembered.owed == [7]
     answers = remembered.replies({7: ATTACHED}.get)
@@ -90,7 +96,7 @@ def test_what_was_received_is_not_kept_and_not_done_again() -> None:
     scribe.asked(client.session)
     client.ask(4, oldest=2, received=(3,))
     book.write(scribe.changes())
-    remembered = recall(book.entries.items())[1]
+    remembered = remembered_of(book, 1)
     assert sorted(remembered.answers) == [2]
     assert remembered.receipts == Receipts(2, 0, (3, 4))
     answers = remembered.replies(lambda lease: None)
@@ -105,7 +111,7 @@ def test_the_answer_of_a_lease_that_is_over_is_forgotten() -> None:
     client.ask(1, Answer(1, ATTACHED))
     book.write(scribe.changes())
     again, scribe = Client(1), Scribe()
-    again.answers = recall(book.entries.items())[1].replies(lambda lease: None)
+    again.answers = remembered_of(book, 1).replies(lambda lease: None)
     assert not again.answers.lasting
     scribe.asked(again.session)
     book.write(scribe.changes())
@@ -120,7 +126,7 @@ def test_nothing_is_left_of_a_session_that_ends_with_answers_that_are_not_kept_a
     client.ask(1, Answer(1, ATTACHED))
     book.write(scribe.changes())
     if restarted:
-        client.answers = recall(book.entries.items())[1].replies(lambda lease: None)
+        client.answers = remembered_of(book, 1).replies(lambda lease: None)
     else:
         scribe.asked(client.session)
         client.ask(2, Answer(2, Done()), oldest=2)
@@ -146,9 +152,9 @@ def test_nothing_is_left_of_a_session_that_is_over() -> None:
     ("key", "value", "complaint"),
     [
         (b"s/1", b"\xc1", "none"),
-        (b"r/2", msgspec.msgpack.encode([0, 0, []]), "session 2"),
+        (b"r/2", msgspec.msgpack.encode([0, 0]), "none"),
         (b"a/1/1", msgspec.msgpack.encode("text"), "none"),
-        (b"d/1", msgspec.msgpack.encode(9), "session 9"),
+        (b"d/1", msgspec.msgpack.encode("9"), "none"),
         (b"x/1", b"", "x/1, and this build does not know"),
         (b"s/1/2", b"", "s/1/2, and this build does not know"),
         (b"a/1", b"", "a/1, and this build does not know"),
@@ -161,7 +167,32 @@ def test_what_nobody_can_have_written_is_refused(key: bytes, value: bytes, compl
     scribe.opened(client.session, 1, welcomed=True)
     book.write([*scribe.changes(), (b"l/format", b"the ledger's"), (key, value)])
     with pytest.raises(Damaged, match=complaint):
-        recall(book.entries.items())
+        recall(book.entries.items(), [1])
+
+
+def test_what_belongs_to_no_session_is_named_and_struck_out() -> None:
+    scribe, book, client = Scribe(), Book(), Client(1)
+    for session in (client.session, Client(2).session):
+        scribe.opened(session, 1, welcomed=True)
+    scribe.owed(3, 8)
+    book.write(
+        [*scribe.changes(), (b"r/2", msgspec.msgpack.encode([0, 0, []])), (b"a/3/1", msgspec.msgpack.encode([b"", 0]))]
+    )
+    remembered, stray = recall(book.entries.items(), [1])
+    assert sorted(remembered) == [1]
+    assert sorted(stray) == [b"a/3/1", b"d/8", b"r/2", b"s/2"]
+    scribe.forget(stray)
+    book.write(scribe.changes())
+    assert sorted(book.entries) == [b"s/1"]
+
+
+def test_a_session_whose_secret_is_not_written_down_is_mute_and_nothing_else_is_believed_of_it() -> None:
+    book = Book()
+    book.write([(b"r/1", msgspec.msgpack.encode([4, 0, []])), (b"d/8", msgspec.msgpack.encode(1))])
+    remembered, stray = recall(book.entries.items(), [1, 2])
+    assert [remembered[number].mute for number in (1, 2)] == [True, True]
+    assert remembered[1].owed == []
+    assert sorted(stray) == [b"d/8", b"r/1"]
 
 
 def test_listings_are_not_written_down() -> None:

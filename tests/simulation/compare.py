@@ -70,7 +70,8 @@ class Pair:
         assert bool(self.ledger.draining) == self.model.drained
         held = {(block.ticket, block.device, block.sizes, block.version.body.durable) for block in self.model.blocks}
         assert {(held.ticket, held.device, held.sizes, held.durable) for held in self.ledger.memory()} == held
-        joined = {session.session: self.ledger.is_detached(session.session) for session in self.ledger.sessions()}
+        holders = [self.ledger.holder(session.session) for session in self.ledger.sessions()]
+        joined = {holder.session: not holder.connected for holder in holders if holder is not None}
         assert joined == {session.id: not session.connected for session in self.model.sessions}
         for pending in (self.under_way, self.to_free, self.to_assemble, self.to_dissolve):
             pending.clear()

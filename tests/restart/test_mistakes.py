@@ -1,0 +1,116 @@
+"""A ledger that contradicts itself after a mistake, or that was written down so, costs what contradicts, by name."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from cubroker.client import Broker
+from cubroker.protocol.errors import CubrokerError, Unavailable
+from cubroker.server.store.journal import Journal, _newest
+from tests.brokers import eventually, started
+from tests.client.conftest import leases
+from tests.kills.content import Form, check
+from tests.stores import StoredBroker, storing
+
+DURABLE = Form("vmm", durable=True)
+
+
+@pytest.fixture
+def kept() -> Iterator[StoredBroker]:
+    with storing() as broker:
+        yield broker
+        assert "Traceback" not in broker.log()
+
+
+class Mistaken(StoredBroker):
+    """A broker whose ledger makes a mistake; those after it make none."""
+
+    flawless = False
+
+    def command(self) -> list[str]:
+        usual = super().command()
+        return usual if self.flawless else [sys.executable, "-m", "tests.restart.mistaken", *usual[3:]]
+
+
+def test_a_mistake_over_one_pool_costs_that_pool_a_version_and_no_other_anything() -> None:
+    with started(Mistaken) as broker:
+        try:
+            with Broker(broker.directory) as client, Broker(broker.directory) as other:
+                for name in ("fine", "mistake"):
+                    DURABLE.publish(client, name)
+                fine, old = other.attach("fine"), other.attach("mistake")
+                with pytest.raises(CubrokerError, match="ZeroDivisionError"):
+                    DURABLE.publish(client, "mistake")
+                eventually(lambda: "give up what contradicts the rest: mistake@1 is lost" in broker.log(), "the audit")
+                assert "restart the broker when that suits" in broker.log()
+                broker.flawless = True
+                broker.restart()
+                assert {pool.name: pool.state for pool in other.pools() if pool.version == 1} == {
+                    "fine": "current",
+                    "mistake": "lost",
+                }
+                assert "record contradicted itself: mistake@1 is lost: 2 versions are current" in broker.log()
+                eventually(lambda: old.lost, "its holder to be told")
+                for pool in (fine, old):
+                    check(pool)
+                    pool.close()
+                eventually(lambda: [pool.version for pool in other.pools()] == [1, 2], "the end of the version")
+                with other.attach("mistake") as new:
+                    check(new)
+                broker.restart()
+                assert broker.log().count("record contradicted itself") == 1
+        finally:
+            broker.stop()
+            broker.warehouse.close()
+
+
+def commit(kept: StoredBroker, *changes: tuple[bytes, bytes | None]) -> None:
+    """Kill the broker, and write into its journal what no faultless one would."""
+    kept.kill()
+    (descriptor,) = kept.warehouse.stored["ledger"]
+    journal = Journal(descriptor, _newest(descriptor))
+    journal._load()
+    journal.commit(changes)
+
+
+def test_a_session_whose_secret_is_missing_is_detached_and_keeps_what_it_holds(kept: StoredBroker) -> None:
+    with Broker(kept.directory) as writer:
+        DURABLE.publish(writer, "pool")
+    with Broker(kept.directory) as client:
+        pool = client.attach("pool")
+        commit(kept, (b"s/%d" % client.session, None))
+        kept.start()
+        with Broker(kept.directory) as judge:
+            assert [each.state for each in judge.clients() if each.session == client.session] == ["detached"]
+            assert leases(judge, "pool") == 1
+            with pytest.raises(Unavailable):
+                client.pools()
+            with judge.attach("pool") as again:
+                check(again)
+        check(pool)
+        kept.restart()
+        assert kept.log().count("the journal has no secret of it") == 1
+        pool.close()
+
+
+def test_a_session_that_the_ledger_does_not_know_is_over_and_nothing_of_it_stays(kept: StoredBroker) -> None:
+    with Broker(kept.directory) as writer:
+        DURABLE.publish(writer, "pool")
+    with Broker(kept.directory) as client:
+        pool = client.attach("pool")
+        commit(kept, (b"l/session/%d/" % client.session, None))
+        kept.start()
+        assert "forgotten is lease" in kept.log()
+        with Broker(kept.directory) as judge:
+            assert client.session not in [each.session for each in judge.clients()]
+            assert leases(judge, "pool") == 0
+            with pytest.raises(Unavailable):
+                client.pools()
+        check(pool)
+        kept.settled()
+        assert f"s{client.session}" not in kept.warehouse.stored
+        assert not {b"s/%d" % client.session, b"r/%d" % client.session} & kept.warehouse.journal().keys()
+        pool.close()

@@ -1,0 +1,139 @@
+"""What is found, and said, after a mistake in the ledger."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import cast
+
+import pytest
+
+from cubroker.protocol import messages as m
+from cubroker.server import aftermath
+from cubroker.server.aftermath import Aftermath
+from cubroker.server.ledger import Ledger, publishing
+from cubroker.server.ledger import events as e
+from cubroker.server.ledger.auditing import Audit
+from tests.server.loops import run
+from tests.server.story import MIB, Story, asks, attaches, creates
+
+
+class Mistake(Exception):
+    pass
+
+
+def fail(*_: object) -> None:
+    raise Mistake
+
+
+def mistaken(monkeypatch: pytest.MonkeyPatch, store: int | None) -> Ledger:
+    """Return a ledger that failed half-way over the seal of a second version, which both are current now."""
+    story = Story(store=store)
+    story.joins(1, 2)
+    story.publishes(1, "a")
+    story.quietly(attaches(2, 1, "a"), creates(1, 1, "a", MIB), e.Allocated(2, (b"handle",)))
+    monkeypatch.setattr(publishing, "release", fail)
+    with pytest.raises(Mistake):
+        story.ledger.handle(asks(1, 2, m.Seal(3)))
+    return story.ledger
+
+
+def told(ledger: Ledger, caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Return what is said of a ledger, level by level, once it was looked at."""
+
+    async def look() -> None:
+        after = Aftermath(ledger)
+        after.recover()
+        while after._timer:
+            await asyncio.sleep(0)
+        after.close()
+
+    with caplog.at_level(logging.WARNING):
+        run(look())
+    return [f"{line.levelname} {line.getMessage()}" for line in caplog.records]
+
+
+def test_what_does_not_agree_is_said_at_once_and_what_the_next_broker_gives_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool, later, advice = told(mistaken(monkeypatch, 100), caplog)
+    assert pool.startswith(
+        "ERROR after that mistake the ledger's books do not agree: pool a: not so is assert current =="
+    )
+    assert later.startswith(
+        "ERROR the next broker would give up what contradicts the rest: a@1 is lost: 2 versions are"
+    )
+    assert "restart the broker when that suits" in advice
+    assert "publish anew" in advice
+
+
+def test_without_a_store_nothing_is_said_of_a_next_broker(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool, advice = told(mistaken(monkeypatch, None), caplog)
+    assert "do not agree: pool a: " in pool
+    assert "publish anew" not in advice
+
+
+def test_books_that_agree_are_said_to(caplog: pytest.LogCaptureFixture) -> None:
+    (line,) = told(Story(store=100).ledger, caplog)
+    assert line.startswith("WARNING the ledger's books agree")
+
+
+def test_a_record_that_the_next_broker_would_refuse_is_said_to_be_one(caplog: pytest.LogCaptureFixture) -> None:
+    story = Story(store=100)
+    story.joins(1)
+    story.ledger._books.last_session = 0
+    *_, refused, advice = told(story.ledger, caplog)
+    assert refused.startswith("ERROR the next broker would refuse all that this one has recorded: ")
+    assert "do not restart the broker before everything was given back" in advice
+
+
+def test_what_was_to_be_done_is_done_at_once_although_the_event_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    story = Story()
+    story.joins(1)
+    story.publishes(1, "a")
+    monkeypatch.setattr(publishing, "announce", fail)
+    with pytest.raises(Mistake):
+        story.ledger.handle(asks(1, 1, m.Retire("a", 1)))
+
+    async def go_on() -> None:
+        after = Aftermath(story.ledger)
+        assert after.recover() == [e.Free(1, "GPU-0")]
+        after.close()
+
+    run(go_on())
+
+
+class Scarred:
+    """A ledger that cannot go on, and is looked at."""
+
+    looked = 0
+
+    def recover(self) -> list[e.Effect]:
+        raise Mistake
+
+    def audit(self) -> Audit:
+        self.looked += 1
+        return Audit((), (), "")
+
+
+def test_however_many_mistakes_there_are_the_books_are_looked_at_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def mistakes() -> None:
+        ledger = Scarred()
+        after = Aftermath(cast(Ledger, ledger))
+        assert [after.recover() for _ in range(3)] == [()] * 3
+        monkeypatch.setattr(aftermath, "SHARE", 1e12)
+        while not ledger.looked:
+            await asyncio.sleep(0)
+        after.recover()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert ledger.looked == 1
+        assert after._timer
+        after.close()
+
+    run(mistakes())
+    assert caplog.text.count("the broker failed at going on after that") == 4
