@@ -57,9 +57,10 @@ def test_a_broker_that_hangs_is_started_again_with_what_it_had(service: Service)
 def test_a_restart_keeps_pools_and_leases_and_workers_go_on(service: Service) -> None:
     service.publish("held")
     with Client(service.lab, "hold", "held") as holder, Client(service.lab, "attaching", "held") as worker:
-        before = service.pid
+        before, said = service.pid, service.lab.log(SERVICE).count("draining")
         service.lab.systemctl("restart", SERVICE)
         assert service.pid != before
+        assert service.lab.log(SERVICE).count("draining") == said, "nothing of that goes with the broker"
         assert holder.ask() == ["held", 1]
         turns, _ = worker.ask()
         assert turns
@@ -83,8 +84,11 @@ def test_a_worker_that_died_while_no_broker_ran_is_found_out(service: Service) -
 def test_stopped_and_started_it_has_what_systemd_keeps_and_workers_keep_their_memory(service: Service) -> None:
     service.publish("held")
     kept = service.lab.run("systemctl", "show", "--property=FileDescriptorStorePreserve", SERVICE).stdout
+    service.lab.write(SETTINGS, TEXT + "[shutdown]\ndrain_seconds = 0.1\n")
+    service.lab.systemctl("reload", SERVICE)
     with Client(service.lab, "hold", "held") as holder:
         service.lab.systemctl("stop", SERVICE, *SOCKETS)
+        assert "draining; what is held: held@1" in service.lab.log(SERVICE)
         assert service.pid == 0
         service.start()
         assert [pool["name"] for pool in service.pools()] == (["held"] if "yes" in kept else [])
