@@ -149,6 +149,19 @@ def test_more_than_so_many_descriptors_do_not_wait(full: Place, monkeypatch: pyt
     run(test())
 
 
+def test_a_descriptor_that_cannot_be_kept_until_there_is_room_is_not_taken(full: Place) -> None:
+    async def test() -> None:
+        full.outbox.say(words.WATCHDOG)
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        with memory(b"") as file, pytest.raises(OSError, match="Bad file descriptor"):
+            full.outbox.store("s1", [file, -1], full.outcomes.append)
+        assert len(list(Path("/proc/self/fd").iterdir())) == before
+        assert await full.read_until("WATCHDOG=1") == ["WATCHDOG=1"]
+        assert full.outcomes == []
+
+    run(test())
+
+
 def test_whoever_waits_for_a_manager_that_goes_hears_of_it(full: Place, caplog: pytest.LogCaptureFixture) -> None:
     async def test() -> None:
         with memory(b"") as file:
@@ -167,7 +180,8 @@ def test_where_nobody_tells_when_there_is_room_it_is_tried_again(
     full: Place, monkeypatch: pytest.MonkeyPatch, unwatchable: bool
 ) -> None:
     async def test() -> None:
-        offers = [False, True]  # as where too many descriptors are under way, which is no matter of the queue
+        assert not full.outbox.manager.offer(words.WATCHDOG)
+        offers = [False, False, True]  # as where too many descriptors are under way, which is no matter of the queue
         monkeypatch.setattr(full.outbox.manager, "offer", lambda *_: offers.pop(0))
         if unwatchable:
             monkeypatch.setattr(asyncio.get_running_loop(), "add_writer", exhausted)
