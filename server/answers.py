@@ -56,25 +56,24 @@ class Verdict(Enum):
 
 
 class Spans:
-    """A set of numbers that mostly follow each other, as the edges of its runs."""
+    """A set of numbers that mostly follow each other, as the edges of its runs.
+
+    Attributes:
+        edges: the first number of a run and the one after its last, the first of the next run, …: they rise.
+    """
 
     def __init__(self, edges: Iterable[int] = ()) -> None:
-        self._edges: list[int] = list(edges)  # first, last + 1, first, last + 1, …: rising
-
-    @property
-    def edges(self) -> tuple[int, ...]:
-        """What another set like this one is made from."""
-        return tuple(self._edges)
+        self.edges = list(edges)
 
     def __contains__(self, number: int) -> bool:
-        return bisect_right(self._edges, number) % 2 == 1
+        return bisect_right(self.edges, number) % 2 == 1
 
     def __len__(self) -> int:
-        return len(self._edges) // 2
+        return len(self.edges) // 2
 
     def add(self, number: int) -> None:
         """Add a number that is not in it."""
-        edges = self._edges
+        edges = self.edges
         place = bisect_right(edges, number)
         start = place - 1 if place and edges[place - 1] == number else place
         end = place + 1 if place < len(edges) and edges[place] == number + 1 else place
@@ -82,8 +81,8 @@ class Spans:
 
     def drop_runs_before(self, number: int) -> None:
         """Forget the runs that end before ``number``."""
-        place = bisect_right(self._edges, number)
-        del self._edges[: place - place % 2]
+        place = bisect_right(self.edges, number)
+        del self.edges[: place - place % 2]
 
 
 class Receipts(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -120,7 +119,7 @@ class Answers:
     @property
     def receipts(self) -> Receipts:
         """What the client has said that it has."""
-        return Receipts(self._oldest, self._refused, self._received.edges)
+        return Receipts(self._oldest, self._refused, tuple(self._received.edges))
 
     @property
     def lasting(self) -> frozenset[int]:
@@ -155,11 +154,12 @@ class Answers:
         if number in self._pending:
             self._pending[number] = (routing, self._pending[number][1])
             return Verdict.PENDING
-        if number < self._oldest or number in self._received:
+        edges = self._received.edges  # nearly always there are none
+        if number < self._oldest or (edges and number in self._received):
             return Verdict.STALE
         if number <= self._refused and not insisted:
             return Verdict.FULL
-        known = len(self._pending) + len(self._kept) + len(self._received)
+        known = len(self._pending) + len(self._kept) + len(edges) // 2
         if known >= MAX_REQUESTS or (known and self._nbytes + nbytes > MAX_BYTES):
             if insisted:
                 return Verdict.LATER
@@ -197,7 +197,8 @@ class Answers:
     def _acknowledge(self, oldest: int) -> None:
         """Drop kept answers before ``oldest``, up to the first that stays; requests are answered about in order."""
         self._oldest = oldest
-        self._received.drop_runs_before(oldest)
+        if self._received.edges:
+            self._received.drop_runs_before(oldest)
         kept = self._kept
         while kept and (number := next(iter(kept))) < oldest:
             self._forget(number)

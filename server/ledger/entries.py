@@ -288,7 +288,8 @@ class Version:
     ``mode`` is what the pool's becomes with its publication, if it is given. ``signals`` are its events, by name;
     ``openers`` wait for one with a name that there is not yet; ``epitaphs`` say how the last events ended.
     ``team`` binds the replicas of a multicast version on several devices, once their memory is there. ``holders`` are
-    the leases on it, by id. A ``durable`` one has its memory in the store; ``why`` says how it was lost.
+    the leases on it, by id. A ``durable`` one has its memory in the store; ``why`` says how it was lost. ``label`` is
+    ``name@number``.
     """
 
     pool: Pool
@@ -311,11 +312,10 @@ class Version:
     openers: dict[Listener, None] = field(default_factory=dict)
     epitaphs: dict[int, str] = field(default_factory=dict)
     team: Team | None = None
+    label: str = field(init=False)
 
-    @property
-    def label(self) -> str:
-        """``name@number``."""
-        return f"{self.pool.name}@{self.number}"
+    def __post_init__(self) -> None:
+        self.label = f"{self.pool.name}@{self.number}"
 
     @property
     def leases(self) -> int:

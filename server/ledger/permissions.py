@@ -27,12 +27,12 @@ def may_everything(books: Books, uid: int) -> bool:
 
 def may_read(books: Books, session: Session, pool: Pool) -> bool:
     """Say whether a session may attach to, describe and watch a pool; anybody may if nothing of it lives."""
-    return _may(books, session, pool, READ)
+    return _allows(session, pool, READ) or may_rule(books, session, pool)
 
 
 def may_write(books: Books, session: Session, pool: Pool) -> bool:
     """Say whether a session may publish and retire versions of a pool; anybody may if nothing of it lives."""
-    return _may(books, session, pool, WRITE)
+    return _allows(session, pool, WRITE) or may_rule(books, session, pool)
 
 
 def may_rule(books: Books, session: Session, pool: Pool) -> bool:
@@ -45,10 +45,6 @@ def may_hear(books: Books, session: Session, pool: Pool) -> bool:
     if pool.owner is None and session.uid != pool.heir and not is_privileged(books, session):
         return pool.heir is None or _allows(session, pool, READ)
     return may_read(books, session, pool)
-
-
-def _may(books: Books, session: Session, pool: Pool, bit: int) -> bool:
-    return _allows(session, pool, bit) or may_rule(books, session, pool)
 
 
 def _allows(session: Session, pool: Pool, bit: int) -> bool:
