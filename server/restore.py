@@ -28,8 +28,23 @@ UNSTORED = "it was not durable, and its memory went with the broker"
 MISSING = "descriptors of its memory are missing from the store"
 
 
-def restore(broker: Broker, ledger: Ledger, memory: Mapping[str, DeviceMemory], store: Store, scribe: Scribe) -> None:
+def restore(
+    broker: Broker,
+    ledger: Ledger,
+    memory: Mapping[str, DeviceMemory],
+    store: Store,
+    scribe: Scribe,
+    items: Mapping[bytes, bytes],
+) -> None:
     """Have ``broker`` go on with all that ``ledger`` knows, and drop what the store has beyond that.
+
+    Args:
+        broker: has no sessions yet.
+        ledger: restored from the journal.
+        memory: of every device that the ledger has memory on.
+        store: has the descriptors.
+        scribe: strikes out what belongs to no session.
+        items: what is in the journal.
 
     Raises:
         Damaged: the journal cannot be understood. The store keeps everything.
@@ -37,7 +52,7 @@ def restore(broker: Broker, ledger: Ledger, memory: Mapping[str, DeviceMemory], 
     for finding in ledger.findings:
         log.error("the ledger's record contradicted itself: %s", finding)
     sessions = ledger.sessions()
-    remembered, stray = recall(store.items(), [each.session for each in sessions])
+    remembered, stray = recall(items, [each.session for each in sessions])
     if stray:
         log.error("the journal has %d values of sessions that the ledger does not know, and forgets them", len(stray))
         scribe.forget(stray)

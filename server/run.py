@@ -27,6 +27,7 @@ from cubroker.server.granting import grant
 from cubroker.server.greeting import Door
 from cubroker.server.ledger import Ledger
 from cubroker.server.ledger.books import NOWHERE
+from cubroker.server.ledger.entries import SESSION
 from cubroker.server.ledger.events import Event
 from cubroker.server.restore import restore
 from cubroker.server.scribe import Scribe
@@ -77,9 +78,21 @@ def serve(current: Current, ready: Callable[[], None] | None = None) -> int:
     logs.adjust(config.log.format, config.log.level)
     with ExitStack() as undo:
         estate = undo.enter_context(inherited(os.environ))
+        _check_room(estate.store)
         place = Directory(config.directory, config.access, estate.listening, estate.own, lasting=estate.lasting)
         undo.enter_context(place)
         return asyncio.run(_serve(place, current, estate, ready))
+
+
+def _check_room(store: Store | None) -> None:
+    """Raise ``Invalid`` if a store has no room for what every broker has and a single session."""
+    least = len(OURS) + SESSION
+    if store is not None and store.limit < least:
+        raise Invalid(
+            f"the store takes {store.limit} descriptors, and a broker needs {least} at least, {len(OURS)} of its own"
+            f" and {SESSION} for each session: raise FileDescriptorStoreMax= and CUBROKER_STORE of its unit, or"
+            f" `cubroker keep --descriptors`"
+        )
 
 
 async def _serve(place: Directory, current: Current, estate: Estate, ready: Callable[[], None] | None) -> int:
@@ -177,7 +190,8 @@ async def _assemble(
     memory: dict[str, DeviceMemory] = {}
     undo.callback(_close, driver, memory)
     with readable():
-        ledger, scribe = _ledger(driver, config, store), _scribe(store)
+        items = dict(store.items()) if store else {}
+        ledger, scribe = _ledger(driver, config, store, items), _scribe(store, items)
 
     def report(event: Event) -> None:
         loop.call_soon_threadsafe(broker.handle, event)
@@ -194,7 +208,7 @@ async def _assemble(
         log.warning("there is no store: if this broker dies, its pools and the record of leases go with it")
     else:
         with readable():
-            restore(broker, ledger, memory, store, scribe)
+            restore(broker, ledger, memory, store, scribe, items)
     return broker, driver.devices
 
 
@@ -231,24 +245,24 @@ def _watch(undo: AsyncExitStack, config: Config, ledger: Ledger, store: Store | 
     return sight
 
 
-def _scribe(store: Store | None) -> Scribe | None:
+def _scribe(store: Store | None, items: Mapping[bytes, bytes]) -> Scribe | None:
     """Return what writes for a store, if there is one."""
     if store is None:
         return None
     scribe = Scribe()
     if store.inherited:
-        scribe.took_over(store.items())
+        scribe.took_over(items)
     return scribe
 
 
-def _ledger(driver: Driver, config: Config, store: Store | None) -> Ledger:
+def _ledger(driver: Driver, config: Config, store: Store | None, items: Mapping[bytes, bytes]) -> Ledger:
     """Return a ledger over the devices: an earlier broker's, if it left one."""
     each = int(driver.host)  # an emulated allocation is a file
     budgets = [replace(budget, descriptors=each) for budget in grant(driver.devices, config.budget)]
     if store is None:
         return Ledger(budgets, os.geteuid(), config.limits, config.policy)
     room = store.limit - len(OURS)
-    return Ledger.restore(budgets, os.geteuid(), config.limits, config.policy, store.items(), room)
+    return Ledger.restore(budgets, os.geteuid(), config.limits, config.policy, items.items(), room)
 
 
 def _load(devices: str) -> Driver:

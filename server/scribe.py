@@ -9,7 +9,7 @@ comes to mean something else gets another letter: a broker of another version th
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -47,7 +47,6 @@ _KEY = re.compile(rb"([srd])(%s)|(a)(%s%s)" % (_NUMBER, _NUMBER, _NUMBER))
 T = TypeVar("T")
 
 Changes = list[tuple[bytes, bytes | None]]
-Items = Iterable[tuple[bytes, bytes]]
 _Key = tuple[str, tuple[int, ...]]
 
 
@@ -78,10 +77,9 @@ class Scribe:
         self._changes: dict[bytes, bytes | None] = {}
         self._asked: dict[Session, None] = {}
 
-    def took_over(self, items: Items) -> None:
+    def took_over(self, items: Mapping[bytes, bytes]) -> None:
         """This broker goes on with what is in a journal."""
-        before = next((value for key, value in items if key == RESTARTS), msgspec.msgpack.encode(0))
-        self.restarts = 1 + _decode(before, int)
+        self.restarts = 1 + (_decode(items[RESTARTS], int) if RESTARTS in items else 0)
         self._changes[RESTARTS] = msgspec.msgpack.encode(self.restarts)
 
     def opened(self, session: Session, version: int, *, welcomed: bool) -> None:
@@ -170,7 +168,7 @@ class Remembered:
         return None if body is None else Answer(request, body)
 
 
-def recall(items: Items, known: Collection[int]) -> tuple[dict[int, Remembered], list[bytes]]:
+def recall(items: Mapping[bytes, bytes], known: Collection[int]) -> tuple[dict[int, Remembered], list[bytes]]:
     """Return what a journal has of the sessions that the ledger ``known`` has, and the keys that belong to no session.
 
     Of a session that the ledger has alone nothing else is believed: it is ``mute``. What the journal has of a session
@@ -179,7 +177,7 @@ def recall(items: Items, known: Collection[int]) -> tuple[dict[int, Remembered],
     Raises:
         Damaged: it says what nobody can have written.
     """
-    entries = {_numbers(key): data for key, data in items if key != RESTARTS and not key.startswith(PREFIX)}
+    entries = {_numbers(key): data for key, data in items.items() if key != RESTARTS and not key.startswith(PREFIX)}
     sessions: dict[int, Remembered] = {}
     owners: dict[_Key, int] = {}
     for key, data in entries.items():

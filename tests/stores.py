@@ -153,11 +153,15 @@ class Warehouse:
 
 
 class StoredBroker(BrokerProcess):
-    """A broker process whose descriptors a :class:`Warehouse` keeps. Whatever is told to restart finds them."""
+    """A broker process whose descriptors a :class:`Warehouse` keeps. Whatever is told to restart finds them.
+
+    Attributes:
+        room: descriptors that the store says it takes.
+    """
 
     def __init__(self, directory: Path, devices: str = DEVICES, budget: str | None = None, room: int = ROOM) -> None:
         self.warehouse = Warehouse(directory.with_name("notify"))
-        self._room = room
+        self.room = room
         try:
             super().__init__(directory, devices, budget)
         except BaseException:
@@ -190,7 +194,7 @@ class StoredBroker(BrokerProcess):
         stored = [(name, each) for name, descriptors in self.warehouse.stored.items() for each in descriptors]
         numbers = [descriptor for _, descriptor in stored]
         names = ":".join(name for name, _ in stored)
-        environ = {"NOTIFY_SOCKET": str(self.warehouse.path), "FDSTORE": str(self._room), "LISTEN_FDNAMES": names}
+        environ = {"NOTIFY_SOCKET": str(self.warehouse.path), "FDSTORE": str(self.room), "LISTEN_FDNAMES": names}
         return subprocess.Popen(
             [sys.executable, "-c", LAUNCH, str(len(numbers)), *map(str, numbers), *self.command()],
             stdin=subprocess.DEVNULL,

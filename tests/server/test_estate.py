@@ -141,6 +141,22 @@ def test_a_journal_that_cannot_be_read_is_refused_with_what_to_do_and_everything
         assert client.devices()
 
 
+def test_a_store_without_room_for_a_single_session_is_refused_with_how_to_make_it_larger(kept: StoredBroker) -> None:
+    kept.stop()
+    before = dict(kept.warehouse.stored)
+    for room in (1, 4):
+        kept.room = room
+        said = refused(kept)
+        assert f"the store takes {room} descriptor" in said
+        assert "needs 5" in said
+        assert "CUBROKER_STORE" in said
+        assert kept.warehouse.stored == before
+    kept.room = 5
+    kept.start()
+    with session(kept.directory) as client:
+        assert client.devices()
+
+
 def test_no_user_can_fill_the_store_alone() -> None:
     with storing(room=40) as broker, ExitStack() as undo:
         for _ in range(10):

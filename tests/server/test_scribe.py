@@ -53,7 +53,7 @@ class Book:
 
 
 def remembered_of(book: Book, session: int) -> Remembered:
-    remembered, stray = recall(book.entries.items(), [session])
+    remembered, stray = recall(book.entries, [session])
     assert not stray
     return remembered[session]
 
@@ -167,7 +167,7 @@ def test_what_nobody_can_have_written_is_refused(key: bytes, value: bytes, compl
     scribe.opened(client.session, 1, welcomed=True)
     book.write([*scribe.changes(), (b"l/format", b"the ledger's"), (key, value)])
     with pytest.raises(Damaged, match=complaint):
-        recall(book.entries.items(), [1])
+        recall(book.entries, [1])
 
 
 def test_what_belongs_to_no_session_is_named_and_struck_out() -> None:
@@ -178,7 +178,7 @@ def test_what_belongs_to_no_session_is_named_and_struck_out() -> None:
     book.write(
         [*scribe.changes(), (b"r/2", msgspec.msgpack.encode([0, 0, []])), (b"a/3/1", msgspec.msgpack.encode([b"", 0]))]
     )
-    remembered, stray = recall(book.entries.items(), [1])
+    remembered, stray = recall(book.entries, [1])
     assert sorted(remembered) == [1]
     assert sorted(stray) == [b"a/3/1", b"d/8", b"r/2", b"s/2"]
     scribe.forget(stray)
@@ -189,7 +189,7 @@ def test_what_belongs_to_no_session_is_named_and_struck_out() -> None:
 def test_a_session_whose_secret_is_not_written_down_is_mute_and_nothing_else_is_believed_of_it() -> None:
     book = Book()
     book.write([(b"r/1", msgspec.msgpack.encode([4, 0, []])), (b"d/8", msgspec.msgpack.encode(1))])
-    remembered, stray = recall(book.entries.items(), [1, 2])
+    remembered, stray = recall(book.entries, [1, 2])
     assert [remembered[number].mute for number in (1, 2)] == [True, True]
     assert remembered[1].owed == []
     assert sorted(stray) == [b"d/8", b"r/1"]
@@ -204,9 +204,9 @@ def test_every_broker_that_goes_on_is_counted() -> None:
     book = Book()
     for restarts in (1, 2, 3):
         scribe = Scribe()
-        scribe.took_over(book.entries.items())
+        scribe.took_over(book.entries)
         assert scribe.restarts == restarts
         book.write(scribe.changes())
     assert Scribe().restarts == 0
     with pytest.raises(Damaged):
-        Scribe().took_over([(b"n", b"\xc1")])
+        Scribe().took_over({b"n": b"\xc1"})
