@@ -48,6 +48,7 @@ _SUM = Struct("<I")
 _SLOT = Struct("<8sIQQQ")  # magic, format, and a Slot; then its checksum
 _FRAME = Struct("<Q")  # the bytes of its entries; then the checksum of both, then the entries
 _ENTRY = Struct("<II")  # the bytes of the key and of the value; then these
+_ENTRY_HEAD = _ENTRY.size
 HEAD = _FRAME.size + _SUM.size
 
 Change = tuple[bytes, bytes | None]
@@ -77,15 +78,19 @@ class Index:
 
     def note(self, at: int, changes: Iterable[Change]) -> None:
         """Take note of entries that begin ``at``."""
+        places, nbytes = self.places, self.nbytes
         for key, value in changes:
-            known = self.places.pop(key, None) if value is None else self.places.get(key)
+            before = _ENTRY_HEAD + len(key)
+            known = places.pop(key, None) if value is None else places.get(key)
             if known is not None:
-                self.nbytes -= _ENTRY.size + len(key) + known[1]
-            at += _ENTRY.size + len(key)
+                nbytes -= before + known[1]
+            at += before
             if value is not None:
-                self.places[key] = at, len(value)
-                self.nbytes += _ENTRY.size + len(key) + len(value)
-                at += len(value)
+                size = len(value)
+                places[key] = at, size
+                nbytes += before + size
+                at += size
+        self.nbytes = nbytes
 
 
 class Journal:
@@ -244,7 +249,7 @@ def _entry(change: Change) -> bytes:
     key, value = change
     if value is None:
         return _ENTRY.pack(len(key), DELETED) + key
-    return b"".join((_ENTRY.pack(len(key), len(value)), key, value))
+    return _ENTRY.pack(len(key), len(value)) + key + value
 
 
 def _changes(entries: bytes) -> Iterator[Change]:
@@ -252,7 +257,7 @@ def _changes(entries: bytes) -> Iterator[Change]:
     at = 0
     while at < len(entries):
         nkey, nvalue = _ENTRY.unpack_from(entries, at)
-        at += _ENTRY.size + nkey
+        at += _ENTRY_HEAD + nkey
         key = entries[at - nkey : at]
         value = None if nvalue == DELETED else entries[at : at + nvalue]
         at += 0 if value is None else nvalue
