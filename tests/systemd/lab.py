@@ -130,6 +130,7 @@ def _group() -> Iterator[Path]:
     place = hierarchy()
     assert place is not None
     group = Path(tempfile.mkdtemp(prefix="cubroker-lab-", dir=place))
+    group.chmod(0o755)  # it is the root of all groups inside, where users have some of their own
     try:
         yield group
     finally:
