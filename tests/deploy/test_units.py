@@ -41,8 +41,8 @@ class Installed:
 
     folder: Path
 
-    def make(self, target: str) -> None:
-        arguments = [f"PREFIX={self.folder}/usr", f"SYSCONFDIR={self.folder}/etc"]
+    def make(self, target: str, *places: str) -> None:
+        arguments = places or [f"PREFIX={self.folder}/usr", f"SYSCONFDIR={self.folder}/etc"]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
         subprocess.run(["make", "-C", ROOT, target, *arguments], check=True, capture_output=True, env=environment)
 
@@ -100,6 +100,8 @@ def test_the_service_is_hardened_and_says_why_of_all_that_is_open() -> None:
     report = subprocess.run([*security, UNITS / "cubroker.service"], capture_output=True, text=True, check=True).stdout
     open_ones = [each["name"] for each in json.loads(report) if each["exposure"]]
     assert open_ones
+    overall = subprocess.run([*security[:-1], UNITS / "cubroker.service"], capture_output=True, text=True, check=True)
+    assert float(re.findall(r"level for cubroker\.service: ([\d.]+)", overall.stdout)[0]) <= 1.0
     _, _, reasons = (UNITS / "cubroker.service").read_text().partition("# -- What has to stay open")
     unexplained = [name for name in open_ones if re.sub(r"^.*~|=.*$", "", name) not in reasons]
     assert unexplained == []
@@ -147,6 +149,17 @@ def test_an_installed_unit_has_the_paths_that_were_chosen(installed: Installed) 
         assert f"{installed.folder}/usr/bin/cubroker" in unit.read_text()
     service = (installed.folder / "usr/lib/systemd/system/cubroker.service").read_text()
     assert f"--config {installed.folder}/etc/cubroker/cubroker.toml" in service
+
+
+def test_a_package_is_staged_below_another_root_with_the_paths_of_the_host(tmp_path: Path) -> None:
+    stage = Installed(tmp_path)
+    places = (f"DESTDIR={tmp_path}", "PREFIX=/usr", "SYSCONFDIR=/etc")
+    stage.make("install", *places)
+    assert {"usr/lib/systemd/system/cubroker.service", "etc/cubroker/cubroker.toml"} < stage.files()
+    texts = [(tmp_path / file).read_text() for file in stage.files() if file.startswith("usr/lib")]
+    assert not any(str(tmp_path) in text or "/usr/local" in text for text in texts)
+    stage.make("uninstall", *places)
+    assert stage.files() == set()
 
 
 def test_what_is_installed_is_removed_again(installed: Installed) -> None:
