@@ -46,6 +46,8 @@ _KEY = re.compile(rb"([srd])(%s)|(a)(%s%s)" % (_NUMBER, _NUMBER, _NUMBER))
 
 T = TypeVar("T")
 
+_encode = msgspec.msgpack.Encoder().encode
+
 Changes = list[tuple[bytes, bytes | None]]
 _Key = tuple[str, tuple[int, ...]]
 
@@ -80,11 +82,11 @@ class Scribe:
     def took_over(self, items: Mapping[bytes, bytes]) -> None:
         """This broker goes on with what is in a journal."""
         self.restarts = 1 + (_decode(items[RESTARTS], int) if RESTARTS in items else 0)
-        self._changes[RESTARTS] = msgspec.msgpack.encode(self.restarts)
+        self._changes[RESTARTS] = _encode(self.restarts)
 
     def opened(self, session: Session, version: int, *, welcomed: bool) -> None:
         """A session is open; its client knows that once it is ``welcomed``."""
-        self._changes[_key("s", session.number)] = msgspec.msgpack.encode(_Session(session.secret, version, welcomed))
+        self._changes[_key("s", session.number)] = _encode(_Session(session.secret, version, welcomed))
 
     def asked(self, session: Session) -> None:
         """A session's receipts or answers may have changed."""
@@ -107,7 +109,7 @@ class Scribe:
 
     def owed(self, session: int, lease: int) -> None:
         """The descriptors of a lease are on their way."""
-        self._changes[_key("d", lease)] = msgspec.msgpack.encode(session)
+        self._changes[_key("d", lease)] = _encode(session)
 
     def sent(self, lease: int) -> None:
         """All descriptors of a lease are with its holder, or are not to be sent any more."""
@@ -122,10 +124,10 @@ class Scribe:
         return list(changes.items())
 
     def _write(self, session: Session) -> None:
-        self._changes[_key("r", session.number)] = msgspec.msgpack.encode(session.answers.receipts)
+        number, changes = session.number, self._changes  # so often that keys are put together at once, and not by _key
+        changes[b"r/%d" % number] = _encode(session.answers.receipts)
         for request, answer in session.answers.changes().items():
-            key = b"a/%d/%d" % (session.number, request)  # two of them a request, so they are put together at once
-            self._changes[key] = None if answer is None else msgspec.msgpack.encode(_entry(answer))
+            changes[b"a/%d/%d" % (number, request)] = None if answer is None else _encode(_entry(answer))
 
 
 def lasts(body: Reply) -> bool:
