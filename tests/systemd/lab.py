@@ -54,6 +54,11 @@ def obstacle() -> str:
     )
 
 
+def release() -> int:
+    """Return which systemd it is, such as 252."""
+    return int(subprocess.check_output(["systemctl", "--version"], text=True).split()[1])
+
+
 def hierarchy() -> Path | None:
     """Return where control groups of version 2 can be made, or None."""
     places = (place for place in GROUPS if (place / "cgroup.procs").exists() and os.access(place, os.W_OK))

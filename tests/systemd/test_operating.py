@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,11 +12,11 @@ import pytest
 
 from tests.checkpoints import filled, write
 from tests.systemd.installing import source
-from tests.systemd.lab import ROOT, Lab, booted, obstacle
+from tests.systemd.lab import ROOT, Lab, booted, obstacle, release
 from tests.systemd.page import Step, Terminal, difference, steps
 
 PAGE = (ROOT / "docs" / "operating.md").read_text()
-RELEASE = "252"
+RELEASE = 252
 """Which systemd the page shows."""
 
 VERSIONS = ("0.1.0", "0.2.0")
@@ -121,7 +120,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     """A host with a Python, two versions of the tree, two models and a user."""
     if reason := obstacle():
         pytest.skip(reason)
-    if RELEASE not in subprocess.check_output(["systemctl", "--version"], text=True).split():
+    if release() != RELEASE:
         pytest.skip(f"the page shows systemd {RELEASE}")
     folder = tmp_path_factory.mktemp("host")
     with booted() as lab:

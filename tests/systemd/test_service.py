@@ -10,6 +10,7 @@ import pytest
 from tests.brokers import eventually
 from tests.checkpoints import filled, write
 from tests.systemd.clients import Client
+from tests.systemd.lab import release
 from tests.systemd.service import SERVICE, SETTINGS, SOCKETS, TEXT, Service
 
 pytestmark = pytest.mark.slow
@@ -84,6 +85,9 @@ def test_a_worker_that_died_while_no_broker_ran_is_found_out(service: Service) -
 def test_stopped_and_started_it_has_what_systemd_keeps_and_workers_keep_their_memory(service: Service) -> None:
     service.publish("held")
     kept = service.lab.run("systemctl", "show", "--property=FileDescriptorStorePreserve", SERVICE).stdout
+    if release() == 254:
+        pytest.skip("systemd 254 starts no stopped socket while anything is stored")
+    service.lab.run("systemctl", "enable", SERVICE)
     service.lab.write(SETTINGS, TEXT + "[shutdown]\ndrain_seconds = 0.1\n")
     service.lab.systemctl("reload", SERVICE)
     with Client(service.lab, "hold", "held") as holder:
