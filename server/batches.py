@@ -20,7 +20,7 @@ FULL = 1 << 20
 """Bytes of frames after which a batch takes no further message."""
 
 MAX_BATCH = 64 << 20
-"""Bytes. No honest batch is larger: the broker answers one batch with one, of as many messages."""
+"""Bytes. No honest batch is larger: both sides begin another once one is full."""
 
 MAX_FRAMES = 1 << 19
 """Frames of one batch, which room is made for as soon as one promises them. An answer has 8 bytes at least."""

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Self, cast
 
 from cubroker.server import batches
@@ -53,17 +54,16 @@ class Link(asyncio.Protocol):
         self._transport.set_write_buffer_limits(HIGH_WATER)
 
     def data_received(self, data: bytes) -> None:
-        """Hand over every batch that is whole."""
+        """Hand over every batch that is whole, all as one: what they ask is written down, and answered, together."""
         try:
             whole = self._batches.feed(data)
         except ValueError as error:
             log.error("the gateway sent what is no batch (%s); it is started again", error)
             return self.close()
-        for batch in whole:
-            if batch:
-                self._receive(batch)
-            elif not self.listening.done():
-                self.listening.set_result(None)
+        if not all(whole) and not self.listening.done():
+            self.listening.set_result(None)
+        if frames := list(chain.from_iterable(whole)):
+            self._receive(frames)
         return None
 
     def pause_writing(self) -> None:

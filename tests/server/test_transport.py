@@ -44,6 +44,18 @@ def test_a_gateway_listens_from_its_first_empty_batch_on() -> None:
     run(test())
 
 
+def test_batches_that_come_together_are_handed_over_as_one() -> None:
+    async def test() -> None:
+        async with linked() as (link, gateway, received):
+            others = [b"other", b"first", b"id", b"second"]
+            gateway.send(b"".join(map(batches.encode, ((), REQUESTS, others))))
+            await until(lambda: received)
+            assert link.listening.done()
+            assert received == [REQUESTS + others]
+
+    run(test())
+
+
 def test_answers_travel_in_one_batch_and_nowhere_once_the_gateway_is_gone() -> None:
     async def test() -> None:
         async with linked() as (link, gateway, _):
