@@ -67,7 +67,7 @@ class Sight:
         if self._meters:
             self._meters.gateway_changed()
 
-    # Nearly all that happens are requests and their answers. So these come first, and are not matched, which costs more.
+    # Nearly all that happens are requests and their answers: these come first, and nothing is matched, which costs more.
     def _before(self, event: Event) -> None:
         if isinstance(event, Asked):
             body = event.body
@@ -77,9 +77,8 @@ class Sight:
             if (who := self._ledger.holder(event.session)) is not None:
                 self._notes.lost(who)
             self._asked.pop(event.session, None)  # what waits of it is not answered any more
-        elif isinstance(event, Gone):
-            if (who := self._ledger.holder(event.session)) is not None:
-                self._notes.gone(who)
+        elif isinstance(event, Gone) and (who := self._ledger.holder(event.session)) is not None:
+            self._notes.gone(who)
 
     def _after(self, event: Event, effects: Collection[Effect]) -> None:
         if isinstance(event, Asked):
