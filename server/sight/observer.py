@@ -67,7 +67,7 @@ class Sight:
         if self._meters:
             self._meters.gateway_changed()
 
-    # Nearly all that happens are requests and their answers: these come first, and nothing is matched, which costs more.
+    # Nearly all that happens are requests and their answers: they come first, and nothing is matched, which costs more.
     def _before(self, event: Event) -> None:
         if isinstance(event, Asked):
             body = event.body

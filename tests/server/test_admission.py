@@ -17,7 +17,7 @@ from cubroker.protocol.messages import Answer, Clients, Envelope, Greeting, List
 from cubroker.server.answers import Frame
 from cubroker.server.assembly import Assembly
 from cubroker.server.broker import Broker
-from cubroker.server.ledger import Ledger, drafts
+from cubroker.server.ledger import Ledger, drafts, sessions
 from cubroker.server.peers import Peer
 from cubroker.server.scribe import Scribe
 from cubroker.server.store import notify
@@ -100,7 +100,7 @@ def failing(times: int) -> Callable[..., None]:
 
 @pytest.mark.parametrize(
     ("where", "what", "times"),
-    [(Ledger, "_joined", 1), (drafts, "settle", 1), (drafts, "settle", 2)],
+    [(sessions, "joined", 1), (drafts, "settle", 1), (drafts, "settle", 2)],
     ids=["at all", "as a whole", "and does not let go"],
 )
 def test_a_session_that_the_ledger_does_not_take_is_turned_away_and_leaves_nothing_behind(
