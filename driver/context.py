@@ -133,7 +133,8 @@ class Context:
         """Map another process's allocation and return the pointer to its first byte.
 
         Opening again returns the same pointer; each time counts, and needs its own :meth:`close`.
-        The process that exported it cannot open it (CUDA_ERROR_INVALID_CONTEXT); a handle that is
+        The process that exported it cannot open it (CUDA_ERROR_INVALID_CONTEXT), nor one that has the same number in
+        another pid namespace; a handle that is
         made up, or whose memory was freed, is CUDA_ERROR_INVALID_VALUE. The memory may be on another
         device, if this one reaches it (else CUDA_ERROR_PEER_ACCESS_UNSUPPORTED): access is enabled by itself.
         """
@@ -188,6 +189,9 @@ class Context:
         return {
             "CUDA_ERROR_PEER_ACCESS_UNSUPPORTED": f"the memory is on a device that device {self.device.index} does not "
             "reach; open it on that device, or on one that does",
+            "CUDA_ERROR_INVALID_CONTEXT": "this process exported it; or has the number, in its pid namespace, that the "
+            "one which did has in its own, and CUDA takes them for the same: run one of the two in the host's pid "
+            "namespace, or share it as vmm",
             "CUDA_ERROR_INVALID_HANDLE": "this process has it open in another context of the device; "
             "shared memory can be opened in one context per device and process",
             "CUDA_ERROR_INVALID_VALUE": "the memory is gone, or it is emulated and its owner in another network "

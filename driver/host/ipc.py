@@ -41,7 +41,7 @@ class Ipc(State):
             raise Refusal(Result.CUDA_ERROR_INVALID_VALUE)
         raw = ctypes.string_at(handle.getPtr(), sharing.HANDLE_BYTES)
         with self.lock:
-            if self.owner and self.owner.owns(raw):
+            if sharing.by_this_process(raw):
                 raise Refusal(Result.CUDA_ERROR_INVALID_CONTEXT)
             if self.stack[-1] in self.created:  # one context per device and process opens memory
                 raise Refusal(Result.CUDA_ERROR_INVALID_HANDLE)

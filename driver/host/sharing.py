@@ -1,6 +1,6 @@
 """How the bytes of a block reach another process: its descriptor, for whoever knows an allocation's secret.
 
-A handle is 64 bytes: the owner's address, the secret, zeros. The address names a datagram socket in
+A handle is 64 bytes: the owner's address, the secret, its process id, zeros. The address names a datagram socket in
 the abstract namespace, which any user of this network namespace can write to and which ends with
 its process. One message asks (the secret), one answers (the descriptor, the device whose memory it is
 and the allocation's offset, or nothing if the secret is unknown). The owner keeps no state between
@@ -11,6 +11,7 @@ over in the same way.
 from __future__ import annotations
 
 import errno
+import os
 import secrets
 import socket
 import struct
@@ -65,7 +66,7 @@ class Owner:
         """Return the handle with which others get what is offered."""
         with self._lock:
             self._exported[secret] = offer
-        return (self._address + secret).ljust(HANDLE_BYTES, b"\0")
+        return (self._address + secret + _INT.pack(os.getpid())).ljust(HANDLE_BYTES, b"\0")
 
     def withdraw(self, secret: bytes) -> None:
         """Answer for this secret no more; the descriptor may be closed afterwards."""
@@ -127,6 +128,11 @@ class Offers:
         if not self._secrets:
             self._owner.stop()
             self._owner = None
+
+
+def by_this_process(handle: bytes) -> bool:
+    """Whether a GPU would say so: it compares numbers, which mean others in another pid namespace."""
+    return _INT.unpack_from(handle, _ADDRESS_BYTES + SECRET_BYTES)[0] == os.getpid()
 
 
 def secret_of(handle: bytes) -> bytes:

@@ -120,6 +120,19 @@ def test_emulated_ipc_memory_needs_a_common_network_namespace_and_says_so(broker
         )
 
 
+def test_ipc_memory_of_a_process_with_the_same_number_elsewhere_is_refused_and_vmm_is_not() -> None:
+    before = unshare("--pid", "--fork", "--kill-child")
+    with contained("--pid") as broker:  # which is process 1 there, as the client is in its own namespace
+        publish(broker.directory, "ipc")
+        with visiting(broker.directory, "llama", before) as guest:
+            assert guest.said[0] == "device"
+            assert "CUDA_ERROR_INVALID_CONTEXT" in guest.said[1]
+            assert guest.said[1].endswith("run one of the two in the host's pid namespace, or share it as vmm")
+        publish(broker.directory)
+        with visiting(broker.directory, "llama", before) as guest:
+            assert guest.said == CONTENT
+
+
 @needs_root
 def test_a_client_reaches_the_directory_where_it_is_mounted_read_only_too(
     broker: BrokerProcess, tmp_path: Path
