@@ -132,7 +132,8 @@ class Offers:
 
 def by_this_process(handle: bytes) -> bool:
     """Whether a GPU would say so: it compares numbers, which mean others in another pid namespace."""
-    return _INT.unpack_from(handle, _ADDRESS_BYTES + SECRET_BYTES)[0] == os.getpid()
+    (owner,) = _INT.unpack_from(handle, _ADDRESS_BYTES + SECRET_BYTES)
+    return bool(owner == os.getpid())
 
 
 def secret_of(handle: bytes) -> bytes:
