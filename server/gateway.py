@@ -146,7 +146,7 @@ def bind(context: zmq.Context[zmq.Socket[bytes]], listener: int, path: str) -> z
 def limit() -> None:
     """Bound this process's descriptors and memory, and leave signals to the broker."""
     # A terminal or service manager signals the whole group; the broker ends the gateway when it is done.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     for kind, value in ((resource.RLIMIT_NOFILE, MAX_DESCRIPTORS), (resource.RLIMIT_DATA, MAX_MEMORY)):
         _, hard = resource.getrlimit(kind)

@@ -105,7 +105,7 @@ def test_a_broker_stops_while_it_waits_to_start_a_gateway(broker: BrokerProcess,
 
 def test_a_gateway_leaves_signals_to_the_broker(broker: BrokerProcess, client: RawClient) -> None:
     pid = gateway_of(broker.pid)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         os.kill(pid, number)
     assert client.devices()
     assert gateway_of(broker.pid) == pid
