@@ -249,7 +249,7 @@ def _check(books: Books, entries: Mapping[Mark, Entry]) -> None:
             raise _damaged(record.key(mark), "what was made of it would be recorded in another way")
     try:
         invariants.check(books)
-    except AssertionError as error:
+    except invariants.MISTAKES as error:
         raise Damaged(f"the ledger's record contradicts itself: {invariants.in_words(error)}") from None
 
 

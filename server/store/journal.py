@@ -79,18 +79,21 @@ class Index:
     def note(self, at: int, changes: Iterable[Change]) -> None:
         """Take note of entries that begin ``at``."""
         places, nbytes = self.places, self.nbytes
-        for key, value in changes:
-            before = _ENTRY_HEAD + len(key)
-            known = places.pop(key, None) if value is None else places.get(key)
-            if known is not None:
-                nbytes -= before + known[1]
-            at += before
-            if value is not None:
-                size = len(value)
-                places[key] = at, size
-                nbytes += before + size
-                at += size
-        self.nbytes = nbytes
+        try:
+            for key, value in changes:
+                before = _ENTRY_HEAD + len(key)
+                at += before
+                if value is None:
+                    known = places.pop(key, None)
+                else:
+                    known, size = places.get(key), len(value)
+                    places[key] = at, size
+                    nbytes += before + size
+                    at += size
+                if known is not None:
+                    nbytes -= before + known[1]
+        finally:  # there may be no memory for a place: then all is noted again, with the next commit
+            self.nbytes = nbytes
 
 
 class Journal:

@@ -23,7 +23,7 @@ PATIENCE = 5.0
 """Seconds that a message may wait for room in the queue of whoever takes it."""
 
 PAUSE = 0.005
-"""Seconds between two attempts to send more descriptors than may be under way at once."""
+"""Seconds between two attempts to send what there is no memory for, or more descriptors than may be under way."""
 
 MOST_DESCRIPTORS = 253
 """Descriptors that one message can carry (SCM_MAX_FD)."""
@@ -36,6 +36,9 @@ VARIABLES = (
     *("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES", "LISTEN_PIDFDID"),
 )
 """What the protocol has in the environment, for one process and not for its children."""
+
+SCARCE = (errno.ETOOMANYREFS, errno.ENOBUFS, errno.ENOMEM)
+"""What it says where too many descriptors are under way, or there is no memory: for now."""
 
 GONE = (errno.ECONNREFUSED, errno.ECONNRESET, errno.ENOTCONN)
 """What the system says of a socket whose other end was closed."""
@@ -92,7 +95,7 @@ class Manager:
         try:
             self._transmit(message, descriptors, socket.MSG_DONTWAIT)
         except OSError as error:
-            if error.errno in (errno.EAGAIN, errno.ETOOMANYREFS):
+            if error.errno in (errno.EAGAIN, *SCARCE):
                 return False
             raise self._unreachable(message, error) from error
         return True
@@ -177,9 +180,9 @@ class Manager:
             try:
                 self._transmit(message, descriptors)
             except OSError as error:
-                if error.errno != errno.ETOOMANYREFS or time.monotonic() > deadline:
+                if error.errno not in SCARCE or time.monotonic() > deadline:
                     raise
-                time.sleep(PAUSE)  # the kernel tells nobody when they have arrived
+                time.sleep(PAUSE)  # the kernel tells nobody when it can be done
             else:
                 return
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from cubroker.protocol import messages as m
-from cubroker.server.ledger import Budget, Impossible, Ledger, Limits, books, record
+from cubroker.server.ledger import Budget, Impossible, Ledger, Limits, books, invariants, record
 from cubroker.server.ledger import events as e
 from cubroker.server.ledger.policy import Policy, Quota
 from cubroker.server.store.damaged import Damaged
@@ -388,6 +388,16 @@ def test_a_record_with_a_key_that_is_not_known_is_refused(key: bytes) -> None:
     like = next((known for known in items if known.split(b"/")[1] == key.split(b"/")[1]), b"l/format")
     items[key] = items[like]
     with pytest.raises(Damaged):
+        restored(items)
+
+
+def test_a_record_that_the_check_itself_cannot_bear_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(books: object) -> None:
+        raise KeyError("m7")
+
+    items = varied().ledger.record()
+    monkeypatch.setattr(invariants, "check", lost)
+    with pytest.raises(Damaged, match=r"contradicts itself: .*m7"):
         restored(items)
 
 

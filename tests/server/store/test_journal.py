@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from cubroker.server.store import journal
 from cubroker.server.store.damaged import Damaged
-from cubroker.server.store.journal import AREA, SLOTS, Change, Journal
+from cubroker.server.store.journal import _ENTRY_HEAD, AREA, SLOTS, Change, Index, Journal
 from tests.server.store import writer
 
 SLOT = 40
@@ -217,6 +217,19 @@ def test_a_commit_that_there_is_no_memory_for_changes_nothing(which: int) -> Non
         kept.commit([(b"b", b"4")])
         with closing(reopened(kept)) as again:
             assert content(again) == {b"a": b"1", b"b": b"4"}
+
+
+def test_an_index_that_is_interrupted_still_counts_the_bytes_that_it_has() -> None:
+    def interrupted() -> Iterator[Change]:
+        yield b"key", b"a longer value"
+        yield b"other", b"value"
+        yield b"other", None
+        raise MemoryError
+
+    index = Index()
+    with pytest.raises(MemoryError):
+        index.note(0, interrupted())
+    assert index.nbytes == sum(_ENTRY_HEAD + len(key) + size for key, (_, size) in index.places.items()) > 0
 
 
 def test_a_compaction_that_there_is_no_memory_for_is_tried_again() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import select
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -145,6 +146,23 @@ def test_a_manager_that_takes_nothing_holds_nobody_up_for_ever(
     with pytest.raises(Unavailable, match=r"did not take WATCHDOG=1 within 0\.01 s"):
         flood()
     manager.close()
+
+
+@pytest.mark.parametrize("error", [errno.ETOOMANYREFS, errno.ENOBUFS, errno.ENOMEM])
+def test_what_there_is_no_memory_for_now_is_said_later(
+    manager: Manager, channel: socket.socket, monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    transmit, refusals = manager._transmit, [error, error]
+
+    def scarce(message: str, descriptors: Sequence[int], flags: int = 0) -> None:
+        if refusals:
+            raise OSError(refusals.pop(), "not now")
+        transmit(message, descriptors, flags)
+
+    monkeypatch.setattr(manager, "_transmit", scarce)
+    assert not manager.offer(words.WATCHDOG)
+    manager.say(words.WATCHDOG)
+    assert arrived(channel) == (words.WATCHDOG.encode(), [])
 
 
 def test_a_manager_that_is_gone_is_an_error_that_says_so(manager: Manager, channel: socket.socket) -> None:
