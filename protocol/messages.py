@@ -239,7 +239,7 @@ class SendDescriptors(Message, frozen=True):
 
 
 class Cancel(Message, frozen=True):
-    """The caller no longer waits for its request ``request``. Answer: :class:`Done`."""
+    """The caller no longer waits for its request ``request``. Answer: :class:`Done`, but not before that has come."""
 
     request: Identifier
 

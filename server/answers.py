@@ -7,7 +7,7 @@ Where answers outlive the broker, :meth:`Answers.changes` tells what is to be wr
 All of it is bounded: past the bound further requests are refused, and so are their copies, however
 late. Of those only the highest number is remembered: what came before it and is not known was lost, or
 refused as well. What a client insists on, since it gives something back, is not refused but ignored,
-and so done when it is sent again and there is room.
+and so done when it is sent again and there is room; so is a cancel that comes before what it is meant for.
 """
 
 from __future__ import annotations
@@ -140,10 +140,12 @@ class Answers:
         received: Iterable[int] = (),
         *,
         insisted: bool = False,
+        about: int = 0,
     ) -> Verdict | Frame:
         """Take note of request ``number``, ``nbytes`` long; return the kept answer if there is one.
 
-        ``insisted``: its client sends it until it is answered, and takes no refusal.
+        ``insisted``: its client sends it until it is answered, and takes no refusal. ``about``: an earlier request
+        that it cancels. Where that was lost on the way, to an earlier broker's gateway, it is still to come.
         """
         for other in received:
             self._drop(other)
@@ -165,6 +167,8 @@ class Answers:
                 return Verdict.LATER
             self._refused = number
             return Verdict.FULL
+        if 0 < about < number and self._is_to_come(about):
+            return Verdict.LATER
         self._pending[number] = (routing, nbytes)
         self._nbytes += nbytes
         return Verdict.NEW
@@ -187,6 +191,11 @@ class Answers:
     def is_pending(self, number: int) -> bool:
         """Whether the request is still to be answered."""
         return number in self._pending
+
+    def _is_to_come(self, number: int) -> bool:
+        """Whether a request would be done if it came: it did not, and its client has no answer or refusal of it."""
+        there = number in self._pending or number in self._kept or number in self._received
+        return not there and number >= self._oldest and number > self._refused
 
     def _drop(self, number: int) -> None:
         """Drop an answer that the client has, and remember that it has it."""

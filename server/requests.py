@@ -136,16 +136,18 @@ class Requests:
             return self._put(routing, wire.pack(Answer(envelope.id, DENIED)))
         if self._scribe:
             self._scribe.asked(session)
+        body = envelope.body
         verdict = session.answers.admit(
             envelope.id,
             envelope.oldest,
             routing,
             len(frame),
             envelope.received,
-            insisted=type(envelope.body) in LAST_WORDS,
+            insisted=type(body) in LAST_WORDS,
+            about=body.request if type(body) is Cancel else 0,
         )
         if verdict is Verdict.NEW:
-            self._begin(session, envelope.id, envelope.body)
+            self._begin(session, envelope.id, body)
         elif verdict is Verdict.FULL:
             self._put(routing, wire.pack(Answer(envelope.id, FULL)))
         elif not isinstance(verdict, Verdict):

@@ -50,6 +50,19 @@ def test_the_answer_of_a_request_that_its_client_gave_up_is_sent_and_not_kept() 
     assert answers.admit(1, 2, b"here", 10) is Verdict.STALE
 
 
+def test_a_request_about_another_one_that_has_not_come_is_for_later() -> None:
+    answers = Answers()
+    for number in (2, 3):
+        answered(answers, number)
+    assert answers.admit(9, 1, b"here", 10, about=1) is Verdict.LATER
+    assert answers.admit(9, 1, b"here", 10, (3,), about=4) is Verdict.LATER
+    assert not answers.is_pending(9)
+    assert answers.admit(4, 1, b"here", 10) is Verdict.NEW
+    for number, other in enumerate((4, 3, 2, 20), start=9):  # pending, received, answered, and not sent yet
+        assert answers.admit(number, 1, b"here", 10, about=other) is Verdict.NEW
+    assert answers.admit(13, 2, b"here", 10, about=1) is Verdict.NEW, "its client has the answer"
+
+
 def test_a_lease_weighs_no_less_than_its_bytes_however_its_memory_is_opened() -> None:
     for rows in ([bytes(64)], [bytes(64), b""], [b"", b"", bytes(64)], [DESCRIPTOR] * 64):
         replicas = tuple(Replica(f"HOST-{place}", (handle,) * 4096) for place, handle in enumerate(rows))

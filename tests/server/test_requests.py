@@ -314,6 +314,21 @@ def test_a_cancel_does_not_overtake_the_create_that_it_is_meant_for() -> None:
     run(test())
 
 
+def test_a_cancel_that_comes_before_what_it_is_meant_for_waits_to_be_sent_again() -> None:
+    """As to the next broker, to which the gateway of the last one did not bring the other: it is sent again as well."""
+
+    async def test() -> None:
+        async with desk() as at:
+            never, cancel = at.frame(1, Attach("never", 0, None, 600.0)), at.frame(2, Cancel(1))
+            for frame in (cancel, never, cancel):
+                at.requests.receive([b"id", frame])
+            assert [asked.request for asked in at.asked] == [1, 2]
+            at.requests.receive([b"id", at.frame(3, Cancel(7))])  # of which it knows that it was not sent yet
+            assert at.asked[-1].request == 3
+
+    run(test())
+
+
 def test_a_layout_of_a_session_that_is_over_is_not_passed_on() -> None:
     async def test() -> None:
         async with desk() as at:
