@@ -110,7 +110,7 @@ def test_a_session_that_the_ledger_does_not_take_is_turned_away_and_leaves_nothi
         stage = Stage(warehouse)
         with stage.greets() as before:
             assert isinstance(hears(before), Welcome)
-            journal, stored = warehouse.journal(), stage.stored()
+            stored, journal = stage.stored(), warehouse.journal()
             with monkeypatch.context() as broken:
                 broken.setattr(where, what, failing(times))
                 client = stage.greets()
