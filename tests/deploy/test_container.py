@@ -17,7 +17,7 @@ import pytest
 
 from cubroker.client import Broker
 from cubroker.protocol.layout import Layout
-from tests.brokers import PATIENCE
+from tests.brokers import PATIENCE, eventually
 from tests.deploy import containerfile, image
 from tests.deploy.image import ROOT, Image
 from tests.namespaces import children
@@ -99,7 +99,12 @@ def running(built: Image) -> Iterator[Container]:
             try:
                 yield Container(directory, process)
             finally:
+                # Changing its user made the first process forget that it is to end with the one that started it.
+                first = children(process.pid) if process.poll() is None else []
+                for pid in first:
+                    os.kill(pid, signal.SIGKILL)
                 process.kill()
+        eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in first), "the container to end")
 
 
 def status(pid: int) -> dict[str, str]:
