@@ -10,7 +10,7 @@ import msgspec
 
 from cubroker.cli import options, table, text
 from cubroker.client import Broker
-from cubroker.protocol.messages import ClientInfo
+from cubroker.protocol.infos import ClientInfo
 
 COLUMNS = (
     table.Column("SESSION", right=True),

@@ -14,7 +14,7 @@ from cubroker.cli.load import summary
 from cubroker.client import Broker
 from cubroker.client.loader import Loaded, load
 from cubroker.protocol.errors import CubrokerError, TimedOut
-from cubroker.protocol.messages import DeviceInfo
+from cubroker.protocol.infos import DeviceInfo
 
 NAME = "demo"
 WORKERS = 3

@@ -10,7 +10,7 @@ import msgspec
 
 from cubroker.cli import options, table, text
 from cubroker.client import Broker
-from cubroker.protocol.messages import DeviceInfo
+from cubroker.protocol.infos import DeviceInfo
 
 COLUMNS = (
     table.Column("INDEX", right=True),

@@ -11,8 +11,8 @@ import click
 from cubroker.cli import options, text
 from cubroker.cli.clients import held
 from cubroker.client import Broker
+from cubroker.protocol.bounds import MAX_WAIT
 from cubroker.protocol.errors import CubrokerError, TimedOut
-from cubroker.protocol.messages import MAX_WAIT
 
 LOOK = 0.5
 """Seconds after which it looks again at what is held."""

@@ -11,7 +11,8 @@ from math import ceil
 from rich.text import Text
 
 from cubroker.cli import text
-from cubroker.protocol.messages import BlockInfo, DeviceInfo, View, WaiterInfo
+from cubroker.protocol.infos import BlockInfo, DeviceInfo, WaiterInfo
+from cubroker.protocol.messages import View
 
 STYLES = {
     "current": "bright_blue",

@@ -10,7 +10,7 @@ from cubroker.cli import options, text
 from cubroker.cli.progress import progress
 from cubroker.client import Broker
 from cubroker.client.loader import Loaded, load
-from cubroker.protocol.messages import MAX_WAIT
+from cubroker.protocol.bounds import MAX_WAIT
 
 
 @click.command("load")

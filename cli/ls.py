@@ -10,7 +10,7 @@ import msgspec
 
 from cubroker.cli import options, table, text
 from cubroker.client import Broker
-from cubroker.protocol.messages import PoolInfo
+from cubroker.protocol.infos import PoolInfo
 
 COLUMNS = (
     table.Column("POOL", fold=True),

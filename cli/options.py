@@ -15,7 +15,7 @@ import msgspec
 from cubroker.protocol import names
 from cubroker.protocol.directory import default_directory
 from cubroker.protocol.errors import CubrokerError, Invalid, NotFound, Unavailable
-from cubroker.protocol.messages import DeviceInfo
+from cubroker.protocol.infos import DeviceInfo
 from cubroker.server.quantities import parse_bytes
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])

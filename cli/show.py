@@ -10,8 +10,8 @@ import msgspec
 
 from cubroker.cli import options, table, text
 from cubroker.client import Broker
+from cubroker.protocol.infos import PoolInfo
 from cubroker.protocol.layout import Layout, TensorSpec
-from cubroker.protocol.messages import PoolInfo
 
 COLUMNS = (
     table.Column("TENSOR", fold=True),

@@ -11,7 +11,7 @@ import msgspec
 
 from cubroker.cli import options, text
 from cubroker.client import Broker
-from cubroker.protocol.messages import Line
+from cubroker.protocol.infos import Line
 
 
 def _subject(context: click.Context, parameter: click.Parameter, value: str) -> str | int:

@@ -12,7 +12,7 @@ from cubroker.cli.progress import progress
 from cubroker.client import Broker
 from cubroker.client.verify import Verified, verify
 from cubroker.protocol.errors import CubrokerError
-from cubroker.protocol.messages import PoolInfo
+from cubroker.protocol.infos import PoolInfo
 
 SHOWN = 10
 """Differences that are listed one by one."""

@@ -21,29 +21,26 @@ from cubroker.client.session import Session
 from cubroker.client.watch import Watch
 from cubroker.driver import Driver
 from cubroker.protocol import names
+from cubroker.protocol.bounds import MAX_WAIT
 from cubroker.protocol.directory import default_directory
 from cubroker.protocol.errors import Invalid
+from cubroker.protocol.infos import ClientInfo, DeviceInfo, Line, PoolInfo
 from cubroker.protocol.layout import Layout
 from cubroker.protocol.messages import (
-    MAX_WAIT,
     Attach,
     Attached,
-    ClientInfo,
     Clients,
     Create,
     Created,
     Describe,
     Description,
-    DeviceInfo,
     DeviceList,
     Done,
     Drain,
-    Line,
     ListClients,
     ListDevices,
     ListPools,
     Look,
-    PoolInfo,
     Pools,
     Retire,
     Retirement,

@@ -13,10 +13,10 @@ from socket import CMSG_SPACE, MSG_CMSG_CLOEXEC, MSG_DONTWAIT, SCM_RIGHTS, SOL_S
 
 from cubroker.client.hello import MAX_NOTICE
 from cubroker.client.processes import unforked
+from cubroker.protocol.bounds import MAX_DESCRIPTORS
 from cubroker.protocol.errors import CubrokerError, DeviceFailure, NotFound
 from cubroker.protocol.messages import (
     DESCRIPTOR,
-    MAX_DESCRIPTORS,
     Attached,
     Close,
     Created,

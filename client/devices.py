@@ -6,8 +6,8 @@ import os
 from threading import Lock
 
 from cubroker.driver import Context, Device, Driver, DriverError, load
+from cubroker.protocol.bounds import MAX_DEVICES
 from cubroker.protocol.errors import CubrokerError, DeviceFailure, NotFound, OutOfMemory, Unavailable
-from cubroker.protocol.messages import MAX_DEVICES
 
 _drivers: dict[str, Driver] = {}
 _lock = Lock()

@@ -16,9 +16,10 @@ from cubroker.client.signals import Grip, Made, Opened, Signal
 from cubroker.client.waits import Waits
 from cubroker.driver import Device, DriverError, Event, Stream
 from cubroker.protocol import names
+from cubroker.protocol.bounds import MAX_WAIT
 from cubroker.protocol.errors import CubrokerError, Invalid, TimedOut, Unavailable
 from cubroker.protocol.layout import MAX_EXTENT
-from cubroker.protocol.messages import MAX_WAIT, AwaitEvent, EventOpened, Generation, OpenEvent, Recorded
+from cubroker.protocol.messages import AwaitEvent, EventOpened, Generation, OpenEvent, Recorded
 
 if TYPE_CHECKING:
     from cubroker.client.pool import Pool

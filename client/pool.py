@@ -18,8 +18,9 @@ from cubroker.client.replica import Index, Replica
 from cubroker.client.tensor import SharedTensor
 from cubroker.client.waking import Waking
 from cubroker.driver import DriverError
+from cubroker.protocol.bounds import MAX_WAIT
 from cubroker.protocol.errors import Invalid, NotFound, Retired, TimedOut, Unavailable, Unsupported
-from cubroker.protocol.messages import MAX_WAIT, Attach, Reply
+from cubroker.protocol.messages import Attach, Reply
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer

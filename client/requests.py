@@ -16,8 +16,9 @@ from typing import TypeVar
 from cubroker.client.futures import Future
 from cubroker.client.processes import Owner
 from cubroker.protocol import wire
+from cubroker.protocol.bounds import MAX_RECEIVED
 from cubroker.protocol.errors import CubrokerError, Unavailable, from_code
-from cubroker.protocol.messages import MAX_RECEIVED, Answer, Envelope, Failed, Reply, Request
+from cubroker.protocol.messages import Answer, Envelope, Failed, Reply, Request
 
 R = TypeVar("R", bound=Reply)
 

@@ -13,41 +13,31 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from cubroker.protocol.layout import MAX_ALLOCATIONS, MAX_ENCODED, MAX_EXTENT
+from cubroker.protocol.bounds import (
+    MAX_DESCRIPTORS,
+    MAX_DEVICES,
+    MAX_RECEIVED,
+    Devices,
+    Encoded,
+    EventHandle,
+    Handles,
+    Identifier,
+    Mode,
+    Name,
+    Natural,
+    Peers,
+    Plan,
+    Seconds,
+    Uuid,
+)
+from cubroker.protocol.infos import BlockInfo, ClientInfo, DeviceInfo, Line, PoolInfo, WaiterInfo
 from cubroker.protocol.wire import MAX_ITEMS
 
 VERSIONS = (1,)
 """Protocol versions that this build speaks, oldest first."""
 
-MAX_WAIT = 7 * 86_400.0
-"""Seconds: the longest that a request may wait."""
-
-MAX_RECEIVED = 256
-"""Answers whose receipt one request tells."""
-
-MAX_DEVICES = 64
-"""Devices of one pool."""
-
-MAX_DESCRIPTORS = 16
-"""Descriptors that one :class:`Descriptors` carries."""
-
 DESCRIPTOR = b"descriptor"
 """The handle of ``vmm`` and ``multicast`` memory that no bytes open: a descriptor of it comes on the session socket."""
-
-Natural = Annotated[int, Meta(ge=0, le=MAX_EXTENT)]
-Identifier = Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
-Name = Annotated[str, Meta(min_length=1, max_length=256)]
-Uuid = Annotated[str, Meta(min_length=1, max_length=64)]
-Seconds = Annotated[float, Meta(ge=0, le=MAX_WAIT)]
-Time = Annotated[float, Meta(ge=0, le=1e11)]
-Encoded = Annotated[bytes, Meta(max_length=MAX_ENCODED)]
-Handle = Annotated[bytes, Meta(max_length=64)]
-EventHandle = Annotated[bytes, Meta(min_length=64, max_length=64)]
-Handles = Annotated[tuple[Handle, ...], Meta(max_length=MAX_ALLOCATIONS)]
-Mode = Annotated[int, Meta(ge=0, le=0o777)]
-Devices = Annotated[tuple[Uuid, ...], Meta(min_length=1, max_length=MAX_DEVICES)]
-Peers = Annotated[tuple[Uuid, ...], Meta(max_length=MAX_DEVICES)]
-Plan = Annotated[tuple[Natural, ...], Meta(max_length=MAX_ALLOCATIONS)]
 
 
 class Message(Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
@@ -461,104 +451,6 @@ class Retirement(Message, frozen=True):
 
     version: Natural
     leases: Natural
-
-
-class PoolInfo(Struct, frozen=True):
-    """One live version. ``state``: ``draft``, ``current``, ``superseded``, ``retired``, or ``lost``: ``why`` says how.
-
-    ``nbytes`` is what its layout takes: on each device, or, if it is ``sharded``, on all of them together.
-    ``owner`` made the version; ``group`` and ``mode`` are the pool's. Its readers may write it if it is ``writable``.
-    ``how`` and ``why`` are those of a ``multicast`` version's :class:`Team`, and ``opened_by`` says what opens its
-    memory: ``handle``, ``descriptor`` or ``fabric handle``; all are empty until that is there.
-    """
-
-    name: str
-    version: int
-    state: str
-    nbytes: int
-    tensors: int
-    share: str
-    devices: Annotated[tuple[str, ...], Meta(max_length=MAX_DEVICES)]
-    durable: bool
-    leases: int
-    owner: int
-    group: int
-    mode: int
-    sharded: bool
-    writable: bool
-    how: str
-    why: str
-    opened_by: str
-
-
-class LeaseInfo(Struct, frozen=True):
-    """One lease of a client."""
-
-    pool: str
-    version: int
-
-
-class ClientInfo(Struct, frozen=True):
-    """One session. ``state``: ``connected``, or ``detached`` while its process lives without a connection."""
-
-    session: int
-    pid: int
-    uid: int
-    state: str
-    leases: Annotated[tuple[LeaseInfo, ...], Meta(max_length=MAX_ITEMS)]
-
-
-class DeviceInfo(Struct, frozen=True):
-    """One device, in bytes. ``promised`` is granted to requests and not yet allocated."""
-
-    index: int
-    uuid: str
-    name: str
-    total: int
-    budget: int
-    allocated: int
-    promised: int
-
-
-class BlockInfo(Struct, frozen=True):
-    """The memory of one version on one device: ``nbytes`` of it, which its ``owner`` has.
-
-    ``state`` is the version's, and ``stage`` that of the memory: ``promised``, ``held``, ``given up`` or ``freeing``.
-    It has no ``pool`` and no ``version`` if the receiver may not see these.
-    """
-
-    device: str
-    pool: str
-    version: int
-    state: str
-    stage: str
-    nbytes: int
-    owner: int
-
-
-class WaiterInfo(Struct, frozen=True):
-    """One request that waits: what is asked for, ``attach``, ``create`` or ``event``, and what it ``awaits``.
-
-    ``nbytes`` is what a create is to take, on all devices together. ``since`` is in seconds since 1970.
-    It has no ``pool`` if the receiver may not see that.
-    """
-
-    session: int
-    pid: int
-    uid: int
-    request: int
-    what: str
-    pool: str
-    awaits: str
-    nbytes: int
-    since: Time
-
-
-class Line(Struct, frozen=True):
-    """What happened, and when, in seconds since 1970."""
-
-    time: Time
-    text: str
 
 
 class Pools(Message, frozen=True):

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 
 from cubroker.protocol import wire
-from cubroker.protocol.messages import MAX_DESCRIPTORS, Descriptors
+from cubroker.protocol.bounds import MAX_DESCRIPTORS
+from cubroker.protocol.messages import Descriptors
 
 
 class Parcel:

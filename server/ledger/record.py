@@ -15,7 +15,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct, msgpack
 
-from cubroker.protocol.messages import Encoded, EventHandle, Handles, Mode, Name, Plan, Uuid
+from cubroker.protocol.bounds import Encoded, EventHandle, Handles, Mode, Name, Plan, Uuid
 from cubroker.server.ledger.books import Books, Kind, Mark
 from cubroker.server.ledger.entries import Version
 from cubroker.server.ledger.states import State

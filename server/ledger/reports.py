@@ -4,20 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cubroker.protocol.messages import (
-    BlockInfo,
-    ClientInfo,
-    Clients,
-    Describe,
-    Description,
-    DeviceInfo,
-    DeviceList,
-    LeaseInfo,
-    PoolInfo,
-    Pools,
-    View,
-    WaiterInfo,
-)
+from cubroker.protocol.infos import BlockInfo, ClientInfo, DeviceInfo, LeaseInfo, PoolInfo, WaiterInfo
+from cubroker.protocol.messages import Clients, Describe, Description, DeviceList, Pools, View
 from cubroker.server.ledger import teams
 from cubroker.server.ledger.attaching import check_readable
 from cubroker.server.ledger.books import Books

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from cubroker.protocol import names
 from cubroker.protocol.errors import Denied, NotFound
-from cubroker.protocol.messages import Line, Tell
+from cubroker.protocol.infos import Line
 from cubroker.protocol.messages import Story as Told
+from cubroker.protocol.messages import Tell
 from cubroker.server.ledger.books import Books
 from cubroker.server.ledger.chronicle import Story
 from cubroker.server.ledger.entries import Pool, Session

@@ -12,7 +12,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from cubroker.protocol.messages import BlockInfo, View
+from cubroker.protocol.infos import BlockInfo
+from cubroker.protocol.messages import View
 from cubroker.server.sight.names import Names
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

@@ -8,7 +8,7 @@ import pytest
 from cubroker.cli import options
 from cubroker.cli.options import Reference, find_devices
 from cubroker.protocol.errors import Invalid, NotFound
-from cubroker.protocol.messages import DeviceInfo
+from cubroker.protocol.infos import DeviceInfo
 
 CONTEXT = click.Context(click.Command("any"))
 PARAMETER = click.Argument(["value"])

@@ -16,9 +16,10 @@ import pytest
 from cubroker.client import Broker
 from cubroker.client.notices import read
 from cubroker.protocol import wire
+from cubroker.protocol.bounds import MAX_DESCRIPTORS
 from cubroker.protocol.directory import REQUEST_SOCKET, SESSION_SOCKET
 from cubroker.protocol.errors import Invalid
-from cubroker.protocol.messages import MAX_DESCRIPTORS, Draining
+from cubroker.protocol.messages import Draining
 from tests.brokers import BrokerProcess
 from tests.kills.content import NBYTES, Form
 

@@ -6,9 +6,9 @@ from cubroker.client import requests
 from cubroker.client.processes import Owner
 from cubroker.client.requests import Requests, expect
 from cubroker.protocol import wire
+from cubroker.protocol.bounds import MAX_RECEIVED
 from cubroker.protocol.errors import NotFound, TimedOut, Unavailable
 from cubroker.protocol.messages import (
-    MAX_RECEIVED,
     Answer,
     Close,
     Done,

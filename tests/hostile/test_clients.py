@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from cubroker.protocol.bounds import MAX_WAIT
 from cubroker.protocol.layout import MAX_TENSORS, Layout
 from cubroker.protocol.messages import (
-    MAX_WAIT,
     Attach,
     Attached,
     Cancel,

@@ -11,7 +11,7 @@ from cubroker.client import Broker
 from cubroker.driver.host import BLOCK
 from cubroker.driver.sizes import round_up
 from cubroker.protocol.errors import NotFound, Retired
-from cubroker.protocol.messages import ClientInfo, DeviceInfo, PoolInfo
+from cubroker.protocol.infos import ClientInfo, DeviceInfo, PoolInfo
 from tests.brokers import eventually
 
 

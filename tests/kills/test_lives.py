@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cubroker.client import Broker
-from cubroker.protocol.messages import ClientInfo
+from cubroker.protocol.infos import ClientInfo
 from tests.brokers import eventually, serving
 from tests.kills.content import LAYOUT, fill
 from tests.kills.judge import lives, settles

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
-from cubroker.protocol import Layout
+from cubroker.protocol import Layout, bounds, infos
 from cubroker.protocol import messages as m
 
 SECRET = bytes(range(16))
 LAYOUT = Layout.pack([("model.norm.weight", "BF16", (64,)), ("scalar", "F32", ()), ("none", "U8", (0,))], slab=256)
-INFO = m.PoolInfo(
+INFO = infos.PoolInfo(
     "llama", 3, "current", 1024, 3, "ipc", ("GPU-a", "GPU-b"), False, 2, 1000, 100, 0o640, False, True, "", "", "handle"
 )
-SHARDED = m.PoolInfo(
+SHARDED = infos.PoolInfo(
     "moe", 1, "draft", 1024, 3, "vmm", ("GPU-a", "GPU-b"), False, 1, 1000, 100, 0o640, True, False, "", "", ""
 )
-CLIENT = m.ClientInfo(7, 4711, 1000, "connected", (m.LeaseInfo("llama", 3),))
-DEVICE = m.DeviceInfo(0, "GPU-a", "NVIDIA H200", 150_754_820_096, 135_679_338_086, 8 << 30, 0)
-BLOCK = m.BlockInfo("GPU-a", "llama", 3, "current", "held", 8 << 30, 1000)
-WAITER = m.WaiterInfo(7, 4711, 1000, 12, "create", "llama", "room", 8 << 30, 1_763_779_200.5)
+CLIENT = infos.ClientInfo(7, 4711, 1000, "connected", (infos.LeaseInfo("llama", 3),))
+DEVICE = infos.DeviceInfo(0, "GPU-a", "NVIDIA H200", 150_754_820_096, 135_679_338_086, 8 << 30, 0)
+BLOCK = infos.BlockInfo("GPU-a", "llama", 3, "current", "held", 8 << 30, 1000)
+WAITER = infos.WaiterInfo(7, 4711, 1000, 12, "create", "llama", "room", 8 << 30, 1_763_779_200.5)
 HANDLES = (bytes(64), b"h" * 64)
 SHARDS = (m.Replica("GPU-a", (m.DESCRIPTOR, b"")), m.Replica("GPU-b", (b"", m.DESCRIPTOR)))
 
@@ -37,11 +37,11 @@ NOTICES = (
     m.Draining("it was told to end"),
     m.Draining(""),
     m.Descriptors(5, 1),
-    m.Descriptors(5, m.MAX_DESCRIPTORS),
+    m.Descriptors(5, bounds.MAX_DESCRIPTORS),
     m.PoolLost("llama", 2, "it went with the broker"),
     m.Rebound(5, (), m.Team("multicast", "it works", (2 << 20,))),
     m.Rebound(5, SHARDS[:1], m.Team("copies", "no slots left")),
-    m.Descriptors(5, m.MAX_DESCRIPTORS, 32),
+    m.Descriptors(5, bounds.MAX_DESCRIPTORS, 32),
     m.Descriptors(5, 1, 0, rebound=True),
     m.Welcome(1, 7, SECRET, "host:2@1048576"),
 )
@@ -91,7 +91,7 @@ REPLIES = (
     m.DeviceList((DEVICE,)),
     m.View((DEVICE,), (INFO, SHARDED), (CLIENT,), (BLOCK,), (WAITER,)),
     m.View((), (), (), (), ()),
-    m.Story((m.Line(1.5, "its writer sealed it"),)),
+    m.Story((infos.Line(1.5, "its writer sealed it"),)),
     m.Description(INFO, LAYOUT.encode()),
     m.Description(SHARDED, LAYOUT.encode(), (1, 0)),
     m.EventShared(7),

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from cubroker.protocol import Layout, wire
+from cubroker.protocol import Layout, bounds, wire
 from cubroker.protocol import messages as m
 from cubroker.protocol.errors import Invalid
 from cubroker.protocol.layout import MAX_ALLOCATIONS, MAX_ENCODED
@@ -194,14 +194,14 @@ def envelope(body: Any, secret: bytes = SECRET, request: int = 1, oldest: int = 
 
 
 @pytest.mark.parametrize(
-    "wait", [math.nan, math.inf, -math.inf, -0.001, m.MAX_WAIT + 1, True, "1", None, (1 << 64) - 1], ids=repr
+    "wait", [math.nan, math.inf, -math.inf, -0.001, bounds.MAX_WAIT + 1, True, "1", None, (1 << 64) - 1], ids=repr
 )
 def test_a_wait_that_is_no_time_is_refused(wait: Any) -> None:
     with pytest.raises(Invalid):
         wire.unpack(envelope(m.Attach("llama", 0, None, wait)), m.Envelope)
 
 
-@pytest.mark.parametrize("wait", [0, 0.0, 30, m.MAX_WAIT])
+@pytest.mark.parametrize("wait", [0, 0.0, 30, bounds.MAX_WAIT])
 def test_a_wait_is_read_as_a_float(wait: float) -> None:
     read = wire.unpack(envelope(m.Attach("llama", 0, None, wait)), m.Envelope)
     assert isinstance(read.body, m.Attach)
@@ -257,7 +257,9 @@ def test_a_stranger_s_hello_is_refused(hello: m.Hello) -> None:
     assert accept(wire.pack(hello), m.Hello) is None
 
 
-@pytest.mark.parametrize("notice", [m.Descriptors(0, 1), m.Descriptors(1, 0), m.Descriptors(1, m.MAX_DESCRIPTORS + 1)])
+@pytest.mark.parametrize(
+    "notice", [m.Descriptors(0, 1), m.Descriptors(1, 0), m.Descriptors(1, bounds.MAX_DESCRIPTORS + 1)]
+)
 def test_a_notice_out_of_bounds_is_refused(notice: m.Descriptors) -> None:
     assert accept(wire.pack(notice), m.Notice) is None
 
@@ -267,17 +269,17 @@ def test_a_hello_of_a_later_version_is_understood() -> None:
     assert wire.unpack(wire.pack(later), m.Hello) == m.Hello("cubroker", (1, 2, 3))
 
 
-MOST = ("u" * 64,) * m.MAX_DEVICES
+MOST = ("u" * 64,) * bounds.MAX_DEVICES
 
 
 def test_the_largest_answers_fit_into_a_message() -> None:
     handles = (bytes(64),) * MAX_ALLOCATIONS
-    created = m.Created(1, "n" * 255, 1, "ipc", (m.Replica("u" * 64, handles),) * m.MAX_DEVICES)
+    created = m.Created(1, "n" * 255, 1, "ipc", (m.Replica("u" * 64, handles),) * bounds.MAX_DEVICES)
     attached = m.Attached(1, "n" * 255, 1, "ipc", bytes(MAX_ENCODED), (m.Replica("u" * 64, handles),))
     shard = m.Replica(
-        "u" * 64, (bytes(64),) * (MAX_ALLOCATIONS // m.MAX_DEVICES) + (b"",) * (MAX_ALLOCATIONS * 63 // 64)
+        "u" * 64, (bytes(64),) * (MAX_ALLOCATIONS // bounds.MAX_DEVICES) + (b"",) * (MAX_ALLOCATIONS * 63 // 64)
     )
-    sharded = m.Attached(1, "n" * 255, 1, "ipc", bytes(MAX_ENCODED), (shard,) * m.MAX_DEVICES)
+    sharded = m.Attached(1, "n" * 255, 1, "ipc", bytes(MAX_ENCODED), (shard,) * bounds.MAX_DEVICES)
     for body in (created, attached, sharded):
         assert wire.unpack(wire.pack(m.Answer(1, body)), m.Answer).body == body
     assert (

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cubroker.protocol import names
+from cubroker.protocol.bounds import Name
 from cubroker.protocol.errors import Invalid
-from cubroker.protocol.messages import Name
 
 
 @pytest.mark.parametrize("name", ["llama", "_x", "7", "meta-llama/Llama-3.1:fp8+lora", "a" * 255])

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cubroker.protocol import infos, wire
 from cubroker.protocol import messages as m
-from cubroker.protocol import wire
 from cubroker.protocol.errors import Invalid
 from tests.protocol.samples import SHAPES
 
@@ -82,4 +82,4 @@ def test_a_key_that_comes_twice_counts_once() -> None:
     info = {"pool": "llama", "version": 3}
     plain = msgspec.msgpack.encode(info)
     twice = b"\x83" + plain[1:] + msgspec.msgpack.encode("version") + b"\x04"
-    assert wire.unpack(twice, m.LeaseInfo) == m.LeaseInfo("llama", 4)
+    assert wire.unpack(twice, infos.LeaseInfo) == infos.LeaseInfo("llama", 4)

@@ -14,20 +14,19 @@ from typing import TypeVar
 import zmq
 
 from cubroker.protocol import wire
+from cubroker.protocol.bounds import MAX_DESCRIPTORS
 from cubroker.protocol.directory import REQUEST_SOCKET, SESSION_SOCKET
+from cubroker.protocol.infos import ClientInfo, DeviceInfo
 from cubroker.protocol.layout import Layout
 from cubroker.protocol.messages import (
-    MAX_DESCRIPTORS,
     VERSIONS,
     Answer,
     Attach,
     Attached,
-    ClientInfo,
     Clients,
     Create,
     Created,
     Descriptors,
-    DeviceInfo,
     DeviceList,
     Envelope,
     GatewayChanged,

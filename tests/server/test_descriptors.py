@@ -11,10 +11,10 @@ from contextlib import ExitStack, contextmanager
 import pytest
 
 from cubroker.driver import Context, DriverError, load
+from cubroker.protocol.bounds import MAX_DESCRIPTORS
 from cubroker.protocol.layout import Layout
 from cubroker.protocol.messages import (
     DESCRIPTOR,
-    MAX_DESCRIPTORS,
     Attach,
     Attached,
     Cancel,

@@ -16,7 +16,8 @@ import pytest
 from cubroker.client import Broker
 from cubroker.protocol.directory import REQUEST_SOCKET, SESSION_SOCKET
 from cubroker.protocol.errors import OverQuota
-from cubroker.protocol.messages import ClientInfo, Welcome
+from cubroker.protocol.infos import ClientInfo
+from cubroker.protocol.messages import Welcome
 from cubroker.server.store.notify import VARIABLES
 from tests.brokers import PATIENCE, BrokerProcess, started
 from tests.server.clients import connect, greet, session

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from cubroker.protocol import infos
 from cubroker.protocol import messages as m
 from cubroker.server.ledger import Limits, signals
 from cubroker.server.ledger import events as e
@@ -57,7 +58,7 @@ def waits(session: int, request: int, event: int, after: int = 0, wait: float = 
 def test_a_writable_version_says_so_from_its_draft_on(story: Story) -> None:
     story >> asks(READER, 4, m.ListPools())
     place = "ipc", ("GPU-0",), False, 3
-    info = m.PoolInfo(
+    info = infos.PoolInfo(
         "a", 1, "current", MIB, 0, *place, ALICE, 100, 0o644, False, writable=True, how="", why="", opened_by="handle"
     )
     story << answer(READER, 4, m.Pools((info,)))

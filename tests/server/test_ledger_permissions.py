@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from cubroker.protocol import infos
 from cubroker.protocol import messages as m
 from cubroker.server.ledger import events as e
 from cubroker.server.ledger.policy import Policy
@@ -40,7 +41,7 @@ def story() -> Iterator[Story]:
     story.end()
 
 
-def listed(story: Story, session: int) -> tuple[m.PoolInfo, ...]:
+def listed(story: Story, session: int) -> tuple[infos.PoolInfo, ...]:
     return story.tells(session, m.ListPools(), m.Pools).pools
 
 

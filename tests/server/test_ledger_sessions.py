@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from cubroker.protocol import infos
 from cubroker.protocol import messages as m
 from cubroker.server.ledger import Limits
 from cubroker.server.ledger import events as e
@@ -153,31 +154,31 @@ def test_pools_clients_and_devices_are_listed(story: Story) -> None:
     story >> creates(2, 1, "b", 3 * MIB, devices=("GPU-0", "GPU-1"))
     story << e.Allocate(2, "GPU-0", (4 * MIB,), "ipc")
     story << e.Allocate(3, "GPU-1", (4 * MIB,), "ipc")
-    published = m.PoolInfo(
+    published = infos.PoolInfo(
         "a", 1, "current", MIB, 0, "ipc", ("GPU-0",), False, 0, ALICE, 100, 0o644, False, False, "", "", "handle"
     )
-    draft = m.PoolInfo(
+    draft = infos.PoolInfo(
         "b", 1, "draft", 3 * MIB, 0, "ipc", ("GPU-0", "GPU-1"), False, 0, BOB, 100, 0o644, False, False, "", "", ""
     )
     story >> asks(1, 1, m.ListPools())
     story << answer(1, 1, m.Pools((published, draft)))
     story >> e.Allocated(2, (handle(2),))
     story >> asks(1, 2, m.ListDevices())
-    zero = m.DeviceInfo(0, "GPU-0", "first", 16 * MIB, 10 * MIB, allocated=6 * MIB, promised=0)
-    one = m.DeviceInfo(1, "GPU-1", "second", 16 * MIB, 6 * MIB, allocated=0, promised=4 * MIB)
+    zero = infos.DeviceInfo(0, "GPU-0", "first", 16 * MIB, 10 * MIB, allocated=6 * MIB, promised=0)
+    one = infos.DeviceInfo(1, "GPU-1", "second", 16 * MIB, 6 * MIB, allocated=0, promised=4 * MIB)
     story << answer(1, 2, m.DeviceList((zero, one)))
     story >> e.Allocated(3, (handle(3),))
     story << created(2, 1, 2, "b", 1, GPU_0=2, GPU_1=3)
     story >> e.Lost(2)
     story >> asks(1, 3, m.ListClients())
-    alice = m.ClientInfo(1, 101, ALICE, "connected", ())
-    bob = m.ClientInfo(2, 102, BOB, "detached", (m.LeaseInfo("b", 1),))
+    alice = infos.ClientInfo(1, 101, ALICE, "connected", ())
+    bob = infos.ClientInfo(2, 102, BOB, "detached", (infos.LeaseInfo("b", 1),))
     story << answer(1, 3, m.Clients((alice, bob)))
 
 
 def test_a_version_is_described_by_number_or_as_the_current_one(story: Story) -> None:
     place = "ipc", ("GPU-0",), False, 0
-    info = m.PoolInfo("a", 1, "current", MIB, 0, *place, ALICE, 100, 0o644, False, False, "", "", "handle")
+    info = infos.PoolInfo("a", 1, "current", MIB, 0, *place, ALICE, 100, 0o644, False, False, "", "", "handle")
     story >> asks(2, 1, m.Describe("a", 0))
     story << answer(2, 1, m.Description(info, layout(MIB).encode()))
     story >> asks(2, 2, m.Describe("a", 1))
@@ -196,7 +197,7 @@ def test_a_version_is_described_by_number_or_as_the_current_one(story: Story) ->
     story >> asks(2, 7, m.Describe("b", 0))
     story << refused(2, 7, "not_found", "b has no current version: b@1 is being written by session 2")
     story >> asks(2, 8, m.Describe("b", 1))
-    draft = m.PoolInfo("b", 1, "draft", MIB, 0, *place, BOB, 100, 0o644, False, False, "", "", "")
+    draft = infos.PoolInfo("b", 1, "draft", MIB, 0, *place, BOB, 100, 0o644, False, False, "", "", "")
     story << answer(2, 8, m.Description(draft, layout(MIB).encode()))
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from cubroker.protocol import wire
+from cubroker.protocol.bounds import MAX_DESCRIPTORS
 from cubroker.protocol.messages import (
-    MAX_DESCRIPTORS,
     Close,
     Descriptors,
     Done,

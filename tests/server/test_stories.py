@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from cubroker.protocol import infos
 from cubroker.protocol import messages as m
 from cubroker.server.ledger import books
 from cubroker.server.ledger import events as e
@@ -33,11 +34,11 @@ def test_every_line_says_when_it_happened(story: Story) -> None:
         story.ledger.handle(event, now)
     story.ledger.handle(asks(1, 2, m.Seal(1)), 12.25)
     assert story.tells(1, m.Tell("a", 0), m.Story).lines == (
-        m.Line(10.5, "request 1 of session 1 (pid 101, uid 1001) began to wait"),
-        m.Line(11.0, "memory 1 is held: the device allocated it"),
-        m.Line(11.0, "version 1 is draft: all its memory was allocated"),
-        m.Line(11.0, "request 1 of session 1 (pid 101, uid 1001) stopped waiting"),
-        m.Line(12.25, "version 1 is current: its writer sealed it"),
+        infos.Line(10.5, "request 1 of session 1 (pid 101, uid 1001) began to wait"),
+        infos.Line(11.0, "memory 1 is held: the device allocated it"),
+        infos.Line(11.0, "version 1 is draft: all its memory was allocated"),
+        infos.Line(11.0, "request 1 of session 1 (pid 101, uid 1001) stopped waiting"),
+        infos.Line(12.25, "version 1 is current: its writer sealed it"),
     )
 
 

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from cubroker.protocol import infos
 from cubroker.protocol import messages as m
 from cubroker.server.ledger import events as e
 from tests.server.story import ALICE, BOB, MIB, Story, asks, attaches, creates
 
-PROMISED = m.BlockInfo("GPU-1", "b", 1, "draft", "promised", 6 * MIB, BOB)
+PROMISED = infos.BlockInfo("GPU-1", "b", 1, "draft", "promised", 6 * MIB, BOB)
 
 
 @pytest.fixture
@@ -35,17 +36,17 @@ def test_a_view_is_what_the_lists_say_and_the_memory_and_what_waits(story: Story
     assert view.devices == story.tells(1, m.ListDevices(), m.DeviceList).devices
     assert view.pools == story.tells(1, m.ListPools(), m.Pools).pools
     assert view.clients == story.tells(1, m.ListClients(), m.Clients).clients
-    assert view.blocks == (m.BlockInfo("GPU-0", "a", 1, "current", "held", 4 * MIB, ALICE), PROMISED)
-    assert view.waiters == (m.WaiterInfo(2, 102, BOB, 1, "create", "b", "its memory", 6 * MIB, 7.5),)
+    assert view.blocks == (infos.BlockInfo("GPU-0", "a", 1, "current", "held", 4 * MIB, ALICE), PROMISED)
+    assert view.waiters == (infos.WaiterInfo(2, 102, BOB, 1, "create", "b", "its memory", 6 * MIB, 7.5),)
 
 
 def test_of_a_pool_that_somebody_may_not_read_there_are_bytes_and_no_name(story: Story) -> None:
     story.quietly(attaches(1, 2, "a", 2, wait=5.0))
     for view in (look(story, 2), story.ledger.view(everything=False)):
         assert [pool.name for pool in view.pools] == ["b"]
-        assert view.blocks == (m.BlockInfo("GPU-0", "", 0, "current", "held", 4 * MIB, ALICE), PROMISED)
+        assert view.blocks == (infos.BlockInfo("GPU-0", "", 0, "current", "held", 4 * MIB, ALICE), PROMISED)
         assert view.clients[0].leases == ()
-        assert view.waiters[0] == m.WaiterInfo(1, 101, ALICE, 2, "attach", "", "", 0, 0.0)
+        assert view.waiters[0] == infos.WaiterInfo(1, 101, ALICE, 2, "attach", "", "", 0, 0.0)
     assert story.ledger.view(everything=True) == look(story, 1)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cubroker.protocol import infos
 from cubroker.protocol import messages as m
 from cubroker.protocol.layout import Layout
 from cubroker.server.ledger import Budget, Limits
@@ -179,12 +180,12 @@ class Facts:
 
     # -- reports -------------------------------------------------------------------------------
 
-    def info(self, version: Version) -> m.PoolInfo:
+    def info(self, version: Version) -> infos.PoolInfo:
         body, layout = version.body, version.layout
         state = "draft" if version.state == "allocating" else version.state
         told = self.told(version)
         nbytes, tensors, leases = sum(layout.allocations), len(layout.tensors), self.holds(version)
-        return m.PoolInfo(
+        return infos.PoolInfo(
             version.name,
             version.number,
             state,
@@ -204,16 +205,17 @@ class Facts:
             self.opened_by(version),
         )
 
-    def client(self, asking: Session, session: Session) -> m.ClientInfo:
+    def client(self, asking: Session, session: Session) -> infos.ClientInfo:
         state = "connected" if session.connected else "detached"
         leases = [lease.version for lease in self.leases if lease.session is session]
-        infos = tuple(m.LeaseInfo(v.name, v.number) for v in leases if self.may("r", asking, v.name))
-        return m.ClientInfo(session.id, session.pid, session.uid, state, infos)
+        held = tuple(infos.LeaseInfo(v.name, v.number) for v in leases if self.may("r", asking, v.name))
+        return infos.ClientInfo(session.id, session.pid, session.uid, state, held)
 
-    def device(self, device: Budget) -> m.DeviceInfo:
+    def device(self, device: Budget) -> infos.DeviceInfo:
         allocated, promised = (
             sum(sum(block.sizes) for block in self.blocks if block.device == device.uuid and block.state in states)
             for states in (("held", "freeing"), ("wanted", "unwanted"))
         )
         allocated += self.lost[device.uuid]
-        return m.DeviceInfo(device.index, device.uuid, device.name, device.total, device.budget, allocated, promised)
+        totals = device.total, device.budget, allocated, promised
+        return infos.DeviceInfo(device.index, device.uuid, device.name, *totals)

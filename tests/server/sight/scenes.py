@@ -7,15 +7,8 @@ from collections import Counter
 
 import msgspec
 
-from cubroker.protocol.messages import (
-    BlockInfo,
-    ClientInfo,
-    DeviceInfo,
-    LeaseInfo,
-    PoolInfo,
-    View,
-    WaiterInfo,
-)
+from cubroker.protocol.infos import BlockInfo, ClientInfo, DeviceInfo, LeaseInfo, PoolInfo, WaiterInfo
+from cubroker.protocol.messages import View
 
 GIB = 1 << 30
 NAMES = (
