@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
-from cubroker.client import Broker
+from cubroker.client import Broker, Pool
 from cubroker.protocol.errors import CubrokerError, Unavailable
 from cubroker.server.store.journal import Journal, _newest
 from tests.brokers import eventually, started
@@ -67,22 +68,25 @@ def test_a_mistake_over_one_pool_costs_that_pool_a_version_and_no_other_anything
             broker.warehouse.close()
 
 
-def commit(kept: StoredBroker, *changes: tuple[bytes, bytes | None]) -> None:
-    """Kill the broker, and write into its journal what no faultless one would."""
-    kept.kill()
-    (descriptor,) = kept.warehouse.stored["ledger"]
-    journal = Journal(descriptor, _newest(descriptor))
-    journal._load()
-    journal.commit(changes)
-
-
-def test_a_session_whose_secret_is_missing_is_detached_and_keeps_what_it_holds(kept: StoredBroker) -> None:
+@contextmanager
+def holding_without(kept: StoredBroker, key: bytes) -> Iterator[tuple[Broker, Pool]]:
+    """Hold a pool over a restart before which the journal lost what it had of the session: ``key``, with its number."""
     with Broker(kept.directory) as writer:
         DURABLE.publish(writer, "pool")
     with Broker(kept.directory) as client:
         pool = client.attach("pool")
-        commit(kept, (b"s/%d" % client.session, None))
+        kept.kill()
+        (descriptor,) = kept.warehouse.stored["ledger"]
+        journal = Journal(descriptor, _newest(descriptor))
+        journal._load()
+        journal.commit([(key % client.session, None)])
         kept.start()
+        yield client, pool
+        pool.close()
+
+
+def test_a_session_whose_secret_is_missing_is_detached_and_keeps_what_it_holds(kept: StoredBroker) -> None:
+    with holding_without(kept, b"s/%d") as (client, pool):
         with Broker(kept.directory) as judge:
             assert [each.state for each in judge.clients() if each.session == client.session] == ["detached"]
             assert leases(judge, "pool") == 1
@@ -93,16 +97,10 @@ def test_a_session_whose_secret_is_missing_is_detached_and_keeps_what_it_holds(k
         check(pool)
         kept.restart()
         assert kept.log().count("the journal has no secret of it") == 1
-        pool.close()
 
 
 def test_a_session_that_the_ledger_does_not_know_is_over_and_nothing_of_it_stays(kept: StoredBroker) -> None:
-    with Broker(kept.directory) as writer:
-        DURABLE.publish(writer, "pool")
-    with Broker(kept.directory) as client:
-        pool = client.attach("pool")
-        commit(kept, (b"l/session/%d/" % client.session, None))
-        kept.start()
+    with holding_without(kept, b"l/session/%d/") as (client, pool):
         assert "forgotten is lease" in kept.log()
         with Broker(kept.directory) as judge:
             assert client.session not in [each.session for each in judge.clients()]
@@ -113,4 +111,3 @@ def test_a_session_that_the_ledger_does_not_know_is_over_and_nothing_of_it_stays
         kept.settled()
         assert f"s{client.session}" not in kept.warehouse.stored
         assert not {b"s/%d" % client.session, b"r/%d" % client.session} & kept.warehouse.journal().keys()
-        pool.close()
