@@ -274,7 +274,9 @@ def test_a_log_that_nobody_reads_holds_nothing_up(place: Path) -> None:
             first.store("m", file)
         first = keep.again(first)
         assert first.inherited == {"m": 1}
-        keep.says("is ready")
+        first.barrier()  # all that there is to say was said, or lost
+        keep.says("is ready")  # which takes all that waits
+        first = keep.again(first)
         assert re.search(r"\d+ lines before this one were lost", keep.says("were lost"))
         assert keep.process.stderr
         keep.process.stderr.close()
