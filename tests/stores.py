@@ -38,6 +38,19 @@ os.execv(sys.argv[2 + count], sys.argv[2 + count:])
 """
 
 
+def fill(path: Path) -> None:
+    """Leave no room in the queue of a socket that nobody reads, which may hold more than one sender may send."""
+    sent = True
+    while sent:
+        sent = False
+        with socket(AF_UNIX, SOCK_DGRAM) as end, suppress(BlockingIOError):
+            end.setblocking(False)
+            end.connect(str(path))
+            while True:
+                end.send(b"NOISE=1")
+                sent = True
+
+
 class Warehouse:
     """Keeps what is sent to ``path``, by name, until it is told to forget it. Whoever sends is believed.
 
@@ -78,18 +91,14 @@ class Warehouse:
         """For the length of a block it reads nothing, and no message has room."""
         self._listens.clear()
         with socket(AF_UNIX, SOCK_DGRAM) as end:
-            end.connect(str(self.path))
-            end.send(b"DEAF=1")
-            self._deaf.wait()
-            end.setblocking(False)
-            with suppress(BlockingIOError):
-                while True:
-                    end.send(b"NOISE=1")
-            try:
-                yield
-            finally:
-                self._deaf.clear()
-                self._listens.set()
+            end.sendto(b"DEAF=1", str(self.path))
+        self._deaf.wait()
+        fill(self.path)
+        try:
+            yield
+        finally:
+            self._deaf.clear()
+            self._listens.set()
 
     def settle(self) -> None:
         """Return when all was acted upon that was sent before: messages come in order."""

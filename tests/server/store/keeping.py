@@ -79,6 +79,10 @@ class Pupil:
         """Have it exit with 100 and the number of the signal when that comes."""
         self._order({"expect": number})
 
+    def hang(self) -> None:
+        """Have it say that it is ready, and stop."""
+        self._connection.send(json.dumps({"hang": True}).encode())
+
     def exit(self, status: int) -> None:
         self._connection.send(json.dumps({"exit": status}).encode())
 

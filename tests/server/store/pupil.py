@@ -66,6 +66,9 @@ def obey(
             return process.stdout.readline().decode(), []
         case {"expect": number}:
             signal.signal(number, lambda number, _: os._exit(100 + number))
+        case {"hang": _}:
+            manager.say(words.ready(""))
+            os.kill(os.getpid(), signal.SIGSTOP)
         case {"exit": status}:
             os._exit(status)
         case {"say": kind, "with": arguments}:

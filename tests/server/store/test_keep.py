@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import random
 import re
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from cubroker.server.store import pace
 from tests.brokers import eventually
 from tests.cli.processes import run
 from tests.server.processes import alive, descriptors
@@ -32,6 +34,17 @@ def keep(place: Path) -> Iterator[Keep]:
 
 def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def hasty(pause: float, *, first: float = pace.FIRST_PAUSE) -> list[str]:
+    """Return a keeper to which every run is a short one, however slow the machine."""
+    script = f"""
+import sys
+from cubroker.server.store import keeper, pace
+pace.STEADY, pace.FIRST_PAUSE = float("inf"), {first}
+sys.exit(keeper.keep(sys.argv[2:], descriptors=10, watchdog=None, pause={pause}))
+"""
+    return [sys.executable, "-c", script]
 
 
 def test_a_process_that_was_never_ready_and_stored_nothing_is_not_started_again() -> None:
@@ -88,7 +101,7 @@ def test_a_command_that_is_away_for_a_while_is_tried_until_it_is_back(place: Pat
 
 
 def test_pauses_grow_while_runs_are_short(place: Path) -> None:
-    with Keep(place, "--pause", "0.15") as keep:
+    with Keep(place, program=hasty(0.15)) as keep:
         for _ in range(5):
             keep.next().exit(0)
         keep.next()
@@ -179,8 +192,7 @@ def test_a_hung_process_is_aborted_and_finds_again_what_it_stored(place: Path) -
         assert first.hello["variables"]["WATCHDOG_PID"] == str(first.pid)
         with memory(b"weights") as file:
             first.store("m", file)
-        first.say("ready", "")
-        os.kill(first.pid, signal.SIGSTOP)
+        first.hang()
         assert contents(keep.next(ready=False).give("m")) == [b"weights"]
         said = keep.says("was killed by SIGABRT")
         assert said.index("gave no sign of life in time, and is aborted") < said.index("SIGABRT")
@@ -188,7 +200,7 @@ def test_a_hung_process_is_aborted_and_finds_again_what_it_stored(place: Path) -
 
 def test_a_process_may_ask_to_be_watched_and_to_be_ended(keep: Keep) -> None:
     first = keep.next()
-    first.last(b"WATCHDOG_USEC=1000")
+    first.last(b"WATCHDOG_USEC=200000")  # a keeper that is late by a tenth of it gives it that time again
     second = keep.next()
     keep.says(f"process {first.pid} was killed by SIGABRT")
     second.last(b"WATCHDOG=trigger")
@@ -221,13 +233,7 @@ def test_other_signals_are_for_the_process_alone(keep: Keep, number: signal.Sign
 
 
 def test_between_two_runs_it_ends_at_once_with_the_status_of_the_last(place: Path) -> None:
-    late = """
-import sys
-from cubroker.server.store import keeper, pace
-pace.FIRST_PAUSE = 1000.0
-sys.exit(keeper.keep(sys.argv[2:], descriptors=10, watchdog=None, pause=1000))
-"""
-    with Keep(place, program=[sys.executable, "-c", late]) as keep:
+    with Keep(place, program=hasty(1000.0, first=1000.0)) as keep:
         keep.next().exit(4)
         keep.next().exit(9)
         keep.says("the next start comes in 1000.00 s")
@@ -265,6 +271,8 @@ def test_a_process_has_signals_as_its_keeper_got_them(place: Path) -> None:
 
 def test_a_log_that_nobody_reads_holds_nothing_up(place: Path) -> None:
     with Keep(place, "--pause", "0") as keep:
+        assert keep.process.stderr
+        fcntl.fcntl(keep.process.stderr, fcntl.F_SETPIPE_SZ, 1 << 14)
         first = keep.next()
         for _ in range(5):
             for _ in range(100):
@@ -278,7 +286,6 @@ def test_a_log_that_nobody_reads_holds_nothing_up(place: Path) -> None:
         keep.says("is ready")  # which takes all that waits
         first = keep.again(first)
         assert re.search(r"\d+ lines before this one were lost", keep.says("were lost"))
-        assert keep.process.stderr
         keep.process.stderr.close()
         keep.process.stderr = None
         assert keep.again(first).inherited == {"m": 1}

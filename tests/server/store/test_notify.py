@@ -20,6 +20,7 @@ from cubroker.protocol.errors import Invalid, TimedOut, Unavailable
 from cubroker.server.store import notify, words
 from cubroker.server.store.notify import Manager, inherit
 from cubroker.server.store.same import same_by_comparison, same_file
+from tests.brokers import PATIENCE
 from tests.server.store.keeping import memory
 
 
@@ -197,13 +198,14 @@ def test_an_abstract_address_is_reached() -> None:
 def test_more_descriptors_than_may_be_under_way_wait_until_some_have_arrived(channel: socket.socket) -> None:
     script = f"""
 import os, resource, sys
-from cubroker.server.store.notify import Manager
+from cubroker.server.store import notify
 os.chmod({channel.getsockname()!r}, 0o777)
 resource.setrlimit(resource.RLIMIT_NOFILE, (10, 10))
 if os.geteuid() == 0:
     os.setgroups([])
     os.setresuid(65534, 65534, 65534)
-manager = Manager({channel.getsockname()!r})
+notify.PATIENCE = {PATIENCE}
+manager = notify.Manager({channel.getsockname()!r})
 file = os.memfd_create("m")
 for _ in range(5):
     manager.store("m", [file] * 5, poll=False)

@@ -17,7 +17,9 @@ from cubroker.server.store import notify, outbox, words
 from cubroker.server.store.notify import Manager
 from cubroker.server.store.outbox import Outbox
 from tests.server.loops import run, until
+from tests.server.processes import all_closed, files
 from tests.server.store.keeping import memory
+from tests.stores import fill
 
 FOR_EVER = 1e6
 
@@ -34,11 +36,7 @@ class Place:
 
     def fill(self) -> None:
         """Leave no room for a message."""
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as end, suppress(BlockingIOError):
-            end.setblocking(False)
-            end.connect(self.channel.getsockname())
-            while True:
-                end.send(b"NOISE=1")
+        fill(Path(self.channel.getsockname()))
 
     def store(self, name: str, descriptor: int) -> bool:
         """Have a descriptor stored, and note what became of it."""
@@ -76,7 +74,7 @@ def full(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
 
 def test_what_has_no_room_waits_in_order_and_of_statuses_and_signs_of_life_the_newest_alone(full: Place) -> None:
     async def test() -> None:
-        before = len(list(Path("/proc/self/fd").iterdir()))
+        before = files(os.getpid())
         with memory(b"") as file:
             full.outbox.say(words.ready("one"))
             for text in ("two", "three"):
@@ -99,7 +97,7 @@ def test_what_has_no_room_waits_in_order_and_of_statuses_and_signs_of_life_the_n
         assert full.outcomes == [None, None]
         full.outbox.say(words.WATCHDOG, "life")
         assert full.read() == ["WATCHDOG=1"]  # at once, as there is room
-        assert len(list(Path("/proc/self/fd").iterdir())) == before
+        all_closed(os.getpid(), before)
 
     run(test())
 
@@ -152,10 +150,10 @@ def test_more_than_so_many_descriptors_do_not_wait(full: Place, monkeypatch: pyt
 def test_a_descriptor_that_cannot_be_kept_until_there_is_room_is_not_taken(full: Place) -> None:
     async def test() -> None:
         full.outbox.say(words.WATCHDOG)
-        before = len(list(Path("/proc/self/fd").iterdir()))
+        before = files(os.getpid())
         with memory(b"") as file, pytest.raises(OSError, match="Bad file descriptor"):
             full.outbox.store("s1", [file, -1], full.outcomes.append)
-        assert len(list(Path("/proc/self/fd").iterdir())) == before
+        all_closed(os.getpid(), before)
         assert await full.read_until("WATCHDOG=1") == ["WATCHDOG=1"]
         assert full.outcomes == []
 
