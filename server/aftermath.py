@@ -41,7 +41,7 @@ class Aftermath:
         # As over the event itself: others are served.
         except Exception:
             log.exception("the broker failed at going on after that")
-            return ()
+            return self._ledger.give_up()
 
     def close(self) -> None:
         """Look at nothing any more."""

@@ -234,7 +234,17 @@ class Ledger:
     def recover(self) -> list[Effect]:
         """Serve those who wait and return what is to be done; to be called if an exception ended :meth:`handle`."""
         drafts.settle(self._books)
-        effects, self._books.effects = self._books.effects, []
+        return self.give_up()
+
+    def give_up(self) -> list[Effect]:
+        """Return what is to be done, and serve nobody; to be called if an exception ended :meth:`recover`, too.
+
+        Whoever it was about waits, and is looked at again when something stirs them: not at every event of others.
+        """
+        books = self._books
+        books.stirred_pools.clear()
+        books.stirred_accounts.clear()
+        effects, books.effects = books.effects, []
         return effects
 
     def audit(self) -> Audit:

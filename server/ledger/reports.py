@@ -98,7 +98,8 @@ def summary(books: Books) -> str:
 
 def view(books: Books, session: Session) -> View:
     """Return everything that ``session`` may see; of memory that on the devices that are served."""
-    there = (a for a in books.allocations.values() if a.account.device.uuid in books.accounts)
+    here = (a for a in books.allocations.values() if a.account.device.uuid in books.accounts)
+    there = (a for a in here if a.stage in STAGES)  # after a mistake memory that is gone may still be on the books
     blocks = (_block(books, session, allocation) for allocation in there)
     waiters = (waiter for other in books.sessions.values() for waiter in other.unfinished.values())
     return View(

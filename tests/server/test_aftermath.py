@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import cast
+from typing import NoReturn, cast
 
 import pytest
 
@@ -14,15 +14,17 @@ from cubroker.server.aftermath import Aftermath
 from cubroker.server.ledger import Ledger, publishing
 from cubroker.server.ledger import events as e
 from cubroker.server.ledger.auditing import Audit
+from cubroker.server.ledger.entries import Account
+from cubroker.server.ledger.waiters import Writer
 from tests.server.loops import run
-from tests.server.story import MIB, Story, asks, attaches, creates
+from tests.server.story import MIB, Story, answer, asks, attaches, creates
 
 
 class Mistake(Exception):
     pass
 
 
-def fail(*_: object) -> None:
+def fail(*_: object) -> NoReturn:
     raise Mistake
 
 
@@ -105,6 +107,33 @@ def test_what_was_to_be_done_is_done_at_once_although_the_event_failed(monkeypat
     run(go_on())
 
 
+def test_a_line_that_a_mistake_left_broken_keeps_nothing_else_from_being_done(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    story = Story()
+    story.joins(1, 2)
+    story.publishes(1, "a")
+    place = Account.place
+
+    def fail_at_the_second(account: Account, writer: Writer) -> int:
+        return fail() if account.device.index else place(account, writer)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Account, "place", fail_at_the_second)
+        with pytest.raises(Mistake):
+            story.ledger.handle(creates(2, 1, "b", MIB, devices=("GPU-0", "GPU-1")))
+
+    async def go_on() -> None:
+        after = Aftermath(story.ledger)
+        assert after.recover() == []
+        effects = story.ledger.handle(asks(1, 1, m.Retire("a", 1)))
+        assert effects == [e.Free(1, "GPU-0"), answer(1, 1, m.Retirement(1, 0))]
+        after.close()
+
+    run(go_on())
+    assert "the broker failed at going on after that" in caplog.text
+
+
 class Scarred:
     """A ledger that cannot go on, and is looked at."""
 
@@ -112,6 +141,9 @@ class Scarred:
 
     def recover(self) -> list[e.Effect]:
         raise Mistake
+
+    def give_up(self) -> list[e.Effect]:
+        return []
 
     def audit(self) -> Audit:
         self.looked += 1
@@ -124,7 +156,7 @@ def test_however_many_mistakes_there_are_the_books_are_looked_at_now_and_then(
     async def mistakes() -> None:
         ledger = Scarred()
         after = Aftermath(cast(Ledger, ledger))
-        assert [after.recover() for _ in range(3)] == [()] * 3
+        assert [after.recover() for _ in range(3)] == [[]] * 3
         monkeypatch.setattr(aftermath, "SHARE", 1e12)
         while not ledger.looked:
             await asyncio.sleep(0)

@@ -9,9 +9,17 @@ import pytest
 from cubroker.protocol import infos
 from cubroker.protocol import messages as m
 from cubroker.server.ledger import events as e
+from cubroker.server.ledger import room
+from cubroker.server.ledger.entries import Allocation
+from cubroker.server.ledger.room import shift
+from cubroker.server.ledger.states import Report
 from tests.server.story import ALICE, BOB, MIB, Story, asks, attaches, creates
 
 PROMISED = infos.BlockInfo("GPU-1", "b", 1, "draft", "promised", 6 * MIB, BOB)
+
+
+class Mistake(Exception):
+    pass
 
 
 @pytest.fixture
@@ -61,6 +69,20 @@ def test_the_stages_of_memory_are_told(story: Story) -> None:
     assert stages() == ["held", "freeing"]
     story.quietly(e.Freed(2))
     assert stages() == ["held"]
+
+
+def test_memory_that_a_mistake_left_on_the_books_keeps_nobody_from_looking(
+    story: Story, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def shift_and_fail(allocation: Allocation, report: Report) -> None:
+        shift(allocation, report)
+        raise Mistake
+
+    story.quietly(asks(2, 2, m.Cancel(1)))
+    monkeypatch.setattr(room, "shift", shift_and_fail)
+    with pytest.raises(Mistake):
+        story.ledger.handle(e.Freed(2))
+    assert [block.stage for block in story.ledger.view(everything=True).blocks] == ["held"]
 
 
 def test_what_is_waited_for_is_said(story: Story) -> None:
