@@ -11,9 +11,8 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from socket import CMSG_SPACE, MSG_CMSG_CLOEXEC, MSG_DONTWAIT, SCM_RIGHTS, SOL_SOCKET, socket
 
-from cubroker.client.hello import MAX_NOTICE
 from cubroker.client.processes import unforked
-from cubroker.protocol.bounds import MAX_DESCRIPTORS
+from cubroker.protocol.bounds import MAX_DESCRIPTORS, MAX_NOTICE
 from cubroker.protocol.errors import CubrokerError, DeviceFailure, NotFound
 from cubroker.protocol.messages import (
     DESCRIPTOR,

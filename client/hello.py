@@ -12,15 +12,13 @@ from math import ceil
 from pathlib import Path
 
 from cubroker.protocol import wire
+from cubroker.protocol.bounds import MAX_NOTICE
 from cubroker.protocol.directory import SESSION_SOCKET, SYSTEM, check, directory_of
 from cubroker.protocol.errors import Denied, Invalid, Unavailable, from_code
 from cubroker.protocol.messages import VERSIONS, Greeting, Hello, Pong, Refused, Welcome
 
 ATTEMPTS = 5
 """Connections that are tried: a broker that is killed takes those along that it has not welcomed."""
-
-MAX_NOTICE = 1 << 16
-"""Bytes: more than any message on the session socket has."""
 
 
 class Silent(Unavailable):

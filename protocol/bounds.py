@@ -20,6 +20,9 @@ MAX_DEVICES = 64
 MAX_DESCRIPTORS = 16
 """Descriptors that one :class:`Descriptors` carries."""
 
+MAX_NOTICE = 1 << 16
+"""Bytes of a message on the session socket; what is longer is not sent."""
+
 Natural = Annotated[int, Meta(ge=0, le=MAX_EXTENT)]
 Identifier = Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
 Name = Annotated[str, Meta(min_length=1, max_length=256)]

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from cubroker.protocol import wire
+from cubroker.protocol.bounds import MAX_NOTICE
 from cubroker.protocol.messages import Notice, PoolChanged, PoolLost, Rebound
 from cubroker.server.answers import Answers
 from cubroker.server.denials import Denials
@@ -89,11 +90,14 @@ class Session:
             self._loop.add_reader(self._connection, self._read)
 
     def send(self, data: bytes) -> bool:
-        """Send one packet now; False if the client's buffer is full."""
+        """Send one packet now; False if the client's buffer is full. One that no client reads whole is not sent."""
         if self._connection is None:
             return True
+        if len(data) > MAX_NOTICE:
+            log.error("session %d is not told %d bytes: a notice has %d at most", self.number, len(data), MAX_NOTICE)
+            return True
         try:
-            self._connection.send(data)
+            _send(self._connection, data)
         except BlockingIOError:
             self._loop.add_writer(self._connection, self._resume, self._connection)
             return False
@@ -216,6 +220,20 @@ class Session:
                 self._connection.shutdown(socket.SHUT_RDWR)  # a store may have it too
             self._connection.close()
             self._connection = None
+
+
+def _send(connection: socket.socket, data: bytes) -> None:
+    """Send a packet; one for which the least buffer is too small gets another, for itself alone."""
+    try:
+        connection.send(data)
+    except OSError as error:
+        if error.errno != errno.EMSGSIZE:
+            raise
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, len(data))  # the kernel makes it twice that
+        try:
+            connection.send(data)
+        finally:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 0)
 
 
 def _is_writable(connection: socket.socket) -> bool:

@@ -15,18 +15,21 @@ from typing import Any
 import pytest
 
 from cubroker.protocol import wire
-from cubroker.protocol.bounds import MAX_DESCRIPTORS
+from cubroker.protocol.bounds import MAX_DESCRIPTORS, MAX_NOTICE
 from cubroker.protocol.messages import (
     Close,
     Descriptors,
     Done,
+    Farewell,
     GatewayChanged,
     ListPools,
     Notice,
     PoolChanged,
     Pools,
+    Rebound,
     Seal,
     Sealed,
+    Team,
     Watch,
 )
 from cubroker.server.denials import Denials
@@ -193,6 +196,36 @@ def test_a_connection_that_breaks_is_lost() -> None:
             pair.client.close()  # with a notice unread, so that reading fails with ECONNRESET
             await until(lambda: pair.events)
             assert pair.events == [Lost(1)]
+
+    run(test())
+
+
+def test_a_notice_is_heard_however_long_it_is_and_long_ones_wait_for_whoever_does_not_read() -> None:
+    def rebound(lease: int) -> Rebound:
+        return Rebound(lease, (), Team("multicast", "it works", (1 << 40,) * 4096))
+
+    async def test() -> None:
+        async with ends() as pair:
+            for lease in range(1, 101):
+                pair.session.notify(rebound(lease))
+            pair.session.notify(Farewell("x" * 20_000))
+            heard = pair.heard()
+            assert 1 <= len(heard) < 10
+            while Farewell("x" * 20_000) not in heard:
+                heard += pair.heard()
+                await asyncio.sleep(0)
+            assert heard == [*map(rebound, range(1, 101)), Farewell("x" * 20_000)]
+
+    run(test())
+
+
+def test_a_notice_that_no_client_reads_whole_is_a_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        async with ends() as pair:
+            pair.session.notify(Farewell("x" * MAX_NOTICE))
+            pair.session.notify(GatewayChanged())
+            assert pair.heard() == [GatewayChanged()]
+            assert "session 1 is not told 655" in caplog.text
 
     run(test())
 
