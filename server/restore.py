@@ -110,11 +110,10 @@ def _vanished(held: Held, memory: DeviceMemory, broker: Broker, store: Store) ->
         log.warning("pool %s is lost: %s", held.label, UNSTORED)
         return UNSTORED
     stored = [store.take(stored_as(held.ticket, number)) for number in range(len(held.sizes))]
-    descriptors = tuple(descriptor for piece in stored for descriptor in piece)
     memory.adopt(held.ticket, held.sizes, stored)
     if not held.served or not all(stored):
         why = MISSING if held.served else f"its device {held.device} is not served any more"
         log.error("pool %s is lost: %s", held.label, why)
         return why
-    broker.has(held.ticket, descriptors)
+    broker.has(held.ticket, tuple(piece[0] for piece in stored))  # one for each, even of what was stored twice
     return ""

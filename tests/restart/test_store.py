@@ -14,7 +14,7 @@ from cubroker.server.store.journal import AREA, SLOTS, Journal, _newest
 from tests.brokers import PATIENCE, eventually
 from tests.client.conftest import content, leases
 from tests.client.test_restart import lasting
-from tests.kills.content import Form
+from tests.kills.content import Form, check
 from tests.stores import StoredBroker, storing
 
 
@@ -152,6 +152,25 @@ def refusal(kept: StoredBroker) -> str:
     assert "nothing of it was changed" in said
     assert "Traceback" not in said
     return said
+
+
+# -- a store that hands over more than it got, or in another order -----------------------------------
+
+
+def test_what_is_stored_twice_and_in_any_order_is_taken_for_what_it_is(kept: StoredBroker) -> None:
+    with Broker(kept.directory) as client:
+        Form("vmm", durable=True).publish(client, "pool")  # which has two allocations
+        kept.kill()
+        for name, stored in reversed(list(kept.warehouse.stored.items())):
+            again = [] if name == "ledger" else [os.dup(each) for each in stored]
+            kept.warehouse.stored[name] = [*reversed(kept.warehouse.stored.pop(name)), *again]
+        kept.start()
+        with client.attach("pool") as pool:
+            check(pool)
+        client.retire("pool")
+        eventually(lambda: not any(each.allocated for each in client.devices()), "the memory to be freed")
+        kept.settled()
+        assert kept.warehouse.stored.keys() == {"ledger", "own-door", "own-requests", f"s{client.session}"}
 
 
 # -- a store that is full ---------------------------------------------------------------------------
