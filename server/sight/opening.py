@@ -44,8 +44,9 @@ def open_window(
     except OSError as error:
         log.error("there are no metrics, since nobody can listen on %s: %s", where, error)
         return None
-    lookout = Lookout(asyncio.get_running_loop(), lambda: ledger.view(everything=everything))
-    window = Window(listener, lookout, Exposition(meters.registry, standing), lambda: sight.revision)
+    loop = asyncio.get_running_loop()
+    lookout = Lookout(loop, lambda: ledger.view(everything=everything), lambda: sight.revision)
+    window = Window(listener, lookout, Exposition(meters.registry, standing))
     log.info("metrics, and a page to look at, are on %s", _name(listener))
     return window
 

@@ -11,7 +11,7 @@ import pwd
 import re
 import socket
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from functools import cache
 from importlib.resources import files
 from threading import Thread
@@ -39,16 +39,12 @@ class Window:
         listener: the socket; closed with the window.
         lookout: gets views.
         exposition: writes metrics.
-        revision: a number that changes with whatever can be seen; called on the thread.
     """
 
-    def __init__(
-        self, listener: socket.socket, lookout: Lookout, exposition: Exposition, revision: Callable[[], int]
-    ) -> None:
+    def __init__(self, listener: socket.socket, lookout: Lookout, exposition: Exposition) -> None:
         self._listener = listener
         self._lookout = lookout
         self._exposition = exposition
-        self._revision = revision
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
         self._encoded: tuple[View | None, bytes] = (None, b"")
@@ -78,16 +74,15 @@ class Window:
         return self._page
 
     async def _expose(self) -> Reply:
-        return Reply(CONTENT_TYPE, self._exposition.text(await self._lookout.view()))
+        return Reply(CONTENT_TYPE, self._exposition.text((await self._lookout.view()).view))
 
     async def _tell(self) -> Reply:
-        return Reply("application/json", await self._picture())
+        return Reply("application/json", self._picture((await self._lookout.view()).view))
 
     async def _follow(self) -> Reply:
         return Reply("text/event-stream", self._pictures())
 
-    async def _picture(self) -> bytes:
-        view = await self._lookout.view()
+    def _picture(self, view: View) -> bytes:
         if self._encoded[0] is not view:
             self._encoded = (view, encode(view))
         return self._encoded[1]
@@ -96,10 +91,11 @@ class Window:
         """Yield a picture now, and whenever there is something new to see."""
         shown, quiet = -1, 0
         while True:
-            now = self._revision()
-            if now != shown:
-                shown, quiet = now, 0
-                yield b"data: " + await self._picture() + b"\n\n"
+            # What was seen for somebody else may be older than the news: then it is looked again.
+            seen = await self._lookout.view() if self._lookout.revision() != shown else None
+            if seen and seen.revision != shown:
+                shown, quiet = seen.revision, 0
+                yield b"data: " + self._picture(seen.view) + b"\n\n"
             elif quiet == PULSE:
                 quiet = 0
                 yield b": nothing new\n\n"

@@ -81,8 +81,8 @@ def watching(view: View, look: Callable[[], View] | None = None) -> Iterator[Pan
     listener = socket.create_server(("127.0.0.1", 0))
     pane = Pane(listener.getsockname()[1], view)
     with looping() as loop:
-        lookout = Lookout(loop, look or (lambda: pane.view))
-        window = Window(listener, lookout, Exposition(Meters().registry), lambda: pane._revision[0])
+        lookout = Lookout(loop, look or (lambda: pane.view), lambda: pane._revision[0])
+        window = Window(listener, lookout, Exposition(Meters().registry))
         try:
             yield pane
         finally:
