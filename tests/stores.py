@@ -183,8 +183,17 @@ class StoredBroker(BrokerProcess):
         if self.warehouse.open:
             self.settled()
 
+    def stop(self) -> int:
+        """Send SIGTERM, wait for its end, and for the store to act upon what it sent; return its exit status."""
+        status = super().stop()
+        if self.warehouse.open:
+            self.settled()
+        return status
+
     def start(self) -> None:
-        """Start it (again) and return when it serves and the store has what it made."""
+        """Start it (again), with all that was stored, and return when it serves and the store has what it made."""
+        if self.warehouse.open:
+            self.settled()
         super().start()
         if self.warehouse.open:
             self.settled()

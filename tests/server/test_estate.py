@@ -66,7 +66,7 @@ def test_a_socket_whose_path_was_removed_is_replaced_and_stored_anew(kept: Store
 def test_who_may_connect_to_sockets_that_brokers_made_is_as_the_next_broker_is_told(
     kept: StoredBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    group = os.getgroups()[-1] if os.geteuid() else 1234
+    group = (os.getgroups() or [os.getegid()])[-1] if os.geteuid() else 1234
 
     def modes() -> set[tuple[int, int]]:
         found = [(kept.directory / name).stat() for name in (SESSION_SOCKET, REQUEST_SOCKET)]

@@ -153,6 +153,7 @@ def test_a_call_that_fails_for_one_shard_costs_all_of_them_and_nothing_else(
 
 def test_memory_that_the_driver_does_not_take_back_stays_counted_and_is_nobodys(broker: FaultyBroker) -> None:
     with session(broker.directory) as client:
+        eventually(lambda: len(client.clients()) == 1, "earlier sessions to end, and to close what they had")
         (first, second), pools = client.devices(), client.ask(ListPools(), Pools)
         one = Create("pool", THREE.encode(), (first.uuid,), "ipc", 0.0, None)
         with short_of(broker.pid, 2):  # for the third allocation there is no descriptor

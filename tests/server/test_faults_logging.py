@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import signal
@@ -27,12 +28,13 @@ from tests.server.loops import run
 from tests.server.processes import gateway_of
 
 FULL = 64 << 10
-"""Bytes that a pipe holds."""
+"""Bytes that a pipe of these tests holds."""
 
 
 @contextmanager
 def pipe() -> Iterator[tuple[int, int]]:
     read, write = os.pipe()
+    fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, FULL)
     try:
         yield read, write
     finally:

@@ -83,7 +83,7 @@ def test_whatever_a_client_says_after_its_greeting_ends_the_connection(broker: B
         with session(broker.directory) as talker:
             talker.connection.send(said)
             assert talker.connection.recv(1) == b""
-    assert "sent something on the session socket" in broker.log()
+    eventually(lambda: "sent something on the session socket" in broker.log(), "a line in the log")
 
 
 def test_a_watcher_hears_of_every_publication(broker: BrokerProcess, client: RawClient) -> None:

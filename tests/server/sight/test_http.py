@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from contextlib import suppress
+from threading import Event
 
 import pytest
 
 from cubroker.protocol.messages import View
 from cubroker.server.sight import http, lookout, window
-from tests.brokers import eventually
+from tests.brokers import PATIENCE, eventually
 from tests.server.sight import scenes
 from tests.server.sight.windows import Pane, read, watching
 
@@ -82,8 +84,8 @@ def test_a_page_elsewhere_whose_name_leads_here_reads_nothing(pane: Pane, host: 
 
 
 def test_whoever_says_nothing_is_cut_off(pane: Pane, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "PATIENCE", 0.05)
-    with pane.connect() as connection:
+    with monkeypatch.context() as hasty, pane.connect() as connection:
+        hasty.setattr(http, "PATIENCE", 0.05)
         connection.sendall(b"GET / HTTP/1.1\r\n")
         assert read(connection) == b""
     assert serves(pane)
@@ -97,19 +99,20 @@ def test_whoever_hangs_up_in_the_middle_harms_nobody(pane: Pane) -> None:
 
 
 def test_whoever_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "PATIENCE", 0.1)
     monkeypatch.setattr(http, "MAX_STREAMS", 1)
     monkeypatch.setattr(window, "PERIOD", 0.01)
     monkeypatch.setattr(lookout, "PERIOD", 0.0)
     with watching(scenes.view(16, 500)) as pane, pane.connect() as idle:
         idle.sendall(WATCH)
         assert idle.recv(12) == b"HTTP/1.1 200"
+        monkeypatch.setattr(http, "PATIENCE", 0.1)
 
         def room_for_another() -> bool:
             pane.view = pane.view  # something new, for the one that does not read
-            with pane.connect() as connection:
+            with pane.connect() as connection, suppress(ConnectionError):  # who is slow is cut off as well
                 connection.sendall(WATCH)
                 return connection.recv(12) == b"HTTP/1.1 200"
+            return False
 
         eventually(room_for_another, "the idle one to be cut off")
 
@@ -139,14 +142,17 @@ def test_there_are_only_so_many_who_watch(pane: Pane) -> None:
 
 def test_a_broker_that_does_not_answer_is_told_from_a_window_that_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lookout, "PATIENCE", 0.05)
-    view = scenes.view(1, 0)
+    view, over = scenes.view(1, 0), Event()
 
     def busy() -> View:
-        time.sleep(0.2)  # the loop of the broker has something else to do
+        over.wait(PATIENCE)  # the loop of the broker has something else to do
         return view
 
     with watching(view, busy) as pane:
-        assert status(pane.get("/metrics")) == 503
+        try:
+            assert status(pane.get("/metrics")) == 503
+        finally:
+            over.set()
 
 
 def test_a_mistake_in_looking_is_told_and_the_next_look_is_another(caplog: pytest.LogCaptureFixture) -> None:
@@ -196,11 +202,12 @@ def test_looking_that_takes_long_is_done_seldom(monkeypatch: pytest.MonkeyPatch)
 
     def look() -> View:
         looks.append(1)
-        time.sleep(0.1)  # so that this view is good for two seconds
+        time.sleep(0.01)  # so that this view is good for a while
         return scenes.view(1, 0)
 
     monkeypatch.setattr(lookout, "PERIOD", 0.0)
+    monkeypatch.setattr(lookout, "SHARE", 100 * PATIENCE)
     with watching(scenes.view(1, 0), look) as pane:
         for _ in range(3):
             assert serves(pane)
-    assert len(looks) < 3
+    assert len(looks) == 1

@@ -11,9 +11,11 @@ import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from cubroker.protocol.messages import View
+from tests.brokers import PATIENCE
 from tests.server.sight import scenes
 from tests.server.sight.windows import Pane, watching
 
+expect.set_options(timeout=1000 * PATIENCE)
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here; `apt-get install chromium` brings one")
@@ -24,7 +26,7 @@ def browser() -> Iterator[Browser]:
     with sync_playwright() as playwright:
         # As root Chromium has no sandbox of its own; it is shown nothing but what these tests serve.
         arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments, timeout=1000 * PATIENCE)
         yield browser
         browser.close()
 
@@ -41,6 +43,7 @@ def page(browser: Browser) -> Iterator[Page]:
 
 
 def visit(page: Page, pane: Pane) -> None:
+    page.set_default_timeout(1000 * PATIENCE)
     page.goto(pane.url)
     expect(page.locator("#pulse")).to_have_text("live")
 
