@@ -122,6 +122,14 @@ def test_metrics_on_a_port_and_ipc_pools_on_host_devices_take_the_drop_in_for_th
         assert publisher.said == 1
 
 
+def test_metrics_on_a_unix_socket_are_for_the_group_that_the_settings_name(service: Service) -> None:
+    service.configure("[Service]\nSupplementaryGroups=users\n")
+    listen = "[metrics]\nlisten = 'unix:/run/cubroker/sight'\n"
+    service.lab.write(SETTINGS, TEXT + "[sockets]\ngroup = 'users'\n" + listen)
+    service.lab.systemctl("restart", SERVICE)
+    assert service.lab.run("stat", "--format=%G %a", "/run/cubroker/sight").stdout == "users 660\n"
+
+
 def test_a_pool_is_loaded_at_boot_tried_again_until_it_can_be_and_there_when_its_unit_is_done(
     service: Service, tmp_path: Path
 ) -> None:
