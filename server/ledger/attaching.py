@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 
 from cubroker.protocol import names
 from cubroker.protocol.errors import Denied, Invalid, NotFound, Retired
@@ -67,7 +68,8 @@ def check_somewhere(books: Books, where: Attach | Where) -> None:
 def missing(books: Books, session: Session, pool: Pool | None, name: str, number: int) -> str:
     """Say why there is no such version (0: no current one), and what else there is that ``session`` may see."""
     if pool is None or not pool.versions:
-        visible = (other for other in books.pools.values() if may_read(books, session, other))
+        looked_at = islice(books.pools.values(), wording.NEAR_POOLS)
+        visible = (other for other in looked_at if may_read(books, session, other))
         return wording.no_pool(name, visible, books.past(name))
     return wording.unpublished(pool, number)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Sequence
 from enum import StrEnum
 from typing import TypeVar
@@ -72,8 +72,9 @@ class Serial:
 class Books:
     """All records, and the effects of the event that is being handled.
 
-    ``stirred_pools`` and ``stirred_accounts`` are those where something ended, so that somebody who
-    waits there may be served: :func:`cubroker.server.ledger.drafts.settle` looks at each of them.
+    ``stirred_pools``, ``stirred_users`` and ``stirred_accounts`` are those where something ended, so that somebody who
+    waits there may be served: :func:`cubroker.server.ledger.drafts.settle` looks at each of them, once however often
+    it was stirred, since any number of requests may end together.
 
     ``store`` says how many descriptors the store has room for, None that there is none; ``stored`` counts those of
     sessions and of durable memory, also of creates that wait for it. ``marks`` are what changed since it was
@@ -108,7 +109,8 @@ class Books:
         self.numbers: dict[str, Past] = {}
         self.past_pools: OrderedDict[str, Pool] = OrderedDict()
         self.past_sessions: OrderedDict[int, Session] = OrderedDict()
-        self.stirred_pools: deque[Pool] = deque()
+        self.stirred_pools: dict[Pool, None] = {}
+        self.stirred_users: dict[User, None] = {}
         self.stirred_accounts: dict[Account, None] = {}
         self.effects: list[Effect] = []
         self.lease_ids = Serial()

@@ -80,7 +80,8 @@ def create(books: Books, session: Session, request: int, body: Create, layout: L
     admit(books, session, request)
     writer = _writer(books, session, request, body, layout)
     begin(books, writer)
-    books.stirred_pools.append(writer.pool)
+    if writer.pool.free:  # whoever waits there steps aside
+        _offer_turn(books, writer)
     settle(books)
     if session.unfinished.get(request) is writer and writer.phase is not Phase.MEMORY:
         _wait(books, writer)
@@ -196,7 +197,7 @@ def settle(books: Books) -> None:
     order of arrival over all devices: where there will never be enough, a refusal hands the turn on, to somebody who
     may have come before the rest.
     """
-    while books.stirred_pools or books.stirred_accounts:
+    while books.stirred_pools or books.stirred_users or books.stirred_accounts:
         _give_turns(books)
         writer = _first_in_line(books)
         if writer is None:
@@ -208,7 +209,10 @@ def settle(books: Books) -> None:
 
 
 def _give_turns(books: Books) -> None:
-    """Offer the turn in every pool that was stirred, in order of arrival over all of them: they may share a quota."""
+    """Offer the turn in every pool that was stirred, and to whoever is first in the line of a user who was.
+
+    That goes in order of arrival over all of them: they may share a quota.
+    """
     offers: list[tuple[int, int, Writer, Iterator[Writer]]] = []
     serials = count()
 
@@ -217,9 +221,12 @@ def _give_turns(books: Books) -> None:
         if writer is not None:
             heappush(offers, (writer.arrival, next(serials), writer, candidates))
 
-    while books.stirred_pools or offers:
+    while books.stirred_pools or books.stirred_users or offers:
+        while books.stirred_users:
+            user, _ = books.stirred_users.popitem()
+            offer(iter(user.line[:1]))
         while books.stirred_pools:
-            pool = books.stirred_pools.popleft()
+            pool, _ = books.stirred_pools.popitem()
             if pool.free:
                 offer(iter(tuple(pool.line)))
             if pool.idle and books.pools.get(pool.name) is pool:
@@ -233,7 +240,7 @@ def _give_turns(books: Books) -> None:
 
 def _offer_turn(books: Books, writer: Writer) -> None:
     if writer not in writer.pool.line:
-        return  # its pool was stirred twice, and it was refused the first time
+        return  # its pool was stirred, and its user, and it was refused the first time
     session = writer.session
     try:
         _check_writable(books, session, writer.pool, writer.body)

@@ -26,6 +26,7 @@ MISTAKES = (AssertionError, LookupError, AttributeError, TypeError, ValueError)
 def check(books: Books) -> None:
     """Assert that all records agree, that nothing is left to do, and that nobody waits who could be served."""
     assert not books.stirred_pools
+    assert not books.stirred_users
     assert not books.stirred_accounts
     assert not books.effects
     for _, part in _parts(books):

@@ -148,4 +148,4 @@ def end(books: Books, version: Version, cause: Cause) -> None:
     teams.give_up(books, version)
     for allocation in version.replicas.values():
         give_up(books, allocation)
-    books.stirred_pools.append(pool)
+    books.stirred_pools[pool] = None

@@ -243,6 +243,7 @@ class Ledger:
         """
         books = self._books
         books.stirred_pools.clear()
+        books.stirred_users.clear()
         books.stirred_accounts.clear()
         effects, books.effects = books.effects, []
         return effects

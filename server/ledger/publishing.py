@@ -37,7 +37,7 @@ def seal(books: Books, session: Session, body: Seal) -> Sealed:
         end_if_empty(books, old)
     announce(books, pool)
     _serve(books, version)
-    books.stirred_pools.append(pool)
+    books.stirred_pools[pool] = None
     return Sealed(version.number)
 
 
@@ -132,7 +132,7 @@ def unwatch(books: Books, session: Session, name: str) -> None:
         del pool.watchers[session]
         session.user.watches -= 1
         books.mark(Kind.WATCH, session.id, name)
-        books.stirred_pools.append(pool)
+        books.stirred_pools[pool] = None
 
 
 def announce(books: Books, pool: Pool) -> None:

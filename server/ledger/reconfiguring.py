@@ -50,7 +50,7 @@ def _call_back(books: Books, user: User) -> None:
     """Have those who stepped aside for the old quota offered their turn again: the new one may have room, or no end."""
     for writer in tuple(user.line):
         come_back(books, writer)
-        books.stirred_pools.append(writer.pool)
+        books.stirred_pools[writer.pool] = None
 
 
 def _refuse_for_good(books: Books, user: User) -> None:

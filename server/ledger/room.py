@@ -96,4 +96,4 @@ def spare(books: Books, user: User, nbytes: int) -> None:
 def stir(books: Books, user: User) -> None:
     """Look again at whoever waits first for room in a user's quota."""
     if user.line:
-        books.stirred_pools.append(user.line[0].pool)
+        books.stirred_users[user] = None

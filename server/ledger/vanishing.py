@@ -46,7 +46,7 @@ def _out_of_service(books: Books, version: Version) -> None:
     elif pool.draft is version:
         pool.draft, pool.last = None, version.number  # which somebody knows already, so nobody else gets it
         _refuse_readers(books, pool)
-        books.stirred_pools.append(pool)
+        books.stirred_pools[pool] = None
 
 
 def _refuse_readers(books: Books, pool: Pool) -> None:

@@ -78,7 +78,8 @@ def leave(books: Books, waiter: Waiter) -> None:
         del waiter.line[waiter], waiter.lease.listeners[waiter]
     else:
         _step_out(books, waiter)
-    books.stirred_pools.append(waiter.pool)
+    if waiter.pool.idle:
+        books.stirred_pools[waiter.pool] = None
     waiter.pool.story.append(f"request {waiter.request} of {waiter.session.label} stopped waiting")
 
 
@@ -93,6 +94,7 @@ def _step_out(books: Books, writer: Writer) -> None:
         come_back(books, writer)
         return
     writer.pool.writer = None
+    books.stirred_pools[writer.pool] = None
     if writer.phase is Phase.ROOM:
         leave_lines(books, writer)
         spare(books, user, writer.total)

@@ -33,6 +33,9 @@ Comparing two names costs up to the product of their lengths, and any client may
 there: with these limits the worst names cost some milliseconds, usual ones a third of one.
 """
 
+NEAR_POOLS = 1000
+"""Pools that are looked at for such names, whether or not the asker may see them."""
+
 DROPPED, GIVEN_BACK, ENDED = "closed it", "gave back the lease that it belonged to", "has ended"
 """How an event ended: what whoever made it did."""
 
