@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import stat
 
 LONGEST = 1000
 """Characters of a line: it has to fit in one page of a pipe."""
@@ -50,8 +51,10 @@ def _write(descriptor: int, line: bytes) -> None:
     try:
         os.pwritev(descriptor, [line], -1, os.RWF_NOWAIT)
     except BlockingIOError:
-        raise
-    except OSError:  # terminals and files know no such flag
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise
+        os.write(descriptor, line)  # to XFS and btrfs a file that grows is never written without waiting
+    except OSError:  # terminals and other files know no such flag
         poll = select.poll()
         poll.register(descriptor, select.POLLOUT)
         if not poll.poll(0):
