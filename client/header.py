@@ -20,6 +20,7 @@ import msgspec
 
 from cubroker.protocol import CubrokerError, dtypes
 from cubroker.protocol.errors import Denied, Invalid, NotFound
+from cubroker.protocol.layout import MAX_RANK
 
 MAX_HEADER = 100_000_000
 """Bytes that a header may have: the limit of the format."""
@@ -31,7 +32,7 @@ T = TypeVar("T")
 
 class _Info(msgspec.Struct, frozen=True):
     dtype: str
-    shape: tuple[_Size, ...]
+    shape: Annotated[tuple[_Size, ...], msgspec.Meta(max_length=MAX_RANK)]
     data_offsets: tuple[_Size, _Size]
 
 
@@ -98,7 +99,7 @@ def parse_json(path: Path, raw: bytes, shape: type[T]) -> T:
     """Decode JSON that came from ``path`` as a ``shape``; a key that appears twice is refused, as the format asks."""
     try:
         return msgspec.convert(json.loads(raw.decode(), object_pairs_hook=_unique), shape)
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError, msgspec.ValidationError) as error:
         raise Invalid(f"cannot load {path}: its JSON cannot be used: {str(error)[:300]}") from None
 
 

@@ -98,6 +98,7 @@ def test_entries_come_in_the_order_of_their_bytes_whatever_the_headers_order(tmp
         (altered(a={"dtype": "F4", "shape": [1]}), "tensor 'a': a F4 tensor of shape (1,) takes 4 bits"),
         (altered(a={"shape": [5]}), "tensor 'a' is U8 [5], which takes 5 bytes, and its offsets span 4"),
         (altered(a={"shape": [1 << 62] * 9}), "its offsets span 4"),
+        (altered(a={"shape": [1 << 62] * 300}), "entry of the wrong form: Expected `array` of length <= 32"),
         (altered(a={"data_offsets": [4, 0]}), "ends at byte 0 of the data, before it begins at 4"),
         (altered(b={"data_offsets": [3, 27]}), "begins at byte 3 of the data, inside the one before it"),
         (altered(b={"data_offsets": [8, 32]}), "a hole"),
