@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -276,11 +275,6 @@ def test_a_broker_that_is_dropped_leaves_its_pools_alone(client: Broker, name: s
     assert leases(client, name) == 1
     pool.close()
     eventually(lambda: len(client.clients()) == 1, "the end of the session")
-
-
-def test_nobody_there_is_answered_with_how_to_start_one(tmp_path: Path) -> None:
-    with pytest.raises(Unavailable, match=f"start one with: cubroker serve --directory {tmp_path}"):
-        Broker(tmp_path)
 
 
 def test_a_mode_is_the_pools_and_one_that_cannot_be_is_refused(client: Broker, name: str) -> None:

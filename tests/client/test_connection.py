@@ -159,7 +159,7 @@ def test_a_broker_that_dies_ends_what_waits_and_what_comes_later() -> None:
             broker.pools()
         assert pool["weight"].tobytes() == content("weight", 128)
         pool.close()
-    with pytest.raises(Unavailable, match="start one with"):
+    with pytest.raises(Unavailable, match="no broker serves"):
         Broker(process.directory)
 
 
@@ -293,11 +293,11 @@ def test_a_socket_that_this_user_may_not_use_is_denied(tmp_path: Path, monkeypat
         Broker(tmp_path)
 
 
-def test_who_looks_for_a_broker_in_the_wrong_place_hears_of_the_one_of_the_system(
+def test_who_looks_for_a_broker_in_the_wrong_place_hears_of_the_one_of_the_system_or_how_to_start_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hello, "SYSTEM", tmp_path)
-    with pytest.raises(Unavailable, match="start one with"):
+    with pytest.raises(Unavailable, match=f"start one with: cubroker serve --directory {tmp_path / 'elsewhere'}"):
         Broker(tmp_path / "elsewhere")
     (tmp_path / SESSION_SOCKET).touch()
     with pytest.raises(Unavailable, match=rf"there is one on {tmp_path}: name that"):
