@@ -1,6 +1,6 @@
 """Element types, by the names that safetensors gives them.
 
-Source: the ``Dtype`` enumeration of the safetensors format, version 0.6 and later, which knows
+Source: the ``Dtype`` enumeration of the safetensors format, version 0.8 and later, which knows
 types of less than one byte. Their elements are packed, so a tensor of them must fill whole bytes.
 """
 
