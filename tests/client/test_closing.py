@@ -74,6 +74,7 @@ def test_a_closed_broker_is_of_no_use_though_arrays_keep_its_connection(
     assert next(watch) == 1
     following = threads.submit(next, watch)
     waiting = threads.submit(broker.attach, "never", wait=PATIENCE)
+    eventually(lambda: len(broker._session._loans) == 2, "the request")
     broker.close()
     told = [repr(call.exception(PATIENCE)) for call in (following, waiting)]
     assert told == [

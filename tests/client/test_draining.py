@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -96,9 +95,8 @@ def test_a_wait_for_the_draining_ends_with_the_session_or_the_broker(
     patient: BrokerProcess, others: ThreadPoolExecutor, end: Callable[[Broker], None]
 ) -> None:
     client = Broker(patient.directory)
-    before = threading.active_count()
     waiting = others.submit(client.wait_draining)
-    eventually(lambda: threading.active_count() > before, "the thread that waits")
+    eventually(waiting.running, "the thread that waits")
     end(client)
     if end is not Broker.close:
         patient.kill()

@@ -31,7 +31,7 @@ from cubroker.protocol.messages import Done
 from tests.brokers import PATIENCE, BrokerProcess, eventually, serving
 from tests.client.conftest import LAYOUT, leases, publish
 from tests.client.scripts import start
-from tests.server.processes import files
+from tests.server.processes import all_closed, files
 
 SCRATCH = Layout.pack([("x", "U8", (4096,)), ("y", "F32", (16,))])
 
@@ -328,7 +328,7 @@ def test_an_event_that_is_dropped_is_closed(client: Broker, pool: Pool) -> None:
         return False
 
     eventually(free, "the name to be free")
-    assert files(os.getpid()) <= before
+    all_closed(os.getpid(), before)
 
 
 def test_events_keep_their_pool_and_end_when_it_is_closed(client: Broker, name: str, share: str) -> None:

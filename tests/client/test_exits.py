@@ -120,8 +120,8 @@ def test_an_interrupt_ends_a_wait_at_once_and_loses_no_lease(
             with Broker(directory) as broker:
                 watch = broker.watch("watched")
                 timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
-                timer.start()
                 try:
+                    timer.start()
                     {call.replace("taken", name)}
                 except KeyboardInterrupt:
                     print("interrupted")
