@@ -35,7 +35,7 @@ def lose(books: Books, version: Version, why: str) -> None:
     pool = version.pool
     books.findings.append(f"{version.label} is lost: {why}")
     version.state, version.why = State.LOST, WHY
-    pool.loss = max(pool.loss or Loss(0, ""), Loss(version.number, WHY))
+    pool.remember(Loss(version.number, WHY))
     books.mark(Kind.STATE, version.number, pool.name)
     books.mark(Kind.NAME, name=pool.name)
 

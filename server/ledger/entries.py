@@ -278,6 +278,10 @@ class Pool:
         """Whether somebody could have the turn as its writer."""
         return self.writer is None and self.draft is None
 
+    def remember(self, loss: Loss) -> None:
+        """Remember how a version was lost, unless a later one was."""
+        self.loss = max(self.loss or loss, loss)
+
 
 @dataclass(slots=True, eq=False)
 class Version:

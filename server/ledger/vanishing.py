@@ -25,7 +25,7 @@ def vanished(books: Books, event: Vanished) -> None:
     if version.state not in (State.LOST, State.ENDED):
         books.move(version, Cause.VANISHED)
         version.why = event.why
-        version.pool.loss = Loss(version.number, event.why)
+        version.pool.remember(Loss(version.number, event.why))
         if books.resumed:
             _tell(books, version)
         _out_of_service(books, version)

@@ -233,6 +233,17 @@ def test_a_version_that_ends_before_its_team_is_together_again_ends_as_ever() ->
     story >> e.Dissolved(4) << e.Free(1, "GPU-0") << e.Free(2, "GPU-1")
 
 
+def test_how_the_last_version_of_a_name_was_lost_is_remembered_whatever_is_lost_after_it() -> None:
+    story = Story(store=100)
+    story.joins(1)
+    story.quietly(creates(1, 1, "a", MIB, share="vmm", durable=True), e.Allocated(1, (D,)), asks(1, 2, m.Seal(1)))
+    story.quietly(attaches(1, 3, "a"), creates(1, 4, "a", MIB), e.Allocated(2, (b"handle",)), asks(1, 5, m.Seal(3)))
+    story.restarts(2)
+    story.restarts(1)
+    story >> attaches(1, 6, "a", 2) << refused(1, 6, "retired", "a@2 was lost: it went with the broker")
+    story >> attaches(1, 7, "a") << refused(1, 7, "not_found", "it was lost", "2 was the last one")
+
+
 def test_a_multicast_version_that_is_lost_gets_no_team() -> None:
     story = multicast(with_multicast(3))
     story.restarts(2)
