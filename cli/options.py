@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,7 +25,19 @@ Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 Plan = Annotated[dict[str, int | str], msgspec.Meta(min_length=1)]
 """What a plan's file has: for tensors, by name or pattern, a device by index or UUID."""
 
-PATH = click.Path(readable=False, path_type=Path)
+
+class _Typed(click.Path):
+    """A path that is not empty: that one is a variable without a value, and would mean the folder where one stands."""
+
+    def convert(
+        self, value: str | os.PathLike[str], param: click.Parameter | None, ctx: click.Context | None
+    ) -> str | bytes | os.PathLike[str]:
+        if value == "":
+            self.fail("a path cannot be empty; has the variable that it comes from a value?", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+PATH = _Typed(readable=False, path_type=Path)
 """A path as it was typed. Whether this user may read it is no matter of usage, and of a directory none at all."""
 
 

@@ -1,4 +1,4 @@
-"""Exit statuses and messages that need no broker: wrong usage, no broker there, what is not built yet."""
+"""Exit statuses and messages that need no broker: wrong usage, no broker there, files that cannot be used."""
 
 from __future__ import annotations
 
@@ -27,6 +27,15 @@ from tests.cli.processes import DEADLINE, environment, run
         ["load", "llama", "x.safetensors", "--mode", "1777"],
         ["load", "llama", "x.safetensors", "--device", "0,0"],
         ["load", "llama", "x.safetensors", "--wait", "-1"],
+        ["load", "llama", ""],
+        ["load", "llama", "x.safetensors", "--plan", ""],
+        ["verify", "llama", ""],
+        ["ls", "--directory", ""],
+        ["--directory", "", "ls"],
+        ["serve", "--config", "", "--devices", "host:1@64MiB"],
+        ["config", "check", "--directory", ""],
+        ["config", "check", ""],
+        ["demo", ""],
         ["show"],
         ["show", "llama@0"],
         ["retire", "llama@latest"],
