@@ -68,17 +68,19 @@ class Service:
     routes: Mapping[str, Route]
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _streams: int = 0
+    _closed: bool = False
 
     def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer one connection, and close it."""
-        if len(self._tasks) >= MAX_CONNECTIONS:
+        if self._closed or len(self._tasks) >= MAX_CONNECTIONS:
             return writer.transport.abort()
         task = asyncio.create_task(self._serve(reader, writer))
         self._tasks.add(task)
         return task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """Close all connections."""
+        """Close all connections, and those that come yet: a server waits for the end of all, and streams have none."""
+        self._closed = True
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import pytest
 from cubroker.protocol.messages import View
 from cubroker.server.sight import http, lookout, window
 from tests.brokers import PATIENCE, eventually
+from tests.server.loops import run
 from tests.server.sight import scenes
 from tests.server.sight.windows import Pane, read, watching
 
@@ -138,6 +140,23 @@ def test_there_are_only_so_many_who_watch(pane: Pane) -> None:
     finally:
         for connection in held:
             connection.close()
+
+
+def test_who_comes_while_a_window_is_closed_keeps_nobody_waiting() -> None:
+    async def test() -> None:
+        service = http.Service({})
+        server = await asyncio.start_server(service.accept, "127.0.0.1", 0)
+        async with server:  # which waits, from Python 3.12 on, for the end of all connections
+            await service.close()
+            reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+            said = b""
+            with suppress(ConnectionError):
+                writer.write(WATCH)
+                said = await reader.read()
+            assert said == b""
+            writer.transport.abort()
+
+    run(test())
 
 
 def test_a_broker_that_does_not_answer_is_told_from_a_window_that_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
