@@ -33,6 +33,14 @@ def grant(devices: Sequence[Device], budgets: Budgets) -> list[Budget]:
     Raises:
         Invalid: a budget of a device that is not served, or more than a device has.
     """
+    granted = _granted(devices, budgets)
+    for each in granted:
+        sizes = each.budget >> 20, each.total >> 20
+        log.info("device %d: %s, %s, budget %d MiB of %d MiB", each.index, each.name, each.uuid, *sizes)
+    return granted
+
+
+def _granted(devices: Sequence[Device], budgets: Budgets) -> list[Budget]:
     if not isinstance(budgets, Mapping):
         return [_grant(device, budgets) for device in devices]
     known = {OTHERS, *(name for device in devices for name in _names(device))}
@@ -50,13 +58,4 @@ def _names(device: Device) -> tuple[str, str]:
 
 
 def _grant(device: Device, budget: str) -> Budget:
-    granted = parse_budget(budget, device.total)
-    log.info(
-        "device %d: %s, %s, budget %d MiB of %d MiB",
-        device.index,
-        device.name,
-        device.uuid,
-        granted >> 20,
-        device.total >> 20,
-    )
-    return Budget(device.index, device.uuid, device.name, device.total, granted)
+    return Budget(device.index, device.uuid, device.name, device.total, parse_budget(budget, device.total))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from cubroker.protocol.errors import CubrokerError
 from cubroker.server.config.settings import Config, Setting
-from cubroker.server.config.sources import Sources, Value
+from cubroker.server.config.sources import Effective, Sources, Value
 
 log = logging.getLogger(__name__)
 
@@ -35,8 +35,7 @@ class Current:
         If it makes no sense, or ``apply`` refuses it, nothing changes, and the log says why.
         """
         try:
-            newer = await asyncio.to_thread(self.sources.read)
-            adopted = self.effective.adopt(newer)
+            newer, adopted = await asyncio.to_thread(self._read)
             apply(adopted.config)
         except CubrokerError as error:
             log.error("the configuration cannot be read again, so nothing has changed: %s", error.message)
@@ -47,6 +46,11 @@ class Current:
         count = {0: "no change", 1: "1 setting differs"}.get(len(changes), f"{len(changes)} settings differ")
         log.info("the configuration was read again: %s", count)
         self.effective = adopted
+
+    def _read(self) -> tuple[Effective, Effective]:
+        """Return what the sources say, and what holds from now on; blocks while users are looked up for either."""
+        newer = self.sources.read()
+        return newer, self.effective.adopt(newer)
 
 
 def _tell(setting: Setting, before: Value | None, after: Value | None) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pwd
 import signal
 import stat
 import sys
+import threading
+from pathlib import Path
 
 import pytest
 
@@ -66,6 +69,7 @@ def test_a_quota_that_shrinks_ends_no_session_and_admits_none() -> None:
         ("keep = 5\nbudget = '2MiB", "is no TOML"),
         ("budget = '2MiB'\nkep = 1", ":2: there is no setting kep; did you mean keep?"),
         ("keep = 5\nbudget = '65MiB'", "a budget of 65MiB is 68157440 bytes, and the device has 67108864"),
+        ("budget = { 0 = '3MiB', 1 = '65MiB' }", "a budget of 65MiB is 68157440 bytes, and the device has 67108864"),
         ("keep = 5\nbudget = { 7 = '2MiB', default = '2MiB' }", "a budget for device '7', which is not served"),
     ],
 )
@@ -76,6 +80,7 @@ def test_a_file_that_makes_no_sense_changes_nothing_and_the_log_says_so(text: st
         (line,) = (line for line in broker.log().splitlines() if "nothing has changed" in line)
         assert "ERROR" in line
         assert said in line
+        assert "budget 3 MiB" not in broker.log()
         assert budgets(client) == [4 << 20, 4 << 20]
         broker.reload("budget = '2MiB'\nkeep = 1")
         eventually(lambda: budgets(client) == [2 << 20, 2 << 20], "the new budget")
@@ -129,6 +134,23 @@ def test_a_broker_that_was_started_in_the_background_reads_its_file_again_too() 
     with configured("", InBackground) as broker, session(broker.directory) as client:
         broker.reload("budget = '2MiB'")
         eventually(lambda: budgets(client) == [2 << 20, 2 << 20], "the new budget")
+
+
+def test_users_are_looked_up_beside_the_loop_where_that_may_take_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "cubroker.toml"
+    file.write_text("admins = ['root']\n[quotas.root]\nsessions = 7")
+    current, lookups = Current(Sources(file)), list[int]()
+
+    def look_up(name: str) -> pwd.struct_passwd:
+        lookups.append(threading.get_ident())
+        return pwd.getpwuid(0)
+
+    monkeypatch.setattr(pwd, "getpwnam", look_up)
+    asyncio.run(current.reload(lambda config: None))
+    assert lookups
+    assert threading.get_ident() not in lookups
 
 
 def test_a_mistake_of_the_brokers_own_is_in_the_log_and_the_next_time_may_go_well(
