@@ -73,6 +73,7 @@ class Requests:
         self._outbox: list[list[Frame]] = [[]]  # batches, of which the last is not full
         self._unsent = 0
         self._checks: dict[Session, int] = {}
+        self._closed = False
         self._checker = ThreadPoolExecutor(1, "layouts")
         self._checker.submit(check, None)  # the thread is made now, or not at all: later there may be none to be had
 
@@ -85,11 +86,14 @@ class Requests:
         del self._sessions[session.secret]
 
     def close(self) -> None:
-        """Stop checking layouts."""
+        """Take no further request, and stop checking layouts."""
+        self._closed = True
         self._checker.shutdown(cancel_futures=True)
 
     def receive(self, batch: list[bytes]) -> None:
         """Take a batch from the gateway, and answer it with one as far as answers are there at once."""
+        if self._closed:  # the next broker is asked again
+            return
         for routing, frame in batches.pairs(batch):
             try:
                 self._take(routing, frame)

@@ -342,6 +342,18 @@ def test_a_layout_of_a_session_that_is_over_is_not_passed_on() -> None:
     run(test())
 
 
+def test_what_is_asked_after_the_end_is_no_mistake(caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        async with desk() as at:
+            at.requests.close()
+            at.send(create(LARGE.encode()), ListDevices())
+            assert at.asked == []
+            assert at.sent == []
+
+    run(test())
+    assert caplog.messages == []
+
+
 @pytest.mark.parametrize(
     ("error", "code"),
     [(Invalid("wrong"), "invalid"), (MemoryError(), "internal"), (RuntimeError("a mistake"), "internal")],
