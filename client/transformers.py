@@ -30,9 +30,10 @@ def attach_model(model: Model, pool: Pool, *, strict: bool = True) -> Model:
         attach_model(model, pool)
 
     Parameters have the pool's dtypes, whatever the model's were. Those that the model ties to each other stay tied,
-    unless the pool has different values for them. Buffers that checkpoints do not have (rotary frequencies, position
-    ids) are computed anew by the model's own ``_init_weights``, as ``from_pretrained`` does it. Afterwards the model is
-    in evaluation mode and no parameter requires a gradient: the weights are shared, so nobody trains them.
+    unless the pool has different values for them, or the same in two dtypes or on two devices. Buffers that checkpoints
+    do not have (rotary frequencies, position ids) are computed anew by the model's own ``_init_weights``, as
+    ``from_pretrained`` does it. Afterwards the model is in evaluation mode and no parameter requires a gradient: the
+    weights are shared, so nobody trains them.
 
     Args:
         model: a model made under ``torch.device("meta")``; it is changed in place, also if this fails.
@@ -86,10 +87,15 @@ def _complete_twins(model: nn.Module, state: dict[str, torch.Tensor]) -> list[li
     twins = []
     for names in groups.values():
         stored = [state[name] for name in names if name in state]
-        if len(names) > 1 and stored and all(torch.equal(stored[0], other) for other in stored[1:]):
+        if len(names) > 1 and stored and all(_same(stored[0], other) for other in stored[1:]):
             state.update(dict.fromkeys(names, stored[0]))
             twins.append(names)
     return twins
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether one may stand for the other; a sharded pool's may be on two devices, which torch does not compare."""
+    return (one.device, one.dtype) == (other.device, other.dtype) and torch.equal(one, other)
 
 
 def _tie(model: nn.Module, twins: list[list[str]]) -> None:

@@ -143,6 +143,16 @@ def test_a_checkpoint_with_different_bytes_for_tied_parameters_unties_them(clien
     assert torch.equal(model.transformer.wte.weight, state["transformer.wte.weight"])
 
 
+def test_tied_parameters_that_are_stored_in_two_dtypes_keep_both(client: Broker, tmp_path: Path) -> None:
+    state = {name: tensor.clone() for name, tensor in made(GPT2LMHeadModel, GPT2).state_dict().items()}
+    state["lm_head.weight"] = state["lm_head.weight"].double()
+    save_file(state, tmp_path / "m.safetensors")
+    load(client, "m", tmp_path)
+    with client.attach("m") as pool:
+        model = attach_model(empty(GPT2LMHeadModel, GPT2), pool)
+    assert (model.lm_head.weight.dtype, model.transformer.wte.weight.dtype) == (torch.float64, torch.float32)
+
+
 def test_names_that_only_one_side_has_are_refused_unless_told_otherwise(client: Broker, tmp_path: Path) -> None:
     state = made(GPT2LMHeadModel, GPT2).state_dict()
     del state["lm_head.weight"]
