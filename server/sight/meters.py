@@ -26,7 +26,7 @@ class Meters:
             "cubroker_refusals", "Requests that the ledger refused.", ["request", "code"], registry=self.registry
         )
         self._turned_away = Counter(
-            "cubroker_sessions_refused", "Sessions that were refused after a greeting.", ["code"], registry=self.registry
+            "cubroker_sessions_refused", "Sessions refused to who had greeted.", ["code"], registry=self.registry
         )
         self._gateways = Counter(
             "cubroker_gateway_restarts", "Gateways that took the place of one that had died.", registry=self.registry
