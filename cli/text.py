@@ -79,13 +79,18 @@ def printable(value: str) -> str:
 def say(line: str) -> None:
     """Write a line to standard output; a reader that went away ends the command quietly."""
     try:
-        click.echo(line)
+        click.echo(line, color=False if _plain() else None)
     except BrokenPipeError:
         # The interpreter flushes once more at exit; that must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise click.exceptions.Exit(BROKEN_PIPE) from None
     except OSError as error:
         raise CubrokerError(f"cannot write the output: {error.strerror}") from None
+
+
+def _plain() -> bool:
+    """Whether the terminal has no styles, or its user wants none (https://no-color.org)."""
+    return bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
 
 
 def note(line: str) -> None:

@@ -38,7 +38,7 @@ def command(directory: Path, once: bool, every: float) -> None:
     have lost their connection and live. Of pools, those that take most come first.
     """
     console = Console(highlight=False, soft_wrap=True)
-    if once or not console.is_terminal:
+    if once or not console.is_terminal or console.is_dumb_terminal:
         with Broker(directory) as broker:
             for line in _look(console, broker, None):
                 text.say(_styled(console, line))

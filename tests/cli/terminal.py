@@ -13,13 +13,14 @@ from pathlib import Path
 from tests.cli.processes import COMMAND, DEADLINE, environment
 
 
-def run(*arguments: str | Path, columns: int = 80) -> tuple[int, str]:
+def run(*arguments: str | Path, columns: int = 80, **variables: str) -> tuple[int, str]:
     """Run ``cubroker`` with all three streams on a terminal; return its status and everything written."""
     ours, theirs = pty.openpty()
     try:
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+        env = environment(**{"TERM": "xterm", "NO_COLOR": "", **variables})
         process = subprocess.Popen(
-            [*COMMAND, *map(str, arguments)], env=environment(TERM="xterm"), stdin=theirs, stdout=theirs, stderr=theirs
+            [*COMMAND, *map(str, arguments)], env=env, stdin=theirs, stdout=theirs, stderr=theirs
         )
     finally:
         os.close(theirs)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import grp
 import json
 import os
-import pwd
 import re
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import pytest
 from cubroker.client import Broker
 from cubroker.protocol import Layout
 from tests import checkpoints
+from tests.accounts import group_name, user_name
 from tests.brokers import BrokerProcess, eventually
 from tests.cli import terminal
 from tests.cli.processes import environment, run
@@ -23,8 +22,7 @@ POOL_KEYS = [
     *("name", "version", "state", "nbytes", "tensors", "share", "devices", "durable", "leases", "owner"),
     *("group", "mode", "sharded", "writable", "how", "why", "opened_by"),
 ]
-USER = pwd.getpwuid(os.getuid()).pw_name
-GROUP = grp.getgrgid(os.getgid()).gr_name
+USER, GROUP = user_name(), group_name()
 
 
 @pytest.fixture
@@ -107,6 +105,15 @@ def test_tables_fit_a_terminal_of_80_columns(directory: Path, tmp_path: Path) ->
             else:
                 assert max(len(line) for line in plain[plain.index("") :]) <= 80
             assert "\x1b[1m" in written
+
+
+@pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
+def test_styles_are_left_out_where_they_are_not_wanted(directory: Path, name: str, value: str) -> None:
+    for command in (["devices"], ["doctor", "--devices", "host:1"]):
+        plain = terminal.run(*command, "--directory", directory, **{name: value})
+        styled = terminal.run(*command, "--directory", directory)
+        assert "\x1b" not in plain[1]
+        assert "\x1b" in styled[1]
 
 
 def test_show_adds_the_layout_to_what_ls_says(directory: Path, llama: str) -> None:

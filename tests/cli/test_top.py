@@ -47,6 +47,15 @@ def test_once_on_a_terminal_has_colours_and_fits(broker: BrokerProcess) -> None:
     assert "xxxx…" in written
 
 
+def test_a_terminal_that_cannot_draw_over_a_picture_is_shown_one(broker: BrokerProcess) -> None:
+    with Broker(broker.directory) as client:
+        client.create("llama", LAYOUT).seal()
+        status, written = terminal.run("top", "--directory", broker.directory, TERM="dumb")
+    assert status == 0
+    assert "llama@1" in written
+    assert "\x1b" not in written
+
+
 def test_without_a_broker_there_is_nothing_to_show(tmp_path: Path) -> None:
     for options in ([], ["--once"]):
         done = run("top", *options, "--directory", tmp_path)
