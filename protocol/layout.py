@@ -85,7 +85,9 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
             Invalid: a name twice, an unknown dtype, a negative dimension, a limit exceeded, a tensor without a group.
         """
         if slab is not None and slab < ALIGNMENT:
-            raise Invalid(f"a slab of {slab} bytes is less than the alignment of one tensor, {ALIGNMENT}")
+            raise Invalid(
+                f"a slab of {slab} bytes is less than the alignment of a tensor, {ALIGNMENT}; use larger ones"
+            )
         if isinstance(tensors, Mapping):
             tensors = ((name, dtype, shape) for name, (dtype, shape) in tensors.items())
         placed: list[TensorSpec] = []

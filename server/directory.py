@@ -79,9 +79,11 @@ class Directory:
                 self.sessions = self._socket(DOOR, self.path / SESSION_SOCKET, socket.SOCK_SEQPACKET, undo)
                 self.requests = self._socket(REQUESTS, self.path / REQUEST_SOCKET, socket.SOCK_STREAM, undo)
             except PermissionError as error:
-                raise Denied(f"cannot serve in {self.path}: {error}; choose another directory or user") from None
+                raise Denied(
+                    f"cannot serve in {self.path}: {error.strerror}; choose another directory or user"
+                ) from None
             except OSError as error:
-                raise Unavailable(f"cannot serve in {self.path}: {error}; choose another directory") from None
+                raise Unavailable(f"cannot serve in {self.path}: {error.strerror}; choose another directory") from None
             self._undo = undo.pop_all()
         return self
 
