@@ -205,19 +205,27 @@ def test_an_interrupted_load_leaves_no_draft(tmp_path: Path, number: signal.Sign
     big.write_bytes(checkpoints.encode({"t": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}))
     with big.open("ab") as file:
         file.truncate(file.tell() + size)
-    with (
-        serving("host:1@512MiB") as server,
-        started("load", "x", big, "--directory", server.directory) as load,
-        Broker(server.directory) as broker,
-    ):
-        eventually(lambda: bool(broker.pools()), "the draft")
-        load.send_signal(signal.SIGSTOP)
-        assert broker.pools()[0].state == "draft"
-        load.send_signal(number)
-        load.send_signal(signal.SIGCONT)
-        out, errors = load.communicate(timeout=DEADLINE)
-        assert (load.returncode, out, errors.strip()) == (status, "", "loading x")
-        eventually(lambda: broker.pools() == (), "the draft to be discarded")
+    with serving("host:1@512MiB") as server, Broker(server.directory) as broker:
+
+        def interrupted() -> bool:
+            """Whether a load was stopped while it had a draft, and not too late; then it is interrupted."""
+            with started("load", "x", big, "--directory", server.directory) as load:
+                eventually(lambda: bool(broker.pools()), "the draft")
+                load.send_signal(signal.SIGSTOP)
+                in_time = broker.pools()[0].state == "draft"
+                if in_time:
+                    load.send_signal(number)
+                load.send_signal(signal.SIGCONT)
+                out, errors = load.communicate(timeout=DEADLINE)
+            if in_time:
+                assert (load.returncode, out) == (status, "")
+                assert {line[:9] for line in errors.split("\n") if line.strip()} == {"loading x"}
+            else:
+                broker.retire("x")
+            eventually(lambda: broker.pools() == (), "the draft to be discarded")
+            return in_time
+
+        eventually(interrupted, "a load to be interrupted")
 
 
 def test_an_interrupted_wait_ends_quietly(directory: Path, path: Path) -> None:

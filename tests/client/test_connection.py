@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-import grp
 import os
+import re
 import select
 import signal
 import socket
@@ -24,6 +24,7 @@ from cubroker.protocol import wire
 from cubroker.protocol.directory import SESSION_SOCKET, directory_of
 from cubroker.protocol.errors import Denied, Invalid, TimedOut, Unavailable, Unsupported
 from cubroker.protocol.messages import Attach, DeviceList, Done, ListDevices, Pong, Refused, Welcome
+from tests.accounts import group_name
 from tests.brokers import PATIENCE, BrokerProcess, eventually, serving
 from tests.client.conftest import LAYOUT, content, leases, publish
 from tests.server.processes import files, gateway_of
@@ -289,7 +290,7 @@ def test_a_socket_that_this_user_may_not_use_is_denied(tmp_path: Path, monkeypat
         Broker(tmp_path)
     (tmp_path / SESSION_SOCKET).touch(0o660)
     (tmp_path / SESSION_SOCKET).chmod(0o660)
-    with pytest.raises(Denied, match=rf"for the group {grp.getgrgid(os.getgid()).gr_name}: join .*usermod -aG"):
+    with pytest.raises(Denied, match=rf"for the group {re.escape(group_name())}: join .*usermod -aG"):
         Broker(tmp_path)
 
 

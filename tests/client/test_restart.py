@@ -34,6 +34,7 @@ def client(kept: StoredBroker) -> Iterator[Broker]:
             if pool.state == "current":
                 broker.retire(pool.name, pool.version)
         eventually(lambda: not broker.pools(), f"the end of {broker.pools()}")
+        eventually(lambda: not any(device.allocated for device in broker.devices()), "their memory to leave the store")
 
 
 def lasting(client: Broker, name: str) -> None:

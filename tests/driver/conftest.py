@@ -45,8 +45,8 @@ def cast(driver: Driver) -> Iterator[Cast]:
 def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
     """Where NCCL's configuration files would be on a machine that has none: named in its variable, a user's, all's."""
     found = {"named": tmp_path / "conf", "user's": tmp_path / ".nccl.conf", "everybody's": tmp_path / "nccl.conf"}
-    user = pwd.getpwuid(os.getuid())
-    monkeypatch.setattr(pwd, "getpwuid", lambda _: pwd.struct_passwd((*user[:5], str(tmp_path), user[6])))
+    user = pwd.struct_passwd(("user", "x", os.getuid(), os.getgid(), "", str(tmp_path), "/bin/sh"))
+    monkeypatch.setattr(pwd, "getpwuid", lambda _: user)
     monkeypatch.setattr(nccl, "SYSTEM", found["everybody's"])
     monkeypatch.setenv("NCCL_CONF_FILE", str(found["named"]))
     return found

@@ -100,7 +100,8 @@ def test_a_broker_without_standard_error_goes_on() -> None:
         use(*broker)
 
 
-def test_lines_that_cannot_be_written_are_counted_in_the_log() -> None:
+def test_lines_that_cannot_be_written_are_counted_in_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "FAREWELL", PATIENCE)  # the last ones are to be written before the pipe is closed
     with pipe() as (read, write):
         os.write(write, bytes(FULL))
         lines = Lines(write)
