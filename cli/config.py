@@ -31,9 +31,9 @@ def _file(command: Decorated) -> Decorated:
 @_file
 @settings.given
 def check(file: Path | None, given: Mapping[str, str]) -> int:
-    """Say everything that makes no sense, a line each; status 1 if anything does not.
+    """Say everything that makes no sense, a line each.
 
-    FILE is what serve --config reads. Devices and budgets are checked as far as that can be done without the devices.
+    The status is 1 if anything does not. FILE is what serve --config reads. Devices and budgets are checked as far as that can be done without the devices.
     """
     try:
         effective = _sources(file, given).read()
