@@ -7,6 +7,7 @@ import os
 import socket
 import stat
 import struct
+import time
 from contextlib import suppress
 from math import ceil
 from pathlib import Path
@@ -85,17 +86,32 @@ def _greet(directory: Path, timeout: float, hello: Hello) -> tuple[socket.socket
     except OSError as error:
         raise _explain(error, directory, timeout) from error
     try:
-        # The kernel's own time limits: with Python's, connect() gives up at once when the backlog is full.
-        limit = struct.pack("ll", *divmod(ceil(timeout * 1e6), 1_000_000))  # never 0, which is no limit
-        channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-        channel.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-        channel.connect(str(directory / SESSION_SOCKET))
-        return channel, _answer(_ask(channel, hello))
+        _connect(channel, str(directory / SESSION_SOCKET), timeout)
+        channel.settimeout(timeout)
+        greeting = _answer(_ask(channel, hello))
+        channel.settimeout(None)
+        return channel, greeting
     except BaseException as error:
         hang_up(channel)
         if isinstance(error, OSError):
             raise _explain(error, directory, timeout) from error
         raise
+
+
+def _connect(channel: socket.socket, path: str, timeout: float) -> None:
+    """Connect within the kernel's own time limit: with Python's, connect() gives up at once when the backlog is full.
+
+    A signal ends it before; Python then takes the connection for one that is under way, which this kind never is.
+    """
+    deadline = time.monotonic() + timeout
+    while (left := deadline - time.monotonic()) > 0:
+        limit = struct.pack("ll", *divmod(ceil(left * 1e6), 1_000_000))  # never 0, which is no limit
+        channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        channel.connect(path)
+        with suppress(OSError):
+            channel.getpeername()
+            return
+    raise TimeoutError
 
 
 def hang_up(channel: socket.socket) -> None:
@@ -140,7 +156,7 @@ def _explain(error: OSError, directory: Path, timeout: float) -> Unavailable | D
             return Denied(
                 f"this user may not connect to the broker on {directory}: {error.strerror}; {_admission(directory)}"
             )
-        case BlockingIOError():
+        case BlockingIOError() | TimeoutError():
             return Silent(f"the broker on {directory} did not answer within {timeout:g} s; is it stopped or busy?")
     return Unavailable(f"no session with the broker on {directory}: {error}")
 
