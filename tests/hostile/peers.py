@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import errno
 import os
 import socket
 import struct
@@ -74,11 +75,16 @@ def acknowledge(client: RawClient) -> None:
 
 
 def push(connection: socket.socket, data: bytes, descriptors: Sequence[int]) -> bool:
-    """Send ``data`` with descriptors; False if the system lets the receiver refuse them, which leaves nothing sent."""
+    """Send ``data`` with descriptors; False if the system does not take them, which leaves nothing sent.
+
+    It lets the receiver refuse them, or this user has too many on their way.
+    """
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
     try:
         connection.sendmsg([data], rights)
-    except PermissionError:
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ETOOMANYREFS):
+            raise
         return False
     return True
 

@@ -194,6 +194,7 @@ def test_a_full_store_refuses_sessions_and_durable_pools_and_nothing_else(monkey
             Broker(kept.directory)
         other.close()
         with Broker(kept.directory) as another, another.attach("pool"):
+            kept.settled()
             assert sum(map(len, kept.warehouse.stored.values())) == 3 + 2 * 2 + 2
 
 
