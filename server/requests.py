@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from asyncio import Future
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import msgpack
@@ -26,6 +23,7 @@ from cubroker.protocol.messages import (
 )
 from cubroker.server import batches
 from cubroker.server.answers import LEASES, MAX_REQUESTS, Frame, Verdict, weight
+from cubroker.server.checks import Checks, check
 from cubroker.server.ledger.events import Asked
 from cubroker.server.scribe import Scribe, lasts
 from cubroker.server.sessions import Session
@@ -72,10 +70,9 @@ class Requests:
         self._sessions: dict[bytes, Session] = {}
         self._outbox: list[list[Frame]] = [[]]  # batches, of which the last is not full
         self._unsent = 0
-        self._checks: dict[Session, int] = {}
+        self._checks = Checks()
+        self._unchecked: dict[Session, int] = {}  # how many requests of a session are being checked
         self._closed = False
-        self._checker = ThreadPoolExecutor(1, "layouts")
-        self._checker.submit(check, None)  # the thread is made now, or not at all: later there may be none to be had
 
     def enter(self, session: Session) -> None:
         """Accept requests of a session."""
@@ -88,7 +85,7 @@ class Requests:
     def close(self) -> None:
         """Take no further request, and stop checking layouts."""
         self._closed = True
-        self._checker.shutdown(cancel_futures=True)
+        self._checks.close()
 
     def receive(self, batch: list[bytes]) -> None:
         """Take a batch from the gateway, and answer it with one as far as answers are there at once."""
@@ -168,7 +165,7 @@ class Requests:
         layout = body.layout if isinstance(body, Create) else None
         if layout is None:
             # A cancel must not overtake the create that it is meant for.
-            if session in self._checks and isinstance(body, Cancel):
+            if session in self._unchecked and isinstance(body, Cancel):
                 return self._check_later(session, request, body, None)
             return self._ask(Asked(session.number, request, body))
         if len(layout) > INLINE:
@@ -176,16 +173,15 @@ class Requests:
         return self._pass_on(session, request, body, check(layout))
 
     def _check_later(self, session: Session, request: int, body: Request, layout: bytes | None) -> None:
-        self._checks[session] = self._checks.get(session, 0) + 1
-        checked = asyncio.get_running_loop().run_in_executor(self._checker, check, layout)
-        checked.add_done_callback(partial(self._checked, session, request, body))
+        self._unchecked[session] = self._unchecked.get(session, 0) + 1
+        self._checks.put(session.peer.uid, layout, partial(self._checked, session, request, body))
 
-    def _checked(self, session: Session, request: int, body: Request, checked: Future[Layout | Failed | None]) -> None:
-        self._checks[session] -= 1
-        if not self._checks[session]:
-            del self._checks[session]
-        if not checked.cancelled() and session.secret in self._sessions:
-            self._pass_on(session, request, body, checked.result())
+    def _checked(self, session: Session, request: int, body: Request, layout: Layout | Failed | None) -> None:
+        self._unchecked[session] -= 1
+        if not self._unchecked[session]:
+            del self._unchecked[session]
+        if session.secret in self._sessions:
+            self._pass_on(session, request, body, layout)
             self._settle()
 
     def _pass_on(self, session: Session, request: int, body: Request, layout: Layout | Failed | None) -> None:
@@ -215,21 +211,3 @@ def author(frame: bytes) -> tuple[bytes, int]:
     # A bool is an int, and an id beyond what an answer can carry is none.
     fits = type(secret) is bytes and type(request) is int and 0 < request < 1 << 63
     return (secret, request) if fits else (b"", 0)
-
-
-def check(data: bytes | None) -> Layout | Failed | None:
-    """Decode and check the layout of a create, or say what is wrong with it."""
-    if data is None:
-        return None
-    try:
-        return Layout.decode(data)
-    except Invalid as error:
-        return Failed(error.code, error.message)
-    except MemoryError:
-        reason = f"the broker has no memory to check a layout of {len(data)} bytes; make it smaller"
-        return Failed(InternalFailure.code, reason)
-    # Nobody would hear of it otherwise: the request would stay unanswered.
-    except Exception as error:
-        log.exception("checking a layout of %d bytes failed in an unexpected way", len(data))
-        reason = f"the broker itself failed at checking this layout: {error!r}; its log says more"
-        return Failed(InternalFailure.code, reason)

@@ -158,6 +158,19 @@ async def desk(scribe: Scribe | None = None) -> AsyncIterator[Desk]:
         opened.client.close()
 
 
+@asynccontextmanager
+async def visitor(at: Desk, uid: int) -> AsyncIterator[Session]:
+    """A session of another user."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    session = Session(2, ours, Peer(os.getpid(), uid, uid, os.pidfd_open(os.getpid())), lambda event: None, Denials())
+    at.requests.enter(session)
+    try:
+        yield session
+    finally:
+        session.close()
+        theirs.close()
+
+
 def test_a_batch_is_answered_with_a_batch() -> None:
     async def test() -> None:
         async with desk() as at:
@@ -334,10 +347,22 @@ def test_a_layout_of_a_session_that_is_over_is_not_passed_on() -> None:
         async with desk() as at:
             at.send(create(LARGE.encode()))
             at.requests.leave(at.session)
-            marker = asyncio.get_running_loop().run_in_executor(at.requests._checker, int)
+            marker = asyncio.get_running_loop().run_in_executor(at.requests._checks._thread, int)
             await marker
             await asyncio.sleep(0)
             assert at.asked == []
+
+    run(test())
+
+
+def test_layouts_of_one_user_wait_for_no_flood_of_anothers() -> None:
+    async def test() -> None:
+        async with desk() as at, visitor(at, uid=1000) as other:
+            at.send(*[create(LARGE.encode())] * 5)
+            at.requests.receive([b"other", wire.pack(Envelope(other.secret, 1, 1, create(LARGE.encode())))])
+            await until(lambda: len(at.asked) == 6)
+            assert [asked.request for asked in at.asked if asked.session == at.session.number] == [1, 2, 3, 4, 5]
+            assert other.number in [asked.session for asked in at.asked[:3]]
 
     run(test())
 
