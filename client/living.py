@@ -30,7 +30,7 @@ class Living(Generic[T]):
         self._refs.discard(ref(thing))
 
     def __iter__(self) -> Iterator[T]:
-        for reference in tuple(self._refs):
+        for reference in self._refs.copy():  # tuple() would let the collector in, which changes the set
             thing = reference()
             if thing is not None:
                 yield thing
