@@ -208,8 +208,9 @@ def test_a_refusal_is_an_error_of_the_driver_and_travels(hardware: StandIn) -> N
 
 def product() -> dict[str, str]:
     """The text of every file that is not a test, by its path."""
-    files = [path for folder in PRODUCT for path in (ROOT / folder).rglob("*") if path.suffix not in (".pyc", ".json")]
-    return {str(path.relative_to(ROOT)): path.read_text() for path in files if path.is_file()}
+    files = [path for folder in PRODUCT for path in (ROOT / folder).rglob("*") if path.suffix != ".json"]
+    texts = [path for path in files if path.is_file() and path.parent.name != "__pycache__"]
+    return {str(path.relative_to(ROOT)): path.read_text("utf-8") for path in texts}
 
 
 def mentioning(pattern: str) -> set[str]:
