@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cubroker.protocol.errors import Invalid, NotFound, OverQuota
+from cubroker.protocol.errors import Invalid, NotFound, OverQuota, Unavailable
 from cubroker.protocol.messages import DESCRIPTOR, Done
 from cubroker.server.ledger import shortages, teams, wording
 from cubroker.server.ledger.books import Books, Kind
@@ -70,12 +70,18 @@ def hand_over(lease: Lease) -> HandOver:
 
 
 def send_descriptors(books: Books, lease: Lease) -> Done:
-    """Send the descriptors of a lease whose holder cannot open its fabric handles; raises ``Invalid`` the second time.
+    """Send the descriptors of a lease whose holder cannot open its fabric handles.
 
     Each lease has them once, so nobody can have any number of them on their way.
+
+    Raises:
+        Invalid: it had them.
+        Unavailable: they went with the memory.
     """
     if not lease.unsent:
         raise Invalid(f"lease {lease.id} on {lease.version.label} has no descriptors that were not sent")
+    if lease.version.state is State.LOST:
+        raise Unavailable(wording.lost(lease.version))
     books.effects.append(hand_over(lease))
     lease.unsent = False
     books.mark(Kind.LEASE, lease.id)

@@ -92,6 +92,11 @@ def lost_draft(version: Version) -> str:
     return f"{version.label} was lost before it was sealed: {version.why}; close it, and create it again"
 
 
+def lost(version: Version) -> str:
+    """Say that nothing of a version can be opened any more."""
+    return f"{version.label} was lost: {version.why}; close it, and attach to the next version"
+
+
 def not_durable(body: Create) -> str:
     """Say why a pool cannot be durable."""
     if body.share not in BY_DESCRIPTOR:

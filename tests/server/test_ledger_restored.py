@@ -233,6 +233,15 @@ def test_a_version_that_ends_before_its_team_is_together_again_ends_as_ever() ->
     story >> e.Dissolved(4) << e.Free(1, "GPU-0") << e.Free(2, "GPU-1")
 
 
+def test_who_cannot_open_the_fabric_handles_of_a_version_that_was_lost_gets_no_descriptors_instead() -> None:
+    story = Story(store=100)
+    story.joins(1)
+    story.quietly(creates(1, 1, "a", MIB, share="vmm"), e.Allocated(1, (b"fabric",), (7,)))
+    story.restarts(1)
+    story >> asks(1, 2, m.SendDescriptors(1))
+    story << refused(1, 2, "unavailable", "a@1 was lost: it went with the broker", "close it")
+
+
 def test_how_the_last_version_of_a_name_was_lost_is_remembered_whatever_is_lost_after_it() -> None:
     story = Story(store=100)
     story.joins(1)

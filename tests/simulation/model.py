@@ -349,6 +349,8 @@ class Model(Facts):
     def send_descriptors(self, lease: Lease) -> m.Done:
         if not lease.unsent:
             raise Refusal("invalid")
+        if lease.version.state == "lost":
+            raise Refusal("unavailable")
         self.out.handed.append((lease, lease.unsent, None))
         lease.unsent = []
         return m.Done()
