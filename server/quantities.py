@@ -10,8 +10,8 @@ _UNITS = {"": 1, "B": 1}
 for _power, _prefix in enumerate("KMGT", start=1):
     _UNITS |= {f"{_prefix}B": 1000**_power, f"{_prefix}IB": 1024**_power, _prefix: 1024**_power}
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", re.ASCII)
-_SHARE = re.compile(r"(\d+(?:\.\d+)?)\s*%", re.ASCII)
+_SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]*)", re.ASCII)
+_SHARE = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)\s*%", re.ASCII)
 
 
 def parse_bytes(text: str) -> int:

@@ -24,7 +24,7 @@ def test_a_size_is_a_number_and_a_unit(text: str, nbytes: int) -> None:
     assert parse_bytes(text) == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1", "10 parsecs", "1e9", "90%", "1.GiB"])
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "10 parsecs", "1e9", "90%", "1.GiB", "9" * 400 + ".0GB", "9" * 5000])
 def test_anything_else_is_no_size(text: str) -> None:
     with pytest.raises(Invalid, match="is no size"):
         parse_bytes(text)
@@ -39,3 +39,8 @@ def test_a_budget_is_a_size_or_a_share(text: str, budget: int) -> None:
 def test_a_budget_lies_within_its_device(text: str) -> None:
     with pytest.raises(Invalid, match="the device has 1000"):
         parse_budget(text, 1000)
+
+
+def test_a_share_beyond_all_numbers_is_none() -> None:
+    with pytest.raises(Invalid, match="is no size"):
+        parse_budget("9" * 400 + "%", 1000)
