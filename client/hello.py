@@ -22,6 +22,10 @@ ATTEMPTS = 5
 """Connections that are tried: a broker that is killed takes those along that it has not welcomed."""
 
 
+NAMED = "--directory, $CUBROKER_DIR or, in Python, the argument `directory`"
+"""How whoever looks for a broker says where it is."""
+
+
 class Silent(Unavailable):
     """Somebody listens there, a broker or whoever keeps its sockets while it is started again, and does not answer."""
 
@@ -164,11 +168,8 @@ def _explain(error: OSError, directory: Path, timeout: float) -> Unavailable | D
 def _instead(directory: Path) -> str:
     """Return what to do where no broker serves."""
     if directory != SYSTEM and os.access(SYSTEM / SESSION_SOCKET, os.F_OK):
-        return f"there is one on {SYSTEM}: name that by $CUBROKER_DIR or the argument `directory`"
-    return (
-        f"start one with: cubroker serve --directory {directory} (another place is named by $CUBROKER_DIR or the"
-        f" argument `directory`)"
-    )
+        return f"there is one on {SYSTEM}: name that by {NAMED}"
+    return f"start one with: cubroker serve --directory {directory} (another place is named by {NAMED})"
 
 
 def _admission(directory: Path) -> str:
