@@ -24,7 +24,10 @@ def test_a_size_is_a_number_and_a_unit(text: str, nbytes: int) -> None:
     assert parse_bytes(text) == nbytes
 
 
-LONG = [pytest.param("9" * 400 + ".0GB", id="a float has no room for it"), pytest.param("9" * 5000, id="nor has an int")]
+LONG = [
+    pytest.param("9" * 400 + ".0GB", id="a float has no room for it"),
+    pytest.param("9" * 5000, id="nor has an int"),
+]
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1", "10 parsecs", "1e9", "90%", "1.GiB", *LONG])
