@@ -196,6 +196,8 @@ async def _assemble(
     def report(event: Event) -> None:
         loop.call_soon_threadsafe(broker.handle, event)
 
+    if store:
+        store.attend()
     for device in (*driver.devices, *_absent(ledger)):
         memory[device.uuid] = DeviceMemory(driver, device, report, store)
         undo.callback(memory[device.uuid].close)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import re
@@ -25,7 +26,8 @@ class Store:
     """The descriptors that an earlier broker left, and those that a later one is to find.
 
     Sessions are stored and dropped from the event loop, which never waits for the manager; everything else from threads
-    that may. No name is used by both, so there is nothing for one to overtake.
+    that may. No name is stored by both, so there is nothing for one to overtake; what a thread could not drop in time
+    is dropped from the event loop.
 
     Args:
         outbox: leads to the service manager, which has room for descriptors.
@@ -44,6 +46,7 @@ class Store:
         self.limit = outbox.manager.limit
         self._outbox = outbox
         self._manager = outbox.manager
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._left = {name: list(descriptors) for name, descriptors in inherited.items()}
         journals = self._left.pop(JOURNAL, [])
         if len(journals) > 1:
@@ -57,6 +60,10 @@ class Store:
         """Store the journal, unless it is; before anything that is in it. Raises as :meth:`hold`."""
         if not self.inherited:
             self.hold(JOURNAL, [self._journal.descriptor])
+
+    def attend(self) -> None:
+        """Drop from the event loop that runs now what threads cannot drop; they end before it does."""
+        self._loop = asyncio.get_running_loop()
 
     def items(self) -> Iterable[tuple[bytes, bytes]]:
         """Return everything in the journal."""
@@ -77,12 +84,14 @@ class Store:
     def drop(self, name: str) -> None:
         """Store what has this name no longer; as :meth:`hold`.
 
-        What cannot be said is logged: the next broker finds it, and drops it.
+        What cannot be said is logged, and said when there is room, or else dropped by the next broker, which finds it.
         """
         try:
             self._manager.remove(name)
         except Unavailable as error:
             log.warning("the store was not told to forget %s: %s", name, error.message)
+            if self._loop:
+                self._loop.call_soon_threadsafe(self.drop_soon, name)
 
     def hold_soon(self, name: str, descriptors: Sequence[int], done: Done) -> bool:
         """Store descriptors under a name until their other end is closed, from the event loop.
