@@ -8,6 +8,7 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from threading import Thread
 
@@ -86,7 +87,13 @@ def start_other_programs(line: Line, directory: str, name: str) -> None:
 
 def start_workers(line: Line, directory: str, name: str) -> None:
     """Hold a pool and a draft while multiprocessing starts workers, which use the broker too."""
-    with Broker(directory) as broker, broker.attach(name) as pool, broker.create(name, LAYOUT) as draft:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Broker(directory) as broker,
+        broker.attach(name) as pool,
+        broker.create(name, LAYOUT) as draft,
+    ):
+        tempfile.tempdir = folder  # multiprocessing's folder goes when the interpreter exits, which a life never does
         for method in ("spawn", "forkserver"):
             with multiprocessing.get_context(method).Pool(1) as workers:
                 line.say(workers.apply(read_back, (directory, name)))
