@@ -6,10 +6,10 @@ import tracemalloc
 from collections.abc import Callable
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-# Property tests run on busy machines too: they have no deadline of their own.
-settings.register_profile("cubroker", deadline=None)
+# Property tests run on busy machines too, without a deadline of their own; and where nobody may write to this folder.
+settings.register_profile("cubroker", deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("cubroker")
 
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cubroker.protocol import wire
@@ -143,6 +143,7 @@ def test_receipts_in_tatters_are_bounded_too() -> None:
     assert answers.admit(number + 1, number + 1, b"here", 10) is Verdict.NEW
 
 
+@settings(deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.integers(0, 30), unique=True), st.integers(0, 31))
 def test_spans_are_a_set(numbers: list[int], bound: int) -> None:
     spans, known = Spans(), set[int]()

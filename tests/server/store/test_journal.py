@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cubroker.server.store import journal
@@ -271,7 +271,13 @@ def test_there_is_no_journal_where_there_is_no_memory_for_one(monkeypatch: pytes
 CHANGES = st.lists(st.tuples(st.binary(max_size=3), st.one_of(st.none(), st.binary(max_size=200))), max_size=5)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@settings(
+    max_examples=150,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 @given(commits=st.lists(CHANGES, max_size=30), reopens=st.sets(st.integers(0, 29)), slack=st.sampled_from((0, 300)))
 def test_a_journal_has_what_a_dict_would_have(commits: list[list[Change]], reopens: set[int], slack: int) -> None:
     expected: Content = {}
