@@ -118,6 +118,16 @@ def test_a_create_over_its_quota_steps_aside_for_other_users_of_its_name(story: 
     story << e.Allocate(4, "GPU-0", (2 * MIB,), "ipc")
 
 
+def test_whoever_stepped_aside_is_refused_once_when_the_name_belongs_to_somebody_else(story: Story) -> None:
+    story.publishes(1, "full", nbytes=8 * MIB)
+    story >> creates(1, 1, "a", MIB, wait=5.0) << e.SetTimer(1, 5.0)
+    story >> creates(2, 1, "a", MIB, wait=5.0) << e.SetTimer(2, 5.0)
+    story.quietly(creates(3, 1, "a", MIB, mode=0o600), e.Allocated(2, (handle(2),)))
+    story >> asks(3, 2, m.Seal(2)) << answer(3, 2, m.Sealed(1))
+    story << e.DropTimer(1) << refused(1, 1, "denied", "which belongs to user 1002")
+    story << e.DropTimer(2) << refused(2, 1, "denied", "which belongs to user 1002")
+
+
 def test_a_create_over_its_quota_holds_up_nobody_on_its_device() -> None:
     story = told(Quota(memory=8 * MIB), Budget(0, "GPU-0", "first", 16 * MIB, 16 * MIB))
     story.publishes(1, "a", nbytes=6 * MIB)
