@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 
@@ -81,7 +82,8 @@ def run(arguments: Sequence[str]) -> int:
     try:
         return int(commands.main(list(arguments), prog_name="cubroker", standalone_mode=False) or 0)
     except click.ClickException as error:
-        error.show()
+        with suppress(OSError):
+            error.show()
         return error.exit_code
     except click.Abort:
         return INTERRUPTED

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
 
 import click
@@ -94,8 +95,9 @@ def _plain() -> bool:
 
 
 def note(line: str) -> None:
-    """Write a line to standard error: what goes on, apart from the result."""
-    click.echo(line, err=True)
+    """Write a line to standard error: what goes on, apart from the result. That nobody can read it stops nothing."""
+    with suppress(OSError):
+        click.echo(line, err=True)
 
 
 def complain(message: str) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from cubroker.cli import text
+from tests import checkpoints
 from tests.brokers import BrokerProcess
 from tests.cli.processes import COMMAND, DEADLINE
 
@@ -94,6 +95,23 @@ def test_a_command_works_with_standard_streams_closed(broker: BrokerProcess, clo
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert ("HOST-" in done.stdout) == (closed == "2>&-")
+
+
+@pytest.mark.parametrize("lost", ["nobody reads it", "the disk is full"])
+def test_remarks_that_cannot_be_written_change_nothing(broker: BrokerProcess, tmp_path: Path, lost: str) -> None:
+    path = checkpoints.write(tmp_path / "x.safetensors", checkpoints.filled([("x", "U8", (5,))]))
+    load = ["load", "x", str(path), "--directory", str(broker.directory)]
+    for words, status in ((load, 0), (["ls", "--directory", str(tmp_path / "nowhere")], 3), (["load"], 2)):
+        if lost == "nobody reads it":
+            reader, writer = os.pipe()
+            os.close(reader)
+        else:
+            writer = os.open("/dev/full", os.O_WRONLY)
+        with io.FileIO(writer, "w") as broken:
+            done = subprocess.run(
+                [*COMMAND, *words], stdout=subprocess.PIPE, stderr=broken, text=True, timeout=DEADLINE, check=False
+            )
+        assert (done.returncode, done.stdout[:4]) == (status, "x@1:" if words is load else "")
 
 
 def test_output_that_cannot_be_written_is_a_failure_in_one_line(broker: BrokerProcess) -> None:
