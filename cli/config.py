@@ -33,7 +33,8 @@ def _file(command: Decorated) -> Decorated:
 def check(file: Path | None, given: Mapping[str, str]) -> int:
     """Say everything that makes no sense, a line each.
 
-    The status is 1 if anything does not. FILE is what serve --config reads. Devices and budgets are checked as far as that can be done without the devices.
+    The status is 1 if anything does not. FILE is what serve --config reads. Devices and budgets are checked as far as
+    that can be done without the devices.
     """
     try:
         effective = _sources(file, given).read()
