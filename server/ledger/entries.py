@@ -1,7 +1,8 @@
 """What the ledger remembers: sessions, leases, pools, versions and memory.
 
 Records only; they are linked with each other, and the modules that change them keep both ends of
-every link in step (:mod:`cubroker.server.ledger.invariants` says what that means).
+every link in step (:mod:`cubroker.server.ledger.invariants` says what that means). A record is not spelled out where
+an exception names it: with all that it is linked to, along every path, that would never end.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class Limits:
     events: int = 1024
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Account:
     """What is allocated and promised on one device, in bytes, and the line of those who wait for room.
 
@@ -98,7 +99,7 @@ class Account:
         return bisect_left(self.line, writer.arrival, key=attrgetter("arrival"))
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class User:
     """What one user has, all sessions together, and the line of creates that wait for room in its quota.
 
@@ -155,7 +156,7 @@ class User:
         return self.place(writer) == 0 and not exceeds(self.memory, writer.total, self.quota.memory)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Session:
     """One client process. ``connected`` is False while it lives without a connection and still holds leases.
 
@@ -191,7 +192,7 @@ class Session:
         return f"session {self.id} (pid {self.pid}, uid {self.uid})"
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Lease:
     """One session's reference to one version, the events that it made there, and its requests that wait for events.
 
@@ -210,7 +211,7 @@ class Lease:
     unsent: bool = False
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Signal:
     """An event of a version, which ``lease``'s session made and has recorded ``generation`` times."""
 
@@ -242,7 +243,7 @@ class Past(NamedTuple):
     loss: Loss | None = None
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Pool:
     """One name: its live versions, and everybody who waits for or watches it.
 
@@ -283,7 +284,7 @@ class Pool:
         self.loss = max(self.loss or loss, loss)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Version:
     """One version of a pool, made by ``user``; ``writer`` says which session fills or filled it.
 
@@ -342,7 +343,7 @@ class Version:
         self.pool.story.append(f"version {self.number} is {self.state.value}: {cause.value}")
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Allocation:
     """The memory of one version on one device.
 
@@ -373,7 +374,7 @@ class Allocation:
         self.version.pool.story.append(f"memory {self.ticket} is {self.stage.value}: {report.value}")
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Team:
     """The replicas of a multicast version, bound together: ``how``, and ``why`` so, once that is known.
 

@@ -10,7 +10,7 @@ from cubroker.protocol.messages import Attach, AwaitEvent, Create, OpenEvent
 from cubroker.server.ledger.entries import Account, Lease, Pool, Session, Signal
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Reader:
     """An attach that waits for its version to be published."""
 
@@ -28,7 +28,7 @@ class Reader:
         return f"version {self.body.version}" if self.body.version else "a current version"
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Listener:
     """A request that waits, by ``lease``, for ``name`` to be shared, or for ``signal`` to pass a generation."""
 
@@ -66,7 +66,7 @@ class Phase(Enum):
     MEMORY = "its memory"
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Writer:
     """A create that waits for its turn, for room, or for its memory; ``arrival`` counts requests that waited.
 

@@ -134,6 +134,20 @@ def test_a_line_that_a_mistake_left_broken_keeps_nothing_else_from_being_done(
     assert "the broker failed at going on after that" in caplog.text
 
 
+def test_an_exception_that_names_a_record_does_not_tell_of_all_that_is_linked_to_it() -> None:
+    story = Story()
+    story.joins(1, 2, 3)
+    for name in ("a", "b"):
+        story.publishes(1, name)
+        story.quietly(*(attaches(session, 1, name) for session in (1, 2, 3)))
+    story.quietly(attaches(1, 9, "c", wait=5.0), creates(1, 10, "d", 9 * MIB, wait=5.0))
+    books = story.ledger._books
+    every = books.sessions, books.users, books.pools, books.leases, books.allocations, books.accounts, books.timers
+    records = [record for each in every for record in each.values()]
+    records += [version for pool in books.pools.values() for version in pool.versions.values()]
+    assert max(len(repr(KeyError(record))) for record in records) < 200
+
+
 class Scarred:
     """A ledger that cannot go on, and is looked at."""
 
