@@ -130,6 +130,14 @@ def end_if_empty(books: Books, version: Version) -> None:
         end(books, version, Cause.EMPTIED)
 
 
+def end_surplus(books: Books, pool: Pool) -> None:
+    """End the superseded versions of a pool that nobody holds, but for those that the policy keeps."""
+    old = superseded(pool)
+    for version in old[: max(0, len(old) - books.policy.keep)]:
+        if not version.holders:
+            end(books, version, Cause.EMPTIED)
+
+
 def is_kept(books: Books, version: Version) -> bool:
     """Say whether a version is among the newest superseded ones of its pool that the policy keeps."""
     keep = books.policy.keep

@@ -10,7 +10,7 @@ from cubroker.server.ledger.attaching import check_readable, lease, missing
 from cubroker.server.ledger.books import Books, Kind
 from cubroker.server.ledger.entries import Pool, Session, Version
 from cubroker.server.ledger.events import Notify
-from cubroker.server.ledger.leases import end_if_empty, held, release, superseded
+from cubroker.server.ledger.leases import end_if_empty, end_surplus, held, release
 from cubroker.server.ledger.permissions import may_read, may_write
 from cubroker.server.ledger.policy import exceeds
 from cubroker.server.ledger.states import Cause, State
@@ -33,8 +33,7 @@ def seal(books: Books, session: Session, body: Seal) -> Sealed:
     release(books, draft)
     if previous is not None:
         books.move(previous, Cause.REPLACED)
-    for old in superseded(pool):  # the one that is no longer kept ends as well
-        end_if_empty(books, old)
+    end_surplus(books, pool)  # the one that is no longer kept ends as well
     announce(books, pool)
     _serve(books, version)
     books.stirred_pools[pool] = None

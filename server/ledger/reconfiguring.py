@@ -13,7 +13,7 @@ from cubroker.server.ledger import shortages
 from cubroker.server.ledger.books import Books
 from cubroker.server.ledger.entries import User
 from cubroker.server.ledger.events import Reconfigured
-from cubroker.server.ledger.leases import end_if_empty, superseded
+from cubroker.server.ledger.leases import end_surplus
 from cubroker.server.ledger.policy import exceeds
 from cubroker.server.ledger.waiters import Phase, Writer
 from cubroker.server.ledger.waiting import come_back, refuse
@@ -32,8 +32,7 @@ def reconfigure(books: Books, event: Reconfigured) -> None:
         _call_back(books, user)
         _refuse_for_good(books, user)
     for pool in books.pools.values():
-        for version in superseded(pool):
-            end_if_empty(books, version)
+        end_surplus(books, pool)
 
 
 def tolerate(books: Books) -> None:
