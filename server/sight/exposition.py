@@ -107,7 +107,7 @@ class Exposition:
         for what in ("attach", "create", "event"):
             since = [waiter.since for waiter in view.waiters if waiter.what == what]
             number[(what,)] = len(since)
-            longest[(what,)] = max((self._clock() - then for then in since), default=0.0)
+            longest[(what,)] = max([0.0, *(self._clock() - then for then in since)])  # clocks are put back at times
         yield _gauge("cubroker_waiting_requests", "Requests that wait.", ("what",), number)
         yield _gauge("cubroker_longest_wait_seconds", "How long the first of them has waited.", ("what",), longest)
 

@@ -16,11 +16,11 @@ Series = Mapping[tuple[str, ...], float]
 
 
 def scrape(
-    view: View, meters: Meters | None = None, standing: Standing | None = None
+    view: View, meters: Meters | None = None, standing: Standing | None = None, now: float = scenes.NOW
 ) -> dict[str, dict[tuple[str, ...], float]]:
     """Return the value of every series, by the metric's name and its labels' values, in order of the labels' names."""
     registry = (meters or Meters()).registry
-    exposition = Exposition(registry, lambda: standing or Standing(), clock=lambda: scenes.NOW)
+    exposition = Exposition(registry, lambda: standing or Standing(), clock=lambda: now)
     series: dict[str, dict[tuple[str, ...], float]] = {}
     for family in text_string_to_metric_families(exposition.text(view).decode()):
         for sample in family.samples:
@@ -54,6 +54,11 @@ def test_devices_sessions_leases_and_waiting_requests_are_told() -> None:
     assert sum(found["cubroker_leases"].values()) == sum(pool.leases for pool in view.pools)
     assert found["cubroker_waiting_requests"] == {("attach",): 1, ("create",): 1, ("event",): 0}
     assert found["cubroker_longest_wait_seconds"] == {("attach",): 12, ("create",): 300, ("event",): 0}
+
+
+def test_nobody_has_waited_less_than_no_time_when_the_clock_was_put_back() -> None:
+    found = scrape(scenes.view(2, 5), now=scenes.NOW - 3600)
+    assert found["cubroker_longest_wait_seconds"] == {("attach",): 0, ("create",): 0, ("event",): 0}
 
 
 def test_whatever_users_name_there_are_only_so_many_series() -> None:
