@@ -4,8 +4,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cubroker.protocol import wire
-from cubroker.protocol.messages import DESCRIPTOR, Answer, Attached, Replica
-from cubroker.server.answers import MAX_BYTES, MAX_REQUESTS, Answers, Spans, Verdict, weight
+from cubroker.protocol.messages import DESCRIPTOR, Answer, Attached, Created, Replica
+from cubroker.server.answers import MAX_BYTES, MAX_REQUESTS, Answers, Receipts, Spans, Verdict, weight
 
 
 def answered(answers: Answers, number: int, answer: bytes = b"answer") -> None:
@@ -63,11 +63,12 @@ def test_a_request_about_another_one_that_has_not_come_is_for_later() -> None:
     assert answers.admit(13, 2, b"here", 10, about=1) is Verdict.NEW, "its client has the answer"
 
 
-def test_a_lease_weighs_no_less_than_its_bytes_however_its_memory_is_opened() -> None:
+def test_a_lease_weighs_no_less_than_its_bytes_however_large_its_layout_and_however_its_memory_is_opened() -> None:
     for rows in ([bytes(64)], [bytes(64), b""], [b"", b"", bytes(64)], [DESCRIPTOR] * 64):
         replicas = tuple(Replica(f"HOST-{place}", (handle,) * 4096) for place, handle in enumerate(rows))
-        lease = Answer(1, Attached(1, "name", 1, "multicast", bytes(100), replicas))
-        assert len(wire.pack(lease)) <= weight(lease) < 2 * len(wire.pack(lease))
+        reader = Answer(1, Attached(1, "name", 1, "multicast", bytes(1 << 20), replicas))
+        for lease in (reader, Answer(1, Created(1, "name", 1, "multicast", replicas))):
+            assert len(wire.pack(lease)) <= weight(lease) < 2 * len(wire.pack(lease))
 
 
 def full() -> tuple[Answers, int]:
@@ -123,6 +124,33 @@ def test_a_request_that_waits_does_not_keep_the_answers_of_those_after_it() -> N
     assert answers.is_pending(1)
     assert answers.settle(1, b"at last") == b"here"
     assert answers.admit(1, 1, b"here", 10) == b"at last"
+
+
+def test_what_lasts_is_told_once_and_once_more_when_the_client_has_it() -> None:
+    answers = Answers()
+    for number in (1, 2, 3):
+        assert answers.admit(number, 1, b"here", 10) is Verdict.NEW
+    answers.settle(1, b"one", lasting=True)
+    answers.settle(2, b"two")
+    answers.settle(3, b"three", lasting=True)
+    assert answers.lasting == {1, 3}
+    assert answers.changes() == {1: b"one", 3: b"three"}
+    assert answers.changes() == {}
+    assert answers.admit(4, 2, b"here", 10, (2,)) is Verdict.NEW
+    assert answers.changes() == {1: None}
+    assert answers.admit(5, 1, b"here", 10, (3,)) is Verdict.NEW
+    assert answers.changes() == {3: None}
+    assert answers.lasting == set()
+
+
+def test_what_an_earlier_broker_answered_is_answered_again_and_what_it_refused_is_refused() -> None:
+    receipts = Receipts(oldest=3, refused=8, received=(5, 6))
+    answers = Answers(receipts, {3: b"three", 4: None})
+    assert answers.receipts == receipts
+    assert answers.lasting == {3}
+    assert answers.changes() == {4: None}
+    verdicts = {number: answers.admit(number, 1, b"here", 10) for number in (2, 3, 5, 8, 9)}
+    assert verdicts == {2: Verdict.STALE, 3: b"three", 5: Verdict.STALE, 8: Verdict.FULL, 9: Verdict.NEW}
 
 
 def test_numbers_that_were_never_asked_are_no_receipts() -> None:
