@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import signal
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +13,13 @@ from tests.brokers import BrokerProcess, serving
 # interrupt could pass. A handler, unlike SIG_IGN, does not outlive an exec.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """An empty directory on a short path: pytest's own has a user's and a test's name, and no room for a socket's."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
+        yield Path(directory).resolve()
 
 
 @pytest.fixture
