@@ -163,7 +163,7 @@ class SharedEvent(Unsendable, Scoped):
 
     def _use(self, call: Callable[[Event], T], doing: str) -> T:
         grip = self._grip
-        if grip is None:
+        if grip is None or self._signal.ending:  # which the collector makes it before it calls finalizers
             raise self._closed()
         try:
             return call(grip.event)

@@ -246,7 +246,7 @@ class Loan:
 
     def _opened(self, mapped: Mapped) -> None:
         """Look after the memory from now on."""
-        self._guard = self._session.janitor.guard(mapped, self._end)
+        self._guard = mapped.guard = self._session.janitor.guard(mapped, self._end)
 
     def _map(self, reply: Attached | Created, given: Sequence[Source]) -> Mapped:
         """Map what the lease brought; nothing is mapped if it fails, unless unmapping does as well."""

@@ -13,6 +13,7 @@ from cubroker.protocol.errors import Invalid
 
 if TYPE_CHECKING:
     from cubroker.client.broadcast import Outlet
+    from cubroker.client.janitor import Guard
 
 
 class Place:
@@ -44,6 +45,10 @@ class Mapped:
         readonly: whether nobody here may write it: it was published, and not as writable.
         finish: starts the unmapping, as the end of this object does; whichever comes first counts.
         outlet: the way to store to all replicas of a multicast version, if there is one here.
+
+    Attributes:
+        guard: what waits for the end of this object. The collector tells it before it calls finalizers, which may still
+            use the object then, or keep it; the memory does not wait for them.
     """
 
     def __init__(
@@ -62,6 +67,7 @@ class Mapped:
         self.readonly = readonly
         self.outlet = outlet
         self.asleep = False
+        self.guard: Guard[Mapped] | None = None
         self._finish = finish
         self._owner = Owner()
         self._ended = False
@@ -71,7 +77,7 @@ class Mapped:
     def check(self) -> None:
         """Raise ``Invalid`` if the memory is not mapped, or in a forked child."""
         self._owner.check()
-        if self._ended:
+        if self._ended or (self.guard is not None and self.guard() is None):
             raise Invalid(f"{self.label} was given back, and its tensors with it")
         if self.asleep:
             raise Invalid(f"{self.label} is asleep: its memory is not mapped; wake the pool before using its tensors")

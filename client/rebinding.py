@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from threading import Lock
+from threading import RLock
 from typing import TYPE_CHECKING
 
 from cubroker.client.descriptors import Inbox
@@ -26,7 +26,7 @@ class Rebinding:
         janitor: does what is to be done, and so after all that was to be done for the lease before.
     """
 
-    def __init__(self, loans: Iterable[Loan | Signal], lock: Lock, inbox: Inbox, janitor: Janitor) -> None:
+    def __init__(self, loans: Iterable[Loan | Signal], lock: RLock, inbox: Inbox, janitor: Janitor) -> None:
         self._loans = loans
         self._lock = lock
         self._inbox = inbox

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from socket import socket
-from threading import Lock
+from threading import RLock
 from typing import Any, TypeVar
 
 from cubroker.client import devices, processes
@@ -69,7 +69,7 @@ class Session:
         self.directory = directory = directory.absolute()  # of a process that may change its own
         self.timeout = timeout
         self.owner = processes.Owner()
-        self._lock = Lock()
+        self._lock = RLock()  # a finalizer may come into the middle
         self._loans: set[Loan | Signal] = set()
         self._leaving = False
         self.closed = False
@@ -132,6 +132,8 @@ class Session:
     def check_may_wait(self) -> None:
         """Raise ``Unavailable`` where a finalizer would wait for itself: on the session's threads, and in a request."""
         self.requests.check_free()
+        if self._lock._is_owned():  # type: ignore[attr-defined]  # as Condition asks it
+            raise Unavailable("called by a finalizer in the middle of a request, which has to go on first")
         if self._connection.here() or self.janitor.here():
             raise Unavailable("called by a finalizer on the session's own thread, which cannot wait for the answer")
 

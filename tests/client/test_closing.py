@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cubroker.client import Broker, Pool, checkpoint, loader
+from cubroker.client import Broker, Pool, SharedTensor, checkpoint, loader
 from cubroker.protocol.errors import Invalid, TimedOut, Unavailable
 from cubroker.protocol.messages import ListPools
 from tests import checkpoints
@@ -210,9 +210,37 @@ def test_a_pool_may_be_closed_in_the_middle_of_being_closed_or_used(client: Brok
 
 def test_a_finalizer_in_the_middle_of_a_request_waits_for_nothing(client: Broker, name: str) -> None:
     publish(client, name)
-    pool = client.attach(name)
-    with client.requests._lock:
-        pool.close()
-        with pytest.raises(Unavailable, match="called by a finalizer in the middle of a request"):
-            client.pools()
+    for lock in (client.requests._lock, client._session._lock):
+        pool = client.attach(name)
+        with lock:
+            pool.close()
+            with pytest.raises(Unavailable, match="called by a finalizer in the middle of a request"):
+                client.pools()
+        eventually(lambda: leases(client, name) == 0, "the end of the lease")
+
+
+def test_a_finalizer_that_the_collector_calls_finds_the_memory_given_back(client: Broker, name: str) -> None:
+    publish(client, name)
+    kept: list[SharedTensor] = []
+    told: list[str] = []
+
+    class Engine:
+        def __init__(self, pool: Pool) -> None:
+            self.cycle = self
+            self.pool = pool
+            self.weight = pool["weight"]
+
+        def __del__(self) -> None:
+            kept.append(self.weight)
+            for use in (self.weight.numpy, self.weight.tobytes, lambda: self.pool["bias"]):
+                try:
+                    use()
+                except Invalid as error:
+                    told.append(error.message)
+
+    Engine(client.attach(name))
+    gc.collect()
     eventually(lambda: leases(client, name) == 0, "the end of the lease")
+    assert told == [f"pool {name!r} version 1 was given back, and its tensors with it"] * 3
+    with pytest.raises(Invalid, match="was given back"):
+        kept.pop().__dlpack__()

@@ -331,6 +331,25 @@ def test_an_event_that_is_dropped_is_closed(client: Broker, pool: Pool) -> None:
     all_closed(os.getpid(), before)
 
 
+def test_a_finalizer_that_the_collector_calls_finds_the_event_closed(pool: Pool) -> None:
+    told: list[str] = []
+
+    class Engine:
+        def __init__(self) -> None:
+            self.cycle = self
+            self.event = pool.event("ready")
+
+        def __del__(self) -> None:
+            try:
+                self.event.record()
+            except Invalid as error:
+                told.append(error.message)
+
+    Engine()
+    gc.collect()
+    assert told == [f"event 'ready' of pool {pool.name!r} version 1 is closed in this process; make or open it again"]
+
+
 def test_events_keep_their_pool_and_end_when_it_is_closed(client: Broker, name: str, share: str) -> None:
     scratch(client, name)
     event = client.attach(name).event("ready")
