@@ -187,7 +187,8 @@ def built(path: Path, place: Path) -> Iterator[Image]:
             (libraries / entry.name).symlink_to(entry)
     names = " ".join(stage.name or "final" for stage in stages)
     folders = f"{sys.prefix} {libraries}"
-    passages = " ".join(map(str, Path(sys.base_prefix).parents))
+    # The user of the image may not be one who may look into the folder of this tree, or of temporary files.
+    passages = " ".join(str(each) for place in (sys.base_prefix, sys.prefix, libraries) for each in Path(place).parents)
     command = ["unshare", "--mount", "sh", "-c", HOLD, "sh", str(place), names, folders, passages]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout
