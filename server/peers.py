@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from cubroker.driver import linux
 from cubroker.protocol.errors import Denied, Unsupported
 
 SO_PEERPIDFD = 77
@@ -106,7 +107,7 @@ def open_pidfd(connection: socket.socket, pid: int) -> int:
     the pidfd is open proves that the pidfd is the peer's (or that the peer's child inherited the
     connection, which the kernel gives no means to tell on these versions).
     """
-    pidfd = os.pidfd_open(pid)
+    pidfd = linux.pidfd_open(pid)
     poll = select.poll()
     poll.register(connection, select.POLLRDHUP)
     if poll.poll(0):

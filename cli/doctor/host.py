@@ -12,6 +12,7 @@ from pathlib import Path
 
 from cubroker.cli.doctor.facts import BrokerFacts, DirectoryFacts, HostFacts
 from cubroker.client import Broker
+from cubroker.driver import linux
 from cubroker.protocol import directory as places
 from cubroker.protocol.errors import CubrokerError, Invalid
 
@@ -46,8 +47,8 @@ def examine(directory: Path, root: Path = Path("/"), environ: Mapping[str, str] 
         namespace=_namespace(root),
         descriptors=descriptors,
         locked=locked,
-        memfd=_refusal(lambda: os.memfd_create("cubroker-doctor", os.MFD_CLOEXEC)),
-        pidfd=_refusal(lambda: os.pidfd_open(os.getpid())),
+        memfd=_refusal(lambda: linux.memfd_create("cubroker-doctor", linux.MFD_CLOEXEC)),
+        pidfd=_refusal(lambda: linux.pidfd_open(os.getpid())),
         peer_pidfd=_peer_pidfd(),
     )
 

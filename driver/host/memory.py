@@ -13,12 +13,13 @@ import mmap
 import os
 from pathlib import Path
 
+from cubroker.driver import linux
 from cubroker.driver.host import descriptors
 
 BLOCK = 2 << 20
 """Bytes: the granularity of device memory; larger allocations are multiples of it, small ones share one."""
 
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_SEALS = linux.F_SEAL_SHRINK | linux.F_SEAL_GROW | linux.F_SEAL_SEAL
 _MAP_NORESERVE = 0x4000
 _MAP_FIXED = 0x10
 _EMPTY = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
@@ -44,10 +45,10 @@ _libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 def create(nbytes: int, name: str = "cubroker-host") -> int:
     """Return the descriptor of new shared memory, all zero; its size never changes, so no access to it can fault."""
     with descriptors.books() as ours:
-        ours.add(fd := os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+        ours.add(fd := linux.memfd_create(name, linux.MFD_CLOEXEC | linux.MFD_ALLOW_SEALING))
     try:
         os.ftruncate(fd, nbytes)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        fcntl.fcntl(fd, linux.F_ADD_SEALS, _SEALS)
     except OSError:
         descriptors.close(fd)
         raise
@@ -63,7 +64,7 @@ def sealed_size(fd: int) -> int:
 
 def sealed(fd: int) -> bool:
     """Whether the size of shared memory can never change."""
-    return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+    return fcntl.fcntl(fd, linux.F_GET_SEALS) & _SEALS == _SEALS
 
 
 def name_of(fd: int) -> str:

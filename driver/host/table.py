@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
+from cubroker.driver import linux
 from cubroker.driver.host import descriptors, futex, memory
 from cubroker.driver.host.memory import BLOCK
 from cubroker.driver.host.sharing import HANDLE_BYTES
@@ -222,11 +223,11 @@ class Table:
     def _changing(self) -> Iterator[None]:
         """Keep other threads and other processes from changing the table meanwhile."""
         with self._mutex:
-            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLKW, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+            fcntl.fcntl(self._fd, linux.F_OFD_SETLKW, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
             try:
                 yield
             finally:
-                fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _LOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, 0, 0, 0))
+                fcntl.fcntl(self._fd, linux.F_OFD_SETLK, _LOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, 0, 0, 0))
 
     def _abandoned(self) -> bool:
         """Whether the creator no longer has the object; it holds a shared lock as long as it does."""

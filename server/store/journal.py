@@ -24,6 +24,7 @@ from struct import Struct
 from typing import NamedTuple, Self
 from zlib import crc32
 
+from cubroker.driver import linux
 from cubroker.server.store.damaged import Damaged
 
 MAGIC = b"cubroker"
@@ -110,7 +111,7 @@ class Journal:
     @classmethod
     def create(cls) -> Self:
         """Return a new journal without content; raises ``OSError``."""
-        journal = cls(os.memfd_create("cubroker-ledger", os.MFD_CLOEXEC), Slot(0, AREA, 0))
+        journal = cls(linux.memfd_create("cubroker-ledger", linux.MFD_CLOEXEC), Slot(0, AREA, 0))
         try:
             journal._switch(AREA, AREA)
         except OSError:

@@ -9,6 +9,9 @@ import stat
 LONGEST = 1000
 """Characters of a line: it has to fit in one page of a pipe."""
 
+NOWAIT: int = getattr(os, "RWF_NOWAIT", 0)
+"""0 in a Python that was built against an older C library: what writes with it fails there, as for a terminal."""
+
 MOST = 100
 """Lines about what one run of the child does wrong; it may do so for ever."""
 
@@ -49,7 +52,7 @@ class Remarks:
 def _write(descriptor: int, line: bytes) -> None:
     """Write a line at once, or raise BlockingIOError. The file may be others' too, so its mode is left alone."""
     try:
-        os.pwritev(descriptor, [line], -1, os.RWF_NOWAIT)
+        os.pwritev(descriptor, [line], -1, NOWAIT)
     except BlockingIOError:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise
