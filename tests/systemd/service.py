@@ -82,6 +82,10 @@ class Service:
         self.lab.write(DROP_IN, unit)
         self.lab.systemctl("daemon-reload")
 
+    def says(self, words: str) -> None:
+        """Return when the journal has these words of the service: lines of a log take a way of their own."""
+        eventually(lambda: words in self.lab.log(SERVICE), f"{words!r} in the journal")
+
     def cubroker(self, *arguments: str) -> str:
         """Run ``cubroker`` inside, and return what it prints."""
         return self.lab.run("cubroker", *arguments).stdout

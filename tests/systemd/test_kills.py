@@ -57,7 +57,7 @@ class Company(NamedTuple):
         sessions, allocations = len(self.holders) + len(self.busy) + 1, 2 * 2
         stored = len({"ledger"}) + 2 * sessions + allocations
         eventually(lambda: service.stored == stored, f"systemd to have {stored} descriptors")
-        assert service.memory() == allocations
+        eventually(lambda: service.memory() == allocations, f"the broker to have {allocations} pieces of memory")
         return [tuple(turn) for _, long in told for turn in long]
 
 

@@ -53,7 +53,7 @@ systemd-run --quiet --unit=manager --uid=alice --property=Delegate=yes --propert
   --setenv=HOME={USER} --setenv=XDG_RUNTIME_DIR={USER} /usr/lib/systemd/systemd --user
 """
 
-PATIENCE = 150
+PATIENCE = 600
 """How often such a command is given."""
 
 DROP_INS = "/run/systemd/system/cubroker.service.d"

@@ -90,7 +90,7 @@ def _work(turn: Callable[[], None]) -> None:
 
     Thread(target=listen, daemon=True).start()
     turns, long = 0, []
-    while not told.is_set():
+    while not turns or not told.is_set():  # one turn at least, however busy the machine
         began = time.monotonic()
         turn()
         turns += 1
