@@ -92,7 +92,7 @@ class Session:
             waker = Waker()
             undo.callback(waker.close)
             self.requests = Requests(secret, self.owner, waker.set)
-            self.watches = Watches(self.requests)
+            self.watches = Watches(self.requests, self._lock)
             self.losses = Losses()
             self.inbox = Inbox()
             self.janitor = Janitor()

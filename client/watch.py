@@ -72,11 +72,16 @@ class Watch(Iterator[int], Scoped):
 
 
 class Watches:
-    """Every :class:`Watch` of a session, by pool."""
+    """Every :class:`Watch` of a session, by pool.
 
-    def __init__(self, requests: Requests) -> None:
+    Args:
+        requests: the session's.
+        lock: held while watches change; whoever has it must not wait for the session.
+    """
+
+    def __init__(self, requests: Requests, lock: RLock) -> None:
         self._requests = requests
-        self._lock = RLock()  # a finalizer may close a watch while another one is made
+        self._lock = lock  # again and again: a finalizer may close a watch while another one is made
         self._watches: dict[str, Living[Watch]] = {}
 
     def add(self, watch: Watch) -> Future[Reply]:
