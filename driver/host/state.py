@@ -20,7 +20,7 @@ class State:
     """
 
     def __init__(self, count: int, size: int, island: int | None = None) -> None:
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()  # a finalizer that copies may come into the middle of a call
         self.initialised_by: int | None = None
         self.addresses = AddressMap()
         self.heaps = [Heap(device, size, self.addresses) for device in range(count)]

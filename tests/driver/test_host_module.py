@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from cubroker.driver import DriverError, load
 from cubroker.driver.calls import Calls
 from cubroker.driver.host import BLOCK, HostModule, memory
 from cubroker.driver.host.heap import AddressMap, Region
+from tests.brokers import PATIENCE
 from tests.server.processes import files
 
 Result = cuda.CUresult
@@ -133,6 +135,25 @@ def test_copies_stay_within_device_memory(current: HostModule) -> None:
         current.cuMemcpyDtoH(second, first, -1),
     ):
         assert status == (Result.CUDA_ERROR_INVALID_VALUE,)
+
+
+def test_a_finalizer_may_copy_in_the_middle_of_a_call(module: HostModule) -> None:
+    copied: list[tuple[Any, ...]] = []
+
+    def call() -> None:
+        _, context = module.cuDevicePrimaryCtxRetain(0)
+        module.cuCtxSetCurrent(context)
+        _, pointer = module.cuMemAlloc(4)
+        with module.lock:
+            copied.append(module.cuMemsetD8(pointer, 1, 4))
+            copied.append(module.cuMemcpyDtoD(pointer, pointer, 4))
+        module.cuMemFree(pointer)
+        module.cuDevicePrimaryCtxRelease(0)
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
+    assert copied == [(Result.CUDA_SUCCESS,)] * 2
 
 
 def test_memory_side_by_side_is_not_one_piece() -> None:
