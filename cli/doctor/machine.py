@@ -193,12 +193,12 @@ def _directory(host: HostFacts) -> Verdict:
 
 def _permissions(host: HostFacts, another: str) -> Verdict:
     here = host.directory
-    if here.mode & stat.S_IWOTH and not here.mode & stat.S_ISVTX:
-        why = f"everybody may write in {here.path}, and so pose as the broker"
-        return Verdict(False, why, f"`chmod o-w {here.path}`")
+    if here.mode & (stat.S_IWGRP | stat.S_IWOTH):  # with the sticky bit too: while no broker runs, any name is free
+        why = f"not its owner alone may write in {here.path}, mode {here.mode:03o}, and so pose as the broker"
+        return Verdict(False, why, f"`chmod go-w {here.path}`")
     if here.enter:
         return Verdict(True, f"{here.path}, mode {here.mode:03o}, of {text.user(here.owner)}")
-    do = "ask for the group of the broker's sockets (its settings `group` and `mode`)"
+    do = "ask for the group of the broker's sockets (its settings `sockets.group` and `sockets.mode`)"
     return Verdict(False, f"this user may not enter {here.path}, of {text.user(here.owner)}", f"{do}, or {another}")
 
 
