@@ -90,6 +90,17 @@ def test_a_tensor_larger_than_a_slab_stays_whole() -> None:
     assert packed.allocations == (256, 3 * MIB, 256)
 
 
+def test_a_slab_is_filled_to_its_last_byte() -> None:
+    packed = Layout.pack([(name, "U8", (MIB,)) for name in "abcde"], slab=2 * MIB)
+    assert packed.allocations == (2 * MIB, 2 * MIB, MIB)
+
+
+def test_a_layout_travels_that_takes_as_many_bytes_as_one_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = Layout.pack([("x", "U8", (1,))])
+    monkeypatch.setattr(layout, "MAX_ENCODED", len(packed.encode()))
+    assert Layout.decode(packed.encode()) == packed
+
+
 def test_shapes_may_come_as_other_integers() -> None:
     packed = Layout.pack([("x", "F32", np.array([2, 3])), ("y", "F32", [np.uint8(4), True])])
     assert [spec.shape for spec in packed.tensors] == [(2, 3), (4, 1)]
