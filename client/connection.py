@@ -7,7 +7,7 @@ import socket
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from threading import Lock, Thread, current_thread
+from threading import Lock
 
 import zmq
 
@@ -15,6 +15,7 @@ from cubroker.client import notices
 from cubroker.client.descriptors import Inbox
 from cubroker.client.futures import Future
 from cubroker.client.hello import hang_up
+from cubroker.client.janitor import OwnThread
 from cubroker.client.requests import RESEND, Requests
 from cubroker.protocol import wire
 from cubroker.protocol.directory import REQUEST_SOCKET
@@ -127,7 +128,7 @@ class Connection:
         self._poller.register(channel.fileno(), zmq.POLLIN)
         self._ready: Future[None] = Future()
         self._begun = Lock()  # taken by the thread, or by whoever closes everything in its place
-        self._thread = Thread(target=self._run, name="cubroker-connection", daemon=True)
+        self._thread = OwnThread(target=self._run, name="cubroker-connection", daemon=True)
 
     def start(self) -> None:
         """Start the thread, and return when it can send.
@@ -152,10 +153,6 @@ class Connection:
         self._quiet = quietly
         self._stopping = True
         self._waker.set()
-
-    def here(self) -> bool:
-        """Whether this is the connection's thread."""
-        return current_thread() is self._thread
 
     def join(self, timeout: float) -> None:
         """Wait up to ``timeout`` seconds for the thread to end."""

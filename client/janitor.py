@@ -10,13 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from queue import SimpleQueue
-from threading import Thread, current_thread
+from threading import Thread
 from typing import Any, TypeVar
 from weakref import ref
 
 T = TypeVar("T")
 
 Task = Callable[[], None]
+
+
+class OwnThread(Thread):
+    """A thread of a session, which waits for none: two that wait for each other would do so until their time is up."""
 
 
 class Guard(ref[T]):
@@ -33,7 +37,7 @@ class Janitor:
     def __init__(self) -> None:
         self._tasks: SimpleQueue[Guard[Any] | Task | None] = SimpleQueue()
         self._guards: dict[int, Guard[Any]] = {}
-        self._thread = Thread(target=self._run, name="cubroker-janitor", daemon=True)
+        self._thread = OwnThread(target=self._run, name="cubroker-janitor", daemon=True)
 
     def start(self) -> None:
         """Start the thread. Should that be interrupted, :meth:`stop` ends it, whether it runs or not."""
@@ -53,10 +57,6 @@ class Janitor:
     def stop(self) -> None:
         """End the thread after the tasks that it has."""
         self._tasks.put(None)
-
-    def here(self) -> bool:
-        """Whether this is the janitor's thread."""
-        return current_thread() is self._thread
 
     def join(self, timeout: float) -> None:
         """Wait up to ``timeout`` seconds for the thread to end."""

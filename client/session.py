@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from socket import socket
-from threading import RLock
+from threading import RLock, current_thread
 from typing import Any, TypeVar
 
 from cubroker.client import devices, processes
@@ -15,7 +15,7 @@ from cubroker.client.connection import Connection, Waker
 from cubroker.client.descriptors import Inbox
 from cubroker.client.futures import Future
 from cubroker.client.hello import greet
-from cubroker.client.janitor import Guard, Janitor, Task
+from cubroker.client.janitor import Guard, Janitor, OwnThread, Task
 from cubroker.client.loans import Loan
 from cubroker.client.mapping import Mapped
 from cubroker.client.rebinding import Rebinding
@@ -130,12 +130,12 @@ class Session:
             raise Unavailable("this Broker is closed; open another")
 
     def check_may_wait(self) -> None:
-        """Raise ``Unavailable`` where a finalizer would wait for itself: on the session's threads, and in a request."""
+        """Raise ``Unavailable`` where a finalizer would wait for itself: on a session's threads, and in a request."""
         self.requests.check_free()
         if self._lock._is_owned():  # type: ignore[attr-defined]  # as Condition asks it
             raise Unavailable("called by a finalizer in the middle of a request, which has to go on first")
-        if self._connection.here() or self.janitor.here():
-            raise Unavailable("called by a finalizer on the session's own thread, which cannot wait for the answer")
+        if isinstance(current_thread(), OwnThread):
+            raise Unavailable("called by a finalizer on a session's own thread, which cannot wait for the answer")
 
     def ask(self, body: Request, kind: type[R]) -> R:
         """Send a request and wait for its answer, which is a ``kind``."""

@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -177,12 +178,34 @@ def test_a_finalizer_that_runs_on_the_sessions_own_thread_does_not_wait_for_itse
         gc.enable()
     assert told.pop() == f"cubroker-{thread}"
     assert told == (
-        ["called by a finalizer on the session's own thread, which cannot wait for the answer"]
+        ["called by a finalizer on a session's own thread, which cannot wait for the answer"]
         if what == "request"
         else []
     )
     broker.close()
     eventually(lambda: [info.leases for info in client.pools()] == [0], "the end of the lease and of the draft")
+
+
+def test_finalizers_on_the_threads_of_two_sessions_do_not_wait_for_each_other(client: Broker, name: str) -> None:
+    publish(client, name)
+    both = threading.Barrier(2)
+    told: list[str] = []
+
+    def close(pool: Pool) -> None:
+        both.wait(PATIENCE)
+        try:
+            pool.close()
+            told.append("closed")
+        except TimedOut as error:
+            told.append(error.message)
+
+    with Broker(client.directory) as one, Broker(client.directory) as other:
+        pools = other.attach(name), one.attach(name)
+        for broker, pool in zip((one, other), pools, strict=True):
+            broker._session.janitor.put(partial(close, pool))
+        eventually(lambda: len(told) == 2, "both pools to be closed")
+    assert told == ["closed", "closed"]
+    eventually(lambda: leases(client, name) == 0, "the end of the leases")
 
 
 def test_a_pool_may_be_closed_in_the_middle_of_being_closed_or_used(client: Broker, name: str) -> None:
