@@ -7,7 +7,7 @@ the rest is trusted. The empty batch is the gateway's word that it listens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgpack
 
@@ -34,7 +34,7 @@ def encode(frames: Sequence[object]) -> bytes:
     return bytes(msgpack.packb(frames, default=wire.pack))
 
 
-def pairs(frames: Sequence[bytes]) -> Iterator[tuple[bytes, bytes]]:
+def pairs(frames: Iterable[bytes]) -> Iterator[tuple[bytes, bytes]]:
     """Return the (routing id, frame) pairs of a batch."""
     iterator = iter(frames)
     return zip(iterator, iterator, strict=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import msgpack
@@ -87,8 +87,11 @@ class Requests:
         self._closed = True
         self._checks.close()
 
-    def receive(self, batch: list[bytes]) -> None:
-        """Take a batch from the gateway, and answer it with one as far as answers are there at once."""
+    def receive(self, batch: Iterable[bytes]) -> None:
+        """Take a batch from the gateway, and answer it with one as far as answers are there at once.
+
+        As many as are sent together are sent before the next request is taken: the gateway may be behind then.
+        """
         if self._closed:  # the next broker is asked again
             return
         for routing, frame in batches.pairs(batch):
@@ -99,6 +102,8 @@ class Requests:
                 log.exception("the broker failed at a request of %d bytes", len(frame))
                 message = f"the broker itself failed at this request: {error!r}; its log says more"
                 self._reject(routing, frame, InternalFailure(message))
+            if self.full:
+                self._settle()
         self._settle()
 
     def respond(self, session: Session, request: int, body: Reply) -> None:

@@ -12,7 +12,7 @@ import logging
 import socket
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from cubroker.protocol.errors import Unavailable
@@ -45,8 +45,8 @@ class Supervisor:
     def __init__(self, listener: socket.socket, path: Path) -> None:
         self._listener = listener
         self._path = path
-        self._receive: Callable[[list[bytes]], None] = _ignore
-        self._changed: Callable[[], None] = _ignore
+        self._receive: Callable[[Iterator[bytes]], None] = _drop
+        self._changed: Callable[[], None] = lambda: None
         self._link: Link | None = None
         self._stopping = asyncio.Event()
         self._first: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -56,7 +56,7 @@ class Supervisor:
         """Start the first gateway; :meth:`connect` waits for it."""
         self._task = asyncio.create_task(self._keep())
 
-    async def connect(self, receive: Callable[[list[bytes]], None], changed: Callable[[], None]) -> None:
+    async def connect(self, receive: Callable[[Iterator[bytes]], None], changed: Callable[[], None]) -> None:
         """Return when the first gateway listens.
 
         Args:
@@ -175,5 +175,7 @@ def _last_words(said: bytes) -> str:
     return f" ({text.splitlines()[-1][:200]})"
 
 
-def _ignore(*_: object) -> None:
+def _drop(frames: Iterator[bytes]) -> None:
     """Before there is a broker there is no session, so nobody whose requests could be answered."""
+    for _ in frames:
+        pass

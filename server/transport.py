@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Self, cast
 
@@ -15,26 +16,33 @@ from cubroker.server.answers import Frame
 log = logging.getLogger(__name__)
 
 HIGH_WATER = 4 << 20
-"""Bytes of answers that the gateway has not taken, past which no further request is read."""
+"""Bytes of answers that the gateway has not taken, past which no further request is read, nor handed over."""
 
 MAX_UNSENT = 64 << 20
 """Bytes of them past which an answer is dropped. The broker keeps it, and the client asks again."""
 
 
 class Link(asyncio.Protocol):
-    """Reads batches of requests and writes batches of answers; stops reading while the gateway does not."""
+    """Reads batches of requests and writes batches of answers; stops reading while the gateway does not.
+
+    Args:
+        receive: takes the frames of requests that are there. They end early, after a whole request, where what it sends
+            meanwhile is more than the gateway takes; the others come later.
+    """
 
     _transport: asyncio.Transport
 
-    def __init__(self, receive: Callable[[list[bytes]], None]) -> None:
+    def __init__(self, receive: Callable[[Iterator[bytes]], None]) -> None:
         loop = asyncio.get_running_loop()
         self.listening: asyncio.Future[None] = loop.create_future()
         self.ended: asyncio.Future[None] = loop.create_future()
         self._receive = receive
         self._batches = batches.Batches()
+        self._frames: deque[bytes] = deque()
+        self._behind = False
 
     @classmethod
-    async def over(cls, end: socket.socket, receive: Callable[[list[bytes]], None]) -> Self:
+    async def over(cls, end: socket.socket, receive: Callable[[Iterator[bytes]], None]) -> Self:
         """Return a link over ``end``, which belongs to it from now on."""
         _, link = await asyncio.get_running_loop().create_unix_connection(lambda: cls(receive), sock=end)
         return link
@@ -62,17 +70,38 @@ class Link(asyncio.Protocol):
             return self.close()
         if not all(whole) and not self.listening.done():
             self.listening.set_result(None)
-        if frames := list(chain.from_iterable(whole)):
-            self._receive(frames)
-        return None
+        self._frames.extend(chain.from_iterable(whole))
+        return self._hand_over()
 
     def pause_writing(self) -> None:
         """Take no further request while the answers to the last ones are not taken."""
+        self._behind = True
         self._transport.pause_reading()
 
     def resume_writing(self) -> None:
-        """Go on."""
-        self._transport.resume_reading()
+        """Go on, once the transport is through with this."""
+        self._behind = False
+        asyncio.get_running_loop().call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        try:
+            self._hand_over()
+        except BaseException:
+            self.close()  # as the transport does if this fails at new data
+            raise
+        if not self._behind:
+            self._transport.resume_reading()
+
+    def _hand_over(self) -> None:
+        if self._frames:
+            self._receive(self._there())
+
+    def _there(self) -> Iterator[bytes]:
+        """Yield the frames that are there, two by two, until the gateway is behind."""
+        frames = self._frames
+        while frames and not self._behind:
+            yield frames.popleft()
+            yield frames.popleft()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The gateway closed its end, or this side did."""

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
 from cubroker.server import batches, transport
@@ -18,7 +18,7 @@ async def linked() -> AsyncIterator[tuple[Link, socket.socket, list[list[bytes]]
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
     received: list[list[bytes]] = []
-    link = await Link.over(ours, received.append)
+    link = await Link.over(ours, lambda frames: received.append(list(frames)))
     try:
         yield link, theirs, received
     finally:
@@ -89,6 +89,59 @@ def test_no_request_is_read_while_the_answers_before_it_are_not_taken() -> None:
             assert received == []
             while not received:
                 await taken(gateway)
+
+    run(test())
+
+
+def test_requests_that_came_together_wait_for_one_another_while_their_answers_are_not_taken() -> None:
+    answer = bytes(transport.HIGH_WATER // 4)
+
+    async def test() -> None:
+        ours, theirs = socket.socketpair()
+        theirs.setblocking(False)
+        served: list[bytes] = []
+
+        def serve(frames: Iterator[bytes]) -> None:
+            for routing, frame in batches.pairs(frames):
+                served.append(frame)
+                link.send((routing, answer))
+
+        link = await Link.over(ours, serve)
+        numbers = [b"%d" % number for number in range(500)]
+        theirs.send(batches.encode([part for number in numbers for part in (b"id", number)]))
+        await until(lambda: served)
+        assert len(served) < 10
+        reader, answers = batches.Batches(), 0
+        while answers < len(numbers):
+            answers += len(reader.feed(await taken(theirs)))
+        assert served == numbers
+        link.close()
+        await link.ended
+        theirs.close()
+
+    run(test())
+
+
+def test_a_mistake_at_requests_that_had_to_wait_ends_the_connection_to_the_gateway() -> None:
+    async def test() -> None:
+        ours, theirs = socket.socketpair()
+        theirs.setblocking(False)
+
+        def serve(frames: Iterator[bytes]) -> None:
+            if next(frames) == b"bad":
+                raise ZeroDivisionError
+            next(frames)
+            link.send((b"id", bytes(2 * transport.HIGH_WATER)))
+            assert list(frames) == []
+
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: mistakes.append(context["exception"]))
+        mistakes: list[BaseException] = []
+        link = await Link.over(ours, serve)
+        theirs.send(batches.encode((*REQUESTS, b"bad", b"frame")))
+        while not link.ended.done():
+            await taken(theirs)
+        assert [type(mistake) for mistake in mistakes] == [ZeroDivisionError]
+        theirs.close()
 
     run(test())
 
