@@ -104,9 +104,20 @@ def _open_streams() -> None:
     sys.stderr = sys.stderr or os.fdopen(2, "w")
 
 
+def _flush() -> None:
+    """Write what is left, or give it up: where the interpreter fails at that, it ends with a status of its own."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
 def main() -> None:
     """Entry point of the console script."""
     _open_streams()
     # A terminal that cannot show a character is no reason to fail.
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-    sys.exit(run(sys.argv[1:]))
+    status = run(sys.argv[1:])
+    _flush()
+    sys.exit(status)

@@ -167,7 +167,7 @@ def test_interrupts_at_any_moment_lose_no_lease(client: Broker, lender: BrokerPr
                     hits += 1
             signal.setitimer(signal.ITIMER_REAL, 0)
             pool = None
-            print("hits", hits > 10)
+            print("hits", hits > 10, flush=True)
             print(sys.stdin.readline().strip())
         """,
         name,
