@@ -91,6 +91,7 @@ def test_systemd_finds_nothing_wrong_with_the_unit_of_a_user(
     installed: Installed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("SYSTEMD_UNIT_PATH")
+    monkeypatch.setenv("HOME", str(installed.folder))  # this user may have no account
     assert installed.verify("cubroker.service", "user") == []
 
 
