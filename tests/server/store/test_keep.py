@@ -261,10 +261,15 @@ def test_the_process_outlives_a_keeper_that_is_killed(keep: Keep) -> None:
     assert "cannot be told STATUS=alive" in str(first.say("status", "alive"))
 
 
+def masks(states: str) -> list[int]:
+    """Return masks of signals, without the two that glibc has for itself and ignores in what posix_spawn() starts."""
+    return [int(mask, 16) & ~(3 << 31) for mask in states.split()[1::2]]
+
+
 def test_a_process_has_signals_as_its_keeper_got_them(place: Path) -> None:
     states = ["grep", "-E", "Sig(Blk|Ign)", "/proc/self/status"]
     alone = subprocess.run(states, capture_output=True, text=True, check=True)
-    assert run("keep", "--", *states).stdout == alone.stdout
+    assert masks(run("keep", "--", *states).stdout) == masks(alone.stdout)
     with Keep(place, before=["nohup"]) as keep:
         assert signal.SIGHUP in keep.next().hello["ignored"]
 
