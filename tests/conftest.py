@@ -15,6 +15,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Have the slow ones run first, so that no worker is left with them alone at the end."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
 @pytest.fixture
 def tmp_path() -> Iterator[Path]:
     """An empty directory on a short path: pytest's own has a user's and a test's name, and no room for a socket's."""
