@@ -34,7 +34,7 @@ class Draft(Pool):
 
         Raises:
             Invalid: arrays or framework tensors of it are in use; the draft stays open.
-            DeviceFailure: the memory could not be unmapped; the draft is discarded when this process ends.
+            DeviceFailure: the memory could not be unmapped yet; the draft is not published, and discarded when it is.
             Unavailable, TimedOut: the broker is gone or silent; the draft may or may not be published.
         """
         self._owner.check()

@@ -8,8 +8,11 @@ Where an object is guarded, its death runs no Python at all, but one call into C
 
 from __future__ import annotations
 
+import heapq
+import itertools
+import time
 from collections.abc import Callable
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any, TypeVar
 from weakref import ref
@@ -17,6 +20,10 @@ from weakref import ref
 T = TypeVar("T")
 
 Task = Callable[[], None]
+
+FIRST_RETRY = 0.1
+LAST_RETRY = 30.0
+"""Seconds until what failed is tried again: at first, and at most; it doubles in between."""
 
 
 class OwnThread(Thread):
@@ -37,6 +44,8 @@ class Janitor:
     def __init__(self) -> None:
         self._tasks: SimpleQueue[Guard[Any] | Task | None] = SimpleQueue()
         self._guards: dict[int, Guard[Any]] = {}
+        self._later: list[tuple[float, int, Task]] = []  # a heap, by time and then by order
+        self._order = itertools.count()
         self._thread = OwnThread(target=self._run, name="cubroker-janitor", daemon=True)
 
     def start(self) -> None:
@@ -54,6 +63,10 @@ class Janitor:
         self._guards[id(guard)] = guard  # the collector does not call back a reference that is garbage itself
         return guard
 
+    def later(self, task: Task, seconds: float) -> None:
+        """Have ``task`` done after some seconds, unless the thread ends before. Called on this thread alone."""
+        heapq.heappush(self._later, (time.monotonic() + seconds, next(self._order), task))
+
     def stop(self) -> None:
         """End the thread after the tasks that it has."""
         self._tasks.put(None)
@@ -63,10 +76,42 @@ class Janitor:
         self._thread.join(timeout)
 
     def _run(self) -> None:
-        while (task := self._tasks.get()) is not None:
+        while (task := self._next()) is not None:
             if not isinstance(task, Guard):
                 task()
             elif self._guards.pop(id(task), None):
                 task.task()
             del task  # whatever it refers to must not live until the next one comes
         self._guards.clear()  # they refer to this object
+        self._later.clear()
+
+    def _next(self) -> Guard[Any] | Task | None:
+        """Wait for the next task, or for one whose time has come; None ends the thread."""
+        while self._later:
+            pause = self._later[0][0] - time.monotonic()
+            if pause <= 0:
+                return heapq.heappop(self._later)[2]
+            try:
+                return self._tasks.get(timeout=pause)
+            except Empty:
+                continue
+        return self._tasks.get()
+
+
+class Retry:
+    """Has a task of the janitor's done again when it has failed, later each time."""
+
+    def __init__(self, janitor: Janitor, task: Task) -> None:
+        self._janitor = janitor
+        self._task = task
+        self._pause = FIRST_RETRY
+
+    @property
+    def first(self) -> bool:
+        """Whether the task has never failed."""
+        return self._pause == FIRST_RETRY
+
+    def again(self) -> None:
+        """The task has failed."""
+        self._janitor.later(self._task, self._pause)
+        self._pause = min(2 * self._pause, LAST_RETRY)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from cubroker.client import descriptors, devices
 from cubroker.client.addresses import Addresses, Source
 from cubroker.client.futures import Future
-from cubroker.client.janitor import Guard
+from cubroker.client.janitor import Guard, Retry
 from cubroker.client.mapping import Mapped
 from cubroker.client.reach import Offer, Reach
 from cubroker.client.replica import decode
@@ -83,6 +83,7 @@ class Loan:
         self._team: Team | None = None
         self._news: tuple[Rebound, Sequence[int] | CubrokerError] | None = None
         self._last: type[Close] | type[Seal] = Close
+        self._unmapping = Retry(session.janitor, self._end)
 
     @property
     def how(self) -> tuple[str, str]:
@@ -265,21 +266,27 @@ class Loan:
         return Mapped(_label(reply), places, reply.share, readonly=readonly, finish=self.end, outlet=outlet)
 
     def _end(self) -> None:
-        """Unmap everything, last first, then give the lease back. What cannot be unmapped stays on loan."""
+        """Unmap everything, last first, then give the lease back. While something stays mapped, so does the lease."""
         try:
             for each in (self._reach, self._addresses):
                 if each:
                     each.close()
         except DriverError as error:
-            failure = devices.failure(error, f"unmapping the memory of lease {self.lease}")
-            log.error("%s; it is given back when this process ends", failure)
-            self._ended.fail(failure)
-            return self._session.forget(self)
+            return self._end_later(error)
         if not self.lease:  # it was asleep
             self._ended.set(Done())
             return self._session.forget(self)
         self._session.requests.send(self._last(self.lease), self._closed)
         return None
+
+    def _end_later(self, error: DriverError) -> None:
+        """Try again to end what cannot be unmapped now. A draft is discarded then: its writer hears of a failure."""
+        failure = devices.failure(error, f"unmapping the memory of lease {self.lease}")
+        if self._unmapping.first:
+            log.error("%s; the lease stays, and this process tries again until it succeeds", failure)
+        self._last = Close
+        self._ended.fail(failure)
+        self._unmapping.again()
 
     def _sleep(self, slept: Future[Reply]) -> None:
         mapped = self._guard() if self._guard else None

@@ -226,7 +226,8 @@ class Pool(Replica, Scoped):
         """Give the memory back: now, or with the last tensor or array of it that still lives.
 
         Raises:
-            DeviceFailure: the memory could not be unmapped; the lease ends with this process.
+            DeviceFailure: the memory could not be unmapped yet. The lease stays until it is, which this process tries
+                again in the background.
             TimedOut: the memory is unmapped, but the broker has not yet confirmed that the lease is over.
         """
         if self.let_go():

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from cubroker.client import devices
 from cubroker.client.futures import Future
-from cubroker.client.janitor import Guard
+from cubroker.client.janitor import Guard, Retry
 from cubroker.driver import Context, DriverError, Event
 from cubroker.protocol.errors import CubrokerError, TimedOut, Unavailable
 from cubroker.protocol.messages import DropEvent, EventOpened, EventShared, Reply, ShareEvent
@@ -64,6 +64,7 @@ class Signal(ABC):
         self._event: Event | None = None
         self._guard: Guard[Grip] | None = None
         self._ended: Future[None] = Future()
+        self._closing = Retry(session.janitor, self._destroy)
 
     def abandon(self, reason: CubrokerError) -> None:
         """Nobody waits any more, because of ``reason``: undo what was done. Nothing, if it was handed over."""
@@ -123,14 +124,18 @@ class Signal(ABC):
         self._destroy()
 
     def _destroy(self) -> None:
-        event, self._event = self._event, None
         try:
-            if event:
-                event.close()
+            if self._event:
+                self._event.close()
         except DriverError as error:
-            log.error("%s; it is given back when this process ends", devices.failure(error, f"closing {self._label}"))
+            if self._closing.first:
+                failure = devices.failure(error, f"closing {self._label}")
+                log.error("%s; this process tries again until it succeeds", failure)
+            self._closing.again()
+        else:
+            self._event = None
+            self._session.forget(self)
         self._ended.set(None)
-        self._session.forget(self)
 
 
 class Made(Signal):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from typing import TYPE_CHECKING, Any, Self
 
-from cubroker.driver.calls import DriverError
+from cubroker.driver.calls import DriverError, explained
 
 if TYPE_CHECKING:
     from cubroker.driver.context import Context
@@ -76,14 +76,23 @@ class Event(_Closing):
         return ctypes.string_at(handle.getPtr(), HANDLE_BYTES)
 
     def record(self, stream: int = 0) -> None:
-        """Put it after everything that was started so far in a stream of its context, by handle; 0: the default one."""
+        """Put it after everything that was started so far in a stream of its context, by handle; 0: the default one.
+
+        Raises:
+            DriverError: the driver refused; or the stream is being captured, or is the default one while a blocking
+                stream is being captured, and the capture would have ended.
+        """
         with self._context.current():
-            self._calls.cuEventRecord(self.handle, self._calls.module.CUstream(stream))
+            self._calls.cuEventRecord(self.handle, self._outside_captures(stream))
 
     def hold(self, stream: int) -> None:
-        """Have later work in a stream, by handle, wait until it is reached, as :meth:`Stream.wait` does."""
+        """Have later work in a stream, by handle, wait until it is reached, as :meth:`Stream.wait` does.
+
+        Raises:
+            DriverError: as :meth:`record`.
+        """
         with self._context.current():
-            self._calls.cuStreamWaitEvent(self._calls.module.CUstream(stream), self.handle, 0)
+            self._calls.cuStreamWaitEvent(self._outside_captures(stream), self.handle, 0)
 
     def done(self) -> bool:
         """Whether all work before the place is finished; so it is if the event was never recorded."""
@@ -109,14 +118,44 @@ class Event(_Closing):
         with self._context.current():
             self._calls.cuEventDestroy(self.handle)
 
+    def _outside_captures(self, stream: int) -> Any:
+        """Return a stream by its handle, unless using it now would end a capture; asking ends none."""
+        module = self._calls.module
+        handle = module.CUstream(stream)
+        with explained({"CUDA_ERROR_STREAM_CAPTURE_IMPLICIT": _DEFAULT_IN_CAPTURE}):
+            status = self._calls.cuStreamIsCapturing(handle)
+        if status != module.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE:
+            code = module.CUresult.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
+            raise DriverError("cuStreamIsCapturing", int(code), code.name, _EVENT_IN_CAPTURE)
+        return handle
+
+
+_DEFAULT_IN_CAPTURE = (
+    "a blocking stream of this process is being captured, and the default stream waits for all blocking streams: name"
+    " another stream, or capture in a non-blocking one"
+)
+
+_EVENT_IN_CAPTURE = (
+    "the stream is being captured, and an event that processes share has no place in a graph: record it, and wait for"
+    " it, before or after the graph is launched"
+)
+
 
 class Stream(_Closing):
-    """Work that is done in order, beside other streams; see :meth:`Context.stream`."""
+    """Work that is done in order, beside other streams; see :meth:`Context.stream`.
 
-    def __init__(self, context: Context) -> None:
+    Args:
+        context: that it is of.
+        after_default: whether work in it also comes after what was submitted before to the legacy default stream, and
+            before what is submitted there later: a blocking stream, in the driver's words.
+    """
+
+    def __init__(self, context: Context, *, after_default: bool = False) -> None:
         super().__init__(context)
+        flags = self._calls.module.CUstream_flags
+        chosen = flags.CU_STREAM_DEFAULT if after_default else flags.CU_STREAM_NON_BLOCKING
         with context.current():
-            self._stream = self._calls.cuStreamCreate(self._calls.module.CUstream_flags.CU_STREAM_NON_BLOCKING)
+            self._stream = self._calls.cuStreamCreate(int(chosen))
 
     @property
     def handle(self) -> int:
@@ -131,6 +170,19 @@ class Stream(_Closing):
         """
         with self._context.current():
             self._calls.cuMemcpyHtoDAsync(pointer, host_pointer, nbytes, self._stream)
+
+    def copy_out(self, host_pointer: int, pointer: int, nbytes: int) -> None:
+        """Start a copy of ``nbytes`` bytes at device address ``pointer`` to host address ``host_pointer``.
+
+        The bytes are there when the copy is done (:meth:`synchronize`).
+        """
+        with self._context.current():
+            self._calls.cuMemcpyDtoHAsync(host_pointer, pointer, nbytes, self._stream)
+
+    def fill(self, pointer: int, value: int, nbytes: int) -> None:
+        """Start to set ``nbytes`` bytes at device address ``pointer`` to ``value``, 0 to 255."""
+        with self._context.current():
+            self._calls.cuMemsetD8Async(pointer, value, nbytes, self._stream)
 
     def copy(self, pointer: int, source: int, nbytes: int) -> None:
         """Start a copy of ``nbytes`` bytes at device address ``source`` to device address ``pointer``.

@@ -133,9 +133,9 @@ class Reservation:
             self.mapped = True
 
     def unmap(self) -> None:
-        """Unmap the memory once the work that uses it is done. The addresses stay reserved."""
+        """Unmap the memory once all work submitted in the context is done. The addresses stay reserved."""
         with self._context.current():
-            self._calls.cuCtxSynchronize()
+            self._context.synchronize()  # cuMemUnmap waits for nothing: running work would fault
             self._calls.cuMemUnmap(self.pointer, self.nbytes)
             self.mapped = False
 

@@ -84,9 +84,10 @@ class Window(Reservation):
         pieces = nbytes // PIECE
         blocks = min(_BLOCKS, -(-pieces // _THREADS))
         arguments = (target, source, pieces), (ctypes.c_uint64,) * 3
+        copies = self._context.copies()
         with self._context.current():
-            self._calls.cuLaunchKernel(self._function(), blocks, 1, 1, _THREADS, 1, 1, 0, 0, arguments, 0)
-            self._calls.cuCtxSynchronize()
+            self._calls.cuLaunchKernel(self._function(), blocks, 1, 1, _THREADS, 1, 1, 0, copies.handle, arguments, 0)
+            copies.synchronize()
 
     def close(self) -> None:
         """Unmap what is mapped and give the addresses back; to be called once.

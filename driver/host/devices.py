@@ -151,3 +151,4 @@ class Devices(State):
     @answers(0)
     def cuCtxSynchronize(self) -> None:
         self.current()
+        self.captures.check_all()

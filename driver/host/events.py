@@ -75,10 +75,12 @@ class Events(State):
 
     @answers(0)
     def cuEventQuery(self, hEvent: Any) -> None:
+        self.captures.check_unsafe()
         self.check_event(hEvent)
 
     @answers(0)
     def cuEventSynchronize(self, hEvent: Any) -> None:
+        self.captures.check_unsafe()
         self.check_event(hEvent)
 
     @answers(0)
@@ -120,12 +122,13 @@ class Events(State):
             raise
         return self._enter(event)
 
-    def check_event(self, event: Any) -> None:
-        """Raise ``Refusal`` unless it is an event that may be used."""
+    def check_event(self, event: Any) -> bool:
+        """Raise ``Refusal`` unless it is an event that may be used; return whether processes can share it."""
         with self.lock:
             known = self._events.get(int(event))
             if known is None or not known.exists():
                 raise Refusal(Result.CUDA_ERROR_INVALID_HANDLE)
+            return known.shareable or known.opened
 
     def destroy(self, device: int) -> None:
         """End the events of a context too."""

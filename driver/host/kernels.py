@@ -18,7 +18,7 @@ _PIECE = 16
 
 
 class Kernels(Multicast):
-    """Modules and functions by number. A launch does its work before it returns, on the default stream alone."""
+    """Modules and functions by number. A launch does its work before it returns."""
 
     def __init__(self, count: int, size: int, island: int | None = None) -> None:
         super().__init__(count, size, island)
@@ -71,13 +71,14 @@ class Kernels(Multicast):
     ) -> None:
         self.current()
         name = self._functions.get(int(f))
-        if name is None or int(hStream):
+        if name is None:
             raise Refusal(Result.CUDA_ERROR_INVALID_HANDLE)
         if min(gridDimX, gridDimY, gridDimZ, blockDimX, blockDimY, blockDimZ) < 1 or sharedMemBytes or extra:
             raise Refusal(Result.CUDA_ERROR_INVALID_VALUE)
         if name != b"cubroker_broadcast":
             raise Refusal(Result.CUDA_ERROR_NOT_SUPPORTED)
-        self._broadcast(*kernelParams[0])
+        if not self.captures.records(int(hStream)):
+            self._broadcast(*kernelParams[0])
 
     def _broadcast(self, target: int, source: int, pieces: int) -> None:
         if target % _PIECE or source % _PIECE:

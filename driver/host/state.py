@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from cubroker.driver.host.answers import Refusal, Result
+from cubroker.driver.host.captures import Captures
 from cubroker.driver.host.heap import AddressMap, Block, Heap, Opened
 from cubroker.driver.host.sharing import Owner
 
@@ -29,6 +30,7 @@ class State:
         self.created: dict[int, int] = {}
         self.opened: dict[tuple[int, bytes], Opened] = {}
         self.owner: Owner | None = None
+        self.captures = Captures()
         self._thread = threading.local()
 
     def check_usable(self) -> None:

@@ -21,10 +21,12 @@ class Storage(State):
     def __init__(self, count: int, size: int, island: int | None = None) -> None:
         super().__init__(count, size, island)
         self._pinned: dict[int, int] = {}
+        self._registered: dict[int, int] = {}
 
     @answers(1)
     def cuMemAlloc(self, bytesize: int) -> Any:
         heap = self.heaps[self.current()]
+        self.captures.check_unsafe()
         _check_size(bytesize)
         with self.lock:
             return cuda.CUdeviceptr(heap.allocate(bytesize))
@@ -32,6 +34,7 @@ class Storage(State):
     @answers(0)
     def cuMemFree(self, dptr: Any) -> None:
         self.current()
+        self.captures.check_unsafe()
         with self.lock:
             block = self.addresses.find(int(dptr))
             if not isinstance(block, Block) or int(dptr) not in block.allocations:
@@ -55,31 +58,40 @@ class Storage(State):
 
     @answers(0)
     def cuMemsetD8(self, dstDevice: Any, uc: int, N: int) -> None:
-        memory.fill(self._writable(dstDevice, N), uc, N)
+        self._fill(dstDevice, uc, N, 0)
+
+    @answers(0)
+    def cuMemsetD8Async(self, dstDevice: Any, uc: int, N: int, hStream: Any) -> None:
+        self._fill(dstDevice, uc, N, hStream)
 
     @answers(0)
     def cuMemcpyHtoD(self, dstDevice: Any, srcHost: int, ByteCount: int) -> None:
-        ctypes.memmove(self._writable(dstDevice, ByteCount), srcHost, ByteCount)
+        self._copy_in(dstDevice, srcHost, ByteCount, 0)
 
     @answers(0)
     def cuMemcpyHtoDAsync(self, dstDevice: Any, srcHost: int, ByteCount: int, hStream: Any) -> None:
-        ctypes.memmove(self._writable(dstDevice, ByteCount), srcHost, ByteCount)
+        self._copy_in(dstDevice, srcHost, ByteCount, hStream)
 
     @answers(0)
     def cuMemcpyDtoH(self, dstHost: int, srcDevice: Any, ByteCount: int) -> None:
-        ctypes.memmove(dstHost, self.readable(srcDevice, ByteCount), ByteCount)
+        self._copy_out(dstHost, srcDevice, ByteCount, 0)
+
+    @answers(0)
+    def cuMemcpyDtoHAsync(self, dstHost: int, srcDevice: Any, ByteCount: int, hStream: Any) -> None:
+        self._copy_out(dstHost, srcDevice, ByteCount, hStream)
 
     @answers(0)
     def cuMemcpyDtoD(self, dstDevice: Any, srcDevice: Any, ByteCount: int) -> None:
-        self.deliver(dstDevice, self.readable(srcDevice, ByteCount), ByteCount)
+        self._copy(dstDevice, srcDevice, ByteCount, 0)
 
     @answers(0)
     def cuMemcpyDtoDAsync(self, dstDevice: Any, srcDevice: Any, ByteCount: int, hStream: Any) -> None:
-        self.deliver(dstDevice, self.readable(srcDevice, ByteCount), ByteCount)
+        self._copy(dstDevice, srcDevice, ByteCount, hStream)
 
     @answers(1)
     def cuMemHostAlloc(self, bytesize: int, Flags: int) -> int:
         self.current()
+        self.captures.check_unsafe()
         _check_size(bytesize)
         pointer = memory.map_private(bytesize)
         self._pinned[pointer] = bytesize
@@ -88,10 +100,29 @@ class Storage(State):
     @answers(0)
     def cuMemFreeHost(self, p: int) -> None:
         self.current()
+        self.captures.check_unsafe()
         nbytes = self._pinned.pop(p, None)
         if nbytes is None:
             raise Refusal(Result.CUDA_ERROR_INVALID_VALUE)
         memory.unmap(p, nbytes)
+
+    @answers(0)
+    def cuMemHostRegister(self, p: int, bytesize: int, Flags: int) -> None:
+        self.current()
+        self.captures.check_unsafe()
+        _check_size(bytesize)
+        with self.lock:
+            if p in self._registered:
+                raise Refusal(Result.CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED)
+            self._registered[p] = bytesize
+
+    @answers(0)
+    def cuMemHostUnregister(self, p: int) -> None:
+        self.current()
+        self.captures.check_unsafe()
+        with self.lock:
+            if self._registered.pop(p, None) is None:
+                raise Refusal(Result.CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED)
 
     def readable(self, pointer: Any, nbytes: int) -> int | ctypes.Array[ctypes.c_char]:
         """Return where the bytes are that the current device reads at an address."""
@@ -100,6 +131,22 @@ class Storage(State):
     def deliver(self, pointer: Any, source: int | ctypes.Array[ctypes.c_char], nbytes: int) -> None:
         """Copy bytes from device memory to device memory."""
         ctypes.memmove(self._writable(pointer, nbytes), source, nbytes)
+
+    def _fill(self, target: Any, value: int, nbytes: int, stream: Any) -> None:
+        if not self.captures.records(int(stream)):
+            memory.fill(self._writable(target, nbytes), value, nbytes)
+
+    def _copy_in(self, target: Any, source: int, nbytes: int, stream: Any) -> None:
+        if not self.captures.records(int(stream)):
+            ctypes.memmove(self._writable(target, nbytes), source, nbytes)
+
+    def _copy_out(self, target: int, source: Any, nbytes: int, stream: Any) -> None:
+        if not self.captures.records(int(stream)):
+            ctypes.memmove(target, self.readable(source, nbytes), nbytes)
+
+    def _copy(self, target: Any, source: Any, nbytes: int, stream: Any) -> None:
+        if not self.captures.records(int(stream)):
+            self.deliver(target, self.readable(source, nbytes), nbytes)
 
     def _writable(self, pointer: Any, nbytes: int) -> int:
         return self._checked(int(pointer), nbytes, writing=True)

@@ -41,7 +41,7 @@ OPENING = (
     *("cuMemAddressReserve", "cuMemImportFromShareableHandle", "cuMemMap", "cuMemSetAccess"),
     *("cuDeviceCanAccessPeer", "cuDeviceGetP2PAttribute"),
 )
-UNMAPPING = ("cuCtxSynchronize", "cuMemUnmap")
+UNMAPPING = ("cuMemAlloc", "cuMemUnmap")
 PLAN = {"a": 0, "b": 1, "c": 0}
 MANY = 1000
 

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import gc
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -137,31 +138,52 @@ def test_memory_that_cannot_be_opened_leaves_nothing_open(
     assert leases(client, name) == 0
 
 
-def test_memory_that_cannot_be_unmapped_stays_on_loan(
-    client: Broker, name: str, share: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@contextmanager
+def stuck(share: str) -> Iterator[list[None]]:
+    """Have the driver refuse to unmap; yields a list that gets longer with each refusal."""
+    kind: Any = Context if share == "ipc" else Reservation
+    refusals: list[None] = []
+
+    def close(*args: Any) -> None:
+        refusals.append(None)
+        raise DriverError("cuMemUnmap", 999, "CUDA_ERROR_UNKNOWN", "played")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kind, "close", close)
+        yield refusals
+
+
+def test_memory_that_cannot_be_unmapped_stays_on_loan_until_it_can(
+    client: Broker, name: str, share: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     publish(client, name)
     pool = client.attach(name)
-    stuck: list[tuple[Any, ...]] = []
-    kind: Any = Context if share == "ipc" else Reservation
-    closing = kind.close
-
-    def close(*args: Any) -> None:
-        stuck.append(args)
-        raise DriverError("cuMemUnmap", 700, "CUDA_ERROR_ILLEGAL_ADDRESS")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(kind, "close", close)
+    with stuck(share) as refusals:
         with pytest.raises(DeviceFailure, match="unmapping the memory of lease"):
             pool.close()
-    assert "given back when this process ends" in caplog.text
-    assert leases(client, name) == 1
-    for args in stuck:
-        closing(*args)
-    client.requests.submit(_close(pool.lease)).result(60)
+        eventually(lambda: len(refusals) > 2, "two more attempts")
+        assert leases(client, name) == 1
+    eventually(lambda: leases(client, name) == 0, "the end of the lease")
+    assert caplog.text.count("tries again until it succeeds") == 1
 
 
-def _close(lease: int) -> Any:
-    from cubroker.protocol.messages import Close
+def test_a_draft_that_cannot_be_unmapped_is_not_published_but_discarded(client: Broker, name: str, share: str) -> None:
+    draft = client.create(name, LAYOUT)
+    with stuck(share), pytest.raises(DeviceFailure, match="unmapping the memory of lease"):
+        draft.seal()
+    eventually(lambda: not [info for info in client.pools() if info.name == name], "the end of the draft")
 
-    return Close(lease)
+
+def test_a_broker_that_is_closed_still_gives_back_what_could_not_be_unmapped(
+    client: Broker, name: str, share: str
+) -> None:
+    publish(client, name)
+    with stuck(share) as refusals:
+        other = Broker(client.directory)
+        pool = other.attach(name)
+        with pytest.raises(DeviceFailure, match="unmapping the memory of lease"):
+            other.close()
+        eventually(lambda: len(refusals) > 1, "another attempt")
+        assert leases(client, name) == 1
+        assert pool.closed
+    eventually(lambda: leases(client, name) == 0, "the end of the lease")

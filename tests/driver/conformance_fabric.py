@@ -96,7 +96,7 @@ def test_bytes_are_shared_by_fabric_handle_and_readers_cannot_write(driver: Driv
             assert neighbour.ask("read", reader, 14) == b"from the owner"
             neighbour.ask("write", writer, b"and back")
             assert context.read(reservation.pointer, 8) == b"and back"
-            with failing("cuMemcpyHtoD", "CUDA_ERROR_INVALID_VALUE"):
+            with failing("cuMemcpyHtoDAsync", "CUDA_ERROR_INVALID_VALUE"):
                 neighbour.ask("write", reader, b"X")
 
 

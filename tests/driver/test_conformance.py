@@ -1,6 +1,7 @@
 """Host devices do what every driver does."""
 
 from tests.driver.conformance import *  # noqa: F403
+from tests.driver.conformance_capture import *  # noqa: F403
 from tests.driver.conformance_devices import *  # noqa: F403
 from tests.driver.conformance_fabric import *  # noqa: F403
 from tests.driver.conformance_multicast import *  # noqa: F403

@@ -29,7 +29,7 @@ MIB = 1 << 20
 THREE = Layout.pack([(name, "U8", (2 * MIB,)) for name in "abc"], slab=2 * MIB)
 """Three allocations."""
 
-ALLOCATING = ("cuCtxPushCurrent", "cuMemAlloc", "cuMemsetD8", "cuCtxSynchronize", "cuIpcGetMemHandle")
+ALLOCATING = ("cuCtxPushCurrent", "cuMemAlloc", "cuMemsetD8Async", "cuStreamSynchronize", "cuIpcGetMemHandle")
 CREATING = ("cuMemCreate", "cuMemExportToShareableHandle")
 SYSTEM_CALLS = ("memfd_create", "ftruncate", "fcntl", "mmap", "madvise")
 """Those that host memory is made with; without the last two if it is not mapped."""

@@ -1,0 +1,107 @@
+"""What a worker does with pools while somebody in its process captures a CUDA graph: none of it may end the capture.
+
+``WORK`` runs on host devices here and on GPUs in ``tests/gpu/test_capture.py``. Each piece is called on the thread that
+captures and on another one; it leaves no lease behind.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+
+from cubroker.client import Broker
+from cubroker.client.loader import load
+from cubroker.client.verify import verify
+from cubroker.protocol.errors import Invalid
+from tests import checkpoints
+from tests.client.conftest import LAYOUT, content
+
+Work = Callable[[Broker, str, str, Path], None]
+"""Takes a Broker, the name of a published pool of ``LAYOUT``, its share kind and a file with the same tensors."""
+
+
+def publish(broker: Broker, name: str, share: str) -> None:
+    """Publish a pool of ``LAYOUT``."""
+    with broker.create(name, LAYOUT, share=share) as draft:
+        for tensor in draft.values():
+            tensor.copy_from(content(tensor.name, tensor.nbytes))
+        draft.seal()
+
+
+def write(folder: Path) -> Path:
+    """Write a file with the same tensors."""
+    tensors = {each.name: (each.dtype, each.shape, content(each.name, each.nbytes)) for each in LAYOUT.tensors}
+    return checkpoints.write(folder / "weights.safetensors", tensors)
+
+
+def attach_and_close(broker: Broker, name: str, share: str, file: Path) -> None:
+    with broker.attach(name) as pool:
+        assert pool["weight"].tobytes() == content("weight", 128)
+
+
+def collect(broker: Broker, name: str, share: str, file: Path) -> None:
+    """A pool that nobody closes is given back by the collector."""
+    pool = broker.attach(name)
+    cycle: list[object] = [pool, pool["weight"]]
+    cycle.append(cycle)
+    lease = pool.lease
+    del pool, cycle
+    gc.collect()
+    assert lease
+
+
+def sleep_and_wake(broker: Broker, name: str, share: str, file: Path) -> None:
+    if share == "ipc":
+        return
+    with broker.attach(name) as pool:
+        pool.sleep()
+        pool.wake()
+        assert pool["weight"].tobytes() == content("weight", 128)
+
+
+def publish_and_retire(broker: Broker, name: str, share: str, file: Path) -> None:
+    publish(broker, f"{name}.next", share)
+    broker.retire(f"{name}.next")
+
+
+def discard(broker: Broker, name: str, share: str, file: Path) -> None:
+    broker.create(f"{name}.never", LAYOUT, share=share).close()
+
+
+def load_and_verify(broker: Broker, name: str, share: str, file: Path) -> None:
+    load(broker, f"{name}.loaded", [file], share=share)
+    verify(broker, f"{name}.loaded", [file])
+    broker.retire(f"{name}.loaded")
+
+
+def record_and_wait(broker: Broker, name: str, share: str, file: Path) -> None:
+    with broker.create(f"{name}.scratch", LAYOUT, share=share, writable=True) as draft:
+        draft.seal()
+    with broker.attach(f"{name}.scratch") as pool, pool.event("ready") as event, pool.context.stream() as stream:
+        assert event.record(stream) == 1
+        assert event.wait(stream, after=0) == 1
+        assert event.wait(after=0) == 1
+    broker.retire(f"{name}.scratch")
+
+
+def refuse(broker: Broker, name: str, share: str, file: Path) -> None:
+    """What is refused ends no capture either."""
+    with broker.attach(name) as pool:
+        try:
+            pool["weight"].copy_from(b"")
+        except Invalid:
+            return
+    raise AssertionError("a published tensor was written")
+
+
+WORK: tuple[Work, ...] = (
+    attach_and_close,
+    collect,
+    sleep_and_wake,
+    publish_and_retire,
+    discard,
+    load_and_verify,
+    record_and_wait,
+    refuse,
+)
