@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from threading import Lock
 
 import zmq
 
-from cubroker.client import notices
+from cubroker.client import headroom, notices
 from cubroker.client.descriptors import Inbox
 from cubroker.client.futures import Future
 from cubroker.client.hello import hang_up
@@ -31,9 +30,6 @@ from cubroker.protocol.messages import (
     Rebound,
     Welcome,
 )
-
-DESCRIPTORS = 8
-"""Those that libzmq takes for a context and its connection, and one more."""
 
 BATCH = 256
 """Answers that are read before requests get their turn."""
@@ -135,7 +131,7 @@ class Connection:
 
         Raises:
             RuntimeError: threads have run out.
-            Unavailable: descriptors have.
+            Unavailable: descriptors have, or threads or memory for libzmq.
         """
         self._thread.start()
         self._ready.result()
@@ -182,7 +178,7 @@ class Connection:
             reason = self._converse()
         except CubrokerError as error:
             reason = Unavailable(f"the broker on {self._directory} sent {error.message}")
-        except (zmq.ZMQError, OSError) as error:
+        except (zmq.ZMQError, OSError, headroom.Shortage) as error:
             reason = Unavailable(f"no connection for requests to the broker on {self._directory}: {error}")
         finally:
             self._ready.fail(reason)
@@ -199,7 +195,7 @@ class Connection:
         hang_up(self._channel)
 
     def _converse(self) -> CubrokerError:
-        _check_descriptors()
+        headroom.check()
         self._context = zmq.Context()
         try:
             self._dealer = self._dial()
@@ -298,10 +294,3 @@ class Connection:
                 break
             outbox.popleft()
         self._poller.register(self._dealer, events)
-
-
-def _check_descriptors() -> None:
-    """Raise ``OSError`` where few descriptors are left: libzmq aborts the process if it gets some and then no more."""
-    with ExitStack() as taken:
-        for _ in range(DESCRIPTORS):
-            taken.callback(os.close, os.eventfd(0, os.EFD_CLOEXEC))

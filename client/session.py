@@ -10,7 +10,7 @@ from socket import socket
 from threading import RLock, current_thread
 from typing import Any, TypeVar
 
-from cubroker.client import devices, processes
+from cubroker.client import devices, headroom, processes
 from cubroker.client.connection import Connection, Waker
 from cubroker.client.descriptors import Inbox
 from cubroker.client.futures import Future
@@ -62,7 +62,7 @@ class Session:
         timeout: seconds that the broker may take to answer, beyond what a request itself may wait.
 
     Raises:
-        Unavailable: nobody serves there.
+        Unavailable: nobody serves there, or this process is short of descriptors, threads or memory.
     """
 
     def __init__(self, directory: Path, timeout: float) -> None:
@@ -76,13 +76,14 @@ class Session:
         self.stopped = False
         self.fabric = True  # until a fabric handle was refused; from then on descriptors take their place
         self._left: Future[bool] = Future()
-        channel, welcome = greet(directory, timeout)
-        self.id = welcome.session
-        self._spec = welcome.driver
         try:
+            channel, welcome = greet(directory, timeout)
+            self.id = welcome.session
+            self._spec = welcome.driver
             self._begin(channel, welcome.secret)
-        except (OSError, RuntimeError) as error:  # descriptors have run out, as a rule, or threads
-            raise Unavailable(f"no connection for requests to the broker on {directory}: {error}") from error
+        except (OSError, RuntimeError, MemoryError, headroom.Shortage) as error:
+            reason = f"no connection for requests to the broker on {directory}: {_shortage(error)}"
+            raise Unavailable(reason) from error
         processes.register(self)
 
     def _begin(self, channel: socket, secret: bytes) -> None:
@@ -97,6 +98,7 @@ class Session:
             self.inbox = Inbox()
             self.janitor = Janitor()
             undo.callback(self.janitor.stop)
+            headroom.try_memory(2)  # for both threads: Thread.start() waits for ever for one that has no memory to run
             self.janitor.start()
             self.recall = Recall(self.directory, self._loans)
             rebinding = Rebinding(self._loans, self._lock, self.inbox, self.janitor)
@@ -252,6 +254,16 @@ class Session:
         if not future.wait(limit):
             raise TimedOut(f"the broker on {self.directory} did not answer the request {request} within {limit:g} s")
         return future.result()
+
+
+def _shortage(error: Exception) -> str:
+    """Return what kept a session from beginning; with the limits, where threads or memory have run out."""
+    match error:
+        case RuntimeError():
+            return f"{error}; {headroom.thread_limits()}"
+        case MemoryError():
+            return f"no memory is left; {headroom.memory_limits()}"
+    return str(error)
 
 
 def _losing(*waits: Watches | Recall | Rebinding) -> Callable[[CubrokerError], None]:

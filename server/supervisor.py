@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import signal
 import socket
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
@@ -117,7 +118,7 @@ class Supervisor:
             link.close()
         await link.ended
         self._link = None
-        return f"process {process.pid} ended with status {await _end(process)}{_last_words(await said)}"
+        return f"process {process.pid} {_ended(await _end(process))}{_last_words(await said)}"
 
     async def _spawn(self) -> tuple[Process, Link]:
         ours, theirs = socket.socketpair()
@@ -155,6 +156,16 @@ async def _end(process: Process) -> int:
         with contextlib.suppress(ProcessLookupError):  # it has just ended
             process.kill()
         return await process.wait()
+
+
+def _ended(status: int) -> str:
+    """Say how a gateway ended. libzmq aborts where it cannot go on, and says in its own words which call failed."""
+    if status != -signal.SIGABRT:
+        return f"ended with status {status}"
+    return (
+        "was aborted by libzmq, as a rule for want of threads, descriptors or memory; look at LimitNPROC=, TasksMax=,"
+        " LimitNOFILE= and LimitAS= of the broker's unit, or at ulimit -a"
+    )
 
 
 async def _hear(process: Process) -> bytes:

@@ -21,11 +21,11 @@ from cubroker.client import Broker, devices
 from cubroker.driver import Driver
 from cubroker.driver.host import host_module, memory
 from cubroker.protocol import CubrokerError, Layout, wire
-from cubroker.protocol.directory import SESSION_SOCKET
+from cubroker.protocol.directory import REQUEST_SOCKET, SESSION_SOCKET
 from cubroker.protocol.errors import DeviceFailure, OutOfMemory, Unavailable
 from cubroker.protocol.messages import Refused
 from tests import faults
-from tests.brokers import BrokerProcess, eventually
+from tests.brokers import BrokerProcess, eventually, serving
 from tests.client.conftest import leases, publish
 from tests.client.scripts import run
 from tests.faults import FaultyModule, Plan, fail_nth
@@ -124,6 +124,77 @@ def test_a_pool_cannot_be_opened_without_descriptors_and_its_lease_goes_back(
     assert [code for code, _, _ in attempts] == ["device", "device", "", ""], attempts
     assert all("CUDA_ERROR_OPERATING_SYSTEM" in message for _, message, _ in attempts[:2]), attempts
     assert leased == "1 0"
+
+
+BOUNDED = """
+import json, resource, time
+from pathlib import Path
+from cubroker.protocol import CubrokerError
+
+def left():
+    return sorted(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+kind, value = sys.argv[2:]
+before = left()
+if kind == "threads":
+    resource.setrlimit(resource.RLIMIT_NPROC, (int(value), int(value)))
+    os.setgroups([])
+    os.setresgid(USER, USER, USER)
+    os.setresuid(USER, USER, USER)  # one without another process; root has no such limit
+else:
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + int(value)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+try:
+    with Broker(directory) as broker:
+        broker.devices()
+except CubrokerError as error:
+    code, message = error.code, str(error)
+else:
+    code, message = "", ""
+resource.setrlimit(resource.RLIMIT_AS, (resource.getrlimit(resource.RLIMIT_AS)[1],) * 2)
+deadline = time.monotonic() + 60
+while left() != before and time.monotonic() < deadline:
+    time.sleep(0.01)
+print(json.dumps([code, message, left() == before]))
+"""
+
+
+def bounded(broker: BrokerProcess, kind: str, value: int) -> tuple[str, str]:
+    """Open a broker in a process that may have so many threads, or so many bytes more; return code and message."""
+    user = 50_000 + os.getpid() % 10_000
+    ended = run(broker, BOUNDED.replace("USER", str(user)), kind, str(value), measured=False)
+    assert ended.returncode == 0, (kind, value, ended.stderr)  # libzmq has aborted where it got a thread and not two
+    code, message, as_before = json.loads(ended.stdout)
+    assert as_before, (kind, value, message)
+    return code, message
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="a user without other processes takes root")
+def test_a_broker_cannot_be_opened_without_threads_for_libzmq_and_the_limit_is_named() -> None:
+    with serving() as broker:
+        broker.directory.parent.chmod(0o755)
+        broker.directory.chmod(0o755)
+        for socket_file in (SESSION_SOCKET, REQUEST_SOCKET):
+            (broker.directory / socket_file).chmod(0o666)
+        results = [bounded(broker, "threads", number) for number in range(1, 6)]
+    needed = [code for code, _ in results].index("")
+    assert [code for code, _ in results] == ["unavailable"] * needed + [""] * (5 - needed)
+    assert needed == 4, "the main thread, two of the session's, and two of libzmq's"
+    for number, (_, message) in enumerate(results[:needed], start=1):
+        assert f"RLIMIT_NPROC (ulimit -u) is {number}, for all threads of the user" in message
+
+
+@pytest.mark.slow
+def test_a_broker_cannot_be_opened_without_addresses_for_libzmq_and_the_limit_is_named(lender: BrokerProcess) -> None:
+    # malloc takes 64 MiB for a new thread where it can: with more room there may be less left.
+    results = [bounded(lender, "addresses", size * MIB) for size in (0, 8, 18, 28, 150)]
+    refused = [message for code, message in results if code == "unavailable"]
+    assert {code for code, _ in results} <= {"", "unavailable"}
+    assert len(refused) >= 3
+    assert all("RLIMIT_AS (ulimit -v) is " in message for message in refused), refused
+    assert bounded(lender, "addresses", 1024 * MIB) == ("", "")
 
 
 # -- threads and sockets ---------------------------------------------------------------------------

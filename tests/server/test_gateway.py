@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import resource
 import signal
 from collections.abc import Iterator
@@ -72,6 +73,8 @@ def test_a_gateway_that_runs_out_of_descriptors_harms_no_session(broker: BrokerP
             peer.send(b"junk")
         client.redial()
     assert client.devices()
+    eventually(lambda: "was aborted by libzmq" in broker.log(), "the reason")
+    assert re.search(r"look at LimitNPROC=, .* \(.*Too many open files.*\); the next one starts in", broker.log())
 
 
 def test_a_lease_counted_before_the_gateway_died_is_not_counted_again(broker: BrokerProcess, client: RawClient) -> None:
