@@ -62,17 +62,29 @@ class Broker(Unsendable, Scoped):
     Args:
         directory: where the broker listens; by default ``$CUBROKER_DIR``, else this user's default.
         timeout: seconds that the broker may take to answer, beyond what a request itself may wait.
+        connect_timeout: seconds that the broker may take to open the session; by default ``timeout``. A broker that is
+            starting, or is being started again, answers when it serves.
 
     Raises:
-        Unavailable: nobody serves there.
+        Unavailable: nobody serves there, no broker answers in time, or this process is short of descriptors, threads or
+            memory.
         Denied: this user may not connect.
         OverQuota: this user has as many sessions as it may have.
     """
 
-    def __init__(self, directory: str | os.PathLike[str] | None = None, *, timeout: float = 30.0) -> None:
-        if not 0 < timeout <= MAX_WAIT:
-            raise Invalid(f"a timeout of {timeout} seconds; it can be more than 0, up to {MAX_WAIT:g}")
-        self._session = Session(Path(directory) if directory is not None else default_directory(), timeout)
+    def __init__(
+        self,
+        directory: str | os.PathLike[str] | None = None,
+        *,
+        timeout: float = 30.0,
+        connect_timeout: float | None = None,
+    ) -> None:
+        greeting = timeout if connect_timeout is None else connect_timeout
+        for limit in (timeout, greeting):
+            if not 0 < limit <= MAX_WAIT:
+                raise Invalid(f"a timeout of {limit} seconds; it can be more than 0, up to {MAX_WAIT:g}")
+        place = Path(directory) if directory is not None else default_directory()
+        self._session = Session(place, timeout, greeting)
         self._owner = self._session.owner
         self._pools: Living[Pool] = Living()
         self._guard = self._session.janitor.guard(self, self._session.leave)

@@ -22,6 +22,12 @@ ATTEMPTS = 5
 """Connections that are tried: a broker that is killed takes those along that it has not welcomed."""
 
 
+SHORTEST = 0.001
+"""Seconds for the answer where the time was up with the connection."""
+
+MANAGER = Path("/run/systemd/system")
+"""A folder that is there where systemd is the first process (sd_booted(3))."""
+
 NAMED = "--directory, $CUBROKER_DIR or, in Python, the argument `directory`"
 """How whoever looks for a broker says where it is."""
 
@@ -35,7 +41,7 @@ def greet(directory: Path, timeout: float) -> tuple[socket.socket, Welcome]:
 
     Args:
         directory: where the broker listens.
-        timeout: seconds that the broker may take for each step.
+        timeout: seconds that the broker may take to answer.
 
     Raises:
         Unavailable: nobody serves there, or the broker does not answer.
@@ -71,43 +77,38 @@ def ping(directory: Path, timeout: float) -> str:
 
 
 def _insist(directory: Path, timeout: float, hello: Hello) -> tuple[socket.socket, Greeting]:
-    """Greet, and again where the broker went before it answered."""
+    """Greet within ``timeout`` seconds in all, and again where the broker went before it answered."""
     check(directory)
     _check_owner(directory)
-    for _ in range(ATTEMPTS - 1):
-        with suppress(EOFError):
-            return _greet(directory, timeout, hello)
+    deadline = time.monotonic() + timeout
     try:
-        return _greet(directory, timeout, hello)
-    except EOFError:
-        raise Silent(f"the broker on {directory} closed the connection without a word; see its log") from None
-
-
-def _greet(directory: Path, timeout: float, hello: Hello) -> tuple[socket.socket, Greeting]:
-    """Connect and greet; raises ``EOFError`` if the broker goes without a word."""
-    try:
-        channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        for _ in range(ATTEMPTS):
+            with suppress(EOFError):
+                return _greet(directory, deadline, hello)
     except OSError as error:
         raise _explain(error, directory, timeout) from error
+    raise Silent(f"the broker on {directory} closed the connection without a word; see {_diagnosis(directory)}")
+
+
+def _greet(directory: Path, deadline: float, hello: Hello) -> tuple[socket.socket, Greeting]:
+    """Connect and greet; raises ``EOFError`` if the broker goes without a word."""
+    channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        _connect(channel, str(directory / SESSION_SOCKET), timeout)
-        channel.settimeout(timeout)
+        _connect(channel, str(directory / SESSION_SOCKET), deadline)
+        channel.settimeout(max(deadline - time.monotonic(), SHORTEST))
         greeting = _answer(_ask(channel, hello))
         channel.settimeout(None)
         return channel, greeting
-    except BaseException as error:
+    except BaseException:
         hang_up(channel)
-        if isinstance(error, OSError):
-            raise _explain(error, directory, timeout) from error
         raise
 
 
-def _connect(channel: socket.socket, path: str, timeout: float) -> None:
+def _connect(channel: socket.socket, path: str, deadline: float) -> None:
     """Connect within the kernel's own time limit: with Python's, connect() gives up at once when the backlog is full.
 
     A signal ends it before; Python then takes the connection for one that is under way, which this kind never is.
     """
-    deadline = time.monotonic() + timeout
     while (left := deadline - time.monotonic()) > 0:
         limit = struct.pack("ll", *divmod(ceil(left * 1e6), 1_000_000))  # never 0, which is no limit
         channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
@@ -161,7 +162,10 @@ def _explain(error: OSError, directory: Path, timeout: float) -> Unavailable | D
                 f"this user may not connect to the broker on {directory}: {error.strerror}; {_admission(directory)}"
             )
         case BlockingIOError() | TimeoutError():
-            return Silent(f"the broker on {directory} did not answer within {timeout:g} s; is it stopped or busy?")
+            return Silent(
+                f"the broker on {directory} did not answer within {timeout:g} s: its socket listens, but it is still"
+                f" starting, does not start, is stopped or is busy; see {_diagnosis(directory)}"
+            )
     return Unavailable(f"no session with the broker on {directory}: {error}")
 
 
@@ -170,6 +174,18 @@ def _instead(directory: Path) -> str:
     if directory != SYSTEM and os.access(SYSTEM / SESSION_SOCKET, os.F_OK):
         return f"there is one on {SYSTEM}: name that by {NAMED}"
     return f"start one with: cubroker serve --directory {directory} (another place is named by {NAMED})"
+
+
+def _diagnosis(directory: Path) -> str:
+    """Return where it stands why a broker does not answer."""
+    log = "its log"
+    if MANAGER.is_dir():
+        personal = os.environ.get("XDG_RUNTIME_DIR")
+        if directory == SYSTEM:
+            log = "`systemctl status cubroker`"
+        elif personal and directory == Path(personal) / SYSTEM.name:
+            log = "`systemctl --user status cubroker`"
+    return f"{log}, and check its settings with `cubroker config check FILE`"
 
 
 def _admission(directory: Path) -> str:

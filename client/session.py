@@ -60,12 +60,13 @@ class Session:
     Args:
         directory: the broker's.
         timeout: seconds that the broker may take to answer, beyond what a request itself may wait.
+        connect_timeout: seconds that it may take to open the session.
 
     Raises:
         Unavailable: nobody serves there, or this process is short of descriptors, threads or memory.
     """
 
-    def __init__(self, directory: Path, timeout: float) -> None:
+    def __init__(self, directory: Path, timeout: float, connect_timeout: float) -> None:
         self.directory = directory = directory.absolute()  # of a process that may change its own
         self.timeout = timeout
         self.owner = processes.Owner()
@@ -77,7 +78,7 @@ class Session:
         self.fabric = True  # until a fabric handle was refused; from then on descriptors take their place
         self._left: Future[bool] = Future()
         try:
-            channel, welcome = greet(directory, timeout)
+            channel, welcome = greet(directory, connect_timeout)
             self.id = welcome.session
             self._spec = welcome.driver
             self._begin(channel, welcome.secret)
