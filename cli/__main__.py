@@ -1,5 +1,5 @@
 """``python -m cubroker.cli`` is ``cubroker``."""
 
-from cubroker.cli.main import main
+from cubroker.cli.entry import main
 
 main()

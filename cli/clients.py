@@ -9,7 +9,7 @@ import click
 import msgspec
 
 from cubroker.cli import options, table, text
-from cubroker.client import Broker
+from cubroker.cli.connect import connect
 from cubroker.protocol.infos import ClientInfo
 
 COLUMNS = (
@@ -30,7 +30,7 @@ def command(directory: Path, as_json: bool) -> None:
     A client is detached when its connection is gone and its process is not: it may still have memory mapped, so its
     leases stay until it ends.
     """
-    with Broker(directory) as broker:
+    with connect(directory) as broker:
         clients = [client for client in broker.clients() if client.session != broker.session]
     if as_json:
         text.document(msgspec.to_builtins(clients))

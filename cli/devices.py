@@ -9,7 +9,7 @@ import click
 import msgspec
 
 from cubroker.cli import options, table, text
-from cubroker.client import Broker
+from cubroker.cli.connect import connect
 from cubroker.protocol.infos import DeviceInfo
 
 COLUMNS = (
@@ -34,7 +34,7 @@ def command(directory: Path, as_json: bool) -> None:
     BUDGET is what pools may take of TOTAL; PROMISED is granted and not allocated yet. A UUID is shown as far as it is
     unlike the others, which is as far as --device needs it.
     """
-    with Broker(directory) as broker:
+    with connect(directory) as broker:
         devices = broker.devices()
     if as_json:
         text.document(msgspec.to_builtins(devices))

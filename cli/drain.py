@@ -10,6 +10,7 @@ import click
 
 from cubroker.cli import options, text
 from cubroker.cli.clients import held
+from cubroker.cli.connect import connect
 from cubroker.client import Broker
 from cubroker.protocol.bounds import MAX_WAIT
 from cubroker.protocol.errors import CubrokerError, TimedOut
@@ -21,7 +22,7 @@ LOOK = 0.5
 @click.command("drain")
 @click.option(
     "--wait",
-    type=click.FloatRange(min=0, max=MAX_WAIT),
+    type=options.Seconds(min=0, max=MAX_WAIT),
     metavar="SECONDS",
     help="How long to wait at most.  [default: as long as it takes]",
 )
@@ -34,7 +35,7 @@ def command(directory: Path, wait: float | None, off: bool) -> None:
     --off takes it back or the broker ends; with a store the next broker goes on like that. For root, and the
     user who runs the broker.
     """
-    with Broker(directory) as broker:
+    with connect(directory) as broker:
         broker.drain(on=not off)
         if off:
             text.say("The broker lends again.")

@@ -12,7 +12,7 @@ from cubroker.server.store.pace import LONGEST_PAUSE
 @click.command("keep", context_settings={"allow_interspersed_args": False})
 @click.option(
     "--watchdog",
-    type=click.FloatRange(min=0.001, max=86400),
+    type=options.Seconds(min=0.001, max=86400),
     metavar="SECONDS",
     help="Start it anew when it gives no sign of life for so long.  [default: never]",
 )
@@ -24,7 +24,7 @@ from cubroker.server.store.pace import LONGEST_PAUSE
 )
 @click.option(
     "--pause",
-    type=click.FloatRange(min=0, max=86400),
+    type=options.Seconds(min=0, max=86400),
     default=LONGEST_PAUSE,
     metavar="SECONDS",
     help=f"The longest time between two starts.  [default: {LONGEST_PAUSE:g}]",

@@ -7,8 +7,8 @@ from pathlib import Path
 import click
 
 from cubroker.cli import options, text
+from cubroker.cli.connect import connect
 from cubroker.cli.progress import progress
-from cubroker.client import Broker
 from cubroker.client.loader import Loaded, load
 from cubroker.protocol.bounds import MAX_WAIT
 
@@ -41,7 +41,7 @@ from cubroker.protocol.bounds import MAX_WAIT
 @click.option("--slab", callback=options.size, metavar="SIZE", help="The most bytes of one allocation, such as 4GiB.")
 @click.option(
     "--wait",
-    type=click.FloatRange(min=0, max=MAX_WAIT),
+    type=options.Seconds(min=0, max=MAX_WAIT),
     metavar="SECONDS",
     help="How long to wait for room and for another writer.  [default: 0; with --if-absent, as long as it takes]",
 )
@@ -69,7 +69,7 @@ def command(
         raise click.UsageError("--plan says where each tensor goes; leave --device out")
     if wait is None:
         wait = MAX_WAIT if if_absent else 0.0
-    with Broker(directory) as broker, progress(f"loading {name}") as report:
+    with connect(directory) as broker, progress(f"loading {name}") as report:
         there = broker.devices()
         loaded = load(
             broker,

@@ -9,7 +9,7 @@ import click
 import msgspec
 
 from cubroker.cli import options, table, text
-from cubroker.client import Broker
+from cubroker.cli.connect import connect
 from cubroker.protocol.infos import PoolInfo
 
 COLUMNS = (
@@ -33,7 +33,7 @@ def command(directory: Path, as_json: bool) -> None:
     SIZE is what each device holds, or all of them together if the pool is sharded; DEVICES are the indexes that
     `cubroker devices` shows, or "gone": the broker does not serve it any more, and the pool was lost with it.
     """
-    with Broker(directory) as broker:
+    with connect(directory) as broker:
         pools, devices = broker.pools(), broker.devices()
     if as_json:
         text.document(msgspec.to_builtins(pools))

@@ -15,12 +15,15 @@ from pathlib import Path
 
 import click
 
-from cubroker.cli import options, text
+from cubroker.cli import entry, options, text
 from cubroker.protocol.errors import CubrokerError, Unavailable
 
 REFUSED = 1
 NO_BROKER = 3
 INTERRUPTED = 130
+
+GREETING = 3.0
+"""Seconds for the greeting: longer than a broker takes that is started again, on a machine that is not overloaded."""
 
 COMMANDS = {
     "serve": "Own the memory of this host's devices and lend it.",
@@ -62,6 +65,14 @@ class Commands(click.Group):
         assert isinstance(command, click.Command)
         return command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Import the command that runs; from then on there may be something to undo when it is interrupted."""
+        found = super().resolve_command(ctx, args)
+        entry.raise_at_interrupt()
+        return found
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the list of commands without importing them."""
         with formatter.section("Commands"):
@@ -71,8 +82,15 @@ class Commands(click.Group):
 @click.command(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="cubroker")
 @options.any_directory
+@click.option(
+    "--timeout",
+    type=options.Seconds(min=0.001, max=86400),
+    default=GREETING,
+    metavar="SECONDS",
+    help=f"How long a broker may take to greet.  [default: {GREETING:g}]",
+)
 @click.pass_context
-def commands(context: click.Context, directory: Path | None) -> None:
+def commands(context: click.Context, directory: Path | None, timeout: float) -> None:
     """Lend GPU memory to the processes of this host: weights are loaded once and attached to in milliseconds."""
     context.obj = directory
 
@@ -114,10 +132,14 @@ def _flush() -> None:
 
 
 def main() -> None:
-    """Entry point of the console script."""
+    """Run the command line of this process, and exit; called by :mod:`cubroker.cli.entry`."""
     _open_streams()
     # A terminal that cannot show a character is no reason to fail.
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-    status = run(sys.argv[1:])
+    try:
+        status = run(sys.argv[1:])
+        entry.end_at_interrupt()
+    except KeyboardInterrupt:  # before the command, or after it
+        status = INTERRUPTED
     _flush()
     sys.exit(status)

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from math import isnan
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeVar
 
@@ -35,6 +36,17 @@ class _Typed(click.Path):
         if value == "":
             self.fail("a path cannot be empty; has the variable that it comes from a value?", param, ctx)
         return super().convert(value, param, ctx)
+
+
+class Seconds(click.FloatRange):
+    """A time within bounds; a NaN, which no bound keeps out, is none."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Return the number of seconds, or fail as wrong usage."""
+        seconds: float = super().convert(value, param, ctx)
+        if isnan(seconds):
+            self.fail(f"{value!r} is no number of seconds.", param, ctx)
+        return seconds
 
 
 PATH = _Typed(readable=False, path_type=Path)
@@ -68,11 +80,16 @@ def reference(context: click.Context, parameter: click.Parameter, value: str) ->
 
 
 def size(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
-    """Return bytes written as ``4096``, ``512MiB`` or ``1.5GB``, or fail as wrong usage; a callback."""
+    """Return bytes, 1 at least, written as ``4096``, ``512MiB`` or ``1.5GB``, or fail as wrong usage; a callback."""
+    if value is None:
+        return None
     try:
-        return None if value is None else parse_bytes(value)
+        nbytes = parse_bytes(value)
     except Invalid as error:
         raise click.BadParameter(error.message, context, parameter) from None
+    if nbytes == 0:
+        raise click.BadParameter("0 bytes hold nothing: write 1 or more", context, parameter)
+    return nbytes
 
 
 def mode(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:

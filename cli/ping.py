@@ -17,7 +17,7 @@ REFUSED = 1
 @click.option("--live", is_flag=True, help="Succeed also while it serves nobody new, or is being started again.")
 @click.option(
     "--timeout",
-    type=click.FloatRange(min=0.001, max=86400),
+    type=options.Seconds(min=0.001, max=86400),
     default=5.0,
     metavar="SECONDS",
     help="How long it may take to answer.  [default: 5]",

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from cubroker.cli import options, text
-from cubroker.client import Broker
+from cubroker.cli.connect import connect
 
 
 @click.command("retire")
@@ -18,7 +18,7 @@ def command(reference: options.Reference, directory: Path) -> None:
 
     Nobody gets it any more; whoever holds it keeps it, and its memory is freed with the last lease.
     """
-    with Broker(directory) as broker:
+    with connect(directory) as broker:
         retirement = broker.retire(reference.name, reference.version)
     fate = f"with the last of {text.count(retirement.leases, 'lease')}" if retirement.leases else "now"
     text.say(f"{reference.name}@{retirement.version} is retired; its memory is freed {fate}.")

@@ -10,21 +10,28 @@ from typing import Any
 import click
 
 from cubroker.cli import options
-from cubroker.driver.load import check
 from cubroker.server.config import DEFAULT_BUDGET, SETTINGS
-from cubroker.server.config.settings import find, nearest
+from cubroker.server.config.settings import find, get, nearest
 
 FILE_VARIABLE = "CUBROKER_CONFIG"
 """The environment variable that names the file."""
 
 
-def _check_devices(context: click.Context, parameter: click.Parameter, spec: str | None) -> str | None:
-    if spec is not None:
-        try:
-            check(spec)
-        except ValueError as error:
-            raise click.BadParameter(str(error), context, parameter) from None
-    return spec
+def _check(key: str, text: str, context: click.Context, parameter: click.Parameter) -> None:
+    """Fail as wrong usage unless ``text`` is a value of a setting, as far as that can be told without the devices."""
+    kind = get(key).kind
+    try:
+        kind.read(kind.parse(text))
+    except ValueError as error:
+        reason = f"{key} is {kind.show(kind.parse(text))}; {str(error) or kind.allowed}"
+        raise click.BadParameter(reason, context, parameter) from None
+
+
+def value(context: click.Context, parameter: click.Parameter, text: str | None) -> str | None:
+    """Return the text of the setting that an option is named after, or fail as wrong usage; a callback."""
+    if text is not None and parameter.name is not None:
+        _check(parameter.name, text, context, parameter)
+    return text
 
 
 def _split(context: click.Context, parameter: click.Parameter, assignments: Sequence[str]) -> dict[str, str]:
@@ -35,6 +42,7 @@ def _split(context: click.Context, parameter: click.Parameter, assignments: Sequ
             raise click.BadParameter(f"there is no setting {key}; {nearest(key)}", context, parameter)
         if not text:
             raise click.BadParameter(f"{key} has no value; write --set {key}=VALUE", context, parameter)
+        _check(key, text, context, parameter)
         found[key] = text
     return found
 
@@ -51,12 +59,13 @@ OPTIONS = (
     click.option(
         "--budget",
         metavar="SIZE",
+        callback=value,
         help=f"What pools may take of each device: 40GiB, or 90%.  [default: {DEFAULT_BUDGET}]",
     ),
     click.option(
         "--devices",
         metavar="SPEC",
-        callback=_check_devices,
+        callback=value,
         help="cuda for all GPUs, cuda:0,1 for some, host:N for N emulated devices in host memory."
         f"  [default: {SETTINGS['devices'].default}]",
     ),
@@ -77,8 +86,8 @@ def given(command: Callable[..., int]) -> Callable[..., int]:
         **others: Any,
     ) -> int:
         place = directory or before
-        named = {"directory": place and str(place), "devices": devices, "budget": budget}
-        return command(given=assigned | {key: text for key, text in named.items() if text}, **others)
+        named = {"directory": None if place is None else str(place), "devices": devices, "budget": budget}
+        return command(given=assigned | {key: text for key, text in named.items() if text is not None}, **others)
 
     update_wrapper(collect, command)  # for its help
     collected = click.pass_obj(collect)

@@ -9,7 +9,7 @@ import click
 import msgspec
 
 from cubroker.cli import options, table, text
-from cubroker.client import Broker
+from cubroker.cli.connect import connect
 from cubroker.protocol.infos import PoolInfo
 from cubroker.protocol.layout import Layout, TensorSpec
 
@@ -33,7 +33,7 @@ def command(reference: options.Reference, directory: Path, as_json: bool) -> Non
     PLACE is the allocation and the byte in it where a tensor begins; DEVICE, of a sharded version, the index that
     `cubroker devices` shows.
     """
-    with Broker(directory) as broker:
+    with connect(directory) as broker:
         info, layout, places = broker.describe(reference.name, reference.version)
         devices = broker.devices()
     if as_json:

@@ -10,7 +10,7 @@ import click
 import msgspec
 
 from cubroker.cli import options, text
-from cubroker.client import Broker
+from cubroker.cli.connect import connect
 from cubroker.protocol.infos import Line
 
 
@@ -30,7 +30,7 @@ def command(subject: str | int, directory: Path, as_json: bool) -> None:
 
     What has ended is told of for a while. A number is that of a session, although a pool could be named by one.
     """
-    with Broker(directory) as broker:
+    with connect(directory) as broker:
         lines = broker.story(subject)
     if as_json:
         text.document(msgspec.to_builtins(lines))

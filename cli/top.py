@@ -12,6 +12,7 @@ from rich.live import Live
 from rich.text import Text
 
 from cubroker.cli import options, text
+from cubroker.cli.connect import connect
 from cubroker.cli.frame import ASCII, PLAIN, Frame
 from cubroker.client import Broker
 from cubroker.protocol.errors import CubrokerError
@@ -24,7 +25,7 @@ NARROWEST = 60
 @click.option("--once", is_flag=True, help="Show it once, all pools of it, and end; also where there is no terminal.")
 @click.option(
     "--every",
-    type=click.FloatRange(0.2, 3600),
+    type=options.Seconds(0.2, 3600),
     default=1.0,
     show_default=True,
     metavar="SECONDS",
@@ -39,7 +40,7 @@ def command(directory: Path, once: bool, every: float) -> None:
     """
     console = Console(highlight=False, soft_wrap=True)
     if once or not console.is_terminal or console.is_dumb_terminal:
-        with Broker(directory) as broker:
+        with connect(directory) as broker:
             for line in _look(console, broker, None):
                 text.say(_styled(console, line))
         return
@@ -52,12 +53,12 @@ def command(directory: Path, once: bool, every: float) -> None:
 def _follow(console: Console, directory: Path, every: float) -> None:
     """Show what there is until interrupted; a broker that went away, hangs or refuses may serve again."""
     shown = [Text("looking for the broker")]
-    with Broker(directory):  # none at all is a mistake in the command
+    with connect(directory):  # none at all is a mistake in the command
         pass
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             try:
-                with Broker(directory) as broker:
+                with connect(directory) as broker:
                     while True:
                         shown = _look(console, broker, console.height)
                         live.update(Group(*shown), refresh=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from cubroker.cli import options, table, text
-from cubroker.client import Broker
+from cubroker.cli.connect import connect
 from cubroker.driver import Device, Driver, DriverError
 from cubroker.driver.peers import Link
 from cubroker.protocol.errors import DeviceFailure, NotFound
@@ -28,7 +28,7 @@ def command(directory: Path, as_json: bool) -> None:
     The devices are those that this process sees too; their indexes are its own. A worker on one device can attach to a
     pool on another that it reaches.
     """
-    with Broker(directory) as broker:
+    with connect(directory) as broker:
         known = {device.uuid for device in broker.devices()}
         driver = broker.driver
         devices = [device for device in driver.devices if device.uuid in known]

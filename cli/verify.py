@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from cubroker.cli import options, text
+from cubroker.cli.connect import connect
 from cubroker.cli.progress import progress
 from cubroker.client import Broker
 from cubroker.client.verify import Verified, verify
@@ -27,7 +28,7 @@ def command(reference: options.Reference, paths: tuple[Path, ...], directory: Pa
 
     Any difference is exit status 1.
     """
-    with Broker(directory) as broker:
+    with connect(directory) as broker:
         info, *_ = broker.describe(*reference)
         # The shards of all devices are one copy.
         copies = [None] if info.sharded else list(info.devices)

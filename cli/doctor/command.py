@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from cubroker.cli import options, text
+from cubroker.cli import options, settings, text
 from cubroker.cli.doctor.probe import gather
 from cubroker.cli.doctor.report import Report
 
@@ -16,6 +16,7 @@ from cubroker.cli.doctor.report import Report
 @click.option(
     "--devices",
     metavar="SPEC",
+    callback=settings.value,
     help="cuda for all GPUs, cuda:0,1 for some, host:N for N emulated devices in host memory."
     "  [default: cuda, and host:2 where there is no GPU]",
 )

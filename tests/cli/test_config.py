@@ -24,15 +24,15 @@ def test_a_file_that_makes_sense_is_status_0(file: Path) -> None:
 
 def test_everything_that_is_wrong_is_a_line_and_status_1(file: Path) -> None:
     file.write_text("keep = 2000\nbugdet = 1\n")
-    done = run("config", "check", file, "--set", "log.level=loud", env=environment(CUBROKER_MODE="x"))
+    done = run("config", "check", file, env=environment(CUBROKER_MODE="x", CUBROKER_LOG_LEVEL="loud"))
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.splitlines() == [
         f"cubroker: {file}:1: keep is 2000; write a whole number from 0 to 1000",
         f"cubroker: {file}:2: there is no setting bugdet; did you mean budget?",
         'cubroker: $CUBROKER_MODE: mode is "x"; write it in octal, as in 0o640 or "640", up to 0o777',
-        'cubroker: --set log.level: log.level is "loud"; write "debug", "info", "warning" or "error"',
+        'cubroker: $CUBROKER_LOG_LEVEL: log.level is "loud"; write "debug", "info", "warning" or "error"',
     ]
-    shown = run("config", "show", file, "--set", "log.level=loud")
+    shown = run("config", "show", file, env=environment(CUBROKER_LOG_LEVEL="loud"))
     assert (shown.returncode, shown.stdout) == (1, "")
     assert len(shown.stderr.splitlines()) == 1
     assert "(and 2 more, which cubroker config check shows)" in shown.stderr
@@ -75,6 +75,6 @@ def test_the_value_of_every_setting_is_shown_with_where_it_comes_from(file: Path
 
 
 def test_a_broker_has_the_settings_that_are_shown(file: Path) -> None:
-    done = run("serve", "--set", "sockets.group=no such group", env=environment(CUBROKER_CONFIG=str(file)))
+    done = run("serve", env=environment(CUBROKER_CONFIG=str(file)))
     assert done.returncode == 1
     assert f"cannot read the configuration {file}" in done.stderr
