@@ -6,7 +6,7 @@ import json
 import signal
 from typing import Any
 
-from tests.brokers import eventually
+from tests.brokers import PATIENCE, eventually
 from tests.systemd.clients import Client
 from tests.systemd.lab import Lab
 
@@ -87,8 +87,8 @@ class Service:
         eventually(lambda: words in self.lab.log(SERVICE), f"{words!r} in the journal")
 
     def cubroker(self, *arguments: str) -> str:
-        """Run ``cubroker`` inside, and return what it prints."""
-        return self.lab.run("cubroker", *arguments).stdout
+        """Run ``cubroker`` inside, with patience for a broker that starts, and return what it prints."""
+        return self.lab.run("cubroker", "--timeout", f"{PATIENCE:g}", *arguments).stdout
 
     def pools(self) -> list[dict[str, Any]]:
         """Return what ``cubroker ls`` lists."""

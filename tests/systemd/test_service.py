@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import signal
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -108,6 +110,39 @@ def test_a_reload_takes_new_settings_and_refuses_wrong_ones(service: Service) ->
     service.says("there is no setting kepp")
     assert service.pid == before
     assert service.pools() == []
+
+
+def attempts(service: Service) -> list[float]:
+    """Return when systemd has started the broker, in seconds since the host's boot."""
+    service.lab.run("journalctl", "--sync")
+    show = ("journalctl", "--no-pager", "--output=short-monotonic", "--unit", SERVICE, "--grep", "^Starting")
+    return [float(found) for found in re.findall(r"^\[ *([0-9.]+)\]", service.lab.run(*show).stdout, re.MULTILINE)]
+
+
+def test_a_mistake_in_the_settings_is_named_within_seconds_tried_at_intervals_and_mended_by_a_restart(
+    service: Service,
+) -> None:
+    service.publish("held")
+    with Client(service.lab, "hold", "held") as holder:
+        before = len(attempts(service))
+        service.lab.write(SETTINGS, TEXT + "kepp = 3\n")
+        assert service.lab.run("systemctl", "restart", SERVICE, check=False).returncode
+        listed = service.lab.run("cubroker", "ls", check=False)
+        assert (listed.returncode, listed.stdout) == (3, "")
+        assert "did not answer within 3 s: its socket listens" in listed.stderr
+        assert "see `systemctl status cubroker`, and check its settings with `cubroker config check" in listed.stderr
+        checked = service.lab.run("cubroker", "config", "check", SETTINGS, check=False)
+        assert checked.stderr.endswith("there is no setting kepp; did you mean keep?\n")
+        assert "there is no setting kepp" in service.lab.run("systemctl", "status", SERVICE, check=False).stdout
+        eventually(lambda: len(attempts(service)) >= before + 3, "systemd to try again")
+        tried = attempts(service)[before:]
+        assert min(later - earlier for earlier, later in pairwise(tried)) > 5
+        assert service.lab.show(SOCKETS[0], "ActiveState") == "active", "whoever connects may wait for it"
+        service.lab.write(SETTINGS, TEXT)
+        service.lab.systemctl("restart", SERVICE)
+        assert holder.ask() == ["held", 1]
+        (pool,) = service.pools()
+        assert (pool["name"], pool["leases"]) == ("held", 1)
 
 
 def test_metrics_on_a_port_and_ipc_pools_on_host_devices_take_the_drop_in_for_the_network(service: Service) -> None:
