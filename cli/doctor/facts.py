@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-Outcome = Literal["works", "refused", "differs", "writable", "silent", "died", "skipped", "misnamed"]
+Outcome = Literal["works", "refused", "differs", "writable", "silent", "died", "skipped"]
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Trial:
     Attributes:
         outcome: ``refused`` by the driver; other bytes were read than written (``differs``); what is read-only could be
             written; no answer in time (``silent``); the process ``died``; not tried since an earlier one was silent
-            (``skipped``); the text that names the driver is none (``misnamed``).
+            (``skipped``).
         side: who met the refusal: the ``owner`` of the memory, as the broker is, or a ``worker``.
         call: the driver's function that refused.
         error: the name of its result; empty where the driver has no such function.

@@ -59,8 +59,6 @@ def survey(spec: str) -> Survey:
         with closing(load(spec)) as driver:
             devices = tuple(_describe(driver, device) for device in driver.devices)
             return Survey(DriverFacts(spec, Trial("works"), driver.version), devices)
-    except ValueError as error:
-        return Survey(DriverFacts(spec, Trial("misnamed", detail=str(error))))
     except (DriverError, RuntimeError) as error:
         return Survey(DriverFacts(spec, _refusal(error), library=_library()))
 

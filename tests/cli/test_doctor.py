@@ -93,7 +93,7 @@ def test_ctrl_c_ends_it_and_its_trials(tmp_path: Path) -> None:
 def test_a_spec_that_names_no_driver_is_wrong_usage(spec: str, tmp_path: Path) -> None:
     done = run("doctor", "--devices", spec, "--directory", tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "Invalid value for --devices" in done.stderr
+    assert "Invalid value for '--devices'" in done.stderr
 
 
 @pytest.fixture
