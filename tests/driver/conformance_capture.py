@@ -13,10 +13,8 @@ from typing import Any
 import pytest
 
 from cubroker.driver import Context, Driver, DriverError
-from tests.driver.conformance import BLOCK, context, refused
+from tests.driver.conformance import BLOCK, refused
 from tests.driver.neighbour import Neighbour
-
-__all__ = ["context"]
 
 UNSUPPORTED = "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"
 IMPLICIT = "CUDA_ERROR_STREAM_CAPTURE_IMPLICIT"
