@@ -19,12 +19,18 @@ from cubroker.driver.host.state import State
 VERSION = 13000
 """The CUDA version whose behaviour is imitated: 13.0."""
 
-_ATTRIBUTES = {
-    cuda.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING: 1,
-    cuda.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_INTEGRATED: 1,
-    cuda.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED: 1,  # also where there is no channel
-}
-"""All others are 0: not there."""
+_Attribute = cuda.CUdevice_attribute
+_SUPPORTED = frozenset(
+    {
+        _Attribute.CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING,
+        _Attribute.CU_DEVICE_ATTRIBUTE_INTEGRATED,
+        _Attribute.CU_DEVICE_ATTRIBUTE_IPC_EVENT_SUPPORTED,
+        _Attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED,
+        _Attribute.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED,
+        _Attribute.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED,  # also where there is no channel
+    }
+)
+"""The attributes that are 1 on every host device. Multicast depends on the island; all others are 0."""
 
 _CREATED = 1 << 20
 """The number of the first context that is nobody's primary one."""
@@ -80,9 +86,9 @@ class Devices(State):
     @answers(1)
     def cuDeviceGetAttribute(self, attrib: Any, dev: Any) -> int:
         device = self.index(dev)
-        if attrib == cuda.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED:
+        if attrib == _Attribute.CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED:
             return int(self.reached(device) > 1)
-        return _ATTRIBUTES.get(attrib, 0)
+        return int(attrib in _SUPPORTED)
 
     @answers(1)
     def cuDevicePrimaryCtxRetain(self, dev: Any) -> Any:

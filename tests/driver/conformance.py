@@ -74,6 +74,19 @@ def test_the_driver_and_its_devices_say_what_they_are(driver: Driver) -> None:
         driver.attribute(4711, "COMPUTE_MODE")
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "UNIFIED_ADDRESSING",
+        "IPC_EVENT_SUPPORTED",
+        "VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED",
+        "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED",
+    ],
+)
+def test_a_device_says_that_it_has_each_way_of_sharing(driver: Driver, name: str) -> None:
+    assert [driver.attribute(device.index, name) for device in driver.devices] == [1] * len(driver.devices)
+
+
 # -- memory --------------------------------------------------------------------------------------------
 
 
