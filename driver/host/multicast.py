@@ -40,7 +40,10 @@ _KINDS = {
     int(cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR),
 }
 _FABRIC = int(cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_FABRIC)
-_MINIMUM = cuda.CUmulticastGranularity_flags.CU_MULTICAST_GRANULARITY_MINIMUM
+_GRANULARITIES = {
+    int(cuda.CUmulticastGranularity_flags.CU_MULTICAST_GRANULARITY_MINIMUM): BLOCK,
+    int(cuda.CUmulticastGranularity_flags.CU_MULTICAST_GRANULARITY_RECOMMENDED): RECOMMENDED,
+}
 
 
 @dataclass(frozen=True)
@@ -129,8 +132,8 @@ class Multicast(Storage, Vmm):
     @answers(1)
     def cuMulticastGetGranularity(self, prop: Any, option: Any) -> int:
         self._fail("cuMulticastGetGranularity")
-        check(0 < prop.numDevices <= MAX_DEVICES)
-        return BLOCK if option == _MINIMUM else RECOMMENDED
+        check(0 < prop.numDevices <= MAX_DEVICES and int(option) in _GRANULARITIES)
+        return _GRANULARITIES[int(option)]
 
     def settle(self, handle: Any) -> None:
         """Wait for the devices of a multicast object, too."""

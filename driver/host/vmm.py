@@ -22,6 +22,7 @@ _FABRIC = int(cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_FABRIC)
 _KINDS_AT = 4
 """Bytes: where ``CUmemAllocationProp`` has its ``requestedHandleTypes``, an int."""
 
+_GRANULARITIES = frozenset(map(int, cuda.CUmemAllocationGranularity_flags))
 _DEVICE = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
 _PINNED = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
 _ACCESS = frozenset(map(int, cuda.CUmemAccess_flags)) - {int(cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_MAX)}
@@ -40,6 +41,7 @@ class Vmm(State):
     @answers(1)
     def cuMemGetAllocationGranularity(self, prop: Any, option: Any) -> int:
         self._located(prop)
+        check(int(option) in _GRANULARITIES)
         return BLOCK
 
     @answers(1)

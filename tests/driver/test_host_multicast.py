@@ -84,6 +84,8 @@ def test_properties_that_make_no_sense_are_refused(module: HostModule) -> None:
     assert module.cuMulticastCreate(fabric) == (Result.CUDA_ERROR_NOT_PERMITTED, None)
     assert module.cuMulticastGetGranularity(team_of(devices=0), MINIMUM)[0] == Result.CUDA_ERROR_INVALID_VALUE
     assert value(module.cuMulticastGetGranularity(team_of(), MINIMUM)) == BLOCK
+    for option in (-1, 2, 7):
+        assert module.cuMulticastGetGranularity(team_of(), option) == (Result.CUDA_ERROR_INVALID_VALUE, None)
     assert RECOMMENDED > BLOCK
 
 

@@ -85,6 +85,7 @@ def test_arguments_that_make_no_sense_are_refused(module: HostModule) -> None:
     handle = value(module.cuMemCreate(2 * BLOCK, properties(), 0))
     start = int(value(module.cuMemAddressReserve(4 * BLOCK, 0, 0, 0)))
     for status, *_ in (
+        module.cuMemGetAllocationGranularity(properties(), 7),
         module.cuMemCreate(BLOCK, managed, 0),
         module.cuMemCreate(BLOCK, nowhere, 0),
         module.cuMemCreate(BLOCK, properties(kind=Kind.CU_MEM_HANDLE_TYPE_WIN32), 0),
