@@ -17,8 +17,8 @@ _LINK = {_PERFORMANCE_RANK: 0, _ACCESS: 1, _NATIVE_ATOMICS: 1, _ARRAY_ACCESS: 1,
 _OPERATIONS = range(13)
 """The atomic operations of 13.0, CU_ATOMIC_OPERATION_INTEGER_ADD to _FLOAT_MAX."""
 
-_NATIVE = 1 | 2 | 8 | 16
-"""CU_ATOMIC_CAPABILITY_SIGNED, _UNSIGNED, _SCALAR_32 and _SCALAR_64."""
+_NO_FORM = 0
+"""What two H200s answer for each operation (driver 580.159), although their link says that it has native atomics."""
 
 
 class Peers(State):
@@ -44,10 +44,10 @@ class Peers(State):
     def cuDeviceGetP2PAtomicCapabilities(
         self, operations: Any, count: int, srcDevice: Any, dstDevice: Any
     ) -> list[int]:
-        linked = self._linked(srcDevice, dstDevice)
+        self._linked(srcDevice, dstDevice)
         if not operations or count != len(operations) or any(int(item) not in _OPERATIONS for item in operations):
             raise Refusal(Result.CUDA_ERROR_INVALID_VALUE)
-        return [_NATIVE if linked else 0] * count
+        return [_NO_FORM] * count
 
     @answers(0)
     def cuCtxEnablePeerAccess(self, peerContext: Any, Flags: int) -> None:

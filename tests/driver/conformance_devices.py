@@ -60,13 +60,28 @@ def test_a_device_reaches_itself_and_has_no_link_to_itself(driver: Driver) -> No
         driver.peers.can_access(own, 4711)
 
 
+OPERATIONS = {
+    *("integer_add", "integer_min", "integer_max", "integer_increment", "integer_decrement"),
+    *("and", "or", "xor", "exchange", "cas"),
+    *("float_add", "float_min", "float_max"),
+}
+"""The atomic operations of CUDA 13.0."""
+
+FORMS = {"signed", "unsigned", "reduction", "scalar_32", "scalar_64", "scalar_128", "vector_32x4"}
+
+
 def test_atomics_are_told_per_operation(driver: Driver, pair: Pair) -> None:
-    near, far = (context.device.index for context in pair)
-    atomics = driver.peers.atomics(near, far)
+    near, far = (context.device for context in pair)
+    atomics = driver.peers.atomics(near.index, far.index)
+    if driver.version < 13000:
+        assert atomics == {}
+        return
+    assert atomics.keys() >= OPERATIONS
     assert "max" not in atomics
-    assert not atomics or "integer_add" in atomics
-    for forms in atomics.values():
-        assert forms <= {"signed", "unsigned", "reduction", "scalar_32", "scalar_64", "scalar_128", "vector_32x4"}
+    assert frozenset().union(*atomics.values()) <= FORMS
+    if driver.host or {near.name, far.name} == {"NVIDIA H200"}:  # which host devices imitate
+        assert driver.peers.link(near.index, far.index).native_atomics
+        assert not any(atomics.values()), "driver 580.159 names no form of any operation"
 
 
 # -- direct access -------------------------------------------------------------------------------------
