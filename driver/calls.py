@@ -27,6 +27,7 @@ def explained(texts: Mapping[str, str]) -> Iterator[None]:
         # The same error: from Python 3.12 on, one that another takes the place of in here stays, with all its callers'
         # variables, until the collector comes.
         error.detail = texts.get(error.name, error.detail)
+        error.args = (error.call, error.status, error.name, error.detail)  # which is what a pickled one is made of
         raise
 
 

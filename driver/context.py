@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from cubroker.driver.buffers import address
 from cubroker.driver.calls import Calls, DriverError, explained
+from cubroker.driver.errors import unmapped
 from cubroker.driver.stream import HANDLE_BYTES, Event, Pinned, Stream
 from cubroker.driver.vmm import Reservation
 from cubroker.driver.window import Window
@@ -157,7 +158,9 @@ class Context:
         The process that exported it cannot open it (CUDA_ERROR_INVALID_CONTEXT), nor one that has the same number in
         another pid namespace; a handle that is
         made up, or whose memory was freed, is CUDA_ERROR_INVALID_VALUE. The memory may be on another
-        device, if this one reaches it (else CUDA_ERROR_PEER_ACCESS_UNSUPPORTED): access is enabled by itself.
+        device, if this one reaches it (else CUDA_ERROR_PEER_ACCESS_UNSUPPORTED): access is enabled by itself, unless
+        this one has as many peers as it can have (CUDA_ERROR_TOO_MANY_PEERS). What cannot be mapped for another
+        reason is CUDA_ERROR_MAP_FAILED.
         """
         self.check_thread(working(self.calls))
         if len(handle) != HANDLE_BYTES:
@@ -206,7 +209,7 @@ class Context:
         return Window(self, nbytes)
 
     def _refusals(self) -> dict[str, str]:
-        return {
+        return unmapped(self.device.index, host=self.host) | {
             "CUDA_ERROR_PEER_ACCESS_UNSUPPORTED": f"the memory is on a device that device {self.device.index} does not "
             "reach; open it on that device, or on one that does",
             "CUDA_ERROR_INVALID_CONTEXT": "this process exported it; or has the number, in its pid namespace, that the "

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cubroker.driver.calls import Calls, DriverError, explained
+from cubroker.driver.errors import too_many_peers
 
 if TYPE_CHECKING:
     from cubroker.driver.context import Context, Device
@@ -215,5 +216,7 @@ def _texts(device: int, peer: int) -> dict[str, str]:
         "CUDA_ERROR_INVALID_CONTEXT": f"{way}: the context of one of them is gone; was its driver closed or reset?",
         "CUDA_ERROR_PEER_ACCESS_UNSUPPORTED": f"{way}: that memory is out of direct reach; copy it instead",
         "CUDA_ERROR_PEER_ACCESS_NOT_ENABLED": f"{way}: nothing is left to disable; each enable is undone once",
-        "CUDA_ERROR_TOO_MANY_PEERS": f"{way}: the device has as many peers as it can (8 without NVSwitch); disable one",
+        "CUDA_ERROR_TOO_MANY_PEERS": f"{way}: {too_many_peers(device)}",
+        "CUDA_ERROR_MAP_FAILED": f"{way}: the driver could not map that memory, as others report where BAR1 is small "
+        "or an IOMMU is on; copy it instead",
     }

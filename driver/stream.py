@@ -6,6 +6,7 @@ import ctypes
 from typing import TYPE_CHECKING, Any, Self
 
 from cubroker.driver.calls import DriverError, explained
+from cubroker.driver.errors import unmapped
 
 if TYPE_CHECKING:
     from cubroker.driver.context import Context
@@ -62,7 +63,7 @@ class Event(_Closing):
             raise ValueError(f"an event's handle of {len(handle)} bytes; it has {HANDLE_BYTES}")
         raw = context.calls.module.CUipcEventHandle()
         ctypes.memmove(raw.getPtr(), handle, HANDLE_BYTES)
-        with context.current():
+        with explained(unmapped(context.device.index, host=context.host)), context.current():
             return cls(context, context.calls.cuIpcOpenEventHandle(raw))
 
     def export(self) -> bytes:

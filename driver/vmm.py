@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from cubroker.driver.calls import Calls, DriverError, explained
+from cubroker.driver.errors import unmapped
 
 if TYPE_CHECKING:
     from cubroker.driver.context import Context
@@ -147,9 +148,16 @@ class Reservation:
             self._calls.cuMemAddressFree(self.pointer, self.nbytes)
 
     def _refusals(self) -> dict[str, str]:
-        """What a driver says of memory on a device out of reach; which of the two is not documented."""
-        unreachable = f"the memory is on a device that device {self._context.device.index} does not reach"
-        return {"CUDA_ERROR_INVALID_DEVICE": unreachable, "CUDA_ERROR_PEER_ACCESS_UNSUPPORTED": unreachable}
+        """What a driver says of memory on a device out of reach; which of the two is not documented.
+
+        Nor are the refusals of an open, which others met here too.
+        """
+        device = self._context.device.index
+        unreachable = f"the memory is on a device that device {device} does not reach"
+        return unmapped(device, host=self._context.host) | {
+            "CUDA_ERROR_INVALID_DEVICE": unreachable,
+            "CUDA_ERROR_PEER_ACCESS_UNSUPPORTED": unreachable,
+        }
 
     @contextmanager
     def _imported(self, source: int | bytes) -> Iterator[Any]:

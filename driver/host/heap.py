@@ -47,10 +47,14 @@ class Region:
 
 @dataclass(eq=False)
 class Opened(Region):
-    """A region that another process owns. ``opened`` is the pointer that was given out, ``count`` times."""
+    """A region that another process owns, on the device ``owner``.
+
+    ``opened`` is the pointer that was given out, ``count`` times.
+    """
 
     handle: bytes = field(repr=False)
     opened: int
+    owner: int
     count: int = 1
 
 

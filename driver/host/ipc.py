@@ -74,7 +74,8 @@ class Ipc(State):
             if not self.reaches(device, owner):
                 raise Refusal(Result.CUDA_ERROR_PEER_ACCESS_UNSUPPORTED)
             with self.lock:
-                return self._open_again(device, raw) or self._map(device, raw, fd, nbytes, offset)
+                self.admit(device, owner)
+                return self._open_again(device, raw) or self._map(device, raw, fd, nbytes, offset, owner)
         finally:
             descriptors.close(fd)
 
@@ -85,9 +86,12 @@ class Ipc(State):
         region.count += 1
         return region.opened
 
-    def _map(self, device: int, raw: bytes, fd: int, nbytes: int, offset: int) -> int:
-        base = memory.map_shared(fd, nbytes)
-        region = Opened(device, base, nbytes, raw, base + offset)
+    def _map(self, device: int, raw: bytes, fd: int, nbytes: int, offset: int, owner: int) -> int:
+        try:
+            base = memory.map_shared(fd, nbytes)
+        except OSError:
+            raise Refusal(Result.CUDA_ERROR_MAP_FAILED) from None
+        region = Opened(device, base, nbytes, raw, base + offset, owner)
         self.addresses.add(region)
         self.opened[device, raw] = region
         return region.opened

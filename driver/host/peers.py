@@ -26,7 +26,7 @@ class Peers(State):
 
     def __init__(self, count: int, size: int, island: int | None = None) -> None:
         super().__init__(count, size, island)
-        self._enabled: set[tuple[int, int]] = set()
+        self._enabled: dict[tuple[int, int], tuple[int, int]] = {}  # the devices of two contexts
 
     @answers(1)
     def cuDeviceCanAccessPeer(self, dev: Any, peerDev: Any) -> int:
@@ -60,7 +60,8 @@ class Peers(State):
         with self.lock:
             if pair in self._enabled:
                 raise Refusal(Result.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED)
-            self._enabled.add(pair)
+            self.admit(device, peer)
+            self._enabled[pair] = device, peer
 
     @answers(0)
     def cuCtxDisablePeerAccess(self, peerContext: Any) -> None:
@@ -70,12 +71,16 @@ class Peers(State):
         with self.lock:
             if pair not in self._enabled:
                 raise Refusal(Result.CUDA_ERROR_PEER_ACCESS_NOT_ENABLED)
-            self._enabled.discard(pair)
+            del self._enabled[pair]
+
+    def peers(self, device: int) -> set[int]:
+        """Return those of opened memory, and those to which access was enabled."""
+        return super().peers(device) | {peer for near, peer in self._enabled.values() if near == device}
 
     def destroy(self, device: int) -> None:
         """End what the context of a device had enabled too, and what others had enabled to it."""
         super().destroy(device)
-        self._enabled = {pair for pair in self._enabled if device + 1 not in pair}
+        self._enabled = {pair: devices for pair, devices in self._enabled.items() if device + 1 not in pair}
 
     def _linked(self, source: Any, target: Any) -> bool:
         device, peer = self.index(source), self.index(target)

@@ -12,6 +12,9 @@ from cubroker.driver.host.captures import Captures
 from cubroker.driver.host.heap import AddressMap, Block, Heap, Opened
 from cubroker.driver.host.sharing import Owner
 
+PEERS = "CUBROKER_HOST_PEERS"
+"""The environment variable with how many peers a device can have in this process, for tests; unset, any number."""
+
 
 class State:
     """``count`` devices of ``size`` bytes each, as one process sees them.
@@ -63,6 +66,16 @@ class State:
     def reaches(self, device: int, other: int) -> bool:
         """Whether a device can access another's memory, or its own."""
         return device // self.island == other // self.island
+
+    def peers(self, device: int) -> set[int]:
+        """Return the other devices whose memory a device has access to; the caller holds the lock."""
+        return {region.owner for region in self.opened.values() if region.device == device} - {device}
+
+    def admit(self, device: int, peer: int) -> None:
+        """Refuse a device that would be a peer too many of another; the caller holds the lock."""
+        limit = os.environ.get(PEERS, "")
+        if limit.isdecimal() and len(self.peers(device) | {peer} - {device}) > int(limit):
+            raise Refusal(Result.CUDA_ERROR_TOO_MANY_PEERS)
 
     def reached(self, device: int) -> int:
         """How many devices reach each other, of which this is one."""

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import pickle
 import weakref
 
 import pytest
@@ -34,3 +35,9 @@ def test_a_refusal_is_told_in_the_words_for_it_and_keeps_nothing_of_its_callers(
     finally:
         gc.enable()
     assert told == f"cuMemMap failed with CUDA_ERROR_INVALID_DEVICE (101): {says}"
+
+
+def test_the_words_go_with_a_refusal_to_another_process() -> None:
+    with pytest.raises(DriverError) as caught, explained({"CUDA_ERROR_INVALID_DEVICE": "out of reach"}):
+        raise DriverError("cuMemMap", 101, "CUDA_ERROR_INVALID_DEVICE", "asked with 1")
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)

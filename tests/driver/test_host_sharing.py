@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import array
 import os
+import resource
 import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -57,6 +59,32 @@ def shared_resident() -> int:
         if line.startswith("RssShmem:"):
             return int(line.split()[1]) * 1024
     raise AssertionError("no RssShmem")
+
+
+@contextmanager
+def short_of_addresses(process: int, left: int) -> Iterator[None]:
+    """Leave a process so many bytes of address space, as ``ulimit -v`` would."""
+    pages = int(Path(f"/proc/{process}/statm").read_text().split()[0])
+    before = resource.prlimit(process, resource.RLIMIT_AS)
+    resource.prlimit(process, resource.RLIMIT_AS, (pages * resource.getpagesize() + left, before[1]))
+    try:
+        yield
+    finally:
+        resource.prlimit(process, resource.RLIMIT_AS, before)
+
+
+def test_memory_for_which_there_are_no_addresses_is_not_mapped(context: Context, owner: Neighbour) -> None:
+    pointer = context.allocate(64 * MIB)
+    handle = context.export(pointer)
+    owner.ask("uuids")  # it has loaded everything
+    text = (
+        r"cuIpcOpenMemHandle failed with CUDA_ERROR_MAP_FAILED \(205\): this process has no addresses left .*: "
+        r"raise its limit on address space \(`ulimit -v`\)"
+    )
+    with short_of_addresses(owner.pid, 32 * MIB), pytest.raises(DriverError, match=text):
+        owner.ask("open", handle)
+    owner.ask("close", owner.ask("open", handle))
+    context.free(pointer)
 
 
 def test_a_small_allocation_exposes_its_whole_block(context: Context, neighbour: Neighbour) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ from cuda.bindings import driver as cuda
 
 from cubroker.driver import Driver, DriverError, load
 from cubroker.driver.host import BLOCK, HostModule
+from cubroker.driver.host.state import PEERS
 from tests.driver.neighbour import Neighbour
 
 Result = cuda.CUresult
@@ -108,6 +111,50 @@ def test_closing_the_driver_ends_the_access_that_it_enabled(driver: Driver) -> N
     other.close()
 
 
+# -- devices that can have few peers -------------------------------------------------------------------
+
+THREE = "host:3@16MiB"
+FULL = r"\(711\): .*device 0 has as many peers as it can have, of which other programs may hold some .*"
+
+
+@pytest.fixture
+def three(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
+    """A driver of three devices that reach each other, each of which can have one peer, in this process."""
+    monkeypatch.setenv(PEERS, "1")
+    driver = load(THREE)
+    yield driver
+    driver.close()
+
+
+def test_a_device_enables_no_more_peers_than_it_can_have(three: Driver) -> None:
+    context = three.context(0)
+    three.peers.enable(context, 1)
+    with pytest.raises(DriverError, match=f"cuCtxEnablePeerAccess failed with CUDA_ERROR_TOO_MANY_PEERS {FULL}"):
+        three.peers.enable(context, 2)
+    three.peers.enable(three.context(2), 1)  # a limit of each device
+    three.peers.disable(context, 1)
+    three.peers.enable(context, 2)
+
+
+def test_memory_of_one_device_too_many_is_not_opened(three: Driver) -> None:
+    with Neighbour(THREE) as neighbour:
+        handles = {}
+        for device in range(3):
+            pointer = neighbour.ask("allocate", BLOCK, device=device)
+            handles[device] = neighbour.ask("export", pointer, device=device)
+        context = three.context(0)
+        opened = context.open(handles[1])
+        context.close(context.open(handles[0]))  # a device is no peer of its own
+        with pytest.raises(DriverError, match=f"cuIpcOpenMemHandle failed with CUDA_ERROR_TOO_MANY_PEERS {FULL}"):
+            context.open(handles[2])
+        context.close(opened)
+        context.close(context.open(handles[2]))
+        three.peers.enable(context, 1)
+        with pytest.raises(DriverError, match="TOO_MANY_PEERS"):
+            context.open(handles[2])
+        context.close(context.open(handles[1]))
+
+
 # -- the functions themselves --------------------------------------------------------------------------
 
 
@@ -173,7 +220,8 @@ def other(**results: Any) -> Driver:
 @pytest.mark.parametrize(
     ("status", "text"),
     [
-        ("TOO_MANY_PEERS", r"\(711\): from device 0 to device 1: the device has as many peers as it can \(8 without"),
+        ("TOO_MANY_PEERS", r"\(711\): from device 0 to device 1: device 0 has as many peers as it can have, of which"),
+        ("MAP_FAILED", r"\(205\): from device 0 to device 1: the driver could not map that memory, .* copy it instead"),
         ("INVALID_CONTEXT", r"\(201\): from device 0 to device 1: the context of one of them is gone"),
         ("INVALID_VALUE", r"\(1\): from device 0 to device 1: this driver does not know"),
         ("UNKNOWN", r"\(999\): asked with 0"),
@@ -186,6 +234,37 @@ def test_each_refusal_says_what_stood_in_the_way(status: str, text: str) -> None
         driver.peers.enable(driver.context(0), 1)
     with pytest.raises(DriverError, match="NOT_ENABLED"):
         driver.peers.disable(driver.context(0), 1)
+    driver.close()
+
+
+@pytest.mark.parametrize(
+    ("status", "text"),
+    [
+        ("MAP_FAILED", r"\(205\): the driver could not map the memory, .* attach where the memory is"),
+        ("TOO_MANY_PEERS", r"\(711\): device 0 has as many peers as it can have, .* attach where the memory is"),
+    ],
+)
+def test_an_open_that_is_refused_says_what_is_known_of_it(status: str, text: str) -> None:
+    refusal = getattr(Result, f"CUDA_ERROR_{status}")
+    driver = other(
+        cuIpcOpenMemHandle=lambda *_: (refusal, None),
+        cuIpcOpenEventHandle=lambda *_: (refusal, None),
+        cuMemSetAccess=lambda *_: (refusal,),
+    )
+    context, physical = driver.context(0), driver.create(0, BLOCK)
+    descriptor = physical.export()
+    with context.reserve(BLOCK) as memory:
+        attempts: dict[str, Callable[[], object]] = {
+            "cuIpcOpenMemHandle": lambda: context.open(bytes(64)),
+            "cuIpcOpenEventHandle": lambda: context.open_event(bytes(64)),
+            "cuMemSetAccess": lambda: memory.map(descriptor, readonly=True),
+        }
+        for call, attempt in attempts.items():
+            with pytest.raises(DriverError, match=f"{call} failed .*{status} {text}"):
+                attempt()
+        assert not memory.mapped
+    os.close(descriptor)
+    physical.release()
     driver.close()
 
 
