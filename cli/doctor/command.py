@@ -25,7 +25,8 @@ from cubroker.cli.doctor.report import Report
 def command(devices: str | None, directory: Path, as_json: bool) -> int:
     """Find out what works here, and if something does not, why and what to do.
 
-    For each device and kind of sharing a small trial is made, by processes that share 2 MiB; multicast is never tried.
+    For each device and kind of sharing a small trial is made, by processes that share 2 MiB, or an event; multicast is
+    never tried.
     The machine, its limits and the broker's directory are looked at too. The exit status is 0 if memory can be shared
     in one way at least on every device, else 1.
     """

@@ -44,7 +44,27 @@ def _ipc(case: _Case) -> Verdict:
     trial = case.examined.trials["ipc"]
     if trial.outcome == "works":
         return Verdict(True, "a process opened another's 2 MiB by handle and read the same bytes")
-    return _mode(case, trial) or _slice(case, trial) or means(trial)
+    return _mode(case, trial) or _slice(case, trial) or _no_ipc(case, trial) or means(trial)
+
+
+def _events(case: _Case) -> Verdict:
+    trial = case.examined.trials["events"]
+    if trial.outcome == "works":
+        return Verdict(True, "a process opened another's event by handle and waited for it")
+    return _mode(case, trial) or _slice(case, trial) or _no_ipc(case, trial) or means(trial)
+
+
+def _no_ipc(case: _Case, trial: Trial) -> Verdict | None:
+    """Return how the device itself explains that it refuses legacy handles, if it does."""
+    device = case.examined.device
+    if trial.outcome != "refused":
+        return None
+    if device.unified == 0:
+        return Verdict(False, "the device has no unified addressing, which handles require", "use another device")
+    if device.ipc == 0:
+        why = "the device says that it has no IPC (CU_DEVICE_ATTRIBUTE_IPC_EVENT_SUPPORTED)"
+        return Verdict(False, why, "use vmm, without events between processes")
+    return None
 
 
 def _vmm(case: _Case) -> Verdict:
@@ -53,7 +73,9 @@ def _vmm(case: _Case) -> Verdict:
         return Verdict(True, "a process mapped 2 MiB by descriptor, read what another wrote, and could not write")
     if trial.outcome == "writable":
         return _writable("descriptor")
-    if trial.outcome == "refused" and not case.examined.device.emulated and case.examined.device.descriptors == 0:
+    if trial.outcome == "refused" and case.examined.device.virtual == 0:
+        return Verdict(False, "the device has no virtual memory management", "use ipc")
+    if trial.outcome == "refused" and case.examined.device.descriptors == 0:
         return Verdict(False, "the device says that its memory has no descriptors, as on WSL", "use ipc")
     return _mode(case, trial) or means(trial)
 
@@ -176,6 +198,7 @@ _RULES: dict[str, Callable[[_Case], Verdict]] = {
     "ipc": _ipc,
     "vmm": _vmm,
     "fabric": _fabric,
+    "events": _events,
     "peers": _peers,
     "multicast": _multicast,
 }

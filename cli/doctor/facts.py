@@ -55,6 +55,9 @@ class DeviceFacts:
     Attributes:
         emulated: whether it is a host device.
         compute_mode: 0 default, 2 prohibited, 3 one process at a time.
+        unified: whether it has unified addressing, which NVIDIA's pages require for handles of memory and events.
+        ipc: whether it has IPC events, by which those pages have programs find out whether there is any IPC.
+        virtual: whether it has virtual memory management.
         descriptors: whether memory can be exported as descriptors.
         fabric: whether the hardware has fabric handles, whatever the machine says.
         multicast: whether the device says that it can be in a multicast object.
@@ -68,6 +71,9 @@ class DeviceFacts:
     name: str
     emulated: bool = False
     compute_mode: int | None = 0
+    unified: int | None = 1
+    ipc: int | None = 1
+    virtual: int | None = 1
     descriptors: int | None = 1
     fabric: int | None = 0
     multicast: int | None = 0

@@ -160,7 +160,8 @@ def _container(host: HostFacts) -> Verdict:
     if not host.container:
         return Verdict(True, "this is no container, as far as can be told")
     why = f"this is a container ({host.container}); memory is shared across containers on one host"
-    return Verdict(None, why, "mount the broker's directory into each, and give each the GPUs that it uses")
+    do = "mount the broker's directory into each, and give each the GPUs that it uses in the way the broker has them"
+    return Verdict(None, why, do)
 
 
 def _namespace(host: HostFacts) -> Verdict:

@@ -12,7 +12,7 @@ from cubroker.cli.doctor.host import examine
 GPUS = "cuda"
 EMULATED = "host:2"
 
-KINDS = ("ipc", "vmm", "fabric")
+KINDS = ("ipc", "vmm", "fabric", "events")
 """What is tried, in this order. Of multicast the device and the settings are asked, and it is never tried."""
 
 LIMIT = 60.0

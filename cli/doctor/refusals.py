@@ -8,6 +8,11 @@ LOOK = "look at `nvidia-smi`, and for Xid messages in `dmesg`"
 
 _FABRIC_MANAGER = "start it: `systemctl start nvidia-fabricmanager`, and see its state with `nvidia-smi -q -i 0`"
 _MPS = "restart MPS: `echo quit | nvidia-cuda-mps-control`, then `nvidia-cuda-mps-control -d`"
+_UNMAPPED = (
+    "give containers their GPUs in the same way as the memory's owner has them (`--gpus all`, "
+    "NVIDIA_VISIBLE_DEVICES=all); between GPUs, see that BAR1 is large and the IOMMU off; on host devices, raise "
+    "`ulimit -v`"
+)
 _UPDATE = "install a newer NVIDIA driver: 525 is the first that will do, 580 serves CUDA 13"
 
 _MEANINGS: dict[str, tuple[bool | None, str, str]] = {
@@ -41,6 +46,16 @@ _MEANINGS: dict[str, tuple[bool | None, str, str]] = {
         False,
         "the operating system refused the driver a system call or a device file",
         "see which device files in /dev/nvidia* this user may open, and what a seccomp profile or cgroup forbids",
+    ),
+    "CUDA_ERROR_MAP_FAILED": (
+        False,
+        "the driver could not map it, for which NVIDIA names no cause",
+        _UNMAPPED,
+    ),
+    "CUDA_ERROR_TOO_MANY_PEERS": (
+        False,
+        "the device has as many peers as it can have: 8 on systems without NVSwitch, by NVIDIA's pages",
+        "end programs that have access from it to other devices, or hide devices with CUDA_VISIBLE_DEVICES",
     ),
     "CUDA_ERROR_NOT_PERMITTED": (
         False,

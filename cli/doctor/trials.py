@@ -78,6 +78,9 @@ def _describe(driver: Driver, device: Device) -> DeviceFacts:
         device.name,
         emulated=driver.host,
         compute_mode=driver.attribute(device.index, "COMPUTE_MODE"),
+        unified=driver.attribute(device.index, "UNIFIED_ADDRESSING"),
+        ipc=driver.attribute(device.index, "IPC_EVENT_SUPPORTED"),
+        virtual=driver.attribute(device.index, "VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED"),
         descriptors=driver.attribute(device.index, "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED"),
         fabric=driver.attribute(device.index, "HANDLE_TYPE_FABRIC_SUPPORTED"),
         multicast=multicast,
@@ -129,6 +132,14 @@ def _fabric(driver: Driver, index: int) -> Trial:
     return trial
 
 
+def _events(driver: Driver, index: int) -> Trial:
+    """Share an event that was recorded."""
+    context = driver.context(index)
+    with context.event(shared=True) as event, context.stream() as stream:
+        stream.record(event)
+        return _worker("event-waiter", driver, index, _Shared(b"", handle=event.export()))
+
+
 def _size(driver: Driver, index: int) -> int:
     return round_up(SIZE, driver.granularity(index))
 
@@ -171,11 +182,21 @@ def _vmm_reader(driver: Driver, index: int) -> Trial:
     return Trial("writable")
 
 
-_OWNERS: dict[str, Callable[[Driver, int], Trial]] = {"ipc": _ipc, "vmm": _vmm, "fabric": _fabric}
+def _event_waiter(driver: Driver, index: int) -> Trial:
+    context = driver.context(index)
+    with context.open_event(_order().handle) as event, context.stream() as stream:
+        stream.wait(event)
+        stream.synchronize()
+        event.wait()
+    return Trial("works")
+
+
+_OWNERS: dict[str, Callable[[Driver, int], Trial]] = {"ipc": _ipc, "vmm": _vmm, "fabric": _fabric, "events": _events}
 _WORKERS: dict[str, Callable[[Driver, int], Trial]] = {
     "ipc-reader": _ipc_reader,
     "vmm-writer": _vmm_writer,
     "vmm-reader": _vmm_reader,
+    "event-waiter": _event_waiter,
 }
 
 

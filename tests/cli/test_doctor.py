@@ -23,7 +23,7 @@ from tests.brokers import BrokerProcess, eventually
 from tests.cli import terminal
 from tests.cli.processes import DEADLINE, environment, holding, run, started
 
-KINDS = ["ipc", "vmm", "fabric", "peers", "multicast"]
+KINDS = ["ipc", "vmm", "fabric", "events", "peers", "multicast"]
 
 
 def verdicts(document: dict[str, Any]) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def test_host_devices_share_by_handle_and_by_descriptor(broker: BrokerProcess) -
         assert list(device["kinds"]) == KINDS
         assert all(list(verdict) == ["works", "why", "do"] for verdict in device["kinds"].values())
         works = {kind: verdict["works"] for kind, verdict in device["kinds"].items()}
-        assert (works["ipc"], works["vmm"], works["fabric"], works["peers"]) == (True, True, False, False)
+        assert works == dict.fromkeys(KINDS, False) | dict.fromkeys(("ipc", "vmm", "events"), True)
     assert verdicts(document)["driver"]["works"]
     finding = verdicts(document)["broker"]
     assert (finding["works"], finding["why"], finding["do"]) == (True, "a broker answers, with 2 devices", "")
@@ -163,7 +163,7 @@ def test_after_a_silent_trial_the_device_is_left_alone(tmp_path: Path, monkeypat
     monkeypatch.setattr(probe, "command", line)
     examined = asyncio.run(probe._examine(asyncio.Semaphore(1), "host:1@64MiB", survey.devices[0], 0.2))
     outcomes = {kind: trial.outcome for kind, trial in examined.trials.items()}
-    assert outcomes == {"ipc": "silent", "vmm": "skipped", "fabric": "skipped"}
+    assert outcomes == {"ipc": "silent", "vmm": "skipped", "fabric": "skipped", "events": "skipped"}
 
 
 def test_a_driver_that_does_not_even_say_what_there_is_is_a_finding(tmp_path: Path) -> None:
@@ -213,6 +213,23 @@ def test_a_worker_that_is_refused_tells_its_owner() -> None:
     finally:
         driver.close()
     assert (trial.outcome, trial.side, trial.call) == ("refused", "worker", "cuIpcOpenMemHandle")
+
+
+def test_an_event_that_is_gone_is_not_taken_for_one_that_works() -> None:
+    driver = load("host:1@64MiB")
+    try:
+        event = driver.context(0).event(shared=True)
+        handle = event.export()
+        event.close()
+        trial = trials._worker("event-waiter", driver, 0, trials._Shared(b"", handle=handle))
+    finally:
+        driver.close()
+    assert (trial.outcome, trial.side, trial.call) == ("refused", "worker", "cuIpcOpenEventHandle")
+
+
+def test_devices_are_asked_what_they_say_of_sharing() -> None:
+    (device,) = trials.survey("host:1@64MiB").devices
+    assert (device.unified, device.ipc, device.virtual, device.descriptors) == (1, 1, 1, 1)
 
 
 def test_bytes_that_differ_are_seen() -> None:

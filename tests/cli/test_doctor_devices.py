@@ -27,7 +27,8 @@ REFUSED = Trial("refused", "worker", "cuX", "CUDA_ERROR_INVALID_VALUE")
 NO_FABRIC = Trial("refused")
 GPU = DeviceFacts(0, "GPU-1", "NVIDIA H200", fabric=1, multicast=1)
 MIG = replace(GPU, name="NVIDIA H200 MIG 1g.18gb")
-EMULATED = replace(GPU, name="cubroker host device 0", emulated=True, fabric=0, multicast=0, descriptors=0)
+EMULATED = replace(GPU, name="cubroker host device 0", emulated=True, fabric=0, multicast=0)
+ALL_WORK = dict.fromkeys(("ipc", "vmm", "fabric", "events"), WORKS)
 DRIVER = DriverFacts("cuda", WORKS, 13000)
 HOST = HostFacts(DirectoryFacts(Path("/run/cubroker")), BrokerFacts("", "a broker answers"), channels=True)
 
@@ -35,12 +36,12 @@ HOST = HostFacts(DirectoryFacts(Path("/run/cubroker")), BrokerFacts("", "a broke
 def judge(
     device: DeviceFacts = GPU, driver: DriverFacts = DRIVER, host: HostFacts = HOST, **trials: Trial
 ) -> dict[str, Verdict]:
-    examined = Examined(device, {"ipc": WORKS, "vmm": WORKS, "fabric": WORKS} | trials)
+    examined = Examined(device, ALL_WORK | trials)
     return devices.judge(examined, Facts(driver, (examined,), host))
 
 
 def judge_trial(kind: str, trial: Trial, device: DeviceFacts = GPU) -> Verdict:
-    examined = Examined(device, {"ipc": WORKS, "vmm": WORKS, "fabric": WORKS, kind: trial})
+    examined = Examined(device, ALL_WORK | {kind: trial})
     return devices.judge(examined, Facts(DRIVER, (examined,), HOST))[kind]
 
 
@@ -50,14 +51,14 @@ def check(verdict: Verdict, works: bool | None, why: str, do: str) -> None:
     assert re.search(do, verdict.do) if do else verdict.do == "", verdict
 
 
-@pytest.mark.parametrize("kind", ["ipc", "vmm", "fabric"])
+@pytest.mark.parametrize("kind", ALL_WORK)
 def test_what_was_seen_to_work_works(kind: str) -> None:
     verdict = judge()[kind]
     assert (verdict.works, verdict.do) == (True, "")
     assert verdict.why
 
 
-@pytest.mark.parametrize("kind", ["ipc", "vmm", "fabric"])
+@pytest.mark.parametrize("kind", ALL_WORK)
 @pytest.mark.parametrize(
     ("trial", "works", "why", "do"),
     [
@@ -107,6 +108,31 @@ def test_a_mig_instance_explains_a_refused_handle() -> None:
 def test_memory_without_descriptors_is_told_by_the_device() -> None:
     check(judge(replace(GPU, descriptors=0), vmm=REFUSED)["vmm"], False, "has no descriptors", "use ipc")
     check(judge(EMULATED, vmm=REFUSED)["vmm"], False, "the driver refused", "dmesg")
+    assert judge(replace(GPU, descriptors=0))["vmm"].works, "what was tried counts for more than what the device says"
+
+
+def test_a_device_without_virtual_memory_management_says_so() -> None:
+    check(judge(replace(GPU, virtual=0), vmm=REFUSED)["vmm"], False, "no virtual memory management", "use ipc")
+
+
+@pytest.mark.parametrize("kind", ["ipc", "events"])
+def test_a_device_without_ipc_says_so(kind: str) -> None:
+    check(judge_trial(kind, REFUSED, replace(GPU, ipc=0)), False, "the device says .*IPC_EVENT_SUPPORTED", "use vmm")
+    check(judge_trial(kind, REFUSED, replace(GPU, unified=0)), False, "no unified addressing", "another device")
+    check(judge_trial(kind, REFUSED, replace(GPU, unified=None, ipc=None)), False, "the driver refused", "dmesg")
+    assert judge(replace(GPU, ipc=0))[kind].works
+
+
+@pytest.mark.parametrize(
+    ("error", "why", "do"),
+    [
+        ("CUDA_ERROR_MAP_FAILED", "could not map it, for which NVIDIA names no cause", "same way as .*BAR1"),
+        ("CUDA_ERROR_TOO_MANY_PEERS", "as many peers as it can have", "end programs"),
+    ],
+)
+def test_an_open_that_could_not_be_mapped_is_explained(error: str, why: str, do: str) -> None:
+    trial = Trial("refused", "worker", "cuIpcOpenMemHandle", error)
+    check(judge_trial("ipc", trial), False, f"{why}.*the worker's cuIpcOpenMemHandle: {error}", do)
 
 
 @pytest.mark.parametrize("kind", ["vmm", "fabric"])

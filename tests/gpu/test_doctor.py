@@ -20,6 +20,7 @@ def test_memory_of_every_gpu_is_shared_by_handle_and_by_descriptor(tmp_path: Pat
         kinds = device["kinds"]
         assert kinds["ipc"]["works"], kinds["ipc"]
         assert kinds["vmm"]["works"], kinds["vmm"]
+        assert kinds["events"]["works"], kinds["events"]
         physical = driver.create(device["index"], driver.granularity(device["index"]), fabric=True)
         assert kinds["fabric"]["works"] is (physical.export_fabric() is not None)
         physical.release()
