@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from time import perf_counter
 
-from benchmarks import attach, create, load, memory, peers, replicate, requests, restart, sleep
+from benchmarks import attach, create, driver_calls, load, memory, peers, replicate, requests, restart, sleep
 from benchmarks.plan import parse
 from benchmarks.report import Figure, publish
 
@@ -19,6 +19,7 @@ ALL = {
     "memory": memory.measure,
     "requests": requests.measure,
     "restart": restart.measure,
+    "driver_calls": driver_calls.measure,
 }
 
 
