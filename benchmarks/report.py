@@ -43,7 +43,7 @@ class Figure:
 def median(what: str, samples: Iterable[float], unit: str, note: str = "") -> Figure:
     """The median of ``samples`` as a figure; the note ends with the range that they cover."""
     values = sorted(samples)
-    spread = f"{len(values)} times, {_number(values[0])} to {_number(values[-1])}"
+    spread = f"{len(values)} times, {number(values[0])} to {number(values[-1])}"
     return Figure(what, statistics.median(values), unit, f"{note}; {spread}" if note else spread, tuple(values))
 
 
@@ -90,7 +90,7 @@ def table(label: str, about: dict[str, object], plan: Plan, results: Mapping[str
     lines += [f"- asked for: `--devices {plan.devices}`, pools of {plan.nbytes / 1e9:g} GB", ""]
     lines += ["| benchmark | what | figure | |", "| --- | --- | ---: | --- |"]
     for name, figures in results.items():
-        lines += [f"| {name} | {f.what} | {_number(f.value)} {f.unit} | {f.note} |" for f in figures]
+        lines += [f"| {name} | {f.what} | {number(f.value)} {f.unit} | {f.note} |" for f in figures]
     return "\n".join([*lines, ""])
 
 
@@ -100,7 +100,7 @@ def _plain(value: object) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _number(value: float) -> str:
+def number(value: float) -> str:
     """Three digits that count."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 

@@ -3,8 +3,9 @@
 Two channels carry them. The *session socket* (Unix, SOCK_SEQPACKET) opens with :class:`Hello` and
 :class:`Welcome`; afterwards the broker sends :data:`Notice` on it and the client sends nothing.
 The *request socket* (ZeroMQ, through the gateway) carries one :class:`Envelope` per request and one
-:class:`Answer` per reply; clients skip empty messages. Every struct travels as an array; a union's
-first element is its tag.
+:class:`Answer` per reply; clients skip empty messages. Every struct of this module travels as
+an array, and a union's first element is its tag. What :mod:`~cubroker.protocol.infos` describes travels as maps, by
+the names of its fields.
 """
 
 from __future__ import annotations

@@ -2,38 +2,36 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
+
+from benchmarks import pages
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 SHARING = (ROOT / "docs" / "sharing.md").read_text()
 
-FUNCTIONS = {
-    "cuDeviceCanAccessPeer",
-    "cuDeviceGetP2PAttribute",
-    "cuDeviceGetP2PAtomicCapabilities",
-    "cuCtxEnablePeerAccess",
-    "cuCtxDisablePeerAccess",
-    "cuIpcOpenMemHandle",
-    "cuMulticastGetGranularity",
-    "cuMulticastCreate",
-    "cuMulticastAddDevice",
-    "cuMulticastBindMem",
-    "cuMulticastBindAddr",
-    "cuMulticastUnbind",
-}
+
+def called(module: Path) -> set[str]:
+    """The driver's functions that a module calls."""
+    nodes = (node.func for node in ast.walk(ast.parse(module.read_text())) if isinstance(node, ast.Call))
+    return {node.attr for node in nodes if isinstance(node, ast.Attribute) and re.match("cu[A-Z]", node.attr)}
+
+
+FUNCTIONS = set().union(*map(called, (ROOT / "driver").glob("*.py")))
 ON_GPUS = (ROOT / "tests" / "gpu" / "test_driver.py").read_text()
 
 
 def rows() -> dict[str, list[str]]:
     """The cells of each row of the table of driver functions, by function."""
-    lines = re.findall(r"^\| `(cu[A-Z]\w+)` \| (.*) \|$", SHARING, re.MULTILINE)
+    lines = re.findall(r"^\| `(cu[A-Z]\w+)`(?: \(`_v\d`\))? \| (.*) \|$", SHARING, re.MULTILINE)
     return {function: cells.split(" | ") for function, cells in lines}
 
 
@@ -46,8 +44,15 @@ def defines(text: str, name: str) -> bool:
     return body is not None and bool(re.search(rf"^    def {method}\(", body[0], re.MULTILINE))
 
 
-def test_every_function_of_peers_and_multicast_has_a_row() -> None:
+def test_every_function_of_the_driver_that_is_called_has_a_row() -> None:
     assert rows().keys() == FUNCTIONS
+
+
+def test_each_function_is_written_with_the_ending_of_its_symbol() -> None:
+    symbols = pytest.importorskip("cuda.bindings._internal.driver", reason="these bindings do not say").__pyx_capi__
+    for function, ending in re.findall(r"^\| `(cu[A-Z]\w+)`(?: \(`(_v\d)`\))? \|", SHARING, re.MULTILINE):
+        assert f"_{function}{ending}" in symbols
+        assert not ending or f"_{function}" not in symbols
 
 
 @pytest.mark.parametrize("function", sorted(FUNCTIONS))
@@ -81,8 +86,10 @@ def test_the_tests_of_the_table_call_their_functions(tmp_path: Path) -> None:
     command += ["--record-calls", str(file), *sorted(set(tests.values()))]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
-    called = json.loads(file.read_text())
-    assert [function for function, test in tests.items() if function not in called[test]] == []
+    recorded: dict[str, set[str]] = defaultdict(set)
+    for test, names in json.loads(file.read_text()).items():
+        recorded[test.partition("[")[0]].update(names)
+    assert [function for function, test in tests.items() if function not in recorded[test]] == []
 
 
 def anchors(page: Path) -> set[str]:
@@ -105,3 +112,36 @@ def test_files_that_pages_name_are_there(page: Path) -> None:
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     for path in re.findall(r"\b((?:driver|client|server|protocol|cli|tests|docs|deploy)/[\w/]+\.\w+)", text):
         assert (ROOT / path).exists(), path
+
+
+# -- figures -------------------------------------------------------------------------------------------
+
+CAMPAIGNS = ROOT / "docs" / "reliability.md"
+"""Its figures are those of campaigns, which it has the commands of."""
+
+
+@pytest.mark.parametrize("page", pages.PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_figures_in_pages_are_those_of_the_results(page: Path) -> None:
+    text = page.read_text()
+    assert len(pages.MARKED.findall(text)) == len(re.findall(r"<!-- [\w-]+: ", text)), "a mark stands before no figure"
+    assert pages.written(text) == text, "write them with python -m benchmarks.pages"
+
+
+@pytest.mark.parametrize("page", [page for page in pages.PAGES if page != CAMPAIGNS], ids=lambda page: page.name)
+def test_no_time_and_no_rate_is_in_a_page_that_is_not_in_the_results(page: Path) -> None:
+    text = re.sub(r"^```.*?^```|`[^`\n]*`", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    text = pages.MARKED.sub("", text)
+    assert re.findall(r"(?<![\d.,≤≥] )(?<![\d.,])\d[\d.,]* ?(?:ms|µs|ns|GB/s|requests/s)\b", text) == []
+
+
+def test_a_figure_is_written_from_its_line(tmp_path: Path) -> None:
+    lines = [{"what": "open", "value": 0.12345, "unit": "ms"}, {"what": "a ÷ b", "value": 12345.6, "unit": ""}]
+    twice = [{"what": "twice", "value": 1, "unit": "s"}] * 2
+    (tmp_path / "gpu.json").write_text(json.dumps({"results": {"one": lines, "two": twice}}))
+    mark, other = "<!-- gpu: open -->", "<!-- gpu: a ÷ b -->"
+    assert pages.written(f"open: {mark}7 ms, and {other}1.", tmp_path) == f"open: {mark}0.123 ms, and {other}12,346."
+    assert pages.written(f"{mark}… | {other}7 s", tmp_path) == f"{mark}0.123 ms | {other}12,346"
+    assert pages.written("<!-- tpu: open -->7 ms", tmp_path) == "<!-- tpu: open -->…"
+    for what, count in (("close", 0), ("twice", 2)):
+        with pytest.raises(ValueError, match=rf"gpu.json has {count} lines '{what}'"):
+            pages.written(f"<!-- gpu: {what} -->7 ms", tmp_path)

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from cubroker.protocol import Layout, bounds, wire
+from cubroker.protocol import Layout, bounds, infos, wire
 from cubroker.protocol import messages as m
 from cubroker.protocol.errors import Invalid
 from cubroker.protocol.layout import MAX_ALLOCATIONS, MAX_ENCODED
@@ -40,6 +40,14 @@ each_sample = pytest.mark.parametrize("sample", SAMPLES, ids=label)
 )
 def test_every_message_has_a_sample_here(union: Any, samples: tuple[Any, ...]) -> None:
     assert {type(sample) for sample in samples} == members(union)
+
+
+def test_messages_travel_as_arrays_and_what_they_describe_as_maps() -> None:
+    def arrays(module: Any) -> set[bool]:
+        own = (each for each in vars(module).values() if getattr(each, "__module__", "") == module.__name__)
+        return {each.__struct_config__.array_like for each in own if hasattr(each, "__struct_config__")}
+
+    assert (arrays(m), arrays(infos)) == ({True}, {False})
 
 
 @each_sample
