@@ -20,6 +20,7 @@ from cuda.bindings import driver as cuda
 from cubroker.client import Broker, devices
 from cubroker.driver import Driver
 from cubroker.driver.host import host_module, memory
+from cubroker.driver.host.state import PEERS
 from cubroker.protocol import CubrokerError, Layout, wire
 from cubroker.protocol.directory import REQUEST_SOCKET, SESSION_SOCKET
 from cubroker.protocol.errors import DeviceFailure, OutOfMemory, Unavailable
@@ -303,15 +304,28 @@ def test_memory_that_cannot_be_opened_whole_is_closed_and_its_lease_given_back(
     assert leases(client, name) == 0
 
 
-@pytest.mark.usefixtures("share")
 @pytest.mark.parametrize("action", ["attach", "create"])
 def test_a_system_call_that_fails_while_memory_is_mapped_costs_one_request_and_nothing_else(
-    client: Broker, name: str, plan: Plan, monkeypatch: pytest.MonkeyPatch, action: str
+    client: Broker, name: str, plan: Plan, monkeypatch: pytest.MonkeyPatch, share: str, action: str
 ) -> None:
     publish(client, name, THREE)
     monkeypatch.setattr(memory, "_libc", faults._FaultyLibc(vars(memory)["_libc"], plan))
-    fail_each(client, plan, ("mmap", "mprotect"), errno.ENOMEM, OutOfMemory, lambda: ACTIONS[action](client, name))
+    error = DeviceFailure if share == "ipc" else OutOfMemory  # CUDA_ERROR_MAP_FAILED
+    fail_each(client, plan, ("mmap", "mprotect"), errno.ENOMEM, error, lambda: ACTIONS[action](client, name))
     assert leases(client, name) == 0
+
+
+def test_a_pool_on_one_device_too_many_is_refused_with_what_to_do(
+    client: Broker, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with client.create(name, THREE, devices=(1,), share="ipc") as draft:
+        draft.seal()
+    monkeypatch.setenv(PEERS, "0")
+    text = r"CUDA_ERROR_TOO_MANY_PEERS \(711\): device 0 has as many peers as it can have.*attach where the memory is"
+    with pytest.raises(DeviceFailure, match=text):
+        client.attach(name, device=0, peer=True)
+    eventually(lambda: leases(client, name) == 0, "the lease to be given back")
+    client.attach(name, device=1).close()
 
 
 def fail_each(
