@@ -148,9 +148,9 @@ class Reservation:
             self._calls.cuMemAddressFree(self.pointer, self.nbytes)
 
     def _refusals(self) -> dict[str, str]:
-        """What a driver says of memory on a device out of reach; which of the two is not documented.
+        """What a driver says of memory on a device out of reach, which of the two is not documented; and of an open.
 
-        Nor are the refusals of an open, which others met here too.
+        Users of other projects met the refusals of an open here, where NVIDIA's pages do not list them.
         """
         device = self._context.device.index
         unreachable = f"the memory is on a device that device {device} does not reach"
