@@ -177,6 +177,7 @@ def _vmm_opened(opened: Driver, context: Context, clock: Clock, handle: Any, nby
     reserved = clock.take("reserve", lambda: context.reserve(nbytes))
     clock.take("import, map, set access", lambda: reserved.map(descriptor, readonly=True))
     os.close(descriptor)
+    clock.take("wait for all work, of which there is none", context.synchronize)
     clock.take("unmap", reserved.unmap)
     clock.take("free addresses", reserved.close)
 
