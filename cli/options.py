@@ -14,6 +14,7 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 import click
 import msgspec
 
+from cubroker.cli import text
 from cubroker.protocol import names
 from cubroker.protocol.directory import default_directory
 from cubroker.protocol.errors import CubrokerError, Invalid, NotFound, Unavailable
@@ -22,6 +23,8 @@ from cubroker.server.quantities import parse_bytes
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
+REFUSED = 1
+"""Exit status of a command that was refused."""
 
 Plan = Annotated[dict[str, int | str], msgspec.Meta(min_length=1)]
 """What a plan's file has: for tensors, by name or pattern, a device by index or UUID."""
@@ -108,6 +111,23 @@ def own_broker() -> Iterator[None]:
         yield
     except Unavailable as error:
         raise CubrokerError(error.message) from None
+
+
+@contextmanager
+def reported(say: Callable[[str], None]) -> Iterator[None]:
+    """Report a failure by ``say`` and end with status 1, for commands that must not wait for a reader of their errors.
+
+    Args:
+        say: writes one line to standard error without blocking.
+
+    Raises:
+        Exit: instead of a ``CubrokerError`` or ``OSError``.
+    """
+    try:
+        yield
+    except (CubrokerError, OSError) as error:
+        say(text.reason(error))
+        raise click.exceptions.Exit(REFUSED) from None
 
 
 _directory = partial(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from cubroker.cli import options, settings, text
+from cubroker.cli import options, settings
 from cubroker.driver import DriverError, load
 from cubroker.protocol.errors import DeviceFailure
 from cubroker.server import logs
@@ -32,12 +32,12 @@ def command(file: Path | None, given: Mapping[str, str]) -> int:
     durable pools, sessions and leases stay: the next one goes on with them. SIGUSR1 makes way for that one, and waits
     for nothing that stays.
     """
-    current = configure(file, given)
-    config = current.config
-    _probe(config.devices)
-    with logs.to_standard_error(), options.own_broker():
-        ready = f"cubroker: serving {config.devices} in {config.directory}"
-        return serve(current, lambda: text.say(ready))
+    with logs.to_standard_error() as complain, options.reported(lambda why: complain(f"cubroker: {why}")):
+        current = configure(file, given)
+        config = current.config
+        _probe(config.devices)
+        with logs.to_standard_output() as say:
+            return serve(current, lambda: say(f"cubroker: serving {config.devices} in {config.directory}"))
 
 
 def _probe(devices: str) -> None:

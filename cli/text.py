@@ -100,6 +100,15 @@ def note(line: str) -> None:
         click.echo(line, err=True)
 
 
+def reason(error: CubrokerError | OSError) -> str:
+    """Return why something failed, in one printable line."""
+    if isinstance(error, CubrokerError):
+        message = error.message
+    else:
+        message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+    return printable(" ".join(message.split()))
+
+
 def complain(message: str) -> None:
     """Write the reason of a failure as one line on standard error."""
     note("cubroker: " + printable(" ".join(message.split())))

@@ -1,4 +1,7 @@
-"""The log on standard error. The broker never waits for whoever reads it, nor ends because nobody does."""
+"""The log on standard error, and lines on standard output: the broker never waits for a reader of either.
+
+It does not end either because the reader of a pipe is gone or a disk is full.
+"""
 
 from __future__ import annotations
 
@@ -38,6 +41,20 @@ def to_standard_error() -> Iterator[Callable[[str], None]]:
         yield lines.say
     finally:
         root.removeHandler(lines)
+        lines.close()
+
+
+@contextmanager
+def to_standard_output() -> Iterator[Callable[[str], None]]:
+    """Yield what writes a plain line to standard output, if there is one, and never waits for a reader of it."""
+    _fill()
+    if sys.__stdout__ is None:  # it was closed when this process began
+        yield _nowhere
+        return
+    lines = Lines(sys.__stdout__.fileno())
+    try:
+        yield lines.say
+    finally:
         lines.close()
 
 
@@ -111,4 +128,4 @@ def _fill() -> None:
 
 
 def _nowhere(line: str) -> None:
-    """There is no standard error."""
+    """There is no such stream."""

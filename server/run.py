@@ -69,7 +69,7 @@ def serve(current: Current, ready: Callable[[], None] | None = None) -> int:
 
     Args:
         current: where to serve, which devices, and all the rest.
-        ready: called once when clients are served.
+        ready: called once when clients are served and the service manager knows; it must not block.
 
     Raises:
         CubrokerError: it cannot start, or another broker serves there.
@@ -106,10 +106,10 @@ async def _serve(place: Directory, current: Current, estate: Estate, ready: Call
             service = Service(estate.outbox, broker.status)
             reloading = asyncio.create_task(_reload(current, again, apply, service))
             undo.callback(reloading.cancel)
+            service.ready()  # before any words: the next broker depends on nobody who reads them
             log.info("serving on %s", place.path)
             if ready:
                 ready()
-            service.ready()
             with_store = await stop
             if broker.holds(with_store=with_store) and (limit := current.config.drain):
                 log.info("told to end: what is lent has %g s to come back, or until the next signal", limit)

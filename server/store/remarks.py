@@ -20,7 +20,7 @@ class Remarks:
     """Writes lines to a descriptor, and loses what cannot be written at once."""
 
     def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
+        self._descriptor = _nonblocking_terminal(descriptor) if os.isatty(descriptor) else descriptor
         self._lost = 0
         self._complaints = 0
 
@@ -49,6 +49,17 @@ class Remarks:
         self._complaints = 0
 
 
+def _nonblocking_terminal(descriptor: int) -> int:
+    """Return another descriptor of a terminal, whose writes never wait; the same one where it cannot be opened.
+
+    A terminal knows no RWF_NOWAIT, and one that polls as writable may have room for a part of a line only.
+    """
+    try:
+        return os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
+    except OSError:
+        return descriptor
+
+
 def _write(descriptor: int, line: bytes) -> None:
     """Write a line at once, or raise BlockingIOError. The file may be others' too, so its mode is left alone."""
     try:
@@ -62,4 +73,5 @@ def _write(descriptor: int, line: bytes) -> None:
         poll.register(descriptor, select.POLLOUT)
         if not poll.poll(0):
             raise BlockingIOError from None
-        os.write(descriptor, line)
+        if os.write(descriptor, line) < len(line):
+            raise BlockingIOError from None

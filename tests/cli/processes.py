@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import signal
 import subprocess
@@ -10,7 +12,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.brokers import PATIENCE
+from cubroker.client import hello
+from cubroker.protocol.errors import Unavailable
+from tests.brokers import PATIENCE, eventually
 
 DEADLINE = PATIENCE
 """Seconds after which a command that has not ended has failed."""
@@ -54,6 +58,58 @@ def started(*arguments: str | Path, env: Mapping[str, str] | None = None) -> Ite
             yield process
         finally:
             process.kill()
+
+
+STREAMS = ("a full disk", "a pipe without a reader", "a full pipe", "closed")
+"""Kinds of streams to which nothing can be written."""
+
+
+@contextmanager
+def stream(kind: str) -> Iterator[int | None]:
+    """Yield the descriptor of such a stream; None: it is to be closed."""
+    if kind == "closed":
+        yield None
+        return
+    if kind == "a full disk":
+        reading, writing = None, os.open("/dev/full", os.O_WRONLY)
+    else:
+        reading, writing = os.pipe()
+        if kind == "a full pipe":
+            os.write(writing, bytes(fcntl.fcntl(writing, fcntl.F_GETPIPE_SZ)))
+        else:
+            os.close(reading)
+            reading = None
+    try:
+        yield writing
+    finally:
+        for descriptor in filter(None, (reading, writing)):
+            os.close(descriptor)
+
+
+@contextmanager
+def mute(kind: str, *arguments: str | Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Start ``cubroker`` with a standard output and a standard error to which nothing can be written."""
+    closing = ["sh", "-c", 'exec "$@" 1>&- 2>&-', "sh"] if kind == "closed" else []
+    command = [*closing, *COMMAND, *map(str, arguments)]
+    with (
+        stream(kind) as end,
+        subprocess.Popen(command, env=environment(), stdin=subprocess.DEVNULL, stdout=end, stderr=end) as process,
+    ):
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def serves(directory: Path) -> None:
+    """Wait until a broker answers."""
+
+    def answers() -> bool:
+        with contextlib.suppress(Unavailable):
+            return not hello.ping(directory, DEADLINE)
+        return False
+
+    eventually(answers, "the broker to serve")
 
 
 def _as_in_the_foreground() -> None:

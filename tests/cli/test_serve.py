@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.processes import DEADLINE, environment, run, started
+from tests.cli.processes import DEADLINE, STREAMS, environment, mute, run, serves, started
 
 
 @pytest.fixture
@@ -31,6 +31,22 @@ def test_a_broker_says_where_it_serves_and_ends_with_status_0(directory: Path, n
         broker.communicate(timeout=DEADLINE)
         assert broker.returncode == 0
     assert run("ls", "--directory", directory).returncode == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", STREAMS)
+def test_a_broker_serves_and_ends_well_wherever_its_words_go(directory: Path, kind: str) -> None:
+    with mute(kind, "serve", "--devices", "host:1@64MiB", "--directory", directory) as broker:
+        serves(directory)
+        broker.terminate()
+        assert broker.wait(DEADLINE) == 0
+
+
+@pytest.mark.parametrize("kind", STREAMS)
+def test_a_broker_that_cannot_start_ends_wherever_its_words_go(directory: Path, kind: str) -> None:
+    directory.write_text("no directory")
+    with mute(kind, "serve", "--devices", "host:1@64MiB", "--directory", directory) as broker:
+        assert broker.wait(DEADLINE) == 1
 
 
 def test_a_second_broker_in_the_directory_is_refused_and_the_first_goes_on(directory: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -41,3 +43,17 @@ def test_what_a_full_pipe_does_not_take_is_counted() -> None:
         assert reader.read() == (
             b"cubroker keep: here (1 lines before this one were lost: they were not read in time)\n"
         )
+
+
+def test_a_terminal_that_nobody_reads_takes_what_it_has_room_for() -> None:
+    master, terminal = os.openpty()
+    with open(master, "rb", 0) as reader, open(terminal, "wb", 0):
+        remarks = Remarks(terminal)
+        for _ in range(1000):
+            remarks.say("x" * 1000)
+        os.set_blocking(master, False)
+        with contextlib.suppress(BlockingIOError):
+            while reader.read(1 << 16):
+                pass
+        remarks.say("here")
+        assert re.search(rb"cubroker keep: here \(\d+ lines before this one were lost", reader.read() or b"")
