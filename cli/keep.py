@@ -4,17 +4,36 @@ from __future__ import annotations
 
 import click
 
-from cubroker.cli import options
+from cubroker.cli import entry, options
 from cubroker.server.store.keeper import keep
 from cubroker.server.store.pace import LONGEST_PAUSE
+from cubroker.server.store.remarks import Remarks
+from cubroker.server.store.runs import Limits
+
+LIMIT = options.Seconds(min=0, max=86400)
 
 
 @click.command("keep", context_settings={"allow_interspersed_args": False})
 @click.option(
     "--watchdog",
-    type=options.Seconds(min=0.001, max=86400),
+    type=LIMIT,
+    default=20.0,
     metavar="SECONDS",
-    help="Start it anew when it gives no sign of life for so long.  [default: never]",
+    help="Abort it, and start it anew, when it gives no sign of life for so long; 0: never.  [default: 20]",
+)
+@click.option(
+    "--start-timeout",
+    type=LIMIT,
+    default=300.0,
+    metavar="SECONDS",
+    help="The same when it is not ready after so long; 0: never.  [default: 300]",
+)
+@click.option(
+    "--stop-timeout",
+    type=LIMIT,
+    default=30.0,
+    metavar="SECONDS",
+    help="Kill it when it does not end in so long, nor asks for more time; 0: never.  [default: 30]",
 )
 @click.option(
     "--descriptors",
@@ -30,11 +49,19 @@ from cubroker.server.store.pace import LONGEST_PAUSE
     help=f"The longest time between two starts.  [default: {LONGEST_PAUSE:g}]",
 )
 @click.argument("arguments", metavar="COMMAND...", nargs=-1, required=True, type=click.UNPROCESSED)
-def command(watchdog: float | None, descriptors: int | None, pause: float, arguments: tuple[str, ...]) -> int:
-    """Run a command, start it again when it ends, and keep for it what it stores, as systemd does.
+def command(
+    watchdog: float,
+    start_timeout: float,
+    stop_timeout: float,
+    descriptors: int | None,
+    pause: float,
+    arguments: tuple[str, ...],
+) -> int:
+    """Run a command, start it again when it ends or hangs, and keep for it what it stores, as systemd does.
 
     `cubroker keep -- cubroker serve` is a broker that outlives its own crash: pools, sessions and leases are there
     again as soon as it is. SIGTERM or Ctrl-C ends both. It may be the first process of a container.
     """
-    with options.own_broker():
-        return keep(arguments, descriptors=descriptors, watchdog=watchdog, pause=pause)
+    limits = Limits(start_timeout or None, watchdog or None, stop_timeout or None)
+    with options.reported(Remarks(2).say):
+        return keep(arguments, descriptors=descriptors, limits=limits, pause=pause, mask=entry.inherited_mask())

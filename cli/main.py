@@ -7,6 +7,7 @@ costs neither ZeroMQ nor CUDA.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -49,6 +50,12 @@ COMMANDS = {
 PACKAGES = {"doctor": "doctor.command"}
 """Subcommands of many modules, and which of these has ``command``."""
 
+HANDLED_LATER = {
+    "serve": frozenset({signal.SIGHUP, signal.SIGUSR1}),
+    "keep": entry.HELD,
+}
+"""Signals that a subcommand unblocks itself, once it has handlers for them."""
+
 
 class Commands(click.Group):
     """The group of all subcommands, which imports only the one that runs."""
@@ -68,9 +75,10 @@ class Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Import the command that runs; from then on there may be something to undo when it is interrupted."""
+        """Import the command that runs; from then on it hears signals, and may have something to undo."""
         found = super().resolve_command(ctx, args)
         entry.raise_at_interrupt()
+        entry.release(HANDLED_LATER.get(found[0] or "", frozenset()))
         return found
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -105,12 +113,9 @@ def run(arguments: Sequence[str]) -> int:
         return error.exit_code
     except click.Abort:
         return INTERRUPTED
-    except CubrokerError as error:
-        text.complain(error.message)
+    except (CubrokerError, OSError) as error:
+        text.complain(text.reason(error))
         return NO_BROKER if isinstance(error, Unavailable) else REFUSED
-    except OSError as error:
-        text.complain(f"{error.filename}: {error.strerror}" if error.filename else str(error))
-        return REFUSED
 
 
 def _open_streams() -> None:

@@ -54,7 +54,7 @@ class Service:
         if self._timer:
             self._timer.cancel()
         if self._outbox and not self._stopping:
-            self._outbox.say(words.stopping())
+            self._outbox.say(words.stopping(ENDING))
 
     def _beat(self, outbox: Outbox) -> None:
         if self._timer:

@@ -15,7 +15,7 @@ import shlex
 import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from cubroker.server.store import child, datagrams
@@ -24,7 +24,7 @@ from cubroker.server.store.kept import NAMELESS, Kept
 from cubroker.server.store.pace import LONGEST_PAUSE, Pace
 from cubroker.server.store.premises import listening, make_room
 from cubroker.server.store.remarks import Remarks
-from cubroker.server.store.runs import Run
+from cubroker.server.store.runs import FORCED, Limits, Phase, Run
 from cubroker.server.store.signals import ENDING, Signals
 
 AT_ONCE = 512
@@ -39,6 +39,9 @@ BREATH = 0.1
 """Seconds before the next attempt when the machine has no memory left."""
 
 
+NO_LIMITS = Limits()
+
+
 @dataclass(frozen=True)
 class Terms:
     """What is kept, and how.
@@ -46,27 +49,40 @@ class Terms:
     Attributes:
         command: program and arguments.
         descriptors: how many may be stored.
-        watchdog: seconds within which the process has to give a sign of life; None: it does not have to.
+        limits: how long the process may take to start, to give a sign of life and to end.
         pause: the longest time between two starts, in seconds.
     """
 
     command: Sequence[str]
     descriptors: int
-    watchdog: float | None = None
+    limits: Limits = NO_LIMITS
     pause: float = LONGEST_PAUSE
 
 
-def keep(command: Sequence[str], *, descriptors: int | None, watchdog: float | None, pause: float) -> int:
+def keep(
+    command: Sequence[str],
+    *,
+    descriptors: int | None,
+    limits: Limits = NO_LIMITS,
+    pause: float = LONGEST_PAUSE,
+    mask: Collection[int] | None = None,
+) -> int:
     """Run a command again and again, until a signal asks for the end; return its exit status, as a shell has it.
 
-    The arguments are those of :class:`Terms`; ``descriptors`` None: 4096, or as many as the limit of open files allows.
+    Args:
+        command: as all but ``mask`` one of :class:`Terms`.
+        descriptors: None: 4096, or as many as the limit of open files allows.
+        limits: seconds.
+        pause: seconds.
+        mask: signals that the command finds blocked; None: those that are blocked now.
 
     Raises:
         Invalid: the limit of open files is too low for so many descriptors.
         Unavailable: there is no place for the socket.
     """
-    terms = Terms(command, make_room(descriptors), watchdog, pause)
-    with listening() as (path, channel), contextlib.closing(Keeper(terms, path, channel)) as keeper:
+    terms = Terms(command, make_room(descriptors), limits, pause)
+    signals = Signals(mask)
+    with listening() as (path, channel), contextlib.closing(Keeper(terms, path, channel, signals)) as keeper:
         return keeper.run()
 
 
@@ -77,20 +93,22 @@ class Keeper:
         terms: what, and how.
         path: of ``channel``.
         channel: where messages arrive.
+        signals: those that this process gets.
     """
 
-    def __init__(self, terms: Terms, path: str, channel: socket.socket) -> None:
+    def __init__(self, terms: Terms, path: str, channel: socket.socket, signals: Signals) -> None:
         self._terms = terms
         self._channel = channel
         self._remarks = Remarks(2)
-        self._signals = Signals()
+        self._signals = signals
+        self._deferred: set[signal.Signals] = set()
         self._epoll = select.epoll()
         for source in (channel, self._signals.bell):
             self._epoll.register(source, select.EPOLLIN)
         self._kept = Kept(terms.descriptors, self._epoll, self._remarks.complain)
         self._environ = {"NOTIFY_SOCKET": path, "FDSTORE": str(terms.descriptors)}
-        if terms.watchdog:
-            self._environ["WATCHDOG_USEC"] = str(round(terms.watchdog * 1e6))
+        if terms.limits.watchdog:
+            self._environ["WATCHDOG_USEC"] = str(round(terms.limits.watchdog * 1e6))
         self._run: Run | None = None
         self._next = 0.0
         self._first = True
@@ -128,24 +146,41 @@ class Keeper:
         if self._run is None:
             if now >= self._next and not self._over:
                 self._start(now)
-        elif news := self._run.watch(now):
-            self._remarks.say(f"process {self._run.pid} {news}")
+        else:
+            self._watch(self._run, now)
+
+    def _watch(self, run: Run, now: float) -> None:
+        if news := run.watch(now):
+            self._remarks.say(f"process {run.pid} {news}")
+        if self._told and run.phase is Phase.STUCK:
+            self._status = 128 + signal.SIGKILL
+            self._over = True
+            self._report_loss(run)
 
     def _patience(self) -> float:
         due = self._run.due if self._run else self._next
         return min(max(due - time.monotonic(), 0.0), LONGEST_WAIT)
 
     def _forward(self) -> None:
-        """Pass signals on to the process; without one, those that ask for the end are answered here."""
+        """Pass signals on to the process; without one, those that ask for the end are answered here.
+
+        The others wait until the process is ready: before that it may not have handlers, and they would end it.
+        """
         for number in self._signals.take():
             if number in ENDING:
                 self._told = True
                 self._over = self._run is None
                 self._remarks.say(f"{number.name}: {'ends' if self._over else 'waits for the end of the process'}")
-            if self._run:
-                if self._told:
-                    self._run.leave()
-                os.kill(self._run.pid, number)
+            if self._run and (number in ENDING or self._run.ready):
+                self._pass_on(number, self._run)
+            elif self._run:
+                self._deferred.add(number)
+
+    def _pass_on(self, number: signal.Signals, run: Run) -> None:
+        os.kill(run.pid, number)
+        if number in ENDING:
+            run.stop(time.monotonic())
+            os.kill(run.pid, signal.SIGCONT)  # a stopped process handles nothing
 
     def _receive(self, most: int) -> None:
         for _ in range(most):
@@ -169,6 +204,8 @@ class Keeper:
         self._keep(fields, message.descriptors)
         for news in self._run.heed(fields, time.monotonic()):
             self._remarks.say(f"process {self._run.pid} {news}")
+        while self._run.ready and self._deferred:
+            self._pass_on(self._deferred.pop(), self._run)
         return None
 
     def _keep(self, fields: dict[str, str], descriptors: list[int]) -> None:
@@ -201,20 +238,20 @@ class Keeper:
         code = os.waitstatus_to_exitcode(status)
         self._status = code if code >= 0 else 128 - code
         how = f"ended with status {code}" if code >= 0 else f"was killed by {_signal_name(-code)}"
-        said = f" (it last said: {run.status})" if run.status else ""
-        self._remarks.say(f"process {run.pid} {how}{said}")
+        self._remarks.say(f"process {run.pid} {how}{_last_words(run)}")
         self._go_on(run, time.monotonic())
 
     def _start(self, now: float) -> None:
         again = "" if self._first else f" again, with {len(self._kept)} descriptors"
         self._remarks.forgive()
+        self._deferred.clear()  # what they ask for comes with a start
         try:
             pid = child.start(self._terms.command, self._environ, self._kept.names, self._signals, self._remarks)
         except OSError as error:
             self._remarks.say(f"there cannot be another process: {error.strerror}")
             self._status = child.NOT_EXECUTABLE
-            return self._go_on(Run(0, now, None), now)
-        self._run = Run(pid, now, self._terms.watchdog)
+            return self._go_on(Run(0, now), now)
+        self._run = Run(pid, now, self._terms.limits)
         self._remarks.say(f"process {pid} starts{again}: {shlex.join(self._terms.command)}")
         return None
 
@@ -226,11 +263,26 @@ class Keeper:
         if self._over:
             if not self._told:
                 self._remarks.say("gives up: the first start did not get ready, and nothing is stored")
+            elif run.phase in FORCED:
+                self._report_loss(run)
             return
         delay = self._pace.after(now - run.began)
         self._next = now + delay
         if delay:
             self._remarks.say(f"the next start comes in {delay:.2f} s; {len(self._kept)} descriptors are kept")
+
+    def _report_loss(self, run: Run) -> None:
+        """Say what is left where the process did not end in order."""
+        there = f" and is still there{_last_words(run)}" if run.phase is Phase.STUCK else ""
+        names = f": {', '.join(self._kept.names.values())}" if len(self._kept) else ""
+        self._remarks.say(
+            f"process {run.pid} did not end in order{there}: what it lent was not given back, and "
+            f"{len(self._kept)} stored descriptors are dropped{names}"
+        )
+
+
+def _last_words(run: Run) -> str:
+    return f" (it last said: {run.status})" if run.status else ""
 
 
 def _signal_name(number: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from types import FrameType
 
 ENDING = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGQUIT})
@@ -21,11 +21,16 @@ UNDONE = (signal.SIGPIPE, signal.SIGXFSZ)
 class Signals:
     """Takes signals for the rest of this process's life; one that is ignored stays so, as under nohup.
 
+    Those that were blocked and have come meanwhile are taken first.
+
+    Args:
+        mask: signals that a child is to find blocked; None: those that are blocked now.
+
     Attributes:
         bell: readable when a signal came, or a child ended.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, mask: Collection[int] | None = None) -> None:
         self._pending: set[signal.Signals] = set()
         self.bell, self._rope = socket.socketpair(type=socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         self._taken = [number for number in FORWARDED if signal.getsignal(number) is not signal.SIG_IGN]
@@ -33,7 +38,8 @@ class Signals:
         signal.set_wakeup_fd(self._rope.fileno(), warn_on_full_buffer=False)
         for number in self._taken:
             signal.signal(number, self._note)
-        self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, self._taken)
+        blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, self._taken)
+        self._mask = blocked if mask is None else mask
 
     def take(self) -> list[signal.Signals]:
         """Return the signals for the child that came since the last call, and let the bell rest."""

@@ -30,9 +30,11 @@ WRONG = {
     "--set": ("kep=1", "keep", "keep=", "keep=some", "keep=-1", "budget=200%", "quota.memory=-1", "log.level=loud", ""),
     "--share": ("magic", ""),
     "--slab": ("much", "0", "-1", "nan", ""),
+    "--start-timeout": SECONDS,
+    "--stop-timeout": SECONDS,
     "--timeout": (*SECONDS, "0"),
     "--wait": SECONDS,
-    "--watchdog": (*SECONDS, "0"),
+    "--watchdog": SECONDS,
 }
 """Values that an option cannot have."""
 

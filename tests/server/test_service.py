@@ -55,8 +55,9 @@ def test_the_status_follows_when_it_changes_and_the_watchdog_is_fed_by_the_loop(
         ("READY", "1"),
         ("STATUS", "better"),
         ("STOPPING", "1"),
+        ("EXTEND_TIMEOUT_USEC", "60000000"),
     ]
-    assert warehouse.said[-1] == ("STOPPING", "1")
+    assert warehouse.said[-2] == ("STOPPING", "1")
 
 
 def test_a_manager_that_is_gone_is_a_line_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

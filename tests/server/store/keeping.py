@@ -18,10 +18,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from tests.brokers import PATIENCE
+from tests.brokers import PATIENCE, eventually
 from tests.cli.processes import COMMAND, environment
 
 LINE = 1 << 18
+
+KEEP = (*COMMAND, "keep", "--watchdog", "0")
+"""What the pupils are kept with: they give no signs of life, but where a test has them watched."""
 
 
 class Pupil:
@@ -79,6 +82,15 @@ class Pupil:
         """Have it exit with 100 and the number of the signal when that comes."""
         self._order({"expect": number})
 
+    def ignore(self, number: signal.Signals) -> None:
+        """Have it do nothing when the signal comes."""
+        self._order({"ignore": number})
+
+    def stop(self) -> None:
+        """Stop it, as SIGSTOP does, and return when it is."""
+        os.kill(self.pid, signal.SIGSTOP)
+        eventually(lambda: Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T", "the stop")
+
     def hang(self) -> None:
         """Have it say that it is ready, and stop."""
         self._connection.send(json.dumps({"hang": True}).encode())
@@ -91,7 +103,8 @@ class Pupil:
 
     def ended(self) -> None:
         """Wait until it has ended."""
-        assert self._connection.recv(1) == b""
+        while self._connection.recv(1):  # what it still had to answer
+            pass
 
     def close(self) -> None:
         self._connection.close()
@@ -132,9 +145,10 @@ class Keep:
         self,
         directory: Path,
         *options: str,
-        program: Sequence[str] = (*COMMAND, "keep"),
+        program: Sequence[str] = KEEP,
         before: Sequence[str] = (),
         command: Sequence[str | Path] = (),
+        stderr: int = subprocess.PIPE,
     ) -> None:
         self._pupils: list[Pupil] = []
         self._written = b""
@@ -147,7 +161,7 @@ class Keep:
                 [*before, *program, *options, "--", *(command or self.command)],
                 env=environment(TMPDIR=str(directory)),
                 stdin=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
+                stderr=stderr,
             )
         self._pidfd = os.pidfd_open(self.process.pid)
 
@@ -166,7 +180,7 @@ class Keep:
     def _close(self, error: BaseException | None) -> None:
         if self.process.stderr:
             if error:
-                self._read()
+                self.read()
                 error.add_note(self._written.decode())
             self.process.stderr.close()
         for pupil in self._pupils:  # which ends those that outlive the keeper
@@ -196,7 +210,7 @@ class Keep:
         deadline = time.monotonic() + PATIENCE
         while not re.search(pattern, self._written.decode()):
             assert time.monotonic() < deadline, f"{pattern!r} is not in {self._written.decode()}"
-            assert self._read(), f"it ended without {pattern!r}: {self._written.decode()}"
+            assert self.read(), f"it ended without {pattern!r}: {self._written.decode()}"
         return self._written.decode()
 
     def end(self, number: signal.Signals = signal.SIGTERM) -> int:
@@ -206,14 +220,15 @@ class Keep:
 
     def status(self) -> int:
         """Wait for its end and return its exit status."""
-        while self._read():
+        while self.read():
             pass
         return self.process.wait(PATIENCE)
 
     def said(self) -> str:
         return self._written.decode()
 
-    def _read(self) -> bytes:
+    def read(self) -> bytes:
+        """Wait for more on its standard error, and return that; nothing at its end."""
         assert self.process.stderr
         number = self.process.stderr.fileno()
         ready, _, _ = select.select([number], [], [], PATIENCE)

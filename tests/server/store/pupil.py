@@ -66,6 +66,8 @@ def obey(
             return process.stdout.readline().decode(), []
         case {"expect": number}:
             signal.signal(number, lambda number, _: os._exit(100 + number))
+        case {"ignore": number}:
+            signal.signal(number, signal.SIG_IGN)
         case {"hang": _}:
             manager.say(words.ready(""))
             os.kill(os.getpid(), signal.SIGSTOP)

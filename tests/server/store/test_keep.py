@@ -18,10 +18,10 @@ from pathlib import Path
 import pytest
 
 from cubroker.server.store import pace
-from tests.brokers import eventually
-from tests.cli.processes import run
+from tests.brokers import PATIENCE, eventually
+from tests.cli.processes import COMMAND, run
 from tests.server.processes import alive, descriptors
-from tests.server.store.keeping import Keep, contents, memory, pupil
+from tests.server.store.keeping import KEEP, Keep, contents, memory, pupil
 
 ENDING = [signal.SIGTERM, signal.SIGINT, signal.SIGQUIT]
 
@@ -42,7 +42,7 @@ def hasty(pause: float, *, first: float = pace.FIRST_PAUSE) -> list[str]:
 import sys
 from cubroker.server.store import keeper, pace
 pace.STEADY, pace.FIRST_PAUSE = float("inf"), {first}
-sys.exit(keeper.keep(sys.argv[2:], descriptors=10, watchdog=None, pause={pause}))
+sys.exit(keeper.keep(sys.argv[2:], descriptors=10, pause={pause}))
 """
     return [sys.executable, "-c", script]
 
@@ -198,6 +198,14 @@ def test_a_hung_process_is_aborted_and_finds_again_what_it_stored(place: Path) -
         assert said.index("gave no sign of life in time, and is aborted") < said.index("SIGABRT")
 
 
+def test_a_process_is_watched_unless_it_is_not_to_be(place: Path, keep: Keep) -> None:
+    assert keep.next().hello["watchdog"] is None
+    other = place / "other"
+    other.mkdir()
+    with Keep(other, program=(*COMMAND, "keep")) as watching:
+        assert watching.next(ready=False).hello["watchdog"] == 10.0
+
+
 def test_a_process_may_ask_to_be_watched_and_to_be_ended(keep: Keep) -> None:
     first = keep.next()
     first.last(b"WATCHDOG_USEC=200000")  # a keeper that is late by a tenth of it gives it that time again
@@ -206,6 +214,55 @@ def test_a_process_may_ask_to_be_watched_and_to_be_ended(keep: Keep) -> None:
     second.last(b"WATCHDOG=trigger")
     keep.next()
     keep.says(f"process {second.pid} was killed by SIGABRT")
+
+
+def test_a_process_that_is_never_ready_is_aborted() -> None:
+    done = run("keep", "--start-timeout", "0.2", "--", "sleep", "1000")
+    assert done.returncode == 128 + signal.SIGABRT
+    assert "is not ready after 0.2 s, and is aborted" in done.stderr
+    assert "gives up" in done.stderr.splitlines()[-1]
+
+
+def test_a_process_that_does_not_end_is_killed_and_the_last_line_says_what_was_left(place: Path) -> None:
+    with Keep(place, "--stop-timeout", "0.3") as keep:
+        first = keep.next()
+        first.ignore(signal.SIGTERM)
+        first.say("status", "two pools")
+        with memory(b"") as file, memory(b"") as other:
+            first.store("m1.0", file)
+            first.store("s7", other)
+        assert keep.end() == 128 + signal.SIGKILL
+        *_, killed, ended, left = keep.said().splitlines()
+        assert killed == f"cubroker keep: process {first.pid} does not end, and is killed"
+        assert "was killed by SIGKILL (it last said: two pools)" in ended
+        assert "did not end in order: what it lent was not given back" in left
+        assert "2 stored descriptors are dropped: m1.0, s7" in left
+
+
+def test_a_process_that_not_even_sigkill_ends_holds_up_no_end(place: Path) -> None:
+    harmless = """
+import os, signal, sys
+from cubroker.server.store import keeper, runs
+runs.UNKILLABLE, kill = 0.2, os.kill
+os.kill = lambda pid, number: number == signal.SIGKILL or kill(pid, number)
+sys.exit(keeper.keep(sys.argv[2:], descriptors=10, limits=runs.Limits(stop=0.2)))
+"""
+    with Keep(place, program=[sys.executable, "-c", harmless]) as keep:
+        first = keep.next()
+        first.ignore(signal.SIGTERM)
+        first.say("status", "two pools")
+        keep.process.terminate()
+        assert keep.process.wait(PATIENCE) == 128 + signal.SIGKILL
+        assert alive(first.pid)
+        said = keep.says(r"did not end in order and is still there \(it last said: two pools\)")
+        assert "is still there 0.2 s after SIGKILL: it hangs in the kernel" in said
+
+
+def test_a_stopped_process_is_continued_so_that_it_can_end(keep: Keep) -> None:
+    first = keep.next()
+    first.expect(signal.SIGTERM)
+    first.stop()
+    assert keep.end() == 100 + signal.SIGTERM
 
 
 @pytest.mark.parametrize("number", ENDING)
@@ -230,6 +287,53 @@ def test_other_signals_are_for_the_process_alone(keep: Keep, number: signal.Sign
     first.ended()
     keep.next()
     keep.says(f"process {first.pid} ended with status {100 + number}")
+
+
+def test_a_signal_that_does_not_ask_for_the_end_waits_until_the_process_is_ready(keep: Keep) -> None:
+    first = keep.next(ready=False)
+    first.expect(signal.SIGUSR1)
+    keep.process.send_signal(signal.SIGUSR1)
+    first.barrier()  # behind which the keeper has seen the signal
+    first.last(b"READY=1")
+    first.ended()
+    keep.says(f"process {first.pid} ended with status {100 + signal.SIGUSR1}")
+
+
+def importing(number: signal.Signals, keep: Keep) -> None:
+    """Send a signal to a keeper under ``-X importtime`` at each import of its, from the first one of click's on."""
+    keep.says(r"import time:.* click\.")
+    sent = 0
+    while "process" not in keep.said().rpartition("import time:")[2]:
+        if keep.said().count("import time:") > sent:
+            sent = keep.said().count("import time:")
+            keep.process.send_signal(number)
+        if not keep.read():
+            return
+
+
+IMPORTING = [sys.executable, "-X", "importtime", *KEEP[1:]]
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
+def test_a_signal_that_comes_while_it_is_imported_ends_nothing(place: Path, number: signal.Signals) -> None:
+    with Keep(place, program=IMPORTING) as keep:
+        importing(number, keep)
+        first = keep.next(ready=False)
+        assert not first.hello["blocked"]
+        first.ignore(number)  # one may have come after the start, which then waits for this
+        first.say("ready", "")
+        keep.says("is ready")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGQUIT])
+def test_told_to_end_while_it_is_imported_it_ends_before_it_starts_anything(
+    place: Path, number: signal.Signals
+) -> None:
+    with Keep(place, program=IMPORTING) as keep:
+        importing(number, keep)
+        assert keep.status() == 0
+        assert keep.said().splitlines()[-1] == f"cubroker keep: {number.name}: ends"
+        assert "Traceback" not in keep.said()
 
 
 def test_between_two_runs_it_ends_at_once_with_the_status_of_the_last(place: Path) -> None:
@@ -326,7 +430,7 @@ def often(function, number, error):
     return call
 os.fork = often(os.fork, 1, BlockingIOError(11, "no more processes"))
 os.waitpid = often(os.waitpid, 2, MemoryError("none left"))
-sys.exit(keeper.keep(sys.argv[2:], descriptors=10, watchdog=None, pause=0))
+sys.exit(keeper.keep(sys.argv[2:], descriptors=10, pause=0))
 """
     with Keep(place, program=[sys.executable, "-c", failing]) as keep:
         first = keep.next()
@@ -347,7 +451,7 @@ from cubroker.server.store import keeper
 def fork():
     raise BlockingIOError(11, "no more processes")
 os.fork = fork
-sys.exit(keeper.keep(sys.argv[2:], descriptors=10, watchdog=None, pause=0))
+sys.exit(keeper.keep(sys.argv[2:], descriptors=10, pause=0))
 """
     with Keep(place, program=[sys.executable, "-c", failing]) as keep:
         assert keep.status() == 126
