@@ -1,7 +1,8 @@
-"""Brokers killed at any moment under load, by the hundred: ``python -m tests.restart.storm --kills 1000``.
+"""Brokers killed or stopped at any moment under load, by the hundred: ``python -m tests.restart.storm --kills 1000``.
 
-It is the real ``cubroker keep`` that keeps what is stored and starts the next one. Workers that do anything are killed
-as well, and gateways; all of them are halted now and then, and asked what they hold.
+It is the real ``cubroker keep`` that keeps what is stored, notices a broker that is stopped (SIGSTOP), and starts the
+next one. Workers that do anything are killed as well, and gateways; all workers are halted now and then, and asked what
+they hold.
 """
 
 from __future__ import annotations
@@ -51,6 +52,15 @@ LONGEST = 0.5
 EARLY = 0.2
 """How many of the brokers are killed while they start."""
 
+WATCHDOG = 2.0
+"""Seconds after which the keeper replaces a stopped broker that serves."""
+
+START_TIMEOUT = 20.0
+"""Seconds after which the keeper replaces a stopped broker that does not serve yet."""
+
+STOPPED = {"broker": 0.05}
+"""How many of the processes of each kind are stopped in place of being killed; their parents have to notice."""
+
 
 @dataclass
 class Storm:
@@ -58,7 +68,9 @@ class Storm:
 
     Attributes:
         kills: moments at which a broker was killed.
-        early: how many of them killed a broker that had not served yet.
+        stops: moments at which a broker was stopped instead.
+        stopped: how many processes of each kind are stopped instead of killed, from 0 to 1.
+        early: how many brokers had not served yet.
         asked: requests of workers that lived to say so.
         long: of each of them, when long requests began and ended.
     """
@@ -71,11 +83,14 @@ class Storm:
     chance: random.Random
     crew: list[Worker] = field(default_factory=list)
     kills: list[float] = field(default_factory=list)
+    stops: list[float] = field(default_factory=list)
+    stopped: dict[str, float] = field(default_factory=lambda: dict(STOPPED))
     early: int = 0
     asked: int = 0
     long: list[list[tuple[float, float]]] = field(default_factory=list)
     workers: int = 0
     gateways: int = 0
+    stopped_gateways: int = 0
 
     @classmethod
     @contextmanager
@@ -85,7 +100,8 @@ class Storm:
             directory, log = Path(place) / "run", Path(place) / "log"
             serve = [sys.executable, "-m", "cubroker.server", str(directory), "--devices", "host:2@64MiB"]
             with log.open("wb") as file:
-                keep = [sys.executable, "-m", "cubroker.cli", "keep", "--pause", "0", "--", *serve]
+                limits = ["--watchdog", str(WATCHDOG), "--start-timeout", str(START_TIMEOUT)]
+                keep = [sys.executable, "-m", "cubroker.cli", "keep", "--pause", "0", *limits, "--", *serve]
                 keeper = subprocess.Popen(keep, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
             try:
                 eventually(lambda: "cubroker: serving on" in log.read_text(), "the broker to serve")
@@ -108,20 +124,20 @@ class Storm:
     # -- blows -----------------------------------------------------------------------------------------
 
     def blow(self, kills: int, report: Callable[[str], None]) -> None:
-        """Kill so many brokers, and others in between."""
+        """Kill or stop so many brokers, and others in between."""
         while len(self.crew) < CREW:
             self._hire()
         for number in range(1, kills + 1):
-            if self.kills and self.chance.random() < EARLY:
+            if number > 1 and self.chance.random() < EARLY:
                 self.early += 1
             else:
                 self.judge.devices()
                 if number % 5 == 0:
                     self._kill_worker()
                 if number % 7 == 0:
-                    self._kill_gateway()
+                    self._strike_gateway()
             self._wait(self.chance.uniform(0, LONGEST))
-            self._kill_broker()
+            self._strike_broker(self._choose("broker"))
             if number % LULL == 0:
                 self.halt()
                 report(f"{number} kills")
@@ -132,7 +148,11 @@ class Storm:
         for worker in select.select(self.crew, [], [], seconds)[0]:
             raise AssertionError(f"worker {worker.pid} said {worker.hear()!r}")
 
-    def _kill_broker(self) -> None:
+    def _choose(self, kind: str) -> signal.Signals:
+        """Return how a process of a kind is struck next."""
+        return signal.SIGSTOP if self.chance.random() < self.stopped.get(kind, 0.0) else signal.SIGKILL
+
+    def _strike_broker(self, number: signal.Signals) -> None:
         broker = 0
 
         def there() -> int:
@@ -141,8 +161,8 @@ class Storm:
             return broker
 
         eventually(there, "the next broker")
-        kill(broker, self.keeper.pid)
-        self.kills.append(time.monotonic())
+        strike(broker, self.keeper.pid, number)
+        (self.kills if number is signal.SIGKILL else self.stops).append(time.monotonic())
         eventually(lambda: self.broker not in (0, broker), "the next broker")
 
     def _kill_worker(self) -> None:
@@ -150,10 +170,13 @@ class Storm:
         self.workers += 1
         self._hire()
 
-    def _kill_gateway(self) -> None:
+    def _strike_gateway(self) -> None:
+        number = self._choose("gateway")
         if broker := self.broker:
             for gateway in gateways(broker):
-                self.gateways += kill(gateway, broker)
+                if strike(gateway, broker, number):
+                    self.gateways += number is signal.SIGKILL
+                    self.stopped_gateways += number is signal.SIGSTOP
 
     def _hire(self) -> None:
         seed = self.chance.getrandbits(32)
@@ -213,7 +236,7 @@ class Storm:
         settles(self.judge, [os.getpid()])
         needed = 3 + 2 + PIECES  # the journal, two sockets, the judge's session, the company
         eventually(lambda: self.stored() == needed, f"the store to have {needed} descriptors, not {self.stored()}")
-        self._kill_broker()
+        self._strike_broker(signal.SIGKILL)
         self.judge.devices()
         for pool in self.company:
             check(pool)
@@ -236,15 +259,15 @@ class Storm:
         assert "cannot be read" not in log
 
 
-def kill(pid: int, parent: int) -> bool:
-    """Send SIGKILL to a process, if it is there and the child that it is thought to be; return whether it is."""
+def strike(pid: int, parent: int, number: signal.Signals) -> bool:
+    """Send a signal to a process, if it is there and the child that it is thought to be; return whether it is."""
     assert pid > 0  # 0 is everybody in this group
     with suppress(ProcessLookupError, FileNotFoundError):
         pidfd = os.pidfd_open(pid)
         try:
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
             if int(fields[1]) == parent:
-                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+                signal.pidfd_send_signal(pidfd, number)
                 return True
         finally:
             os.close(pidfd)
@@ -260,14 +283,15 @@ def memfds(pid: int) -> int:
     return found
 
 
-def stalls(storm: Storm) -> tuple[list[float], list[float]]:
-    """Return how long requests took that were under way when a broker was killed; and when several were."""
-    one, several = [], []
+def stalls(storm: Storm) -> dict[str, list[float]]:
+    """Return how long requests took that were under way when brokers were killed or stopped, by what happened."""
+    found: dict[str, list[float]] = {"a kill": [], "a stop": [], "several of them": []}
     for began, ended in itertools.chain(*storm.long):
-        across = bisect(storm.kills, ended) - bisect(storm.kills, began)
-        if across:
-            (one if across == 1 else several).append(ended - began)
-    return sorted(one), sorted(several)
+        kills, stops = (bisect(moments, ended) - bisect(moments, began) for moments in (storm.kills, storm.stops))
+        if kills + stops:
+            what = "several of them" if kills + stops > 1 else "a kill" if kills else "a stop"
+            found[what].append(ended - began)
+    return {what: sorted(seconds) for what, seconds in found.items()}
 
 
 def main() -> int:
@@ -292,11 +316,11 @@ def main() -> int:
 def report(storm: Storm, seconds: float) -> None:
     """Say what was done, and how long others waited."""
     print(
-        f"{len(storm.kills)} brokers ({storm.early} of them while they started), {storm.workers} workers and"
-        f" {storm.gateways} gateways killed in {seconds:.0f} s: nothing found;"
-        f" {storm.asked} requests of {CREW} workers answered once each"
+        f"{len(storm.kills)} brokers killed and {len(storm.stops)} stopped ({storm.early} of them while they started),"
+        f" {storm.workers} workers and {storm.gateways} gateways killed, {storm.stopped_gateways} gateways stopped"
+        f" in {seconds:.0f} s: nothing found; {storm.asked} requests of {CREW} workers answered once each"
     )
-    for what, found in zip(("a kill", "kills one upon the other"), stalls(storm), strict=True):
+    for what, found in stalls(storm).items():
         if found:
             p50, p95 = (found[int(len(found) * share)] for share in (0.5, 0.95))
             print(f"{len(found)} requests across {what}: p50 {p50:.3f} s, p95 {p95:.3f} s, most {found[-1]:.3f} s")
