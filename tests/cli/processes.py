@@ -98,7 +98,16 @@ def mute(kind: str, *arguments: str | Path) -> Iterator[subprocess.Popen[bytes]]
         try:
             yield process
         finally:
-            process.kill()
+            kill_with_children(process)
+
+
+def kill_with_children(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process and its children, if it still runs: a broker outlives its keeper."""
+    if process.poll() is None:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        for pid in (process.pid, *map(int, children)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def serves(directory: Path) -> None:

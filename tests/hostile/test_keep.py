@@ -15,7 +15,7 @@ import pytest
 
 from cubroker.client import Broker, Pool
 from tests.brokers import DEVICES, PATIENCE, eventually
-from tests.cli.processes import COMMAND, STREAMS, environment, mute, serves
+from tests.cli.processes import COMMAND, STREAMS, environment, kill_with_children, mute, serves
 from tests.hostile.peers import HOSTILITY
 from tests.kills.content import Form, check
 
@@ -85,7 +85,7 @@ class Kept:
                 assert keeper.wait(PATIENCE) in statuses
                 assert "Traceback" not in log.read_text()
             finally:
-                keeper.kill()
+                kill_with_children(keeper)
 
     @contextmanager
     def holding(self) -> Iterator[Pool]:
