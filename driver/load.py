@@ -72,6 +72,10 @@ class Driver:
         """
         return vmm.Physical(self._calls, self._device(index).index, nbytes, fabric=fabric)
 
+    def vmm_obstacle(self, index: int) -> str | None:
+        """Return why that device's memory cannot be shared by descriptor here, or None; see :func:`vmm.obstacle`."""
+        return vmm.obstacle(self._calls, self._device(index).index)
+
     def adopt(self, index: int, nbytes: int, descriptor: int) -> vmm.Physical:
         """Return memory that somebody else created on the device with that ordinal, by a descriptor of it.
 

@@ -95,7 +95,8 @@ class Physical:
                 if error.name not in _NO_FABRIC:
                     raise
                 self._fabric = False
-        return self._calls.cuMemCreate(self.nbytes, _properties(module, self.device), 0)
+        with explained(_NO_DESCRIPTORS):
+            return self._calls.cuMemCreate(self.nbytes, _properties(module, self.device), 0)
 
 
 class Reservation:
@@ -198,6 +199,23 @@ def granularity(calls: Calls, device: int) -> int:
     return int(calls.cuMemGetAllocationGranularity(_properties(calls.module, device), minimum))
 
 
+def obstacle(calls: Calls, device: int) -> str | None:
+    """Return why memory of a device cannot be shared by descriptor here, or None; no context is made to find out.
+
+    It is found by a trial, the least memory that can be created and exported. A device that is full has none to try
+    with: it is taken for one that can.
+    """
+    try:
+        physical = Physical(calls, device, granularity(calls, device))
+        try:
+            os.close(physical.export())
+        finally:
+            physical.release()
+    except DriverError as error:
+        return None if error.out_of_memory else str(error)
+    return None
+
+
 def import_refused(error: DriverError) -> bool:
     """Whether a handle could not be opened at all; else its memory could not be mapped."""
     return error.call == _IMPORT
@@ -205,6 +223,11 @@ def import_refused(error: DriverError) -> bool:
 
 _NO_FABRIC = frozenset({"CUDA_ERROR_NOT_PERMITTED", "CUDA_ERROR_NOT_SUPPORTED", "CUDA_ERROR_INVALID_VALUE"})
 """Refusals of a machine without it: no channel, no such hardware, a driver that has not heard of it."""
+
+_NO_DESCRIPTORS = {
+    "CUDA_ERROR_NOT_SUPPORTED": "memory of this device cannot be shared by descriptor (vmm), as on WSL; by handle (ipc)"
+    " it may be, which is not durable"
+}
 
 _NO_CHANNEL = "this process is not on the IMEX channel of the memory's owner; a container needs its device file"
 

@@ -107,6 +107,16 @@ def test_more_than_is_free_cannot_be_created(driver: Driver, context: Context) -
     assert caught.value.name == "CUDA_ERROR_INVALID_VALUE"
 
 
+def test_a_trial_says_that_memory_can_be_shared_by_descriptor_and_leaves_nothing(
+    driver: Driver, context: Context
+) -> None:
+    before = settled(driver, context)
+    open_files = set(Path("/proc/self/fd").iterdir())
+    assert all(driver.vmm_obstacle(device.index) is None for device in driver.devices)
+    assert context.memory() == before
+    assert len(set(Path("/proc/self/fd").iterdir())) == len(open_files)
+
+
 def test_a_descriptor_does_not_outlive_exec(driver: Driver) -> None:
     with lent(driver) as descriptor:
         assert not os.get_inheritable(descriptor)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -257,6 +258,31 @@ def test_a_mapping_whose_handle_cannot_be_released_is_taken_back(
         plan.arm([], 0, 0)
         assert not reservation.mapped
         assert not any(OURS in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+@pytest.mark.parametrize(
+    ("call", "status", "obstacle"),
+    [
+        (
+            "cuMemCreate",
+            Result.CUDA_ERROR_NOT_SUPPORTED,
+            "cuMemCreate failed .*cannot be shared by descriptor",
+        ),
+        ("cuMemExportToShareableHandle", Result.CUDA_ERROR_NOT_PERMITTED, "cuMemExportToShareableHandle failed"),
+        ("cuMemGetAllocationGranularity", Result.CUDA_ERROR_NOT_SUPPORTED, "cuMemGetAllocationGranularity failed"),
+        ("cuMemCreate", Result.CUDA_ERROR_OUT_OF_MEMORY, None),  # a device that is full
+    ],
+)
+def test_a_device_whose_memory_cannot_be_shared_by_descriptor_says_why(
+    call: str, status: Any, obstacle: str | None
+) -> None:
+    module, plan = HostModule(1, 8 * BLOCK), faults.Plan()
+    driver = Driver(faults.FaultyModule(module, plan), "host:1", host=True)
+    plan.arm((call,), 1, int(status))
+    said = driver.vmm_obstacle(0)
+    assert said is None if obstacle is None else re.search(obstacle, said or "")
+    assert not module.handles()
+    assert driver.vmm_obstacle(0) is None
 
 
 FAULTING = """
