@@ -64,7 +64,7 @@ def take_turns(connection: Connection, directory: Path, devices: str, path: Path
     with Broker(directory) as broker, _pinned_copy(devices, size) as copy:
         for _ in range(1 + ROUNDS):
             pinned.append(copy())
-            loaded = load(broker, POOL, path)
+            loaded = load(broker, POOL, path, share="ipc")
             whole.append(loaded.seconds)
             copying.append(loaded.copy_seconds)
             if loaded.version == 1:

@@ -28,7 +28,7 @@ def measure(plan: Plan) -> list[Figure]:
             Figure("broker at rest", _resident(stage.broker), "MB", "resident, nothing published yet"),
             Figure("gateway at rest", _resident(_gateway(stage.broker)), "MB", "resident"),
         ]
-        with Broker(stage.directory) as broker, broker.create(POOL, layout) as draft:
+        with Broker(stage.directory) as broker, broker.create(POOL, layout, share="ipc") as draft:
             draft.seal()
         with ExitStack() as undo:
             for number in range(1, WORKERS + 1):

@@ -49,7 +49,7 @@ def measure(plan: Plan) -> list[Figure]:
         undo.enter_context(Child(echo, address)).answer()
         for stage in stages:
             broker = undo.enter_context(Broker(stage.directory))
-            with broker.create(POOL, Layout.pack([("x", "U8", (1,))])) as draft:
+            with broker.create(POOL, Layout.pack([("x", "U8", (1,))]), share="ipc") as draft:
                 draft.seal()
         directories = tuple(stage.directory for stage in stages)
         clients = [undo.enter_context(Child(ask, directories, address)) for _ in range(CLIENTS)]

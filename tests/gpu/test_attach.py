@@ -110,5 +110,5 @@ def test_only_ipc_pools_cost_a_context_of_the_brokers() -> None:
         with broker.attach("large"):
             after, _ = context.memory()
             assert abs(before - after - GIB) < SLACK
-            with broker.create("small", Layout.pack([("x", "U8", (1,))])) as draft:
+            with broker.create("small", Layout.pack([("x", "U8", (1,))]), share="ipc") as draft:
                 assert after - context.memory()[0] > 2 * SLACK

@@ -50,7 +50,7 @@ class Scene:
         self.process = process
         self.client = client
         self.nursery = nursery
-        client.create(POOL, LAYOUT).seal()
+        client.create(POOL, LAYOUT, share="ipc").seal()
         client.create(MAPPED, LAYOUT, share="vmm").seal()
         client.create(SPREAD, LAYOUT, share="vmm", devices=(0, 1), plan=PLAN).seal()
         client.create(SCRATCH, LAYOUT, writable=True).seal()

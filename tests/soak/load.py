@@ -154,7 +154,7 @@ class Load:
         nursery = stack.enter_context(Nursery(HERE))
         self.process = stack.enter_context(serving())
         self.broker = stack.enter_context(Broker(self.process.directory, timeout=120))
-        with self.broker.create(POOL, LAYOUT) as draft:
+        with self.broker.create(POOL, LAYOUT, share="ipc") as draft:
             fill(draft)
             draft.seal()
         directory = str(self.process.directory)

@@ -172,8 +172,8 @@ def stops(clients: int, stopped: int, seconds: float, pause: float) -> Figures:
 
 
 def publish(broker: Broker, name: str) -> None:
-    """Publish a version."""
-    with broker.create(name, LAYOUT) as draft:
+    """Publish a version, which is opened and unmapped by handle: workers stop at these points."""
+    with broker.create(name, LAYOUT, share="ipc") as draft:
         fill(draft)
         draft.seal()
 
