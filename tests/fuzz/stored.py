@@ -55,7 +55,7 @@ def record(data: bytes) -> None:
         assert again.record() == ledger.record()
         assert not again.findings
     for held in ledger.memory():
-        if not held.durable:
+        if not held.durable or not held.served:
             ledger.handle(e.Vanished(held.ticket, "it went with the broker"))
     ledger.handle(e.Resumed())
     ledger.check()
