@@ -11,6 +11,7 @@ from cubroker.cli.connect import connect
 from cubroker.cli.progress import progress
 from cubroker.client.loader import Loaded, load
 from cubroker.protocol.bounds import MAX_WAIT
+from cubroker.protocol.messages import AUTO
 
 
 @click.command("load")
@@ -32,11 +33,17 @@ from cubroker.protocol.bounds import MAX_WAIT
 )
 @click.option(
     "--share",
-    type=click.Choice(["ipc", "vmm", "multicast"]),
-    help="How workers open the memory: by handle, by descriptor (read-only, able to sleep), or multicast."
-    "  [default: ipc; with --durable, vmm]",
+    type=click.Choice([AUTO, "vmm", "ipc", "multicast"]),
+    default=AUTO,
+    show_default=True,
+    help="How workers open the memory: vmm (by descriptor; read-only, able to sleep), ipc (by handle; its readers can"
+    " write), multicast, or auto: vmm where the devices can, else ipc, unless the broker's settings say otherwise.",
 )
-@click.option("--durable", is_flag=True, help="Keep the pool when the broker is killed or restarted.")
+@click.option(
+    "--durable/--no-durable",
+    default=None,
+    help="Whether the pool stays when the broker is killed or restarted.  [default: where share and store allow it]",
+)
 @click.option("--if-absent", is_flag=True, help="Load only if the pool has no version; of many at once, one loads.")
 @click.option("--slab", callback=options.size, metavar="SIZE", help="The most bytes of one allocation, such as 4GiB.")
 @click.option(
@@ -52,8 +59,8 @@ def command(
     paths: tuple[Path, ...],
     chosen: tuple[str, ...] | None,
     plan: dict[str, str] | None,
-    share: str | None,
-    durable: bool,
+    share: str,
+    durable: bool | None,
     if_absent: bool,
     slab: int | None,
     wait: float | None,
@@ -77,7 +84,7 @@ def command(
             paths,
             devices=None if plan else options.find_devices(chosen or ("0",), there),
             plan=plan and {tensor: options.find_device(device, there) for tensor, device in plan.items()},
-            share=share or ("vmm" if durable else "ipc"),
+            share=share,
             if_absent=if_absent,
             slab=slab,
             wait=wait,

@@ -74,7 +74,7 @@ def _document(info: PoolInfo, layout: Layout, places: Sequence[str]) -> dict[str
 def _heading(info: PoolInfo, layout: Layout) -> list[str]:
     durable = ", durable" if info.durable else ""
     opened = f", opened by {info.opened_by}" if info.share == "vmm" and info.opened_by else ""
-    shared = f"shared by {info.share}{opened}{', writable by its readers' if info.writable else ''}"
+    shared = f"shared by {info.share}{opened}{_written(info)}"
     held = text.count(len(layout.allocations), "allocation")
     team = [f"written to all devices at once by {info.how}: {info.why}"] if info.how else []
     if info.state == "lost":
@@ -86,6 +86,13 @@ def _heading(info: PoolInfo, layout: Layout) -> list[str]:
         *team,
         *(f"{'sharded, in part ' if info.sharded else ''}on {uuid}" for uuid in info.devices),
     ]
+
+
+def _written(info: PoolInfo) -> str:
+    """Return what its readers can do to the version's bytes, unless that is nothing."""
+    if info.writable:
+        return ", writable by its readers"
+    return "" if info.protected else ", not protected from writes by its readers"
 
 
 def _row(tensor: TensorSpec) -> tuple[str, ...]:

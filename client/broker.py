@@ -27,6 +27,8 @@ from cubroker.protocol.errors import Invalid
 from cubroker.protocol.infos import ClientInfo, DeviceInfo, Line, PoolInfo
 from cubroker.protocol.layout import Layout
 from cubroker.protocol.messages import (
+    AUTO,
+    CHOOSES,
     Attach,
     Attached,
     Clients,
@@ -160,12 +162,12 @@ class Broker(Unsendable, Scoped):
         layout: Layout,
         *,
         devices: Sequence[DeviceId] | None = None,
-        share: str = "ipc",
+        share: str = AUTO,
         wait: float = 0.0,
         mode: int | None = None,
         plan: Plan | None = None,
         writable: bool = False,
-        durable: bool = False,
+        durable: bool | None = None,
     ) -> Draft:
         """Open a draft of the pool's next version and map its memory.
 
@@ -174,7 +176,9 @@ class Broker(Unsendable, Scoped):
             layout: its tensors, from :meth:`Layout.pack` or another pool.
             devices: each gets a copy of every allocation, unless there is a ``plan``; by default those of the plan, or
                 the first one.
-            share: how the memory is shared: ``ipc``, ``vmm``, or ``multicast``, for :meth:`Pool.broadcast`.
+            share: how the memory is shared: ``vmm``, which readers cannot write, ``ipc``, which they can,
+                ``multicast``, for :meth:`Pool.broadcast`, or ``auto``: as the broker's setting ``share`` says, by
+                default ``vmm`` where all ``devices`` can, else ``ipc``. The draft's ``share`` tells.
             wait: seconds to wait for other writers of the pool, and for room.
             mode: who may attach (read) and publish and retire (write), like a file's: ``0o640``. By default a pool
                 keeps its mode, and a new one gets the broker's default.
@@ -184,7 +188,7 @@ class Broker(Unsendable, Scoped):
             writable: whether those who attach to the version may write it, and make events on it
                 (:meth:`Pool.event`): scratch memory, that processes hand over to each other.
             durable: whether the version outlives a broker that is killed or started again: for ``vmm`` and
-                ``multicast``, where the broker has a store.
+                ``multicast``, where the broker has a store. By default it does where that is so and the store has room.
 
         Raises:
             Invalid: the plan does not fit the layout or the devices.
@@ -210,12 +214,12 @@ class Broker(Unsendable, Scoped):
         *,
         device: DeviceId | None = None,
         devices: Sequence[DeviceId] | None = None,
-        share: str = "ipc",
+        share: str = AUTO,
         wait: float = 600.0,
         mode: int | None = None,
         plan: Plan | None = None,
         writable: bool = False,
-        durable: bool = False,
+        durable: bool | None = None,
         peer: bool = False,
     ) -> Pool | Draft:
         """Attach to the current version, or become its writer: the first of many gets the draft, the rest wait for it.
@@ -227,7 +231,7 @@ class Broker(Unsendable, Scoped):
             layout: its tensors, should it have to be created.
             device: where to attach; by default the first of ``devices``, or with a ``plan`` each tensor's own device.
             devices: where to create; by default the devices of the ``plan``, or ``device``, or the first one.
-            share: how the memory is to be shared.
+            share: as for :meth:`create`, should it be created.
             wait: seconds to wait for the publication, or for the turn and room to create.
             mode: as for :meth:`create`, should it be created.
             plan: as for :meth:`create`, should it be created.
@@ -377,10 +381,13 @@ class Broker(Unsendable, Scoped):
         mode: int | None,
         *,
         writable: bool,
-        durable: bool,
+        durable: bool | None,
     ) -> tuple[Loan, Attached | Created, Mapped]:
         names.check(name)
         layout.check()
+        if self._session.version < CHOOSES:  # such a broker has to be told
+            durable = bool(durable)
+            share = ("vmm" if durable else "ipc") if share == AUTO else share
         head = name, layout.encode(), placed.devices, share, seconds(wait)
         body = Create(*head, attach, _mode(mode), placed.plan, writable, durable)
         return self._session.borrow(body, Loan(self._session, layout))

@@ -17,6 +17,7 @@ from cubroker.client.replica import Replica
 from cubroker.client.rings import Target
 from cubroker.driver import DriverError
 from cubroker.protocol import Layout
+from cubroker.protocol.messages import AUTO
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +50,12 @@ def load(
     *,
     devices: Sequence[DeviceId] | None = None,
     plan: Plan | None = None,
-    share: str = "ipc",
+    share: str = AUTO,
     if_absent: bool = False,
     slab: int | None = None,
     wait: float = 0.0,
     mode: int | None = None,
-    durable: bool = False,
+    durable: bool | None = None,
     progress: Progress | None = None,
 ) -> Loaded:
     """Load a checkpoint into a new version of pool ``name`` and publish it.
@@ -69,7 +70,7 @@ def load(
         plan: for tensors by name, or by a pattern as shells have them for files (``layers.1.*``), the one device on
             which each lies: the pool is sharded, and each tensor read into its own device. A tensor's own name goes
             before patterns; of these the first one that matches counts. Every tensor has to be there.
-        share: how workers will open the memory.
+        share: how the memory is shared, as :meth:`Broker.create` has it.
         if_absent: load only if the pool has no current version. Of many who ask this at once one loads while the
             others wait, up to ``wait`` seconds; if it fails or is killed, the next one takes over.
         slab: the most bytes of one allocation; by default there is one per device.

@@ -74,6 +74,11 @@ class Mapped:
         self._lock = RLock()  # a finalizer or a signal handler may end it in the middle
         self._lent: Living[Lent] = Living()
 
+    @property
+    def protected(self) -> bool:
+        """Whether the device refuses what is written here: a legacy handle has no read-only mapping."""
+        return self.readonly and self.share != "ipc"
+
     def check(self) -> None:
         """Raise ``Invalid`` if the memory is not mapped, or in a forked child."""
         self._owner.check()

@@ -37,6 +37,8 @@ class Pool(Replica, Scoped):
         version: the version, from 1 on.
         share: how its memory is shared.
         writable: whether its tensors may be written here.
+        protected: whether the device refuses what is written here by mistake: in ``vmm`` and ``multicast`` pools that
+            are not ``writable``. Who writes to an ``ipc`` pool changes what all its readers read.
     """
 
     _sealed = True
@@ -47,6 +49,7 @@ class Pool(Replica, Scoped):
         self.version = version
         self.share = mapped.share
         self.writable = not mapped.readonly
+        self.protected = mapped.protected
         self._events = Events(loan.session)
         self._loan = loan
         self._owner = loan.owner

@@ -80,6 +80,7 @@ class Session:
         try:
             channel, welcome = greet(directory, connect_timeout)
             self.id = welcome.session
+            self.version = welcome.version
             self._spec = welcome.driver
             self._begin(channel, welcome.secret)
         except (OSError, RuntimeError, MemoryError, headroom.Shortage) as error:

@@ -69,8 +69,16 @@ class SharedTensor(Unsendable):
 
     @property
     def readonly(self) -> bool:
-        """Whether it may not be written here: it was published, and not in a writable pool."""
+        """Whether it may not be written here: it was published, and not in a writable pool. See ``protected``."""
         return self._mapped.readonly
+
+    @property
+    def protected(self) -> bool:
+        """Whether the device refuses writes by this process. What is ``readonly`` alone can be written by mistake.
+
+        That is so in ``ipc`` pools: frameworks that ignore ``readonly``, as torch does, change what all readers read.
+        """
+        return self._mapped.protected
 
     @property
     def pointer(self) -> int:

@@ -16,7 +16,8 @@ class PoolInfo(Struct, frozen=True):
     ``nbytes`` is what its layout takes: on each device, or, if it is ``sharded``, on all of them together.
     ``owner`` made the version; ``group`` and ``mode`` are the pool's. Its readers may write it if it is ``writable``.
     ``how`` and ``why`` are those of a ``multicast`` version's :class:`Team`, and ``opened_by`` says what opens its
-    memory: ``handle``, ``descriptor`` or ``fabric handle``; all are empty until that is there.
+    memory: ``handle``, ``descriptor`` or ``fabric handle``; all are empty until that is there. It is ``protected`` if
+    the device refuses what its readers write, by mistake, into their mappings.
     """
 
     name: str
@@ -36,6 +37,7 @@ class PoolInfo(Struct, frozen=True):
     how: str
     why: str
     opened_by: str
+    protected: bool = False
 
 
 class LeaseInfo(Struct, frozen=True):

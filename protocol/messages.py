@@ -34,8 +34,14 @@ from cubroker.protocol.bounds import (
 from cubroker.protocol.infos import BlockInfo, ClientInfo, DeviceInfo, Line, PoolInfo, WaiterInfo
 from cubroker.protocol.wire import MAX_ITEMS
 
-VERSIONS = (1,)
+VERSIONS = (1, 2)
 """Protocol versions that this build speaks, oldest first."""
+
+CHOOSES = 2
+"""The first version in which the broker chooses what a :class:`Create` leaves open: share kind and durability."""
+
+AUTO = "auto"
+"""The share kind of a :class:`Create` that leaves it to the broker."""
 
 DESCRIPTOR = b"descriptor"
 """The handle of ``vmm`` and ``multicast`` memory that no bytes open: a descriptor of it comes on the session socket."""
@@ -193,7 +199,8 @@ class Create(Message, frozen=True):
     ``mode`` is the pool's from the publication on, like a file's; without it a pool keeps its mode, and
     a new one gets the broker's default. Whoever attaches to a ``writable`` version may write it, and make events on it.
     A ``durable`` one, which is ``vmm`` or ``multicast``, stays when the broker is killed and started again.
-    Answer: :class:`Created`, or :class:`Attached`.
+    The broker chooses the ``share`` that is :data:`AUTO`, and makes a version durable where it can if ``durable`` is
+    None. Answer: :class:`Created`, or :class:`Attached`; both tell the share kind.
     """
 
     name: Name
@@ -205,7 +212,7 @@ class Create(Message, frozen=True):
     mode: Mode | None = None
     plan: Plan | None = None
     writable: bool = False
-    durable: bool = False
+    durable: bool | None = None
 
 
 class Seal(Message, frozen=True):

@@ -27,7 +27,7 @@ from cubroker.server.granting import grant
 from cubroker.server.greeting import Door
 from cubroker.server.ledger import Ledger
 from cubroker.server.ledger.books import NOWHERE
-from cubroker.server.ledger.entries import SESSION
+from cubroker.server.ledger.entries import SESSION, Budget
 from cubroker.server.ledger.events import Event
 from cubroker.server.restore import restore
 from cubroker.server.scribe import Scribe
@@ -259,12 +259,24 @@ def _scribe(store: Store | None, items: Mapping[bytes, bytes]) -> Scribe | None:
 
 def _ledger(driver: Driver, config: Config, store: Store | None, items: Mapping[bytes, bytes]) -> Ledger:
     """Return a ledger over the devices: an earlier broker's, if it left one."""
-    each = int(driver.host)  # an emulated allocation is a file
-    budgets = [replace(budget, descriptors=each) for budget in grant(driver.devices, config.budget)]
+    budgets = [_probed(driver, budget) for budget in grant(driver.devices, config.budget)]
     if store is None:
         return Ledger(budgets, os.geteuid(), config.limits, config.policy)
     room = store.limit - len(OURS)
     return Ledger.restore(budgets, os.geteuid(), config.limits, config.policy, items.items(), room)
+
+
+def _probed(driver: Driver, budget: Budget) -> Budget:
+    """Return a budget that says what its device can do."""
+    obstacle = driver.vmm_obstacle(budget.index)
+    if obstacle:
+        log.warning(
+            "device %d cannot share memory as vmm: %s; a pool on it that names no share kind is ipc, which its readers"
+            " can write",
+            budget.index,
+            obstacle,
+        )
+    return replace(budget, descriptors=int(driver.host), vmm=obstacle is None)  # an emulated allocation is a file
 
 
 def _load(devices: str) -> Driver:

@@ -8,10 +8,11 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from cubroker.protocol.messages import AUTO
 from cubroker.server.config import kinds, values
 from cubroker.server.config.kinds import Address
 from cubroker.server.config.values import Kind
-from cubroker.server.ledger.entries import SESSION, Limits
+from cubroker.server.ledger.entries import IPC, SESSION, VMM, Limits
 from cubroker.server.ledger.policy import MAX_KEEP, MODE, Policy, Quota
 
 PREFIX = "CUBROKER_"
@@ -119,6 +120,7 @@ SETTINGS: Mapping[str, Setting] = {
         Setting("budget", kinds.BUDGET, DEFAULT_BUDGET),
         Setting("keep", values.number(0, MAX_KEEP), 0),
         Setting("mode", kinds.mode(0o777), MODE),
+        Setting("share", values.choice(AUTO, IPC, VMM), AUTO),
         Setting("admins", kinds.USERS, []),
         Setting("sockets.mode", kinds.mode(0o666), live=False),
         Setting("sockets.group", kinds.GROUP, live=False),
@@ -201,7 +203,7 @@ def config(meant: Mapping[str, Any]) -> Config:
         devices=meant["devices"],
         budget=meant["budget"],
         access=Access(meant["sockets.mode"], meant.get("sockets.group")),
-        policy=Policy(meant["keep"], meant["mode"], meant["admins"], usual, _personal(meant, usual)),
+        policy=Policy(meant["keep"], meant["mode"], meant["admins"], usual, _personal(meant, usual), meant["share"]),
         limits=Limits(*(meant[f"limits.{name}"] for name in ("leases", "requests", "watches", "events"))),
         log=Log(meant["log.level"], meant["log.format"]),
         metrics=meant["metrics.listen"],

@@ -23,6 +23,8 @@ from collections.abc import Iterator
 from heapq import heappop, heappush
 from itertools import count
 
+from msgspec import structs
+
 from cubroker.protocol import names
 from cubroker.protocol.errors import (
     CubrokerError,
@@ -36,12 +38,22 @@ from cubroker.protocol.errors import (
     from_code,
 )
 from cubroker.protocol.layout import Layout
-from cubroker.protocol.messages import DESCRIPTOR, Attached, Create
+from cubroker.protocol.messages import AUTO, DESCRIPTOR, Attached, Create
 from cubroker.server.ledger import attaching, draining, shortages, teams, wording
 from cubroker.server.ledger.attaching import check_somewhere, created
 from cubroker.server.ledger.books import Books
 from cubroker.server.ledger.chronicle import Story
-from cubroker.server.ledger.entries import BY_DESCRIPTOR, MULTICAST, VMM, Allocation, Pool, Session, Version
+from cubroker.server.ledger.entries import (
+    BY_DESCRIPTOR,
+    IPC,
+    MULTICAST,
+    SESSION,
+    VMM,
+    Allocation,
+    Pool,
+    Session,
+    Version,
+)
 from cubroker.server.ledger.events import Allocated, Assembled, Freed, NotAllocated
 from cubroker.server.ledger.leases import check_quota, grant
 from cubroker.server.ledger.permissions import may_rule, may_write
@@ -62,7 +74,7 @@ from cubroker.server.ledger.waiting import (
     unlimit,
 )
 
-SHARES = ("ipc", VMM, MULTICAST)
+SHARES = (IPC, VMM, MULTICAST)
 
 
 def create(books: Books, session: Session, request: int, body: Create, layout: Layout) -> Attached | None:
@@ -71,7 +83,8 @@ def create(books: Books, session: Session, request: int, body: Create, layout: L
     pool = books.pools.get(body.name)
     if body.attach is not None and pool is not None and pool.current is not None:
         return attaching.lease(books, session, pool.current, body.attach)
-    draining.check(books, durable=body.durable)
+    body = _decided(books, body, layout)
+    draining.check(books, durable=bool(body.durable))
     _check(books, body, layout)
     if pool is not None and body.attach is None:
         _check_writable(books, session, pool, body)
@@ -88,6 +101,33 @@ def create(books: Books, session: Session, request: int, body: Create, layout: L
     return None
 
 
+def _decided(books: Books, body: Create, layout: Layout) -> Create:
+    """Return a create of which nothing is left to the broker any more: neither its share kind nor its durability."""
+    share = _share(books, body) if body.share == AUTO else body.share
+    durable = body.durable
+    if durable is None:
+        pieces = len(layout.allocations) * (len(body.devices) if body.plan is None else 1)
+        durable = share in BY_DESCRIPTOR and _has_places(books, pieces)
+    return structs.replace(body, share=share, durable=durable)
+
+
+def _share(books: Books, body: Create) -> str:
+    """Return the share kind of a create that names none; only ``vmm`` can be what is to be durable."""
+    if body.durable:
+        return VMM
+    if books.policy.share != AUTO:
+        return books.policy.share
+    accounts = (books.accounts.get(uuid) for uuid in body.devices)  # of a device that there is not, the check tells
+    return VMM if all(account is None or account.device.vmm for account in accounts) else IPC
+
+
+def _has_places(books: Books, pieces: int) -> bool:
+    """Whether the store has room for ``pieces`` that may do without: half of its places are left to sessions."""
+    if books.store is None or exceeds(books.stored + held_back(books.store), pieces, books.store):
+        return False
+    return books.stored - SESSION * len(books.sessions) + pieces <= books.store // 2
+
+
 def _wait(books: Books, writer: Writer) -> None:
     if writer.body.wait:
         limit(books, writer)
@@ -102,7 +142,7 @@ def _check(books: Books, body: Create, layout: Layout) -> None:
     """Raise if the request can never be granted, whatever else there is."""
     names.check(body.name)
     if body.share not in SHARES:
-        raise Invalid(f"unknown share kind {body.share[:16]!r}; use {' or '.join(SHARES)}")
+        raise Invalid(f"unknown share kind {body.share[:16]!r}; use {' or '.join((AUTO, *SHARES))}")
     if body.durable and (body.share not in BY_DESCRIPTOR or books.store is None):
         raise Unsupported(wording.not_durable(body))
     if not layout.allocations:
@@ -300,7 +340,7 @@ def _begin_draft(books: Books, writer: Writer) -> None:
         share=writer.body.share,
         plan=writer.body.plan,
         writable=writer.body.writable,
-        durable=writer.body.durable,
+        durable=writer.durable,
         layout=writer.body.layout,
         tensors=writer.tensors,
         nbytes=writer.content,

@@ -119,7 +119,7 @@ def _refusal(books: Books) -> Unavailable:
 def _refuse_waiters(books: Books) -> None:
     for session in books.sessions.values():
         for waiter in tuple(session.unfinished.values()):
-            durable = waiter.body.durable if isinstance(waiter, Writer) else True
+            durable = waiter.durable if isinstance(waiter, Writer) else True
             if not isinstance(waiter, Listener) and _refuses(books, durable=durable):
                 waiting.refuse(books, waiter, _refusal(books))
 

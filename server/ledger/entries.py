@@ -20,6 +20,9 @@ from cubroker.server.ledger.states import MEMORY, TEAM, VERSION, Bond, Cause, Re
 if TYPE_CHECKING:
     from cubroker.server.ledger.waiters import Listener, Reader, Waiter, Writer
 
+IPC = "ipc"
+"""The share kind whose memory legacy handles open; a mapping of it can always be written."""
+
 VMM = "vmm"
 """The share kind whose memory descriptors open, or fabric handles; every lease has the ones or the others."""
 
@@ -39,6 +42,7 @@ class Budget:
     """One device, and the bytes of it that the broker may use. ``total`` is what it has.
 
     An ``ipc`` allocation on it takes so many ``descriptors`` of the broker's: one if the device is emulated, else none.
+    ``vmm`` says whether its memory can be shared as that.
     """
 
     index: int
@@ -47,6 +51,7 @@ class Budget:
     total: int
     budget: int
     descriptors: int = 0
+    vmm: bool = True
 
     def descriptors_of(self, share: str) -> int:
         """Return how many descriptors of the broker's one allocation takes, at most, that is shared as ``share``.
@@ -331,6 +336,11 @@ class Version:
     def several(self) -> bool:
         """Whether its replicas are bound together, once their memory is there."""
         return self.share == MULTICAST and len(self.replicas) > 1
+
+    @property
+    def protected(self) -> bool:
+        """Whether the device refuses what its readers write."""
+        return self.share in BY_DESCRIPTOR and not self.writable
 
     @property
     def owner(self) -> int:

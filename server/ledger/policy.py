@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from cubroker.protocol.messages import AUTO
+
 MODE = 0o644
 """A pool that says nothing else: whoever reaches the broker may attach, its owner publishes and retires."""
 
@@ -57,6 +59,8 @@ class Policy:
         admins: users who may do everything, as root and the broker's own user may.
         quota: what every user may have, but for those in ``quotas``.
         quotas: what certain users may have, by uid.
+        share: the share kind of a version whose creator named none: ``ipc``, ``vmm``, or :data:`AUTO`, ``vmm`` where
+            all its devices can share memory so, else ``ipc``.
     """
 
     keep: int = 0
@@ -64,6 +68,7 @@ class Policy:
     admins: frozenset[int] = frozenset()
     quota: Quota = Quota()
     quotas: Mapping[int, Quota] = field(default_factory=dict)
+    share: str = AUTO
 
     def quota_of(self, uid: int) -> Quota:
         """Return what a user may have."""

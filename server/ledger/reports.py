@@ -169,6 +169,7 @@ def _pool(version: Version) -> PoolInfo:
         how=team.how if team else "",
         why=version.why or (team.why if team else ""),
         opened_by=opened_by(version),
+        protected=version.protected,
     )
 
 

@@ -111,9 +111,14 @@ class Writer:
         return sum(len(sizes) * account.device.descriptors_of(share) for account, sizes in self.sizes.items())
 
     @property
+    def durable(self) -> bool:
+        """Whether its memory is to outlive the broker, as was decided when it came."""
+        return self.body.durable is True
+
+    @property
     def stored(self) -> int:
         """Places that its memory takes of the store."""
-        return sum(map(len, self.sizes.values())) if self.body.durable else 0
+        return sum(map(len, self.sizes.values())) if self.durable else 0
 
 
 Waiter = Reader | Writer | Listener

@@ -20,7 +20,7 @@ from tests.cli.processes import environment, run
 
 POOL_KEYS = [
     *("name", "version", "state", "nbytes", "tensors", "share", "devices", "durable", "leases", "owner"),
-    *("group", "mode", "sharded", "writable", "how", "why", "opened_by"),
+    *("group", "mode", "sharded", "writable", "how", "why", "opened_by", "protected"),
 ]
 USER, GROUP = user_name(), group_name()
 
@@ -69,7 +69,7 @@ def test_ls_has_one_object_per_live_version(directory: Path, llama: str) -> None
         "state": "current",
         "nbytes": 512,
         "tensors": 2,
-        "share": "ipc",
+        "share": "vmm",
         "devices": uuids,
         "durable": False,
         "leases": 1,
@@ -80,7 +80,8 @@ def test_ls_has_one_object_per_live_version(directory: Path, llama: str) -> None
         "writable": False,
         "how": "",
         "why": "",
-        "opened_by": "handle",
+        "opened_by": "descriptor",
+        "protected": True,
     }
 
 
@@ -143,7 +144,7 @@ def test_show_reads_well(directory: Path, llama: str) -> None:
     assert lines(directory, "show", f"{llama}@1") == [
         f"llama@1: current, 0 leases, owner {USER}",
         f"mode 644, group {GROUP}",
-        "2 tensors, 512 B in 1 allocation, shared by ipc",
+        "2 tensors, 512 B in 1 allocation, shared by vmm, opened by descriptor",
         *(f"on {uuid}" for uuid in uuids),
         "",
         "TENSOR       DTYPE  SHAPE   SIZE  PLACE",
@@ -239,7 +240,16 @@ def test_a_writable_pool_says_so(directory: Path) -> None:
     with Broker(directory) as broker, broker.create("kv", Layout.pack([("x", "U8", (5,))]), writable=True) as draft:
         draft.seal()
     assert document(directory, "ls")[0]["writable"] is True
-    assert "1 tensor, 256 B in 1 allocation, shared by ipc, writable by its readers" in lines(directory, "show", "kv")
+    shared = "shared by vmm, opened by descriptor, writable by its readers"
+    assert f"1 tensor, 256 B in 1 allocation, {shared}" in lines(directory, "show", "kv")
+
+
+def test_a_pool_that_its_readers_can_write_by_mistake_says_so(directory: Path) -> None:
+    with Broker(directory) as broker, broker.create("bare", Layout.pack([("x", "U8", (5,))]), share="ipc") as draft:
+        draft.seal()
+    assert document(directory, "ls")[0]["protected"] is False
+    shared = "shared by ipc, not protected from writes by its readers"
+    assert f"1 tensor, 256 B in 1 allocation, {shared}" in lines(directory, "show", "bare")
 
 
 def test_a_multicast_pool_says_how_all_its_replicas_are_written(directory: Path) -> None:

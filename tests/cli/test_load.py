@@ -14,6 +14,7 @@ from tests import checkpoints
 from tests.brokers import BrokerProcess, eventually, serving
 from tests.cli import terminal
 from tests.cli.processes import DEADLINE, run, started
+from tests.stores import storing
 
 
 @pytest.fixture
@@ -52,6 +53,22 @@ def test_a_load_can_be_shared_by_descriptor(directory: Path, path: Path) -> None
     with Broker(directory) as broker:
         assert [(pool.share, len(pool.devices)) for pool in broker.pools()] == [("vmm", 2)]
     assert run("verify", "x", path, "--directory", directory).returncode == 0
+
+
+def test_a_load_that_names_no_share_kind_is_shared_by_descriptor_and_durable_where_there_is_a_store(
+    directory: Path, path: Path
+) -> None:
+    def loaded(place: Path, *options: str) -> tuple[str, bool]:
+        assert run("load", "x", path, *options, "--directory", place).returncode == 0
+        with Broker(place) as broker:
+            return [(pool.share, pool.durable) for pool in broker.pools()][-1]
+
+    assert loaded(directory) == ("vmm", False)
+    assert loaded(directory, "--share", "ipc") == ("ipc", False)
+    with storing() as broker:
+        assert loaded(broker.directory) == ("vmm", True)
+        assert loaded(broker.directory, "--no-durable") == ("vmm", False)
+        assert loaded(broker.directory, "--share", "ipc") == ("ipc", False)
 
 
 def test_a_durable_load_is_shared_by_descriptor_and_needs_a_store(directory: Path, path: Path) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,7 +28,7 @@ def share(request: pytest.FixtureRequest) -> Iterator[str]:
     kind: str = request.param
     shares.by_default(kind)
     yield kind
-    shares.by_default("ipc")
+    shares.by_default(shares.DEFAULT)
 
 
 @pytest.fixture
@@ -68,9 +69,9 @@ def content(tensor: str, nbytes: int) -> bytes:
     return bytes((sum(tensor.encode()) + 7 * index) % 251 for index in range(nbytes))
 
 
-def publish(broker: Broker, name: str, layout: Layout = LAYOUT, devices: tuple[int, ...] = (0,)) -> int:
-    """Fill and seal a version of a pool; returns its number."""
-    with broker.create(name, layout, devices=devices) as draft:
+def publish(broker: Broker, name: str, layout: Layout = LAYOUT, devices: tuple[int, ...] = (0,), **terms: Any) -> int:
+    """Fill and seal a version of a pool, made on ``terms`` of :meth:`Broker.create`; returns its number."""
+    with broker.create(name, layout, devices=devices, **terms) as draft:
         for replica in draft.replicas:
             for tensor in replica.values():
                 tensor.copy_from(content(tensor.name, tensor.nbytes))

@@ -14,7 +14,7 @@ import os, signal, sys, threading
 from cubroker.client import Broker
 from cubroker.protocol import Layout
 from tests.client import shares
-shares.by_default(os.environ.get(shares.VARIABLE, "ipc"))
+shares.by_default(os.environ.get(shares.VARIABLE, shares.DEFAULT))
 directory = sys.argv[1]
 """
 

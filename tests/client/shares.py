@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 
 from cubroker.client import Broker, loader
+from cubroker.protocol.messages import AUTO
 
+DEFAULT = AUTO
 KINDS = ("ipc", "vmm")
 VARIABLE = "CUBROKER_TESTS_SHARE"
 """Tells the programs that tests start."""

@@ -57,7 +57,7 @@ def test_slabs_are_the_allocations_as_bytes(client: Broker, name: str) -> None:
 
 
 def test_each_attach_has_a_lease_of_its_own_on_the_same_mapping(client: Broker, name: str) -> None:
-    publish(client, name)
+    publish(client, name, share="ipc")
     with client.attach(name) as one, client.attach(name) as two:
         assert one.lease != two.lease
         assert one["weight"].pointer == two["weight"].pointer
@@ -185,8 +185,8 @@ def test_a_retired_version_stays_with_who_holds_it(client: Broker, name: str) ->
         (lambda broker: broker.attach("x", wait=-1), Invalid, "wait of -1"),
         (lambda broker: broker.attach("x", wait=float("nan")), Invalid, "wait of nan"),
         (lambda broker: broker.create("x", LAYOUT, share="wish"), Invalid, "unknown share kind"),
-        (lambda broker: broker.create("x", LAYOUT, durable=True), Unsupported, "use vmm or multicast"),
-        (lambda broker: broker.create("x", LAYOUT, share="vmm", durable=True), Unsupported, "no store"),
+        (lambda broker: broker.create("x", LAYOUT, share="ipc", durable=True), Unsupported, "use vmm or multicast"),
+        (lambda broker: broker.create("x", LAYOUT, durable=True), Unsupported, "no store"),
         (lambda broker: broker.attach_or_create("x", LAYOUT, share="vmm", durable=True), Unsupported, "no store"),
         (lambda broker: broker.create("x", LAYOUT, devices=()), Invalid, "no list of devices"),
         (lambda broker: broker.create("x", LAYOUT, devices="GPU-1"), Invalid, "no list of devices.*'GPU-1'"),

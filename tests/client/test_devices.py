@@ -68,11 +68,11 @@ def second_context(driver: Driver, device: int) -> Iterator[None]:
 def test_a_thread_in_a_second_context_of_a_device_gets_no_memory_there_that_it_could_not_use(
     client: Broker, name: str
 ) -> None:
-    publish(client, name, devices=(0, 1))
+    publish(client, name, devices=(0, 1), share="ipc")
     refused = pytest.raises(DeviceFailure, match=r"opening .*this thread works in another context of device 0 than its")
     requests: list[Callable[[], Pool]] = [
         lambda: client.attach(name, device=0),
-        lambda: client.create(f"{name}-new", LAYOUT, devices=(1, 0)),
+        lambda: client.create(f"{name}-new", LAYOUT, devices=(1, 0), share="ipc"),
         lambda: client.attach_or_create(name, LAYOUT, device=0),
     ]
     with second_context(client.driver, 0):

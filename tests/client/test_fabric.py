@@ -45,7 +45,7 @@ def channel(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     monkeypatch.setenv(CHANNEL, "1")
     shares.by_default("vmm")
     yield monkeypatch
-    shares.by_default("ipc")
+    shares.by_default(shares.DEFAULT)
 
 
 @pytest.fixture

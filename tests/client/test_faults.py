@@ -115,7 +115,7 @@ def test_a_broker_cannot_be_opened_without_descriptors_and_none_is_lost(lender: 
 def test_a_pool_cannot_be_opened_without_descriptors_and_its_lease_goes_back(
     lender: BrokerProcess, client: Broker
 ) -> None:
-    publish(client, "pool")
+    publish(client, "pool", share="ipc")
     ended = run(lender, SCARCE + ATTACH)
     assert ended.returncode == 0, ended.stderr
     results, leased = ended.stdout.splitlines()

@@ -105,7 +105,7 @@ def test_a_worker_that_died_while_no_broker_ran_is_found_and_its_lease_falls(
 def test_memory_that_was_not_durable_is_lost_and_its_holders_are_told(
     client: Broker, kept: StoredBroker, name: str
 ) -> None:
-    publish(client, name)
+    publish(client, name, durable=False)
     with client.attach(name) as pool:
         kept.restart()
         (info,) = [info for info in client.pools() if info.name == name]
@@ -124,7 +124,7 @@ def test_memory_that_was_not_durable_is_lost_and_its_holders_are_told(
 def test_a_draft_that_was_lost_is_given_back_when_its_seal_is_refused(
     client: Broker, kept: StoredBroker, name: str
 ) -> None:
-    with client.create(name, LAYOUT) as draft:
+    with client.create(name, LAYOUT, durable=False) as draft:
         kept.restart()
         with pytest.raises(Unavailable, match="lost before it was sealed"):
             draft.seal()

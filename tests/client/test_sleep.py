@@ -30,7 +30,7 @@ __all__ = ["plan"]
 def _vmm() -> Iterator[None]:
     shares.by_default("vmm")
     yield
-    shares.by_default("ipc")
+    shares.by_default(shares.DEFAULT)
 
 
 def test_a_pool_sleeps_without_memory_or_lease_and_wakes_where_it_was(client: Broker, name: str) -> None:

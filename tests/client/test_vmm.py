@@ -42,7 +42,7 @@ MANY = Layout.pack([(f"t{number}", "U8", (300,)) for number in range(20)], slab=
 def _vmm() -> Iterator[None]:
     shares.by_default("vmm")
     yield
-    shares.by_default("ipc")
+    shares.by_default(shares.DEFAULT)
 
 
 def test_many_allocations_come_in_order_and_no_descriptor_stays(client: Broker, name: str) -> None:

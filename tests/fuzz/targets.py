@@ -83,7 +83,7 @@ TARGETS = {
             "session",
             session,
             (
-                *(wire.pack(Hello("cubroker", versions)) for versions in (VERSIONS, (7, 1), (2,))),
+                *(wire.pack(Hello("cubroker", versions)) for versions in (VERSIONS, (7, 1), (3,))),
                 *map(wire.pack, (*GREETINGS, *NOTICES)),
             ),
             MSGPACK,

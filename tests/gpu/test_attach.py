@@ -101,6 +101,18 @@ def test_new_memory_is_zero_whoever_had_it_before(gpu: tuple[BrokerProcess, Brok
             draft["x"].copy_from(b"\xff" * (64 << 20))
 
 
+def test_a_pool_that_names_no_share_kind_is_vmm_and_protected(gpu: tuple[BrokerProcess, Broker]) -> None:
+    _, broker = gpu
+    with broker.create("usual", Layout.pack([("x", "U8", (1,))])) as draft:
+        assert draft.share == "vmm"
+        draft.seal()
+    with broker.attach("usual") as pool:
+        assert (pool.share, pool.protected, pool["x"].protected) == ("vmm", True, True)
+        assert [info.protected for info in broker.pools()] == [True]
+    broker.retire("usual")
+    eventually(lambda: not broker.pools(), "the retired pool to go")
+
+
 def test_only_ipc_pools_cost_a_context_of_the_brokers() -> None:
     with gpu_broker() as (_, broker):
         context = broker.driver.context(0)

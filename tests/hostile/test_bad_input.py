@@ -16,7 +16,7 @@ import pytest
 from cubroker.protocol import wire
 from cubroker.protocol.directory import REQUEST_SOCKET
 from cubroker.protocol.errors import ERRORS
-from cubroker.protocol.messages import Answer, Done, Drain, Failed, Greeting, Hello, Pong, Refused, Welcome
+from cubroker.protocol.messages import VERSIONS, Answer, Done, Drain, Failed, Greeting, Hello, Pong, Refused, Welcome
 from cubroker.server import greeting
 from tests.brokers import BrokerProcess, eventually
 from tests.hostile.peers import MIB, Witness, push
@@ -87,7 +87,7 @@ def test_a_greeting_that_is_wrong_is_refused(broker: BrokerProcess, way: Callabl
             hello = wire.unpack(data, Hello)
         except Exception:  # noqa: BLE001  whatever is wrong with it
             hello = None
-        agreed = hello is not None and 1 in hello.versions
+        agreed = hello is not None and not set(VERSIONS).isdisjoint(hello.versions)
         pings = hello is not None and hello.ping
         assert isinstance(answer, Welcome | Pong) == agreed
         assert isinstance(answer, Pong) == (agreed and pings)

@@ -13,7 +13,7 @@ INFO = infos.PoolInfo(
     "llama", 3, "current", 1024, 3, "ipc", ("GPU-a", "GPU-b"), False, 2, 1000, 100, 0o640, False, True, "", "", "handle"
 )
 SHARDED = infos.PoolInfo(
-    "moe", 1, "draft", 1024, 3, "vmm", ("GPU-a", "GPU-b"), False, 1, 1000, 100, 0o640, True, False, "", "", ""
+    "moe", 1, "draft", 1024, 3, "vmm", ("GPU-a", "GPU-b"), False, 1, 1000, 100, 0o640, True, False, "", "", "", True
 )
 CLIENT = infos.ClientInfo(7, 4711, 1000, "connected", (infos.LeaseInfo("llama", 3),))
 DEVICE = infos.DeviceInfo(0, "GPU-a", "NVIDIA H200", 150_754_820_096, 135_679_338_086, 8 << 30, 0)
@@ -54,6 +54,7 @@ REQUESTS = (
     m.Create("llama", LAYOUT.encode(), ("GPU-a",), "ipc", 0.0, m.Where(None), None, ()),
     m.Create("llama", LAYOUT.encode(), ("GPU-a",), "ipc", 0.0, m.Where("GPU-b", ("GPU-a", "GPU-c"))),
     m.Create("llama", LAYOUT.encode(), ("GPU-a",), "ipc", 0.0, None, 0o640, (0,), True),
+    m.Create("llama", LAYOUT.encode(), ("GPU-a",), m.AUTO, 0.0, None, None, None, False, False),
     m.Create("llama", LAYOUT.encode(), ("GPU-a",), "vmm", 0.0, None, durable=True),
     m.Seal(1),
     m.Close((1 << 63) - 1),

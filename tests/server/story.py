@@ -141,7 +141,7 @@ def creates(
     mode: int | None = None,
     plan: tuple[int, ...] | None = None,
     writable: bool = False,
-    durable: bool = False,
+    durable: bool | None = False,
 ) -> e.Asked:
     made = layout(*sizes)
     where = m.Where(attach) if isinstance(attach, str) else attach

@@ -1,16 +1,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
 from cubroker.protocol import infos
 from cubroker.protocol import messages as m
+from cubroker.server.ledger import Limits
 from cubroker.server.ledger import events as e
 from cubroker.server.ledger.policy import Policy, Quota
 from tests.server.story import (
     ALICE,
     BOB,
+    GPU0,
+    GPU1,
     MIB,
     Story,
     answer,
@@ -354,10 +358,40 @@ def test_who_may_not_write_is_refused_when_its_turn_comes_and_the_next_is_served
 
 
 @pytest.mark.parametrize(
+    ("devices", "usual", "expected"),
+    [
+        (("GPU-0",), "auto", "vmm"),
+        (("GPU-1",), "auto", "ipc"),
+        (("GPU-0", "GPU-1"), "auto", "ipc"),
+        (("GPU-0",), "ipc", "ipc"),
+        (("GPU-1",), "vmm", "vmm"),
+    ],
+)
+def test_a_create_that_names_no_share_kind_gets_the_usual_one_or_vmm_where_all_its_devices_can(
+    devices: tuple[str, ...], usual: str, expected: str
+) -> None:
+    story = Story(GPU0, replace(GPU1, vmm=False))
+    story.joins(1)
+    limits, budgets = Limits(), {device.uuid: device.budget for device in story.devices}
+    story >> e.Reconfigured(Policy(share=usual), limits, budgets)
+    story >> creates(1, 1, "a", MIB, devices=devices, share="auto")
+    for number, uuid in enumerate(devices, start=1):
+        story << e.Allocate(number, uuid, (2 * MIB,), expected)
+    (info,) = story.tells(1, m.ListPools(), m.Pools).pools
+    assert (info.share, info.protected) == (expected, expected == "vmm")
+    story.end()
+
+
+def test_a_create_that_names_no_share_kind_and_a_device_that_there_is_not_is_refused(story: Story) -> None:
+    story >> creates(1, 1, "a", MIB, devices=("GPU-7",), share="auto")
+    story << refused(1, 1, "not_found", "no device GPU-7")
+
+
+@pytest.mark.parametrize(
     ("name", "sizes", "options", "code", "words"),
     [
         ("a name", (1,), {}, "invalid", "cannot name a pool"),
-        ("a", (1,), {"share": "wish"}, "invalid", "unknown share kind 'wish'; use ipc or vmm or multicast"),
+        ("a", (1,), {"share": "wish"}, "invalid", "unknown share kind 'wish'; use auto or ipc or vmm or multicast"),
         ("a", (1,), {"plan": (0, 0)}, "invalid", "the plan of a places 2 allocations, and its layout has 1"),
         ("a", (1,), {"plan": (1,)}, "invalid", "the plan of a names device 1 of 1; they are counted from 0"),
         (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from cubroker.protocol import messages as m
@@ -11,6 +13,7 @@ from cubroker.server.ledger.policy import Policy
 from tests.server.story import (
     ALICE,
     BROKER,
+    GPU0,
     MIB,
     Story,
     answer,
@@ -55,6 +58,58 @@ def test_only_memory_that_descriptors_open_can_be_durable() -> None:
     story << e.HandOver(1, 1, (("GPU-0", 1),))
     story << answer(1, 2, m.Created(1, "a", 1, "vmm", (m.Replica("GPU-0", (m.DESCRIPTOR,)),)))
     assert story.tells(1, m.ListPools(), m.Pools).pools[0].durable
+
+
+def is_durable(story: Story, share: str, *sizes: int, devices: tuple[str, ...] = ("GPU-0",)) -> bool:
+    """Whether a version is durable whose create does not say so; it is gone afterwards."""
+    allocates = story.quietly(creates(1, 1, "a", *sizes, devices=devices, share=share, durable=None))
+    (info,) = story.tells(1, m.ListPools(), m.Pools).pools
+    story.quietly(asks(1, 2, m.Cancel(1)))
+    for effect in allocates:
+        assert isinstance(effect, e.Allocate)
+        assert effect.durable == info.durable
+        story.quietly(e.Freed(effect.ticket))
+    return info.durable
+
+
+@pytest.mark.parametrize(("share", "durable"), [("ipc", False), ("vmm", True), ("multicast", True), ("auto", True)])
+def test_a_create_that_does_not_say_so_is_durable_where_share_kind_and_store_allow_it(
+    share: str, durable: bool
+) -> None:
+    with_store, without = Story(store=100), Story()
+    for story in (with_store, without):
+        story.joins(1)
+    assert is_durable(with_store, share, MIB) == durable
+    assert not is_durable(without, share, MIB)
+
+
+def test_a_durable_create_that_names_no_share_kind_is_vmm_whatever_is_usual() -> None:
+    story = Story(replace(GPU0, vmm=False), policy=Policy(share="ipc"), store=100)
+    story.joins(1)
+    story >> creates(1, 1, "a", MIB, share="auto", durable=True)
+    story << e.Allocate(1, "GPU-0", (2 * MIB,), "vmm", durable=True)
+
+
+def test_memory_that_nobody_insists_on_leaves_half_of_the_store_to_sessions() -> None:
+    story = Story(store=8)
+    story.joins(1)
+    assert is_durable(story, "auto", MIB, MIB, MIB, MIB)
+    assert not is_durable(story, "auto", MIB, MIB, MIB, MIB, MIB)
+    assert is_durable(story, "auto", MIB, MIB, devices=("GPU-0", "GPU-1"))
+    assert not is_durable(story, "auto", MIB, MIB, MIB, devices=("GPU-0", "GPU-1"))
+    story.joins(2, 3)
+    assert is_durable(story, "auto", MIB, MIB)
+    assert not is_durable(story, "auto", MIB, MIB, MIB)  # the sessions have taken more than half
+
+
+def test_a_broker_that_makes_way_for_the_next_one_takes_creates_that_will_be_durable() -> None:
+    story = Story(store=8)
+    story.joins(1)
+    story.quietly(e.Ending(with_store=False))
+    story >> creates(1, 1, "a", *(MIB,) * 5, share="auto", durable=None)
+    story << refused(1, 1, "unavailable", "lends nothing new")
+    story >> creates(1, 2, "a", MIB, share="auto", durable=None)
+    story << e.Allocate(1, "GPU-0", (2 * MIB,), "vmm", durable=True)
 
 
 def test_without_a_store_nothing_is_durable_and_nothing_is_recorded() -> None:

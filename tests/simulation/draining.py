@@ -68,7 +68,7 @@ def refuse_waiters(model: Model) -> None:
     for request in list(model.requests):
         if isinstance(request.body, m.Attach) and refuses(model, durable=True):
             model.refuse(request, "unavailable")
-        if isinstance(request.body, m.Create) and refuses(model, durable=request.body.durable):
+        if isinstance(request.body, m.Create) and refuses(model, durable=bool(request.body.durable)):
             model.refuse(request, "unavailable")
 
 

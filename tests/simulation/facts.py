@@ -193,7 +193,7 @@ class Facts:
             tensors,
             body.share,
             body.devices,
-            body.durable,
+            bool(body.durable),
             leases,
             version.owner,
             self.groups[version.name],
@@ -203,6 +203,7 @@ class Facts:
             told.how if told else "",
             version.why or (told.why if told else ""),
             self.opened_by(version),
+            body.share in ("vmm", "multicast") and not body.writable,
         )
 
     def client(self, asking: Session, session: Session) -> infos.ClientInfo:

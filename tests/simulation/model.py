@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
+
 from cubroker.protocol import messages as m
 from cubroker.protocol.layout import Layout
 from cubroker.server.ledger import Budget, Limits
@@ -174,7 +176,8 @@ class Model(Facts):
         current = self.current(body.name)
         if body.attach is not None and current is not None:
             return self.lease(session, number, current, body.attach.device, body.attach.peers)
-        draining.check(self, durable=body.durable)
+        body = self.decided(body, layout)
+        draining.check(self, durable=bool(body.durable))
         self.name(body.name)
         if body.share not in ("ipc", "vmm", "multicast"):
             raise Refusal("invalid")
@@ -217,6 +220,22 @@ class Model(Facts):
             reason = "exists" if self.busy(body.name) else "over_quota"
             self.refuse(request, reason if request.waits == "turn" else "over_budget")
         return None
+
+    def decided(self, body: m.Create, layout: Layout) -> m.Create:
+        """What a create leaves to the broker: ``vmm`` where it can be, durable where half the store has room."""
+        share, durable = body.share, body.durable
+        if share == "auto":
+            able = {device.uuid: device.vmm for device in self.devices}
+            usual = {"auto": "vmm" if all(able.get(uuid, True) for uuid in body.devices) else "ipc"}
+            share = "vmm" if durable else usual.get(self.policy.share, self.policy.share)
+        if durable is None:
+            durable = share in ("vmm", "multicast") and self.store is not None
+            pieces = len(layout.allocations) * (1 if body.plan is not None else len(body.devices))
+            if durable and self.store is not None and pieces:
+                most = self.store - min(16, self.store // 16)
+                memory = self.stored() - 2 * len(self.sessions)
+                durable = self.stored() + pieces <= most and memory + pieces <= self.store // 2
+        return msgspec.structs.replace(body, share=share, durable=durable)
 
     def check_writer(self, session: Session, body: m.Create) -> None:
         self.permit("w", session, body.name)
@@ -298,7 +317,7 @@ class Model(Facts):
         self, session: Session, number: int, version: Version, uuid: str | None, peers: tuple[str, ...] = ()
     ) -> None:
         self.permit("r", session, version.name)
-        draining.check(self, durable=version.body.durable)
+        draining.check(self, durable=bool(version.body.durable))
         blocks = self.blocks_of(version)
         if uuid is None and len(blocks) > 1 and version.body.plan is None:
             raise Refusal("invalid")

@@ -168,7 +168,7 @@ def test_a_pool_is_loaded_at_boot_tried_again_until_it_can_be_and_there_when_its
     service: Service, tmp_path: Path
 ) -> None:
     unit = "cubroker-load@tiny.service"
-    service.lab.write("/etc/cubroker/load/tiny.conf", "MODEL=/opt/models/tiny.safetensors\nOPTIONS=--share vmm\n")
+    service.lab.write("/etc/cubroker/load/tiny.conf", "MODEL=/opt/models/tiny.safetensors\nOPTIONS=--no-durable\n")
     service.lab.write(f"/run/systemd/system/{unit}.d/test.conf", "[Service]\nRestartSec=100ms\n")
     service.lab.systemctl("daemon-reload")
     service.lab.systemctl("enable", unit)

@@ -159,6 +159,7 @@ TEXTS = {
     "sockets.group": ("4711", 4711),
     "quota.memory": ("40GiB", 40 << 30),
     "quota.layouts": ("unlimited", None),
+    "share": ("vmm", "vmm"),
     "log.level": ("error", "error"),
     "log.format": ("text", "text"),
     "metrics.listen": ("off", None),
