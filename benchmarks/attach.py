@@ -51,7 +51,7 @@ def measure(plan: Plan) -> list[Figure]:
 def _through_cubroker(plan: Plan, tensors: weights.Tensors, what: str, share: str) -> list[Figure]:
     with serving(plan.devices) as stage, Broker(stage.directory) as broker:
         with broker.create(POOL, Layout.pack(tensors), share=share) as draft:
-            draft[MARKED].copy_from(_mark(draft[MARKED].nbytes))
+            draft[MARKED].copy_from_bytes(_mark(draft[MARKED].nbytes))
             draft.seal()
         with Child(attach_repeatedly, stage.directory, plan.gpu, plan.rounds) as worker:
             times: list[tuple[float, float]] = worker.answer()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from threading import RLock
-from typing import TYPE_CHECKING
 
 from cubroker.client import devices
 from cubroker.client.broadcast import Copies, Refused, Unbound, Windows
@@ -21,9 +20,6 @@ from cubroker.driver import DriverError
 from cubroker.protocol.bounds import MAX_WAIT
 from cubroker.protocol.errors import Invalid, NotFound, Retired, TimedOut, Unavailable, Unsupported
 from cubroker.protocol.messages import Attach, Reply
-
-if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer
 
 
 class Pool(Replica, Scoped):
@@ -92,16 +88,19 @@ class Pool(Replica, Scoped):
         """The number of its lease; 0 while it is asleep."""
         return self._loan.lease
 
-    def broadcast(self, source: ReadableBuffer | SharedTensor | int, name: str) -> None:
-        """Store bytes to a tensor on all devices at once; done everywhere when it returns.
+    def broadcast(self, source: object, name: str) -> None:
+        """Store to a tensor on all devices at once; done everywhere when it returns.
 
         Nothing keeps holders from storing to the same tensor at the same time, or from reading it meanwhile. After a
         restart of the broker it waits until the replicas are bound together again.
 
         Args:
-            source: as many bytes as the tensor has: a C-contiguous buffer of the host, a tensor in the memory of this
-                pool's device, or the address of such memory. Work that fills it is waited for, if it is this process's.
-            name: the tensor's.
+            source: of the tensor's dtype and shape: an array in host memory, of the kinds that
+                :meth:`SharedTensor.copy_from` takes, or a :class:`SharedTensor` in the memory of this pool's device; or
+                the address of as many raw bytes in such memory. Work that fills it is waited for, if it is this
+                process's.
+            name: the tensor's. To store raw bytes of the host, fill this pool's own with
+                :meth:`SharedTensor.copy_from_bytes`, and pass that as the source.
 
         Raises:
             Unsupported: the pool is not shared as ``multicast``; or this process cannot reach all replicas.
@@ -293,19 +292,19 @@ class Pool(Replica, Scoped):
             raise Unsupported(f"this process cannot store to all replicas of {self._label}: {mapped.outlet.why}")
         return mapped.outlet
 
-    def _source(
-        self, source: ReadableBuffer | SharedTensor | int, tensor: SharedTensor, home: int, held: ExitStack
-    ) -> int:
+    def _source(self, source: object, tensor: SharedTensor, home: int, held: ExitStack) -> int:
         """Return where this device reads what is to be stored; ``home`` is the tensor in its own replica."""
         if isinstance(source, int):
             return source
         if not isinstance(source, SharedTensor):
             tensor.copy_from(source)
             return home
-        if (source.nbytes, source.memory_device) != (tensor.nbytes, tensor.memory_device):
+        given, wanted = ((each.dtype, each.shape, each.memory_device) for each in (source, tensor))
+        if given != wanted:
             raise Invalid(
-                f"{source!r} has {source.nbytes} bytes; what is broadcast to {tensor.name!r} of {self._label} has"
-                f" {tensor.nbytes}, in the memory of device {tensor.memory_device.index}"
+                f"tensor {tensor.name!r} of {self._label} takes {tensor.dtype} {tensor.shape} from the memory of device"
+                f" {tensor.memory_device.index}, and {source!r} lies in that of device {source.memory_device.index};"
+                f" broadcast a tensor that has all three, or the address of raw bytes"
             )
         return held.enter_context(source.hold())
 

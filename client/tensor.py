@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from cubroker.client import devices, dlpack
+from cubroker.client import devices, dlpack, sources
 from cubroker.client.elements import ELEMENTS, carrier
 from cubroker.client.mapping import Mapped, Place
 from cubroker.client.processes import Unsendable
+from cubroker.client.sources import Source
 from cubroker.driver import Context, Device, DriverError
 from cubroker.protocol import dtypes
 from cubroker.protocol.errors import Invalid, Unsupported
@@ -139,30 +140,53 @@ class SharedTensor(Unsendable):
         except DriverError as error:
             raise devices.failure(error, f"reading tensor {self.name!r}") from error
 
-    def copy_from(self, buffer: ReadableBuffer) -> None:
-        """Fill it with the bytes of a C-contiguous buffer of the same size; in drafts and writable pools only.
+    def copy_from(self, source: object) -> None:
+        """Fill it with the elements of an array of its own dtype and shape; in drafts and writable pools only.
+
+        Args:
+            source: a numpy array (of ml_dtypes' types, too), a torch tensor, another :class:`SharedTensor`, a buffer
+                that says what its elements are (``memoryview``, ``array.array``), or an array of any library that has
+                ``__array__`` or ``__dlpack__``; in host memory, or a :class:`SharedTensor` anywhere. Any strides: a
+                source with gaps is copied together in host memory first. ``bytes`` are elements of U8; see
+                :meth:`copy_from_bytes` for those of other types.
+
+        Raises:
+            Invalid: it is read-only, the source has another dtype or shape, or none, or is in a GPU's memory, or the
+                memory was given back.
+            DeviceFailure: the driver could not copy.
+        """
+        self._check_writable()
+        given = source._source() if isinstance(source, SharedTensor) else sources.describe(source)
+        if (given.dtype, given.shape) != (self.dtype, self.shape):
+            raise Invalid(
+                f"tensor {self.name!r} of {self._mapped.label} is {self.dtype} {self.shape}, and the"
+                f" {type(source).__name__} to fill it from is {given.dtype} {given.shape}; convert or reshape that,"
+                f" or store its bytes as they are with copy_from_bytes"
+            )
+        self._fill(given.contiguous())
+
+    def copy_from_bytes(self, buffer: ReadableBuffer) -> None:
+        """Fill it with raw bytes, whatever type their buffer says they have; in drafts and writable pools only.
+
+        Args:
+            buffer: a C-contiguous buffer of exactly ``nbytes`` bytes, as the elements lie in memory.
 
         Raises:
             Invalid: it is read-only, the buffer has another size or gaps, or the memory was given back.
             DeviceFailure: the driver could not copy.
         """
-        if self.readonly:
-            raise Invalid(f"tensor {self.name!r} of {self._mapped.label} was published; create a new version instead")
+        self._check_writable()
         try:
             view = memoryview(buffer)
         except (TypeError, ValueError) as error:
             raise Invalid(
-                f"tensor {self.name!r} cannot be filled from a {type(buffer).__name__}: {error};"
-                f" pass its bytes, as `array.view(numpy.uint8)` gives them"
+                f"tensor {self.name!r} cannot take bytes of a {type(buffer).__name__}: {error}; use copy_from for"
+                f" arrays, or pass their bytes, as `array.view(numpy.uint8)` gives them"
             ) from None
         if view.nbytes != self.nbytes or not view.c_contiguous:
             gaps = "" if view.c_contiguous else ", with gaps"
             raise Invalid(f"tensor {self.name!r} takes {self.nbytes} contiguous bytes; these are {view.nbytes}{gaps}")
-        try:
-            with self.hold() as address:
-                self._place.context.write(address, view)
-        except DriverError as error:
-            raise devices.failure(error, f"filling tensor {self.name!r}") from error
+        self._fill(view)
 
     def __dlpack_device__(self) -> tuple[int, int]:
         """DLPack's type and ordinal of the device; the ordinal is this process's."""
@@ -217,6 +241,23 @@ class SharedTensor(Unsendable):
             "strides": None,
             "stream": None,
         }
+
+    def _check_writable(self) -> None:
+        if self.readonly:
+            raise Invalid(f"tensor {self.name!r} of {self._mapped.label} was published; create a new version instead")
+
+    def _source(self) -> Source:
+        """Describe it as what another tensor is filled from; on a GPU its bytes come through host memory."""
+        import numpy as np
+
+        return Source(self.dtype, self.shape, np.frombuffer(self.tobytes(), np.uint8))
+
+    def _fill(self, data: ReadableBuffer) -> None:
+        try:
+            with self.hold() as address:
+                self._place.context.write(address, data)
+        except DriverError as error:
+            raise devices.failure(error, f"filling tensor {self.name!r}") from error
 
     def _array(self, typestr: str, shape: tuple[int, ...], *, writable: bool = False) -> NDArray[Any]:
         """Make an array of any type on this memory, which stays mapped for as long as the array's base lives."""

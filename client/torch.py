@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cubroker.client.pool import Pool
+from cubroker.client.sources import Source, refuse
 from cubroker.protocol import TensorSpec, dtypes
 
 try:
@@ -41,6 +42,13 @@ DTYPES: dict[str, torch.dtype] = {
 }
 """The torch dtype of every dtype that this version of torch has one for."""
 
+_SOURCES = {theirs: name for name, theirs in DTYPES.items()}
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+_PAIRS = "F4"
+"""The dtype whose elements torch counts in pairs."""
+
 _PACKED = frozenset(name for name, bits in dtypes.BITS.items() if bits % 8)
 
 
@@ -74,6 +82,26 @@ def state_dict(pool: Pool) -> dict[str, torch.Tensor]:
             stride = strides[shape] = _contiguous(shape)
         state[spec.name] = flat.as_strided(shape, stride, spec.offset // flat.itemsize)
     return state
+
+
+def describe(tensor: torch.Tensor) -> Source:
+    """Return a tensor in host memory as what a pool's is filled from.
+
+    Raises:
+        Invalid: it is on another device, or torch does not hand out its memory: it is sparse, say, or quantized.
+    """
+    name = _SOURCES.get(tensor.dtype)
+    if tensor.device.type != "cpu":
+        raise refuse(tensor, f"it is on {tensor.device}")
+    try:
+        plain = tensor.detach().resolve_conj().resolve_neg()
+        bits = (plain.view(_INTEGERS[tensor.dtype.itemsize]) if name else plain).numpy()
+    except (RuntimeError, TypeError) as error:
+        raise refuse(tensor, error) from error
+    shape = tuple(tensor.shape)
+    if name == _PAIRS and shape:
+        shape = (*shape[:-1], shape[-1] * 2)
+    return Source(name or str(tensor.dtype), shape, bits)
 
 
 def _cast(slab: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

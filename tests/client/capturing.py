@@ -25,7 +25,7 @@ def publish(broker: Broker, name: str, share: str) -> None:
     """Publish a pool of ``LAYOUT``."""
     with broker.create(name, LAYOUT, share=share) as draft:
         for tensor in draft.values():
-            tensor.copy_from(content(tensor.name, tensor.nbytes))
+            tensor.copy_from_bytes(content(tensor.name, tensor.nbytes))
         draft.seal()
 
 
@@ -89,7 +89,7 @@ def refuse(broker: Broker, name: str, share: str, file: Path) -> None:
     """What is refused ends no capture either."""
     with broker.attach(name) as pool:
         try:
-            pool["weight"].copy_from(b"")
+            pool["weight"].copy_from_bytes(b"")
         except Invalid:
             return
     raise AssertionError("a published tensor was written")

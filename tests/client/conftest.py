@@ -74,7 +74,7 @@ def publish(broker: Broker, name: str, layout: Layout = LAYOUT, devices: tuple[i
     with broker.create(name, layout, devices=devices, **terms) as draft:
         for replica in draft.replicas:
             for tensor in replica.values():
-                tensor.copy_from(content(tensor.name, tensor.nbytes))
+                tensor.copy_from_bytes(content(tensor.name, tensor.nbytes))
         return draft.seal()
 
 

@@ -123,7 +123,7 @@ def hand_over(broker: Broker, name: str) -> None:
 
 def publish(broker: Broker, name: str) -> None:
     with broker.create(name, LAYOUT) as draft:
-        draft["a"].copy_from(bytes(400))
+        draft["a"].copy_from_bytes(bytes(400))
         draft["b"].__dlpack__()
         draft.seal()
     broker.retire(name)

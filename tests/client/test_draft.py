@@ -17,7 +17,7 @@ def test_every_device_gets_its_own_copy(client: Broker, name: str) -> None:
         assert [replica.device.index for replica in draft.replicas] == [1, 0]
         assert draft.device.index == 1
         for number, replica in enumerate(draft.replicas):
-            replica["bias"].copy_from(bytes([number] * 16))
+            replica["bias"].copy_from_bytes(bytes([number] * 16))
         assert draft.seal() == 1
     for number, device in enumerate((1, 0)):
         with client.attach(name, device=device) as pool:
@@ -55,7 +55,7 @@ def test_a_sealed_draft_and_its_tensors_are_of_no_use(client: Broker, name: str)
     tensor, replica = draft["weight"], draft.replicas[1]
     assert draft.seal() == 1
     assert draft.closed
-    for use in (lambda: tensor.copy_from(bytes(128)), lambda: tensor.pointer, tensor.numpy):
+    for use in (lambda: tensor.copy_from_bytes(bytes(128)), lambda: tensor.pointer, tensor.numpy):
         with pytest.raises(Invalid, match=f"draft of pool {name!r} version 1 was given back"):
             use()
     for use in (lambda: draft["weight"], draft.seal, lambda: replica["weight"]):
@@ -113,5 +113,5 @@ def test_a_pool_s_own_layout_can_be_passed_on(client: Broker, name: str) -> None
     publish(client, name)
     with client.attach(name) as pool, client.create(name, pool.layout) as draft:
         for tensor in draft.values():
-            tensor.copy_from(pool[tensor.name].tobytes())
+            tensor.copy_from_bytes(pool[tensor.name].tobytes())
         assert draft.seal() == 2

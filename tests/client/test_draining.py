@@ -61,7 +61,7 @@ def test_what_is_held_when_the_broker_ends_stays_readable_for_who_has_it_mapped(
     with Broker(patient.directory) as client:
         with client.create(name, LAYOUT, share=share) as draft:
             for each, tensor in draft.items():
-                tensor.copy_from(content(each, tensor.nbytes))
+                tensor.copy_from_bytes(content(each, tensor.nbytes))
             draft.seal()
         pool = client.attach(name)
         patient.process.send_signal(signal.SIGTERM)

@@ -129,7 +129,7 @@ def test_a_published_pool_is_read_only_unless_it_says_otherwise(client: Broker, 
         assert pool["weight"].readonly
         assert not pool.writable
         with pytest.raises(Invalid, match="was published"):
-            pool["weight"].copy_from(bytes(128))
+            pool["weight"].copy_from_bytes(bytes(128))
         with pytest.raises(Invalid, match=r"is read-only, and events are made on writable pools"):
             pool.event("ready")
         with pytest.raises(Invalid, match="writable=True"):

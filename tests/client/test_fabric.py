@@ -96,7 +96,7 @@ def test_whoever_is_not_on_the_channel_gets_descriptors_of_the_same_memory(
         channel.setenv(CHANNEL, theirs)
         before = files(os.getpid()), regions()
         with client.create(f"{name}-own", LAYOUT) as own:
-            own["weight"].copy_from(content("weight", 128))
+            own["weight"].copy_from_bytes(content("weight", 128))
             own.seal()
         with client.attach(f"{name}-own") as pool:
             assert pool["weight"].tobytes() == content("weight", 128)
@@ -129,7 +129,7 @@ def test_a_shard_or_all_of_them_come_either_way(client: Broker, name: str, chann
     layout = Layout.pack([(each, "U8", (300,)) for each in plan], groups=plan)
     with client.create(name, layout, devices=(0, 1), plan=plan) as draft:
         for each, tensor in draft.items():
-            tensor.copy_from(content(each, 300))
+            tensor.copy_from_bytes(content(each, 300))
         draft.seal()
     for ours in ("1", NOWHERE):
         channel.setenv(CHANNEL, ours)
@@ -173,7 +173,7 @@ def test_a_durable_pool_is_opened_by_what_outlives_the_broker(name: str) -> None
     with storing() as kept, Broker(kept.directory) as broker:
         with broker.create(name, LAYOUT, durable=True) as draft:
             for each, tensor in draft.items():
-                tensor.copy_from(content(each, tensor.nbytes))
+                tensor.copy_from_bytes(content(each, tensor.nbytes))
             draft.seal()
         for _ in range(2):
             assert opened_by(broker, name) == "descriptor"
@@ -273,7 +273,7 @@ def test_descriptors_are_sent_once_for_each_lease(client: Broker, name: str) -> 
 
 def test_broadcast_pools_are_handed_over_by_descriptor(client: Broker, name: str) -> None:
     with client.create(name, LAYOUT, devices=(0, 1), share="multicast") as draft:
-        draft["weight"].copy_from(content("weight", 128))
+        draft["weight"].copy_from_bytes(content("weight", 128))
         draft.seal()
     reply = client.requests.submit(Describe(name, 0)).result(60)
     assert isinstance(reply, Description)

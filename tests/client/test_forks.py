@@ -63,7 +63,7 @@ calls = [
     lambda: tensor.pointer, lambda: tensor.__dlpack__(), draft.seal, draft.close, lambda: next(watch), watch.close,
 ]
 forked(lambda: [refused(call) for call in calls])
-draft["weight"].copy_from(bytes(128))
+draft["weight"].copy_from_bytes(bytes(128))
 draft.seal()
 print(len(calls), sorted(info.name for info in broker.pools()), pool["weight"].tobytes() == tensor.tobytes())
 broker.retire("fork")

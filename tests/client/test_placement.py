@@ -90,7 +90,7 @@ def test_the_first_of_many_creates_and_the_others_reach_it_from_their_own_device
         with client.attach_or_create(name, LAYOUT, device=3, devices=(2,), peer=True) as draft:
             assert isinstance(draft, Draft)
             assert (draft.device.index, draft.memory_device.index) == (2, 2)
-            draft["weight"].copy_from(content("weight", 128))
+            draft["weight"].copy_from_bytes(content("weight", 128))
             other = threading.Thread(target=ask)
             other.start()
             eventually(client.requests.waiting, "the request to be under way")
@@ -118,7 +118,7 @@ def publish_sharded(client: Broker, name: str) -> None:
         assert [list(shard) for shard in draft.replicas] == [["a", "c"], ["b", "none"]]
         assert [shard.device.index for shard in draft.replicas] == [0, 1]
         for tensor in draft.values():
-            tensor.copy_from(content(tensor.name, tensor.nbytes))
+            tensor.copy_from_bytes(content(tensor.name, tensor.nbytes))
         draft.seal()
 
 
@@ -168,7 +168,7 @@ def test_the_first_of_many_spreads_a_pool_and_the_others_get_all_of_it_or_a_shar
         assert isinstance(draft, Draft)
         assert [shard.device.index for shard in draft.replicas] == [0, 1]
         for tensor in draft.values():
-            tensor.copy_from(content(tensor.name, tensor.nbytes))
+            tensor.copy_from_bytes(content(tensor.name, tensor.nbytes))
         draft.seal()
     with client.attach_or_create(name, SHARDED, plan=PLAN) as pool:
         assert {each: tensor.device.index for each, tensor in pool.items()} == PLAN

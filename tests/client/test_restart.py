@@ -41,7 +41,7 @@ def lasting(client: Broker, name: str) -> None:
     """Publish a durable pool."""
     with client.create(name, LAYOUT, share="vmm", durable=True) as draft:
         for each, tensor in draft.items():
-            tensor.copy_from(content(each, tensor.nbytes))
+            tensor.copy_from_bytes(content(each, tensor.nbytes))
         draft.seal()
 
 
@@ -62,9 +62,9 @@ def test_a_draft_outlives_the_broker_and_is_published_by_the_next_one(
     client: Broker, kept: StoredBroker, name: str
 ) -> None:
     with client.create(name, LAYOUT, share="vmm", durable=True) as draft:
-        draft["weight"].copy_from(content("weight", 300))
+        draft["weight"].copy_from_bytes(content("weight", 300))
         kept.restart()
-        draft["bias"].copy_from(content("bias", 16))
+        draft["bias"].copy_from_bytes(content("bias", 16))
         assert draft.seal() == 1
     kept.restart()
     with client.attach(name) as pool:

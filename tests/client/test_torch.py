@@ -15,6 +15,7 @@ from cubroker.client import torch as bridge
 from cubroker.client.loader import load
 from cubroker.client.torch import state_dict
 from cubroker.protocol import Layout, TensorSpec
+from cubroker.protocol.errors import Invalid
 from tests import checkpoints
 from tests.brokers import eventually
 
@@ -103,12 +104,61 @@ def test_tensors_keep_the_memory_and_the_lease_until_the_last_is_gone(client: Br
 def test_an_allocation_need_not_be_a_whole_number_of_elements(client: Broker) -> None:
     small = (TensorSpec("c", "C64", (), 0, 0), TensorSpec("f", "F32", (), 0, 256), TensorSpec("u", "U8", (3,), 0, 512))
     with client.create("odd", Layout((*small, TensorSpec("none", "F64", (0,), 1, 0)), (515, 1))) as draft:
-        draft["f"].copy_from(torch.tensor(1.5).numpy())
+        draft["f"].copy_from(torch.tensor(1.5))
         draft.seal()
     with client.attach("odd") as pool:
         state = state_dict(pool)
     assert [tuple(tensor.shape) for tensor in state.values()] == [(), (), (3,), (0,)]
     assert state["f"].item() == 1.5
+
+
+def test_tensors_of_torch_fill_tensors_of_their_dtype_and_shape(client: Broker) -> None:
+    with client.attach("m") as pool, client.create("copy", pool.layout) as draft:
+        for name, tensor in state_dict(pool).items():
+            if bridge.DTYPES.get(pool[name].dtype) != tensor.dtype:
+                with pytest.raises(Invalid, match=f"is {pool[name].dtype} .*, and the Tensor .* is U8"):
+                    draft[name].copy_from(tensor)
+                draft[name].copy_from(pool[name])
+            else:
+                draft[name].copy_from(tensor)
+            assert draft[name].tobytes() == TENSORS[name][2]
+        del tensor
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        pytest.param(torch.arange(8).to(torch.bfloat16).view(2, 4).t(), id="transposed"),
+        pytest.param(torch.arange(8).to(torch.bfloat16).repeat_interleave(2)[::2].view(2, 4).t(), id="with gaps"),
+        pytest.param(torch.nn.Parameter(torch.arange(8).to(torch.bfloat16).view(2, 4).t()), id="parameter"),
+        pytest.param((1j * torch.arange(8).to(torch.complex64)).conj().imag.view(2, 4).t(), id="negated lazily"),
+    ],
+)
+def test_a_tensor_of_torch_may_have_any_strides(client: Broker, source: torch.Tensor) -> None:
+    dtype = "BF16" if source.dtype == torch.bfloat16 else "F32"
+    with client.create("strides", Layout.pack([("a", dtype, (4, 2))])) as draft:
+        draft["a"].copy_from(source)
+        assert draft["a"].tobytes() == raw(source.detach().resolve_neg())
+
+
+@pytest.mark.parametrize(
+    ("source", "complaint"),
+    [
+        (torch.zeros(4, 2, dtype=torch.float16), r"is BF16 \(4, 2\), and the Tensor .* is F16 \(4, 2\)"),
+        (torch.zeros(2, 4, dtype=torch.bfloat16), r"is BF16 \(4, 2\), and the Tensor .* is BF16 \(2, 4\)"),
+        (torch.zeros(4, 2, dtype=torch.complex128), r"Tensor .* is torch.complex128 \(4, 2\)"),
+        (
+            torch.zeros(4, 2, dtype=torch.bfloat16, device="meta"),
+            "this Tensor: it is on meta; .*from_dlpack",
+        ),
+        (torch.zeros(4, 2, dtype=torch.bfloat16).to_sparse(), "filled from this Tensor: .*sparse"),
+    ],
+)
+def test_a_tensor_of_torch_that_does_not_fit_is_refused(client: Broker, source: torch.Tensor, complaint: str) -> None:
+    with client.create("refused", Layout.pack([("a", "BF16", (4, 2))])) as draft:
+        with pytest.raises(Invalid, match=f"(?i){complaint}"):
+            draft["a"].copy_from(source)
+        assert not any(draft["a"].tobytes())
 
 
 @pytest.mark.parametrize("module", ["torch", "transformers"])

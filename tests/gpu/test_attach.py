@@ -30,7 +30,7 @@ def publish(broker: Broker, name: str, slab: int | None = None, share: str = "ip
     layout = Layout.pack(((n, dtype, shape) for n, (dtype, shape, _) in TENSORS.items()), slab=slab)
     with broker.create(name, layout, share=share) as draft:
         for tensor, (_, _, data) in TENSORS.items():
-            draft[tensor].copy_from(data)
+            draft[tensor].copy_from_bytes(data)
         return draft.seal()
 
 

@@ -78,7 +78,7 @@ def pair(gpu: Both) -> tuple[int, int]:
 def publish(broker: Broker, name: str, share: str, devices: Sequence[int] = (0,)) -> None:
     with broker.create(name, LAYOUT, devices=devices, share=share) as draft:
         for tensor in draft.values():
-            tensor.copy_from(content(tensor.name, tensor.nbytes))
+            tensor.copy_from_bytes(content(tensor.name, tensor.nbytes))
         draft.seal()
 
 
@@ -241,7 +241,7 @@ def test_tensors_of_a_sharded_pool_are_on_their_own_gpus(gpu: Both, pair: tuple[
     layout = Layout.pack([("a", "U8", (3 << 20,)), ("b", "F32", (1000,))], groups=plan)
     with broker.create("sharded", layout, devices=pair, plan=plan, share=share) as draft:
         for tensor in draft.values():
-            tensor.copy_from(content(tensor.name, tensor.nbytes))
+            tensor.copy_from_bytes(content(tensor.name, tensor.nbytes))
         draft.seal()
     with broker.attach("sharded") as pool:
         assert {name: tensor.device.index for name, tensor in pool.items()} == plan

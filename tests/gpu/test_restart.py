@@ -38,7 +38,7 @@ def kept() -> Iterator[tuple[StoredBroker, Broker]]:
 def publish(broker: Broker, share: str = "vmm", *, durable: bool = True) -> None:
     with broker.create("m", LAYOUT, share=share, durable=durable) as draft:
         for name, (_, _, data) in TENSORS.items():
-            draft[name].copy_from(data)
+            draft[name].copy_from_bytes(data)
         draft.seal()
 
 

@@ -11,6 +11,8 @@ import pytest
 
 from cubroker.client import Broker
 from cubroker.client.loader import load
+from cubroker.protocol import Layout
+from cubroker.protocol.errors import Invalid
 from tests import checkpoints
 from tests.brokers import BrokerProcess, eventually
 from tests.gpu.sharing import gpu_broker, worker
@@ -71,3 +73,19 @@ def test_tensors_outlive_the_pool_and_hold_the_lease(gpu: tuple[BrokerProcess, B
     assert [info.leases for info in broker.pools()] == [1]
     del last
     eventually(lambda: not broker.pools(), "the memory to be freed")
+
+
+def test_a_draft_is_filled_from_tensors_of_the_host_and_by_torch_from_those_of_the_gpu(
+    gpu: tuple[BrokerProcess, Broker],
+) -> None:
+    values = torch.arange(8).to(torch.bfloat16).view(2, 4)
+    _, broker = gpu
+    with broker.create("filled", Layout.pack([(name, "BF16", (2, 4)) for name in "abc"])) as draft:
+        draft["a"].copy_from(values)
+        draft["b"].copy_from(draft["a"])
+        with pytest.raises(Invalid, match=r"it is on cuda:0; .* torch.from_dlpack\(tensor\)"):
+            draft["c"].copy_from(values.cuda())
+        torch.from_dlpack(draft["c"]).copy_(values.cuda())
+        torch.cuda.synchronize()
+        found = [draft[name].tobytes() for name in "abc"]
+        assert found == [values.view(torch.uint8).numpy().tobytes()] * 3
