@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from cubroker.client import devices, dlpack, sources
 from cubroker.client.elements import ELEMENTS, carrier
@@ -17,7 +17,7 @@ from cubroker.protocol.errors import Invalid, Unsupported
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
-    from numpy.typing import NDArray
+    from numpy.typing import DTypeLike, NDArray
     from typing_extensions import CapsuleType
 
 
@@ -112,7 +112,10 @@ class SharedTensor(Unsendable):
             Invalid: the memory was given back.
         """
         if not self._place.context.host:
-            raise Unsupported(f"{self.name!r} is on {self.device.name}, and numpy works in host memory; use tobytes()")
+            raise Unsupported(
+                f"{self.name!r} is on {self.device.name}, and numpy works in host memory; take"
+                f" torch.from_dlpack(tensor), which torch copies to the host with .cpu(), or use tobytes()"
+            )
         element = ELEMENTS[self.dtype]
         if element.typestr:
             return self._array(element.typestr, self.shape)
@@ -187,6 +190,28 @@ class SharedTensor(Unsendable):
             gaps = "" if view.c_contiguous else ", with gaps"
             raise Invalid(f"tensor {self.name!r} takes {self.nbytes} contiguous bytes; these are {view.nbytes}{gaps}")
         self._fill(view)
+
+    def __array__(self, dtype: DTypeLike | None = None, *, copy: bool | None = None) -> NDArray[Any]:
+        """Return it as numpy's functions take it: :meth:`numpy`'s array, or a copy if one is asked for or needed.
+
+        Raises:
+            TypeError: as :meth:`numpy` raises ``Unsupported``: it is on a GPU, or numpy has no type for its elements.
+            ValueError: ``copy`` is False, and ``dtype`` another than its own.
+            Invalid: the memory was given back.
+        """
+        import numpy as np
+
+        try:
+            array = self.numpy()
+        except Unsupported as error:
+            raise TypeError(error.message) from error
+        return np.array(array, dtype=dtype, copy=copy)
+
+    def __bool__(self) -> NoReturn:
+        """Raise ``TypeError``: frameworks' tensors have a truth only as their one element's, which this cannot read."""
+        raise TypeError(
+            f"tensor {self.name!r} is neither true nor false; compare it with None, or look at the elements of numpy()"
+        )
 
     def __dlpack_device__(self) -> tuple[int, int]:
         """DLPack's type and ordinal of the device; the ordinal is this process's."""

@@ -4,12 +4,14 @@ import builtins
 import ctypes
 import sys
 from array import array
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 
 from cubroker.client import Broker
 from cubroker.client.elements import ELEMENTS
@@ -227,6 +229,120 @@ def test_bytes_that_do_not_fit_are_refused(client: Broker, name: str, buffer: An
         draft["a"].copy_from_bytes(buffer)
 
 
+def test_numpy_takes_a_published_tensor_as_a_view_that_cannot_be_written(client: Broker, name: str) -> None:
+    publish(client, name)
+    with client.attach(name) as pool:
+        array = np.asarray(pool["weight"])
+        assert (array.dtype, array.shape) == (np.float32, (4, 8))
+        assert (array.ctypes.data, array.flags.writeable) == (pool["weight"].pointer, False)
+        half = np.asarray(pool["bias"])
+        assert (half.dtype, half.ctypes.data) == (ml_dtypes.bfloat16, pool["bias"].pointer)
+        pool.close()
+        assert array.tobytes() == content("weight", 128)  # it keeps the memory
+        del array, half
+
+
+def test_numpy_takes_a_tensor_that_may_be_written_as_an_array_that_may(client: Broker, name: str) -> None:
+    with client.create(name, Layout.pack([("a", "F32", (2,))]), writable=True) as draft:
+        np.asarray(draft["a"])[:] = 1
+        draft.seal()
+    with client.attach(name) as pool:
+        np.asarray(pool["a"])[1] = 2
+        assert pool["a"].numpy().tolist() == [1, 2]
+
+
+def test_numpy_is_given_another_dtype_and_copies_as_it_asks(client: Broker, name: str) -> None:
+    with client.create(name, Layout.pack([("a", "F32", (2, 2))])) as draft:
+        tensor = draft["a"]
+        tensor.copy_from(np.array([[1, 2], [3, 4]], np.float32))
+        wide = np.asarray(tensor, dtype=np.float64)
+        copied = np.array(tensor)
+        assert (wide.dtype, wide.tolist(), wide.flags.writeable) == (np.float64, [[1, 2], [3, 4]], True)
+        assert (copied.tolist(), copied.flags.writeable) == ([[1, 2], [3, 4]], True)
+        assert np.array(tensor, copy=False).ctypes.data == tensor.pointer
+        with pytest.raises(ValueError, match="Unable to avoid copy"):
+            np.array(tensor, dtype=np.float64, copy=False)
+        assert draft.seal() == 1  # copies keep nothing
+
+
+def test_functions_of_numpy_and_torch_see_the_elements(client: Broker, name: str) -> None:
+    values = np.array([[1, 2], [3, 4]], np.float32)
+    with client.create(name, Layout.pack([("a", "F32", (2, 2))])) as draft:
+        draft["a"].copy_from(values)
+        draft.seal()
+    with client.attach(name) as pool:
+        tensor = pool["a"]
+        found: list[Any] = [
+            np.array([tensor, tensor])[0],
+            np.stack([tensor, tensor])[1],
+            np.concatenate([tensor, tensor])[:2],
+            np.add(tensor, 0),
+            np.zeros((2, 2), np.float32) + tensor,
+            np.from_dlpack(tensor),
+            torch.asarray(tensor),
+            torch.as_tensor(tensor),
+            torch.tensor(tensor),
+            torch.from_dlpack(tensor),
+        ]
+        for each in found:
+            assert str(each.dtype).endswith("float32")
+            assert each.tolist() == values.tolist()
+        assert (np.shape(tensor), np.ndim(tensor), np.size(tensor), np.sum(tensor)) == ((2, 2), 2, 4, 10)
+        assert (values == tensor).all()
+        assert [each.data_ptr() for each in (torch.asarray(tensor), torch.as_tensor(tensor))] == [tensor.pointer] * 2
+        assert torch.tensor(tensor).data_ptr() != tensor.pointer
+        del found, each
+
+
+REFUSALS: dict[str, tuple[Callable[[Any], object], type[Exception]]] = {
+    "bool": (bool, TypeError),
+    "float": (float, TypeError),
+    "int": (int, TypeError),
+    "len": (len, TypeError),
+    "iter": (iter, TypeError),
+    "an element": (lambda tensor: tensor[0], TypeError),
+    "an assignment": (lambda tensor: tensor.__setitem__(0, 1), AttributeError),
+    "arithmetic": (lambda tensor: tensor + 1, TypeError),
+    "bytes": (bytes, TypeError),
+    "memoryview": (memoryview, TypeError),
+    "np.frombuffer": (np.frombuffer, TypeError),
+    "torch.frombuffer": (lambda tensor: torch.frombuffer(tensor, dtype=torch.float32), ValueError),
+    "torch.from_numpy": (torch.from_numpy, TypeError),
+    "torch.Tensor": (torch.Tensor, TypeError),
+    "torch.stack": (lambda tensor: torch.stack([tensor, tensor]), TypeError),
+    "torch.tensor of a list": (lambda tensor: torch.tensor([tensor]), RuntimeError),
+    "Tensor.copy_": (lambda tensor: torch.zeros(4, 8).copy_(tensor), TypeError),
+    "the interface of numpy": (lambda tensor: tensor.__array_interface__, AttributeError),
+}
+
+
+@pytest.mark.parametrize("protocol", REFUSALS)
+def test_every_other_protocol_is_refused_and_not_guessed_at(client: Broker, name: str, protocol: str) -> None:
+    use, error = REFUSALS[protocol]
+    publish(client, name)
+    with client.attach(name) as pool, pytest.raises(error):
+        use(pool["weight"])
+
+
+def test_what_numpy_has_no_type_for_is_no_array(client: Broker, name: str) -> None:
+    publish(client, name, EVERY)
+    with client.attach(name) as pool, pytest.raises(TypeError, match="packed elements; use tobytes"):
+        np.asarray(pool["F4"])
+
+
+def test_a_tensor_on_a_gpu_is_no_array_of_numpy_and_the_error_says_how() -> None:
+    tensor, _ = on_gpu("F32", (2, 3))
+    for use in (np.asarray, np.array, np.sum, lambda each: np.stack([each, each]), lambda each: np.add(each, 1)):
+        with pytest.raises(TypeError, match=r"numpy works in host memory; take torch.from_dlpack\(tensor\).*\.cpu\(\)"):
+            use(tensor)
+
+
+@pytest.mark.parametrize("use", [torch.asarray, torch.as_tensor, torch.tensor])
+def test_torch_refuses_the_cuda_array_interface_of_what_is_read_only(use: Callable[[Any], object]) -> None:
+    with pytest.raises(TypeError, match="read only"):
+        use(on_gpu("F32", (2, 3))[0])
+
+
 def test_a_tensor_describes_itself(client: Broker, name: str) -> None:
     publish(client, name)
     with client.attach(name) as pool:
@@ -269,7 +385,7 @@ def test_on_a_gpu_there_is_the_cuda_array_interface_and_no_numpy() -> None:
         "stream": None,
     }
     assert tensor.__dlpack_device__() == (2, 3)
-    with pytest.raises(Unsupported, match="use tobytes"):
+    with pytest.raises(Unsupported, match=r"torch copies to the host with \.cpu\(\), or use tobytes"):
         tensor.numpy()
 
 

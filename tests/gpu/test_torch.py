@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from cubroker.client import Broker
@@ -89,3 +90,18 @@ def test_a_draft_is_filled_from_tensors_of_the_host_and_by_torch_from_those_of_t
         torch.cuda.synchronize()
         found = [draft[name].tobytes() for name in "abc"]
         assert found == [values.view(torch.uint8).numpy().tobytes()] * 3
+
+
+def test_numpy_and_torch_take_a_tensor_or_say_why_not(gpu: tuple[BrokerProcess, Broker]) -> None:
+    _, broker = gpu
+    with broker.attach("m") as pool:
+        single, half = pool["of.F32"], pool["of.BF16"]
+        for use in (np.asarray, np.array, np.sum):
+            with pytest.raises(TypeError, match=r"numpy works in host memory; .*\.cpu\(\)"):
+                use(single)
+        for use in (torch.asarray, torch.as_tensor, torch.tensor):
+            with pytest.raises(TypeError, match="read only"):
+                use(single)
+        for use in (torch.asarray, torch.as_tensor, torch.from_dlpack):
+            assert use(half).data_ptr() == half.pointer
+        assert torch.tensor(half).data_ptr() != half.pointer
