@@ -1,12 +1,17 @@
-"""A pool's tensors as torch tensors, all of them at the price of one import per allocation."""
+"""A pool's tensors as torch tensors, all of them at the price of one import per allocation.
+
+Each tensor has a storage of its own, a slice of its allocation's, since torch saves, pickles, copies and sends whole
+storages. Slicing a storage and setting a tensor on the slice are two calls into C; importing every tensor by DLPack
+costs several times as much.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import NoReturn
 
 from cubroker.client.pool import Pool
 from cubroker.client.sources import Source, refuse
-from cubroker.protocol import TensorSpec, dtypes
+from cubroker.protocol import dtypes
 
 try:
     import torch
@@ -49,7 +54,21 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PAIRS = "F4"
 """The dtype whose elements torch counts in pairs."""
 
-_PACKED = frozenset(name for name, bits in dtypes.BITS.items() if bits % 8)
+
+def _refuse(*_: object) -> NoReturn:
+    raise TypeError(
+        "a tensor of a pool cannot be moved to memory that torch shares, nor be sent to another process; open a Broker"
+        " there, and attach by name, or send tensor.clone()"
+    )
+
+
+_REFUSED = {"_share_fd_cpu_": _refuse, "_share_filename_cpu_": _refuse, "_share_cuda_": _refuse}
+"""What torch calls on a storage to share it with another process.
+
+On the CPU it copies the storage to memory that it can share and puts that in its place: the tensor, and every parameter
+on it, would leave the pool unnoticed. Torch keeps a storage's Python object, and with it these attributes, for as long
+as the storage lives.
+"""
 
 
 def state_dict(pool: Pool) -> dict[str, torch.Tensor]:
@@ -59,28 +78,30 @@ def state_dict(pool: Pool) -> dict[str, torch.Tensor]:
     has no dtype for comes as ``uint8``: in its own shape if an element is a byte, else flat.
 
     The tensors keep the memory mapped, and the lease with it, until the last of them is gone, whatever becomes
-    of ``pool``. Do not write to them: everybody sees the same bytes.
+    of ``pool``. Do not write to them: everybody sees the same bytes. Each has a storage of its own, of exactly its
+    bytes: it can be saved, pickled and copied, and refuses to be moved to another process (``TypeError``).
 
     Raises:
         Invalid: the pool is closed.
     """
-    flats = {number: from_dlpack(slab) for number, slab in zip(pool.allocations, pool.slabs, strict=True)}
-    typed: dict[tuple[int, str], torch.Tensor] = {}
-    strides: dict[tuple[int, ...], tuple[int, ...]] = {}
+    slabs = {number: from_dlpack(slab) for number, slab in zip(pool.allocations, pool.slabs, strict=True)}
+    storages = {number: slab.untyped_storage() for number, slab in slabs.items()}
+    forms: dict[tuple[str, tuple[int, ...]], tuple[torch.dtype, tuple[int, ...], int]] = {}
     state: dict[str, torch.Tensor] = {}
     for spec in pool.layout.tensors:
-        if spec.allocation not in flats:  # the shard of another device
+        number = spec.allocation
+        if number not in slabs:  # the shard of another device
             continue
-        dtype, shape = spec.dtype, spec.shape
-        if dtype in _PACKED:
-            dtype, shape = _in_bytes(spec)
-        flat = typed.get((spec.allocation, dtype))
-        if flat is None:
-            flat = typed[spec.allocation, dtype] = _cast(flats[spec.allocation], DTYPES.get(dtype, torch.uint8))
-        stride = strides.get(shape)
-        if stride is None:
-            stride = strides[shape] = _contiguous(shape)
-        state[spec.name] = flat.as_strided(shape, stride, spec.offset // flat.itemsize)
+        form = forms.get((spec.dtype, spec.shape))
+        if form is None:
+            form = forms[spec.dtype, spec.shape] = _form(spec.dtype, spec.shape)
+        dtype, shape, nbytes = form
+        tensor = slabs[number].new_empty(0 if nbytes else shape, dtype=dtype)
+        if nbytes:  # else there is nothing to share, and torch.save must not find it at its neighbour's address
+            storage = storages[number][spec.offset : spec.offset + nbytes]
+            storage.__dict__.update(_REFUSED)
+            tensor.set_(storage, 0, shape)  # type: ignore[call-overload]  # the strides may be left out
+        state[spec.name] = tensor
     return state
 
 
@@ -104,21 +125,11 @@ def describe(tensor: torch.Tensor) -> Source:
     return Source(name or str(tensor.dtype), shape, bits)
 
 
-def _cast(slab: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a slab's bytes as elements of ``dtype``, without those at the end that make no whole one."""
-    return slab[: slab.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
-
-
-def _in_bytes(spec: TensorSpec) -> tuple[str, tuple[int, ...]]:
-    """Return the dtype and the shape that a tensor of packed elements has in torch, which counts whole bytes."""
-    if spec.dtype == "F4" and "F4" in DTYPES and spec.shape and spec.shape[-1] % 2 == 0:
-        return "F4", (*spec.shape[:-1], spec.shape[-1] // 2)
-    return "U8", (spec.nbytes,)
-
-
-def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of a C-contiguous tensor, in elements."""
-    strides = [1] * len(shape)
-    for axis in range(len(shape) - 2, -1, -1):
-        strides[axis] = strides[axis + 1] * max(shape[axis + 1], 1)
-    return tuple(strides)
+def _form(dtype: str, shape: tuple[int, ...]) -> tuple[torch.dtype, tuple[int, ...], int]:
+    """Return the dtype and the shape that a tensor has in torch, and its bytes."""
+    nbytes = dtypes.nbytes(dtype, shape)
+    if dtype == _PAIRS and dtype in DTYPES and shape and shape[-1] % 2 == 0:
+        return DTYPES[dtype], (*shape[:-1], shape[-1] // 2), nbytes
+    if dtypes.BITS[dtype] % 8:
+        return torch.uint8, (nbytes,), nbytes
+    return DTYPES.get(dtype, torch.uint8), shape, nbytes

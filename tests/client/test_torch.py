@@ -1,8 +1,13 @@
 from __future__ import annotations
 
+import copy
 import gc
+import io
+import pickle
 import subprocess
 import sys
+from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +115,78 @@ def test_an_allocation_need_not_be_a_whole_number_of_elements(client: Broker) ->
         state = state_dict(pool)
     assert [tuple(tensor.shape) for tensor in state.values()] == [(), (), (3,), (0,)]
     assert state["f"].item() == 1.5
+
+
+def saved(thing: object) -> bytes:
+    file = io.BytesIO()
+    torch.save(thing, file)
+    return file.getvalue()
+
+
+def test_a_tensor_has_a_storage_of_exactly_its_bytes(client: Broker) -> None:
+    with client.attach("m") as pool:
+        for name, tensor in state_dict(pool).items():
+            assert tensor.untyped_storage().nbytes() == pool[name].nbytes
+            assert (tensor.storage_offset(), tensor._is_view()) == (0, False)
+        del tensor
+
+
+def test_saving_a_tensor_or_all_of_them_writes_their_bytes_and_no_others(client: Broker) -> None:
+    with client.attach("m") as pool:
+        state = state_dict(pool)
+        largest = max(state.values(), key=lambda tensor: tensor.nbytes)
+        for tensor in state.values():
+            assert len(saved(tensor)) < tensor.nbytes + 4096 < pool.nbytes
+        read = torch.load(io.BytesIO(saved(state)))
+    assert {name: raw(tensor) for name, tensor in read.items()} == {name: raw(state[name]) for name in state}
+    assert len(saved([largest, largest.view(-1)[1:]])) < largest.nbytes + 4096  # both are of one storage
+
+
+def test_pickles_and_copies_are_torch_s_own_and_may_be_moved(client: Broker) -> None:
+    with client.attach("m") as pool:
+        tensor = state_dict(pool)["matrix"]
+        copies = [pickle.loads(pickle.dumps(tensor)), copy.deepcopy(tensor), tensor.clone()]
+        copies.append(copy.deepcopy(torch.nn.Parameter(tensor, requires_grad=False)).data)
+        for each in copies:
+            assert raw(each) == raw(tensor)
+            assert each.untyped_storage().nbytes() == tensor.nbytes
+            assert each.share_memory_().is_shared()
+        assert tensor.data_ptr() == pool["matrix"].pointer
+        del tensor
+
+
+@pytest.mark.parametrize("strategy", ["file_descriptor", "file_system"])
+@pytest.mark.parametrize(
+    "move",
+    [
+        pytest.param(ForkingPickler.dumps, id="queue"),
+        pytest.param(lambda tensor: ForkingPickler.dumps(tensor[1:]), id="view"),
+        pytest.param(lambda tensor: ForkingPickler.dumps(torch.nn.Parameter(tensor, requires_grad=False)), id="weight"),
+        pytest.param(lambda tensor: ForkingPickler.dumps(tensor.untyped_storage()), id="storage"),
+        pytest.param(lambda tensor: tensor.share_memory_(), id="share_memory_"),
+        pytest.param(lambda tensor: tensor.detach().view(torch.uint8).share_memory_(), id="share_memory_ of a view"),
+    ],
+)
+def test_torch_cannot_move_a_tensor_out_of_the_pool(
+    client: Broker, monkeypatch: pytest.MonkeyPatch, strategy: str, move: Callable[[torch.Tensor], object]
+) -> None:
+    monkeypatch.setattr(torch.multiprocessing, "_sharing_strategy", strategy)
+    with client.attach("m") as pool:
+        tensor = state_dict(pool)["matrix"]
+        gc.collect()  # torch has the only reference to its storage now
+        with pytest.raises(TypeError, match=r"attach by name, or send tensor.clone\(\)"):
+            move(tensor)
+        assert tensor.data_ptr() == pool["matrix"].pointer
+        assert not tensor.is_shared()
+        del tensor
+
+
+def test_a_tensor_cannot_grow_over_the_next_one(client: Broker) -> None:
+    with client.attach("m") as pool:
+        tensor = state_dict(pool)["matrix"].detach()
+        with pytest.raises(RuntimeError, match="not resizable"):
+            tensor.resize_(1000, 1000)
+        del tensor
 
 
 def test_tensors_of_torch_fill_tensors_of_their_dtype_and_shape(client: Broker) -> None:

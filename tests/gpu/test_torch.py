@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import hashlib
+import io
 from collections.abc import Iterator
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
 import numpy as np
@@ -74,6 +77,26 @@ def test_tensors_outlive_the_pool_and_hold_the_lease(gpu: tuple[BrokerProcess, B
     assert [info.leases for info in broker.pools()] == [1]
     del last
     eventually(lambda: not broker.pools(), "the memory to be freed")
+
+
+def test_each_tensor_is_saved_and_copied_alone_and_stays_in_the_pool(gpu: tuple[BrokerProcess, Broker]) -> None:
+    from cubroker.client.torch import state_dict
+
+    _, broker = gpu
+    with broker.attach("m") as pool:
+        state = state_dict(pool)
+        for name, tensor in state.items():
+            assert tensor.untyped_storage().nbytes() == pool[name].nbytes
+            file = io.BytesIO()
+            torch.save(tensor, file)
+            assert len(file.getvalue()) < tensor.nbytes + 4096
+            if tensor.nbytes:
+                with pytest.raises(TypeError, match=r"attach by name, or send tensor.clone\(\)"):
+                    ForkingPickler.dumps(tensor)
+            assert tensor.share_memory_().data_ptr() == (pool[name].pointer if tensor.nbytes else 0)
+        torch.save(state, io.BytesIO())
+        assert (copy.deepcopy(state["long"]) + 0).cpu().numpy().tobytes() == TENSORS["long"][2]
+        del state, tensor
 
 
 def test_a_draft_is_filled_from_tensors_of_the_host_and_by_torch_from_those_of_the_gpu(
