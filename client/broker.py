@@ -267,7 +267,7 @@ class Broker(Unsendable, Scoped):
         return self._session.ask(Retire(name, _version(version)), Retirement)
 
     def watch(self, name: str) -> Watch:
-        """Return an iterator over the pool's current version, now and after every change; close it when done.
+        """Return an iterator over the pool's current version (None without one), now and after every change; close it.
 
         Raises:
             Denied: the pool's mode keeps this user from reading it.

@@ -55,13 +55,14 @@ class Scoped(ABC):
 
 
 class Unsendable:
-    """A base of what means nothing in another process, so that pickling it says what to do instead."""
+    """A base of what there is once, and in one process: copying or pickling it says what to do instead."""
 
     __slots__ = ()
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            f"a {type(self).__name__} cannot be sent to another process; open a Broker there, and attach by name"
+            f"a {type(self).__name__} cannot be copied, nor be sent to another process; open a Broker there, and"
+            f" attach by name"
         )
 
 

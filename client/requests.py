@@ -14,7 +14,7 @@ from time import monotonic
 from typing import TypeVar
 
 from cubroker.client.futures import Future
-from cubroker.client.processes import Owner
+from cubroker.client.processes import Owner, Unsendable
 from cubroker.protocol import wire
 from cubroker.protocol.bounds import MAX_RECEIVED
 from cubroker.protocol.errors import CubrokerError, Unavailable, from_code
@@ -46,7 +46,7 @@ class Pending:
         self.sent = 0.0
 
 
-class Requests:
+class Requests(Unsendable):
     """All requests of one session.
 
     Args:

@@ -7,15 +7,15 @@ from threading import RLock
 
 from cubroker.client.futures import Future
 from cubroker.client.living import Living
-from cubroker.client.processes import Owner, Scoped
+from cubroker.client.processes import Owner, Scoped, Unsendable
 from cubroker.client.requests import Requests
 from cubroker.protocol import messages
 from cubroker.protocol.errors import CubrokerError
 from cubroker.protocol.messages import PoolChanged, Reply
 
 
-class Watch(Iterator[int], Scoped):
-    """The current version of a pool, now and after every change; 0 while there is none.
+class Watch(Unsendable, Iterator[int | None], Scoped):
+    """The current version of a pool, now and after every change; None while there is none.
 
     Changes that come faster than they are read are seen as one. Iterating blocks until there is a
     change, until :meth:`close` is called (from any thread; the iteration stops), or until the broker
@@ -28,12 +28,12 @@ class Watch(Iterator[int], Scoped):
         self._watches = watches
         self._lock = RLock()  # a signal handler may close it in the middle
         self._news: Future[None] = Future()  # the next; no Condition, whose lock an interrupt may leave shut
-        self._latest: int | None = None
+        self._latest: int | None = None  # as the broker says it: 0 is no version; None until it said anything
         self._seen: int | None = None
         self._closed = False
         self._error: CubrokerError | None = None
 
-    def __next__(self) -> int:
+    def __next__(self) -> int | None:
         self._owner.check()
         while True:
             news = self._news  # taken before the look, so that none is missed
@@ -45,7 +45,7 @@ class Watch(Iterator[int], Scoped):
                 version = self._latest
                 if version is not None and version != self._seen:
                     self._seen = version
-                    return version
+                    return version or None
             news.wait()
 
     def close(self) -> None:
@@ -56,7 +56,7 @@ class Watch(Iterator[int], Scoped):
         self._watches.remove(self)
 
     def tell(self, version: int) -> None:
-        """The pool's current version is now this one."""
+        """The pool's current version is now this one, or 0 if it has none."""
         self._latest = version
         self._wake()
 

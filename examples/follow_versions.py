@@ -17,7 +17,7 @@ def main(name: str) -> None:
     current: Pool | None = None
     with Broker() as broker, broker.watch(name) as versions:
         for version in versions:
-            if version:
+            if version is not None:
                 try:
                     fresh = broker.attach(name)
                 except NotFound:  # it was retired since; the next change says so

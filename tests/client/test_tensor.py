@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import builtins
+import copy
 import ctypes
+import pickle
 import sys
 from array import array
 from collections.abc import Callable
@@ -13,7 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from cubroker.client import Broker
+import cubroker.client
+from cubroker.client import Broker, Draft, Pool
 from cubroker.client.elements import ELEMENTS
 from cubroker.client.mapping import Mapped, Place
 from cubroker.client.tensor import SharedTensor
@@ -21,7 +24,7 @@ from cubroker.driver import Device, DriverError
 from cubroker.protocol import Layout
 from cubroker.protocol.dtypes import BITS
 from cubroker.protocol.errors import DeviceFailure, Invalid, OutOfMemory, Unsupported
-from tests.client.conftest import content, publish
+from tests.client.conftest import LAYOUT, content, publish
 
 EVERY = Layout.pack([(dtype, dtype, (3, 8)) for dtype in BITS])
 PACKED = {"F4", "F6_E2M3", "F6_E3M2"}
@@ -341,6 +344,30 @@ def test_a_tensor_on_a_gpu_is_no_array_of_numpy_and_the_error_says_how() -> None
 def test_torch_refuses_the_cuda_array_interface_of_what_is_read_only(use: Callable[[Any], object]) -> None:
     with pytest.raises(TypeError, match="read only"):
         use(on_gpu("F32", (2, 3))[0])
+
+
+PUBLIC: dict[str, Callable[[Broker, Pool, Draft], object]] = {
+    "Broker": lambda broker, pool, draft: broker,
+    "Draft": lambda broker, pool, draft: draft,
+    "Pool": lambda broker, pool, draft: pool,
+    "Replica": lambda broker, pool, draft: draft.replicas[0],
+    "SharedEvent": lambda broker, pool, draft: pool.event("done"),
+    "SharedTensor": lambda broker, pool, draft: pool["weight"],
+    "Watch": lambda broker, pool, draft: broker.watch(pool.name),
+}
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_no_public_object_can_be_copied_or_sent(client: Broker, name: str, copied: Callable[[object], object]) -> None:
+    assert PUBLIC.keys() == set(cubroker.client.__all__)
+    with client.create(name, LAYOUT, writable=True) as draft:
+        draft.seal()
+    with client.attach(name) as pool, client.create(name, LAYOUT) as draft:
+        things = {each: get(client, pool, draft) for each, get in PUBLIC.items()}
+        for each, thing in {**things, "Requests": client.requests}.items():
+            assert type(thing).__name__ == each
+            with pytest.raises(TypeError, match=f"a {each} cannot be copied, nor be sent to another process"):
+                copied(thing)
 
 
 def test_a_tensor_describes_itself(client: Broker, name: str) -> None:
