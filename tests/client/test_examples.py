@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from tests.brokers import PATIENCE, BrokerProcess, eventually, serving
 from tests.client.conftest import leases
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+TRAPS = Path(__file__).parents[2] / "docs" / "traps.md"
 
 
 def started(lender: BrokerProcess, example: str, *arguments: str) -> subprocess.Popen[str]:
@@ -84,3 +86,16 @@ def test_a_model_runs_on_weights_that_its_process_did_not_load(minilm: Path) -> 
         text = said(started(broker, "transformers_worker.py", "minilm", str(minilm), "weights are loaded once"))
         assert text.startswith("'weights are loaded once': [")
         eventually(lambda: leases(client, "minilm") == 0, "the end of the lease")
+
+
+@pytest.mark.slow
+def test_the_samples_of_the_traps_print_what_stands_below_them(
+    lender: BrokerProcess, client: Broker, tmp_path: Path
+) -> None:
+    text = TRAPS.read_text()
+    samples = re.findall(r"^```python\n(.*?)^```\n\n^```\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    assert len(samples) == text.count("```python") == text.count("\n## ")
+    for number, (sample, printed) in enumerate(samples):
+        path = tmp_path / f"sample_{number}.py"
+        path.write_text(sample)
+        assert said(started(lender, str(path))) == printed
