@@ -118,7 +118,8 @@ class Broker:
     def take_over(self, number: int, connection: socket.socket | None, peer: Peer, remembered: Remembered) -> None:
         """Go on with a session of an earlier broker, whose ``connection`` or process may be gone."""
         answers = remembered.replies(lambda lease: self._grant(number, lease))
-        session = Session(number, connection, peer, self._ended, self._denials, remembered.secret, answers)
+        own = remembered.secret, answers
+        session = Session(number, connection, peer, self._ended, self._denials, *own, welcomed=remembered.welcomed)
         session.watch()
         self._enter(session)
         if self._scribe and remembered.mute:
@@ -175,7 +176,7 @@ class Broker:
         self._requests.enter(session)
 
     def _welcome(self, session: Session, version: int) -> None:
-        session.send(wire.pack(Welcome(version, session.number, session.secret, self._driver)))
+        session.welcome(wire.pack(Welcome(version, session.number, session.secret, self._driver)))
         if self._scribe:
             self._scribe.opened(session, version, welcomed=True)
         if why := self._ledger.draining:

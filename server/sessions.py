@@ -50,6 +50,7 @@ class Session:
         denials: takes what the process is refused.
         secret: what its requests carry; by default a new one.
         answers: what it asked before, if it is an earlier broker's.
+        welcomed: whether an earlier broker answered its greeting; notices wait until :meth:`welcome` does.
     """
 
     def __init__(
@@ -61,6 +62,8 @@ class Session:
         denials: Denials,
         secret: bytes | None = None,
         answers: Answers | None = None,
+        *,
+        welcomed: bool = False,
     ) -> None:
         self.number = number
         self.peer = peer
@@ -71,6 +74,7 @@ class Session:
         self._pidfd = peer.pidfd
         self._report = report
         self._denials = denials
+        self._welcomed = welcomed
         self._waiting: dict[str, Notice | Parcel] = {}
         # The least that the kernel knows: what is on its way counts as open files, and whoever does not read stops it.
         if connection:
@@ -106,8 +110,14 @@ class Session:
             log.debug("session %d: %s", self.number, error)
         return True
 
+    def welcome(self, answer: bytes) -> None:
+        """Answer the greeting. The client takes what comes first for this answer, so no notice goes before it."""
+        self.send(answer)
+        self._welcomed = True
+        self._drain()
+
     def notify(self, notice: Notice) -> None:
-        """Send a notice now, or when the client has read the ones before it."""
+        """Send a notice now, or when the client was welcomed and has read the ones before it."""
         # The names of pools begin with no dot, so the kinds cannot be taken for one.
         match notice:
             case PoolChanged(name):
@@ -150,7 +160,7 @@ class Session:
     def _put(self, key: str, item: Notice | Parcel) -> None:
         blocked = bool(self._waiting)
         self._waiting[key] = item
-        if not blocked:
+        if self._welcomed and not blocked:
             self._drain()
 
     def _drain(self) -> None:

@@ -13,7 +13,21 @@ from typing import cast
 import pytest
 
 from cubroker.protocol import wire
-from cubroker.protocol.messages import Answer, Clients, Envelope, Greeting, ListClients, Refused, Welcome
+from cubroker.protocol.messages import (
+    Answer,
+    Clients,
+    Done,
+    Drain,
+    Draining,
+    Envelope,
+    GatewayChanged,
+    Greeting,
+    ListClients,
+    Notice,
+    Refused,
+    Request,
+    Welcome,
+)
 from cubroker.server.answers import Frame
 from cubroker.server.assembly import Assembly
 from cubroker.server.broker import Broker
@@ -57,10 +71,10 @@ class Stage:
         self.broker.admit(ours, Peer(os.getpid(), os.geteuid(), os.getegid(), os.pidfd_open(os.getpid())), 1)
         return theirs
 
-    def ask(self, welcome: Welcome) -> Answer:
+    def ask(self, welcome: Welcome, body: Request | None = None, number: int = 1) -> Answer:
         """Return the answer to a request of a session's, which comes at once."""
         self.answers.clear()
-        self.broker.receive([b"id", wire.pack(Envelope(welcome.secret, 1, 1, ListClients()))])
+        self.broker.receive([b"id", wire.pack(Envelope(welcome.secret, number, 1, body or ListClients()))])
         _, answer = self.answers
         assert isinstance(answer, bytes)
         return wire.unpack(answer, Answer)
@@ -80,6 +94,14 @@ def warehouse(tmp_path: Path) -> Iterator[Warehouse]:
 
 def hears(client: socket.socket) -> Greeting:
     return wire.unpack(client.recv(4096), Greeting)
+
+
+def told(client: socket.socket) -> list[Notice]:
+    """The notices that are there to be read."""
+    notices: list[Notice] = []
+    while speaks(client):
+        notices.append(wire.unpack(client.recv(4096), Notice))
+    return notices
 
 
 def speaks(client: socket.socket) -> bool:
@@ -157,6 +179,28 @@ def test_while_whoever_keeps_the_store_does_not_read_sessions_are_served_and_new
             await until(lambda: speaks(newcomer))
             assert isinstance(hears(newcomer), Welcome)
             assert stage.stored() == {"ledger": 1, "s1": 2, "s4": 2}
+            newcomer.close()
+        stage.close()
+
+    run(test())
+
+
+@pytest.mark.usefixtures("unhurried")
+def test_a_session_that_waits_to_be_welcomed_is_told_of_nothing_else_before(warehouse: Warehouse) -> None:
+    async def test() -> None:
+        stage = Stage(warehouse)
+        with stage.greets() as client:
+            welcome = hears(client)
+            assert isinstance(welcome, Welcome)
+            with warehouse.deaf():
+                newcomer = stage.greets()
+                stage.broker.gateway_changed()
+                for number, on in enumerate((True, False, True), start=1):
+                    assert isinstance(stage.ask(welcome, Drain(on), number).body, Done)
+                assert GatewayChanged() in told(client)
+            await until(lambda: speaks(newcomer))
+            assert isinstance(hears(newcomer), Welcome)
+            assert Draining(stage.broker.draining) in told(newcomer)
             newcomer.close()
         stage.close()
 
