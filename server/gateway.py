@@ -8,11 +8,13 @@ the last batch, and drops replies for a client that does not read. libzmq counts
 not their bytes; so a large one is followed by as many empty messages as make it count for its bytes.
 
 Started by :mod:`cubroker.server.supervisor` as ``python -m cubroker.server.gateway PIPE LISTENER PATH``,
-the first two being inherited descriptors. It ends when the broker's end of the pipe closes.
+the first two being inherited descriptors. It ends when the broker's end of the pipe closes, and is killed should the
+broker be: one that hangs would notice no end of a pipe, and nobody else looks after it.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import resource
 import signal
@@ -37,6 +39,9 @@ WEIGHT = 64 << 10
 
 HANDSHAKE = 10_000
 """Milliseconds that a peer may take to begin speaking ZMTP."""
+
+PR_SET_PDEATHSIG = 1
+"""What prctl(2) is asked for; Python has no name for it."""
 
 NOT_LAST = zmq.SNDMORE | zmq.NOBLOCK
 READ_AND_WRITE = zmq.POLLIN | zmq.POLLOUT
@@ -144,7 +149,8 @@ def bind(context: zmq.Context[zmq.Socket[bytes]], listener: int, path: str) -> z
 
 
 def limit() -> None:
-    """Bound this process's descriptors and memory, and leave signals to the broker."""
+    """Bound this process's descriptors, memory and life, and leave signals to the broker."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     # A terminal or service manager signals the whole group; the broker ends the gateway when it is done.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)

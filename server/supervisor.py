@@ -1,4 +1,4 @@
-"""Keeps a gateway running: starts one, and another as soon as it dies.
+"""Keeps a gateway running: starts one, and another as soon as it dies; one that hangs is killed.
 
 The listening socket of ``broker.zmq`` belongs to the broker, and every gateway gets a duplicate of
 it: a client that connects while there is no gateway waits in the socket's backlog for the next one.
@@ -18,6 +18,7 @@ from pathlib import Path
 
 from cubroker.protocol.errors import Unavailable
 from cubroker.server.answers import Frame
+from cubroker.server.gateway_probe import silence
 from cubroker.server.transport import Link
 
 log = logging.getLogger(__name__)
@@ -116,9 +117,13 @@ class Supervisor:
         self._link = link
         if self._stopping.is_set():
             link.close()
+        if undone := await silence(link, self._path):
+            _kill(process)
+            link.close()
+            undone += ", so it was killed, and "
         await link.ended
         self._link = None
-        return f"process {process.pid} {_ended(await _end(process))}{_last_words(await said)}"
+        return f"process {process.pid} {undone}{_ended(await _end(process))}{_last_words(await said)}"
 
     async def _spawn(self) -> tuple[Process, Link]:
         ours, theirs = socket.socketpair()
@@ -153,9 +158,13 @@ async def _end(process: Process) -> int:
     try:
         return await asyncio.wait_for(process.wait(), GRACE)
     except TimeoutError:
-        with contextlib.suppress(ProcessLookupError):  # it has just ended
-            process.kill()
+        _kill(process)
         return await process.wait()
+
+
+def _kill(process: Process) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it has just ended
+        process.kill()
 
 
 def _ended(status: int) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import select
 import socket
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +30,11 @@ class Link(asyncio.Protocol):
     Args:
         receive: takes the frames of requests that are there. They end early, after a whole request, where what it sends
             meanwhile is more than the gateway takes; the others come later.
+
+    Attributes:
+        listening: done once the gateway listens; cancelled if it never does.
+        ended: done once this is of no use any more.
+        question: a frame that is sent back at once to where it comes from, whatever else waits. No client knows it.
     """
 
     _transport: asyncio.Transport
@@ -36,10 +43,12 @@ class Link(asyncio.Protocol):
         loop = asyncio.get_running_loop()
         self.listening: asyncio.Future[None] = loop.create_future()
         self.ended: asyncio.Future[None] = loop.create_future()
+        self.question = os.urandom(16)
         self._receive = receive
         self._batches = batches.Batches()
         self._frames: deque[bytes] = deque()
         self._behind = False
+        self._sent = self._taken = 0  # bytes of answers
 
     @classmethod
     async def over(cls, end: socket.socket, receive: Callable[[Iterator[bytes]], None]) -> Self:
@@ -50,7 +59,19 @@ class Link(asyncio.Protocol):
     def send(self, frames: Sequence[Frame]) -> None:
         """Send one batch, unless the gateway is gone or far behind: then it is not even encoded."""
         if not self._transport.is_closing() and self._transport.get_write_buffer_size() < MAX_UNSENT:
-            self._transport.write(batches.encode(frames))
+            data = batches.encode(frames)
+            self._sent += len(data)
+            self._transport.write(data)
+
+    def waits(self) -> bool:
+        """Whether the next step is the gateway's: to bring something, or, if it is behind, to take the first answers.
+
+        An answer that it took since the last call was such a step.
+        """
+        before, self._taken = self._taken, self._sent - self._transport.get_write_buffer_size()
+        if self._behind:
+            return self._taken == before
+        return not self._transport.is_closing() and not _is_readable(self._transport.get_extra_info("socket"))
 
     def close(self) -> None:
         """Close at once; ``ended`` follows."""
@@ -70,8 +91,20 @@ class Link(asyncio.Protocol):
             return self.close()
         if not all(whole) and not self.listening.done():
             self.listening.set_result(None)
-        self._frames.extend(chain.from_iterable(whole))
+        self._frames.extend(chain.from_iterable(map(self._send_back, whole)))
         return self._hand_over()
+
+    def _send_back(self, batch: list[bytes]) -> list[bytes]:
+        """Send the questions of a batch back, and return the rest of it."""
+        if self.question not in batch:
+            return batch
+        rest: list[bytes] = []
+        for routing, frame in batches.pairs(batch):
+            if frame == self.question:
+                self.send((routing, frame))
+            else:
+                rest += (routing, frame)
+        return rest
 
     def pause_writing(self) -> None:
         """Take no further request while the answers to the last ones are not taken."""
@@ -108,3 +141,9 @@ class Link(asyncio.Protocol):
         self.listening.cancel()
         if not self.ended.done():
             self.ended.set_result(None)
+
+
+def _is_readable(end: socket.socket) -> bool:
+    poll = select.poll()
+    poll.register(end, select.POLLIN)
+    return bool(poll.poll(0))

@@ -29,7 +29,9 @@ class Meters:
             "cubroker_sessions_refused", "Sessions refused to who had greeted.", ["code"], registry=self.registry
         )
         self._gateways = Counter(
-            "cubroker_gateway_restarts", "Gateways that took the place of one that had died.", registry=self.registry
+            "cubroker_gateway_restarts",
+            "Gateways that took the place of one that had died, or hung and was killed.",
+            registry=self.registry,
         )
         ProcessCollector(registry=self.registry)
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import resource
+import signal
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -16,6 +19,7 @@ from cubroker.protocol import wire
 from cubroker.protocol.directory import REQUEST_SOCKET
 from cubroker.protocol.layout import Layout
 from cubroker.protocol.messages import Describe, Description, Envelope, ListPools
+from cubroker.server.gateway_probe import INTERVAL, UNANSWERED
 from tests.brokers import BrokerProcess, eventually
 from tests.hostile.peers import GREETING, HOSTILITY, MIB, Witness, acknowledge, dial, frame, pour, ready
 from tests.server.clients import session
@@ -157,3 +161,30 @@ def test_large_answers_one_after_the_other_come_to_whom_reads_them(broker: Broke
         for _ in range(30 * HOSTILITY):
             assert client.ask(Describe("large", 0), Description).layout == layout.encode()
             acknowledge(client)
+
+
+@pytest.mark.slow
+def test_gateways_that_are_stopped_are_replaced(broker: BrokerProcess, witness: Witness) -> None:
+    for _ in range(HOSTILITY):
+        stopped = gateway_of(broker.pid)
+        os.kill(stopped, signal.SIGSTOP)
+        witness.check()
+        assert not alive(stopped)
+
+
+@pytest.mark.slow
+def test_a_gateway_with_much_to_do_is_not_taken_for_one_that_hangs(broker: BrokerProcess, witness: Witness) -> None:
+    gateway = gateway_of(broker.pid)
+    deadline = time.monotonic() + 2 * UNANSWERED * INTERVAL * HOSTILITY  # how long it lasts
+    with ExitStack() as opened:
+        clients = [opened.enter_context(session(broker.directory)) for _ in range(4)]
+        deaf = [(client, opened.enter_context(silent_dealer(broker))) for client in clients]
+        for number in itertools.count(1):
+            for client, dealer in deaf:
+                for _ in range(100):
+                    dealer.send(wire.pack(Envelope(client.welcome.secret, number, number, ListPools())))
+            flood(broker, 20, GREETING).close()
+            if time.monotonic() > deadline:
+                break
+    witness.check()
+    assert gateway_of(broker.pid) == gateway

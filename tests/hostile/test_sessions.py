@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -21,19 +22,22 @@ from cubroker.protocol.messages import (
     ListPools,
     PoolChanged,
     Pools,
+    Refused,
     Request,
     Retire,
     Retirement,
     Seal,
     Sealed,
     Watch,
+    Welcome,
 )
 from cubroker.server.directory import SO_PASSRIGHTS
 from cubroker.server.greeting import MAX_GUESTS
 from tests.brokers import BrokerProcess, eventually
 from tests.hostile.peers import HOSTILITY, MIB, Witness, acknowledge, pour, push
-from tests.server.clients import HELLO, RawClient, connect, greet, session
-from tests.server.processes import descriptors, resident
+from tests.server.clients import HELLO, RawClient, connect, greet, hear, session
+from tests.server.processes import descriptors, gateway_of, resident
+from tests.stores import storing
 
 GUESSES = 4000 if HOSTILITY == 1 else 100_000 * HOSTILITY
 
@@ -125,6 +129,24 @@ def test_a_session_that_floods_and_never_reads(broker: BrokerProcess, witness: W
             if number % 5000 == 0:
                 witness.attach(witness.client)
         assert resident(broker.pid) - before < 128 * MIB
+
+
+@pytest.mark.slow
+def test_gateways_that_die_while_sessions_wait_to_be_welcomed() -> None:
+    with storing() as broker, session(broker.directory) as there:
+        for _ in range(HOSTILITY):
+            known = len(there.clients())
+            with ExitStack() as waiting:
+                with broker.warehouse.deaf():
+                    newcomers = [waiting.enter_context(connect(broker.directory)) for _ in range(20)]
+                    for each in newcomers:
+                        each.send(HELLO)
+                    eventually(lambda: len(there.clients()) == known + 20, "the sessions to be known")  # noqa: B023
+                    os.kill(gateway_of(broker.pid), signal.SIGKILL)
+                    there.redial()
+                for each in newcomers:
+                    assert isinstance(hear(each), Welcome | Refused)  # refused if this took longer than it may
+            eventually(lambda: len(there.clients()) == known, "the sessions to end")  # noqa: B023
 
 
 # -- guessing ------------------------------------------------------------------------------------------

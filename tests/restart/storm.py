@@ -2,7 +2,7 @@
 
 It is the real ``cubroker keep`` that keeps what is stored, notices a broker that is stopped (SIGSTOP), and starts the
 next one. Workers that do anything are killed as well, and gateways; all workers are halted now and then, and asked what
-they hold.
+they hold. Before some of these halts a gateway is stopped, which its broker has to replace.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.kills.content import check
 from tests.kills.judge import settles
 from tests.kills.nursery import Nursery, Worker
 from tests.restart.parts import DURABLE, SHARDED
-from tests.server.processes import descriptors, gateways
+from tests.server.processes import alive, descriptors, gateway_of, gateways
 
 WORKERS = "tests.restart.workers"
 COMPANY = {"company": DURABLE, "spread": SHARDED}
@@ -48,6 +48,9 @@ LULL = 10
 
 LONGEST = 0.5
 """Seconds that a broker serves, at most."""
+
+STOP = 50
+"""Kills between two gateways that are stopped."""
 
 EARLY = 0.2
 """How many of the brokers are killed while they start."""
@@ -138,9 +141,12 @@ class Storm:
                     self._strike_gateway()
             self._wait(self.chance.uniform(0, LONGEST))
             self._strike_broker(self._choose("broker"))
+            if number % STOP == 0:
+                self._stop_gateway()
             if number % LULL == 0:
                 self.halt()
                 report(f"{number} kills")
+        self._stop_gateway()
         self.halt()
 
     def _wait(self, seconds: float) -> None:
@@ -177,6 +183,15 @@ class Storm:
                 if strike(gateway, broker, number):
                     self.gateways += number is signal.SIGKILL
                     self.stopped_gateways += number is signal.SIGSTOP
+
+    def _stop_gateway(self) -> None:
+        """Have a gateway hang. The broker replaces it, and until then nobody is answered."""
+        self.judge.devices()
+        stopped = gateway_of(self.broker)
+        os.kill(stopped, signal.SIGSTOP)
+        self.judge.devices()
+        assert not alive(stopped)
+        self.stopped_gateways += 1
 
     def _hire(self) -> None:
         seed = self.chance.getrandbits(32)

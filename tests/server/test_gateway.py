@@ -1,12 +1,18 @@
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
 import re
 import resource
 import signal
+import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from threading import Thread
+from types import SimpleNamespace
 
 import pytest
 import zmq
@@ -14,10 +20,13 @@ import zmq
 from cubroker.protocol import wire
 from cubroker.protocol.directory import REQUEST_SOCKET
 from cubroker.protocol.messages import Attach, Close, Done, Failed, GatewayChanged, ListDevices
-from cubroker.server import gateway
+from cubroker.server import gateway, gateway_probe
 from tests.brokers import BrokerProcess, eventually
 from tests.server.clients import RawClient, session
 from tests.server.processes import alive, all_closed, descriptors, files, gateway_of
+
+PTRACE_ATTACH = 16
+WALL = 0x40000000  # threads, too
 
 
 @contextmanager
@@ -27,6 +36,36 @@ def stranger(broker: BrokerProcess, kind: int = zmq.DEALER) -> Iterator[zmq.Sock
         peer.setsockopt(zmq.LINGER, 0)
         peer.connect(f"ipc://{broker.directory / REQUEST_SOCKET}")
         yield peer
+
+
+@contextmanager
+def halted(pid: int, name: str) -> Iterator[None]:
+    """For a block, one thread of a process does not run, and the others do. At its end the process is killed."""
+    (thread,) = (int(each.name) for each in Path(f"/proc/{pid}/task").iterdir() if _name(each) == name)
+    libc, stopped = ctypes.CDLL(None, use_errno=True), Future[int]()
+
+    def trace() -> None:
+        if libc.ptrace(PTRACE_ATTACH, thread, None, None):
+            return stopped.set_result(ctypes.get_errno())
+        os.waitpid(thread, WALL)
+        stopped.set_result(0)
+        os.waitpid(thread, WALL)  # its end, before which that of the process is not told
+        return None
+
+    tracer = Thread(target=trace)
+    tracer.start()
+    try:
+        if failure := stopped.result():
+            pytest.skip(f"this user may trace no process: {os.strerror(failure)}")
+        yield
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        tracer.join()
+
+
+def _name(task: Path) -> str:
+    return (task / "comm").read_text().strip()
 
 
 def test_requests_survive_the_death_of_the_gateway(broker: BrokerProcess, client: RawClient) -> None:
@@ -88,6 +127,50 @@ def test_a_lease_counted_before_the_gateway_died_is_not_counted_again(broker: Br
     assert client.answer(number) == before
     (known,) = client.clients()
     assert len(known.leases) == 1
+
+
+@pytest.mark.slow
+def test_a_gateway_that_is_stopped_is_replaced_and_what_was_asked_is_answered(
+    broker: BrokerProcess, client: RawClient
+) -> None:
+    stopped = gateway_of(broker.pid)
+    os.kill(stopped, signal.SIGSTOP)
+    number = client.send(ListDevices())
+    client.redial()
+    client.send(ListDevices(), number)
+    assert client.answer(number)
+    assert not alive(stopped)
+    assert f"process {stopped} brought back none of 4 questions in 2 s, so it was killed" in broker.log()
+
+
+@pytest.mark.slow
+def test_a_gateway_is_replaced_if_libzmq_is_stuck_and_its_own_loop_is_not(
+    broker: BrokerProcess, client: RawClient
+) -> None:
+    stuck = gateway_of(broker.pid)
+    with halted(stuck, "ZMQbg/IO/0"):
+        number = client.send(ListDevices())
+        client.redial()
+    client.send(ListDevices(), number)
+    assert client.answer(number)
+
+
+def test_a_gateway_that_is_stopped_does_not_outlive_its_broker(broker: BrokerProcess) -> None:
+    stopped = gateway_of(broker.pid)
+    os.kill(stopped, signal.SIGSTOP)
+    broker.kill()
+    eventually(lambda: not alive(stopped), "the end of the gateway")
+
+
+@pytest.mark.slow
+def test_a_broker_that_was_stopped_for_long_keeps_its_gateway(broker: BrokerProcess, client: RawClient) -> None:
+    pid = gateway_of(broker.pid)
+    os.kill(broker.pid, signal.SIGSTOP)
+    time.sleep(2 * gateway_probe.UNANSWERED * gateway_probe.INTERVAL)
+    os.kill(broker.pid, signal.SIGCONT)
+    time.sleep(2 * gateway_probe.INTERVAL)
+    assert client.devices()
+    assert gateway_of(broker.pid) == pid
 
 
 def test_gateways_that_die_one_after_the_other_are_replaced(broker: BrokerProcess, client: RawClient) -> None:
@@ -185,6 +268,7 @@ def test_a_squatted_routing_id_fails_its_squatter_alone(broker: BrokerProcess, c
 def test_the_limits_hold_where_the_system_sets_none(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: dict[int, tuple[int, int]] = {}
     monkeypatch.setattr(signal, "signal", lambda number, action: None)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(prctl=lambda option, number: 0))
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024, resource.RLIM_INFINITY))
     monkeypatch.setattr(resource, "setrlimit", lambda kind, value: chosen.update({kind: value}))
     gateway.limit()

@@ -159,3 +159,23 @@ def test_answers_past_the_bound_are_dropped_for_their_clients_to_ask_again() -> 
             assert reader.feed(await taken(gateway)) == [[b"id", b"next"]]
 
     run(test())
+
+
+def test_the_next_step_is_the_gateways_unless_the_broker_has_to_read_or_the_gateway_takes_answers() -> None:
+    async def test() -> None:
+        async with linked() as (link, gateway, received):
+            assert link.waits()
+            gateway.send(batches.encode(REQUESTS))
+            assert not link.waits()  # the broker has to read that
+            await until(lambda: received)
+            assert link.waits()
+            link.send([b"id", bytes(2 * transport.HIGH_WATER)])
+            assert not link.waits()  # it took the first of this
+            assert link.waits()
+            gateway.send(batches.encode(REQUESTS))
+            assert link.waits()  # nor is that read while it takes nothing
+            assert await taken(gateway)
+            await until(lambda: not link.waits())  # it took some
+            assert link.waits()
+
+    run(test())
