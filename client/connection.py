@@ -6,7 +6,7 @@ import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from threading import Lock
+from threading import Lock, RLock
 
 import zmq
 
@@ -43,7 +43,7 @@ class Waker:
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._lock = Lock()
+        self._lock = RLock()  # a signal handler may come into the middle, and wake the thread as well
         self._open = True
         self._asleep = True
 

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import os
-from threading import Lock
 
 from cubroker.driver import Context, Device, Driver, DriverError, load
+from cubroker.driver.once import keep_first
 from cubroker.protocol.bounds import MAX_DEVICES
 from cubroker.protocol.errors import CubrokerError, DeviceFailure, NotFound, OutOfMemory, Unavailable
 
 _drivers: dict[str, Driver] = {}
-_lock = Lock()
 _inherited = False
 
 
 def _forked() -> None:
-    global _inherited, _lock
+    global _inherited
     _inherited = _inherited or bool(_drivers)
     _drivers.clear()
-    _lock = Lock()  # another thread may have held it
 
 
 os.register_at_fork(after_in_child=_forked)
@@ -30,14 +28,17 @@ def driver(spec: str) -> Driver:
     Raises:
         Unavailable: there is no such driver here, or this process was forked from one that uses it.
     """
-    with _lock:
-        if spec not in _drivers:
-            try:
-                _drivers[spec] = load(spec)
-            except (DriverError, ValueError) as error:
-                hint = "; it was forked from one that uses them: start it by spawn or forkserver" if _inherited else ""
-                raise Unavailable(f"this process cannot open the broker's devices ({spec}): {error}{hint}") from error
-        return _drivers[spec]
+    try:
+        return keep_first(_drivers, spec, lambda: load(spec), Driver.close)
+    except (DriverError, ValueError) as error:
+        hint = "; it was forked from one that uses them: start it by spawn or forkserver" if _inherited else ""
+        raise Unavailable(f"this process cannot open the broker's devices ({spec}): {error}{hint}") from error
+
+
+def in_call(spec: str) -> bool:
+    """Whether this thread is within a driver call that a session's own threads may wait for; nothing is loaded."""
+    known = _drivers.get(spec)
+    return known is not None and known.in_call()
 
 
 def find(driver: Driver, device: int | str) -> Device:

@@ -25,6 +25,9 @@ R = TypeVar("R", bound=Reply)
 RESEND = 1.0
 """Seconds after which an unanswered request is sent again."""
 
+INTRUDER = "a finalizer or a signal handler"
+INSTEAD = "ask again when it has returned, or in another thread"
+
 Settle = Callable[[Reply | CubrokerError], None]
 """Takes the answer of a request, or why there will be none. Runs on the connection's thread: it must be quick."""
 
@@ -101,9 +104,12 @@ class Requests(Unsendable):
         pending.settle(closed.anew())
 
     def check_free(self) -> None:
-        """Raise ``Unavailable`` in a finalizer that runs while this thread sends a request: nothing moves meanwhile."""
+        """Raise ``Unavailable`` in a finalizer or a signal handler that runs while this thread sends a request.
+
+        Nothing moves meanwhile.
+        """
         if self._lock._is_owned():  # type: ignore[attr-defined]  # as Condition asks it
-            raise Unavailable("called by a finalizer in the middle of a request, which has to be sent first")
+            raise Unavailable(f"called by {INTRUDER} in the middle of a request, which has to be sent first; {INSTEAD}")
 
     def waiting(self) -> bool:
         """Whether any request is unanswered."""

@@ -20,7 +20,7 @@ from cubroker.client.loans import Loan
 from cubroker.client.mapping import Mapped
 from cubroker.client.rebinding import Rebinding
 from cubroker.client.recall import Recall
-from cubroker.client.requests import Requests, expect
+from cubroker.client.requests import INSTEAD, INTRUDER, Requests, expect
 from cubroker.client.signals import Grip, Signal
 from cubroker.client.watch import Watch, Watches
 from cubroker.driver import Driver
@@ -134,10 +134,16 @@ class Session:
             raise Unavailable("this Broker is closed; open another")
 
     def check_may_wait(self) -> None:
-        """Raise ``Unavailable`` where a finalizer would wait for itself: on a session's threads, and in a request."""
+        """Raise ``Unavailable`` where a finalizer or a signal handler would wait for itself.
+
+        That is on a session's own threads, and in the middle of what these wait for: a request, a driver call, a fork.
+        """
         self.requests.check_free()
-        if self._lock._is_owned():  # type: ignore[attr-defined]  # as Condition asks it
-            raise Unavailable("called by a finalizer in the middle of a request, which has to go on first")
+        locks = self._lock, processes.unforked()
+        if any(lock._is_owned() for lock in locks) or devices.in_call(self._spec):  # type: ignore[attr-defined]
+            raise Unavailable(
+                f"called by {INTRUDER} in the middle of a call that this thread has to go on with first; {INSTEAD}"
+            )
         if isinstance(current_thread(), OwnThread):
             raise Unavailable("called by a finalizer on a session's own thread, which cannot wait for the answer")
 

@@ -26,7 +26,7 @@ class Watch(Unsendable, Iterator[int | None], Scoped):
         self.name = name
         self._owner = owner
         self._watches = watches
-        self._lock = RLock()  # a signal handler may close it in the middle
+        self._lock = watches.lock  # a signal handler may close it in the middle
         self._news: Future[None] = Future()  # the next; no Condition, whose lock an interrupt may leave shut
         self._latest: int | None = None  # as the broker says it: 0 is no version; None until it said anything
         self._seen: int | None = None
@@ -76,23 +76,23 @@ class Watches:
 
     Args:
         requests: the session's.
-        lock: held while watches change; whoever has it must not wait for the session.
+        lock: held while watches change, or what they have seen; whoever has it must not wait for the session.
     """
 
     def __init__(self, requests: Requests, lock: RLock) -> None:
         self._requests = requests
-        self._lock = lock  # again and again: a finalizer may close a watch while another one is made
+        self.lock = lock  # again and again: a finalizer may close a watch while another one is made
         self._watches: dict[str, Living[Watch]] = {}
 
     def add(self, watch: Watch) -> Future[Reply]:
         """Have the broker report the pool's state to ``watch``; the future says whether it will."""
-        with self._lock:  # held over the request, so that it cannot be overtaken by the one of a `remove`
+        with self.lock:  # held over the request, so that it cannot be overtaken by the one of a `remove`
             self._watches.setdefault(watch.name, Living()).add(watch)
             return self._requests.submit(messages.Watch(watch.name, on=True))
 
     def remove(self, watch: Watch) -> None:
         """Report to ``watch`` no more; without any left for its pool, the broker stops too."""
-        with self._lock:
+        with self.lock:
             others = self._watches.get(watch.name)
             if others is None:
                 return
@@ -108,12 +108,12 @@ class Watches:
 
     def fail(self, error: CubrokerError) -> None:
         """End all of them."""
-        with self._lock:
+        with self.lock:
             names = list(self._watches)
         for name in names:
             for watch in self._of(name):
                 watch.fail(error)
 
     def _of(self, name: str) -> list[Watch]:
-        with self._lock:
+        with self.lock:
             return list(self._watches.get(name, ()))

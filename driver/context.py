@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from cubroker.driver.buffers import address
 from cubroker.driver.calls import Calls, DriverError, explained
 from cubroker.driver.errors import unmapped
+from cubroker.driver.once import keep_first
 from cubroker.driver.stream import HANDLE_BYTES, Event, Pinned, Stream
 from cubroker.driver.vmm import Reservation
 from cubroker.driver.window import Window
@@ -73,8 +74,7 @@ class Context:
         self._cudevice = calls.cuDeviceGet(device.index)
         self.handle = calls.cuDevicePrimaryCtxRetain(self._cudevice)
         self._relaxed = calls.module.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-        self._copying = threading.Lock()
-        self._copies: Stream | None = None
+        self._copies: dict[None, Stream] = {}
 
     @contextmanager
     def current(self) -> Iterator[None]:
@@ -105,8 +105,7 @@ class Context:
 
     def release(self) -> None:
         """Let go of the context. If nobody else in the process holds it, everything in it is gone."""
-        copies, self._copies = self._copies, None
-        if copies:
+        if copies := self._copies.pop(None, None):
             with suppress(DriverError):  # a context that a failed kernel has ruined refuses everything
                 copies.close()
         self.calls.cuDevicePrimaryCtxRelease(self._cudevice)
@@ -256,10 +255,7 @@ class Context:
 
     def copies(self) -> Stream:
         """Return the context's own stream, in which its copies are made; it is closed with the context."""
-        with self._copying:
-            if self._copies is None:
-                self._copies = Stream(self, after_default=True)
-            return self._copies
+        return keep_first(self._copies, None, lambda: Stream(self, after_default=True), Stream.close)
 
     def stream(self) -> Stream:
         """Make a stream, which the caller closes."""

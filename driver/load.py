@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 from uuid import UUID
@@ -14,6 +13,7 @@ from cubroker.driver.calls import Calls, DriverError
 from cubroker.driver.context import Context, Device, Working, working
 from cubroker.driver.host import BLOCK, host_module
 from cubroker.driver.multicast import Granularity, Multicast, granularity, obstacle
+from cubroker.driver.once import keep_first
 from cubroker.driver.peers import Peers
 
 MAX_HOST_DEVICES = 64
@@ -41,7 +41,6 @@ class Driver:
         self.host = host
         self._calls = Calls(module)
         self._contexts: dict[int, Context] = {}
-        self._lock = threading.Lock()
         self._start()
         chosen = range(self._calls.cuDeviceGetCount()) if ordinals is None else ordinals
         self.devices: tuple[Device, ...] = tuple(self._describe(index) for index in chosen)
@@ -49,10 +48,15 @@ class Driver:
 
     def context(self, index: int) -> Context:
         """Return the context of the device with that ordinal; made on first use, shared afterwards."""
-        with self._lock:
-            if index not in self._contexts:
-                self._contexts[index] = Context(self._calls, self._device(index), host=self.host)
-            return self._contexts[index]
+        device = self._device(index)
+        return keep_first(self._contexts, index, lambda: Context(self._calls, device, host=self.host), Context.release)
+
+    def in_call(self) -> bool:
+        """Whether this thread is within a call that others wait for, into which a signal handler or a finalizer came.
+
+        That is so on host devices alone, whose driver is Python code.
+        """
+        return self.host and bool(self._calls.module.lock._is_owned())  # as Condition asks it
 
     def working(self) -> Working | None:
         """Return in which context this thread works, for :meth:`Context.check_thread`; None if in none."""
@@ -128,10 +132,9 @@ class Driver:
     def close(self) -> None:
         """Let go of all contexts. What is still allocated or open in them goes, unless others hold them too."""
         self.peers.close()
-        with self._lock:
-            for context in self._contexts.values():
-                context.release()
-            self._contexts.clear()
+        while self._contexts:
+            _, context = self._contexts.popitem()
+            context.release()
 
     def _start(self) -> None:
         try:

@@ -8,7 +8,6 @@ undefined, they refuse.
 from __future__ import annotations
 
 import os
-import threading
 from typing import Any
 
 from cuda.bindings import driver as cuda
@@ -18,6 +17,7 @@ from cubroker.driver.host.ipc import Ipc
 from cubroker.driver.host.kernels import Kernels
 from cubroker.driver.host.peers import Peers
 from cubroker.driver.host.streams import Streams
+from cubroker.driver.once import keep_first
 
 
 class HostModule(Devices, Streams, Ipc, Peers, Kernels):
@@ -38,14 +38,15 @@ class HostModule(Devices, Streams, Ipc, Peers, Kernels):
 
 
 _modules: dict[tuple[int, int, int], HostModule] = {}
-_making = threading.Lock()
 
 
 def host_module(count: int, size: int, island: int) -> HostModule:
     """Return the driver of such devices (see ``State``): one per process, as there is one CUDA driver."""
-    with _making:
-        module = _modules.get((count, size, island))
-        if module is None:
-            module = _modules[count, size, island] = HostModule(count, size, island)
-            os.register_at_fork(after_in_child=module.forked)
-        return module
+    key = count, size, island
+    return keep_first(_modules, key, lambda: _made(*key), lambda _: None)
+
+
+def _made(count: int, size: int, island: int) -> HostModule:
+    module = HostModule(count, size, island)
+    os.register_at_fork(after_in_child=module.forked)
+    return module

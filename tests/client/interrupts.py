@@ -55,12 +55,20 @@ def before_calls(code: CodeType) -> frozenset[int]:
     return frozenset(step.offset for step, following in pairwise(steps) if following.opname.startswith("CALL"))
 
 
-class Interrupt:
-    """One SIGINT, at the place of that number that is come to."""
+def interrupted() -> None:
+    raise KeyboardInterrupt
 
-    def __init__(self, number: int, *, deep: bool) -> None:
+
+class Interrupt:
+    """One SIGINT, at the place of that number that is come to in the code of a ``package``; its handler is ``act``."""
+
+    def __init__(
+        self, number: int, *, deep: bool = False, package: str = PACKAGE, act: Callable[[], None] = interrupted
+    ) -> None:
         self._left = number
         self._deep = deep
+        self._package = package
+        self._act = act
         self.came = False
 
     def __enter__(self) -> Interrupt:
@@ -74,7 +82,7 @@ class Interrupt:
         gc.enable()
 
     def _called(self, frame: FrameType, event: str, arg: object) -> Any:
-        here = [each.f_code.co_filename.startswith(PACKAGE) for each in (frame, frame.f_back) if each]
+        here = [each.f_code.co_filename.startswith(self._package) for each in (frame, frame.f_back) if each]
         within = self._deep and frame.f_back and frame.f_back.f_trace
         return self._step if (within or any(here)) and frame.f_code is not UNSAFE else None
 
@@ -93,7 +101,7 @@ class Interrupt:
             frame = frame.f_back
         if not self.came:
             self.came = True
-            raise KeyboardInterrupt
+            self._act()
 
 
 def attach(broker: Broker, name: str) -> None:

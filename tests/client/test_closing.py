@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from cubroker.client import Broker, Pool, SharedTensor, checkpoint, loader
+from cubroker.client import Broker, Pool, SharedTensor, checkpoint, loader, processes
 from cubroker.protocol.errors import Invalid, TimedOut, Unavailable
 from cubroker.protocol.messages import ListPools
 from tests import checkpoints
@@ -232,12 +233,14 @@ def test_a_pool_may_be_closed_in_the_middle_of_being_closed_or_used(client: Brok
 
 
 def test_a_finalizer_in_the_middle_of_a_request_waits_for_nothing(client: Broker, name: str) -> None:
+    """Nor one in the middle of a driver call, or of a fork."""
     publish(client, name)
-    for lock in (client.requests._lock, client._session._lock):
+    module: Any = client.driver._calls.module
+    for lock in (client.requests._lock, client._session._lock, module.lock, processes.unforked()):
         pool = client.attach(name)
         with lock:
             pool.close()
-            with pytest.raises(Unavailable, match="called by a finalizer in the middle of a request"):
+            with pytest.raises(Unavailable, match="called by a finalizer or a signal handler in the middle of a"):
                 client.pools()
         eventually(lambda: leases(client, name) == 0, "the end of the lease")
 

@@ -72,7 +72,7 @@ def test_a_watch_that_is_dropped_is_forgotten(client: Broker, name: str) -> None
 def test_a_finalizer_may_close_a_watch_or_a_pool_while_another_is_made(client: Broker, name: str) -> None:
     publish(client, name)
     watch, pool = client.watch(name), client.attach(name)
-    with Broker(client.directory) as other, client._session.watches._lock:
+    with Broker(client.directory) as other, client._session.watches.lock:
         other.retire(name)  # which the thread of the connection cannot tell the watch now
         pool.close()
         watch.close()

@@ -9,7 +9,7 @@ from typing import Any
 import cuda.bindings.driver
 import pytest
 
-from cubroker.driver import DriverError, load
+from cubroker.driver import Context, DriverError, load
 from cubroker.driver.host import HostModule
 
 MIB = 1 << 20
@@ -104,3 +104,23 @@ def test_a_driver_error_travels_between_processes() -> None:
     again = pickle.loads(pickle.dumps(error))
     assert str(again) == str(error) == "cuMemAlloc failed with CUDA_ERROR_OUT_OF_MEMORY (2): asked with 7"
     assert again.out_of_memory
+
+
+def test_of_contexts_that_are_made_within_each_other_the_first_to_be_ready_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a signal handler makes one that comes into the making of another."""
+    driver = load("host:1@6MiB")
+    within: list[Context] = []
+    retain = driver._calls.cuDevicePrimaryCtxRetain
+
+    def retains(device: object) -> object:
+        monkeypatch.undo()
+        within.append(driver.context(0))
+        return retain(device)
+
+    monkeypatch.setattr(driver._calls, "cuDevicePrimaryCtxRetain", retains)
+    assert [driver.context(0)] == within
+    assert driver._calls.module.retained == [1]
+    driver.close()
+    assert driver._calls.module.retained == [0]

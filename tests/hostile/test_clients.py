@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from cubroker.protocol.bounds import MAX_WAIT
 from cubroker.protocol.layout import MAX_TENSORS, Layout
 from cubroker.protocol.messages import (
@@ -20,7 +22,8 @@ from cubroker.protocol.messages import (
 )
 from cubroker.server.answers import MAX_REQUESTS
 from cubroker.server.ledger.entries import Limits
-from tests.brokers import BrokerProcess
+from tests.brokers import BrokerProcess, serving
+from tests.client.scripts import run
 from tests.hostile.peers import HOSTILITY, MIB, Witness, acknowledge
 from tests.server.clients import LAYOUT, session
 from tests.server.processes import resident
@@ -118,3 +121,15 @@ def test_a_client_that_takes_all_memory_and_goes(broker: BrokerProcess, witness:
         created = client.answer(behind)
         assert isinstance(created, Created)
         client.ask(Close(created.lease), Done)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["attach", "sleep", "hand_over", "publish", "watch"])
+def test_a_signal_handler_that_uses_the_broker_waits_for_nothing_that_its_own_thread_has_to_do(what: str) -> None:
+    program = "from tests.client import handlers; handlers.main(*sys.argv[1:])"
+    with serving() as broker:
+        done = run(broker, program, what, str(4 if HOSTILITY == 1 else 1), measured=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    served, refused = map(int, done.stdout.split())
+    assert served > 10
+    assert served + refused > 25
