@@ -217,7 +217,7 @@ def test_a_pool_may_be_closed_in_the_middle_of_being_closed_or_used(client: Brok
         with pool._closing:
             pool.close()
         pool.close()
-        if tensor:
+        if tensor is not None:
             with pytest.raises(Invalid, match="was given back, and its tensors with it"):
                 tensor.numpy()
     assert leases(client, name) == 0
