@@ -23,12 +23,15 @@ MAX_DESCRIPTORS = 16
 MAX_NOTICE = 1 << 16
 """Bytes of a message on the session socket; what is longer is not sent."""
 
+LATEST = 1e11
+"""Seconds since 1970 of the latest moment that a message can name, in the year 5138; the earliest is 0."""
+
 Natural = Annotated[int, Meta(ge=0, le=MAX_EXTENT)]
 Identifier = Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 Uuid = Annotated[str, Meta(min_length=1, max_length=64)]
 Seconds = Annotated[float, Meta(ge=0, le=MAX_WAIT)]
-Time = Annotated[float, Meta(ge=0, le=1e11)]
+Time = Annotated[float, Meta(ge=0, le=LATEST)]
 Encoded = Annotated[bytes, Meta(max_length=MAX_ENCODED)]
 Handle = Annotated[bytes, Meta(max_length=64)]
 EventHandle = Annotated[bytes, Meta(min_length=64, max_length=64)]

@@ -6,15 +6,21 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from cubroker.protocol.bounds import LATEST
+
 STORY = 32
 """Events that a pool and a session remember, in words, for whoever has to explain an impossible one."""
 
 
 @dataclass(slots=True)
 class Clock:
-    """When the event came that is being handled, as the shell says, in seconds since 1970."""
+    """When the event came that is being handled, in seconds since 1970: a time that messages can carry."""
 
     now: float = 0.0
+
+    def set(self, now: float) -> None:
+        """Take the time of the host's clock, or the nearest that a message can carry: a clock may show any."""
+        self.now = min(max(0.0, now), LATEST)
 
 
 class Story:

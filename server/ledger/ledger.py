@@ -197,7 +197,7 @@ class Ledger:
             Impossible: the event cannot follow from what was told before; nothing has changed. Effects
                 of an event that another exception ended half-way are those of :meth:`recover`, or of the next event.
         """
-        self._books.clock.now = now
+        self._books.clock.set(now)
         match event:
             case Asked():
                 self._asked(event)
