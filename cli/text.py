@@ -12,6 +12,7 @@ from functools import cache
 import click
 
 from cubroker.protocol.errors import CubrokerError
+from cubroker.protocol.system_errors import explain
 
 BROKEN_PIPE = 141
 """Exit status when the reader of our output went away, as the shell reports a death by SIGPIPE."""
@@ -86,7 +87,7 @@ def say(line: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise click.exceptions.Exit(BROKEN_PIPE) from None
     except OSError as error:
-        raise CubrokerError(f"cannot write the output: {error.strerror}") from None
+        raise CubrokerError(f"cannot write the output: {explain(error)}") from None
 
 
 def _plain() -> bool:
@@ -102,10 +103,7 @@ def note(line: str) -> None:
 
 def reason(error: CubrokerError | OSError) -> str:
     """Return why something failed, in one printable line."""
-    if isinstance(error, CubrokerError):
-        message = error.message
-    else:
-        message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+    message = error.message if isinstance(error, CubrokerError) else explain(error)
     return printable(" ".join(message.split()))
 
 

@@ -30,6 +30,7 @@ from cubroker.protocol.messages import (
     Rebound,
     Welcome,
 )
+from cubroker.protocol.system_errors import explain
 
 BATCH = 256
 """Answers that are read before requests get their turn."""
@@ -179,7 +180,7 @@ class Connection:
         except CubrokerError as error:
             reason = Unavailable(f"the broker on {self._directory} sent {error.message}")
         except (zmq.ZMQError, OSError, headroom.Shortage) as error:
-            reason = Unavailable(f"no connection for requests to the broker on {self._directory}: {error}")
+            reason = Unavailable(f"no connection for requests to the broker on {self._directory}: {explain(error)}")
         finally:
             self._ready.fail(reason)
             if self._quiet:

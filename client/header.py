@@ -6,7 +6,6 @@ Source: https://github.com/huggingface/safetensors#format
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import stat
@@ -21,6 +20,7 @@ import msgspec
 from cubroker.protocol import CubrokerError, dtypes
 from cubroker.protocol.errors import Denied, Invalid, NotFound
 from cubroker.protocol.layout import MAX_RANK
+from cubroker.protocol.system_errors import reason, remedy
 
 MAX_HEADER = 100_000_000
 """Bytes that a header may have: the limit of the format."""
@@ -67,14 +67,12 @@ def open_regular(path: Path) -> FileIO:
 
 def failure(path: Path, error: OSError) -> CubrokerError:
     """Return the error that tells a user what ``error`` means for ``path``."""
-    reason = error.strerror or str(error)
     if isinstance(error, FileNotFoundError):
         return NotFound(f"cannot load {path}: there is no such file; check the path")
+    why = f"cannot load {path}: {reason(error, path)}"
     if isinstance(error, PermissionError):
-        return Denied(f"cannot load {path}: {reason}; user {os.geteuid()} needs to be allowed to read it")
-    if error.errno in (errno.EMFILE, errno.ENFILE):  # all files of a checkpoint are open at once
-        return Invalid(f"cannot load {path}: {reason}; raise the limit, with `ulimit -n` for one")
-    return Invalid(f"cannot load {path}: {reason}; check the file and the disk that it is on")
+        return Denied(f"{why}; user {os.geteuid()} needs to be allowed to read it")
+    return Invalid(f"{why}; {remedy(error) or 'check the file and the disk that it is on'}")
 
 
 def read(file: FileIO, path: Path) -> tuple[Stored, ...]:

@@ -17,6 +17,7 @@ from cubroker.protocol.bounds import MAX_NOTICE
 from cubroker.protocol.directory import SESSION_SOCKET, SYSTEM, check, directory_of
 from cubroker.protocol.errors import Denied, Invalid, Unavailable, from_code
 from cubroker.protocol.messages import VERSIONS, Greeting, Hello, Pong, Refused, Welcome
+from cubroker.protocol.system_errors import explain, reason
 
 ATTEMPTS = 5
 """Connections that are tried: a broker that is killed takes those along that it has not welcomed."""
@@ -159,14 +160,14 @@ def _explain(error: OSError, directory: Path, timeout: float) -> Unavailable | D
             return Unavailable(f"no broker serves {directory}; {_instead(directory)}")
         case PermissionError():
             return Denied(
-                f"this user may not connect to the broker on {directory}: {error.strerror}; {_admission(directory)}"
+                f"this user may not connect to the broker on {directory}: {reason(error)}; {_admission(directory)}"
             )
         case BlockingIOError() | TimeoutError():
             return Silent(
                 f"the broker on {directory} did not answer within {timeout:g} s: its socket listens, but it is still"
                 f" starting, does not start, is stopped or is busy; see {_diagnosis(directory)}"
             )
-    return Unavailable(f"no session with the broker on {directory}: {error}")
+    return Unavailable(f"no session with the broker on {directory}: {explain(error)}")
 
 
 def _instead(directory: Path) -> str:

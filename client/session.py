@@ -26,6 +26,7 @@ from cubroker.client.watch import Watch, Watches
 from cubroker.driver import Driver
 from cubroker.protocol.errors import CubrokerError, TimedOut, Unavailable
 from cubroker.protocol.messages import Attach, Attached, Create, Created, Done, PoolLost, Reply, Request
+from cubroker.protocol.system_errors import explain
 
 log = logging.getLogger(__name__)
 
@@ -271,7 +272,7 @@ def _shortage(error: Exception) -> str:
             return f"{error}; {headroom.thread_limits()}"
         case MemoryError():
             return f"no memory is left; {headroom.memory_limits()}"
-    return str(error)
+    return explain(error)
 
 
 def _losing(*waits: Watches | Recall | Rebinding) -> Callable[[CubrokerError], None]:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from cubroker.protocol.errors import CubrokerError
+from cubroker.protocol.system_errors import explain
 from cubroker.server import logs
 from cubroker.server.run import configure, serve
 
@@ -33,6 +34,9 @@ def main() -> int:
             return serve(current, lambda: say(ready))
         except CubrokerError as error:
             say(f"cubroker: {error.message}")
+            return 1
+        except OSError as error:
+            say(f"cubroker: {explain(error)}")
             return 1
 
 

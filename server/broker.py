@@ -27,6 +27,7 @@ from cubroker.protocol.messages import (
     Refused,
     Welcome,
 )
+from cubroker.protocol.system_errors import reason
 from cubroker.server.aftermath import Aftermath
 from cubroker.server.answers import Frame
 from cubroker.server.arrivals import Arrivals
@@ -156,7 +157,7 @@ class Broker:
             session.watch()
             self._arrivals.store(session)
         except OSError as error:  # there is no memory, or this user may watch no more (fs.epoll.max_user_watches)
-            return Unavailable(f"the broker cannot watch process {session.peer.pid}: {error}; try again later")
+            return Unavailable(f"the broker cannot watch process {session.peer.pid}: {reason(error)}; try again later")
         except Unavailable as error:
             return error
         return None

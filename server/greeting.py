@@ -14,6 +14,7 @@ from contextlib import suppress
 from cubroker.protocol import wire
 from cubroker.protocol.errors import CubrokerError, Invalid, OverQuota, TimedOut, Unavailable, Unsupported
 from cubroker.protocol.messages import VERSIONS, Hello, Pong, Refused
+from cubroker.protocol.system_errors import explain
 from cubroker.server.denials import Denials
 from cubroker.server.peers import Peer, identify
 
@@ -96,7 +97,7 @@ class Door:
             _send(connection, error)
             return connection.close()
         except OSError as error:
-            _send(connection, Unavailable(f"the broker cannot identify the process that connects: {error}"))
+            _send(connection, Unavailable(f"the broker cannot identify the process that connects: {explain(error)}"))
             connection.close()
             return self._pause(error) if error.errno in EXHAUSTED else None
         self._paused = False
@@ -105,7 +106,9 @@ class Door:
         try:
             self._loop.add_reader(connection, self._greet, connection)
         except OSError as error:
-            return self._refuse(connection, Unavailable(f"the broker cannot listen to this connection: {error}"))
+            return self._refuse(
+                connection, Unavailable(f"the broker cannot listen to this connection: {explain(error)}")
+            )
         if len(self._guests) > MAX_GUESTS:
             self._make_room()
         return None
@@ -113,7 +116,7 @@ class Door:
     def _pause(self, error: OSError) -> None:
         """Leave connections in the backlog for a while: trying again at once would take all the time there is."""
         if not self._paused:
-            log.error("no new sessions for now: %s; is the limit of open files (ulimit -n) too low?", error)
+            log.error("no new sessions for now: %s", explain(error))
         self._paused = True
         self._loop.remove_reader(self._listener)
         self._resume = self._loop.call_later(PAUSE, self.open)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from cubroker.protocol.errors import Unavailable
+from cubroker.protocol.system_errors import explain
 from cubroker.server.answers import Frame
 from cubroker.server.gateway_probe import silence
 from cubroker.server.transport import Link
@@ -112,7 +113,7 @@ class Supervisor:
         try:
             process, link = await self._spawn()
         except (OSError, RuntimeError) as error:  # asyncio wants a thread to wait for the process, and may get none
-            return f"it cannot be started ({error})"
+            return f"it cannot be started: {explain(error)}"
         said = asyncio.create_task(_hear(process))
         self._link = link
         if self._stopping.is_set():

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from cubroker.protocol.system_errors import explain
 from cubroker.server.ledger import Ledger
 from cubroker.server.scribe import Changes, Scribe
 
@@ -61,7 +62,7 @@ class Writing:
 
     def _write_later(self, error: OSError | MemoryError) -> bool:
         if self._retry is None:
-            log.error("the journal takes nothing, so requests wait: %s; is the host out of memory?", error)
+            log.error("the journal takes nothing, so requests wait: %s", explain(error))
             self._retry = asyncio.get_running_loop().call_later(PAUSE, self._write_again)
         return False
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from cubroker.protocol.directory import default_directory
 from cubroker.protocol.errors import Invalid
+from cubroker.protocol.system_errors import explain
 from cubroker.server.config import lines, settings, values
 from cubroker.server.config.lines import Place
 from cubroker.server.config.settings import PERSONAL, SETTINGS, TABLES, Config, Setting
@@ -111,7 +112,7 @@ class _Reading:
             text = path.read_bytes().decode()
             document = tomllib.loads(text)
         except OSError as error:
-            self.complaints.append(f"cannot read the configuration {path}: {error.strerror}")
+            self.complaints.append(f"cannot read the configuration {path}: {explain(error, path)}")
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             self.complaints.append(f"{path} is no TOML: {error}")
         else:

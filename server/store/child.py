@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 
+from cubroker.protocol.system_errors import explain
 from cubroker.server.store.notify import FIRST, VARIABLES
 from cubroker.server.store.remarks import Remarks
 from cubroker.server.store.signals import Signals
@@ -43,7 +44,7 @@ def start(
                 remarks.say(f"{command[0]} is not found; give its path, or a PATH that has it")
                 os._exit(NOT_FOUND)
             except OSError as error:
-                remarks.say(f"{command[0]} cannot be run: {error.strerror}")
+                remarks.say(f"{command[0]} cannot be run: {explain(error, command[0])}")
             finally:
                 os._exit(NOT_EXECUTABLE)
     return pid

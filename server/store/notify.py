@@ -17,6 +17,7 @@ import time
 from collections.abc import Mapping, MutableMapping, Sequence
 
 from cubroker.protocol.errors import Invalid, TimedOut, Unavailable
+from cubroker.protocol.system_errors import explain
 from cubroker.server.store import words
 
 PATIENCE = 5.0
@@ -170,7 +171,7 @@ class Manager:
 
     def _unreachable(self, message: str, error: OSError) -> Unavailable:
         return Unavailable(
-            f"the service manager at {self._address} cannot be told {message.splitlines()[0]}: {error.strerror}"
+            f"the service manager at {self._address} cannot be told {message.splitlines()[0]}: {explain(error)}"
         )
 
     def _wait_for_room(self, message: str, descriptors: Sequence[int]) -> None:
@@ -232,7 +233,7 @@ def _close_on_exec(number: int, label: str) -> None:
     try:
         os.set_inheritable(number, False)
     except OSError as error:
-        raise Invalid(f"descriptor {number}, {label!r} of LISTEN_FDNAMES, cannot be had: {error.strerror}") from error
+        raise Invalid(f"descriptor {number}, {label!r} of LISTEN_FDNAMES, cannot be had: {explain(error)}") from error
 
 
 def _watchdog_interval(environ: Mapping[str, str]) -> float | None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cubroker.protocol.errors import Invalid, Unavailable
+from cubroker.protocol.system_errors import explain
 from cubroker.server.store import datagrams
 from cubroker.server.store.kept import MOST_BYTES
 from cubroker.server.store.words import LONGEST_NAME
@@ -70,7 +71,7 @@ def listening() -> Iterator[tuple[str, socket.socket]]:
             channel = stack.enter_context(datagrams.listen(path))
         except OSError as error:
             raise Unavailable(
-                f"there is no place for a socket ({error.strerror or error}): TMPDIR has to name a directory with a "
+                f"there is no place for a socket ({explain(error)}): TMPDIR has to name a directory with a "
                 "short path that can be written, such as a tmpfs"
             ) from error
         yield path, channel

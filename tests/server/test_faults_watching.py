@@ -111,7 +111,11 @@ def test_a_guest_who_cannot_be_listened_to_is_refused(tmp_path: Path, monkeypatc
             refused: list[Refused | Welcome] = []
             await until(lambda: refused or _heard(guest, refused))
             assert refused == [
-                Refused("unavailable", "the broker cannot listen to this connection: [Errno 12] no memory")
+                Refused(
+                    "unavailable",
+                    "the broker cannot listen to this connection: no memory; free memory, or raise the memory limit of"
+                    " this process or its container",
+                )
             ]
             await until(lambda: files(os.getpid()) <= before)
         with await hall.enter():
