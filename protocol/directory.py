@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
-from collections.abc import Mapping
+import stat
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from cubroker.protocol.errors import Invalid
@@ -17,6 +19,9 @@ SYSTEM = Path("/run/cubroker")
 
 MAX_PATH = 107
 """Bytes that the path of a Unix socket may have, the closing zero left out (sun_path, unix(7))."""
+
+MAX_LINKS = 40
+"""Symbolic links that the kernel follows on one path (path_resolution(7))."""
 
 
 def check(directory: Path) -> None:
@@ -47,3 +52,64 @@ def default_directory(environ: Mapping[str, str] = os.environ, uid: int | None =
 def directory_of(uid: int) -> Path:
     """Return the directory of a user without a runtime directory. Everybody may make one of that name."""
     return Path(f"/tmp/cubroker-{uid}")
+
+
+def exposure(directory: Path, owner: int, outsider: int | None = None) -> str:
+    """Return which user other than ``owner`` and root could pose as the broker of a directory, and what to do.
+
+    Such a user may put sockets into the directory, or replace it, or a folder or link on the way to it. Parts of the
+    path that are not there yet are left out. The text is empty if there is no such user.
+
+    Args:
+        directory: an absolute path.
+        owner: the user who serves there, or would.
+        outsider: the number that stands for every user outside of this user namespace. Folders above the directory
+            that belong to it are taken for those of the host's root.
+
+    Raises:
+        OSError: a part of the path cannot be looked at, or symbolic links lead to each other.
+    """
+    for place, found, last in _way(directory):
+        how = "" if last else f"replace {directory} and "
+        if found.st_uid not in (0, owner) and (last or found.st_uid != outsider):
+            return (
+                f"{place} belongs to user {found.st_uid}, who could {how}pose as the broker; choose a directory of"
+                f" your own"
+            )
+        # Under the sticky bit a name is its owner's alone, and that owner is checked next. A name that is free is
+        # anybody's there, such as those of the sockets while no broker runs.
+        if (writers := _writers(found)) and (last or not found.st_mode & stat.S_ISVTX):
+            return (
+                f"{writers} may write in {place} (mode {stat.S_IMODE(found.st_mode):04o}), and so could {how}pose as"
+                f" the broker; chmod go-w {place}, or choose another directory: sockets.group says who may connect"
+            )
+    return ""
+
+
+def _writers(found: os.stat_result) -> str:
+    """Return who may put names into a folder beside its owner. The mode of a symbolic link means nothing."""
+    if stat.S_ISLNK(found.st_mode):
+        return ""
+    classes = ((stat.S_IWGRP, "its group"), (stat.S_IWOTH, "everybody"))
+    return " and ".join(who for bit, who in classes if found.st_mode & bit)
+
+
+def _way(path: Path) -> Iterator[tuple[Path, os.stat_result, bool]]:
+    """Yield the folders and links that the kernel passes on its way to ``path``, and whether each is the end of it."""
+    here, rest, links = Path("/"), list(path.parts[:0:-1]), 0
+    yield here, here.lstat(), not rest
+    while rest:
+        step = Path(os.path.normpath(here / rest.pop()))  # no link leads to `here`, so ".." is the folder above it
+        try:
+            found = step.lstat()
+        except FileNotFoundError:
+            return
+        link = stat.S_ISLNK(found.st_mode)
+        yield step, found, not (link or rest)
+        if not link:
+            here = step
+            continue
+        links += 1
+        if links > MAX_LINKS:
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), os.fspath(path))
+        rest += step.readlink().parts[::-1]  # an absolute target begins with "/", which leads back to the root

@@ -1,7 +1,13 @@
-"""The directory where a broker serves: one broker at a time, and what a killed one left is swept away."""
+"""The directory where a broker serves: one broker at a time, and none removes what another one made.
+
+A broker locks the file ``lock`` there. The lock alone does not prove that no other broker serves: somebody may have
+removed the file, and the next broker locks a new one. So a broker that has the lock also calls the session socket, and
+gives way to any process that listens there. At its end it removes the sockets that it made itself, by inode.
+"""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import socket
@@ -11,9 +17,12 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Self
 
-from cubroker.protocol.directory import LOCK, REQUEST_SOCKET, SESSION_SOCKET, check
+from cubroker.protocol.directory import LOCK, REQUEST_SOCKET, SESSION_SOCKET, check, exposure
 from cubroker.protocol.errors import Denied, Unavailable
+from cubroker.protocol.system_errors import about, reason, remedy
 from cubroker.server.config import Access
+from cubroker.server.peers import outsider
+from cubroker.server.unix_sockets import BoundSocket, call, let_in
 
 SO_PASSRIGHTS = 83
 """Linux 6.16: whether a Unix socket takes descriptors (asm-generic/socket.h; Python does not name it)."""
@@ -47,8 +56,8 @@ class Directory:
 
     Raises:
         Invalid: no socket can have the path.
-        Denied: the directory is another user's, cannot be written, or can be by others than its owner.
-        Unavailable: another broker serves there, or the directory cannot be made.
+        Denied: the directory cannot be written, or another user could pose as the broker there.
+        Unavailable: another broker serves there, or the system refuses what is needed.
     """
 
     def __init__(
@@ -74,16 +83,13 @@ class Directory:
         with ExitStack() as undo:
             try:
                 _make(self.path)
-                _lock(self.path, undo)
-                _let_in(self.path, self._access)
+                lock = _lock(self.path / LOCK, undo)
+                _let_pass(self.path, self._access)
                 self.sessions = self._socket(DOOR, self.path / SESSION_SOCKET, socket.SOCK_SEQPACKET, undo)
                 self.requests = self._socket(REQUESTS, self.path / REQUEST_SOCKET, socket.SOCK_STREAM, undo)
-            except PermissionError as error:
-                raise Denied(
-                    f"cannot serve in {self.path}: {error.strerror}; choose another directory or user"
-                ) from None
+                _sign(lock, self.path / LOCK)
             except OSError as error:
-                raise Unavailable(f"cannot serve in {self.path}: {error.strerror}; choose another directory") from None
+                raise _refusal(self.path, error) from None
             self._undo = undo.pop_all()
         return self
 
@@ -92,25 +98,35 @@ class Directory:
 
     def _socket(self, name: str, path: Path, kind: int, undo: ExitStack) -> socket.socket:
         """Return the socket that listens at ``path``: the one that was handed over, or a new one."""
+        answer = call(path, kind)
         if (descriptor := self._listening.pop(name, None)) is not None:
             listener = undo.enter_context(socket.socket(fileno=descriptor))
-            if _listens(listener, path, kind):
+            if answer.came_from(listener, path):
                 listener.setblocking(False)
-                _refuse_descriptors(listener)
                 if name in self._own:
-                    _open(path, self._access)
+                    let_in(path, self._access)
+                _refuse_descriptors(listener)
                 return listener
-        listener = self.fresh[name] = _listen(path, kind, self._access, undo, lasting=self._lasting)
-        return listener
+        # A store holds the session socket of a broker that is being started again. The request socket of one that was
+        # killed is held by its gateway, for a moment, which is no reason to refuse: BoundSocket replaces it.
+        if answer.listens and name == DOOR:
+            raise Unavailable(
+                f"another broker (process {answer.pid or 'unknown'}) listens on {path}; use that one, stop it and"
+                f" the systemd units or `cubroker keep` that hold its sockets, or choose another directory"
+            )
+        bound = BoundSocket(path, kind, self._access, BACKLOG)
+        undo.callback(bound.listener.close)
+        undo.callback(bound.leave if self._lasting else bound.remove)
+        _refuse_descriptors(bound.listener)
+        self.fresh[name] = bound.listener
+        return bound.listener
 
 
-def _listens(listener: socket.socket, path: Path, kind: int) -> bool:
-    """Whether a socket is reached through ``path``, which somebody may have removed in the meantime."""
-    try:
-        there = stat.S_ISSOCK(path.lstat().st_mode)
-    except FileNotFoundError:
-        there = False
-    return there and listener.type == kind and listener.getsockname() == os.fspath(path)
+def _refusal(path: Path, error: OSError) -> Denied | Unavailable:
+    denied = isinstance(error, PermissionError)
+    advice = filter(None, (remedy(error), f"choose another directory{' or user' if denied else ''}"))
+    message = f"cannot serve in {path}: {reason(error, path)}; {', or '.join(advice)}"
+    return Denied(message) if denied else Unavailable(message)
 
 
 def _refuse_descriptors(listener: socket.socket) -> None:
@@ -124,75 +140,95 @@ def _refuse_descriptors(listener: socket.socket) -> None:
 
 
 def _make(path: Path) -> None:
+    """Make the directory if it is not there, and refuse one where another user could pose as the broker."""
     check(path)
+    _check_exposure(path)  # first, so that nothing is made below a folder that is refused
     before = os.umask(0o022)
     os.umask(before | 0o022)  # what is made on the way is nobody else's to write either
     try:
         path.mkdir(parents=True, exist_ok=True)
     finally:
         os.umask(before)
-    here = path.stat()
-    # Whoever owns the directory, or may write in it, can put sockets of their own in it, and so pose as the broker.
-    if here.st_uid not in (0, os.geteuid()):
-        raise Denied(
-            f"{path} belongs to user {here.st_uid}, who could pose as the broker; choose a directory of your own"
-        )
-    # The sticky bit keeps them from removing ours, but not from putting theirs there while no broker runs.
-    writers = [who for bit, who in ((stat.S_IWGRP, "its group"), (stat.S_IWOTH, "everybody")) if here.st_mode & bit]
-    if writers:
-        raise Denied(
-            f"{' and '.join(writers)} may write in {path} (mode {stat.S_IMODE(here.st_mode):04o}), and so could pose as"
-            f" the broker; chmod go-w {path}, or choose another directory: sockets.group says who may connect"
-        )
+    _check_exposure(path)
 
 
-def _lock(path: Path, undo: ExitStack) -> None:
-    """Take the lock that one broker holds, and write its process id for the next one to name."""
-    file = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-    lock = undo.enter_context(os.fdopen(file, "r+"))
+def _check_exposure(path: Path) -> None:
+    if exposed := exposure(path, os.geteuid(), outsider("uid")):
+        raise Denied(exposed)
+
+
+def _lock(path: Path, undo: ExitStack) -> int:
+    """Take the lock that one broker holds; return its descriptor, for :func:`_sign`."""
+    while True:
+        with about(path), ExitStack() as attempt:
+            lock = _open_lock(path)
+            attempt.callback(os.close, lock)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise Unavailable(
+                    f"another broker (process {_signed(lock)}) serves in {path.parent}; use that one, stop it, or"
+                    f" choose another directory"
+                ) from None
+            if _stands_at(path, lock):
+                undo.push(attempt.pop_all())
+                return lock
+
+
+def _open_lock(path: Path) -> int:
+    """Open the lock's file, with its content as it is; refuse any other file that may stand there."""
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise Unavailable(
-            f"another broker (process {lock.read(20).strip() or 'unknown'}) serves in {path}; use that one, stop it,"
-            f" or choose another directory"
-        ) from None
-    lock.truncate(0)
-    lock.write(f"{os.getpid()}\n")
-    lock.flush()
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):  # a symbolic link, a folder, a socket
+            raise _unfit(path, "is no regular file") from None
+        raise
+    if fault := _fault(os.fstat(lock)):
+        os.close(lock)
+        raise _unfit(path, fault)
+    return lock
 
 
-def _let_in(path: Path, access: Access) -> None:
-    """Let whoever may connect to the sockets pass through the directory as well."""
+def _fault(lock: os.stat_result) -> str:
+    """Return why a file is no lock of a broker's; its content may be precious to somebody."""
+    if not stat.S_ISREG(lock.st_mode):
+        return "is no regular file"
+    if lock.st_nlink > 1:
+        return f"has {lock.st_nlink} hard links, and so may be another file as well"
+    if lock.st_uid not in (0, os.geteuid()):
+        return f"belongs to user {lock.st_uid}"
+    return ""
+
+
+def _unfit(path: Path, fault: str) -> Unavailable:
+    return Unavailable(f"cannot serve in {path.parent}: {path} {fault}; remove it, or choose another directory")
+
+
+def _stands_at(path: Path, descriptor: int) -> bool:
+    """Whether an open file is still the one at ``path``: a lock on a removed one keeps no other broker out."""
+    try:
+        return os.path.samestat(path.lstat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def _sign(lock: int, path: Path) -> None:
+    """Write this process's id into the lock, for operators and for the message to the next broker."""
+    with about(path):
+        os.ftruncate(lock, os.pwrite(lock, f"{os.getpid()}\n".encode(), 0))
+
+
+def _signed(lock: int) -> str:
+    """Return the process that holds a lock, by what it has written there."""
+    text = os.pread(lock, 20, 0).strip()
+    return text.decode() if text.isdigit() else "unknown"
+
+
+def _let_pass(path: Path, access: Access) -> None:
+    """Let the users who may connect to the sockets pass through the directory."""
     here = path.stat()
     if access.group is not None and not here.st_mode & stat.S_IXOTH:
         os.chown(path, -1, access.group)
     through = (stat.S_IXGRP if access.mode & 0o060 else 0) | (stat.S_IXOTH if access.mode & 0o006 else 0)
     if through & ~here.st_mode:
         path.chmod(stat.S_IMODE(here.st_mode) | through)
-
-
-def _listen(path: Path, kind: int, access: Access, undo: ExitStack, *, lasting: bool) -> socket.socket:
-    """Return a listening socket at ``path``. What stands there is a dead broker's: the lock says so."""
-    path.unlink(missing_ok=True)
-    listener = undo.enter_context(socket.socket(socket.AF_UNIX, kind | socket.SOCK_NONBLOCK))
-    before = os.umask(0o177)
-    try:
-        listener.bind(os.fspath(path))
-    finally:
-        os.umask(before)
-    if not lasting:
-        undo.callback(path.unlink, missing_ok=True)
-    _open(path, access)
-    _refuse_descriptors(listener)
-    listener.listen(BACKLOG)
-    return listener
-
-
-def _open(path: Path, access: Access) -> None:
-    """Let whoever may connect do so. The directory is ours or root's, so nobody can have put another file there."""
-    here, group = path.lstat(), os.getegid() if access.group is None else access.group
-    if here.st_gid != group:
-        path.chmod(access.mode & 0o600)  # nobody of either group gets in meanwhile who may not
-        os.chown(path, -1, group, follow_symlinks=False)
-    path.chmod(access.mode)

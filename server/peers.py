@@ -51,7 +51,7 @@ def identify(connection: socket.socket) -> Peer:
     """
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, gid = _CREDENTIALS.unpack(raw)
-    if uid == _stand_in("uid") or gid == _stand_in("gid"):
+    if uid == outsider("uid") or gid == outsider("gid"):
         raise Denied(
             f"the broker cannot tell who connects: to its user namespace this process is of user {uid} and group {gid},"
             f" as is everybody whom that does not know; run the broker in the host's user namespace (hostUsers: true,"
@@ -62,8 +62,8 @@ def identify(connection: socket.socket) -> Peer:
 
 
 @cache
-def _stand_in(kind: str) -> int | None:
-    """Return what stands for every user (``uid``) or group (``gid``) that is not of this user namespace.
+def outsider(kind: str) -> int | None:
+    """Return the number that stands for every user (``uid``) or group (``gid``) that is not of this user namespace.
 
     None if all of them are. Where one that is of this namespace has that number as well, nobody can tell them apart.
     """
@@ -77,7 +77,7 @@ def _peer_groups(connection: socket.socket) -> frozenset[int]:
         raw = connection.getsockopt(socket.SOL_SOCKET, SO_PEERGROUPS, _GROUPS_BYTES)
     except OSError:
         return frozenset()
-    return frozenset(group for (group,) in struct.iter_unpack("I", raw)) - {_stand_in("gid")}
+    return frozenset(group for (group,) in struct.iter_unpack("I", raw)) - {outsider("gid")}
 
 
 def _peer_pidfd(connection: socket.socket, pid: int) -> int:

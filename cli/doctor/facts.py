@@ -112,6 +112,7 @@ class DirectoryFacts:
         state: what is there.
         owner: its user id.
         mode: its permissions.
+        exposed: why no broker serves there, since another user could pose as it, and what to do; as `serve` says it.
         enter: whether this user may pass through.
     """
 
@@ -120,6 +121,7 @@ class DirectoryFacts:
     state: Literal["directory", "absent", "something else", "hidden"] = "directory"
     owner: int = 0
     mode: int = 0o755
+    exposed: str = ""
     enter: bool = True
 
 

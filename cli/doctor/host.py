@@ -15,6 +15,8 @@ from cubroker.client import Broker
 from cubroker.driver import linux
 from cubroker.protocol import directory as places
 from cubroker.protocol.errors import CubrokerError, Invalid
+from cubroker.protocol.system_errors import reason
+from cubroker.server.peers import outsider
 
 ANSWER = 5.0
 """Seconds that a broker may take to answer."""
@@ -73,7 +75,7 @@ def examine_directory(path: Path) -> DirectoryFacts:
     except Invalid as error:
         return DirectoryFacts(path, invalid=error.message)
     except FileNotFoundError:
-        return DirectoryFacts(path, state="absent")
+        return DirectoryFacts(path, state="absent", exposed=_exposed(path, os.geteuid()))
     except PermissionError:
         return DirectoryFacts(path, state="hidden")
     except NotADirectoryError:
@@ -81,7 +83,12 @@ def examine_directory(path: Path) -> DirectoryFacts:
     if not stat.S_ISDIR(here.st_mode):
         return DirectoryFacts(path, state="something else")
     enter = os.access(path, os.X_OK, effective_ids=True)
-    return DirectoryFacts(path, owner=here.st_uid, mode=stat.S_IMODE(here.st_mode), enter=enter)
+    exposed = _exposed(path, here.st_uid)
+    return DirectoryFacts(path, owner=here.st_uid, mode=stat.S_IMODE(here.st_mode), exposed=exposed, enter=enter)
+
+
+def _exposed(path: Path, owner: int) -> str:
+    return places.exposure(path, owner, outsider("uid"))
 
 
 def _text(path: Path) -> str:
@@ -125,7 +132,7 @@ def _refusal(opened: Callable[[], int]) -> str:
     try:
         os.close(opened())
     except OSError as error:
-        return str(error.strerror)
+        return reason(error)
     return ""
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import stat
 from collections.abc import Callable
 
 from cubroker.cli import text
@@ -182,6 +181,8 @@ def _directory(host: HostFacts) -> Verdict:
     another = "choose another with --directory or $CUBROKER_DIR"
     if here.invalid:
         return _split(False, here.invalid)
+    if here.exposed:
+        return _split(False, here.exposed)
     match here.state:
         case "absent":
             return Verdict(None, f"{here.path} is not there yet; `cubroker serve` makes it")
@@ -194,9 +195,6 @@ def _directory(host: HostFacts) -> Verdict:
 
 def _permissions(host: HostFacts, another: str) -> Verdict:
     here = host.directory
-    if here.mode & (stat.S_IWGRP | stat.S_IWOTH):  # with the sticky bit too: while no broker runs, any name is free
-        why = f"not its owner alone may write in {here.path}, mode {here.mode:03o}, and so pose as the broker"
-        return Verdict(False, why, f"`chmod go-w {here.path}`")
     if here.enter:
         return Verdict(True, f"{here.path}, mode {here.mode:03o}, of {text.user(here.owner)}")
     do = "ask for the group of the broker's sockets (its settings `sockets.group` and `sockets.mode`)"

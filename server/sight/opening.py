@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import socket
-import stat
 from collections.abc import Callable
 from pathlib import Path
 
+from cubroker.protocol.system_errors import explain
 from cubroker.server.config import Access
 from cubroker.server.ledger import Ledger
 from cubroker.server.sight.exposition import Exposition, Standing
@@ -17,6 +16,7 @@ from cubroker.server.sight.lookout import Lookout
 from cubroker.server.sight.meters import Meters
 from cubroker.server.sight.observer import Sight
 from cubroker.server.sight.window import Window
+from cubroker.server.unix_sockets import BoundSocket
 
 log = logging.getLogger(__name__)
 
@@ -40,13 +40,13 @@ def open_window(
     """
     everything = isinstance(where, Path)
     try:
-        listener = _listen(where, access)
+        listener, remove = _listen(where, access)
     except OSError as error:
-        log.error("there are no metrics, since nobody can listen on %s: %s", where, error)
+        log.error("there are no metrics, since nobody can listen on %s: %s", where, explain(error, str(where)))
         return None
     loop = asyncio.get_running_loop()
     lookout = Lookout(loop, lambda: ledger.view(everything=everything), lambda: sight.revision)
-    window = Window(listener, lookout, Exposition(meters.registry, standing))
+    window = Window(listener, lookout, Exposition(meters.registry, standing), remove)
     log.info("metrics, and a page to look at, are on %s", _name(listener))
     return window
 
@@ -59,34 +59,10 @@ def _name(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}/" if ":" in host else f"http://{host}:{port}/"
 
 
-def _listen(where: Path | tuple[str, int], access: Access) -> socket.socket:
+def _listen(where: Path | tuple[str, int], access: Access) -> tuple[socket.socket, Callable[[], None]]:
+    """Return a listening socket, and what to do before it is closed."""
     if not isinstance(where, Path):
         family = socket.AF_INET6 if ":" in where[0] else socket.AF_INET
-        return socket.create_server(where, family=family, backlog=BACKLOG)
-    _sweep(where)
-    listener = socket.socket(socket.AF_UNIX)
-    before = os.umask(0o177)
-    try:
-        listener.bind(os.fspath(where))
-        if access.group is not None:
-            os.chown(where, -1, access.group, follow_symlinks=False)
-        where.chmod(access.mode)
-        listener.listen(BACKLOG)
-    except OSError:
-        listener.close()
-        raise
-    finally:
-        os.umask(before)
-    return listener
-
-
-def _sweep(path: Path) -> None:
-    """Remove the socket of one that is gone; what else is there stays, and keeps us from listening there."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as caller:
-        try:
-            caller.connect(os.fspath(path))
-        except ConnectionRefusedError:
-            if stat.S_ISSOCK(path.lstat().st_mode):
-                path.unlink()
-        except OSError:
-            return
+        return socket.create_server(where, family=family, backlog=BACKLOG), lambda: None
+    bound = BoundSocket(where, socket.SOCK_STREAM, access, BACKLOG)
+    return bound.listener, bound.remove

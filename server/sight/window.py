@@ -11,7 +11,7 @@ import pwd
 import re
 import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from functools import cache
 from importlib.resources import files
 from threading import Thread
@@ -39,12 +39,20 @@ class Window:
         listener: the socket; closed with the window.
         lookout: gets views.
         exposition: writes metrics.
+        remove: removes the file of the socket, if it has one.
     """
 
-    def __init__(self, listener: socket.socket, lookout: Lookout, exposition: Exposition) -> None:
+    def __init__(
+        self,
+        listener: socket.socket,
+        lookout: Lookout,
+        exposition: Exposition,
+        remove: Callable[[], None] = lambda: None,
+    ) -> None:
         self._listener = listener
         self._lookout = lookout
         self._exposition = exposition
+        self._remove = remove
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
         self._encoded: tuple[View | None, bytes] = (None, b"")
@@ -55,6 +63,7 @@ class Window:
 
     def close(self) -> None:
         """Serve no more. It takes a moment, in which the broker's loop has to be free."""
+        self._remove()
         self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join()
 

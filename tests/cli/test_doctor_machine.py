@@ -22,6 +22,8 @@ from cubroker.cli.doctor.facts import (
     Trial,
     Verdict,
 )
+from cubroker.protocol.errors import Denied
+from cubroker.server.directory import Directory
 
 PATH = Path("/run/cubroker")
 FILES = {"nvidiactl": True, "nvidia-uvm": True}
@@ -118,9 +120,14 @@ DIRECTORY = HOST.directory
         ("directory", replace(HOST, directory=replace(DIRECTORY, state="absent")), None, "serve` makes it", ""),
         ("directory", replace(HOST, directory=replace(DIRECTORY, state="something else")), False, "no dir", "another"),
         ("directory", replace(HOST, directory=replace(DIRECTORY, state="hidden")), False, "pass through", "another"),
-        ("directory", replace(HOST, directory=replace(DIRECTORY, mode=0o777)), False, "pose as", "chmod go-w"),
-        ("directory", replace(HOST, directory=replace(DIRECTORY, mode=0o1777)), False, "mode 1777", "chmod go-w"),
-        ("directory", replace(HOST, directory=replace(DIRECTORY, mode=0o775)), False, "mode 775", "chmod go-w"),
+        ("directory", replace(HOST, directory=replace(DIRECTORY, exposed="all write; chmod")), False, "all", "chmod"),
+        (
+            "directory",
+            replace(HOST, directory=replace(DIRECTORY, state="absent", exposed="all write; chmod")),
+            False,
+            "all write",
+            "chmod",
+        ),
         ("directory", replace(HOST, directory=replace(DIRECTORY, enter=False)), False, "may not enter", "group"),
         ("broker", replace(HOST, broker=BrokerFacts("absent", "none; start one")), None, "none", "start one"),
         ("broker", replace(HOST, broker=BrokerFacts("unavailable", "silent")), False, "silent", ""),
@@ -184,6 +191,19 @@ def test_a_directory_is_looked_at(tmp_path: Path) -> None:
     assert host.examine_directory(file / "below").state == "something else"
     assert host.examine_directory(tmp_path / "below").state == "absent"
     assert "longer than" in host.examine_directory(tmp_path / ("x" * 200)).invalid
+
+
+@pytest.mark.parametrize("below", ["", "run", "deep/run"])
+def test_a_directory_that_serve_refuses_is_refused_by_the_doctor_in_the_same_words(tmp_path: Path, below: str) -> None:
+    shared, path = tmp_path / "shared", tmp_path / "shared" / below
+    shared.mkdir()
+    shared.chmod(0o777)
+    for _ in ("not there yet", "there"):
+        facts = host.examine_directory(path)
+        with pytest.raises(Denied) as refused, Directory(path):
+            pass
+        assert facts.exposed == refused.value.message
+        path.mkdir(parents=True, exist_ok=True)
 
 
 def test_a_folder_that_hides_the_directory_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

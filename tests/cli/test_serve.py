@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.cli.processes import DEADLINE, STREAMS, environment, mute, run, serves, started
+from tests.cli.processes import COMMAND, DEADLINE, STREAMS, environment, mute, run, serves, started
+from tests.namespaces import unshare
 
 
 @pytest.fixture
@@ -117,3 +120,35 @@ def test_without_a_gpu_the_default_suggests_devices_in_host_memory(directory: Pa
     assert done.stderr.startswith("cubroker: no GPU to serve as cuda (CUDA_ERROR_NO_DEVICE)")
     assert "--devices host:2" in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+NO_SPACE = "No space left on device; free space on its file system"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
+@pytest.mark.parametrize(
+    ("options", "then", "name", "why"),
+    [
+        ("size=8k", "head -c 8k /dev/zero >full", "lock", NO_SPACE),
+        ("nr_inodes=4", "true", "broker.zmq", NO_SPACE),
+        ("size=8k", "mount -o remount,ro .", "lock", "Read-only file system; mount its file system for writing"),
+    ],
+)
+def test_a_file_system_that_takes_nothing_is_refused_with_the_path_and_what_to_do(
+    directory: Path, options: str, then: str, name: str, why: str
+) -> None:
+    mount = f"mount -t tmpfs -o mode=755,{options} none {directory.parent} && cd {directory.parent} && mkdir -m 755 run"
+    before = [*unshare("--mount"), "sh", "-c", f'{mount} && {then} && cd / && exec "$@"', "sh"]
+    command = [*before, *COMMAND, "serve", "--devices", "host:1@64MiB", "--directory", str(directory)]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=DEADLINE, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert done.stderr.startswith(f"cubroker: cannot serve in {directory}: {directory / name}: {why}")
+    assert done.stderr.endswith(", or choose another directory\n")
+
+
+def test_a_limit_on_open_files_that_is_too_low_is_refused_with_what_to_raise(directory: Path) -> None:
+    script = 'ulimit -n 7 && exec "$@"'
+    command = ["sh", "-c", script, "sh", *COMMAND, "serve", "--devices", "host:1@64MiB", "--directory", str(directory)]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=DEADLINE, check=False)
+    assert f"cannot serve in {directory}: {directory}/" in done.stderr
+    assert "Too many open files; raise the limit on open files (`ulimit -n`, LimitNOFILE=), or choose" in done.stderr

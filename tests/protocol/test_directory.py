@@ -10,6 +10,8 @@ import pytest
 from cubroker.protocol import directory
 from cubroker.protocol.errors import Invalid
 
+SOMEBODY = 1234
+
 
 @pytest.mark.parametrize(
     ("environ", "uid", "expected"),
@@ -57,3 +59,66 @@ def test_the_longest_path_of_a_socket_is_what_the_kernel_takes(tmp_path: Path) -
     bind(directory.MAX_PATH)
     with pytest.raises(OSError, match="too long"):
         bind(directory.MAX_PATH + 2)  # the abstract kind needs no closing zero, so one more would still fit
+
+
+# -- who could pose as the broker --------------------------------------------------------------------
+
+
+@pytest.fixture
+def top(tmp_path: Path) -> Path:
+    """A folder of a user who is not root, with the folder `run` in it."""
+    (tmp_path / "top" / "run").mkdir(0o755, parents=True)
+    if os.geteuid() == 0:
+        for each in (tmp_path / "top" / "run", tmp_path / "top", tmp_path):
+            os.chown(each, SOMEBODY, -1)
+    return tmp_path / "top"
+
+
+def test_nobody_else_could_pose_as_the_broker_below_folders_of_its_user_and_of_root(top: Path) -> None:
+    owner = top.stat().st_uid
+    assert directory.exposure(top / "run", owner) == ""
+    assert directory.exposure(top / "run" / "not" / "there", owner) == ""
+    assert directory.exposure(Path("/"), owner) == ""
+    assert directory.exposure(top / "run" / ".." / "run", owner) == ""
+
+
+def test_the_owner_of_a_folder_on_the_way_could(top: Path) -> None:
+    owner = top.stat().st_uid
+    said = directory.exposure(top / "run", owner + 1)
+    # Of several such folders the uppermost is named.
+    assert f"belongs to user {owner}, who could replace {top / 'run'} and pose as the broker" in said
+    assert said.endswith("; choose a directory of your own")
+
+
+def test_users_outside_of_the_namespace_are_taken_for_root_above_the_directory_alone(top: Path) -> None:
+    owner = top.stat().st_uid
+    assert directory.exposure(top / "new", owner + 1, owner) == ""
+    said = directory.exposure(top / "run", owner + 1, owner)
+    assert (
+        said == f"{top / 'run'} belongs to user {owner}, who could pose as the broker; choose a directory of your own"
+    )
+
+
+@pytest.mark.parametrize("target", ["shared/run", "../top/shared/run", "{top}/shared/run"])
+def test_folders_that_a_link_leads_through_count(top: Path, target: str) -> None:
+    owner, shared = top.stat().st_uid, top / "shared"
+    (shared / "run").mkdir(parents=True)
+    (top / "link").symlink_to(target.format(top=top))
+    if os.geteuid() == 0:
+        for each in (shared, shared / "run", top / "link"):
+            os.chown(each, owner, -1, follow_symlinks=False)
+    assert directory.exposure(top / "link", owner) == ""
+    shared.chmod(0o777)
+    said = directory.exposure(top / "link", owner)
+    assert said.startswith(
+        f"its group and everybody may write in {shared} (mode 0777), and so could replace {top}/link"
+    )
+    shared.chmod(0o1777)  # where names are their owners' alone
+    assert directory.exposure(top / "link", owner) == ""
+
+
+def test_links_that_lead_to_each_other_end(top: Path) -> None:
+    (top / "one").symlink_to("two")
+    (top / "two").symlink_to("one")
+    with pytest.raises(OSError, match="symbolic links"):
+        directory.exposure(top / "one", os.geteuid() or top.stat().st_uid)

@@ -49,6 +49,26 @@ def test_who_connects_while_there_is_no_broker_is_served_by_the_next(kept: Store
         assert isinstance(greet(connection), Welcome)
 
 
+def test_the_next_broker_keeps_a_socket_on_which_more_clients_wait_than_it_has_room_for(kept: StoredBroker) -> None:
+    kept.kill()
+    (door,) = kept.warehouse.stored["own-door"]
+    before = os.fstat(door).st_ino
+    with ExitStack() as undo:
+        try:
+            while True:
+                waiting = undo.enter_context(
+                    socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+                )
+                waiting.connect(str(kept.directory / SESSION_SOCKET))
+        except BlockingIOError:
+            pass
+        kept.start()
+    with session(kept.directory):
+        pass
+    (door,) = kept.warehouse.stored["own-door"]
+    assert os.fstat(door).st_ino == before
+
+
 def test_a_socket_whose_path_was_removed_is_replaced_and_stored_anew(kept: StoredBroker) -> None:
     kept.kill()
     (kept.directory / SESSION_SOCKET).unlink()

@@ -106,8 +106,8 @@ def test_in_the_first_user_namespace_nobody_is_a_user_like_others() -> None:
     maps = Path("/proc/self/uid_map").read_text().split()
     if maps != ["0", "0", str(2**32 - 1)]:
         pytest.skip("this is not the first user namespace")
-    assert peers._stand_in("uid") is None
-    assert peers._stand_in("gid") is None
+    assert peers.outsider("uid") is None
+    assert peers.outsider("gid") is None
 
 
 def test_emulated_ipc_memory_needs_a_common_network_namespace_and_says_so(broker: BrokerProcess) -> None:
