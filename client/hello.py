@@ -29,6 +29,9 @@ SHORTEST = 0.001
 MANAGER = Path("/run/systemd/system")
 """A folder that is there where systemd is the first process (sd_booted(3))."""
 
+CREDENTIALS = struct.Struct("iII")
+"""``struct ucred``: pid, uid and gid."""
+
 NAMED = "--directory, $CUBROKER_DIR or, in Python, the argument `directory`"
 """How whoever looks for a broker says where it is."""
 
@@ -140,11 +143,24 @@ def _check_owner(directory: Path) -> None:
 def _ask(channel: socket.socket, hello: Hello) -> bytes:
     """Greet, and return the answer. Who is refused before that finds the line broken, and the answer there to read."""
     with suppress(BrokenPipeError, ConnectionResetError):
-        channel.send(wire.pack(hello))
+        _say(channel, wire.pack(hello))
     try:
         return channel.recv(MAX_NOTICE)
     except ConnectionResetError:
         return channel.recv(MAX_NOTICE)
+
+
+def _say(channel: socket.socket, data: bytes) -> None:
+    """Send a greeting. Root names process 1 as its sender, where it may: that proves to the broker what it can do.
+
+    The kernel lets only CAP_SYS_ADMIN over this process's pid namespace do so; others greet like everybody.
+    """
+    if os.geteuid() == 0:
+        proof = CREDENTIALS.pack(1, os.geteuid(), os.getegid())
+        with suppress(PermissionError):
+            channel.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_CREDENTIALS, proof)])
+            return
+    channel.send(data)
 
 
 def _answer(data: bytes) -> Greeting:

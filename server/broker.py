@@ -104,13 +104,14 @@ class Broker:
         """Open a session on a connection that has greeted, if its user may have one more."""
         number = next(self._numbers)
         session = Session(number, connection, peer, self._ended, self._denials)
-        if (refusal := self._ledger.admit(peer.uid) or self._obstacle(session)) is not None:
+        if (refusal := self._ledger.admit(peer.uid, verified=peer.verified) or self._obstacle(session)) is not None:
             self._denials.log(peer, refusal.message)
             return self._turn_away(session, refusal)
         self._enter(session)
         if self._scribe:
             self._scribe.opened(session, version, welcomed=False)
-        if (error := self._decide(events.Joined(number, peer.pid, peer.uid, peer.gid, peer.groups))) is not None:
+        joined = events.Joined(number, peer.pid, peer.uid, peer.gid, peer.groups, peer.verified)
+        if (error := self._decide(joined)) is not None:
             message = f"the broker itself failed at opening this session: {error!r}; its log says more"
             return self._take_back(session, InternalFailure(message))
         self._arrivals.expect(session, version)

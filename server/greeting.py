@@ -10,13 +10,14 @@ import socket
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 
 from cubroker.protocol import wire
 from cubroker.protocol.errors import CubrokerError, Invalid, OverQuota, TimedOut, Unavailable, Unsupported
 from cubroker.protocol.messages import VERSIONS, Hello, Pong, Refused
 from cubroker.protocol.system_errors import explain
 from cubroker.server.denials import Denials
-from cubroker.server.peers import Peer, identify
+from cubroker.server.peers import CREDENTIALS, Peer, identify, verify
 
 log = logging.getLogger(__name__)
 
@@ -136,12 +137,11 @@ class Door:
 
     def _greet(self, connection: socket.socket) -> None:
         try:
-            # recv and not recvmsg: the kernel drops the descriptors that came along, so none is ever held.
-            data = connection.recv(MAX_HELLO + 1)
+            data, named = _receive(connection)
         except BlockingIOError:
             return None
         except ConnectionError:
-            data = b""
+            data, named = b"", None
         if not data:
             return self._dismiss(connection)
         try:
@@ -154,7 +154,7 @@ class Door:
         peer, timer = self._guests.pop(connection)
         timer.cancel()
         self._loop.remove_reader(connection)
-        self._admit(connection, peer, version)
+        self._admit(connection, replace(peer, verified=verify(peer, named)), version)
         return None
 
     def _answer(self, connection: socket.socket, version: int) -> None:
@@ -174,6 +174,22 @@ class Door:
         self._loop.remove_reader(connection)
         os.close(peer.pidfd)
         connection.close()
+
+
+def _receive(connection: socket.socket) -> tuple[bytes, int | None]:
+    """Return a greeting, and the process that it names: in general its sender, as :func:`verify` explains.
+
+    The credentials come first and fill the room for what comes along: the kernel drops any descriptors, so that none is
+    ever held.
+    """
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+    data, along, _, _ = connection.recvmsg(MAX_HELLO + 1, socket.CMSG_LEN(CREDENTIALS.size))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 0)
+    for level, kind, value in along:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS) and len(value) == CREDENTIALS.size:
+            pid, _, _ = CREDENTIALS.unpack(value)
+            return data, pid
+    return data, None
 
 
 def _read(data: bytes) -> Hello:

@@ -20,7 +20,12 @@ SO_PEERPIDFD = 77
 SO_PEERGROUPS = 59
 """Linux 4.13: the supplementary groups of the process that connected, as ``gid_t[]``."""
 
-_CREDENTIALS = struct.Struct("iII")
+CREDENTIALS = struct.Struct("iII")
+"""``struct ucred``: pid, uid and gid."""
+
+INIT = 1
+ROOT = 0
+
 _GROUPS_BYTES = 1024  # the most that Python asks a socket option for
 _EVERYBODY = 2**32 - 1
 
@@ -30,7 +35,8 @@ class Peer:
     """The process that connected. ``pidfd`` turns readable when it has ended; its holder closes it.
 
     ``gid`` is its primary group and ``groups`` are the supplementary ones, as they were when it connected.
-    ``pid`` is 0 if it is in a pid namespace that is not visible here.
+    ``pid`` is 0 if it is in a pid namespace that is not visible here. ``verified``, which :func:`verify` finds out,
+    says that it is a root, or of the broker's user, of the broker's own user and pid namespaces.
     """
 
     pid: int
@@ -38,6 +44,7 @@ class Peer:
     gid: int
     pidfd: int
     groups: frozenset[int] = frozenset()
+    verified: bool = False
 
 
 def identify(connection: socket.socket) -> Peer:
@@ -49,8 +56,8 @@ def identify(connection: socket.socket) -> Peer:
         Unsupported: it is in no pid namespace that is visible here, and the kernel is too old to name it nevertheless.
         OSError: no descriptor is left.
     """
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, uid, gid = _CREDENTIALS.unpack(raw)
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+    pid, uid, gid = CREDENTIALS.unpack(raw)
     if uid == outsider("uid") or gid == outsider("gid"):
         raise Denied(
             f"the broker cannot tell who connects: to its user namespace this process is of user {uid} and group {gid},"
@@ -59,6 +66,45 @@ def identify(connection: socket.socket) -> Peer:
         )
     groups = _peer_groups(connection)
     return Peer(pid, uid, gid, _peer_pidfd(connection, pid), groups)
+
+
+def verify(peer: Peer, named: int | None) -> bool:
+    """Say whether a peer with root's or the broker's number is one of the broker's own user and pid namespaces.
+
+    Whoever starts a container chooses its numbers, so these alone mean nothing. Whatever cannot be established counts
+    as not so.
+
+    - *Root* names process 1 in the credentials of its greeting, and ``named`` is what the kernel made of that. It lets
+      a process name another one than itself only with CAP_SYS_ADMIN in the user namespace that owns its pid namespace,
+      and delivers 1 here only where that pid namespace is the broker's. So one number proves the capability and both
+      namespaces; no /proc is read, nor need the broker have any right over the peer.
+    - *The broker's own user* cannot do that. Its namespaces can be read, though, by a broker of the same user.
+
+    Args:
+        peer: who connected.
+        named: the process that the peer's greeting names; None if it names none.
+    """
+    if peer.uid == ROOT and named == INIT != peer.pid:
+        return True
+    return peer.uid == os.geteuid() and _shares_namespaces(peer)
+
+
+def _shares_namespaces(peer: Peer) -> bool:
+    """Say whether a process is known to be in the user and pid namespaces of this one."""
+    if not peer.pid:
+        return False
+    try:
+        same = all(Path(f"/proc/{peer.pid}/ns/{kind}").samefile(f"/proc/self/ns/{kind}") for kind in ("user", "pid"))
+    except OSError:  # it has ended, or has more rights than this one
+        return False
+    # It was this process all along, and not another one with its number, if it has not ended yet.
+    return same and not _has_ended(peer.pidfd)
+
+
+def _has_ended(pidfd: int) -> bool:
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 @cache

@@ -75,7 +75,7 @@ def _take_over(broker: Broker, ledger: Ledger, known: Joined, remembered: Rememb
         log.error("session %d (pid %d) is detached: the journal has no secret of it", known.session, known.pid)
         _shut(connection)
         connection = None
-    peer = Peer(known.pid, known.uid, known.gid, pidfd, known.groups)
+    peer = Peer(known.pid, known.uid, known.gid, pidfd, known.groups, known.verified)
     broker.take_over(known.session, connection, peer, remembered)
     holder = ledger.holder(known.session)
     assert holder

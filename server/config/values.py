@@ -82,6 +82,19 @@ def choice(*names: str) -> Kind:
     return Kind(f"write {', '.join(map(show, names[:-1]))} or {show(names[-1])}", read)
 
 
+def _read_boolean(written: object) -> bool:
+    if not isinstance(written, bool):
+        raise ValueError
+    return written
+
+
+def _parse_boolean(text: str) -> bool | str:
+    return {"true": True, "false": False}.get(text, text)
+
+
+BOOLEAN = Kind("write true or false", _read_boolean, _parse_boolean)
+
+
 def _read_count(written: object) -> int | None:
     if written == UNLIMITED:
         return None

@@ -15,11 +15,11 @@ from itertools import islice
 
 from cubroker.protocol.errors import Denied, Unavailable
 from cubroker.protocol.messages import Done, Drain, Draining
-from cubroker.server.ledger import waiting
+from cubroker.server.ledger import waiting, wording
 from cubroker.server.ledger.books import Books
 from cubroker.server.ledger.entries import Session, Version
 from cubroker.server.ledger.events import Drained, Notify
-from cubroker.server.ledger.permissions import ROOT
+from cubroker.server.ledger.permissions import is_privileged
 from cubroker.server.ledger.states import Impossible, State
 from cubroker.server.ledger.waiters import Listener, Writer
 
@@ -45,11 +45,11 @@ def drain(books: Books, session: Session, body: Drain) -> Done:
     """Begin to drain by hand, or take that back.
 
     Raises:
-        Denied: the session is neither root's nor of the broker's own user.
+        Denied: the session's user does not administer the broker.
         Unavailable: the broker ends, which nobody can take back.
     """
-    if session.uid not in (ROOT, books.uid):
-        raise Denied(f"user {session.uid} may not drain the broker; ask user {books.uid}, who runs it, or root")
+    if not is_privileged(books, session):
+        raise Denied(wording.not_administrator(books, session))
     if books.awaited is not None and not body.on:
         raise Unavailable(f"the broker lends nothing new, since {ENDING}; wait until it was started again")
     before, books.drained = reason(books), body.on

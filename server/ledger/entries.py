@@ -165,7 +165,8 @@ class User:
 class Session:
     """One client process. ``connected`` is False while it lives without a connection and still holds leases.
 
-    ``tolerated`` is what it had when the limits changed last, and may be more than these.
+    ``tolerated`` is what it had when the limits changed last, and may be more than these. ``verified`` is the verdict
+    of :class:`cubroker.server.peers.Peer`, which it keeps for good.
     """
 
     id: int
@@ -180,6 +181,7 @@ class Session:
     signals: dict[int, Signal] = field(default_factory=dict)
     story: Story = field(default_factory=Story)
     tolerated: Limits = Limits(0, 0, 0, 0)
+    verified: bool = False
 
     @property
     def used(self) -> Limits:

@@ -20,13 +20,18 @@ from cubroker.server.ledger.policy import Policy
 
 
 class Joined(Struct, frozen=True):
-    """A process opened a session; the kernel says who it is. ``groups`` are its supplementary ones."""
+    """A process opened a session; the kernel says who it is. ``groups`` are its supplementary ones.
+
+    ``verified`` says that its number is worth something if it is root's or the broker's: see :func:`administers
+    <cubroker.server.ledger.permissions.administers>`.
+    """
 
     session: int
     pid: int
     uid: int
     gid: int
     groups: frozenset[int] = frozenset()
+    verified: bool = False
 
 
 class Lost(Struct, frozen=True):

@@ -39,7 +39,7 @@ class Lent(NamedTuple):
 def sessions(books: Books) -> tuple[Joined, ...]:
     """Return all sessions, as they joined."""
     known = books.sessions.values()
-    return tuple(Joined(session.id, session.pid, session.uid, session.gid, session.groups) for session in known)
+    return tuple(Joined(each.id, each.pid, each.uid, each.gid, each.groups, each.verified) for each in known)
 
 
 def memory(books: Books) -> tuple[Held, ...]:

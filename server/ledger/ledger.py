@@ -186,9 +186,9 @@ class Ledger:
         """Return the answer that grants a lease, as it would be given now; None if the session holds no such lease."""
         return inventory.lent(self._books, session, lease)
 
-    def admit(self, uid: int) -> CubrokerError | None:
+    def admit(self, uid: int, *, verified: bool = False) -> CubrokerError | None:
         """Return why a user may open no session now, None if it may; to be asked before it has ``Joined``."""
-        return admitting.refusal(self._books, uid)
+        return admitting.refusal(self._books, uid, verified=verified)
 
     def handle(self, event: Event, now: float = 0.0) -> list[Effect]:
         """Take one event, which came ``now``, in seconds since 1970; return what is to be done about it, in order.

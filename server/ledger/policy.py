@@ -56,11 +56,12 @@ class Policy:
     Attributes:
         keep: superseded versions per pool, the newest ones, that stay although nobody has a lease on them.
         mode: the mode of a pool whose creator gave none.
-        admins: users who may do everything, as root and the broker's own user may.
+        admins: users who may do everything, by their numbers alone.
         quota: what every user may have, but for those in ``quotas``.
         quotas: what certain users may have, by uid.
         share: the share kind of a version whose creator named none: ``ipc``, ``vmm``, or :data:`AUTO`, ``vmm`` where
             all its devices can share memory so, else ``ipc``.
+        trust_root: whether root may do everything, where it is verified to be that of the broker's own namespaces.
     """
 
     keep: int = 0
@@ -69,6 +70,7 @@ class Policy:
     quota: Quota = Quota()
     quotas: Mapping[int, Quota] = field(default_factory=dict)
     share: str = AUTO
+    trust_root: bool = True
 
     def quota_of(self, uid: int) -> Quota:
         """Return what a user may have."""

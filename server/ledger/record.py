@@ -54,6 +54,7 @@ class SessionEntry(Entry, frozen=True):
     gid: User
     groups: Annotated[tuple[User, ...], Meta(max_length=1 << 16)]
     connected: bool
+    verified: bool = False
 
 
 class WatchEntry(Entry, frozen=True):
@@ -205,7 +206,8 @@ def _session(books: Books, number: int, _: str) -> SessionEntry | None:
     session = books.sessions.get(number)
     if session is None:
         return None
-    return SessionEntry(session.pid, session.uid, session.gid, tuple(sorted(session.groups)), session.connected)
+    groups = tuple(sorted(session.groups))
+    return SessionEntry(session.pid, session.uid, session.gid, groups, session.connected, session.verified)
 
 
 def _watch(books: Books, number: int, name: str) -> WatchEntry | None:

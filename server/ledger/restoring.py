@@ -135,7 +135,7 @@ def _fill(books: Books, entries: Mapping[Mark, Entry]) -> None:
 def _session(books: Books, number: int, entry: SessionEntry) -> None:
     user = books.user(entry.uid)
     groups, story = frozenset(entry.groups), Story(books.clock)
-    session = Session(number, entry.pid, user, entry.gid, groups, entry.connected, story=story)
+    session = Session(number, entry.pid, user, entry.gid, groups, entry.connected, story=story, verified=entry.verified)
     books.sessions[number] = user.sessions[number] = session
     books.stored += SESSION
 

@@ -18,7 +18,7 @@ def joined(books: Books, event: Joined) -> None:
     user = books.user(event.uid)
     story = Story(books.clock)
     story.append(f"process {event.pid} of user {event.uid} joined")
-    session = Session(event.session, event.pid, user, event.gid, event.groups, story=story)
+    session = Session(event.session, event.pid, user, event.gid, event.groups, story=story, verified=event.verified)
     books.sessions[session.id] = user.sessions[session.id] = session
     books.last_session = max(books.last_session, session.id)
     books.stored += SESSION

@@ -20,7 +20,7 @@ from cubroker.server.ledger.entries import (
     Signal,
     Version,
 )
-from cubroker.server.ledger.permissions import may_read
+from cubroker.server.ledger.permissions import ROOT, may_read
 from cubroker.server.ledger.shortages import size, state, too_much_memory
 from cubroker.server.ledger.states import State
 from cubroker.server.ledger.waiters import Listener, Phase, Reader, Waiter, Writer
@@ -160,6 +160,18 @@ def not_readable(uid: int, pool: Pool) -> str:
 def not_ruled(uid: int, pool: Pool) -> str:
     """Say that a user may not change the mode of a pool."""
     return f"user {uid} may not change the mode of {pool.name}, {_belongs(pool)}; leave the mode out"
+
+
+def not_administrator(books: Books, session: Session) -> str:
+    """Say that a session's user does not administer the broker, although its number may be root's or the broker's."""
+    advice = f"ask user {books.uid}, who runs it, or root, or have {session.uid} listed in its setting `admins`"
+    if session.uid == books.uid or (session.uid == ROOT and books.policy.trust_root):
+        power = " with CAP_SYS_ADMIN" if session.uid == ROOT != books.uid else ""
+        advice = (
+            f"it is not known to run in the broker's own user and pid namespaces: run it there{power},"
+            f" or have {session.uid} listed in the broker's setting `admins`"
+        )
+    return f"user {session.uid} may not drain the broker; {advice}"
 
 
 def _belongs(pool: Pool) -> str:

@@ -51,9 +51,16 @@ class Story:
     def end(self) -> None:
         assert not self.effects, f"not in the script: {[*self.effects]}"
 
-    def joins(self, *sessions: int, uid: int = ALICE, gid: int = 100, groups: tuple[int, ...] = ()) -> None:
+    def joins(
+        self,
+        *sessions: int,
+        uid: int = ALICE,
+        gid: int = 100,
+        groups: tuple[int, ...] = (),
+        verified: bool = True,
+    ) -> None:
         for session in sessions:
-            self >> e.Joined(session, 100 + session, uid, gid, frozenset(groups))
+            self >> e.Joined(session, 100 + session, uid, gid, frozenset(groups), verified)
 
     def restarts(self, *vanished: int, policy: Policy | None = None, store: int = 100) -> None:
         """Restore the ledger from its record, tell it which tickets vanished, and go on; nobody asserts the effects."""

@@ -144,7 +144,7 @@ def gone_on(ledger: Ledger, items: Items) -> None:
     assert not later.findings
     assert states(later) == states(ledger)
     todo: list[e.Event] = [e.Gone(session.session) for session in ledger.sessions()]
-    todo += [e.Joined(99, 1, BROKER, BROKER)]
+    todo += [e.Joined(99, 1, BROKER, BROKER, verified=True)]
     todo += [e.Asked(99, 1, m.Retire(pool.name, pool.version)) for pool in ledger.view(everything=True).pools]
     for each in todo:
         for effect in ledger.handle(each):

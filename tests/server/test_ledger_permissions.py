@@ -2,10 +2,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
 from cubroker.protocol import infos
 from cubroker.protocol import messages as m
+from cubroker.server.ledger import Ledger, Limits
 from cubroker.server.ledger import events as e
 from cubroker.server.ledger.policy import Policy
 from tests.server.story import (
@@ -180,3 +182,50 @@ def test_the_policy_says_which_mode_a_pool_begins_with() -> None:
     story >> asks(2, 2, m.Watch("a", on=False))
     story << done(2, 2)
     story.end()
+
+
+@pytest.mark.parametrize("uid", [ROOT, BROKER])
+def test_a_number_that_is_not_verified_is_that_of_any_user(uid: int) -> None:
+    story = Story(policy=Policy(admins=frozenset((ADMIN,))), store=32)
+    story.joins(1)
+    story.joins(2, uid=uid, gid=900, verified=False)
+    story.joins(3, uid=ADMIN, gid=900, verified=False)
+    story.publishes(1, "a", mode=0o600)
+    assert (listed(story, 2), len(listed(story, 3))) == ((), 1)
+    story >> attaches(2, 1, "a")
+    story << refused(2, 1, "denied")
+    story >> asks(2, 2, m.Drain(on=True))
+    story << refused(2, 2, "denied", f"user {uid} may not drain the broker; it is not known to run in", "`admins`")
+    assert story.ledger.admit(uid) is None
+    story.joins(*range(4, 16), uid=BOB)
+    assert story.ledger.admit(uid, verified=True) is None
+    assert story.ledger.admit(uid) is not None
+    story.end()
+
+
+def test_root_administers_while_the_policy_trusts_it_and_verdicts_outlive_the_broker() -> None:
+    story = Story(store=100)
+    story.joins(1)
+    story.joins(2, uid=ROOT)
+    story.joins(3, uid=ROOT, verified=False)
+    story.joins(4, uid=BROKER)
+    story.publishes(1, "a", mode=0o600)
+    assert [len(listed(story, session)) for session in (2, 3, 4)] == [1, 0, 1]
+    story.restarts(1)
+    story.publishes(1, "a", mode=0o600)
+    assert [len(listed(story, session)) for session in (2, 3, 4)] == [1, 0, 1]
+    story.quietly(e.Reconfigured(Policy(trust_root=False), Limits(), {"GPU-0": MIB, "GPU-1": MIB}))
+    assert [len(listed(story, session)) for session in (2, 3, 4)] == [0, 0, 1]
+    story >> asks(2, 2, m.Drain(on=True))
+    story << refused(2, 2, "denied", "ask user 1000, who runs it, or root, or have 0 listed in its setting `admins`")
+    story.end()
+
+
+def test_a_session_that_was_recorded_without_a_verdict_is_not_verified() -> None:
+    story = Story(store=100)
+    story.joins(1, uid=ROOT)
+    items = dict(story.ledger.record())
+    (key,) = [key for key in items if key.startswith(b"l/session/")]
+    items[key] = msgspec.msgpack.encode(msgspec.msgpack.decode(items[key])[:-1])
+    restored = Ledger.restore(story.devices, BROKER, Limits(), Policy(), items.items(), 100)
+    assert [each.verified for each in restored.sessions()] == [False]

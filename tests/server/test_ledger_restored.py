@@ -108,7 +108,7 @@ def test_a_restored_ledger_knows_all_that_there_was_and_goes_on() -> None:
         (2, False),
         (3, True),
     ]
-    assert story.ledger.sessions()[2] == e.Joined(3, 103, BOB, 100, frozenset((5, 7)))
+    assert story.ledger.sessions()[2] == e.Joined(3, 103, BOB, 100, frozenset((5, 7)), verified=True)
     story >> e.Resumed() << e.Assemble(9, (2 * MIB,), (("GPU-0", 1), ("GPU-1", 2))) << changed(1, "a/b", 0)
     story.quietly(with_multicast(9))
     assert seen(story) == before

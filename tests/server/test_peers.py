@@ -7,11 +7,14 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from cubroker.server import peers
+from tests.brokers import eventually
+from tests.namespaces import unshare
 
 CONNECT = "import socket, sys; s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); s.connect(sys.argv[1])"
 
@@ -97,3 +100,40 @@ def test_the_groups_of_a_process_are_known_where_the_kernel_tells_them(listener:
             assert peer.groups == frozenset()
             os.close(peer.pidfd)
         process.kill()
+
+
+@pytest.mark.parametrize(
+    ("options", "verified"),
+    [
+        pytest.param((), True, id="none"),
+        pytest.param(("--mount",), True, id="mount"),
+        pytest.param(("--pid", "--fork", "--kill-child"), False, id="pid"),
+        pytest.param(("--user", "--map-root-user"), False, id="user"),
+    ],
+)
+def test_a_process_of_the_brokers_user_is_verified_in_its_namespaces_alone(
+    listener: socket.socket, options: tuple[str, ...], verified: bool
+) -> None:
+    before = unshare(*options) if options else []
+    command = [*before, sys.executable, "-c", f"{CONNECT}; sys.stdin.read()", listener.getsockname()]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+        connection, _ = listener.accept()
+        with connection:
+            peer = peers.identify(connection)
+            assert peers.verify(peer, peer.pid) == verified
+            assert not peers.verify(replace(peer, uid=peer.uid + 1), peer.pid)
+            assert not peers.verify(replace(peer, pid=0), None)
+            assert process.stdin
+            process.stdin.close()
+            eventually(lambda: ended(peer.pidfd), "the end of the process")
+            assert not peers.verify(peer, peer.pid)
+            assert not peers.verify(replace(peer, pid=os.getpid()), peer.pid), "another process has its number"
+            os.close(peer.pidfd)
+
+
+def test_root_is_verified_by_naming_the_first_process_and_others_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 4900)
+    root, other = peers.Peer(17, 0, 0, -1), peers.Peer(17, 4901, 4901, -1)
+    assert peers.verify(root, peers.INIT)
+    for peer, named in ((root, 17), (root, None), (other, peers.INIT), (replace(root, pid=peers.INIT), peers.INIT)):
+        assert not peers.verify(peer, named)

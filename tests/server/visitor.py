@@ -10,7 +10,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -44,9 +44,9 @@ class Visitor:
 
 
 @contextmanager
-def visiting(directory: Path, uid: int, gid: int, *groups: int) -> Iterator[Visitor]:
-    """A client of user ``uid`` for the length of a block."""
-    command = [sys.executable, "-m", "tests.server.visitor", str(directory), *map(str, (uid, gid, *groups))]
+def visiting(directory: Path, uid: int, gid: int, *groups: int, before: Sequence[str] = ()) -> Iterator[Visitor]:
+    """A client of user ``uid`` for the length of a block; ``before`` is a command that runs it, as in a container."""
+    command = [*before, sys.executable, "-m", "tests.server.visitor", str(directory), *map(str, (uid, gid, *groups))]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
             yield Visitor(process)
@@ -70,15 +70,17 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "publish": _publish,
     "attach": _attach,
     "retire": lambda broker, name: msgspec.to_builtins(broker.retire(name)),
+    "drain": lambda broker, on: broker.drain(on=on),
     "pools": lambda broker: msgspec.to_builtins(broker.pools()),
 }
 
 
 def main() -> None:
     directory, uid, gid, *groups = sys.argv[1:]
-    os.setgroups([int(group) for group in groups])
-    os.setgid(int(gid))
-    os.setuid(int(uid))
+    if os.getuid() != int(uid):
+        os.setgroups([int(group) for group in groups])
+        os.setgid(int(gid))
+        os.setuid(int(uid))
     broker: Broker | None = None
     for line in sys.stdin:
         command, *arguments = json.loads(line)

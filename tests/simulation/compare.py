@@ -29,11 +29,11 @@ class Pair:
         self.to_dissolve: list[Team] = []
         self.handed: dict[tuple[int, int], set[int]] = {}  # tickets and teams whose descriptors a session may be sent
 
-    def admits(self, uid: int) -> bool:
+    def admits(self, uid: int, *, verified: bool) -> bool:
         """Whether a user may open one more session, by both."""
-        refusal = self.ledger.admit(uid)
+        refusal = self.ledger.admit(uid, verified=verified)
         assert refusal is None or (refusal.code == "over_quota" and refusal.message)
-        assert (refusal is None) == self.model.admits(uid)
+        assert (refusal is None) == self.model.admits(uid, verified=verified)
         return refusal is None
 
     def handle(self, event: e.Event) -> None:

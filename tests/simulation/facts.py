@@ -91,7 +91,14 @@ class Facts:
         return next(device.budget for device in self.devices if device.uuid == uuid) - self.lost[uuid]
 
     def rules(self, session: Session, name: str) -> bool:
-        return name not in self.owners or session.uid in {0, self.uid, self.owners[name], *self.policy.admins}
+        if name not in self.owners or session.uid == self.owners[name]:
+            return True
+        return self.administers(session.uid, verified=session.verified)
+
+    def administers(self, uid: int, *, verified: bool) -> bool:
+        """Whether a user is listed; or root, where that counts, or the broker's, and proven to be so."""
+        own = {self.uid, 0} if self.policy.trust_root else {self.uid}
+        return uid in self.policy.admins or (verified and uid in own)
 
     def may(self, letter: str, session: Session, name: str) -> bool:
         """Whether the mode, written as ``ls`` does, has ``r`` or ``w`` for the session."""

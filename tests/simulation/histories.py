@@ -34,7 +34,7 @@ SCARCE = Quota(memory=8 * MIB, sessions=4, leases=5, requests=4, watches=2, even
 POLICIES = (
     Policy(),
     Policy(quota=Quota(memory=8 * MIB), quotas={1002: Quota(memory=4 * MIB), BROKER: Quota()}),
-    Policy(keep=2, mode=0o640, admins=frozenset((ADMIN,)), share="ipc"),
+    Policy(keep=2, mode=0o640, admins=frozenset((ADMIN,)), share="ipc", trust_root=False),
     Policy(keep=1, mode=0o660, admins=frozenset((ADMIN,)), quota=SCARCE, quotas={BROKER: Quota(), 1004: Quota(0)}),
 )
 BUDGETS = ((12, 8), (12, 8), (6, 8), (12, 2), (2, 4), (16, 16))
@@ -154,7 +154,7 @@ class Play:
         self.sessions = OBSERVER
         self.requests = 0
         self.events: list[object] = []
-        self.tell(e.Joined(OBSERVER, 1, BROKER, BROKER))
+        self.tell(e.Joined(OBSERVER, 1, BROKER, BROKER, verified=True))
 
     def tell(self, event: e.Event) -> None:
         self.events.append(event)
@@ -184,9 +184,10 @@ class Play:
 
     def join(self, uid: int, groups: int, *_: int) -> None:
         user, (gid, others) = UIDS[uid % len(UIDS)], GROUPS[groups % len(GROUPS)]
-        if self.pair.admits(user):
+        verified = bool(groups // len(GROUPS) % 3)
+        if self.pair.admits(user, verified=verified):
             self.sessions += 1
-            self.tell(e.Joined(self.sessions, 100 + self.sessions, user, gid, frozenset(others)))
+            self.tell(e.Joined(self.sessions, 100 + self.sessions, user, gid, frozenset(others), verified))
 
     def lost(self, session: int, *_: int) -> None:
         self.tell(e.Lost(self.user(session)))

@@ -37,7 +37,8 @@ class Model(Facts):
         self.out = Expected()
         match event:
             case e.Joined():
-                self.sessions.append(Session(event.session, event.pid, event.uid, (event.gid, *event.groups)))
+                groups = (event.gid, *event.groups)
+                self.sessions.append(Session(event.session, event.pid, event.uid, groups, event.verified))
             case e.Asked():
                 self.asked(event)
             case e.Lost() | e.Gone():
@@ -386,11 +387,11 @@ class Model(Facts):
         if self.full(sum(lease.session.uid == session.uid for lease in self.leases), self.quota(session.uid).leases):
             raise Refusal("over_quota")
 
-    def admits(self, uid: int) -> bool:
+    def admits(self, uid: int, *, verified: bool) -> bool:
         quota = self.quota(uid)
         if quota.descriptors is not None and self.descriptors_of(uid) + 2 > quota.descriptors:
             return False
-        reserve = 0 if uid in {0, self.uid, *self.policy.admins} else 16
+        reserve = 0 if self.administers(uid, verified=verified) else 16
         if self.store is not None and self.stored() + 2 > self.store - min(reserve, self.store // 16):
             return False
         return not self.full(sum(session.uid == uid for session in self.sessions), quota.sessions)

@@ -14,6 +14,7 @@ class Session:
     pid: int
     uid: int
     groups: tuple[int, ...] = ()
+    verified: bool = False
     connected: bool = True
 
 

@@ -155,6 +155,7 @@ TEXTS = {
     "keep": ("7", 7),
     "mode": ("640", 0o640),
     "admins": ("root, 4711", frozenset((0, 4711))),
+    "trust_root": ("false", False),
     "sockets.mode": ("0o660", 0o660),
     "sockets.group": ("4711", 4711),
     "quota.memory": ("40GiB", 40 << 30),

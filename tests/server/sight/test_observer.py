@@ -94,7 +94,12 @@ def test_everything_else_is_for_those_who_want_all(scene: Scene, caplog: pytest.
 
 
 def test_it_is_told_who_drains_the_broker(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
-    scene.tell(e.Joined(3, 103, 0, 0), asks(3, 1, m.Drain(True)), asks(2, 1, m.Drain(True)), asks(3, 2, m.Drain(False)))
+    scene.tell(
+        e.Joined(3, 103, 0, 0, verified=True),
+        asks(3, 1, m.Drain(True)),
+        asks(2, 1, m.Drain(True)),
+        asks(3, 2, m.Drain(False)),
+    )
     assert caplog.messages == [
         "session 3 (pid 103, uid 0): drains the broker, which lends nothing new",
         "session 3 (pid 103, uid 0): has the broker lend again",
