@@ -53,6 +53,14 @@ from cubroker.protocol.messages import AUTO
     help="How long to wait for room and for another writer.  [default: 0; with --if-absent, as long as it takes]",
 )
 @click.option("--mode", callback=options.mode, metavar="MODE", help="Who may attach and publish, like a file's: 640.")
+@click.option(
+    "--owner",
+    "owners",
+    multiple=True,
+    metavar="USER",
+    help="Whose version does with --if-absent, besides this user's, root's and the broker's."
+    "  [default: $CUBROKER_OWNER]",
+)
 @options.directory
 def command(
     name: str,
@@ -65,6 +73,7 @@ def command(
     slab: int | None,
     wait: float | None,
     mode: int | None,
+    owners: tuple[str, ...],
     directory: Path,
 ) -> None:
     """Publish safetensors files as the next version of pool NAME.
@@ -72,6 +81,8 @@ def command(
     PATH is a file, a folder with a checkpoint, or the index.json of a sharded one. A load that fails or is interrupted
     leaves nothing behind.
     """
+    if owners and not if_absent:
+        raise click.UsageError("--owner says whose version does with --if-absent; leave it out, or give both")
     if chosen and plan:
         raise click.UsageError("--plan says where each tensor goes; leave --device out")
     if wait is None:
@@ -90,6 +101,7 @@ def command(
             wait=wait,
             mode=mode,
             durable=durable,
+            owner=owners or None,
             progress=report,
         )
     text.say(summary(loaded))

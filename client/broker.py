@@ -12,6 +12,7 @@ from cubroker.client.draft import Draft
 from cubroker.client.living import Living
 from cubroker.client.loans import Loan
 from cubroker.client.mapping import Mapped
+from cubroker.client.owners import Owner, uids
 from cubroker.client.plans import DeviceId, Placed, Plan, place
 from cubroker.client.pool import Pool, seconds
 from cubroker.client.processes import Scoped, Unsendable
@@ -23,12 +24,13 @@ from cubroker.driver import Driver
 from cubroker.protocol import names
 from cubroker.protocol.bounds import MAX_WAIT
 from cubroker.protocol.directory import default_directory
-from cubroker.protocol.errors import Invalid
+from cubroker.protocol.errors import Invalid, Unsupported
 from cubroker.protocol.infos import ClientInfo, DeviceInfo, Line, PoolInfo
 from cubroker.protocol.layout import Layout
 from cubroker.protocol.messages import (
     AUTO,
     CHOOSES,
+    OWNED,
     Attach,
     Attached,
     Clients,
@@ -105,6 +107,11 @@ class Broker(Unsendable, Scoped):
         return self._session.id
 
     @property
+    def uid(self) -> int | None:
+        """The user that the broker runs as; None if it is too old to say so."""
+        return self._session.uid
+
+    @property
     def requests(self) -> Requests:
         """The way of requests themselves, for those who want many under way: ``submit(body)`` returns a future."""
         return self._session.requests
@@ -128,6 +135,7 @@ class Broker(Unsendable, Scoped):
         device: DeviceId | None = None,
         wait: float = 0.0,
         peer: bool = False,
+        owner: Owner | Sequence[Owner] | None = None,
     ) -> Pool:
         """Lease a published version and map its memory: one round trip, one driver call per allocation.
 
@@ -140,21 +148,25 @@ class Broker(Unsendable, Scoped):
             peer: where ``device`` has nothing of the pool, whether it shall use the memory of another one that it
                 reaches directly, over the fastest link there is. The tensors are ``device``'s then;
                 ``pool.memory_device`` says where they lie.
+            owner: whose pool it has to be, unless it is this user's own: a name or a number, or several; by default
+                those of ``$CUBROKER_OWNER``, separated by commas, else anybody's. Names are looked up here, and numbers
+                are those of the broker's user namespace.
 
         Raises:
             NotFound: no such pool, version or device.
             Retired: the version was retired.
-            Denied: the pool's mode keeps this user from reading it.
+            Denied: the pool's mode keeps this user from reading it, or it is not ``owner``'s.
+            Unsupported: an owner is asked for, and the broker is too old to heed that.
             OverQuota: this session, or this user, holds as many leases as it may.
             TimedOut: it was not published in ``wait`` seconds.
             Invalid: the pool is on several devices and ``device`` does not say which; or ``peer`` without ``device``.
             OutOfMemory, DeviceFailure: the memory could not be mapped.
         """
         names.check(name)
-        where = self._where(name, device, peer=peer)
-        body = Attach(name, _version(version), where.device, seconds(wait), where.peers)
+        where = self._where(name, device, owner, peer=peer)
+        body = Attach(name, _version(version), where.device, seconds(wait), where.peers, where.owners)
         loan, reply, mapped = self._session.borrow(body, Loan(self._session))
-        return self._pool(loan, expect(reply, Attached), mapped)
+        return self._pool(loan, expect(reply, Attached), mapped, where.owners)
 
     def create(
         self,
@@ -221,6 +233,7 @@ class Broker(Unsendable, Scoped):
         writable: bool = False,
         durable: bool | None = None,
         peer: bool = False,
+        owner: Owner | Sequence[Owner] | None = None,
     ) -> Pool | Draft:
         """Attach to the current version, or become its writer: the first of many gets the draft, the rest wait for it.
 
@@ -238,6 +251,7 @@ class Broker(Unsendable, Scoped):
             writable: as for :meth:`create`, should it be created.
             durable: as for :meth:`create`, should it be created.
             peer: as for :meth:`attach`, should it be there.
+            owner: as for :meth:`attach`, should it be there.
 
         Raises:
             CubrokerError: as :meth:`attach` and :meth:`create`.
@@ -247,12 +261,12 @@ class Broker(Unsendable, Scoped):
         placed = place(self.driver, layout, devices, plan)
         if device is None and plan is None:
             device = placed.devices[0]
-        where = self._where(name, device, peer=peer)
+        where = self._where(name, device, owner, peer=peer)
         loan, reply, mapped = self._create(
             name, layout, placed, where, share, wait, mode, writable=writable, durable=durable
         )
         if isinstance(reply, Attached):
-            return self._pool(loan, reply, mapped)
+            return self._pool(loan, reply, mapped, where.owners)
         return self._draft(loan, reply, mapped, layout)
 
     def retire(self, name: str, version: int | None = None) -> Retirement:
@@ -392,17 +406,23 @@ class Broker(Unsendable, Scoped):
         body = Create(*head, attach, _mode(mode), placed.plan, writable, durable)
         return self._session.borrow(body, Loan(self._session, layout))
 
-    def _where(self, name: str, device: DeviceId | None, *, peer: bool) -> Where:
+    def _where(self, name: str, device: DeviceId | None, owner: Owner | Sequence[Owner] | None, *, peer: bool) -> Where:
         """Say where to attach; this process has a context there then, and the lease need not wait for that."""
         if device is None:
             if peer:
                 raise Invalid(f"attach to {name!r} with peer=True: say with `device` which device shall reach it")
-            return Where(None)
+            return Where(None, owners=self._owners(name, owner))
         uuid = local.context(self.driver, device).device.uuid
-        return Where(uuid, local.reachable(self.driver, uuid) if peer else ())
+        return Where(uuid, local.reachable(self.driver, uuid) if peer else (), self._owners(name, owner))
 
-    def _pool(self, loan: Loan, reply: Attached, mapped: Mapped) -> Pool:
-        return self._keep(Pool(loan, mapped, decode(reply.layout), reply.name, reply.version))
+    def _owners(self, name: str, owner: Owner | Sequence[Owner] | None) -> tuple[int, ...]:
+        owners = uids(owner)
+        if owners and self._session.version < OWNED:
+            raise Unsupported(f"attach to {name!r} of a certain owner: the broker is too old to check it; upgrade it")
+        return owners
+
+    def _pool(self, loan: Loan, reply: Attached, mapped: Mapped, owners: tuple[int, ...]) -> Pool:
+        return self._keep(Pool(loan, mapped, decode(reply.layout), reply.name, reply.version, owners))
 
     def _draft(self, loan: Loan, reply: Created, mapped: Mapped, layout: Layout) -> Draft:
         return self._keep(Draft(loan, mapped, Index(layout), reply.name, reply.version))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from cubroker.client.broker import Broker
 from cubroker.client.checkpoint import Checkpoint, Paths
@@ -12,6 +13,7 @@ from cubroker.client.crew import Progress
 from cubroker.client.devices import failure
 from cubroker.client.draft import Draft
 from cubroker.client.filling import fill
+from cubroker.client.owners import Owner, uids
 from cubroker.client.plans import DeviceId, Plan, spell_out
 from cubroker.client.replica import Replica
 from cubroker.client.rings import Target
@@ -56,6 +58,7 @@ def load(
     wait: float = 0.0,
     mode: int | None = None,
     durable: bool | None = None,
+    owner: Owner | Sequence[Owner] | None = None,
     progress: Progress | None = None,
 ) -> Loaded:
     """Load a checkpoint into a new version of pool ``name`` and publish it.
@@ -76,6 +79,8 @@ def load(
         slab: the most bytes of one allocation; by default there is one per device.
         wait: seconds to wait for room and for the turn to write.
         mode: who may attach and publish, as :meth:`Broker.create` has it.
+        owner: whose version does if there is one (``if_absent``), besides this user's, root's and the broker's own
+            user's; by default those of ``$CUBROKER_OWNER``. That of anybody else is ``Denied``.
         durable: whether the version stays when the broker is started again, as :meth:`Broker.create` has it.
         progress: called by this thread, now and then, with bytes done and bytes in all.
 
@@ -88,7 +93,7 @@ def load(
     with Checkpoint.open(paths) as checkpoint:
         places = None if plan is None else spell_out(plan, (e.name for e in checkpoint.entries))
         layout = Layout.pack(((e.name, e.dtype, e.shape) for e in checkpoint.entries), slab=slab, groups=places)
-        ask = broker.attach_or_create if if_absent else broker.create
+        ask = partial(broker.attach_or_create, owner=_trusted(broker, owner)) if if_absent else broker.create
         with ask(
             name, layout, devices=devices, plan=places, share=share, wait=wait, mode=mode, durable=durable
         ) as pool:
@@ -99,6 +104,12 @@ def load(
                 version = pool.seal()
     seconds = time.perf_counter() - began
     return Loaded(name, version, held.nbytes, len(held.tensors), seconds, copying, loaded)
+
+
+def _trusted(broker: Broker, owner: Owner | Sequence[Owner] | None) -> tuple[int, ...]:
+    """Return whose version does: that of root and of the broker's user, who may change every pool, and of ``owner``."""
+    own = () if broker.uid is None else (broker.uid,)
+    return (0, *own, *uids(owner))
 
 
 def _fill(checkpoint: Checkpoint, draft: Draft, progress: Progress | None) -> float:

@@ -39,7 +39,9 @@ class Pool(Replica, Scoped):
 
     _sealed = True
 
-    def __init__(self, loan: Loan, mapped: Mapped, index: Index, name: str, version: int) -> None:
+    def __init__(
+        self, loan: Loan, mapped: Mapped, index: Index, name: str, version: int, owners: tuple[int, ...] = ()
+    ) -> None:
         super().__init__(mapped, mapped.places, index)
         self.name = name
         self.version = version
@@ -48,6 +50,7 @@ class Pool(Replica, Scoped):
         self.protected = mapped.protected
         self._events = Events(loan.session)
         self._loan = loan
+        self._owners = owners
         self._owner = loan.owner
         self._closing = RLock()  # a finalizer or a signal handler may close it in the middle
         self._waking = RLock()
@@ -217,7 +220,7 @@ class Pool(Replica, Scoped):
             if self.closed:
                 raise Invalid(f"{self._label} is closed in this process; attach again")
             if self.asleep:
-                self._wake(Attach(self.name, self.version, self._wanted, seconds(wait)))
+                self._wake(Attach(self.name, self.version, self._wanted, seconds(wait), owners=self._owners))
 
     @property
     def closed(self) -> bool:

@@ -83,6 +83,7 @@ class Session:
             self.id = welcome.session
             self.version = welcome.version
             self._spec = welcome.driver
+            self.uid = welcome.uid
             self._begin(channel, welcome.secret)
         except (OSError, RuntimeError, MemoryError, headroom.Shortage) as error:
             reason = f"no connection for requests to the broker on {directory}: {_shortage(error)}"

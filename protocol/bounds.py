@@ -40,3 +40,8 @@ Mode = Annotated[int, Meta(ge=0, le=0o777)]
 Devices = Annotated[tuple[Uuid, ...], Meta(min_length=1, max_length=MAX_DEVICES)]
 Peers = Annotated[tuple[Uuid, ...], Meta(max_length=MAX_DEVICES)]
 Plan = Annotated[tuple[Natural, ...], Meta(max_length=MAX_ALLOCATIONS)]
+
+User = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
+"""The number of a user."""
+
+Users = Annotated[tuple[User, ...], Meta(max_length=64)]

@@ -29,16 +29,21 @@ from cubroker.protocol.bounds import (
     Peers,
     Plan,
     Seconds,
+    User,
+    Users,
     Uuid,
 )
 from cubroker.protocol.infos import BlockInfo, ClientInfo, DeviceInfo, Line, PoolInfo, WaiterInfo
 from cubroker.protocol.wire import MAX_ITEMS
 
-VERSIONS = (1, 2)
+VERSIONS = (1, 2, 3)
 """Protocol versions that this build speaks, oldest first."""
 
 CHOOSES = 2
 """The first version in which the broker chooses what a :class:`Create` leaves open: share kind and durability."""
+
+OWNED = 3
+"""The first version in which :class:`Attach` and :class:`Where` say whose pools do."""
 
 AUTO = "auto"
 """The share kind of a :class:`Create` that leaves it to the broker."""
@@ -69,13 +74,15 @@ class Welcome(Message, frozen=True):
     """The session is open.
 
     ``secret`` authenticates every request; ``driver`` says how to build the driver that opens the
-    broker's handles: ``cuda``, or ``host:…`` with the emulated devices.
+    broker's handles: ``cuda``, or ``host:…`` with the emulated devices. ``uid`` is the user that the broker runs as;
+    None: it does not say so.
     """
 
     version: Natural
     session: Identifier
     secret: Annotated[bytes, Meta(min_length=16, max_length=16)]
     driver: str
+    uid: User | None = None
 
 
 class Refused(Message, frozen=True):
@@ -172,7 +179,8 @@ class Attach(Message, frozen=True):
 
     None is the only device of a replicated pool, and all devices of a sharded one. ``peers`` are other devices
     whose memory the asker can reach, best first: where ``device`` has nothing of the pool, the first of them that
-    has is taken. Waits up to ``wait`` seconds for the version to be published. Answer: :class:`Attached`.
+    has is taken. ``owners`` are users one of whom has to own the pool, unless the asker does; without any, all do.
+    Waits up to ``wait`` seconds for the version to be published. Answer: :class:`Attached`.
     """
 
     name: Name
@@ -180,13 +188,15 @@ class Attach(Message, frozen=True):
     device: Uuid | None
     wait: Seconds
     peers: Peers = ()
+    owners: Users = ()
 
 
 class Where(Struct, frozen=True, array_like=True):
-    """Which memory of a version to lease; ``device`` and ``peers`` mean what they do in :class:`Attach`."""
+    """Which memory of a version to lease, as in :class:`Attach`."""
 
     device: Uuid | None
     peers: Peers = ()
+    owners: Users = ()
 
 
 class Create(Message, frozen=True):

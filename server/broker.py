@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -178,7 +179,7 @@ class Broker:
         self._requests.enter(session)
 
     def _welcome(self, session: Session, version: int) -> None:
-        session.welcome(wire.pack(Welcome(version, session.number, session.secret, self._driver)))
+        session.welcome(wire.pack(Welcome(version, session.number, session.secret, self._driver, os.geteuid())))
         if self._scribe:
             self._scribe.opened(session, version, welcomed=True)
         if why := self._ledger.draining:

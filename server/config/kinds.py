@@ -5,6 +5,7 @@ from __future__ import annotations
 import grp
 import pwd
 import re
+import tomllib
 from collections.abc import Callable
 from ipaddress import ip_address
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import NamedTuple
 from cubroker.driver.load import check as check_devices
 from cubroker.protocol.errors import Invalid
 from cubroker.server.config.values import Kind, parse_number, show
+from cubroker.server.ledger.policy import Reservation
 from cubroker.server.quantities import parse_budget
 
 OFF = "off"
@@ -94,6 +96,35 @@ def _read_directory(written: object) -> Path:
 
 def _parse_path(text: str) -> str:
     return str(Path(text).absolute())
+
+
+def _read_names(written: object) -> dict[str, Reservation]:
+    if not isinstance(written, dict) or not all(written):
+        raise ValueError
+    return {prefix: _reservation(table) for prefix, table in written.items()}
+
+
+def _reservation(table: object) -> Reservation:
+    if not isinstance(table, dict) or not table.keys() <= {"users", "groups"}:
+        raise ValueError
+    users, groups = table.get("users", []), table.get("groups", [])
+    if not isinstance(groups, list):
+        raise ValueError
+    return Reservation(_read_users(users), frozenset(map(_group, groups)))
+
+
+def _parse_table(text: str) -> object:
+    try:
+        return tomllib.loads(f"it = {text}").get("it")
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+NAMES = Kind(
+    'write a table of users and groups by prefix, as in {"llm/" = {users = ["svc"], groups = ["ml"]}}',
+    _read_names,
+    _parse_table,
+)
 
 
 DIRECTORY = Kind("write a path that begins with /", _read_directory, _parse_path)

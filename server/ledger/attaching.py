@@ -26,6 +26,7 @@ def attach(books: Books, session: Session, request: int, body: Attach) -> Attach
         return lease(books, session, version, body)
     if pool is not None:
         check_readable(books, session, pool)
+        check_owner(session, pool, body)
     _check_missing(books, session, pool, body)
     waiting.admit(books, session, request)
     reader = Reader(next(books.arrivals), session, request, books.pool(body.name), body)
@@ -45,6 +46,12 @@ def check_readable(books: Books, session: Session, pool: Pool) -> None:
     """Raise ``Denied`` if ``session`` may not attach to, describe and watch a pool."""
     if not may_read(books, session, pool):
         raise Denied(wording.not_readable(session.uid, pool))
+
+
+def check_owner(session: Session, pool: Pool, where: Attach | Where) -> None:
+    """Raise ``Denied`` if ``where`` asks for certain owners, and a pool has another one, who is not the asker."""
+    if where.owners and pool.owner not in (None, session.uid, *where.owners):
+        raise Denied(wording.not_owned(pool, where.owners))
 
 
 def _check_missing(books: Books, session: Session, pool: Pool | None, body: Attach) -> None:
@@ -78,12 +85,13 @@ def lease(books: Books, session: Session, version: Version, where: Attach | Wher
     """Give a session a lease on a published version, with the handles of one device, or of all its shards.
 
     Raises:
-        Denied: the session may not read the pool.
+        Denied: the session may not read the pool, or it is not one of the owners that were asked for.
         Invalid, NotFound: the device has to be named, or has none of it.
         OverQuota: the session or its user has enough leases.
         Unavailable: there are no new ones.
     """
     check_readable(books, session, version.pool)
+    check_owner(session, version.pool, where)
     draining.check(books, durable=version.durable)
     allocations, bound = _choose(version, where.device, where.peers), teams.binds(version, where.device)
     if bound:

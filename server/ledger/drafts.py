@@ -56,7 +56,7 @@ from cubroker.server.ledger.entries import (
 )
 from cubroker.server.ledger.events import Allocated, Assembled, Freed, NotAllocated
 from cubroker.server.ledger.leases import check_quota, grant
-from cubroker.server.ledger.permissions import may_rule, may_write
+from cubroker.server.ledger.permissions import may_rule, may_write, reservation
 from cubroker.server.ledger.policy import exceeds, held_back
 from cubroker.server.ledger.room import allocate, lose, rounded, shift, take_off, under_way
 from cubroker.server.ledger.states import Cause, Report, Stage, State
@@ -86,7 +86,7 @@ def create(books: Books, session: Session, request: int, body: Create, layout: L
     body = _decided(books, body, layout)
     draining.check(books, durable=bool(body.durable))
     _check(books, body, layout)
-    if pool is not None and body.attach is None:
+    if body.attach is None:
         _check_writable(books, session, pool, body)
     _check_quotas(books, session, body, layout)
     check_quota(books, session)
@@ -190,7 +190,11 @@ def _sizes(body: Create, layout: Layout) -> dict[str, tuple[int, ...]]:
     return dict(zip(body.devices, map(tuple, shards), strict=True))
 
 
-def _check_writable(books: Books, session: Session, pool: Pool, body: Create) -> None:
+def _check_writable(books: Books, session: Session, pool: Pool | None, body: Create) -> None:
+    if (prefix := reservation(books, session, body.name)) is not None:
+        raise Denied(wording.reserved(session.uid, body.name, prefix))
+    if pool is None:
+        return
     if not may_write(books, session, pool):
         raise Denied(wording.not_writable(session.uid, pool))
     if body.mode not in (None, pool.mode) and not may_rule(books, session, pool):

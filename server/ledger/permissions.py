@@ -41,6 +41,19 @@ def may_write(books: Books, session: Session, pool: Pool) -> bool:
     return _allows(session, pool, WRITE) or may_rule(books, session, pool)
 
 
+def reservation(books: Books, session: Session, name: str) -> str | None:
+    """Return the prefix by which a name is reserved for others, None if a session may publish it as far as that goes.
+
+    Of several prefixes the longest counts.
+    """
+    prefix = max((each for each in books.policy.reserved if name.startswith(each)), key=len, default=None)
+    if prefix is None or is_privileged(books, session):
+        return None
+    allowed = books.policy.reserved[prefix]
+    member = session.uid in allowed.users or not allowed.groups.isdisjoint((session.gid, *session.groups))
+    return None if member else prefix
+
+
 def may_rule(books: Books, session: Session, pool: Pool) -> bool:
     """Say whether a session may change the mode of a pool, as its owner may."""
     return pool.owner in (None, session.uid) or is_privileged(books, session)

@@ -46,6 +46,14 @@ class Quota:
     descriptors: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Who may publish names of one prefix, by uid and by gid; administrators may besides."""
+
+    users: frozenset[int] = frozenset()
+    groups: frozenset[int] = frozenset()
+
+
 NOTHING = Quota(0, 0, 0, 0, 0, 0, 0, 0)
 
 
@@ -61,6 +69,7 @@ class Policy:
         quotas: what certain users may have, by uid.
         share: the share kind of a version whose creator named none: ``ipc``, ``vmm``, or :data:`AUTO`, ``vmm`` where
             all its devices can share memory so, else ``ipc``.
+        reserved: who alone may publish pools, by the beginning of their names.
         trust_root: whether root may do everything, where it is verified to be that of the broker's own namespaces.
     """
 
@@ -71,6 +80,7 @@ class Policy:
     quotas: Mapping[int, Quota] = field(default_factory=dict)
     share: str = AUTO
     trust_root: bool = True
+    reserved: Mapping[str, Reservation] = field(default_factory=dict)
 
     def quota_of(self, uid: int) -> Quota:
         """Return what a user may have."""

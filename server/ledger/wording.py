@@ -157,6 +157,23 @@ def not_readable(uid: int, pool: Pool) -> str:
     )
 
 
+def not_owned(pool: Pool, owners: Sequence[int]) -> str:
+    """Say that a pool, which the asker may read, has another owner than was asked for."""
+    wanted = " or ".join(map(str, owners))
+    return (
+        f"{pool.name} belongs to user {pool.owner}, and a pool of user {wanted} was asked for; have it retired, use"
+        f" another name, or name its owner (--owner, $CUBROKER_OWNER or, in Python, the argument `owner`)"
+    )
+
+
+def reserved(uid: int, name: str, prefix: str) -> str:
+    """Say that a name is reserved for others."""
+    return (
+        f"user {uid} may not publish {name}: names that begin with {prefix!r} are reserved; use another name, or have"
+        f" this user added to [names] of the broker's settings"
+    )
+
+
 def not_ruled(uid: int, pool: Pool) -> str:
     """Say that a user may not change the mode of a pool."""
     return f"user {uid} may not change the mode of {pool.name}, {_belongs(pool)}; leave the mode out"

@@ -9,7 +9,7 @@ from cubroker.protocol import infos
 from cubroker.protocol import messages as m
 from cubroker.server.ledger import Ledger, Limits
 from cubroker.server.ledger import events as e
-from cubroker.server.ledger.policy import Policy
+from cubroker.server.ledger.policy import Policy, Reservation
 from tests.server.story import (
     ALICE,
     BOB,
@@ -229,3 +229,40 @@ def test_a_session_that_was_recorded_without_a_verdict_is_not_verified() -> None
     items[key] = msgspec.msgpack.encode(msgspec.msgpack.decode(items[key])[:-1])
     restored = Ledger.restore(story.devices, BROKER, Limits(), Policy(), items.items(), 100)
     assert [each.verified for each in restored.sessions()] == [False]
+
+
+def test_an_attach_is_served_from_pools_of_the_owners_that_it_asks_for(story: Story) -> None:
+    story.publishes(1, "a", mode=0o644)
+    words = (f"a belongs to user {ALICE}, and a pool of user {MATE} was asked for", "$CUBROKER_OWNER")
+    for version, wait in ((0, 0.0), (9, 5.0)):
+        story >> asks(2, version + 1, m.Attach("a", version, None, wait, owners=(MATE,)))
+        story << refused(2, version + 1, "denied", *words)
+    story >> asks(2, 3, m.Attach("a", 0, None, 0.0, owners=(MATE, ALICE)))
+    story << attached(2, 3, 2, "a", 1, ticket=1)
+    story >> asks(1, 4, m.Attach("a", 0, None, 0.0, owners=(MATE,)))  # its own
+    story << attached(1, 4, 3, "a", 1, ticket=1)
+
+
+def test_who_waited_for_a_pool_of_another_owner_is_denied_what_comes(story: Story) -> None:
+    story.quietly(asks(2, 1, m.Attach("a", 0, None, 5.0, owners=(MATE,))))
+    story.quietly(creates(1, 1, "a", MIB), e.Allocated(1, (b"1",)))
+    effects = story.quietly(asks(1, 2, m.Seal(1)))
+    refusals = [each.body for each in effects if isinstance(each, e.Respond) and isinstance(each.body, m.Failed)]
+    assert [refusal.code for refusal in refusals] == ["denied"]
+
+
+def test_reserved_names_are_published_by_those_whom_they_are_reserved_for() -> None:
+    reserved = {"llm/": Reservation(frozenset((ALICE,)), frozenset((200,))), "llm/x": Reservation(frozenset((BOB,)))}
+    story = Story(policy=Policy(reserved=reserved))
+    story.joins(1)
+    story.joins(2, uid=BOB, gid=300)
+    story.joins(3, uid=MATE, gid=300, groups=(200,))
+    story.joins(4, uid=ROOT)
+    for session, name in ((1, "llm/a"), (3, "llm/b"), (2, "llm/x"), (4, "llm/c"), (2, "free")):
+        story.publishes(session, name, mode=0o666)
+    for session, name, prefix in ((2, "llm/a", "llm/"), (2, "llm/new", "llm/"), (1, "llm/x1", "llm/x")):
+        story >> creates(session, 1, name, MIB)
+        story << refused(session, 1, "denied", f"may not publish {name}", f"begin with '{prefix}'", "[names]")
+    story >> creates(2, 2, "llm/new", MIB, wait=5.0, attach="GPU-0")
+    story << refused(2, 2, "denied", "may not publish llm/new")
+    story.end()

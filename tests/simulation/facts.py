@@ -95,6 +95,19 @@ class Facts:
             return True
         return self.administers(session.uid, verified=session.verified)
 
+    def owned(self, session: Session, name: str, owners: tuple[int, ...]) -> bool:
+        """Whether a pool is of one of the owners that are asked for, if any are, or the session's own, or of nobody."""
+        return not owners or self.owners.get(name, session.uid) in {session.uid, *owners}
+
+    def may_publish(self, session: Session, name: str) -> bool:
+        """Whether the longest prefix of the name that is reserved, if any, is reserved for the session too."""
+        for length in range(len(name), 0, -1):
+            if name[:length] in self.policy.reserved:
+                allowed = self.policy.reserved[name[:length]]
+                listed = session.uid in allowed.users or any(group in allowed.groups for group in session.groups)
+                return listed or self.administers(session.uid, verified=session.verified)
+        return True
+
     def administers(self, uid: int, *, verified: bool) -> bool:
         """Whether a user is listed; or root, where that counts, or the broker's, and proven to be so."""
         own = {self.uid, 0} if self.policy.trust_root else {self.uid}

@@ -16,7 +16,7 @@ from cubroker.protocol import messages as m
 from cubroker.protocol.layout import Layout
 from cubroker.server.ledger import Budget, Limits
 from cubroker.server.ledger import events as e
-from cubroker.server.ledger.policy import Policy, Quota
+from cubroker.server.ledger.policy import Policy, Quota, Reservation
 from tests.simulation.compare import Pair
 from tests.simulation.model import MIB
 
@@ -31,10 +31,18 @@ DEVICES = (
 )
 LIMITS = (Limits(), Limits(leases=3, unfinished=3, watches=1, events=1))
 SCARCE = Quota(memory=8 * MIB, sessions=4, leases=5, requests=4, watches=2, events=2, layouts=60, descriptors=9)
+RESERVED = {"b": Reservation(frozenset((1001,)), frozenset((200,)))}
 POLICIES = (
     Policy(),
     Policy(quota=Quota(memory=8 * MIB), quotas={1002: Quota(memory=4 * MIB), BROKER: Quota()}),
-    Policy(keep=2, mode=0o640, admins=frozenset((ADMIN,)), share="ipc", trust_root=False),
+    Policy(
+        keep=2,
+        mode=0o640,
+        admins=frozenset((ADMIN,)),
+        share="ipc",
+        trust_root=False,
+        reserved=RESERVED,
+    ),
     Policy(keep=1, mode=0o660, admins=frozenset((ADMIN,)), quota=SCARCE, quotas={BROKER: Quota(), 1004: Quota(0)}),
 )
 BUDGETS = ((12, 8), (12, 8), (6, 8), (12, 2), (2, 4), (16, 16))
@@ -51,6 +59,7 @@ DEVICE_SETS = (
 LAYOUTS = (((1,), (2 * MIB,), (3 * MIB, 256), (4 * MIB,), (8 * MIB,)), ((6 * MIB, 6 * MIB), (13 * MIB,), ()))
 SHARES = (("ipc", "vmm", "multicast", "auto"), ("wish",))
 SHARD_SHARES = (("ipc", "vmm", "auto"), ("multicast", "wish"))
+OWNERS: tuple[tuple[tuple[int, ...], ...], ...] = (((), (), (), (1001,)), ((1002, 0), (1001, BROKER)))
 PEERS: tuple[tuple[tuple[str, ...], ...], ...] = (
     ((), (), (), ("GPU-1",), ("GPU-0",), ("GPU-0", "GPU-1")),
     (("GPU-9",), ("GPU-9", "GPU-0"), ("GPU-1", "GPU-9")),
@@ -66,7 +75,7 @@ MODES = ((None, None, None, 0o600, 0o640, 0o660, 0o644, 0o666), (0o604, 0o020, 0
 EVENTS = (("a", "a", "b"), ("-bad", "c"))
 EVENT_DEVICES = (("GPU-0", "GPU-1"), ("GPU-9",))
 OR_ATTACH = (
-    (None, None, m.Where("GPU-0")),
+    (None, None, m.Where("GPU-0"), m.Where("GPU-0", owners=(1001,))),
     (m.Where(None), m.Where("GPU-1"), m.Where("GPU-9"), m.Where("GPU-9", ("GPU-8", "GPU-1"))),
 )
 
@@ -197,7 +206,8 @@ class Play:
 
     def attach(self, session: int, name: int, version: int, device: int, wait: int, peers: int, *_: int) -> None:
         wanted, where = choose(VERSIONS, version), choose(ANY_DEVICE, device)
-        body = m.Attach(choose(NAMES, name), wanted, where, choose(WAITS, wait), choose(PEERS, peers))
+        owners = choose(OWNERS, peers // 7)
+        body = m.Attach(choose(NAMES, name), wanted, where, choose(WAITS, wait), choose(PEERS, peers), owners)
         self.ask(self.user(session), body)
 
     def create(

@@ -157,11 +157,13 @@ class Model(Facts):
     def attach(self, session: Session, number: int, body: m.Attach) -> None:
         draining.check(self, durable=True)
         self.permit("r", session, body.name)
+        if not self.owned(session, body.name, body.owners):
+            raise Refusal("denied")
         for version in self.of(body.name):
             if version.state == "current" and body.version in (0, version.number):
-                return self.lease(session, number, version, body.device, body.peers)
+                return self.lease(session, number, version, body)
             if version.state == "superseded" and body.version == version.number:
-                return self.lease(session, number, version, body.device, body.peers)
+                return self.lease(session, number, version, body)
         self.name(body.name)
         if 0 < body.version <= self.last.get(body.name, 0):
             raise Refusal("retired")
@@ -176,7 +178,7 @@ class Model(Facts):
         draining.check(self, durable=True)
         current = self.current(body.name)
         if body.attach is not None and current is not None:
-            return self.lease(session, number, current, body.attach.device, body.attach.peers)
+            return self.lease(session, number, current, body.attach)
         body = self.decided(body, layout)
         draining.check(self, durable=bool(body.durable))
         self.name(body.name)
@@ -239,6 +241,8 @@ class Model(Facts):
         return msgspec.structs.replace(body, share=share, durable=durable)
 
     def check_writer(self, session: Session, body: m.Create) -> None:
+        if not self.may_publish(session, body.name):
+            raise Refusal("denied")
         self.permit("w", session, body.name)
         if body.mode is not None and not self.rules(session, body.name) and body.mode != self.modes[body.name]:
             raise Refusal("denied")
@@ -281,7 +285,7 @@ class Model(Facts):
         if where and (not isinstance(where, m.Attach) or where.version in (0, version.number)):
             self.leave(request)
             try:
-                self.lease(request.session, request.id, version, where.device, where.peers)
+                self.lease(request.session, request.id, version, where)
             except Refusal as refusal:
                 self.out.answers[request.session.id, request.id] = refusal.code
 
@@ -314,10 +318,11 @@ class Model(Facts):
 
     # -- leases and memory ---------------------------------------------------------------------
 
-    def lease(
-        self, session: Session, number: int, version: Version, uuid: str | None, peers: tuple[str, ...] = ()
-    ) -> None:
+    def lease(self, session: Session, number: int, version: Version, where: m.Attach | m.Where) -> None:
+        uuid, peers = where.device, where.peers
         self.permit("r", session, version.name)
+        if not self.owned(session, version.name, where.owners):
+            raise Refusal("denied")
         draining.check(self, durable=bool(version.body.durable))
         blocks = self.blocks_of(version)
         if uuid is None and len(blocks) > 1 and version.body.plan is None:

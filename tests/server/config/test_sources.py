@@ -10,7 +10,7 @@ import pytest
 from cubroker.server.config import Access, Address, Config, Effective, Log, Sources, Wrong
 from cubroker.server.config.settings import SETTINGS
 from cubroker.server.ledger.entries import Limits
-from cubroker.server.ledger.policy import Policy, Quota
+from cubroker.server.ledger.policy import Policy, Quota, Reservation
 
 USER, GROUP = pwd.getpwuid(0).pw_name, grp.getgrgid(0).gr_name  # whoever runs the tests may have no account
 USUAL = Quota(
@@ -156,6 +156,7 @@ TEXTS = {
     "mode": ("640", 0o640),
     "admins": ("root, 4711", frozenset((0, 4711))),
     "trust_root": ("false", False),
+    "names": ('{"llm/" = {users = [7], groups = ["root"]}}', {"llm/": Reservation(frozenset((7,)), frozenset((0,)))}),
     "sockets.mode": ("0o660", 0o660),
     "sockets.group": ("4711", 4711),
     "quota.memory": ("40GiB", 40 << 30),
@@ -224,6 +225,12 @@ def test_a_relative_directory_is_one_of_here() -> None:
         ("[quotas.root]\nleases = 1.5", "2: quotas.root.leases is 1.5; write 0 or more"),
         ("[limits]\nleases = 0", "2: limits.leases is 0; write a whole number from 1 to 1048576"),
         ("[log]\nlevel = 'loud'", '2: log.level is "loud"; write "debug", "info", "warning" or "error"'),
+        ("trust_root = 1", "1: trust_root is 1; write true or false"),
+        ("names = 'x'", '1: names is "x"; write a table of users and groups by prefix'),
+        ("[names]\n'' = {}", "1: names is {"),
+        ("[names]\n'a' = 1", "1: names is {"),
+        ("[names]\n'a' = {user = [1]}", "1: names is {"),
+        ("[names]\n'a' = {groups = 1}", "1: names is {"),
         ("[metrics]\nlisten = '0.0.0.0:9464'", '2: metrics.listen is "0.0.0.0:9464"; write a loopback address'),
         ("[metrics]\nlisten = '127.0.0.1:66666'", '2: metrics.listen is "127.0.0.1:66666"; write a loopback address'),
         ("[metrics]\nlisten = '127.1.2.300:1'", '2: metrics.listen is "127.1.2.300:1"; write a loopback'),
