@@ -10,9 +10,9 @@ from cubroker.protocol.errors import Denied, Invalid, NotFound, Retired
 from cubroker.protocol.messages import Attach, Attached, Created, Replica, Where
 from cubroker.server.ledger import draining, teams, waiting, wording
 from cubroker.server.ledger.books import Books
-from cubroker.server.ledger.entries import Allocation, Lease, Pool, Session, Version
+from cubroker.server.ledger.entries import Allocation, Lease, Past, Pool, Session, Version
 from cubroker.server.ledger.leases import grant
-from cubroker.server.ledger.permissions import may_read
+from cubroker.server.ledger.permissions import may_hear, may_read
 from cubroker.server.ledger.states import State
 from cubroker.server.ledger.waiters import Reader
 
@@ -77,7 +77,9 @@ def missing(books: Books, session: Session, pool: Pool | None, name: str, number
     if pool is None or not pool.versions:
         looked_at = islice(books.pools.values(), wording.NEAR_POOLS)
         visible = (other for other in looked_at if may_read(books, session, other))
-        return wording.no_pool(name, visible, books.past(name))
+        known = books.pools.get(name) or books.past_pools.get(name)
+        told = known is not None and may_hear(books, session, known)
+        return wording.no_pool(name, visible, books.past(name) if told else Past())
     return wording.unpublished(pool, number)
 
 

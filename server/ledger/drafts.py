@@ -196,9 +196,9 @@ def _check_writable(books: Books, session: Session, pool: Pool | None, body: Cre
     if pool is None:
         return
     if not may_write(books, session, pool):
-        raise Denied(wording.not_writable(session.uid, pool))
+        raise Denied(wording.not_writable(books, session, pool))
     if body.mode not in (None, pool.mode) and not may_rule(books, session, pool):
-        raise Denied(wording.not_ruled(session.uid, pool))
+        raise Denied(wording.not_ruled(books, session, pool))
 
 
 def _check_quotas(books: Books, session: Session, body: Create, layout: Layout) -> None:

@@ -63,7 +63,7 @@ def retire(books: Books, session: Session, body: Retire) -> Retirement:
     """Take a version out of service; it ends with its last lease. Again: say how many it still waits for."""
     known = books.pools.get(body.name)
     if known is not None and not may_write(books, session, known):
-        raise Denied(wording.not_writable(session.uid, known))
+        raise Denied(wording.not_writable(books, session, known))
     version = find(books, session, body.name, body.version)
     pool = version.pool
     if version is pool.draft:

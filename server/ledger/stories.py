@@ -45,8 +45,7 @@ def _check_pool(books: Books, session: Session, name: str) -> None:
     if pool is None:
         raise NotFound(f"nothing is known of a pool {name}; the list of pools has those that there are")
     if not may_hear(books, session, pool):
-        owner = pool.heir if pool.owner is None else pool.owner
-        raise Denied(f"user {session.uid} may not hear of {name}, a pool of user {owner}; ask for a mode that lets you")
+        raise Denied(f"user {session.uid} may not hear of {name}; ask its owner for a mode that lets you")
 
 
 def _check_session(books: Books, session: Session, number: int) -> None:

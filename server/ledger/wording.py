@@ -141,10 +141,10 @@ def no_lease(lease: int) -> str:
     return f"this session holds no lease {lease}; it was closed already, or was never its own"
 
 
-def not_writable(uid: int, pool: Pool) -> str:
+def not_writable(books: Books, session: Session, pool: Pool) -> str:
     """Say that a user may not publish or retire versions of a pool."""
     return (
-        f"user {uid} may not publish or retire versions of {pool.name}, {_belongs(pool)};"
+        f"user {session.uid} may not publish or retire versions of {pool.name}, {_belongs(books, session, pool)};"
         f" use another name, or ask its owner for a mode that lets you"
     )
 
@@ -152,8 +152,8 @@ def not_writable(uid: int, pool: Pool) -> str:
 def not_readable(uid: int, pool: Pool) -> str:
     """Say that a user may not attach to a pool."""
     return (
-        f"user {uid} may not attach to {pool.name}, describe or watch it, {_belongs(pool)};"
-        f" ask its owner for a mode that lets you"
+        f"user {uid} may not attach to {pool.name}, describe or watch it, as its mode says; ask its owner for one that"
+        f" lets you"
     )
 
 
@@ -174,9 +174,12 @@ def reserved(uid: int, name: str, prefix: str) -> str:
     )
 
 
-def not_ruled(uid: int, pool: Pool) -> str:
+def not_ruled(books: Books, session: Session, pool: Pool) -> str:
     """Say that a user may not change the mode of a pool."""
-    return f"user {uid} may not change the mode of {pool.name}, {_belongs(pool)}; leave the mode out"
+    return (
+        f"user {session.uid} may not change the mode of {pool.name}, {_belongs(books, session, pool)};"
+        f" leave the mode out"
+    )
 
 
 def not_administrator(books: Books, session: Session) -> str:
@@ -191,7 +194,10 @@ def not_administrator(books: Books, session: Session) -> str:
     return f"user {session.uid} may not drain the broker; {advice}"
 
 
-def _belongs(pool: Pool) -> str:
+def _belongs(books: Books, session: Session, pool: Pool) -> str:
+    """Whose pool it is, for those who may read that in the list of pools."""
+    if not may_read(books, session, pool):
+        return "as its mode says"
     return f"which belongs to user {pool.owner} and group {pool.group}, with mode {pool.mode:03o}"
 
 
@@ -291,10 +297,11 @@ def _holders(books: Books, session: Session, account: Account) -> str:
     words = []
     for allocation in largest:
         version = allocation.version
-        label = version.label if may_read(books, session, version.pool) else "a private pool"
-        words.append(
-            f"{label} {size(allocation.nbytes)} ({state(allocation)}, user {version.owner}, {version.leases} leases)"
-        )
+        if may_read(books, session, version.pool):
+            what = f"{state(allocation)}, user {version.owner}, {version.leases} leases"
+            words.append(f"{version.label} {size(allocation.nbytes)} ({what})")
+        else:
+            words.append(f"a private pool {size(allocation.nbytes)}")
     return f"; the largest are {', '.join(words)}" if words else ""
 
 
@@ -302,6 +309,8 @@ def waited(books: Books, waiter: Waiter) -> str:
     """Say what a request waited for in vain."""
     name, seconds = waiter.pool.name, f"waited {waiter.body.wait:g} s"
     if isinstance(waiter, Reader):
+        if not may_read(books, waiter.session, waiter.pool):
+            return f"attach to {name} {seconds} for it to be published: none that you may read was"
         return f"attach to {name} {seconds} for it to be published: {unpublished(waiter.pool, waiter.body.version)}"
     if isinstance(waiter, Listener):
         return f"{seconds} in vain: {not_recorded(waiter)}"
@@ -316,7 +325,11 @@ def unpublished(pool: Pool, number: int) -> str:
 def blocked(books: Books, writer: Writer) -> str:
     """Say what keeps a create from its draft."""
     if writer.phase is Phase.TURN:
-        return too_much_memory(writer) if writer.pool.free else taken(writer.pool)
+        if writer.pool.free:
+            return too_much_memory(writer)
+        if not may_read(books, writer.session, writer.pool):
+            return f"somebody else is writing {writer.pool.name}; wait for the end of that, or use another name"
+        return taken(writer.pool)
     return no_room(books, writer)
 
 

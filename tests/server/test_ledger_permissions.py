@@ -110,7 +110,7 @@ def test_the_mode_changes_when_its_owner_publishes_with_another(story: Story) ->
     story.publishes(1, "a", mode=0o600)
     story.quietly(creates(1, 1, "a", MIB, mode=0o666), e.Allocated(2, (b"2",)))
     story >> attaches(2, 1, "a")
-    story << refused(2, 1, "denied", "user 1002 may not attach to a", "mode 600")
+    story << refused(2, 1, "denied", "user 1002 may not attach to a", "as its mode says")
     story >> asks(1, 2, m.Seal(2))
     story << e.Free(1, "GPU-0")
     story << answer(1, 2, m.Sealed(2))
@@ -166,7 +166,7 @@ def test_names_of_private_pools_are_not_told_to_those_who_may_not_read_them(stor
     story >> attaches(2, 1, "secrets")
     story << refused(2, 1, "not_found", "no pool is named 'secrets'; the list of pools has")
     story >> creates(2, 2, "b", 8 * MIB)
-    story << refused(2, 2, "over_budget", "a private pool 8 MiB (current, user 1001, 1 leases)")
+    story << refused(2, 2, "over_budget", "the largest are a private pool 8 MiB; retire")
     story >> creates(6, 2, "b", 8 * MIB)
     story << refused(6, 2, "over_budget", "secret@1 8 MiB (current, user 1001, 1 leases)")
     assert all(not client.leases for client in story.tells(2, m.ListClients(), m.Clients).clients)
@@ -266,3 +266,25 @@ def test_reserved_names_are_published_by_those_whom_they_are_reserved_for() -> N
     story >> creates(2, 2, "llm/new", MIB, wait=5.0, attach="GPU-0")
     story << refused(2, 2, "denied", "may not publish llm/new")
     story.end()
+
+
+def test_refusals_tell_strangers_neither_whose_a_private_pool_is_nor_who_writes_it(story: Story) -> None:
+    secrets = ("1001", "group 100", "mode 600", "session 1", "pid 101", "a@")
+
+    def hides(effects: list[e.Effect]) -> None:
+        (message,) = [
+            each.body.message for each in effects if isinstance(each, e.Respond) and isinstance(each.body, m.Failed)
+        ]
+        assert not [secret for secret in secrets if secret in message], message
+
+    story.quietly(attaches(2, 1, "a", wait=5.0))
+    story.quietly(creates(1, 1, "a", MIB, mode=0o600))
+    story.quietly(creates(2, 2, "a", MIB, wait=5.0, attach="GPU-0"))
+    hides(story.quietly(e.Elapsed(1)))
+    hides(story.quietly(e.Elapsed(2)))
+    for request, body in enumerate((m.Describe("a", 0), m.Retire("a", 0), m.Watch("a", on=True), m.Tell("a", 0))):
+        hides(story.quietly(asks(2, 10 + request, body)))
+    story.quietly(e.Allocated(1, (b"1",)), asks(1, 2, m.Seal(1)), asks(1, 3, m.Retire("a", 0)), e.Freed(1))
+    hides(story.quietly(attaches(2, 20, "a")))
+    story >> attaches(1, 21, "a")
+    story << refused(1, 21, "not_found", "no version of a is left: 1 was the last one")

@@ -73,7 +73,7 @@ def test_what_is_told_of_a_pool_is_for_those_who_could_read_it(story: Story, mod
             assert hear(story, 2, "a") == hear(story, 1, "a")
         else:
             story >> asks(2, 800, m.Tell("a", 0))
-            story << refused(2, 800, "denied", "user 1002", "a, a pool of user 1001")
+            story << refused(2, 800, "denied", "user 1002", "may not hear of a; ask its owner")
 
 
 def test_whoever_has_a_name_next_hears_nothing_of_the_user_before(story: Story) -> None:
