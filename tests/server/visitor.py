@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np  # noqa: F401  # before the user changes, who may not read where Python lies
 
 from cubroker.client import Broker
 from cubroker.protocol import CubrokerError, Layout
