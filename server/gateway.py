@@ -14,7 +14,6 @@ broker be: one that hangs would notice no end of a pipe, and nobody else looks a
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import resource
 import signal
@@ -26,6 +25,7 @@ import zmq
 
 from cubroker.protocol import wire
 from cubroker.server import batches
+from cubroker.server.hiding import PR_SET_NO_NEW_PRIVS, PR_SET_PDEATHSIG, hide, prctl
 
 MAX_DESCRIPTORS = 65_536
 MAX_MEMORY = 2 << 30
@@ -39,9 +39,6 @@ WEIGHT = 64 << 10
 
 HANDSHAKE = 10_000
 """Milliseconds that a peer may take to begin speaking ZMTP."""
-
-PR_SET_PDEATHSIG = 1
-"""What prctl(2) is asked for; Python has no name for it."""
 
 NOT_LAST = zmq.SNDMORE | zmq.NOBLOCK
 READ_AND_WRITE = zmq.POLLIN | zmq.POLLOUT
@@ -149,8 +146,9 @@ def bind(context: zmq.Context[zmq.Socket[bytes]], listener: int, path: str) -> z
 
 
 def limit() -> None:
-    """Bound this process's descriptors, memory and life, and leave signals to the broker."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    """Bound this process's descriptors, memory, life and rights, and leave signals to the broker."""
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    prctl(PR_SET_NO_NEW_PRIVS, 1)
     # A terminal or service manager signals the whole group; the broker ends the gateway when it is done.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
@@ -162,6 +160,7 @@ def limit() -> None:
 
 def main() -> None:
     """Run the gateway on the descriptors named on the command line."""
+    hide()
     limit()
     pipe, listener, path = sys.argv[1:]
     with socket.socket(fileno=int(pipe)) as end, zmq.Context() as context:

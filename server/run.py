@@ -25,6 +25,7 @@ from cubroker.server.directory import DOOR, REQUESTS, Directory
 from cubroker.server.estate import Estate, inherited, readable
 from cubroker.server.granting import grant
 from cubroker.server.greeting import Door
+from cubroker.server.hiding import hide
 from cubroker.server.ledger import Ledger
 from cubroker.server.ledger.books import NOWHERE
 from cubroker.server.ledger.entries import SESSION, Budget
@@ -51,12 +52,17 @@ OURS = (JOURNAL, DOOR, REQUESTS)
 
 
 def configure(file: Path | None, options: Mapping[str, str]) -> Current:
-    """Return the configuration of a broker; ``options`` are settings by key, and come before everything else.
+    """Return the configuration of a broker, which this process is to be and so hides.
+
+    Args:
+        file: the settings, if there is one.
+        options: settings by key, which come before everything else.
 
     Raises:
         Wrong: it makes no sense.
         Invalid: nor does what a service manager says of its store.
     """
+    hide()
     files = _raise_descriptors()
     return Current(Sources(file, options, os.environ, min(files, places(os.environ) or files)))
 

@@ -18,6 +18,7 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from cubroker.server.hiding import hide
 from cubroker.server.store import child, datagrams
 from cubroker.server.store.datagrams import Datagram, Malformed, close_all
 from cubroker.server.store.kept import NAMELESS, Kept
@@ -80,6 +81,7 @@ def keep(
         Invalid: the limit of open files is too low for so many descriptors.
         Unavailable: there is no place for the socket.
     """
+    hide()
     terms = Terms(command, make_room(descriptors), limits, pause)
     signals = Signals(mask)
     with listening() as (path, channel), contextlib.closing(Keeper(terms, path, channel, signals)) as keeper:

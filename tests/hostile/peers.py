@@ -10,6 +10,8 @@ import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import pytest
+
 from cubroker.client import Broker
 from cubroker.protocol.directory import REQUEST_SOCKET
 from cubroker.protocol.layout import Layout
@@ -34,7 +36,7 @@ class Witness:
         with self.client.create("witness", Layout.pack([("weights", "U8", (len(WEIGHTS),))])) as draft:
             draft["weights"].copy_from(WEIGHTS)
             draft.seal()
-        self._files = files(process.pid)
+        self._files = None if os.geteuid() else files(process.pid)
 
     def check(self) -> None:
         """The broker serves this client and a new one, and the weights are what they were."""
@@ -55,6 +57,8 @@ class Witness:
 
     def check_descriptors(self) -> None:
         """Wait until the broker has no file open that it did not have when this witness came."""
+        if self._files is None:
+            pytest.skip("a broker shows what it has open to root alone: run this test as root")
         all_closed(self.process.pid, self._files)
 
 

@@ -13,7 +13,6 @@ from collections import Counter as Count
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Self
 
 from cubroker.client import Broker, Pool
@@ -24,6 +23,7 @@ from tests.kills.judge import settles
 from tests.kills.nursery import Nursery, Worker
 from tests.restart.parts import DURABLE, SCRATCH, SHARDED, TEAM
 from tests.restart.phoenix import Phoenix
+from tests.server.processes import open_files
 
 PARTS = "tests.restart.parts"
 
@@ -281,7 +281,7 @@ class Campaign:
 
     def _memfds(self) -> int:
         found = 0
-        for entry in Path(f"/proc/{self.phoenix.pid}/fd").iterdir():
+        for entry in open_files(self.phoenix.pid):
             try:
                 found += entry.readlink().name.startswith("memfd:")
             except FileNotFoundError:

@@ -33,7 +33,7 @@ from tests.kills.content import check
 from tests.kills.judge import settles
 from tests.kills.nursery import Nursery, Worker
 from tests.restart.parts import DURABLE, SHARDED
-from tests.server.processes import alive, descriptors, gateway_of, gateways
+from tests.server.processes import alive, descriptors, gateway_of, gateways, open_files
 
 WORKERS = "tests.restart.workers"
 COMPANY = {"company": DURABLE, "spread": SHARDED}
@@ -292,7 +292,7 @@ def strike(pid: int, parent: int, number: signal.Signals) -> bool:
 def memfds(pid: int) -> int:
     """How many memfds a process has open."""
     found = 0
-    for entry in Path(f"/proc/{pid}/fd").iterdir():
+    for entry in open_files(pid):
         with suppress(FileNotFoundError):
             found += entry.readlink().name.startswith("memfd:")
     return found

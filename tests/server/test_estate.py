@@ -115,7 +115,10 @@ def test_what_belongs_to_nothing_is_dropped_from_the_store(kept: StoredBroker) -
 
 
 def test_the_gateway_which_peers_reach_hears_nothing_of_the_manager_and_the_store(kept: StoredBroker) -> None:
-    environ = Path(f"/proc/{gateway_of(kept.pid)}/environ").read_bytes()
+    try:
+        environ = Path(f"/proc/{gateway_of(kept.pid)}/environ").read_bytes()
+    except PermissionError:
+        pytest.skip("a gateway shows its environment to root alone: run this test as root")
     names = {each.partition(b"=")[0].decode() for each in environ.split(b"\0")}
     assert "PATH" in names
     assert not names.intersection(VARIABLES)

@@ -9,7 +9,6 @@ import signal
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +18,7 @@ from cubroker.protocol.messages import Close, Create, Created, Done, Failed, Ref
 from tests.brokers import BrokerProcess, eventually
 from tests.faults import faulty
 from tests.server.clients import HELLO, RawClient, connect, hear, session
-from tests.server.processes import all_closed, descriptors, files, gateway_of, gateways
+from tests.server.processes import all_closed, descriptors, files, gateway_of, gateways, open_files
 from tests.server.test_descriptors import MANY
 
 MIB = 1 << 20
@@ -31,7 +30,7 @@ ENOUGH = 64
 def short_of(pid: int, free: int) -> Iterator[None]:
     """Leave a process ``free`` descriptors more than it has, for the length of a block."""
     limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-    numbers = {int(entry.name) for entry in Path(f"/proc/{pid}/fd").iterdir()}
+    numbers = {int(entry.name) for entry in open_files(pid)}
     unused = (number for number in range(limits[0]) if number not in numbers)
     limit = [next(unused) for _ in range(free + 1)][-1]
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (limit, limits[1]))

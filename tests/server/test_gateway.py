@@ -12,7 +12,6 @@ from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from threading import Thread
-from types import SimpleNamespace
 
 import pytest
 import zmq
@@ -268,7 +267,7 @@ def test_a_squatted_routing_id_fails_its_squatter_alone(broker: BrokerProcess, c
 def test_the_limits_hold_where_the_system_sets_none(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: dict[int, tuple[int, int]] = {}
     monkeypatch.setattr(signal, "signal", lambda number, action: None)
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(prctl=lambda option, number: 0))
+    monkeypatch.setattr(gateway, "prctl", lambda option, value: None)
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024, resource.RLIM_INFINITY))
     monkeypatch.setattr(resource, "setrlimit", lambda kind, value: chosen.update({kind: value}))
     gateway.limit()

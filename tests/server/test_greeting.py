@@ -22,7 +22,7 @@ from cubroker.server.peers import Peer
 from tests.brokers import BrokerProcess, eventually
 from tests.server.clients import HELLO, RawClient, connect, greet, hear, session
 from tests.server.loops import run, until
-from tests.server.processes import all_closed, files
+from tests.server.processes import all_closed, files, open_files
 
 PING = wire.pack(Hello("cubroker", (1,), ping=True))
 BAD = [
@@ -65,7 +65,7 @@ def test_who_hangs_up_before_greeting_leaves_nothing(broker: BrokerProcess, clie
 
 def test_a_broker_out_of_descriptors_waits_for_some_and_serves_on(broker: BrokerProcess, client: RawClient) -> None:
     limits = resource.prlimit(broker.pid, resource.RLIMIT_NOFILE)
-    taken = {int(file.name) for file in Path(f"/proc/{broker.pid}/fd").iterdir()}
+    taken = {int(file.name) for file in open_files(broker.pid)}
     lowest_free = min(set(range(len(taken) + 1)) - taken)
     resource.prlimit(broker.pid, resource.RLIMIT_NOFILE, (lowest_free, limits[1]))
     with connect(broker.directory) as late:
