@@ -24,7 +24,7 @@ from contextlib import suppress
 import zmq
 
 from cubroker.protocol import wire
-from cubroker.server import batches
+from cubroker.server import batches, sandbox
 from cubroker.server.hiding import PR_SET_NO_NEW_PRIVS, PR_SET_PDEATHSIG, hide, prctl
 
 MAX_DESCRIPTORS = 65_536
@@ -165,7 +165,9 @@ def main() -> None:
     pipe, listener, path = sys.argv[1:]
     with socket.socket(fileno=int(pipe)) as end, zmq.Context() as context:
         end.setblocking(False)
+        sandbox.shut_files()  # before the context has threads
         with bind(context, int(listener), path) as router:
+            sandbox.filter_calls()
             try:
                 Gateway(end, router).run()
             except (MemoryError, zmq.ZMQError) as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
 import sys
@@ -18,6 +19,7 @@ from pathlib import Path
 
 from cubroker.protocol.errors import Unavailable
 from cubroker.protocol.system_errors import explain
+from cubroker.server import sandbox
 from cubroker.server.answers import Frame
 from cubroker.server.gateway_probe import silence
 from cubroker.server.transport import Link
@@ -29,6 +31,13 @@ STEADY = 10.0
 
 GRACE = 1.0
 """Seconds that a gateway may take to end once the pipe to it has closed: it may have to say why."""
+
+ENVIRONMENT = ("PATH", "LANG", "LC_", "LD_", "PYTHON", "VIRTUAL_ENV", "GLIBC_TUNABLES", "MALLOC_")
+"""How the names of variables begin that a gateway is given: what an interpreter and its libraries need to start.
+
+The rest is not for a process that peers reach, and may hold secrets. What a variable starts in an interpreter besides,
+such as a measurement that is written to a file at its end, would fail in a process that can open no file.
+"""
 
 FIRST_DELAY = 0.05
 LONGEST_DELAY = 2.0
@@ -57,6 +66,8 @@ class Supervisor:
 
     def start(self) -> None:
         """Start the first gateway; :meth:`connect` waits for it."""
+        for obstacle in sandbox.obstacles():
+            log.warning("the gateway is confined less than it could be: %s", obstacle)
         self._task = asyncio.create_task(self._keep())
 
     async def connect(self, receive: Callable[[Iterator[bytes]], None], changed: Callable[[], None]) -> None:
@@ -136,6 +147,7 @@ class Supervisor:
                 process = await asyncio.create_subprocess_exec(
                     *(sys.executable, "-P", "-m", "cubroker.server.gateway"),
                     *(str(theirs.fileno()), str(self._listener.fileno()), str(self._path)),
+                    env={name: text for name, text in os.environ.items() if name.startswith(ENVIRONMENT)},
                     stdin=DEVNULL,
                     stderr=PIPE,  # where ours leads may block, and a gateway that cannot say why it aborts does not end
                     pass_fds=(theirs.fileno(), self._listener.fileno()),

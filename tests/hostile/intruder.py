@@ -1,5 +1,7 @@
 """A process that reaches into others: ``python intruder.py NAME=PID …``; it says in JSON which attacks came through.
 
+``python intruder.py BROKER PIPE LISTENER PATH`` is a gateway that does the same once it listens, and then ends.
+
 An attack comes through unless the kernel forbids it; that it then finds nothing at an address is no defence. Each is
 tried on a child of this process, too, which has no defence at all.
 """
@@ -8,9 +10,14 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import json
+import mmap
 import os
 import platform
+import resource
+import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -77,14 +84,54 @@ ATTACKS: dict[str, Callable[[int], None]] = {
 }
 
 
-def attack(pid: int) -> list[str]:
+def connect(pid: int) -> None:
+    with socket.socket(socket.AF_UNIX) as channel:
+        channel.connect(sys.argv[-1])
+
+
+def lower_limit(pid: int) -> None:
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, resource.prlimit(pid, resource.RLIMIT_NOFILE))
+
+
+def execute(pid: int) -> None:
+    if not os.fork():
+        os._exit(0)
+
+
+def have_code(pid: int) -> None:
+    mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC).close()
+
+
+def own_signals(pid: int) -> None:
+    fcntl.fcntl(int(sys.argv[1]), fcntl.F_SETOWN, pid)
+
+
+BEYOND: dict[str, Callable[[int], None]] = {
+    "opens a file": lambda pid: os.close(os.open("/etc/passwd", os.O_RDONLY)),
+    "looks at a directory": lambda pid: os.close(os.open("/", os.O_RDONLY)),
+    "makes a file": lambda pid: os.close(os.open(f"{sys.argv[-1]}.new", os.O_CREAT | os.O_WRONLY)),
+    "removes the socket": lambda pid: os.unlink(sys.argv[-1]),  # noqa: PTH108
+    "reaches a network": lambda pid: socket.socket(socket.AF_INET).close(),
+    "connects": connect,
+    "signals it": lambda pid: os.kill(pid, signal.SIGCONT),
+    "has the kernel signal it": own_signals,
+    "limits it": lower_limit,
+    "starts a process": execute,
+    "makes memory executable": have_code,
+}
+"""What a process may do to others of its user that cannot be traced, and to the machine."""
+
+
+def attack(pid: int, attacks: dict[str, Callable[[int], None]] = ATTACKS) -> list[str]:
     """Try everything on a process, and return what came through."""
     through = []
-    for name, attempt in ATTACKS.items():
+    for name, attempt in attacks.items():
         try:
             attempt(pid)
         except PermissionError:
             continue
+        except OSError:  # it was not forbidden
+            pass
         through.append(name)
     return sorted(through)
 
@@ -95,5 +142,17 @@ def main() -> None:
         json.dump({name: attack(pid) for name, pid in {**targets, "its own child": child.pid}.items()}, sys.stdout)
 
 
+def as_gateway() -> None:
+    """Be a gateway, and attack its broker instead of serving it."""
+    from cubroker.server import gateway
+
+    broker = int(sys.argv.pop(1))
+    setattr(gateway.Gateway, "run", lambda self: print(json.dumps(attack(broker, ATTACKS | BEYOND)), flush=True))  # noqa: B010
+    gateway.main()
+
+
 if __name__ == "__main__":
-    main()
+    if "=" in sys.argv[1]:
+        main()
+    else:
+        as_gateway()

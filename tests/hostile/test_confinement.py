@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from cubroker.server import sandbox
 from tests.brokers import PATIENCE, BrokerProcess, started
 from tests.hostile import intruder
 from tests.hostile.test_keep import child
@@ -54,3 +56,18 @@ def test_a_broker_and_its_gateway_leave_no_core_dump_and_the_gateway_gains_no_ri
     for pid in processes.values():
         assert resource.prlimit(pid, resource.RLIMIT_CORE)[0] == 0
     assert "NoNewPrivs:\t1\n" in Path(f"/proc/{processes['gateway']}/status").read_text()
+
+
+@pytest.mark.skipif(bool(sandbox.obstacles()), reason="; ".join(sandbox.obstacles()))
+def test_code_that_runs_in_a_gateway_reaches_neither_its_broker_nor_a_file_nor_a_network(
+    processes: dict[str, int], tmp_path: Path
+) -> None:
+    path = tmp_path / "requests"
+    ours, theirs = socket.socketpair()
+    with ours, theirs, socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        inherited = theirs.fileno(), listener.fileno()
+        command = [*BARE, sys.executable, intruder.__file__, *map(str, (processes["broker"], *inherited, path))]
+        done = subprocess.run(command, stdout=subprocess.PIPE, pass_fds=inherited, timeout=PATIENCE, check=True)
+    assert json.loads(done.stdout) == []
