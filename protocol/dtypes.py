@@ -47,7 +47,7 @@ def nbytes(dtype: str, shape: Sequence[int]) -> int:
     bits = BITS.get(dtype)
     if bits is None:
         raise Invalid(f"unknown dtype {dtype!r}; known are {', '.join(BITS)}")
-    if any(size < 0 for size in shape):
+    if shape and min(shape) < 0:
         raise Invalid(f"shape {tuple(shape)} has a negative dimension")
     total = bits * math.prod(shape)
     if total % 8:

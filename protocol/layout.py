@@ -6,10 +6,10 @@ created and hands the same bytes to every reader, so an attach costs no re-encod
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from itertools import pairwise
+from bisect import bisect_right
+from collections.abc import Generator, Hashable, Iterable, Mapping, Sequence
 from operator import index
-from typing import Annotated, Self, SupportsIndex, TypeVar
+from typing import Annotated, NamedTuple, Self, SupportsIndex, TypeVar
 
 import msgspec
 
@@ -28,6 +28,12 @@ MAX_EXTENT = 1 << 48
 
 MAX_ENCODED = 12 << 20
 """Bytes of an encoded layout; one of 100,000 tensors with names of 80 characters has 10 MiB."""
+
+STEP = 64
+"""Tensors that are checked at once by :func:`outline`: about 0.1 ms."""
+
+NOWHERE = -1
+"""Where a tensor without elements begins: it takes no bytes, and so overlaps none."""
 
 Group = TypeVar("Group", bound=Hashable)
 
@@ -129,50 +135,16 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
             raise Invalid(f"allocation {min(empty)} has no tensor, and so no group")
         return tuple(found[number][0] for number in range(len(self.allocations)))
 
+    @property
+    def outline(self) -> Outline:
+        """What of it decides how much memory it takes."""
+        return Outline(self.allocations, len(self.tensors))
+
     def check(self) -> None:
         """Raise ``Invalid`` unless every tensor lies whole, aligned and alone in an allocation of this layout."""
-        self._check_extent()
-        seen: set[str] = set()
-        spans: list[tuple[int, int, int, str]] = []
+        check = _Check(self.allocations, len(self.tensors))
         for tensor in self.tensors:
-            if tensor.name in seen:
-                raise Invalid(f"tensor {tensor.name!r} appears twice; names are unique within a pool")
-            seen.add(tensor.name)
-            if end := self._check_tensor(tensor):
-                spans.append((tensor.allocation, tensor.offset, end, tensor.name))
-        spans.sort()
-        for (here, _, end, name), (there, start, _, next_name) in pairwise(spans):
-            if here == there and start < end:
-                raise Invalid(f"tensors {name!r} and {next_name!r} overlap in allocation {here}")
-
-    def _check_extent(self) -> None:
-        if len(self.tensors) > MAX_TENSORS:
-            raise Invalid(f"a layout of {len(self.tensors)} tensors; the most is {MAX_TENSORS}")
-        if len(self.allocations) > MAX_ALLOCATIONS:
-            raise Invalid(f"a layout of {len(self.allocations)} allocations; the most is {MAX_ALLOCATIONS}")
-        for size in self.allocations:
-            if size <= 0:
-                raise Invalid(f"an allocation of {size} bytes; it must have at least 1")
-        if self.nbytes > MAX_EXTENT:
-            raise Invalid(f"a layout of {self.nbytes} bytes; the most is {MAX_EXTENT}")
-
-    def _check_tensor(self, tensor: TensorSpec) -> int:
-        """Return the byte at which the tensor ends; 0 if it has no bytes and so cannot overlap."""
-        if not 0 < len(tensor.name) <= MAX_NAME:
-            raise Invalid(f"a tensor name of {len(tensor.name)} characters; it must have 1 to {MAX_NAME}")
-        if len(tensor.shape) > MAX_RANK or any(size > MAX_EXTENT for size in tensor.shape):
-            raise Invalid(
-                f"tensor {tensor.name!r} has rank {len(tensor.shape)} and a largest dimension of {max(tensor.shape)};"
-                f" the most are {MAX_RANK} and {MAX_EXTENT}"
-            )
-        if not 0 <= tensor.allocation < len(self.allocations):
-            raise Invalid(f"tensor {tensor.name!r} lies in allocation {tensor.allocation} of {len(self.allocations)}")
-        if tensor.offset < 0 or tensor.offset % ALIGNMENT:
-            raise Invalid(f"tensor {tensor.name!r} starts at byte {tensor.offset}, no multiple of {ALIGNMENT}")
-        size, room = tensor.nbytes, self.allocations[tensor.allocation]
-        if tensor.offset + size > room:
-            raise Invalid(f"tensor {tensor.name!r} ends at byte {tensor.offset + size} of an allocation of {room}")
-        return tensor.offset + size if size else 0
+            check.add(tensor)
 
     def encode(self) -> bytes:
         """Return the layout as it travels; raises ``Invalid`` if it is too large for that."""
@@ -190,6 +162,119 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
         layout = wire.unpack(data, cls)
         layout.check()
         return layout
+
+
+class Outline(NamedTuple):
+    """What of a layout decides how much memory it takes: its allocations, in bytes, and how many tensors it has."""
+
+    allocations: tuple[int, ...]
+    tensors: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all allocations together, padding included."""
+        return sum(self.allocations)
+
+
+def outline(data: bytes) -> Generator[None, None, Outline]:
+    """Check an encoded layout that came from outside, a few tensors between one ``yield`` and the next.
+
+    A whole layout takes a third of a second to decode and check, and 40 MiB; here no tensor outlives its step.
+    Returns the layout's outline.
+
+    Raises:
+        Invalid: as :meth:`Layout.decode`.
+    """
+    encoded: _Encoded = wire.unpack(data, _Encoded)
+    tensors = encoded.tensors
+    check = _Check(encoded.allocations, len(tensors))
+    for start in range(0, len(tensors), STEP):
+        yield
+        for tensor in wire.unpack(wire.pack((tensors[start : start + STEP], ())), Layout).tensors:
+            check.add(tensor)
+    return Outline(encoded.allocations, len(tensors))
+
+
+class _Encoded(msgspec.Struct, frozen=True, array_like=True):
+    """A layout whose tensors are not decoded yet."""
+
+    tensors: Annotated[tuple[msgspec.Raw, ...], msgspec.Meta(max_length=MAX_TENSORS)]
+    allocations: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_ALLOCATIONS)]
+
+
+class _Check:
+    """Takes the tensors of a layout one by one, and raises ``Invalid`` at the first that does not fit in.
+
+    The bytes that are taken are kept as runs: a layout without gaps is one run however many tensors it has, since each
+    tensor takes whole multiples of the alignment. Bytes of different allocations are told apart by where they begin,
+    so that one sorted list has all runs: where each begins, and where it ends.
+    """
+
+    def __init__(self, allocations: Sequence[int], tensors: int) -> None:
+        self._allocations = allocations
+        self._starts: dict[str, int] = {}  # by name
+        self._edges: list[int] = []
+        if tensors > MAX_TENSORS:
+            raise Invalid(f"a layout of {tensors} tensors; the most is {MAX_TENSORS}")
+        if len(allocations) > MAX_ALLOCATIONS:
+            raise Invalid(f"a layout of {len(allocations)} allocations; the most is {MAX_ALLOCATIONS}")
+        for size in allocations:
+            if size <= 0:
+                raise Invalid(f"an allocation of {size} bytes; it must have at least 1")
+        if sum(allocations) > MAX_EXTENT:
+            raise Invalid(f"a layout of {sum(allocations)} bytes; the most is {MAX_EXTENT}")
+
+    def add(self, tensor: TensorSpec) -> None:
+        """Take one more tensor."""
+        name = tensor.name
+        if name in self._starts:
+            raise Invalid(f"tensor {name!r} appears twice; names are unique within a pool")
+        size = self._size(tensor)
+        start = tensor.allocation * 2 * MAX_EXTENT + tensor.offset
+        if size and not self._take(start, start + round_up(size, ALIGNMENT)):
+            first, second = self._overlapping(name, start, size)
+            raise Invalid(f"tensors {first!r} and {second!r} overlap in allocation {tensor.allocation}")
+        self._starts[name] = start if size else NOWHERE
+
+    def _size(self, tensor: TensorSpec) -> int:
+        """Return the bytes of a tensor, which lies whole and aligned in its allocation."""
+        name, shape, offset = tensor.name, tensor.shape, tensor.offset
+        if not 0 < len(name) <= MAX_NAME:
+            raise Invalid(f"a tensor name of {len(name)} characters; it must have 1 to {MAX_NAME}")
+        if len(shape) > MAX_RANK or (shape and max(shape) > MAX_EXTENT):
+            raise Invalid(
+                f"tensor {name!r} has rank {len(shape)} and a largest dimension of {max(shape)};"
+                f" the most are {MAX_RANK} and {MAX_EXTENT}"
+            )
+        if not 0 <= tensor.allocation < len(self._allocations):
+            raise Invalid(f"tensor {name!r} lies in allocation {tensor.allocation} of {len(self._allocations)}")
+        if offset < 0 or offset % ALIGNMENT:
+            raise Invalid(f"tensor {name!r} starts at byte {offset}, no multiple of {ALIGNMENT}")
+        size, room = tensor.nbytes, self._allocations[tensor.allocation]
+        if offset + size > room:
+            raise Invalid(f"tensor {name!r} ends at byte {offset + size} of an allocation of {room}")
+        return size
+
+    def _take(self, start: int, end: int) -> bool:
+        """Add a run of bytes; False if some of them are taken."""
+        edges = self._edges
+        if not edges or start > edges[-1]:
+            edges += (start, end)
+        elif start == edges[-1]:  # as nearly always
+            edges[-1] = end
+        else:
+            place = bisect_right(edges, start)
+            if place % 2 or edges[place] < end:
+                return False
+            low = place - 1 if place and edges[place - 1] == start else place
+            high = place + 1 if edges[place] == end else place
+            edges[low:high] = [start] * (low == place) + [end] * (high == place)
+        return True
+
+    def _overlapping(self, name: str, start: int, size: int) -> tuple[str, str]:
+        """Return a tensor and another that it overlaps, in order: the other begins last of those before our end."""
+        at, other = max((at, other) for other, at in self._starts.items() if at < start + size)
+        return (other, name) if at <= start else (name, other)
 
 
 def round_up(nbytes: int, unit: int) -> int:

@@ -3,11 +3,15 @@
 Pure. A request is *pending* from its first arrival until its answer, which is *kept* until the
 client says that it has it: by its number (``received``), or with all before one (``oldest``).
 From then on only the number is remembered, as part of a span, since a copy may still be on its way.
+Of an answer that only tells something, such as a list, no more than its length is kept: whoever asks again is told
+again.
 Where answers outlive the broker, :meth:`Answers.changes` tells what is to be written down of them.
-All of it is bounded: past the bound further requests are refused, and so are their copies, however
-late. Of those only the highest number is remembered: what came before it and is not known was lost, or
-refused as well. What a client insists on, since it gives something back, is not refused but ignored,
-and so done when it is sent again and there is room; so is a cancel that comes before what it is meant for.
+All of it is bounded: for each session in number, and in bytes as they travel, so that a client which acknowledges
+nothing is not sent answers without end; for each user in the bytes that it costs (:mod:`cubroker.server.accounts`).
+Past a bound further requests are refused, and so are their copies, however late. Of those only the highest number
+is remembered: what came before it and is not known was lost, or refused as well. What a client insists on, since it
+gives something back, is not refused but ignored, and so done when it is sent again and there is room; so is a cancel
+that comes before what it is meant for.
 """
 
 from __future__ import annotations
@@ -15,16 +19,15 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from enum import Enum
+from typing import NamedTuple
 
 from msgspec import Struct
 
 from cubroker.protocol.messages import DESCRIPTOR, Answer, Attached, Created
+from cubroker.server.accounts import MAX_BYTES, OVERHEAD, SHARE, Account
 
 MAX_REQUESTS = 4096
 """Requests of one session that are pending or whose answers are kept."""
-
-MAX_BYTES = 64 << 20
-"""Bytes of those requests and answers; some times the largest message."""
 
 Frame = bytes | Answer
 """An answer: encoded, or a lease as it is, to be encoded whenever it is sent. All leases on a version share its layout,
@@ -33,16 +36,28 @@ which can take megabytes, and any number of requests may wait for it."""
 LEASES = (Attached, Created)
 
 
+class Told(NamedTuple):
+    """What is left of an answer that can be worked out anew: its bytes, as it travelled."""
+
+    nbytes: int
+
+
 def weight(answer: Frame) -> int:
     """Return the bytes of an answer as it travels, or about so many."""
+    own, layout = parts(answer)
+    return own + len(layout)
+
+
+def parts(answer: Frame) -> tuple[int, bytes]:
+    """Return about how many bytes an answer has of its own, and the layout that it shares with others, or nothing."""
     if isinstance(answer, bytes):
-        return len(answer)
+        return len(answer), b""
     body = answer.body
     assert isinstance(body, LEASES)
     replicas = body.replicas
     layout = body.layout if isinstance(body, Attached) else b""
     # Each allocation has a handle of 64 bytes on one device, or what stands for a descriptor on each.
-    return len(layout) + len(replicas[0].handles) * (64 + (2 + len(DESCRIPTOR)) * len(replicas))
+    return len(replicas[0].handles) * (64 + (2 + len(DESCRIPTOR)) * len(replicas)), layout
 
 
 class Verdict(Enum):
@@ -107,12 +122,17 @@ class Answers:
 
     def __init__(self, receipts: Receipts | None = None, kept: Mapping[int, Frame | None] | None = None) -> None:
         receipts, kept = receipts or NO_RECEIPTS, kept or {}
-        self._pending: dict[int, tuple[bytes, int]] = {}  # routing id and bytes of the request
-        self._kept: dict[int, Frame] = {number: frame for number, frame in kept.items() if frame is not None}
+        self._account = Account()
+        self._nbytes = 0  # what is on the account, layouts apart
+        self._travelling = 0  # bytes of requests without an answer and of answers without a receipt
+        self._pending: dict[int, tuple[bytes, int, bytes]] = {}  # routing id, bytes and layout of the request
+        self._kept: dict[int, Frame | Told] = {}
         self._received = Spans(receipts.received)
         self._oldest = receipts.oldest
         self._refused = receipts.refused
-        self._nbytes = sum(map(weight, self._kept.values()))
+        for number, frame in kept.items():
+            if frame is not None:
+                self._keep(number, frame)
         self._lasting: set[int] = set(self._kept)
         self._changes: dict[int, Frame | None] = dict.fromkeys(kept.keys() - self._kept.keys())
 
@@ -131,6 +151,35 @@ class Answers:
         changes, self._changes = self._changes, {}
         return changes
 
+    @property
+    def account(self) -> Account:
+        """What the requests and answers count on."""
+        return self._account
+
+    @property
+    def crowded(self) -> bool:
+        """Whether more bytes have no answer or receipt than there may be: nothing more should be told for now."""
+        return self._travelling > MAX_BYTES
+
+    def move(self, account: Account) -> None:
+        """Count everything on another account from now on: that of the session's user."""
+        for nbytes, layout in (*(entry[1:] for entry in self._pending.values()), *map(_cost, self._kept.values())):
+            self._account.remove(nbytes, layout)
+            account.add(nbytes, layout)
+        self._account = account
+
+    def abandon(self) -> None:
+        """Forget all requests that are pending: their client hears no answer any more."""
+        for number in tuple(self._pending):
+            self._answered(number)
+
+    def close(self) -> None:
+        """Forget everything."""
+        self.abandon()
+        for answer in self._kept.values():
+            self._account.remove(*_cost(answer))
+        self._kept.clear()
+
     def admit(
         self,
         number: int,
@@ -141,8 +190,9 @@ class Answers:
         *,
         insisted: bool = False,
         about: int = 0,
+        layout: bytes = b"",
     ) -> Verdict | Frame:
-        """Take note of request ``number``, ``nbytes`` long; return the kept answer if there is one.
+        """Take note of request ``number``, ``nbytes`` long without its ``layout``; return the kept answer, if any.
 
         ``insisted``: its client sends it until it is answered, and takes no refusal. ``about``: an earlier request
         that it cancels. Where that was lost on the way, to an earlier broker's gateway, it is still to come.
@@ -151,10 +201,12 @@ class Answers:
             self._drop(other)
         if oldest > self._oldest:
             self._acknowledge(oldest)
-        if (kept := self._kept.get(number)) is not None:
+        if isinstance(kept := self._kept.get(number), Told):
+            self._forget(number)
+        elif kept is not None:
             return kept
         if number in self._pending:
-            self._pending[number] = (routing, self._pending[number][1])
+            self._pending[number] = (routing, *self._pending[number][1:])
             return Verdict.PENDING
         edges = self._received.edges  # nearly always there are none
         if number < self._oldest or (edges and number in self._received):
@@ -162,15 +214,18 @@ class Answers:
         if number <= self._refused and not insisted:
             return Verdict.FULL
         known = len(self._pending) + len(self._kept) + len(edges) // 2
-        if known >= MAX_REQUESTS or (known and self._nbytes + nbytes > MAX_BYTES):
+        cost, travelling = nbytes + OVERHEAD, self._travelling + nbytes + len(layout)
+        if known >= MAX_REQUESTS or (known and travelling > MAX_BYTES) or not self._has_room(cost, layout):
             if insisted:
                 return Verdict.LATER
             self._refused = number
             return Verdict.FULL
         if 0 < about < number and self._is_to_come(about):
             return Verdict.LATER
-        self._pending[number] = (routing, nbytes)
-        self._nbytes += nbytes
+        self._pending[number] = (routing, cost, layout)
+        self._nbytes += cost
+        self._travelling = travelling
+        self._account.add(cost, layout)
         return Verdict.NEW
 
     def settle(self, number: int, answer: Frame, *, lasting: bool = False) -> bytes:
@@ -178,14 +233,19 @@ class Answers:
 
         ``lasting``: it is to be written down, since the request must not be done again after a restart either.
         """
-        routing, nbytes = self._pending.pop(number)
-        self._nbytes -= nbytes
+        routing = self._answered(number)
         if number >= self._oldest:  # else the client gave it up
-            self._kept[number] = answer
-            self._nbytes += weight(answer)
+            self._keep(number, answer)
             if lasting:
                 self._lasting.add(number)
                 self._changes[number] = answer
+        return routing
+
+    def tell(self, number: int, nbytes: int) -> bytes:
+        """Forget a pending request whose answer, ``nbytes`` long, is not kept; return the routing id to send it to."""
+        routing = self._answered(number)
+        if number >= self._oldest:
+            self._keep(number, Told(nbytes))
         return routing
 
     def is_pending(self, number: int) -> bool:
@@ -213,7 +273,38 @@ class Answers:
             self._forget(number)
 
     def _forget(self, number: int) -> None:
-        self._nbytes -= weight(self._kept.pop(number))
+        answer = self._kept.pop(number)
+        cost, layout = _cost(answer)
+        self._nbytes -= cost
+        self._travelling -= _travelling(answer)
+        self._account.remove(cost, layout)
         if number in self._lasting:
             self._lasting.remove(number)
             self._changes[number] = None
+
+    def _keep(self, number: int, answer: Frame | Told) -> None:
+        self._kept[number] = answer
+        cost, layout = _cost(answer)
+        self._nbytes += cost
+        self._travelling += _travelling(answer)
+        self._account.add(cost, layout)
+
+    def _answered(self, number: int) -> bytes:
+        """Forget a pending request, and return the routing id that its answer goes to."""
+        routing, cost, layout = self._pending.pop(number)
+        self._nbytes -= cost
+        self._travelling -= cost - OVERHEAD + len(layout)
+        self._account.remove(cost, layout)
+        return routing
+
+    def _has_room(self, cost: int, layout: bytes) -> bool:
+        return self._nbytes + cost + len(layout) <= SHARE or self._account.has_room(cost, layout)
+
+
+def _travelling(answer: Frame | Told) -> int:
+    return answer.nbytes if isinstance(answer, Told) else weight(answer)
+
+
+def _cost(answer: Frame | Told) -> tuple[int, bytes]:
+    own, layout = (0, b"") if isinstance(answer, Told) else parts(answer)
+    return own + OVERHEAD, layout

@@ -1,6 +1,7 @@
 """How broker and gateway talk over their socketpair: batches of routing ids and frames.
 
-One batch is a msgpack array of byte strings, which alternate: routing id, frame, routing id, frame.
+One batch is a msgpack array of byte strings, which alternate: routing id, frame, routing id, frame. A large request
+comes in pieces, so that small ones get in between: three byte strings, routing id, piece, and whether it is the last.
 The gateway wrote what the broker reads here and the other way round, so the shape is checked and
 the rest is trusted. The empty batch is the gateway's word that it listens.
 """
@@ -18,6 +19,11 @@ MAX_MESSAGES = 256
 
 FULL = 1 << 20
 """Bytes of frames after which a batch takes no further message."""
+
+PIECE = 128 << 10
+"""Bytes of a piece: as much as the kernel takes at once."""
+
+MORE, LAST = b"more", b"last"
 
 MAX_BATCH = 64 << 20
 """Bytes. No honest batch is larger: both sides begin another once one is full."""
@@ -44,22 +50,49 @@ class Batches:
     """Cuts a stream of bytes into batches."""
 
     def __init__(self) -> None:
+        self._pieces: list[bytes] = []
+        self._begin()
+
+    def _begin(self) -> None:
         self._unpacker = msgpack.Unpacker(
             max_buffer_size=MAX_BATCH, max_array_len=MAX_FRAMES, max_str_len=0, max_map_len=0, max_ext_len=0
         )
+        self._fed = self._read = 0  # bytes: all of them, and those of whole batches
+
+    @property
+    def within(self) -> bool:
+        """Whether the stream has come to the middle of a batch that is larger than most."""
+        return self._fed - self._read > FULL
 
     def feed(self, data: bytes) -> list[list[bytes]]:
-        """Add what arrived and return the batches that are whole now.
+        """Add what arrived and return the batches that are whole now; a request that came in pieces is one of them.
 
         Raises:
             ValueError: these are no batches; the stream cannot be used any more.
         """
         try:
             self._unpacker.feed(data)
-            batches = list(self._unpacker)
+            batches = []
+            for batch in self._unpacker:
+                batches.append(batch)
+                self._read = self._unpacker.tell()
         except msgpack.UnpackException as error:
             raise ValueError(f"no batches: {error!r}") from None
         for batch in batches:
             if not isinstance(batch, list) or not all(type(frame) is bytes for frame in batch):
                 raise ValueError(f"no batch of byte strings, but {type(batch).__name__}")
-        return batches
+        self._fed += len(data)
+        if self._fed > FULL and self._fed == self._read:
+            self._begin()  # its buffer is as large as the largest batch was, and does not shrink
+        return [whole for batch in batches if (whole := self._put_together(batch)) is not None]
+
+    def _put_together(self, batch: list[bytes]) -> list[bytes] | None:
+        """Return a batch, or what it is the last piece of; None if it is another piece."""
+        if len(batch) != 3:
+            return batch
+        routing, piece, which = batch
+        self._pieces.append(piece)
+        if which != LAST:
+            return None
+        pieces, self._pieces = self._pieces, []
+        return [routing, b"".join(pieces)]

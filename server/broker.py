@@ -1,7 +1,7 @@
 """The shell around the ledger: brings it events, and carries out its effects.
 
 Everything here runs on the event loop and returns at once. What blocks is elsewhere: device memory
-on one thread per device, and large layouts on a thread that checks them.
+on one thread per device. What takes long is done in steps, in which users take turns.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Broker:
         memory: the devices' memory, by UUID; what comes of its work returns through :meth:`handle`.
         assembly: binds the memory of several devices together.
         driver: what clients build their driver from.
-        send: takes batches of answers for the gateway.
+        send: takes a batch of answers for the gateway, and returns whether that is behind.
         sight: watches the ledger.
         store: keeps what outlives this broker, if anything does.
         scribe: gathers what is to be written to the store's journal beside the ledger.
@@ -74,7 +74,7 @@ class Broker:
         memory: Mapping[str, DeviceMemory],
         assembly: Assembly,
         driver: str,
-        send: Callable[[Sequence[Frame]], None],
+        send: Callable[[Sequence[Frame]], bool | None],
         sight: Sight | None = None,
         store: Store | None = None,
         scribe: Scribe | None = None,
@@ -91,7 +91,7 @@ class Broker:
         self._todo: list[Effect] = []
         self._arrivals = Arrivals(store, self.settle, self._take_back)
         self._writing = Writing(ledger, scribe, store, self.settle) if store and scribe else None
-        self._requests = Requests(self._apply, self.settle, send, scribe)
+        self._requests = Requests(self._apply, self.settle, send, self._loop.call_soon, scribe)
         self.receive = self._requests.receive
         self._sessions: dict[int, Session] = {}
         self._numbers = itertools.count(ledger.last_session + 1)
@@ -278,6 +278,7 @@ class Broker:
             session.notify(notice)
 
     def _ended(self, event: events.Lost | events.Gone) -> None:
+        self._requests.hang_up(self._sessions[event.session])
         self.handle(event)
 
     def _apply(self, event: Event) -> None:

@@ -26,6 +26,7 @@ import zmq
 from cubroker.protocol import wire
 from cubroker.server import batches, sandbox
 from cubroker.server.hiding import PR_SET_NO_NEW_PRIVS, PR_SET_PDEATHSIG, hide, prctl
+from cubroker.server.intake import Intake
 
 MAX_DESCRIPTORS = 65_536
 MAX_MEMORY = 2 << 30
@@ -53,6 +54,7 @@ class Gateway:
     def __init__(self, pipe: socket.socket, router: zmq.Socket[bytes]) -> None:
         self._pipe = pipe
         self._router = router
+        self._intake = Intake(router)
         self._inbound = batches.Batches()
         self._unsent = memoryview(batches.encode(()))  # "I am listening"
         self._poller = zmq.Poller()
@@ -60,15 +62,19 @@ class Gateway:
     def run(self) -> None:
         """Forward until the broker's end closes."""
         while True:
-            # While the broker has not taken a batch there is no point in reading the next one: the
-            # requests wait in their clients' pipes, which are bounded.
-            busy = bool(self._unsent)
+            # While the broker has not taken a batch the next one fills up. Then requests wait in their clients'
+            # pipes, which are bounded.
+            busy = bool(self._unsent or self._intake)
             self._poller.register(self._pipe, READ_AND_WRITE if busy else zmq.POLLIN)
-            self._poller.register(self._router, 0 if busy else zmq.POLLIN)
+            self._poller.register(self._router, 0 if self._intake.full else zmq.POLLIN)
             ready = dict(self._poller.poll())
-            if ready.get(self._pipe.fileno(), zmq.POLLOUT) != zmq.POLLOUT and not self._read():
+            answered = ready.get(self._pipe.fileno(), zmq.POLLOUT) != zmq.POLLOUT
+            if answered and not self._read():
                 return
-            if not self._unsent and self._router in ready and (frames := self._collect()):
+            # A large answer comes in many pieces, and all after it wait: its next piece goes before the next requests.
+            if self._router in ready and not (answered and self._inbound.within):
+                self._intake.receive()
+            if not self._unsent and (frames := self._intake.batch()):
                 self._unsent = memoryview(batches.encode(frames))
             if self._unsent:
                 self._write()
@@ -87,27 +93,6 @@ class Gateway:
         # Full: there will be room. Broken: the broker is gone, as the next read will say.
         with suppress(BlockingIOError, ConnectionError):
             self._unsent = self._unsent[self._pipe.send(self._unsent) :]
-
-    def _collect(self) -> list[bytes]:
-        """Receive the requests that are there, up to a batch of them."""
-        frames: list[bytes] = []
-        room = batches.FULL
-        receive = self._router.recv
-        for _ in range(batches.MAX_MESSAGES):
-            try:
-                routing = receive(zmq.NOBLOCK)
-            except zmq.Again:
-                break
-            message = receive(copy=False)  # which says whether there is more, and sooner than the socket does
-            if message.more:
-                self._router.recv_multipart()  # requests have one frame: drop the rest and the whole
-                continue
-            frame = message.bytes
-            frames += (routing, frame)
-            room -= len(frame)
-            if room <= 0:
-                break
-        return frames
 
     def _deliver(self, batch: list[bytes]) -> None:
         for routing, frame in batches.pairs(batch):

@@ -4,34 +4,45 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 
 import msgpack
+from msgspec.structs import replace
 
 from cubroker.protocol import wire
 from cubroker.protocol.errors import CubrokerError, InternalFailure, Invalid
-from cubroker.protocol.layout import Layout
+from cubroker.protocol.layout import Outline
 from cubroker.protocol.messages import (
     LAST_WORDS,
     Answer,
     Cancel,
     Create,
+    Describe,
     Envelope,
     Failed,
+    ListClients,
+    ListPools,
+    Look,
     Reply,
     Request,
 )
 from cubroker.server import batches
+from cubroker.server.accounts import MAX_BYTES, Accounts
 from cubroker.server.answers import LEASES, MAX_REQUESTS, Frame, Verdict, weight
-from cubroker.server.checks import Checks, check
 from cubroker.server.ledger.events import Asked
 from cubroker.server.scribe import Scribe, lasts
 from cubroker.server.sessions import Session
+from cubroker.server.turns import Job, Turns
 
 log = logging.getLogger(__name__)
 
-INLINE = 16 << 10
-"""Bytes of a layout that is checked at once (about 0.5 ms); larger ones are checked on a thread."""
+TOLD = frozenset((Describe, ListClients, ListPools, Look))
+"""Requests whose answers are long, and are not kept."""
+
+DEAR = TOLD | {Create}
+"""Requests that may cost milliseconds, of the ledger or of what encodes the answer: users take turns with them."""
+
+LARGE = 64 << 10
+"""Bytes of a lease, as it travels, that is sent in its user's turn: most is its layout, which is encoded by then."""
 
 TOO_LONG = Failed(
     "over_quota", f"the answer has over {wire.MAX_MESSAGE} bytes, the most of a message; ask again when less is in use"
@@ -42,7 +53,9 @@ HEAD = 64
 
 DENIED = Failed("denied", "no session has this secret: the broker was started again, or the session is over; open one")
 FULL = Failed(
-    "over_quota", f"{MAX_REQUESTS} requests of this session, or too many bytes, await an answer or its receipt"
+    "over_quota",
+    f"{MAX_REQUESTS} requests of this session, or {MAX_BYTES >> 20} MiB of requests and answers of it or of all its"
+    f" user's sessions, await an answer or its receipt, the most there may be; ask again when fewer are under way",
 )
 
 
@@ -52,7 +65,8 @@ class Requests:
     Args:
         ask: takes each request that arrives for the first time.
         settle: called when requests were taken in and answered; it is to :meth:`flush`.
-        send: takes batches of answers for the gateway.
+        send: takes a batch of answers for the gateway, an empty one perhaps, and returns whether that is behind.
+        soon: has the loop call a function in its next round.
         scribe: writes down what was received and answered, if anything outlives this broker.
     """
 
@@ -60,7 +74,8 @@ class Requests:
         self,
         ask: Callable[[Asked], None],
         settle: Callable[[], None],
-        send: Callable[[Sequence[Frame]], None],
+        send: Callable[[Sequence[Frame]], bool | None],
+        soon: Callable[[Callable[[], None]], object],
         scribe: Scribe | None = None,
     ) -> None:
         self._ask = ask
@@ -70,22 +85,30 @@ class Requests:
         self._sessions: dict[bytes, Session] = {}
         self._outbox: list[list[Frame]] = [[]]  # batches, of which the last is not full
         self._unsent = 0
-        self._checks = Checks()
-        self._unchecked: dict[Session, int] = {}  # how many requests of a session are being checked
+        self._accounts = Accounts()
+        self._turns = Turns(soon, settle)
         self._closed = False
 
     def enter(self, session: Session) -> None:
         """Accept requests of a session."""
+        session.answers.move(self._accounts.of(session.peer.uid))
         self._sessions[session.secret] = session
 
+    def hang_up(self, session: Session) -> None:
+        """Drop what a session has asked and was not answered: its connection has ended, and it hears no answer."""
+        self._turns.drop(session.peer.uid, session)
+        session.answers.abandon()
+
     def leave(self, session: Session) -> None:
-        """Accept none any more."""
+        """Accept none any more, and drop all that there is of the session's."""
         del self._sessions[session.secret]
+        self._turns.drop(session.peer.uid, session)
+        session.answers.close()
 
     def close(self) -> None:
-        """Take no further request, and stop checking layouts."""
+        """Take no further request, and do nothing more of what waits for its turn."""
         self._closed = True
-        self._checks.close()
+        self._turns.close()
 
     def receive(self, batch: Iterable[bytes]) -> None:
         """Take a batch from the gateway, and answer it with one as far as answers are there at once.
@@ -94,6 +117,8 @@ class Requests:
         """
         if self._closed:  # the next broker is asked again
             return
+        if not self._send(()):  # it was behind perhaps
+            self._turns.resume()
         for routing, frame in batches.pairs(batch):
             try:
                 self._take(routing, frame)
@@ -107,12 +132,15 @@ class Requests:
         self._settle()
 
     def respond(self, session: Session, request: int, body: Reply) -> None:
-        """Answer a request; the answer is kept for when it is asked again."""
+        """Answer a request; the answer is kept for when it is asked again, unless it can be worked out anew."""
         answer = _frame(Answer(request, body))
-        lasting = self._scribe is not None and lasts(body)
         if self._scribe:
             self._scribe.asked(session)
-        self._put(session.answers.settle(request, answer, lasting=lasting), answer)
+        if lasts(body):
+            routing = session.answers.settle(request, answer, lasting=self._scribe is not None)
+        else:
+            routing = session.answers.tell(request, weight(answer))
+        self._deliver(session, request, routing, answer)
 
     @property
     def full(self) -> bool:
@@ -120,10 +148,22 @@ class Requests:
         return len(self._outbox) > 1
 
     def flush(self) -> None:
-        """Send the answers that have gathered."""
+        """Send the answers that have gathered; no dear work is done while the gateway is behind with them."""
         outbox, self._outbox, self._unsent = self._outbox, [[]], 0
         for batch in filter(None, outbox):
-            self._send(batch)
+            if self._send(batch):
+                self._turns.pause()
+
+    def _deliver(self, session: Session, request: int, routing: bytes, answer: Frame) -> None:
+        """Send an answer; a large lease, which costs next to nothing while it waits, in its user's turn."""
+        if not isinstance(answer, bytes) and weight(answer) > LARGE:
+            self._turns.put(session.peer.uid, session, request, self._delivery(routing, answer))
+        else:
+            self._put(routing, answer)
+
+    def _delivery(self, routing: bytes, answer: Frame) -> Job:
+        yield from ()
+        self._put(routing, answer)
 
     def _put(self, routing: bytes, answer: Frame) -> None:
         self._outbox[-1] += (routing, answer)
@@ -143,21 +183,23 @@ class Requests:
         if self._scribe:
             self._scribe.asked(session)
         body = envelope.body
+        layout = body.layout if isinstance(body, Create) else b""
         verdict = session.answers.admit(
             envelope.id,
             envelope.oldest,
             routing,
-            len(frame),
+            len(frame) - len(layout),
             envelope.received,
             insisted=type(body) in LAST_WORDS,
             about=body.request if type(body) is Cancel else 0,
+            layout=layout,
         )
         if verdict is Verdict.NEW:
             self._begin(session, envelope.id, body)
         elif verdict is Verdict.FULL:
             self._put(routing, wire.pack(Answer(envelope.id, FULL)))
         elif not isinstance(verdict, Verdict):
-            self._put(routing, verdict)
+            self._deliver(session, envelope.id, routing, verdict)
         return None
 
     def _reject(self, routing: bytes, frame: bytes, error: CubrokerError) -> None:
@@ -167,33 +209,33 @@ class Requests:
             self._put(routing, wire.pack(Answer(request, Failed(error.code, error.message))))
 
     def _begin(self, session: Session, request: int, body: Request) -> None:
-        layout = body.layout if isinstance(body, Create) else None
-        if layout is None:
-            # A cancel must not overtake the create that it is meant for.
-            if session in self._unchecked and isinstance(body, Cancel):
-                return self._check_later(session, request, body, None)
-            return self._ask(Asked(session.number, request, body))
-        if len(layout) > INLINE:
-            return self._check_later(session, request, body, layout)
-        return self._pass_on(session, request, body, check(layout))
-
-    def _check_later(self, session: Session, request: int, body: Request, layout: bytes | None) -> None:
-        self._unchecked[session] = self._unchecked.get(session, 0) + 1
-        self._checks.put(session.peer.uid, layout, partial(self._checked, session, request, body))
-
-    def _checked(self, session: Session, request: int, body: Request, layout: Layout | Failed | None) -> None:
-        self._unchecked[session] -= 1
-        if not self._unchecked[session]:
-            del self._unchecked[session]
-        if session.secret in self._sessions:
-            self._pass_on(session, request, body, layout)
-            self._settle()
-
-    def _pass_on(self, session: Session, request: int, body: Request, layout: Layout | Failed | None) -> None:
-        if isinstance(layout, Failed):
-            self.respond(session, request, layout)
+        uid = session.peer.uid
+        # A cancel must not overtake the request that it is meant for.
+        if type(body) in DEAR or (isinstance(body, Cancel) and self._turns.has(uid, session, body.request)):
+            self._turns.put(uid, session, request, self._work(session, request, body))
         else:
-            self._ask(Asked(session.number, request, body, layout))
+            self._ask(Asked(session.number, request, body))
+
+    def _work(self, session: Session, request: int, body: Request) -> Job:
+        """Bring a request to the ledger in its user's turn, a create when its layout was checked."""
+        outline: Outline | Failed | None = None
+        try:
+            if isinstance(body, Create):
+                layout = session.answers.account.shared(body.layout)
+                body = replace(body, layout=layout.data)
+                outline = yield from layout.check()
+            if isinstance(outline, Failed):
+                self.respond(session, request, outline)
+            elif type(body) in TOLD and session.answers.crowded:  # as it would have been refused after the others
+                self.respond(session, request, FULL)
+            else:
+                self._ask(Asked(session.number, request, body, outline))
+        # Nobody would hear of it otherwise: the request would stay unanswered.
+        except Exception as error:
+            log.exception("the broker failed at a %s", type(body).__name__)
+            message = f"the broker itself failed at this request: {error!r}; its log says more"
+            if session.answers.is_pending(request):
+                self.respond(session, request, Failed(InternalFailure.code, message))
 
 
 def _frame(answer: Answer) -> Frame:

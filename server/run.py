@@ -16,7 +16,7 @@ from pathlib import Path
 from cubroker.driver import Device, Driver, DriverError, load
 from cubroker.protocol.directory import REQUEST_SOCKET
 from cubroker.protocol.errors import DeviceFailure, Invalid
-from cubroker.server import granting, logs
+from cubroker.server import granting, heap, logs
 from cubroker.server.assembly import Assembly
 from cubroker.server.broker import Broker
 from cubroker.server.config import Config, Current, Sources
@@ -82,6 +82,7 @@ def serve(current: Current, ready: Callable[[], None] | None = None) -> int:
     """
     config = current.config
     logs.adjust(config.log.format, config.log.level)
+    heap.give_back_freed_blocks()
     with ExitStack() as undo:
         estate = undo.enter_context(inherited(os.environ))
         _check_room(estate.store)

@@ -84,10 +84,12 @@ class Supervisor:
         if failure := await self._first:
             raise Unavailable(f"the gateway does not come up on {self._path}: {failure}")
 
-    def send(self, frames: Sequence[Frame]) -> None:
-        """Send a batch of answers. Without a gateway it is dropped: clients ask again, and are answered again."""
-        if self._link:
-            self._link.send(frames)
+    def send(self, frames: Sequence[Frame]) -> bool:
+        """Send a batch of answers, and return whether the gateway is behind with them.
+
+        Without a gateway it is dropped: clients ask again, and are answered again.
+        """
+        return self._link is not None and self._link.send(frames)
 
     def obstacle(self) -> str:
         """Return why no request comes through at the moment, or an empty text."""

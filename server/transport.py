@@ -18,14 +18,20 @@ from cubroker.server.answers import Frame
 log = logging.getLogger(__name__)
 
 HIGH_WATER = 4 << 20
-"""Bytes of answers that the gateway has not taken, past which no further request is read, nor handed over."""
+"""Bytes of answers that the gateway has not taken, past which it is behind: no large answer should follow."""
+
+MAX_READING = 32 << 20
+"""Bytes of them past which no further request is read, nor handed over, until it is not behind any more."""
+
+AT_ONCE = batches.MAX_MESSAGES
+"""Requests that are handed over in one round of the loop, which takes some milliseconds then."""
 
 MAX_UNSENT = 64 << 20
 """Bytes of them past which an answer is dropped. The broker keeps it, and the client asks again."""
 
 
 class Link(asyncio.Protocol):
-    """Reads batches of requests and writes batches of answers; stops reading while the gateway does not.
+    """Reads batches of requests and writes batches of answers; stops reading while the gateway is far behind.
 
     Args:
         receive: takes the frames of requests that are there. They end early, after a whole request, where what it sends
@@ -49,6 +55,8 @@ class Link(asyncio.Protocol):
         self._frames: deque[bytes] = deque()
         self._behind = False
         self._sent = self._taken = 0  # bytes of answers
+        self._full = False
+        self._going_on = False
 
     @classmethod
     async def over(cls, end: socket.socket, receive: Callable[[Iterator[bytes]], None]) -> Self:
@@ -56,12 +64,20 @@ class Link(asyncio.Protocol):
         _, link = await asyncio.get_running_loop().create_unix_connection(lambda: cls(receive), sock=end)
         return link
 
-    def send(self, frames: Sequence[Frame]) -> None:
-        """Send one batch, unless the gateway is gone or far behind: then it is not even encoded."""
-        if not self._transport.is_closing() and self._transport.get_write_buffer_size() < MAX_UNSENT:
+    def send(self, frames: Sequence[Frame]) -> bool:
+        """Send one batch, unless the gateway is gone or far behind: then it is not even encoded.
+
+        Returns whether the gateway is behind now; nothing is sent to find that out. When it is not behind any more,
+        ``receive`` is called, with nothing perhaps.
+        """
+        if frames and not self._transport.is_closing() and self._transport.get_write_buffer_size() < MAX_UNSENT:
             data = batches.encode(frames)
             self._sent += len(data)
             self._transport.write(data)
+            if self._transport.get_write_buffer_size() > MAX_READING:
+                self._full = True
+                self._transport.pause_reading()
+        return self._behind
 
     def waits(self) -> bool:
         """Whether the next step is the gateway's: to bring something, or, if it is behind, to take the first answers.
@@ -69,9 +85,12 @@ class Link(asyncio.Protocol):
         An answer that it took since the last call was such a step.
         """
         before, self._taken = self._taken, self._sent - self._transport.get_write_buffer_size()
-        if self._behind:
-            return self._taken == before
-        return not self._transport.is_closing() and not _is_readable(self._transport.get_extra_info("socket"))
+        if self._behind and self._taken != before:
+            return False
+        if self._full:
+            return True
+        unread = self._frames or self._transport.is_closing()
+        return not unread and not _is_readable(self._transport.get_extra_info("socket"))
 
     def close(self) -> None:
         """Close at once; ``ended`` follows."""
@@ -92,7 +111,9 @@ class Link(asyncio.Protocol):
         if not all(whole) and not self.listening.done():
             self.listening.set_result(None)
         self._frames.extend(chain.from_iterable(map(self._send_back, whole)))
-        return self._hand_over()
+        if self._frames:
+            self._hand_over()
+        return None
 
     def _send_back(self, batch: list[bytes]) -> list[bytes]:
         """Send the questions of a batch back, and return the rest of it."""
@@ -107,32 +128,42 @@ class Link(asyncio.Protocol):
         return rest
 
     def pause_writing(self) -> None:
-        """Take no further request while the answers to the last ones are not taken."""
+        """Note that the gateway is behind."""
         self._behind = True
-        self._transport.pause_reading()
 
     def resume_writing(self) -> None:
         """Go on, once the transport is through with this."""
-        self._behind = False
-        asyncio.get_running_loop().call_soon(self._go_on)
+        self._behind = self._full = False
+        self._go_on_soon()
+
+    def _go_on_soon(self) -> None:
+        if not self._going_on:
+            self._going_on = True
+            asyncio.get_running_loop().call_soon(self._go_on)
 
     def _go_on(self) -> None:
-        try:
-            self._hand_over()
-        except BaseException:
-            self.close()  # as the transport does if this fails at new data
-            raise
-        if not self._behind:
-            self._transport.resume_reading()
+        self._going_on = False
+        self._hand_over()
 
     def _hand_over(self) -> None:
-        if self._frames:
+        """Hand some frames over, and the others in the next rounds of the loop; read no more until there are none."""
+        try:
             self._receive(self._there())
+        except BaseException:
+            self.close()
+            raise
+        if self._frames and not self._full:
+            self._transport.pause_reading()
+            self._go_on_soon()
+        elif not self._full:
+            self._transport.resume_reading()
 
     def _there(self) -> Iterator[bytes]:
-        """Yield the frames that are there, two by two, until the gateway is behind."""
+        """Yield frames that are there, two by two, until the gateway is far behind."""
         frames = self._frames
-        while frames and not self._behind:
+        for _ in range(AT_ONCE):
+            if not frames or self._full:
+                return
             yield frames.popleft()
             yield frames.popleft()
 

@@ -37,7 +37,7 @@ from cubroker.protocol.errors import (
     Unsupported,
     from_code,
 )
-from cubroker.protocol.layout import Layout
+from cubroker.protocol.layout import Outline
 from cubroker.protocol.messages import AUTO, DESCRIPTOR, Attached, Create
 from cubroker.server.ledger import attaching, draining, shortages, teams, wording
 from cubroker.server.ledger.attaching import check_somewhere, created
@@ -77,7 +77,7 @@ from cubroker.server.ledger.waiting import (
 SHARES = (IPC, VMM, MULTICAST)
 
 
-def create(books: Books, session: Session, request: int, body: Create, layout: Layout) -> Attached | None:
+def create(books: Books, session: Session, request: int, body: Create, layout: Outline) -> Attached | None:
     """Begin a create; with ``attach``, lease the current version if there is one. Raises what stands in the way."""
     draining.check(books, durable=True)
     pool = books.pools.get(body.name)
@@ -101,7 +101,7 @@ def create(books: Books, session: Session, request: int, body: Create, layout: L
     return None
 
 
-def _decided(books: Books, body: Create, layout: Layout) -> Create:
+def _decided(books: Books, body: Create, layout: Outline) -> Create:
     """Return a create of which nothing is left to the broker any more: neither its share kind nor its durability."""
     share = _share(books, body) if body.share == AUTO else body.share
     durable = body.durable
@@ -138,7 +138,7 @@ def _wait(books: Books, writer: Writer) -> None:
     refuse(books, writer, error(wording.blocked(books, writer)))
 
 
-def _check(books: Books, body: Create, layout: Layout) -> None:
+def _check(books: Books, body: Create, layout: Outline) -> None:
     """Raise if the request can never be granted, whatever else there is."""
     names.check(body.name)
     if body.share not in SHARES:
@@ -179,7 +179,7 @@ def _check_plan(body: Create, plan: tuple[int, ...], allocations: int) -> None:
         raise Invalid(f"the plan of {body.name} puts nothing on {', '.join(idle)}; leave out what has no part in it")
 
 
-def _sizes(body: Create, layout: Layout) -> dict[str, tuple[int, ...]]:
+def _sizes(body: Create, layout: Outline) -> dict[str, tuple[int, ...]]:
     """Return what a create allocates on each device."""
     sizes = tuple(map(rounded, layout.allocations))
     if body.plan is None:
@@ -201,7 +201,7 @@ def _check_writable(books: Books, session: Session, pool: Pool | None, body: Cre
         raise Denied(wording.not_ruled(books, session, pool))
 
 
-def _check_quotas(books: Books, session: Session, body: Create, layout: Layout) -> None:
+def _check_quotas(books: Books, session: Session, body: Create, layout: Outline) -> None:
     """Raise if there can never be room in the user's quota, or the store or that has none for what is asked now."""
     user = session.user
     nbytes = sum(map(rounded, layout.allocations)) * (len(body.devices) if body.plan is None else 1)
@@ -219,7 +219,7 @@ def _check_quotas(books: Books, session: Session, body: Create, layout: Layout) 
         raise OverQuota(shortages.store_is_full(books, pieces, reserve))
 
 
-def _writer(books: Books, session: Session, request: int, body: Create, layout: Layout) -> Writer:
+def _writer(books: Books, session: Session, request: int, body: Create, layout: Outline) -> Writer:
     sizes = {books.accounts[uuid]: each for uuid, each in _sizes(body, layout).items()}
     return Writer(
         arrival=next(books.arrivals),
@@ -230,7 +230,7 @@ def _writer(books: Books, session: Session, request: int, body: Create, layout: 
         sizes=sizes,
         nbytes={account: sum(each) for account, each in sizes.items()},
         content=layout.nbytes,
-        tensors=len(layout.tensors),
+        tensors=layout.tensors,
     )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from msgspec import Struct
 
-from cubroker.protocol.layout import Layout
+from cubroker.protocol.layout import Outline
 from cubroker.protocol.messages import Notice, Reply, Request
 from cubroker.server.ledger.entries import Limits
 from cubroker.server.ledger.policy import Policy
@@ -47,12 +47,12 @@ class Gone(Struct, frozen=True):
 
 
 class Asked(Struct, frozen=True):
-    """A session sent request ``request``, for the first time. ``layout`` is that of a create, decoded and checked."""
+    """A session sent request ``request``, for the first time. ``layout`` is that of a create, as it was checked."""
 
     session: int
     request: int
     body: Request
-    layout: Layout | None = None
+    layout: Outline | None = None
 
 
 class Allocated(Struct, frozen=True):

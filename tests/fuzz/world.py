@@ -6,7 +6,8 @@ An input is a sequence of records: two bytes of length, one that says what happe
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 
 from cubroker.protocol import messages as m
 from cubroker.protocol import wire
@@ -15,7 +16,7 @@ from cubroker.server import batches
 from cubroker.server.answers import Answers, Frame
 from cubroker.server.ledger import Budget, Ledger, Limits
 from cubroker.server.ledger import events as e
-from cubroker.server.requests import INLINE, Requests
+from cubroker.server.requests import Requests
 
 MIB = 1 << 20
 DEVICES = (Budget(0, "GPU-a", "first", 16 * MIB, 12 * MIB), Budget(1, "GPU-b", "second", 16 * MIB, 8 * MIB))
@@ -32,6 +33,7 @@ class Guest:
         self.number = number
         self.secret = secret
         self.answers = Answers()
+        self.peer = SimpleNamespace(uid=1000 + number // 3)
 
 
 class World:
@@ -39,7 +41,8 @@ class World:
 
     def __init__(self) -> None:
         self.ledger = Ledger(DEVICES, 0, LIMITS)
-        self.requests = Requests(self.ask, self.settle, self.take)
+        self.soon: deque[Callable[[], None]] = deque()
+        self.requests = Requests(self.ask, self.settle, self.take, self.soon.append)
         self.guests: dict[int, Guest] = {}
         self.submitted: deque[e.Allocate | e.Free | e.Assemble | e.Dissolve] = deque()
         self.timers: dict[int, float] = {}
@@ -88,8 +91,10 @@ class World:
         elif what in (LOST, GONE) and rest:
             number = rest[0] % 4
             self.tell(e.Lost(number) if what == LOST else e.Gone(number))
-        elif what == FRAME and len(rest) <= INLINE:  # larger layouts are checked on a thread, which a world has not
+        elif what == FRAME:
             self.requests.receive([rest[:1], rest])
+        while self.soon:
+            self.soon.popleft()()
         self.requests.flush()
 
     def device(self, request: e.Allocate | e.Free | e.Assemble | e.Dissolve, *, failed: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from cubroker.protocol import Layout, TensorSpec, dtypes, layout, wire
 from cubroker.protocol.errors import Invalid
+from cubroker.protocol.layout import Outline
 
 Triple = tuple[str, str, tuple[int, ...]]
 
@@ -141,6 +143,58 @@ def spec(name: str = "x", dtype: str = "U8", shape: tuple[int, ...] = (8,), at: 
 def test_what_is_no_layout_is_refused(bad: Layout, message: str) -> None:
     with pytest.raises(Invalid, match=message):
         bad.check()
+    with pytest.raises(Invalid, match=f"{message}|cannot be read as Layout"):
+        in_steps(wire.pack(bad))
+
+
+def in_steps(data: bytes) -> Outline:
+    """Check an encoded layout as the broker does."""
+    steps = layout.outline(data)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            outline: Outline = end.value
+            return outline
+
+
+@pytest.mark.parametrize("count", [0, 1, layout.STEP, 2 * layout.STEP + 1])
+def test_a_layout_that_is_checked_in_steps_has_the_outline_that_it_has_as_a_whole(count: int) -> None:
+    made = Layout.pack([(str(number), "U8", (number, 100)) for number in range(count)], slab=4096)
+    assert in_steps(made.encode()) == made.outline
+    assert (made.outline.nbytes, made.outline.tensors) == (made.nbytes, count)
+    with pytest.raises(Invalid, match="cannot be read as _Encoded"):
+        in_steps(made.encode()[:-1])
+
+
+def test_what_is_wrong_with_one_tensor_is_found_in_its_step() -> None:
+    tensors = [["x", "U8", [8], 0, 0]] * layout.STEP + [["x", "U8", "none", 0, 0]]
+    with pytest.raises(Invalid, match="'x' appears twice"):
+        in_steps(wire.pack([tensors, [256]]))
+    with pytest.raises(Invalid, match="cannot be read as Layout"):
+        in_steps(wire.pack([tensors[-1:], [256]]))
+
+
+PLACES = st.tuples(st.integers(0, 1), st.integers(0, 11), st.integers(0, 1300))
+
+
+@given(st.lists(PLACES, max_size=12))
+def test_tensors_overlap_if_any_two_have_a_byte_in_common(places: list[tuple[int, int, int]]) -> None:
+    spans = [(at, 256 * start, 256 * start + size) for at, start, size in places]
+    tensors = [spec(str(n), shape=(end - start,), at=(at, start)) for n, (at, start, end) in enumerate(spans)]
+    made = Layout(tuple(tensors), (8192, 8192))
+    clashes = {
+        frozenset((str(n), str(m)))
+        for n, (at, start, end) in enumerate(spans)
+        for m, (other, begin, finish) in enumerate(spans[:n])
+        if at == other and max(start, begin) < min(end, finish)
+    }
+    if clashes:
+        with pytest.raises(Invalid, match="overlap") as refused:
+            made.check()
+        assert frozenset(re.findall(r"'(\d+)'", refused.value.message)) in clashes
+    else:
+        made.check()
 
 
 def test_neighbours_that_touch_do_not_overlap() -> None:

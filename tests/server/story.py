@@ -153,7 +153,7 @@ def creates(
     made = layout(*sizes)
     where = m.Where(attach) if isinstance(attach, str) else attach
     body = m.Create(name, made.encode(), devices, share, wait, where, mode, plan, writable, durable)
-    return e.Asked(session, request, body, made)
+    return e.Asked(session, request, body, made.outline)
 
 
 def attaches(

@@ -5,7 +5,8 @@ from hypothesis import strategies as st
 
 from cubroker.protocol import wire
 from cubroker.protocol.messages import DESCRIPTOR, Answer, Attached, Created, Replica
-from cubroker.server.answers import MAX_BYTES, MAX_REQUESTS, Answers, Receipts, Spans, Verdict, weight
+from cubroker.server.accounts import MAX_BYTES, OVERHEAD, SHARE, Accounts
+from cubroker.server.answers import MAX_REQUESTS, Answers, Receipts, Spans, Verdict, weight
 
 
 def answered(answers: Answers, number: int, answer: bytes = b"answer") -> None:
@@ -104,14 +105,124 @@ def test_what_its_client_insists_on_is_not_refused_but_done_when_there_is_room()
     assert answers.admit(late, 2, b"there", 10, insisted=True) is Verdict.PENDING
 
 
-def test_bytes_past_the_bound_are_refused_but_one_request_always_fits() -> None:
-    answers = Answers()
-    answered(answers, 1, bytes(MAX_BYTES + 1))
-    assert answers.admit(2, 1, b"here", 1) is Verdict.FULL
-    assert answers.admit(3, 3, b"here", MAX_BYTES + 1) is Verdict.NEW
-    assert answers.admit(4, 3, b"here", 1) is Verdict.FULL
-    answers.settle(3, b"")
-    assert answers.admit(5, 3, b"here", MAX_BYTES) is Verdict.NEW
+def of_one_user(count: int) -> list[Answers]:
+    """Return the answers of so many sessions of one user."""
+    account, sessions = Accounts().of(1000), [Answers() for _ in range(count)]
+    for each in sessions:
+        each.move(account)
+    return sessions
+
+
+def attached(lease: int, layout: bytes) -> Answer:
+    return Answer(lease, Attached(lease, "name", 1, "ipc", layout, (Replica("HOST-0", (bytes(64),)),)))
+
+
+def test_bytes_past_the_bound_of_a_user_are_refused_to_all_its_sessions_and_to_nobody_else() -> None:
+    first, second = of_one_user(2)
+    assert first.admit(1, 1, b"here", MAX_BYTES // 2) is Verdict.NEW
+    assert second.admit(1, 1, b"here", MAX_BYTES // 2) is Verdict.FULL
+    assert Answers().admit(1, 1, b"here", MAX_BYTES // 2) is Verdict.NEW
+    answered(second, 2, bytes(MAX_BYTES // 3))
+    assert second.admit(3, 1, b"here", MAX_BYTES // 3) is Verdict.FULL
+    assert second.admit(4, 3, b"here", MAX_BYTES // 3) is Verdict.NEW
+    first.settle(1, b"done")
+    assert first.admit(2, 1, b"here", MAX_BYTES // 2) is Verdict.NEW
+
+
+def test_a_session_always_has_a_small_share_whatever_the_others_of_its_user_have() -> None:
+    greedy, modest = of_one_user(2)
+    assert greedy.admit(1, 1, b"here", MAX_BYTES - OVERHEAD) is Verdict.NEW
+    count = SHARE // (2 * OVERHEAD)
+    for number in range(1, count + 1):
+        assert modest.admit(number, 1, b"here", OVERHEAD) is Verdict.NEW
+    assert modest.admit(count + 1, 1, b"here", OVERHEAD) is Verdict.FULL
+    modest.settle(1, b"")
+    assert modest.admit(count + 2, 2, b"here", OVERHEAD) is Verdict.NEW
+
+
+def test_a_layout_counts_once_however_many_requests_and_answers_of_a_user_have_it() -> None:
+    layout, sessions = bytes(MAX_BYTES // 2), of_one_user(100)
+    for each in sessions:
+        assert each.admit(1, 1, b"here", 10, layout=bytes(layout)) is Verdict.NEW
+    account = sessions[0].account
+    assert account.nbytes == len(layout) + 100 * (10 + OVERHEAD)
+    assert sessions[0].admit(2, 1, b"here", 10, layout=b"x" + layout) is Verdict.FULL
+    for each in sessions:
+        each.settle(1, attached(1, layout))
+    assert len(layout) < account.nbytes < len(layout) + 100 * 1024
+    for each in sessions:
+        assert each.admit(3, 2, b"here", 10) is Verdict.NEW, "the client has the lease"
+    assert account.nbytes == 100 * (10 + OVERHEAD)
+
+
+def test_a_session_that_ends_gives_back_all_that_it_has() -> None:
+    first, second = of_one_user(2)
+    for number, answer in enumerate((b"one", attached(2, b"layout")), start=1):
+        assert first.admit(number, 1, b"here", 10, layout=b"layout") is Verdict.NEW
+        first.settle(number, answer)
+    assert first.admit(3, 1, b"here", 10, layout=b"another") is Verdict.NEW
+    assert second.admit(1, 1, b"here", 10, layout=b"layout") is Verdict.NEW
+    first.close()
+    assert first.account.nbytes == 10 + OVERHEAD + len(b"layout")
+    second.close()
+    assert first.account.nbytes == 0
+
+
+def test_a_session_that_hung_up_keeps_its_answers_and_no_request() -> None:
+    (answers,) = of_one_user(1)
+    answered(answers, 1)
+    assert answers.admit(2, 1, b"here", 10, layout=b"layout") is Verdict.NEW
+    answers.abandon()
+    assert answers.account.nbytes == len(b"answer") + OVERHEAD
+    assert answers.admit(1, 1, b"here", 10) == b"answer"
+    assert answers.admit(2, 1, b"here", 10) is Verdict.NEW
+
+
+def test_what_a_session_brings_along_counts_on_its_users_account() -> None:
+    answers = Answers(None, {1: b"one", 2: attached(2, b"layout"), 3: None})
+    assert answers.admit(4, 1, b"here", 10) is Verdict.NEW
+    before, account = answers.account, Accounts().of(1000)
+    nbytes = before.nbytes
+    answers.move(account)
+    assert (before.nbytes, account.nbytes) == (0, nbytes)
+    assert nbytes > 10 + 3 * OVERHEAD + len(b"onelayout")
+
+
+def test_an_account_is_one_for_a_user_and_goes_with_the_last_who_refers_to_it() -> None:
+    accounts = Accounts()
+    account = accounts.of(1)
+    account.add(7, b"")
+    assert accounts.of(1) is account
+    assert accounts.of(2) is not account
+    del account
+    assert accounts.of(1).nbytes == 0
+
+
+def test_what_was_only_told_is_told_anew() -> None:
+    (answers,) = of_one_user(1)
+    for _ in range(2):
+        assert answers.admit(1, 1, b"here", 10) is Verdict.NEW
+        assert answers.tell(1, MAX_BYTES // 2) == b"here"
+        assert answers.account.nbytes == OVERHEAD, "it is not kept"
+    assert answers.admit(2, 2, b"here", 10) is Verdict.NEW
+    assert answers.admit(1, 1, b"here", 10) is Verdict.STALE
+    assert answers.admit(3, 3, b"here", 10) is Verdict.NEW
+    assert answers.tell(2, 10) == b"here", "its client gave it up"
+    assert answers.account.nbytes == 10 + OVERHEAD
+
+
+def test_a_session_that_acknowledges_nothing_is_sent_no_answers_without_end() -> None:
+    first, second = of_one_user(2)
+    for number, answer in ((1, None), (2, attached(2, bytes(MAX_BYTES // 2)))):
+        assert first.admit(number, 1, b"here", 10) is Verdict.NEW
+        if answer:
+            first.settle(number, answer)
+        else:
+            first.tell(number, MAX_BYTES // 2)
+    assert first.admit(3, 1, b"here", 10) is Verdict.FULL
+    assert second.admit(1, 1, b"here", 10) is Verdict.NEW, "that costs no memory"
+    assert first.admit(4, 1, b"here", 10, (1,)) is Verdict.NEW
+    assert first.admit(1, 1, b"here", 10) is Verdict.STALE
 
 
 def test_a_request_that_waits_does_not_keep_the_answers_of_those_after_it() -> None:

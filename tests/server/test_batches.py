@@ -18,6 +18,25 @@ def test_batches_come_out_as_they_went_in_however_the_stream_is_cut() -> None:
         assert [batch for piece in cut for batch in reader.feed(piece)] == whole
 
 
+def test_a_request_in_pieces_is_put_together_and_others_may_come_in_between() -> None:
+    stream = [[b"id", b"a", batches.MORE], FRAMES, [b"id", b"b", batches.MORE], [], [b"id", b"c", batches.LAST]]
+    for _ in range(2):
+        assert Batches().feed(b"".join(map(encode, stream))) == [FRAMES, [], [b"id", b"abc"]]
+    reader = Batches()
+    assert [reader.feed(encode(each)) for each in stream] == [[], [FRAMES], [], [[]], [[b"id", b"abc"]]]
+
+
+def test_batches_larger_than_most_come_out_whole_and_leave_no_buffer_behind() -> None:
+    reader, large = Batches(), [b"id", bytes(range(256)) * 8192]
+    stream = encode(large)
+    for size in (len(stream), 65_537, len(stream) - 1):
+        for _ in range(10):
+            cut = [stream[start : start + size] for start in range(0, len(stream), size)]
+            assert [batch for piece in cut for batch in reader.feed(piece)] == [large]
+    assert reader.feed(stream + encode(FRAMES) + stream[:10]) == [large, FRAMES]
+    assert reader.feed(stream[10:]) == [large]
+
+
 def test_a_batch_is_pairs_of_routing_id_and_frame() -> None:
     assert list(pairs(FRAMES)) == [(b"id", b"frame"), (b"", b"x" * 70_000)]
     with pytest.raises(ValueError, match="shorter"):

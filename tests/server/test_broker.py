@@ -182,7 +182,7 @@ class Stage:
         self.secret = welcome.secret
 
     def _send(self, frames: Sequence[Frame]) -> None:
-        self.sent += batches.Batches().feed(batches.encode(frames))
+        self.sent += batches.Batches().feed(batches.encode(frames)) if frames else []
 
     def ask(self, number: int) -> list[Answer]:
         self.sent.clear()

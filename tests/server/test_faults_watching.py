@@ -20,7 +20,6 @@ from cubroker.server.broker import Broker
 from cubroker.server.greeting import Door
 from cubroker.server.ledger import Budget, Ledger
 from cubroker.server.peers import Peer
-from cubroker.server.requests import Requests
 from cubroker.server.supervisor import Supervisor
 from tests.faults import fail_nth
 from tests.server.clients import HELLO, hear
@@ -143,16 +142,10 @@ def test_a_layout_is_checked_though_no_thread_can_be_had_any_more(monkeypatch: P
             monkeypatch.setattr(threading.Thread, "start", no_thread)
             at.send(create(LARGE.encode()))
             await until(lambda: at.asked)
-            assert at.asked[0].layout == LARGE
+            assert at.asked[0].layout == LARGE.outline
             monkeypatch.undo()
 
     run(test())
-
-
-def test_a_broker_without_a_thread_for_layouts_does_not_begin(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(threading.Thread, "start", no_thread)
-    with pytest.raises(RuntimeError, match="new thread"):
-        Requests(lambda asked: None, lambda: None, lambda batch: None)
 
 
 def test_a_gateway_that_finds_no_thread_to_wait_for_it_is_not_the_last(tmp_path: Path, monkeypatch: Patch) -> None:

@@ -11,6 +11,7 @@ import zmq
 from cubroker.server import batches
 from cubroker.server.batches import Batches, encode, pairs
 from cubroker.server.gateway import HIGH_WATER, WEIGHT, Gateway, bind
+from cubroker.server.intake import LARGE
 from tests.brokers import PATIENCE, eventually
 
 
@@ -145,7 +146,7 @@ def test_large_answers_count_for_their_bytes(bench: Bench) -> None:
 def test_requests_wait_with_their_clients_while_the_broker_takes_none(bench: Bench) -> None:
     bench.client.send(b"first")
     ((routing, _),) = bench.requests(1)
-    count, frame = 50, bytes(batches.FULL)  # each more than the pipe holds
+    count, frame = 1000, bytes(LARGE)  # as large as those may be that are not set aside
     for _ in range(count):
         bench.client.send(frame)
     eventually(lambda: bench.broker.recv(1, socket.MSG_PEEK), "requests to arrive")

@@ -419,5 +419,5 @@ def test_a_create_that_can_never_be_granted_says_why(
 ) -> None:
     body = {"devices": ("GPU-0",), "share": "ipc", "wait": 5.0, "attach": None} | options
     made = layout(*sizes)
-    story >> e.Asked(1, 1, m.Create(name=name, layout=made.encode(), **body), made)  # type: ignore[arg-type]
+    story >> e.Asked(1, 1, m.Create(name=name, layout=made.encode(), **body), made.outline)  # type: ignore[arg-type]
     story << refused(1, 1, code, words)

@@ -4,14 +4,15 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Generator, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
 
+from cubroker.protocol import layout as layouts
 from cubroker.protocol import wire
 from cubroker.protocol.errors import Invalid
-from cubroker.protocol.layout import Layout
+from cubroker.protocol.layout import Layout, Outline
 from cubroker.protocol.messages import (
     Answer,
     Attach,
@@ -20,16 +21,22 @@ from cubroker.protocol.messages import (
     Clients,
     Close,
     Create,
+    Describe,
     Description,
+    DeviceList,
     Done,
     Envelope,
     Failed,
     ListClients,
     ListDevices,
     ListPools,
+    Look,
     Pools,
+    Replica,
     Reply,
     Request,
+    Retire,
+    Retirement,
     Seal,
     Sealed,
 )
@@ -38,7 +45,8 @@ from cubroker.server.answers import Frame
 from cubroker.server.denials import Denials
 from cubroker.server.ledger.events import Asked
 from cubroker.server.peers import Peer
-from cubroker.server.requests import INLINE, Requests, author
+from cubroker.server.requests import LARGE as LARGE_LEASE
+from cubroker.server.requests import Requests, author
 from cubroker.server.scribe import Scribe
 from cubroker.server.sessions import Session
 from tests.brokers import BrokerProcess
@@ -73,13 +81,12 @@ def test_a_pipeline_of_requests_is_answered_whole(broker: BrokerProcess, client:
 
 def test_a_layout_that_makes_no_sense_is_refused(broker: BrokerProcess, client: RawClient) -> None:
     device = client.devices()[0].uuid
-    for size in (0, 100, INLINE + 1, 8 << 20):
+    for size in (0, 100, 1 << 16, 8 << 20):
         refused = client.ask(Create("pool", bytes(size), (device,), "ipc", 0.0, None), Failed)
         assert refused.code == "invalid"
 
 
 def test_a_large_layout_is_served_like_a_small_one(broker: BrokerProcess, client: RawClient) -> None:
-    assert len(LARGE.encode()) > INLINE
     assert client.publish("pool", LARGE) == 1
     assert client.attach("pool").layout == LARGE.encode()
 
@@ -132,11 +139,14 @@ class Desk:
         self.session = Session(1, ours, peer, lambda event: None, Denials())
         self.asked: list[Asked] = []
         self.sent: list[list[bytes]] = []
-        self.requests = Requests(self.asked.append, lambda: self.requests.flush(), self._send, scribe)
+        self.behind = False
+        soon = asyncio.get_running_loop().call_soon
+        self.requests = Requests(self.asked.append, lambda: self.requests.flush(), self._send, soon, scribe)
         self.requests.enter(self.session)
 
-    def _send(self, frames: Sequence[Frame]) -> None:
-        self.sent += batches.Batches().feed(batches.encode(frames))
+    def _send(self, frames: Sequence[Frame]) -> bool:
+        self.sent += batches.Batches().feed(batches.encode(frames)) if frames else []
+        return self.behind
 
     def frame(self, number: int, body: Request, oldest: int = 1) -> bytes:
         return wire.pack(Envelope(self.session.secret, number, oldest, body))
@@ -176,18 +186,29 @@ async def visitor(at: Desk, uid: int) -> AsyncIterator[Session]:
 def test_a_batch_is_answered_with_a_batch() -> None:
     async def test() -> None:
         async with desk() as at:
-            at.send(ListDevices(), ListPools())
+            at.send(Retire("pool", 0), Close(1))
             assert at.sent == []
-            at.requests.respond(at.session, 1, Done())
-            at.requests.respond(at.session, 2, Pools(()))
+            at.requests.respond(at.session, 1, Retirement(1, 0))
+            at.requests.respond(at.session, 2, Done())
             at.requests.flush()
             at.requests.flush()
             assert len(at.sent) == 1
-            assert at.replies() == [Answer(1, Done()), Answer(2, Pools(()))]
-            at.send(ListDevices(), ListPools(), oldest=2)  # the first is answered for good
+            assert at.replies() == [Answer(1, Retirement(1, 0)), Answer(2, Done())]
+            at.send(Retire("pool", 0), Close(1), oldest=2)  # the first is answered for good
             assert len(at.sent) == 2
-            assert at.replies()[2:] == [Answer(2, Pools(()))]
+            assert at.replies()[2:] == [Answer(2, Done())]
             assert len(at.asked) == 2
+
+    run(test())
+
+
+def test_what_was_only_told_is_asked_of_the_ledger_again() -> None:
+    async def test() -> None:
+        async with desk() as at:
+            at.send(ListDevices())
+            at.requests.respond(at.session, 1, Pools(()))
+            at.send(ListDevices())
+            assert [asked.request for asked in at.asked] == [1, 1]
 
     run(test())
 
@@ -253,7 +274,7 @@ def test_a_request_that_was_refused_is_not_done_when_its_copy_comes() -> None:
             at.requests.receive([b"id", at.frame(late, ListDevices(), oldest=2)])
             assert [answer.id for answer in at.replies()] == [late, 1, late]
             assert len(at.asked) == answers.MAX_REQUESTS
-            at.requests.receive([b"id", at.frame(late + 1, ListPools(), oldest=late + 1)])
+            at.requests.receive([b"id", at.frame(late + 1, ListDevices(), oldest=late + 1)])
             assert at.asked[-1].request == late + 1
 
     run(test())
@@ -290,7 +311,7 @@ def test_a_failure_at_one_request_is_logged_and_answered_and_the_others_are_serv
         async with desk() as at:
             with monkeypatch.context() as broken:
                 broken.setattr(wire, "unpack", unpack)
-                at.send(ListDevices(), ListPools(), ListClients())
+                at.send(ListDevices(), ListDevices(), ListDevices())
             assert [asked.request for asked in at.asked] == [1, 3]
             message = "the broker itself failed at this request: MemoryError(); its log says more"
             assert at.replies() == [Answer(2, Failed("internal", message))]
@@ -321,8 +342,9 @@ def test_a_cancel_does_not_overtake_the_create_that_it_is_meant_for() -> None:
         async with desk() as at:
             at.send(create(LARGE.encode()), Cancel(1), ListDevices(), create(LAYOUT.encode()))
             await until(lambda: len(at.asked) == 4)
-            assert [asked.request for asked in at.asked] == [3, 4, 1, 2]
-            assert {asked.request: asked.layout for asked in at.asked} == {1: LARGE, 2: None, 3: None, 4: LAYOUT}
+            assert [asked.request for asked in at.asked] == [3, 1, 2, 4]
+            outlines = {asked.request: asked.layout for asked in at.asked}
+            assert outlines == {1: LARGE.outline, 2: None, 3: None, 4: LAYOUT.outline}
             at.requests.receive([b"id", at.frame(5, Cancel(1))])
             assert at.asked[-1].request == 5
 
@@ -344,27 +366,142 @@ def test_a_cancel_that_comes_before_what_it_is_meant_for_waits_to_be_sent_again(
     run(test())
 
 
-def test_a_layout_of_a_session_that_is_over_is_not_passed_on() -> None:
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """Return a list of the layouts that are checked from now on."""
+    checked: list[bytes] = []
+
+    def outline(data: bytes) -> Generator[None, None, Outline]:
+        checked.append(data)
+        return (yield from check(data))
+
+    check = layouts.outline
+    monkeypatch.setattr(layouts, "outline", outline)
+    return checked
+
+
+@pytest.mark.parametrize("ended", ["leave", "hang_up"])
+def test_nothing_is_checked_for_a_session_that_is_over_and_all_that_it_had_is_given_back(
+    ended: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked = counted(monkeypatch)
+
     async def test() -> None:
-        async with desk() as at:
-            at.send(create(LARGE.encode()))
-            at.requests.leave(at.session)
-            marker = asyncio.get_running_loop().run_in_executor(at.requests._checks._thread, int)
-            await marker
-            await asyncio.sleep(0)
-            assert at.asked == []
+        async with desk() as at, visitor(at, uid=0) as other:
+            data = [named(number, 10_000).encode() for number in range(5)]
+            at.send(*map(create, data))
+            assert at.session.answers.account.nbytes > sum(map(len, data))
+            getattr(at.requests, ended)(at.session)
+            assert other.answers.account.nbytes == 0
+            at.requests.receive([b"other", wire.pack(Envelope(other.secret, 1, 1, create(LARGE.encode())))])
+            await until(lambda: at.asked)
+            assert [asked.session for asked in at.asked] == [other.number]
+            assert checked == [data[0], LARGE.encode()], "the first was under way"
 
     run(test())
 
 
-def test_layouts_of_one_user_wait_for_no_flood_of_anothers() -> None:
+def test_a_layout_that_many_sessions_of_a_user_offer_is_checked_and_kept_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked = counted(monkeypatch)
+
     async def test() -> None:
-        async with desk() as at, visitor(at, uid=1000) as other:
-            at.send(*[create(LARGE.encode())] * 5)
-            at.requests.receive([b"other", wire.pack(Envelope(other.secret, 1, 1, create(LARGE.encode())))])
-            await until(lambda: len(at.asked) == 6)
-            assert [asked.request for asked in at.asked if asked.session == at.session.number] == [1, 2, 3, 4, 5]
-            assert other.number in [asked.session for asked in at.asked[:3]]
+        async with desk() as at, visitor(at, uid=0) as other:
+            frames = [wire.pack(Envelope(who.secret, 1, 1, create(LARGE.encode()))) for who in (at.session, other)]
+            at.requests.receive([part for frame in frames for part in (b"id", frame)])
+            await until(lambda: len(at.asked) == 2)
+            first, second = (asked.body for asked in at.asked)
+            assert isinstance(first, Create)
+            assert isinstance(second, Create)
+            assert first.layout is second.layout
+            assert len(checked) == 1
+
+    run(test())
+
+
+def named(number: int, tensors: int = 500) -> Layout:
+    return Layout.pack([(f"{number}.layer.{each}.weight", "BF16", (64, 64)) for each in range(tensors)])
+
+
+@pytest.mark.parametrize("body", [create(LAYOUT.encode()), ListPools(), ListClients(), Look(), Describe("pool", 0)])
+@pytest.mark.parametrize("uid", [0, 1000])
+def test_dear_requests_of_a_session_wait_for_no_flood_of_anothers(body: Request, uid: int) -> None:
+    async def test() -> None:
+        async with desk() as at, visitor(at, uid) as other:
+            at.send(*[create(named(number).encode()) for number in range(10)], *[Look()] * 94)
+            at.requests.receive([b"other", wire.pack(Envelope(other.secret, 1, 1, body))])
+            await until(lambda: len(at.asked) == 105)
+            assert [asked.request for asked in at.asked if asked.session == at.session.number] == [*range(1, 105)]
+            assert other.number in [asked.session for asked in at.asked[:4]]
+
+    run(test())
+
+
+def test_cheap_requests_wait_for_no_dear_ones_of_the_same_session() -> None:
+    async def test() -> None:
+        async with desk() as at:
+            at.send(*[create(named(number).encode()) for number in range(3)], ListDevices(), Close(1))
+            assert [asked.request for asked in at.asked if asked.request != 1] == [4, 5]
+            await until(lambda: len(at.asked) == 5)
+
+    run(test())
+
+
+def test_a_session_that_acknowledges_nothing_is_told_no_more_than_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers, "MAX_BYTES", 100_000)
+
+    async def test() -> None:
+        async with desk() as at:
+
+            def describe(asked: Asked) -> None:
+                at.requests.respond(at.session, asked.request, Description(INFO, bytes(60_000)))
+
+            monkeypatch.setattr(at.requests, "_ask", describe)
+            at.send(*[Describe("pool", 0)] * 3)
+            await until(lambda: len(at.replies()) == 3)
+            refused = at.replies()[-1]
+            assert isinstance(refused.body, Failed)
+            assert (refused.id, refused.body.code) == (3, "over_quota")
+            at.requests.receive([b"id", at.frame(4, Describe("pool", 0), oldest=4)])
+            await until(lambda: len(at.replies()) == 4)
+            assert isinstance(at.replies()[-1].body, Description)
+
+    run(test())
+
+
+def test_dear_requests_wait_while_the_gateway_is_behind_with_answers() -> None:
+    async def test() -> None:
+        async with desk() as at:
+            at.behind = True
+            at.send(ListDevices(), Look(), Look())
+            at.requests.respond(at.session, 1, DeviceList(()))
+            at.requests.flush()
+            at.requests.receive([])
+            for _ in range(10):
+                await asyncio.sleep(0)
+            assert [asked.request for asked in at.asked] == [1, 2]
+            at.behind = False
+            at.requests.receive([])
+            await until(lambda: len(at.asked) == 3)
+
+    run(test())
+
+
+def test_large_leases_are_sent_in_turn_and_a_copy_of_the_request_sends_none_more() -> None:
+    def lease(number: int) -> Attached:
+        return Attached(number, "pool", 1, "ipc", bytes(LARGE_LEASE + 1), (Replica("HOST-0", (bytes(64),)),))
+
+    async def test() -> None:
+        async with desk() as at:
+            at.send(*[Attach("pool", 0, None, 0.0)] * 3)
+            for number in (1, 2, 3):
+                at.requests.respond(at.session, number, lease(number))
+            for _ in range(5):
+                at.requests.receive([b"id", at.frame(3, Attach("pool", 0, None, 0.0))])
+            assert [answer.id for answer in at.replies()] == [1]
+            await until(lambda: len(at.replies()) >= 3)
+            for _ in range(10):
+                await asyncio.sleep(0)
+            assert at.replies() == [Answer(number, lease(number)) for number in (1, 2, 3)]
+            assert len(at.asked) == 3
 
     run(test())
 
@@ -386,9 +523,10 @@ def test_what_is_asked_after_the_end_is_no_mistake(caplog: pytest.LogCaptureFixt
     [(Invalid("wrong"), "invalid"), (MemoryError(), "internal"), (RuntimeError("a mistake"), "internal")],
 )
 def test_a_layout_that_cannot_be_checked_is_answered(
-    monkeypatch: pytest.MonkeyPatch, error: Exception, code: str
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception, code: str
 ) -> None:
-    def fail(_: bytes) -> Layout:
+    def fail(_: bytes) -> Generator[None, None, Outline]:
+        yield
         raise error
 
     async def test() -> None:
@@ -398,5 +536,6 @@ def test_a_layout_that_cannot_be_checked_is_answered(
             assert {answer.id for answer in at.replies()} == {1, 2}
             assert all(isinstance(answer.body, Failed) and answer.body.code == code for answer in at.replies())
 
-    monkeypatch.setattr(Layout, "decode", fail)
+    monkeypatch.setattr(layouts, "outline", fail)
     run(test())
+    assert ("Traceback" in caplog.text) is isinstance(error, RuntimeError)

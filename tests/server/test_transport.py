@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import select
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -82,7 +83,7 @@ def test_a_gateway_that_sends_what_is_no_batch_is_cut_off() -> None:
 def test_no_request_is_read_while_the_answers_before_it_are_not_taken() -> None:
     async def test() -> None:
         async with linked() as (link, gateway, received):
-            link.send([b"id", bytes(transport.HIGH_WATER + (1 << 20))])
+            link.send([b"id", bytes(transport.MAX_READING + (1 << 20))])
             gateway.send(batches.encode(REQUESTS))
             for _ in range(10):
                 await asyncio.sleep(0)
@@ -93,8 +94,35 @@ def test_no_request_is_read_while_the_answers_before_it_are_not_taken() -> None:
     run(test())
 
 
+def test_a_link_says_whether_the_gateway_is_behind_and_when_it_is_not_any_more_and_reads_on_meanwhile() -> None:
+    async def test() -> None:
+        async with linked() as (link, gateway, received):
+            assert not link.send(REQUESTS)
+            assert link.send([b"id", bytes(transport.HIGH_WATER + (1 << 20))])
+            assert link.send(())
+            gateway.send(batches.encode(REQUESTS))
+            await until(lambda: received)
+            assert received == [REQUESTS]
+            reader, got = batches.Batches(), list[list[bytes]]()
+            while len(received) < 2:
+                got += reader.feed(await taken(gateway))
+            assert received == [REQUESTS, []]
+            assert not link.send(())
+            while len(got) < 2:
+                got += reader.feed(await taken(gateway))
+            assert got[0] == REQUESTS
+            assert not gateway_speaks(gateway)
+
+    run(test())
+
+
+def gateway_speaks(gateway: socket.socket) -> bool:
+    """Whether there is anything more for the gateway to read."""
+    return bool(select.select([gateway], [], [], 0)[0])
+
+
 def test_requests_that_came_together_wait_for_one_another_while_their_answers_are_not_taken() -> None:
-    answer = bytes(transport.HIGH_WATER // 4)
+    answer = bytes(transport.MAX_READING // 4)
 
     async def test() -> None:
         ours, theirs = socket.socketpair()
@@ -107,7 +135,7 @@ def test_requests_that_came_together_wait_for_one_another_while_their_answers_ar
                 link.send((routing, answer))
 
         link = await Link.over(ours, serve)
-        numbers = [b"%d" % number for number in range(500)]
+        numbers = [b"%d" % number for number in range(30)]
         theirs.send(batches.encode([part for number in numbers for part in (b"id", number)]))
         await until(lambda: served)
         assert len(served) < 10
@@ -131,7 +159,7 @@ def test_a_mistake_at_requests_that_had_to_wait_ends_the_connection_to_the_gatew
             if next(frames) == b"bad":
                 raise ZeroDivisionError
             next(frames)
-            link.send((b"id", bytes(2 * transport.HIGH_WATER)))
+            link.send((b"id", bytes(transport.MAX_READING + (1 << 20))))
             assert list(frames) == []
 
         asyncio.get_running_loop().set_exception_handler(lambda _, context: mistakes.append(context["exception"]))
@@ -169,7 +197,7 @@ def test_the_next_step_is_the_gateways_unless_the_broker_has_to_read_or_the_gate
             assert not link.waits()  # the broker has to read that
             await until(lambda: received)
             assert link.waits()
-            link.send([b"id", bytes(2 * transport.HIGH_WATER)])
+            link.send([b"id", bytes(transport.MAX_READING + (1 << 20))])
             assert not link.waits()  # it took the first of this
             assert link.waits()
             gateway.send(batches.encode(REQUESTS))

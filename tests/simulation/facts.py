@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cubroker.protocol import infos
 from cubroker.protocol import messages as m
-from cubroker.protocol.layout import Layout
+from cubroker.protocol.layout import Outline
 from cubroker.server.ledger import Budget, Limits
 from cubroker.server.ledger.policy import Policy, Quota
 from tests.simulation.records import Block, Lease, Request, Session, Signal, Team, Version
@@ -179,7 +179,7 @@ class Facts:
         assert request.layout is not None
         return sum(sum(self.sizes(request.body, request.layout, uuid)) for uuid in request.body.devices)
 
-    def sizes(self, body: m.Create, layout: Layout, uuid: str) -> tuple[int, ...]:
+    def sizes(self, body: m.Create, layout: Outline, uuid: str) -> tuple[int, ...]:
         """What a create takes on one of its devices: all that it has, or what its plan puts there."""
         sizes = [-(-size // (2 << 20)) * (2 << 20) for size in layout.allocations]
         if body.plan is None:
@@ -204,7 +204,7 @@ class Facts:
         body, layout = version.body, version.layout
         state = "draft" if version.state == "allocating" else version.state
         told = self.told(version)
-        nbytes, tensors, leases = sum(layout.allocations), len(layout.tensors), self.holds(version)
+        nbytes, tensors, leases = sum(layout.allocations), layout.tensors, self.holds(version)
         return infos.PoolInfo(
             version.name,
             version.number,

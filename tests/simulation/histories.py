@@ -13,7 +13,7 @@ from functools import cache
 from typing import TypeVar
 
 from cubroker.protocol import messages as m
-from cubroker.protocol.layout import Layout
+from cubroker.protocol.layout import Layout, Outline
 from cubroker.server.ledger import Budget, Limits
 from cubroker.server.ledger import events as e
 from cubroker.server.ledger.policy import Policy, Quota, Reservation
@@ -141,9 +141,9 @@ def choose(choices: Choices[T], number: int) -> T:
 
 
 @cache
-def layout(sizes: tuple[int, ...]) -> tuple[Layout, bytes]:
+def layout(sizes: tuple[int, ...]) -> tuple[Outline, bytes]:
     made = Layout((), sizes)
-    return made, made.encode()
+    return made.outline, made.encode()
 
 
 def _devices(budgets: int) -> tuple[Budget, ...]:
@@ -169,7 +169,7 @@ class Play:
         self.events.append(event)
         self.pair.handle(event)
 
-    def ask(self, session: int, body: m.Request, layout: Layout | None = None) -> None:
+    def ask(self, session: int, body: m.Request, layout: Outline | None = None) -> None:
         self.requests += 1
         self.tell(e.Asked(session, self.requests, body, layout))
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 import msgspec
 
 from cubroker.protocol import messages as m
-from cubroker.protocol.layout import Layout
+from cubroker.protocol.layout import Outline
 from cubroker.server.ledger import Budget, Limits
 from cubroker.server.ledger import events as e
 from cubroker.server.ledger.policy import Policy
@@ -174,7 +174,7 @@ class Model(Facts):
         self.admit(Request(session, number, body, "publication"))
         return None
 
-    def create(self, session: Session, number: int, body: m.Create, layout: Layout) -> None:
+    def create(self, session: Session, number: int, body: m.Create, layout: Outline) -> None:
         draining.check(self, durable=True)
         current = self.current(body.name)
         if body.attach is not None and current is not None:
@@ -224,7 +224,7 @@ class Model(Facts):
             self.refuse(request, reason if request.waits == "turn" else "over_budget")
         return None
 
-    def decided(self, body: m.Create, layout: Layout) -> m.Create:
+    def decided(self, body: m.Create, layout: Outline) -> m.Create:
         """What a create leaves to the broker: ``vmm`` where it can be, durable where half the store has room."""
         share, durable = body.share, body.durable
         if share == "auto":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from cubroker.protocol import messages as m
-from cubroker.protocol.layout import Layout
+from cubroker.protocol.layout import Outline
 
 
 @dataclass(eq=False)
@@ -24,7 +24,7 @@ class Version:
     number: int
     owner: int
     body: m.Create
-    layout: Layout
+    layout: Outline
     state: str = "allocating"
     why: str = ""
 
@@ -89,7 +89,7 @@ class Request:
     id: int
     body: m.Attach | m.Create | m.OpenEvent | m.AwaitEvent
     waits: str
-    layout: Layout | None = None
+    layout: Outline | None = None
     version: Version | None = None
     timed: bool = False
     lease: Lease | None = None

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from cubroker.protocol.errors import CubrokerError, Unavailable
-from cubroker.protocol.layout import Layout
+from cubroker.protocol.layout import Outline
 from cubroker.protocol.messages import Attach, Attached, Create, Generation, Reply, Where
 from cubroker.server.ledger import (
     Ledger,
@@ -117,7 +117,7 @@ def test_a_ledger_that_takes_a_shard_for_a_replica_is_found(monkeypatch: pytest.
 
 
 def test_a_ledger_that_counts_all_of_a_sharded_pool_on_each_device_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def whole(body: Create, layout: Layout) -> dict[str, tuple[int, ...]]:
+    def whole(body: Create, layout: Outline) -> dict[str, tuple[int, ...]]:
         return dict.fromkeys(body.devices, tuple(map(rounded, layout.allocations)))
 
     monkeypatch.setattr(drafts, "_sizes", whole)
