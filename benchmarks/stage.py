@@ -17,6 +17,7 @@ from threading import Thread
 from typing import IO, Any, Self
 
 from cubroker.protocol.directory import LOCK
+from cubroker.server import python
 
 SHARES = ("ipc", "vmm")
 """The ways in which a pool can be shared."""
@@ -42,9 +43,9 @@ def serving(devices: str, *, kept: bool = False) -> Iterator[Stage]:
     One that is ``kept`` has a store, and the next is started at once, as after one that ran for a while.
     """
     with tempfile.TemporaryDirectory(prefix="cubroker-bench-") as directory:
-        command = [sys.executable, "-m", "cubroker.server", directory, "--devices", devices]
+        command = python.command("cubroker.server", directory, "--devices", devices)
         if kept:
-            command = [sys.executable, "-m", "cubroker.cli", "keep", "--pause", "0", "--", *command]
+            command = python.command("cubroker.cli", "keep", "--pause", "0", "--", *command)
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
             assert process.stderr is not None
             _await_ready(process.stderr)

@@ -8,7 +8,6 @@ import select
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -18,6 +17,7 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 from cubroker.protocol.errors import CubrokerError, TimedOut, Unavailable
+from cubroker.server import python
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -74,7 +74,7 @@ class Child:
         with log.open("wb") as errors:
             # A session of its own: Ctrl-C reaches the demo alone, which then ends its children in the right order.
             self._process = subprocess.Popen(  # noqa: S603
-                [sys.executable, "-m", module, *arguments],
+                python.command(module, *arguments),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,

@@ -12,14 +12,13 @@ import logging
 import os
 import signal
 import socket
-import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from cubroker.protocol.errors import Unavailable
 from cubroker.protocol.system_errors import explain
-from cubroker.server import sandbox
+from cubroker.server import python, sandbox
 from cubroker.server.answers import Frame
 from cubroker.server.gateway_probe import silence
 from cubroker.server.transport import Link
@@ -144,11 +143,10 @@ class Supervisor:
         with theirs:
             link = await Link.over(ours, lambda batch: self._receive(batch))
             link.listening.add_done_callback(self._announce)
+            arguments = (theirs.fileno(), self._listener.fileno(), self._path)
             try:
-                # -P: the directory that the broker was started in is no place to import modules from.
                 process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-P", "-m", "cubroker.server.gateway"),
-                    *(str(theirs.fileno()), str(self._listener.fileno()), str(self._path)),
+                    *python.command("cubroker.server.gateway", *map(str, arguments)),
                     env={name: text for name, text in os.environ.items() if name.startswith(ENVIRONMENT)},
                     stdin=DEVNULL,
                     stderr=PIPE,  # where ours leads may block, and a gateway that cannot say why it aborts does not end

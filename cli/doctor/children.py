@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Sequence
 from contextlib import suppress
@@ -14,6 +13,7 @@ from typing import TypeVar
 import msgspec
 
 from cubroker.cli.doctor.facts import Trial
+from cubroker.server import python
 
 R = TypeVar("R")
 
@@ -23,7 +23,7 @@ GRACE = 1.0
 
 def command(*arguments: str) -> list[str]:
     """Return the command line of a trial, which ends with this process if not before."""
-    return [sys.executable, "-m", "cubroker.cli.doctor.trials", str(os.getpid()), *arguments]
+    return python.command("cubroker.cli.doctor.trials", str(os.getpid()), *arguments)
 
 
 async def ask(line: Sequence[str], limit: float, kind: type[R]) -> R | Trial:
