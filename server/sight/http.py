@@ -106,9 +106,13 @@ class Service:
         return await self._send(http, writer, reply, empty=request.method == b"HEAD")
 
     async def _reply(self, request: h11.Request) -> Reply:
-        route = self.routes.get(request.target.partition(b"?")[0].decode("ascii"))
-        if not _is_here(dict(request.headers).get(b"host", b"").decode("ascii", "replace")):
+        path = request.target.partition(b"?")[0].decode("ascii")
+        route = self.routes.get(path)
+        headers = dict(request.headers)
+        if not _is_here(headers.get(b"host", b"").decode("ascii", "replace")):
             return refusal(421, "this is read by the names of this host alone: localhost, 127.0.0.1, [::1]")
+        if _is_foreign(headers) and not (path == "/" and _is_link(headers)):
+            return refusal(403, "a page of another origin has no access here; open / in a tab of its own")
         if request.method not in (b"GET", b"HEAD"):
             return refusal(405, "there is nothing here to change; use GET")
         if route is None:
@@ -161,6 +165,21 @@ async def _write(writer: asyncio.StreamWriter, data: bytes | None) -> None:
         writer.write(data)
         async with asyncio.timeout(PATIENCE):  # and not wait_for, which may lose a cancellation in Python 3.11
             await writer.drain()
+
+
+def _is_foreign(headers: Mapping[bytes, bytes]) -> bool:
+    """Whether a page of another origin had the browser send a request.
+
+    Such a page cannot read the answer, but each request holds a connection, and ``/events`` holds a stream for good.
+    Another port of this host is another origin, and may be another user's. Programs other than browsers send no
+    ``Sec-Fetch-Site`` (https://www.w3.org/TR/fetch-metadata/).
+    """
+    return headers.get(b"sec-fetch-site", b"none") not in (b"none", b"same-origin")
+
+
+def _is_link(headers: Mapping[bytes, bytes]) -> bool:
+    """Whether the user follows a link, into a tab and not into a frame."""
+    return (headers.get(b"sec-fetch-mode"), headers.get(b"sec-fetch-dest")) == (b"navigate", b"document")
 
 
 def _is_here(host: str) -> bool:

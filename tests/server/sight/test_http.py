@@ -85,6 +85,28 @@ def test_a_page_elsewhere_whose_name_leads_here_reads_nothing(pane: Pane, host: 
         assert status(pane.get(path, host)) == 421
 
 
+PATHS = ("/", "/metrics", "/view", "/events", "/nowhere")
+
+
+@pytest.mark.parametrize("site", ["cross-site", "same-site", "of a kind to come"])
+def test_a_page_of_another_origin_starts_nothing_here(pane: Pane, site: str) -> None:
+    sent = {"sec_fetch_site": site, "sec_fetch_mode": "cors", "sec_fetch_dest": "empty"}
+    assert [status(pane.begin(path, **sent)) for path in PATHS] == [403] * len(PATHS)
+
+
+@pytest.mark.parametrize("site", ["cross-site", "same-site"])
+def test_a_link_elsewhere_leads_to_the_page_alone_and_into_no_frame(pane: Pane, site: str) -> None:
+    link = {"sec_fetch_site": site, "sec_fetch_mode": "navigate"}
+    answers = [status(pane.begin(path, **link, sec_fetch_dest="document")) for path in PATHS]
+    assert answers == [200, 403, 403, 403, 403]
+    assert status(pane.begin("/", **link, sec_fetch_dest="iframe")) == 403
+
+
+@pytest.mark.parametrize("site", ["same-origin", "none"])
+def test_the_page_itself_and_the_address_bar_are_answered(pane: Pane, site: str) -> None:
+    assert [status(pane.begin(path, sec_fetch_site=site)) for path in PATHS] == [200, 200, 200, 200, 404]
+
+
 def test_whoever_says_nothing_is_cut_off(pane: Pane, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as hasty, pane.connect() as connection:
         hasty.setattr(http, "PATIENCE", 0.05)

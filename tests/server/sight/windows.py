@@ -64,6 +64,13 @@ class Pane:
     def get(self, path: str, host: str = "localhost") -> bytes:
         return self.ask(f"GET {path} HTTP/1.1\r\nHost: {host}\r\n\r\n")
 
+    def begin(self, path: str, **headers: str) -> bytes:
+        """Ask for a path, and return the beginning of the answer; ``sec_fetch_site`` is ``Sec-Fetch-Site``."""
+        lines = "".join(f"{name.replace('_', '-')}: {value}\r\n" for name, value in headers.items())
+        with self.connect() as connection:
+            connection.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n{lines}\r\n".encode())
+            return connection.recv(1 << 10)
+
 
 def read(connection: socket.socket) -> bytes:
     said = b""
