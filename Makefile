@@ -10,7 +10,9 @@ BIN := $(VENV)/bin
 PACKAGES := protocol driver server client cli
 SOURCES := pyproject.toml README.md LICENSE $(shell find $(PACKAGES) -name '*.py' -o -name '*.ptx' -o -name '*.html' -o -name py.typed)
 
-.PHONY: help demo test lint types unit simulate kill restart-test soak fuzz hostile systemd-test benchmarks clean
+SBOM ?= dist/cubroker.cdx.json
+
+.PHONY: help demo test lint types unit simulate kill restart-test soak fuzz hostile systemd-test benchmarks lock sbom clean
 
 help:
 	@echo 'make demo        load real weights, share them, kill a worker, publish a second version'
@@ -25,6 +27,8 @@ help:
 	@echo 'make systemd-test  100 SIGKILLs of a broker under a systemd of its own, and an upgrade (root)'
 	@echo 'make install     the systemd units, PREFIX=$(PREFIX) SYSCONFDIR=$(SYSCONFDIR) DESTDIR=$(DESTDIR)'
 	@echo 'make benchmarks  DEVICES=$(DEVICES): the figures of benchmarks/, on this machine'
+	@echo 'make lock        requirements/ anew: the newest versions of what the image and the tests are built from'
+	@echo 'make sbom        $(SBOM): what is in the image, as CycloneDX'
 
 demo: $(VENV)/demo
 	$(BIN)/cubroker demo
@@ -73,6 +77,23 @@ systemd-test: $(VENV)/test
 benchmarks: $(VENV)/test
 	$(BIN)/python -m benchmarks --devices $(DEVICES)
 
+# What requirements/ fixes, by version and hash: image.txt what the image runs, build.txt what builds the wheel,
+# test.txt what the tests need, but for torch. Only PyPI is asked, so that the hashes are those that every machine finds.
+LOCK := $(BIN)/uv pip compile --quiet --upgrade --generate-hashes --default-index https://pypi.org/simple \
+	--custom-compile-command 'make lock'
+
+lock: $(VENV)/python
+	$(BIN)/pip install --quiet --upgrade uv
+	$(LOCK) --python-version 3.12 --python-platform linux pyproject.toml --output-file requirements/image.txt
+	echo 'setuptools>=77' | $(LOCK) --universal --python-version 3.11 - --output-file requirements/build.txt
+	echo torch | $(LOCK) --universal --python-version 3.11 --extra test --excludes /dev/stdin pyproject.toml \
+		--output-file requirements/test.txt
+
+sbom: $(VENV)/test
+	@mkdir -p $(dir $(SBOM))
+	$(BIN)/python -m cyclonedx_py requirements --pyproject pyproject.toml --mc-type application --output-reproducible \
+		--output-file $(SBOM) requirements/image.txt
+
 clean:
 	rm -rf $(VENV) build *.egg-info .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
@@ -82,9 +103,14 @@ $(VENV)/demo: $(VENV)/python $(SOURCES)
 	$(BIN)/pip install --quiet --upgrade '.[demo]'
 	@touch $@
 
-$(VENV)/test: $(VENV)/python $(SOURCES)
+# torch, and what only torch needs, is held to no hash: its wheels for CPUs and for each CUDA have indexes of their own.
+$(VENV)/test: $(VENV)/locked $(SOURCES)
 	rm -rf build
-	$(BIN)/pip install --quiet --upgrade '.[test]'
+	$(BIN)/pip install --quiet --upgrade --no-build-isolation '.[test]'
+	@touch $@
+
+$(VENV)/locked: $(VENV)/python requirements/test.txt
+	$(BIN)/pip install --quiet --require-hashes --no-deps --requirement requirements/test.txt
 	@touch $@
 
 $(VENV)/python:

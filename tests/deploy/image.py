@@ -25,8 +25,11 @@ TOOLS = ("chroot", "mount", "nsenter", "setpriv", "unshare")
 BASE = {"PATH": f"{Path(sys.executable).parent}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
 """The environment of a base image: `python` is the one that runs the tests."""
 
-OFFLINE = {"PIP_NO_BUILD_ISOLATION": "0", "PIP_NO_DEPS": "1", "PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-"""What keeps pip from registries; what it would get there is that of the tests. (0 is how it reads "none".)"""
+OFFLINE = {"PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+"""What keeps pip from registries."""
+
+LISTS = "requirements"
+"""The folder of what pip would get there. Here the lists are empty: the image gets the packages of the tests."""
 
 HOLD = """
 set -e
@@ -165,6 +168,8 @@ class Image:
                 path,
                 target,
             )
+        if LISTS in sources:
+            self._do("sh", "-c", 'for list in "$1"/*; do : > "$list"; done', "sh", target)
 
     def supply(self, python: str) -> None:
         """Give an interpreter of the last stage what pip was kept from getting."""

@@ -47,7 +47,7 @@ def test_what_the_wheel_is_made_from_is_all_copied() -> None:
     build = containerfile.read(FILE)[0]
     copied = {source for each in build.all("COPY") for source in each.words()[:-1]}
     named = re.findall(r'^"cubroker\.\w+" = "(\w+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    assert copied == {*named, "pyproject.toml", "README.md", "LICENSE"}
+    assert copied == {*named, "pyproject.toml", "README.md", "LICENSE", "requirements"}
 
 
 @pytest.fixture(scope="module")
