@@ -102,7 +102,7 @@ def test_the_service_is_hardened_and_says_why_of_all_that_is_open() -> None:
     open_ones = [each["name"] for each in json.loads(report) if each["exposure"]]
     assert open_ones
     overall = subprocess.run([*security[:-1], UNITS / "cubroker.service"], capture_output=True, text=True, check=True)
-    assert float(re.findall(r"level for cubroker\.service: ([\d.]+)", overall.stdout)[0]) <= 1.0
+    assert float(re.findall(r"level for cubroker\.service: ([\d.]+)", overall.stdout)[0]) <= 0.8
     _, _, reasons = (UNITS / "cubroker.service").read_text().partition("# -- What has to stay open")
     unexplained = [name for name in open_ones if re.sub(r"^.*~|=.*$", "", name) not in reasons]
     assert unexplained == []

@@ -92,6 +92,13 @@ def record_is_damaged(lab: Lab) -> None:
     lab.run("sh", "-c", DAMAGE, "sh", lab.show("cubroker", "MainPID"))
 
 
+def one_group_for_all(lab: Lab) -> None:
+    """As earlier units had it: who may connect is in the broker's own group, and the directory is the broker's."""
+    lab.run("useradd", "--no-create-home", "--groups", "cubroker", "carol")
+    lab.run("chown", "cubroker:cubroker", "/run/cubroker")
+    lab.run("chgrp", "cubroker", "/run/cubroker/session.sock", "/run/cubroker/broker.zmq")
+
+
 def user_has_a_manager(lab: Lab) -> None:
     lab.run("sh", "-c", MANAGER)
 
@@ -106,6 +113,7 @@ UNNOTICED = ("When the broker dies", "Change settings", "Restart, and drain", "U
 
 BEFORE: dict[str, Callable[[Lab], None]] = {
     "Prometheus and Grafana": prometheus_is_installed,
+    "From hosts where members of the group cubroker may connect": one_group_for_all,
     "A worker hangs": lambda lab: lab.run("kill", "-STOP", lab.show("embedder", "MainPID")) and None,
     "The broker hangs": broker_hangs,
     "The store is full": store_is_full,
@@ -117,7 +125,7 @@ BEFORE: dict[str, Callable[[Lab], None]] = {
 
 @pytest.fixture(scope="module")
 def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    """A host with a Python, two versions of the tree, two models and a user."""
+    """A host with a Python, two versions of the tree, two models and two users."""
     if reason := obstacle():
         pytest.skip(reason)
     if release() != RELEASE:
@@ -131,7 +139,8 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
             source(version, folder / version)
             lab.run("cp", "-r", folder / version, TREES + version)
         _models(lab, folder)
-        lab.run("useradd", "--no-create-home", "alice")
+        for user in ("alice", "bob"):
+            lab.run("useradd", "--no-create-home", user)
         yield lab
 
 

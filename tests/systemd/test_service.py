@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
+import subprocess
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import pytest
 from tests.brokers import eventually
 from tests.checkpoints import filled, write
 from tests.systemd.clients import Client
-from tests.systemd.lab import release
+from tests.systemd.lab import Lab, release
 from tests.systemd.service import SERVICE, SETTINGS, SOCKETS, TEXT, Service
 
 pytestmark = pytest.mark.slow
@@ -32,13 +34,131 @@ def test_whoever_connects_before_the_broker_runs_starts_it(service: Service) -> 
     assert service.pid
 
 
-def test_members_of_the_group_may_connect_and_others_may_not(service: Service) -> None:
-    reach = ("cubroker", "--directory", "/run/cubroker", "ls", "--json")
-    nobody = ("setpriv", "--reuid=65534", "--clear-groups")
-    assert service.lab.run(*nobody, "--regid=cubroker", *reach).stdout.strip() == "[]"
-    refused = service.lab.run(*nobody, "--regid=65534", *reach, check=False)
-    assert refused.returncode
-    assert "may not" in refused.stderr or "denied" in refused.stderr.lower(), refused.stderr
+CLIENTS = "cubroker-clients"
+LOADER = "cubroker-loader"
+ALICE, BOB = "2001", "2002"
+"""Users with a group of the same number each."""
+
+
+def as_user(lab: Lab, user: str, groups: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run ``cubroker`` as a user, in the user's own group and in ``groups``, if there are any."""
+    identity = (f"--reuid={user}", f"--regid={user}", f"--groups={groups}" if groups else "--clear-groups")
+    return lab.run("setpriv", *identity, "cubroker", "--directory", "/run/cubroker", *arguments, check=False)
+
+
+def listed(lab: Lab, user: str, groups: str) -> list[str]:
+    """Return the pools that ``cubroker ls`` shows to a user."""
+    done = as_user(lab, user, groups, "ls", "--json")
+    assert done.returncode == 0, done.stderr
+    return [pool["name"] for pool in json.loads(done.stdout)]
+
+
+@pytest.fixture
+def model(lab: Lab, tmp_path: Path) -> str:
+    """A checkpoint inside the lab that everybody may read."""
+    path = write(tmp_path / "tiny.safetensors", filled([("weight", "F32", (16, 16))]))
+    lab.run("install", "-D", "--mode=644", path, "/opt/models/readable.safetensors")
+    return "/opt/models/readable.safetensors"
+
+
+def test_members_of_the_clients_group_may_connect_and_others_may_not(service: Service) -> None:
+    assert listed(service.lab, ALICE, CLIENTS) == []
+    for groups in ("", "cubroker", LOADER):
+        refused = as_user(service.lab, ALICE, groups, "ls")
+        assert refused.returncode == 1, groups
+        assert f"its socket is for the group {CLIENTS}" in refused.stderr
+
+
+def test_a_640_pool_of_one_user_is_hidden_from_another_who_may_connect(service: Service, model: str) -> None:
+    lab = service.lab
+    loaded = as_user(lab, ALICE, CLIENTS, "load", "secret", model, "--share", "vmm", "--mode", "640")
+    assert loaded.returncode == 0, loaded.stderr
+    assert listed(lab, ALICE, CLIENTS) == ["secret"]
+    assert listed(lab, BOB, CLIENTS) == []
+    assert listed(lab, BOB, f"{CLIENTS},{ALICE}") == ["secret"], "of alice's group"
+    for command in (["show", "secret"], ["verify", "secret", model], ["retire", "secret"]):
+        refused = as_user(lab, BOB, CLIENTS, *command)
+        assert (refused.returncode, refused.stdout) == (1, ""), command
+
+
+def test_a_preloaded_pool_is_that_of_a_user_who_only_loads(service: Service, model: str) -> None:
+    lab, unit = service.lab, "cubroker-load@hidden.service"
+    lab.write("/etc/cubroker/load/hidden.conf", f"MODEL={model}\nOPTIONS=--share vmm --mode 640\n")
+    lab.systemctl("start", unit)
+    (pool,) = service.pools()
+    assert (pool["name"], pool["owner"]) == ("hidden", int(lab.run("id", "-u", LOADER).stdout))
+    assert listed(lab, BOB, CLIENTS) == []
+    again = as_user(lab, LOADER, CLIENTS, "load", "hidden", model, "--share", "vmm")
+    assert again.returncode == 0, again.stderr
+    for command in (["retire", "hidden"], ["load", "hidden", model, "--share", "vmm"]):
+        assert as_user(lab, BOB, CLIENTS, *command).returncode == 1, command
+    assert as_user(lab, LOADER, CLIENTS, "drain").returncode == 1, "it is no administrator"
+    assert as_user(lab, ALICE, CLIENTS, "load", "other", model, "--share", "vmm").returncode == 0
+    assert as_user(lab, LOADER, CLIENTS, "retire", "other").returncode == 1, "and has no say in pools of others"
+    lab.systemctl("stop", unit)
+
+
+def test_a_team_reads_the_640_pool_that_is_preloaded_with_its_group(service: Service, model: str) -> None:
+    lab, unit = service.lab, "cubroker-load@team.service"
+    lab.run("groupadd", "--force", "team")
+    lab.write("/etc/cubroker/load/team.conf", f"MODEL={model}\nOPTIONS=--share vmm --mode 640\n")
+    lab.write(f"/run/systemd/system/{unit}.d/test.conf", "[Service]\nGroup=team\n")
+    lab.systemctl("daemon-reload")
+    lab.systemctl("start", unit)
+    assert listed(lab, ALICE, f"{CLIENTS},team") == ["team"]
+    assert listed(lab, BOB, CLIENTS) == []
+    lab.systemctl("stop", unit)
+
+
+def test_the_brokers_user_can_put_nothing_where_systemd_makes_and_chowns_the_sockets(service: Service) -> None:
+    lab = service.lab
+    assert lab.run("stat", "--format=%U:%G %a", "/run/cubroker").stdout == "root:root 755\n"
+    sockets = ("/run/cubroker/session.sock", "/run/cubroker/broker.zmq")
+    assert lab.run("stat", "--format=%U:%G %a", *sockets).stdout == f"cubroker:{CLIENTS} 660\n" * 2
+    broker = ("setpriv", "--reuid=cubroker", "--regid=cubroker", "--clear-groups")
+    for command in (["ln", "--symbolic", "/etc/shadow", "/run/cubroker/link"], ["rm", "--force", *sockets]):
+        refused = lab.run(*broker, *command, check=False)
+        assert refused.returncode, command
+        assert "Permission denied" in refused.stderr
+    service.killed()  # and it needs no more than that
+    assert service.pools() == []
+
+
+FORBIDDEN = """
+import ctypes, errno, os
+libc = ctypes.CDLL(None, use_errno=True)
+PTRACE_ATTACH, PIDFD_GETFD = 16, 438
+class Piece(ctypes.Structure):
+    _fields_ = [("base", ctypes.c_void_p), ("length", ctypes.c_size_t)]
+word = ctypes.create_string_buffer(8)
+piece = ctypes.byref(Piece(ctypes.addressof(word), 8))
+attempts = {
+    "process_vm_readv": lambda: libc.process_vm_readv(os.getpid(), piece, 1, piece, 1, 0),
+    "process_vm_writev": lambda: libc.process_vm_writev(os.getpid(), piece, 1, piece, 1, 0),
+    "ptrace": lambda: libc.ptrace(PTRACE_ATTACH, 2**22 - 1, None, None),
+    "pidfd_getfd": lambda: libc.syscall(PIDFD_GETFD, -1, 0, 0),
+}
+for name, attempt in attempts.items():
+    print(name, "was", errno.errorcode[ctypes.get_errno()] if attempt() < 0 else "allowed", flush=True)
+"""
+
+
+@pytest.mark.parametrize("unit", [SERVICE, "cubroker-load@spy.service"])
+def test_nothing_of_a_unit_reads_or_writes_the_memory_of_another_process(
+    service: Service, model: str, unit: str
+) -> None:
+    lab = service.lab
+    lab.write("/opt/spy.py", FORBIDDEN)
+    lab.write("/etc/cubroker/load/spy.conf", f"MODEL={model}\nOPTIONS=--share vmm\n")
+    lab.write(f"/run/systemd/system/{unit}.d/spy.conf", "[Service]\nExecStartPre=/opt/python/bin/python3 /opt/spy.py\n")
+    lab.systemctl("daemon-reload")
+    try:
+        lab.systemctl("restart", unit)
+        for name in ("process_vm_readv", "process_vm_writev", "ptrace", "pidfd_getfd"):
+            eventually(lambda name=name: f"{name} was EPERM" in lab.log(unit), f"{name} to be refused")
+    finally:
+        lab.run("rm", f"/run/systemd/system/{unit}.d/spy.conf")
+        lab.systemctl("daemon-reload")
 
 
 def test_a_broker_that_hangs_is_started_again_with_what_it_had(service: Service) -> None:
@@ -158,10 +278,10 @@ def test_metrics_on_a_port_and_ipc_pools_on_host_devices_take_the_drop_in_for_th
 
 def test_metrics_on_a_unix_socket_are_for_the_group_that_the_settings_name(service: Service) -> None:
     service.configure("[Service]\nSupplementaryGroups=users\n")
-    listen = "[metrics]\nlisten = 'unix:/run/cubroker/sight'\n"
+    listen = "[metrics]\nlisten = 'unix:/run/cubroker/metrics/http.sock'\n"
     service.lab.write(SETTINGS, TEXT + "[sockets]\ngroup = 'users'\n" + listen)
     service.lab.systemctl("restart", SERVICE)
-    assert service.lab.run("stat", "--format=%G %a", "/run/cubroker/sight").stdout == "users 660\n"
+    assert service.lab.run("stat", "--format=%G %a", "/run/cubroker/metrics/http.sock").stdout == "users 660\n"
 
 
 def test_a_pool_is_loaded_at_boot_tried_again_until_it_can_be_and_there_when_its_unit_is_done(
