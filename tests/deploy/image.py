@@ -59,7 +59,7 @@ shift 3
 mount -t proc proc "$root/proc"
 mount --bind "$run" "$root/run/cubroker"
 mount -o remount,bind,ro "$root"
-exec chroot "$root" setpriv $options --clear-groups --bounding-set=-all --no-new-privs "$@"
+exec chroot "$root" setpriv $options --bounding-set=-all --no-new-privs "$@"
 """
 """Becomes the first process of a container, as Kubernetes starts ours."""
 
@@ -110,14 +110,18 @@ class Image:
         """Return the command that runs another one where the stages are."""
         return ["nsenter", "--target", str(self._holder.pid), "--mount", *map(str, command)]
 
-    def start(self, directory: Path, *arguments: str) -> subprocess.Popen[str]:
-        """Start a container that has ``directory`` of this machine at /run/cubroker, with arguments after the image."""
+    def start(self, directory: Path, *arguments: str, group: str = "") -> subprocess.Popen[str]:
+        """Start a container that has ``directory`` of this machine at /run/cubroker, with arguments after the image.
+
+        ``group`` is its only supplementary group, if it has one.
+        """
         uid, gid = self.stage.one("USER").value.split(":")
         variables = (f"{key}={value}" for key, value in self.environment.items())
         first = ["env", "-i", *variables, *self.stage.one("ENTRYPOINT").words(), *arguments]
         namespaces = ["--pid", "--mount", "--ipc", "--uts", "--net", "--cgroup"]
+        options = f"--reuid={uid} --regid={gid} {f'--groups={group}' if group else '--clear-groups'}"
         outer = self.inside("unshare", "--fork", "--kill-child", *namespaces, "sh", "-c", START, "sh")
-        command = [*outer, str(self.root(self.stage)), str(directory), f"--reuid={uid} --regid={gid}", *first]
+        command = [*outer, str(self.root(self.stage)), str(directory), options, *first]
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
     def run(self, first: int, *command: str) -> subprocess.CompletedProcess[str]:

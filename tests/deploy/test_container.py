@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import stat
 import subprocess
 import sys
 import sysconfig
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from cubroker.client import Broker
+from cubroker.protocol.directory import REQUEST_SOCKET, SESSION_SOCKET
 from cubroker.protocol.layout import Layout
 from tests.brokers import PATIENCE, eventually
 from tests.deploy import containerfile, image
@@ -89,13 +91,13 @@ class Container:
 
 
 @contextmanager
-def running(built: Image) -> Iterator[Container]:
+def running(built: Image, *arguments: str, group: str = "") -> Iterator[Container]:
     uid, gid = map(int, built.stage.one("USER").value.split(":"))
     with tempfile.TemporaryDirectory(prefix="cubroker-") as folder:
         directory = Path(folder, "run")
         directory.mkdir()
         os.chown(directory, uid, gid)
-        with built.start(directory, "--devices", "host:2@64MiB") as process:
+        with built.start(directory, "--devices", "host:2@64MiB", *arguments, group=group) as process:
             try:
                 yield Container(directory, process)
             finally:
@@ -158,6 +160,14 @@ def test_a_worker_outside_attaches_and_a_broker_that_is_killed_is_there_again_wi
         os.kill(container.first, signal.SIGTERM)
         container.process.communicate(timeout=PATIENCE)
         assert container.process.returncode == 0
+
+
+@needs_image
+def test_without_a_capability_it_gives_its_sockets_to_a_group_that_it_is_in(built: Image) -> None:
+    with running(built, "--set", "sockets.group=10901", group="10901") as container:
+        for name in (SESSION_SOCKET, REQUEST_SOCKET):
+            there = (container.directory / name).stat()
+            assert (there.st_uid, there.st_gid, stat.S_IMODE(there.st_mode)) == (10900, 10901, 0o660)
 
 
 @needs_image

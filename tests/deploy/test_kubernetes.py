@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -29,6 +30,10 @@ VERSIONS = ("1.27", "1.31", kubernetes_validate.latest_version())
 
 FINAL = containerfile.read(ROOT / "deploy/container/Containerfile")[-1]
 UID = int(FINAL.one("USER").value.partition(":")[0])
+(CLIENTS,) = map(
+    int, re.findall(r"groupadd --gid (\d+) cubroker-clients", " ".join(each.value for each in FINAL.all("RUN")))
+)
+"""The group of those who may connect."""
 
 
 def documents(file: str) -> list[dict[str, Any]]:
@@ -104,14 +109,31 @@ def test_no_container_has_more_privileges_than_it_needs(file: str, container: di
     assert pod(file)["automountServiceAccountToken"] is False
 
 
+def test_the_brokers_pods_need_no_network_and_have_none() -> None:
+    policy = one("cubroker.yaml", "NetworkPolicy")
+    assert policy["metadata"]["namespace"] == one("cubroker.yaml", "DaemonSet")["metadata"]["namespace"]
+    assert policy["spec"] == {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}
+    ports = [
+        each for kind in ("initContainers", "containers") for each in pod("cubroker.yaml")[kind] if "ports" in each
+    ]
+    assert ports == []
+    assert "hostNetwork" not in pod("cubroker.yaml")
+
+
+def test_the_group_of_clients_is_nobodys_primary_group_so_that_it_owns_no_pool() -> None:
+    primary = {pod(file)["securityContext"]["runAsGroup"] for file in FILES}
+    assert CLIENTS not in primary
+    assert len(primary) == len(FILES)
+
+
 def test_there_is_one_user_one_group_and_one_directory_in_all_places() -> None:
     context = pod("cubroker.yaml")["securityContext"]
     owner = f"{UID}:{UID}"
     assert FINAL.one("USER").value == owner
     assert (context["runAsUser"], context["runAsGroup"]) == (UID, UID)
     assert pod("cubroker.yaml")["initContainers"][0]["command"] == ["chown", owner, "/run/cubroker"]
-    assert f"group = {UID}\n" in SETTINGS
-    assert pod("worker.yaml")["securityContext"]["supplementalGroups"] == [UID]
+    assert f"group = {CLIENTS}\n" in SETTINGS
+    assert [pod(file)["securityContext"]["supplementalGroups"] for file in FILES] == [[CLIENTS]] * len(FILES)
     directory = containerfile.environment(FINAL, {"PATH": ""})["CUBROKER_DIR"]
     for file in FILES:
         (run_volume,) = [each for each in pod(file)["volumes"] if each["name"] == "run"]
