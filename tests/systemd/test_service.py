@@ -124,6 +124,23 @@ def test_the_brokers_user_can_put_nothing_where_systemd_makes_and_chowns_the_soc
     assert service.pools() == []
 
 
+def filters(lab: Lab, pid: int) -> int:
+    """Return how many system call filters a process has."""
+    status = lab.run("cat", f"/proc/{pid}/status").stdout
+    return int(re.findall(r"^Seccomp_filters:\s*(\d+)$", status, re.MULTILINE)[0])
+
+
+def test_the_gateway_confines_itself_within_the_filter_of_the_unit(service: Service) -> None:
+    lab = service.lab
+    assert service.pools() == []  # the gateway has answered
+    (gateway,) = map(int, lab.run("pgrep", "--parent", str(service.pid)).stdout.split())
+    assert filters(lab, gateway) == filters(lab, service.pid) + 1
+    lab.run("journalctl", "--sync")
+    started = lab.run("journalctl", "--no-pager", "--output=cat", f"_PID={service.pid}").stdout
+    assert "serving on" in started
+    assert "confined less than it could be" not in started
+
+
 FORBIDDEN = """
 import ctypes, errno, os
 libc = ctypes.CDLL(None, use_errno=True)
