@@ -78,8 +78,8 @@ benchmarks: $(VENV)/test
 	$(BIN)/python -m benchmarks --devices $(DEVICES)
 
 # What requirements/ fixes, by version and hash: image.txt what the image runs, build.txt what builds the wheel,
-# test.txt what the tests need, but for torch. Only PyPI is asked, so that the hashes are those that every machine finds.
-LOCK := $(BIN)/uv pip compile --quiet --upgrade --generate-hashes --default-index https://pypi.org/simple \
+# test.txt what the tests need, but for torch. uv asks its default index, so that the hashes are those that every machine finds.
+LOCK := $(BIN)/uv pip compile --quiet --upgrade --generate-hashes \
 	--custom-compile-command 'make lock'
 
 lock: $(VENV)/python
