@@ -50,7 +50,8 @@ class Batches:
     """Cuts a stream of bytes into batches."""
 
     def __init__(self) -> None:
-        self._pieces: list[bytes] = []
+        self._pieces: list[bytes] = []  # of the request that comes in pieces now
+        self._gathered = 0  # bytes of those
         self._begin()
 
     def _begin(self) -> None:
@@ -92,7 +93,10 @@ class Batches:
             return batch
         routing, piece, which = batch
         self._pieces.append(piece)
+        self._gathered += len(piece)
+        if self._gathered > wire.MAX_MESSAGE:
+            raise ValueError(f"no batches: pieces of {self._gathered} bytes; a request has {wire.MAX_MESSAGE} at most")
         if which != LAST:
             return None
-        pieces, self._pieces = self._pieces, []
+        pieces, self._pieces, self._gathered = self._pieces, [], 0
         return [routing, b"".join(pieces)]

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from cubroker.protocol import wire
 from cubroker.server import batches
 from cubroker.server.batches import Batches, encode, pairs
 
@@ -24,6 +25,14 @@ def test_a_request_in_pieces_is_put_together_and_others_may_come_in_between() ->
         assert Batches().feed(b"".join(map(encode, stream))) == [FRAMES, [], [b"id", b"abc"]]
     reader = Batches()
     assert [reader.feed(encode(each)) for each in stream] == [[], [FRAMES], [], [[]], [[b"id", b"abc"]]]
+
+
+def test_pieces_without_end_are_an_error_before_they_fill_memory() -> None:
+    reader, piece = Batches(), encode([b"id", bytes(1 << 20), batches.MORE])
+    for _ in range(wire.MAX_MESSAGE >> 20):
+        assert reader.feed(piece) == []
+    with pytest.raises(ValueError, match="no batches: pieces of"):
+        reader.feed(piece)
 
 
 def test_batches_larger_than_most_come_out_whole_and_leave_no_buffer_behind() -> None:
