@@ -123,7 +123,7 @@ class Idle:
 class Mistaken(Idle):
     """A ledger that fails at whatever is asked, and goes on; of some events it says what cannot be carried out."""
 
-    def admit(self, uid: int) -> None:
+    def admit(self, uid: int, *, verified: bool) -> None:
         """Everybody may come in."""
 
     def holder(self, session: int) -> None:

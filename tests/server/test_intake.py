@@ -41,7 +41,7 @@ class Bench:
         whole: list[list[bytes]] = []
         while self.intake:
             whole += self._reader.feed(batches.encode(self.intake.batch()))
-        return whole
+        return [[frame[:4] for _, frame in batches.pairs(batch)] for batch in whole]
 
     def close(self) -> None:
         for each in (*self._clients, self._router):
