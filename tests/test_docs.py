@@ -114,6 +114,29 @@ def test_files_that_pages_name_are_there(page: Path) -> None:
         assert (ROOT / path).exists(), path
 
 
+# -- boundaries ----------------------------------------------------------------------------------------
+
+SECURITY = (ROOT / "docs" / "security.md").read_text()
+
+
+def boundaries() -> list[list[str]]:
+    """The cells of each boundary on the page about security; rows in bold are headings."""
+    table = SECURITY.partition("| boundary |")[2].partition("\n\n")[0]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
+    return [row for row in rows if not row[0].startswith("**")]
+
+
+@pytest.mark.parametrize("row", boundaries(), ids=lambda row: row[0])
+def test_something_holds_each_boundary_and_its_tests_are_there(row: list[str]) -> None:
+    boundary, holds, tests = row
+    assert " → " in boundary
+    assert holds
+    named = re.findall(r"([\w/]+\.py)::(test_\w+)", tests)
+    assert ", ".join(map("::".join, named)) == tests, "each as pytest names it"
+    for path, name in named:
+        assert defines((ROOT / path).read_text(), name), f"{path} has no {name}"
+
+
 # -- figures -------------------------------------------------------------------------------------------
 
 CAMPAIGNS = ROOT / "docs" / "reliability.md"
