@@ -201,9 +201,9 @@ def consume(part: Part) -> None:
 def watch(part: Part) -> None:
     """Follow a pool until its second version."""
     with part.broker.watch(part.name) as versions:
-        seen = [next(versions)]
+        seen = [next(versions) or 0]
         while seen[-1] < 2:
-            seen.append(next(versions))
+            seen.append(next(versions) or 0)
         assert seen == sorted(set(seen)), seen
     part.keep(part.broker.attach(part.name))
 
