@@ -25,6 +25,7 @@ WRONG = {
     "--directory": ("",),
     "--every": (*SECONDS, "0"),
     "--mode": ("rw-", "1777", "-1", ""),
+    "--owner": ("",),
     "--pause": SECONDS,
     "--plan": ("", os.devnull),
     "--set": ("kep=1", "keep", "keep=", "keep=some", "keep=-1", "budget=200%", "quota.memory=-1", "log.level=loud", ""),

@@ -64,6 +64,11 @@ def _greeting(reach: Reach) -> None:
             reach("greeted")
             return sent
 
+        def sendmsg(self, *args: Any) -> int:
+            sent = super().sendmsg(*args)
+            reach("greeted")
+            return sent
+
         def recv(self, size: int, flags: int = 0) -> bytes:
             data = super().recv(size, flags)
             reach("welcomed")

@@ -68,7 +68,7 @@ class Stage:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         theirs.settimeout(PATIENCE)
-        self.broker.admit(ours, Peer(os.getpid(), os.geteuid(), os.getegid(), os.pidfd_open(os.getpid())), 1)
+        self.broker.admit(ours, Peer(os.getpid(), os.geteuid(), os.getegid(), os.pidfd_open(os.getpid()), verified=True), 1)
         return theirs
 
     def ask(self, welcome: Welcome, body: Request | None = None, number: int = 1) -> Answer:
