@@ -68,7 +68,8 @@ class Stage:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         theirs.settimeout(PATIENCE)
-        self.broker.admit(ours, Peer(os.getpid(), os.geteuid(), os.getegid(), os.pidfd_open(os.getpid()), verified=True), 1)
+        pidfd = os.pidfd_open(os.getpid())
+        self.broker.admit(ours, Peer(os.getpid(), os.geteuid(), os.getegid(), pidfd, verified=True), 1)
         return theirs
 
     def ask(self, welcome: Welcome, body: Request | None = None, number: int = 1) -> Answer:
