@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 from uuid import UUID
 
 from cubroker.driver import vmm
 from cubroker.driver.calls import Calls, DriverError
 from cubroker.driver.context import Context, Device, Working, working
-from cubroker.driver.host import BLOCK, host_module
+from cubroker.driver.host import BLOCK, host_module, reopened
 from cubroker.driver.multicast import Granularity, Multicast, granularity, obstacle
 from cubroker.driver.once import keep_first
 from cubroker.driver.peers import Peers
@@ -89,6 +90,20 @@ class Driver:
             DriverError: the descriptor is of something else.
         """
         return vmm.Physical(self._calls, self._device(index).index, nbytes, descriptor=descriptor)
+
+    @contextmanager
+    def for_reading(self, descriptors: Sequence[int]) -> Iterator[Sequence[int]]:
+        """Have descriptors to lend of the same memory, for processes that are to read it, within a ``with`` block.
+
+        On host devices they cannot write it; see :func:`cubroker.driver.host.ranges.reopened`. A GPU has no such: there
+        they are those that were given.
+
+        Raises:
+            PermissionError: another user's process made the memory.
+            OSError: the system is short of something.
+        """
+        with ExitStack() as undo:
+            yield [_for_reading(each, undo) for each in descriptors] if self.host else descriptors
 
     @property
     def version(self) -> int:
@@ -185,6 +200,12 @@ def load(spec: str) -> Driver:
 def check(spec: str) -> None:
     """Raise ``ValueError`` if ``spec`` names no driver; whether there is one here is not looked at."""
     _parse(spec)
+
+
+def _for_reading(descriptor: int, undo: ExitStack) -> int:
+    opened = reopened(descriptor)
+    undo.callback(os.close, opened)
+    return opened
 
 
 class _Gpus(NamedTuple):

@@ -13,6 +13,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from cubroker.protocol import wire
@@ -46,6 +47,7 @@ from cubroker.server.sight.observer import Sight
 from cubroker.server.writing import Writing
 
 if TYPE_CHECKING:
+    from cubroker.driver import Driver
     from cubroker.server.store.store import Store
 
 log = logging.getLogger(__name__)
@@ -61,7 +63,7 @@ class Broker:
         ledger: decides everything.
         memory: the devices' memory, by UUID; what comes of its work returns through :meth:`handle`.
         assembly: binds the memory of several devices together.
-        driver: what clients build their driver from.
+        driver: the devices'; clients build theirs from its text.
         send: takes a batch of answers for the gateway, and returns whether that is behind.
         sight: watches the ledger.
         store: keeps what outlives this broker, if anything does.
@@ -73,7 +75,7 @@ class Broker:
         ledger: Ledger,
         memory: Mapping[str, DeviceMemory],
         assembly: Assembly,
-        driver: str,
+        driver: Driver,
         send: Callable[[Sequence[Frame]], bool | None],
         sight: Sight | None = None,
         store: Store | None = None,
@@ -179,7 +181,7 @@ class Broker:
         self._requests.enter(session)
 
     def _welcome(self, session: Session, version: int) -> None:
-        session.welcome(wire.pack(Welcome(version, session.number, session.secret, self._driver, os.geteuid())))
+        session.welcome(wire.pack(Welcome(version, session.number, session.secret, self._driver.spec, os.geteuid())))
         if self._scribe:
             self._scribe.opened(session, version, welcomed=True)
         if why := self._ledger.draining:
@@ -382,7 +384,8 @@ class Broker:
     def _hand_over(self, effect: events.HandOver) -> None:
         numbers = [ticket for _, ticket in effect.allocations] + [effect.team] * bool(effect.team)
         done = (lambda _: None) if effect.rebound else self._delivered
-        parcel = Parcel(effect.lease, numbers, self._descriptors, done, rebound=effect.rebound)
+        lend = nullcontext if effect.writable else self._driver.for_reading
+        parcel = Parcel(effect.lease, numbers, self._descriptors, done, rebound=effect.rebound, lend=lend)
         self._sessions[effect.session].hand_over(parcel)
 
     def _delivered(self, lease: int) -> None:

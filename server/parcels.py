@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 
 from cubroker.protocol import wire
 from cubroker.protocol.bounds import MAX_DESCRIPTORS
 from cubroker.protocol.messages import Descriptors
 
+Lend = Callable[[Sequence[int]], AbstractContextManager[Sequence[int]]]
+
 
 class Parcel:
     """All descriptors of one lease, in packets, each as large as a notice may be.
 
-    It holds numbers of tickets, and looks a descriptor up when it is to be sent: it keeps nothing open.
+    It holds numbers of tickets, and looks a descriptor up when it is to be sent: it keeps nothing open, not even where
+    others than the broker's own are lent.
 
     Args:
         lease: whose they are.
@@ -21,6 +25,7 @@ class Parcel:
         descriptors: those of every ticket; of these tickets for as long as the parcel is not thrown away.
         done: told, with the lease, that all of it was sent.
         rebound: whether they belong to the lease's ``Rebound``, and not to the answer that granted it.
+        lend: has the descriptors that are sent in the place of these, for the length of a ``with`` block.
     """
 
     def __init__(
@@ -31,8 +36,10 @@ class Parcel:
         done: Callable[[int], None] = lambda _: None,
         *,
         rebound: bool = False,
+        lend: Lend = nullcontext,
     ) -> None:
         self.lease = lease
+        self.lend = lend
         self._rebound = rebound
         self._descriptors = descriptors
         self._done = done

@@ -211,7 +211,7 @@ async def _assemble(
     assembly = Assembly(driver, memory, report)
     undo.callback(assembly.close)
     sight = _watch(undo, config, ledger, store, scribe)
-    broker = Broker(ledger, memory, assembly, driver.spec, supervisor.send, sight, store, scribe)
+    broker = Broker(ledger, memory, assembly, driver, supervisor.send, sight, store, scribe)
     undo.callback(broker.close, "the broker is shutting down")
     if store is None or scribe is None:
         log.warning("there is no store: if this broker dies, its pools and the record of leases go with it")

@@ -22,9 +22,9 @@ from cubroker.server.peers import Peer
 
 log = logging.getLogger(__name__)
 
-SCARCE = (errno.ETOOMANYREFS, errno.ENOMEM, errno.ENOBUFS, errno.EAGAIN)
-"""What the system says while too many descriptors of the broker are on their way to all clients together, or too little
-memory is left: that passes."""
+SCARCE = (errno.ETOOMANYREFS, errno.ENOMEM, errno.ENOBUFS, errno.EAGAIN, errno.EMFILE, errno.ENFILE)
+"""What the system says while too many descriptors of the broker are on their way to all clients together, too many are
+open, or too little memory is left: that passes."""
 
 PAUSE = 0.05
 """Seconds after which what was refused like that is tried again."""
@@ -173,12 +173,12 @@ class Session:
     def _deliver(self, parcel: Parcel) -> bool:
         """Send what is left of a parcel; False if not all of it could be sent now."""
         while packet := parcel.packet():
-            if not self._send_descriptors(*packet):
+            if not self._send_descriptors(parcel, *packet):
                 return False
             parcel.sent()
         return True
 
-    def _send_descriptors(self, data: bytes, descriptors: list[int]) -> bool:
+    def _send_descriptors(self, parcel: Parcel, data: bytes, descriptors: list[int]) -> bool:
         """Send one packet now; False if the client has not read those before it, or the system is short of something.
 
         The kernel calls a socket writable when no more than a quarter of its buffer is unread: one such packet.
@@ -187,8 +187,18 @@ class Session:
             return True
         try:
             if _is_writable(self._connection):
-                socket.send_fds(self._connection, [data], descriptors)
+                with parcel.lend(descriptors) as lent:
+                    socket.send_fds(self._connection, [data], lent)
                 return True
+        except PermissionError as error:
+            log.error(
+                "session %d is not sent the memory of lease %d, which this broker may not open for reading: %s; if"
+                " a broker of another user made it, publish it anew",
+                self.number,
+                parcel.lease,
+                error,
+            )
+            return True
         except OSError as error:
             if error.errno not in SCARCE:
                 log.debug("session %d: %s", self.number, error)  # as in send()

@@ -67,6 +67,11 @@ def sealed(fd: int) -> bool:
     return fcntl.fcntl(fd, linux.F_GET_SEALS) & _SEALS == _SEALS
 
 
+def writable(fd: int) -> bool:
+    """Whether shared memory can be written with this descriptor."""
+    return fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
+
+
 def name_of(fd: int) -> str:
     """Return the name that shared memory was created with, in whichever process."""
     return str(Path(f"/proc/self/fd/{fd}").readlink()).removeprefix("/memfd:").removesuffix(" (deleted)")

@@ -191,7 +191,7 @@ class Multicast(Storage, Vmm):
                 window.team.drop()
 
     def _bind(self, team: Team, offset: int, physical: Any, place: int, nbytes: int) -> None:
-        check(isinstance(physical, Physical) and physical.shareable)
+        check(isinstance(physical, Physical) and physical.shareable and physical.writable)
         check(offset + nbytes <= team.nbytes and place + nbytes <= physical.nbytes)
         if physical.device not in team.table.devices:
             raise Refusal(Result.CUDA_ERROR_INVALID_DEVICE)

@@ -23,6 +23,9 @@ _NAME = "cubroker-device-{}"
 
 _NAMES = re.compile(_NAME.format(r"(\d{1,4})"))
 
+_OWNERS = 0o600
+"""The mode of memory that is lent for reading. A memfd begins with 0o777, and so do those of earlier brokers."""
+
 
 class Mappable(Protocol):
     """What a handle stands for; ``kinds`` are those of the handles that others can import, as bits, 0 if none is."""
@@ -66,12 +69,17 @@ class Physical:
     def mapped_at(self, pointer: int, reserved: Range) -> Mapping:
         """Map it at vacant addresses; no device has access yet."""
         memory.map_at(pointer, self.fd, self.nbytes)
-        return Mapping(self.device, pointer, self.nbytes, reserved, self.identity)
+        return Mapping(self.device, pointer, self.nbytes, reserved, self.identity, writable=self.writable)
 
     @property
     def identity(self) -> object:
         """What all handles and mappings of the same memory have in common."""
         return memory.identity(self.fd)
+
+    @property
+    def writable(self) -> bool:
+        """Whether it was not lent for reading; see :func:`reopened`."""
+        return memory.writable(self.fd)
 
     @property
     def shareable(self) -> bool:
@@ -83,11 +91,12 @@ class Physical:
 class Mapping(Region):
     """All of some memory, at an address. ``access`` has the bits that were set, by device.
 
-    ``identity`` is the same in every mapping of the same memory.
+    ``identity`` is the same in every mapping of the same memory. What is not ``writable`` was lent for reading.
     """
 
     range: Range
     identity: object = None
+    writable: bool = True
     access: dict[int, int] = field(default_factory=dict)
 
     @property
@@ -155,6 +164,20 @@ def create(device: int, nbytes: int, heap: Heap, *, kinds: int) -> Physical:
     fd = memory.create(nbytes, _NAME.format(device))
     heap.used += nbytes
     return Physical(device, nbytes, fd, kinds, heap)
+
+
+def reopened(descriptor: int) -> int:
+    """Return another descriptor of the same memory, which only reads; the caller closes it.
+
+    It is an open file of its own, so nothing that is done with it can make it write. Other users cannot open it again
+    for writing either: the memory is its owner's alone from now on. The owner's processes can, and those of root.
+
+    Raises:
+        PermissionError: another user owns the memory.
+        OSError: the system is short of something.
+    """
+    os.fchmod(descriptor, _OWNERS)
+    return os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
 
 
 def adopt(descriptor: int, devices: int) -> Physical:

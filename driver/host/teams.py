@@ -205,8 +205,8 @@ def _fetch(binding: Binding) -> _Bound | None:
         return None
     try:
         nbytes = os.fstat(fd).st_size
-        fits = stat.S_ISREG(os.fstat(fd).st_mode) and memory.sealed(fd) and place + binding.nbytes <= nbytes
-        if not fits or device != binding.device:
+        usable = stat.S_ISREG(os.fstat(fd).st_mode) and memory.sealed(fd) and memory.writable(fd)
+        if not usable or place + binding.nbytes > nbytes or device != binding.device:
             return None
         return _Bound(memory.map_shared(fd, nbytes), nbytes, place)
     finally:

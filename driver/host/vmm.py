@@ -13,7 +13,7 @@ from cuda.bindings import driver as cuda
 from cubroker.driver.host import fabric, memory, ranges, teams
 from cubroker.driver.host.answers import Refusal, Result, answers
 from cubroker.driver.host.memory import BLOCK
-from cubroker.driver.host.ranges import Mappable, Mapping, Physical, Range
+from cubroker.driver.host.ranges import WRITE, Mappable, Mapping, Physical, Range
 from cubroker.driver.host.sharing import HANDLE_BYTES
 from cubroker.driver.host.state import State
 
@@ -25,6 +25,10 @@ _KINDS_AT = 4
 _GRANULARITIES = frozenset(map(int, cuda.CUmemAllocationGranularity_flags))
 _DEVICE = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
 _PINNED = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+_LENT_FOR_READING = Result.CUDA_ERROR_NOT_PERMITTED
+"""What ``cuMemSetAccess`` answers where memory that was lent for reading is to be written. No GPU's memory can be lent
+so, and none answers this to that call; drivers say it of a handle that a process has no right to use."""
+
 _ACCESS = frozenset(map(int, cuda.CUmemAccess_flags)) - {int(cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_MAX)}
 
 
@@ -131,6 +135,8 @@ class Vmm(State):
             mappings = self._mappings(int(ptr), size)
             if not all(self.reaches(device, mapping.device) for device in access for mapping in mappings):
                 raise Refusal(Result.CUDA_ERROR_INVALID_DEVICE)
+            if any(flags & WRITE for flags in access.values()) and not all(each.writable for each in mappings):
+                raise Refusal(_LENT_FOR_READING)
             for mapping in mappings:
                 mapping.set_access(access)
 

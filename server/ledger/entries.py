@@ -217,6 +217,11 @@ class Lease:
     listeners: dict[Listener, None] = field(default_factory=dict)
     unsent: bool = False
 
+    @property
+    def writable(self) -> bool:
+        """Whether its holder may write the memory: that of a draft, or of a version whose readers may."""
+        return self.version.writable or self.version.state is State.DRAFT
+
 
 @dataclass(slots=True, eq=False, repr=False)
 class Signal:

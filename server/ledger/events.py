@@ -194,7 +194,8 @@ class HandOver(Struct, frozen=True):
     """Send a session the descriptors of a lease: those of each ``(device, ticket)``, in order, until ``Withdraw``.
 
     Those of the multicast objects of ``team``, if there is one, come last. It comes before the answer that grants the
-    lease, or that says they are sent; or, ``rebound``, after the notice that says what they are.
+    lease, or that says they are sent; or, ``rebound``, after the notice that says what they are. Memory that is not
+    ``writable`` is lent for reading: with descriptors that cannot be written, where the driver has such.
     """
 
     session: int
@@ -202,6 +203,7 @@ class HandOver(Struct, frozen=True):
     allocations: tuple[tuple[str, int], ...]
     team: int = 0
     rebound: bool = False
+    writable: bool = False
 
 
 class Withdraw(Struct, frozen=True):

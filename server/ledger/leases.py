@@ -66,7 +66,8 @@ def hand_over(lease: Lease) -> HandOver:
     """Return what hands all over that a lease by descriptors has been given."""
     tickets = tuple((allocation.account.device.uuid, allocation.ticket) for allocation in lease.allocations)
     team = lease.version.team if lease.bound else None
-    return HandOver(lease.session.id, lease.id, tickets, team.id if team is not None and team.sizes else 0)
+    objects = team.id if team is not None and team.sizes else 0
+    return HandOver(lease.session.id, lease.id, tickets, objects, writable=lease.writable)
 
 
 def send_descriptors(books: Books, lease: Lease) -> Done:

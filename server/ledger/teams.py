@@ -63,7 +63,7 @@ def _rebind(books: Books, lease: Lease, team: Team) -> None:
         tickets = tuple((other.account.device.uuid, other.ticket) for other in others)
         if tickets or team.sizes:
             objects = team.id if team.sizes else 0
-            books.effects.append(HandOver(session.id, lease.id, tickets, objects, rebound=True))
+            books.effects.append(HandOver(session.id, lease.id, tickets, objects, rebound=True, writable=True))
 
 
 def give_up(books: Books, version: Version) -> None:

@@ -136,6 +136,24 @@ def test_bytes_are_shared_by_descriptor(driver: Driver, context: Context, neighb
             neighbour.ask("detach", each)
 
 
+def test_what_is_lent_for_reading_shows_what_its_owner_writes(
+    driver: Driver, context: Context, neighbour: Neighbour
+) -> None:
+    """On host devices it is for nothing else; a GPU's driver has no such descriptors."""
+    with lent(driver) as descriptor, mapped(context, descriptor) as pointer:
+        open_files = len(set(Path("/proc/self/fd").iterdir()))
+        with driver.for_reading([descriptor, descriptor]) as (first, second):
+            reader = neighbour.attach(first, GRANULE, readonly=True)
+            with context.reserve(GRANULE) as reservation:
+                reservation.map(second, readonly=True)
+                context.write(pointer, b"from the owner")
+                assert context.read(reservation.pointer, 14) == b"from the owner"
+            assert (first == descriptor) is (not driver.host)
+        assert len(set(Path("/proc/self/fd").iterdir())) == open_files
+        assert neighbour.ask("read", reader, 14) == b"from the owner"
+        neighbour.ask("detach", reader)
+
+
 def test_a_mapping_needs_neither_the_handle_nor_the_descriptor(driver: Driver, context: Context) -> None:
     with context.reserve(GRANULE) as reservation:
         with lent(driver) as descriptor:

@@ -18,7 +18,7 @@ import pytest
 from cuda.bindings import driver as cuda
 
 from cubroker.driver import Driver, DriverError, load
-from cubroker.driver.host import BLOCK, HostModule, futex, memory, sharing
+from cubroker.driver.host import BLOCK, HostModule, futex, memory, reopened, sharing
 from cubroker.driver.host.descriptors import close
 from cubroker.driver.host.multicast import OPTIONS, RECOMMENDED, Options
 from cubroker.driver.host.table import MAX_BINDINGS, MAX_DEVICES, NAME, Binding, Table
@@ -114,6 +114,9 @@ def test_devices_of_two_groups_are_not_in_one_object(module: HostModule) -> None
 
 def test_bindings_that_make_no_sense_are_refused(module: HostModule) -> None:
     team, physical = made(module, 2 * BLOCK), create(module, nbytes=2 * BLOCK)
+    exported = value(module.cuMemExportToShareableHandle(physical, DESCRIPTOR, 0))
+    reading = reopened(exported)
+    readable = value(module.cuMemImportFromShareableHandle(reading, DESCRIPTOR))
     start = int(value(module.cuMemAddressReserve(2 * BLOCK, 0, 0, 0)))
     value(module.cuMemMap(start, 2 * BLOCK, 0, physical, 0))
     for answer in (
@@ -126,6 +129,7 @@ def test_bindings_that_make_no_sense_are_refused(module: HostModule) -> None:
         module.cuMulticastBindMem(team, 0, physical, BLOCK, 2 * BLOCK, 0),
         module.cuMulticastBindMem(team, 0, team, 0, BLOCK, 0),
         module.cuMulticastBindMem(physical, 0, physical, 0, BLOCK, 0),
+        module.cuMulticastBindMem(team, 0, readable, 0, BLOCK, 0),
         module.cuMulticastBindMem(4711, 0, physical, 0, BLOCK, 0),
         module.cuMulticastBindAddr(team, 0, start + 512, BLOCK, 0),
         module.cuMulticastBindAddr(team, 0, start + BLOCK, 2 * BLOCK, 0),
@@ -147,7 +151,8 @@ def test_bindings_that_make_no_sense_are_refused(module: HostModule) -> None:
     value(module.cuMulticastUnbind(team, 0, 0, BLOCK))
     value(module.cuMemUnmap(start, 2 * BLOCK))
     value(module.cuMemAddressFree(start, 2 * BLOCK))
-    for handle in (team, physical, elsewhere):
+    close(exported, reading)
+    for handle in (team, physical, readable, elsewhere):
         value(module.cuMemRelease(handle))
 
 
@@ -475,13 +480,14 @@ def refused(module: HostModule, fd: int) -> None:
 def test_memory_that_a_binding_lies_about_is_not_stored_to(cast: Cast) -> None:
     """Whoever has the descriptor can write anything into the table; nothing that it says makes a store go astray."""
     owner, pipe, small = sharing.Owner(), os.pipe(), memory.create(BLOCK)
-    unsealed = os.memfd_create("unsealed")
+    unsealed, readable = os.memfd_create("unsealed"), reopened(small)
     os.ftruncate(unsealed, BLOCK)
     offers = [
         sharing.Offer(pipe[0], 1),
         sharing.Offer(small, 0),
         sharing.Offer(small, 1, BLOCK),
         sharing.Offer(unsealed, 1),
+        sharing.Offer(readable, 1),
     ]
     handles = [owner.offer(bytes([number]) * 16, offer) for number, offer in enumerate(offers)]
     table = Table.adopt(cast.descriptor)
@@ -497,7 +503,7 @@ def test_memory_that_a_binding_lies_about_is_not_stored_to(cast: Cast) -> None:
     assert cast.heard() == [bytes(16)] * 2
     table.close()
     owner.stop()
-    close(*pipe, small, unsealed)
+    close(*pipe, small, unsealed, readable)
 
 
 def test_a_process_that_dies_while_it_changes_the_table_blocks_nobody(cast: Cast) -> None:

@@ -182,6 +182,57 @@ def test_an_impostor_cannot_make_us_map_what_would_fault(context: Context) -> No
     assert held() <= before
 
 
+# -- lending for reading -------------------------------------------------------------------------------
+
+
+def test_what_was_lent_for_reading_is_mapped_for_nothing_else(driver: Driver, context: Context) -> None:
+    """Which is another refusal than those of GPUs, where memory cannot be lent so."""
+    before = held()
+    with lent(driver) as descriptor, context.reserve(BLOCK) as reservation:
+        with driver.for_reading([descriptor]) as (reading,):
+            assert not os.get_inheritable(reading)
+            with pytest.raises(DriverError, match=r"cuMemSetAccess failed with CUDA_ERROR_NOT_PERMITTED"):
+                reservation.map(reading, readonly=False)
+            assert not reservation.mapped
+            reservation.map(reading, readonly=True)
+        start = reservation.pointer
+        with context.current(), pytest.raises(DriverError, match="CUDA_ERROR_NOT_PERMITTED"):
+            context.calls.cuMemSetAccess(start, BLOCK, [access(0)], 1)
+        assert context.read(start, 4) == bytes(4)
+        reservation.unmap()
+        reservation.map(descriptor, readonly=False)
+        context.write(start, b"mine")
+    assert held() <= before
+
+
+def test_it_is_lent_for_reading_by_its_owner_alone_who_closes_it_to_others(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with lent(driver) as descriptor:
+        os.fchmod(descriptor, 0o777)  # as memory of earlier versions is
+        before = held()
+        with driver.for_reading([descriptor]) as (reading,):
+            assert os.fstat(reading).st_mode & 0o777 == 0o600
+        assert held() == before
+        with monkeypatch.context() as short:
+            short.setattr(os, "open", fail_second(os.open, OSError(errno.EMFILE, "too many")))
+            with pytest.raises(OSError, match="too many"), driver.for_reading([descriptor, descriptor]):
+                pass
+        assert held() == before
+
+
+def fail_second(call: Callable[..., int], error: OSError) -> Callable[..., int]:
+    calls = iter((call, None))
+
+    def failing(*arguments: Any) -> int:
+        there = next(calls)
+        if there is None:
+            raise error
+        return there(*arguments)
+
+    return failing
+
+
 # -- what is left --------------------------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ from typing import cast
 
 import pytest
 
+from cubroker.driver import load
 from cubroker.protocol import wire
 from cubroker.protocol.messages import (
     Answer,
@@ -54,7 +55,13 @@ class Stage:
         self.ledger = Ledger([], os.geteuid(), store=self.store.limit)
         self.answers: list[Frame] = []
         self.broker = Broker(
-            self.ledger, {}, cast(Assembly, None), "host:1", self.answers.extend, store=self.store, scribe=Scribe()
+            self.ledger,
+            {},
+            cast(Assembly, None),
+            load("host:1"),
+            self.answers.extend,
+            store=self.store,
+            scribe=Scribe(),
         )
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ from typing import cast
 
 import pytest
 
+from cubroker.driver import load
 from cubroker.protocol import wire
 from cubroker.protocol.layout import Layout
 from cubroker.protocol.messages import (
@@ -175,7 +176,7 @@ class Stage:
         self.sent: list[list[bytes]] = []
         self.memory = Memory()
         memory = {"device": cast(DeviceMemory, self.memory)}
-        self.broker = Broker(cast(Ledger, Mistaken()), memory, cast(Assembly, None), "host:1", self._send)
+        self.broker = Broker(cast(Ledger, Mistaken()), memory, cast(Assembly, None), load("host:1"), self._send)
         self.broker.admit(ours, Peer(os.getpid(), 0, 0, os.pidfd_open(os.getpid())), 1)
         welcome = wire.unpack(self.client.recv(1000), Greeting)
         assert isinstance(welcome, Welcome)

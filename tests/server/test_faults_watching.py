@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import pytest
 
+from cubroker.driver import load
 from cubroker.protocol.messages import Refused, Welcome
 from cubroker.server import greeting
 from cubroker.server.assembly import Assembly
@@ -35,7 +36,11 @@ def test_a_process_that_cannot_be_watched_gets_no_session(monkeypatch: Patch, at
     async def test() -> None:
         before = files(os.getpid())
         broker = Broker(
-            Ledger([Budget(0, "HOST-0", "device", 1, 1)], 0), {}, cast(Assembly, None), "host:1", lambda batch: None
+            Ledger([Budget(0, "HOST-0", "device", 1, 1)], 0),
+            {},
+            cast(Assembly, None),
+            load("host:1"),
+            lambda batch: None,
         )
         for expected in (Refused, Welcome):
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

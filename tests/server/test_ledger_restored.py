@@ -156,14 +156,14 @@ def test_memory_and_leases_can_be_asked_for_as_they_are() -> None:
     assert lent is not None
     assert isinstance(lent.answer, m.Attached)
     assert lent.answer.replicas == replicas("GPU-1", "GPU-0")
-    assert lent.hand_over == e.HandOver(2, 2, (("GPU-1", 2), ("GPU-0", 1)))
+    assert lent.hand_over == e.HandOver(2, 2, (("GPU-1", 2), ("GPU-0", 1)), writable=True)
     assert (ipc := story.ledger.lent(3, 4)) is not None
     assert ipc.hand_over is None
     assert (draft := story.ledger.lent(3, 5)) is not None
     assert draft == (m.Created(5, "c", 1, "vmm", (m.Replica("GPU-0", (b"fabric",)),)), None)
     story.quietly(asks(3, 3, m.SendDescriptors(5)))
     assert (draft := story.ledger.lent(3, 5)) is not None
-    assert draft.hand_over == e.HandOver(3, 5, (("GPU-0", 5),))
+    assert draft.hand_over == e.HandOver(3, 5, (("GPU-0", 5),), writable=True)
     assert story.ledger.lent(3, 2) is None
     assert story.ledger.lent(3, 99) is None
 
@@ -171,17 +171,17 @@ def test_memory_and_leases_can_be_asked_for_as_they_are() -> None:
 def test_a_team_is_put_together_again_and_its_writers_get_its_new_objects() -> None:
     story = multicast(with_multicast(3))
     story.restarts()
-    story >> attaches(1, 3, "a", device="GPU-0") << e.HandOver(1, 3, (("GPU-0", 1),))
+    story >> attaches(1, 3, "a", device="GPU-0") << e.HandOver(1, 3, (("GPU-0", 1),), writable=True)
     body = m.Attached(3, "a", 1, "multicast", layout(MIB).encode(), replicas("GPU-0"), True, m.Team("", ""))
     story << answer(1, 3, body)
     story >> attaches(1, 4, "a", device="GPU-9", wait=0) << refused(1, 4, "not_found")
     team = m.Team("multicast", "it works", (4 * MIB,))
     story >> with_multicast(4)
-    story << e.Notify(2, m.Rebound(2, (), team)) << e.HandOver(2, 2, (), 4, rebound=True)
-    story << e.Notify(1, m.Rebound(3, (), team)) << e.HandOver(1, 3, (), 4, rebound=True)
+    story << e.Notify(2, m.Rebound(2, (), team)) << e.HandOver(2, 2, (), 4, rebound=True, writable=True)
+    story << e.Notify(1, m.Rebound(3, (), team)) << e.HandOver(1, 3, (), 4, rebound=True, writable=True)
     lent = story.ledger.lent(2, 2)
     assert lent is not None
-    assert lent.hand_over == e.HandOver(2, 2, (("GPU-1", 2),), 4)
+    assert lent.hand_over == e.HandOver(2, 2, (("GPU-1", 2),), 4, writable=True)
 
 
 def test_writers_get_the_other_replicas_where_copies_take_the_place_of_a_team() -> None:
@@ -189,13 +189,13 @@ def test_writers_get_the_other_replicas_where_copies_take_the_place_of_a_team() 
     story.restarts()
     story >> by_copies(4)
     story << e.Notify(2, m.Rebound(2, replicas("GPU-0"), m.Team("copies", "no slots left")))
-    story << e.HandOver(2, 2, (("GPU-0", 1),), rebound=True)
+    story << e.HandOver(2, 2, (("GPU-0", 1),), rebound=True, writable=True)
     story.restarts()
     story.quietly(e.Lost(2))
     story >> with_multicast(5)
     lent = story.ledger.lent(2, 2)
     assert lent is not None
-    assert lent.hand_over == e.HandOver(2, 2, (("GPU-1", 2),), 5)
+    assert lent.hand_over == e.HandOver(2, 2, (("GPU-1", 2),), 5, writable=True)
 
 
 @pytest.mark.parametrize("anew", [with_multicast, by_copies])
@@ -212,7 +212,7 @@ def test_the_writer_of_a_draft_has_all_replicas_already(anew: Callable[[int], e.
     event = anew(4)
     story >> event << e.Notify(1, m.Rebound(1, (), m.Team(event.how, event.why, event.sizes)))
     if event.sizes:
-        story << e.HandOver(1, 1, (), 4, rebound=True)
+        story << e.HandOver(1, 1, (), 4, rebound=True, writable=True)
     story >> asks(1, 2, m.Seal(1)) << e.Withdraw(1, 1) << answer(1, 2, m.Sealed(1))
 
 

@@ -56,10 +56,10 @@ def test_every_pair_of_a_bond_and_a_turn_is_in_the_table_or_forbidden() -> None:
 def test_a_draft_is_filled_once_its_team_is_assembled_and_its_memory_freed_once_that_is_dissolved() -> None:
     story = begun()
     story >> MADE
-    story << e.HandOver(1, 1, MEMBERS, 3) << created(m.Team("multicast", "it works", (4 * MIB,)))
+    story << e.HandOver(1, 1, MEMBERS, 3, writable=True) << created(m.Team("multicast", "it works", (4 * MIB,)))
     story >> asks(1, 2, m.Seal(1)) << e.Withdraw(1, 1) << answer(1, 2, m.Sealed(1))
     story >> attaches(2, 2, "a", device="GPU-1")
-    story << e.HandOver(2, 2, MEMBERS[1:], 3)
+    story << e.HandOver(2, 2, MEMBERS[1:], 3, writable=True)
     story << attached(2, "GPU-1", team=m.Team("multicast", "it works", (4 * MIB,)))
     story >> asks(1, 3, m.Retire("a", 1)) << answer(1, 3, m.Retirement(1, 1))
     story >> asks(2, 3, m.Close(2)) << e.Withdraw(2, 2) << e.Dissolve(3) << done(2, 3)
@@ -70,17 +70,18 @@ def test_a_draft_is_filled_once_its_team_is_assembled_and_its_memory_freed_once_
 
 def test_where_copies_take_its_place_who_may_write_is_handed_all_replicas_its_own_first() -> None:
     story = begun()
-    story >> WITHOUT << e.HandOver(1, 1, MEMBERS) << created(m.Team("copies", "no slots left"))
+    story >> WITHOUT << e.HandOver(1, 1, MEMBERS, writable=True) << created(m.Team("copies", "no slots left"))
     story >> asks(1, 2, m.Seal(1)) << e.Withdraw(1, 1) << answer(1, 2, m.Sealed(1))
     story >> attaches(2, 2, "a", device="GPU-1")
-    story << e.HandOver(2, 2, MEMBERS[::-1]) << attached(2, *BOTH[::-1], team=m.Team("copies", "no slots left"))
+    story << e.HandOver(2, 2, MEMBERS[::-1], writable=True)
+    story << attached(2, *BOTH[::-1], team=m.Team("copies", "no slots left"))
 
 
 def test_who_may_not_write_or_is_on_another_device_gets_one_replica_and_no_object() -> None:
     for writable, device, peers in ((False, "GPU-0", ()), (True, "GPU-9", ("GPU-0",))):
         story = begun(writable=writable)
         story.quietly(MADE, asks(1, 2, m.Seal(1)))
-        story >> attaches(2, 2, "a", device=device, peers=peers) << e.HandOver(2, 2, MEMBERS[:1])
+        story >> attaches(2, 2, "a", device=device, peers=peers) << e.HandOver(2, 2, MEMBERS[:1], writable=writable)
         story << attached(2, "GPU-0", writable=writable, team=m.Team("multicast", "it works"))
 
 
@@ -98,7 +99,7 @@ def test_one_device_alone_needs_no_team() -> None:
     story = Story()
     story.joins(1)
     story >> creates(1, 1, "a", MIB, share="multicast") << e.Allocate(1, "GPU-0", (2 * MIB,), "multicast")
-    story >> e.Allocated(1, (D,)) << e.HandOver(1, 1, (("GPU-0", 1),))
+    story >> e.Allocated(1, (D,)) << e.HandOver(1, 1, (("GPU-0", 1),), writable=True)
     team = m.Team("copies", "it is on one device, so there is nothing to bind together")
     story << answer(1, 1, m.Created(1, "a", 1, "multicast", replicas("GPU-0"), team))
     story >> asks(1, 2, m.Close(1)) << e.Withdraw(1, 1) << e.Free(1, "GPU-0") << done(1, 2)

@@ -42,7 +42,7 @@ def publish(story: Story) -> None:
     allocates(story)
     story >> e.Allocated(2, (D, D), (12, 13))
     story >> e.Allocated(1, (D, D), (10, 11))
-    story << e.HandOver(1, 1, (("GPU-0", 1), ("GPU-1", 2)))
+    story << e.HandOver(1, 1, (("GPU-0", 1), ("GPU-1", 2)), writable=True)
     story << answer(1, 1, created((D, D), (D, D)))
 
 
@@ -78,7 +78,7 @@ def test_descriptors_are_withdrawn_before_their_memory_is_freed_however_a_lease_
     story >> creates(2, 1, "b", 1, share="vmm")
     story << e.Allocate(3, "GPU-0", (2 * MIB,), "vmm")
     story >> e.Allocated(3, (D,), (14,))
-    story << e.HandOver(2, 2, (("GPU-0", 3),))
+    story << e.HandOver(2, 2, (("GPU-0", 3),), writable=True)
     story << answer(2, 1, m.Created(2, "b", 1, "vmm", (m.Replica("GPU-0", (D,)),)))
     story >> e.Gone(2)
     story << e.Withdraw(2, 2)
@@ -93,7 +93,7 @@ def test_fabric_handles_come_with_the_answer_and_descriptors_to_whoever_asks_for
     story << answer(1, 1, created(FABRIC[::-1], FABRIC))
     assert story.tells(1, m.Describe("a", 1), m.Description).info.opened_by == "fabric handle"
     story >> asks(1, 2, m.SendDescriptors(1))
-    story << e.HandOver(1, 1, (("GPU-0", 1), ("GPU-1", 2)))
+    story << e.HandOver(1, 1, (("GPU-0", 1), ("GPU-1", 2)), writable=True)
     story << done(1, 2)
     story >> asks(1, 3, m.SendDescriptors(1))
     story << refused(1, 3, "invalid", "lease 1 on a@1 has no descriptors that were not sent")
@@ -118,7 +118,7 @@ def test_where_one_device_has_no_fabric_handles_descriptors_open_all_of_a_versio
     story >> e.Allocated(1, FABRIC, (10, 11))
     assert story.tells(1, m.Describe("a", 1), m.Description).info.opened_by == ""
     story >> e.Allocated(2, (FABRIC[0], D), (12, 13))
-    story << e.HandOver(1, 1, (("GPU-0", 1), ("GPU-1", 2)))
+    story << e.HandOver(1, 1, (("GPU-0", 1), ("GPU-1", 2)), writable=True)
     story << answer(1, 1, created((D, D), (D, D)))
     assert story.tells(1, m.Describe("a", 1), m.Description).info.opened_by == "descriptor"
     story >> asks(1, 2, m.SendDescriptors(1))

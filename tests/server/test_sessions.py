@@ -7,8 +7,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -339,6 +339,48 @@ def test_a_shortage_of_the_system_delays_descriptors_and_what_comes_after_them(
             assert received == [(Descriptors(1, 3), named(100, 101, 102)), (GatewayChanged(), [])]
 
     monkeypatch.setattr(socket, "send_fds", short)
+    run(test())
+
+
+def test_what_is_lent_in_the_place_of_descriptors_is_opened_for_each_packet_and_closed(
+    files: dict[int, tuple[int, ...]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A shortage at opening delays it; what this process may not open is in the log, and nobody waits behind it."""
+    refusals = [errno.EMFILE, errno.ENFILE]
+    lent: set[int] = set()
+
+    @contextmanager
+    def lend(descriptors: Sequence[int]) -> Iterator[Sequence[int]]:
+        if refusals:
+            raise OSError(refusals.pop(), "short of something")
+        opened = [_file(900 + place) for place in range(len(descriptors))]
+        lent.update(opened)
+        try:
+            yield opened
+        finally:
+            lent.difference_update(opened)
+            for descriptor in opened:
+                os.close(descriptor)
+
+    async def test() -> None:
+        async with ends() as pair:
+            pair.session.hand_over(Parcel(1, (100, 200), files, lend=lend))
+            received: list[tuple[Notice, list[str]]] = []
+            while len(received) < 3:
+                received += pair.received()
+                await asyncio.sleep(0.001)
+            assert [names for _, names in received] == [
+                named(*range(900, 916)),
+                named(*range(900, 916)),
+                named(*range(900, 911)),
+            ]
+            assert not lent
+            refusals.append(errno.EACCES)
+            pair.session.hand_over(Parcel(2, (100,), files, lend=lend))
+            pair.session.notify(GatewayChanged())
+            assert pair.heard() == [GatewayChanged()]
+            assert "session 1 is not sent the memory of lease 2, which this broker may not open" in caplog.text
+
     run(test())
 
 

@@ -140,8 +140,14 @@ class Pair:
     def _descriptors(self, expected: Expected, effects: list[e.Effect]) -> None:
         """What is handed over comes before the answer, and stays until it is withdrawn; all of a lease, or nothing."""
         handed = [effect for effect in effects if isinstance(effect, e.HandOver)]
-        assert sorted((effect.session, effect.lease, effect.allocations, effect.team) for effect in handed) == sorted(
-            (lease.session.id, lease.id, tuple((b.device, b.ticket) for b in blocks), team.id if team else 0)
+        assert sorted((o.session, o.lease, o.allocations, o.team, o.writable) for o in handed) == sorted(
+            (
+                lease.session.id,
+                lease.id,
+                tuple((b.device, b.ticket) for b in blocks),
+                team.id if team else 0,
+                lease.version.body.writable or lease.version.state == "draft",
+            )
             for lease, blocks, team in expected.handed
         )
         withdrawn = [(effect.session, effect.lease) for effect in effects if isinstance(effect, e.Withdraw)]
