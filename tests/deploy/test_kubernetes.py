@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -150,6 +151,11 @@ def test_the_settings_are_where_the_image_looks_for_them_and_make_sense(tmp_path
     (tmp_path / file.name).write_text(SETTINGS)
     done = run("config", "check", tmp_path / file.name)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_pool_is_for_the_pods_of_one_user_unless_its_creator_gives_it_a_mode() -> None:
+    assert tomllib.loads(SETTINGS)["mode"] == 0o600
+    assert len({pod(file)["securityContext"]["runAsUser"] for file in FILES}) == len(FILES)
 
 
 def test_a_pod_has_more_time_to_end_than_the_broker_takes() -> None:

@@ -12,7 +12,7 @@ import pytest
 from cubroker.protocol.layout import Layout
 from cubroker.protocol.messages import Attach, Close, Done, Failed, Refused
 from tests.brokers import eventually
-from tests.server.clients import connect, greet, session
+from tests.server.clients import ROOT, connect, greet, session
 from tests.server.configured import configured
 from tests.server.processes import descriptors
 from tests.server.visitor import visiting
@@ -49,6 +49,22 @@ def test_a_pool_is_for_whom_its_mode_says() -> None:
         said = f"(user {BOB}) was refused: user {BOB} may not "
         eventually(lambda: broker.log().count(said) == 3, "three lines in the log")
         assert f"{said}attach to llama" in broker.log()
+
+
+@needs_root
+def test_a_pool_is_its_owners_alone_with_the_settings_that_are_shipped() -> None:
+    text = (ROOT / "deploy" / "cubroker.toml").read_text().replace("#mode = 0o600", "mode = 0o666")
+    with (
+        configured(text) as broker,
+        visiting(broker.directory, ALICE, STAFF) as alice,
+        visiting(broker.directory, BOB, STAFF) as mate,
+    ):
+        assert alice("publish", "llama") == 1
+        assert alice("attach", "llama") == [1, ALICE % 251]
+        assert mate.refused("attach", "llama")[0] == "denied"
+        assert mate("pools") == []
+        assert alice("publish", "shared", 0o644) == 1
+        assert mate("attach", "shared") == [1, ALICE % 251]
 
 
 @needs_root

@@ -14,11 +14,18 @@ from cubroker.server.ledger.policy import Quota
 ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "deploy" / "cubroker.toml"
 PAGE = (ROOT / "docs" / "configuration.md").read_text()
+SHIPPED = {"mode": 0o600}
+"""What the example sets: several users may connect where it is used."""
+
 SETTING_OR_TABLE = re.compile(r"^#(?=\w+ = |\[)", re.MULTILINE)
 
 
-def test_the_example_changes_nothing_as_it_is_shipped() -> None:
-    assert Sources(EXAMPLE).read() == Sources().read()
+def test_the_example_as_it_is_shipped_makes_pools_their_owners_and_changes_nothing_else() -> None:
+    shipped, usual = Sources(EXAMPLE).read(), Sources().read()
+    differing = [key for key in shipped.values if shipped.values[key] != usual.values.get(key)]
+    assert {key: shipped.values[key].meant for key in differing} == SHIPPED
+    assert usual.config.policy.mode == 0o644
+    assert shipped.config.policy.mode == 0o600
 
 
 def test_the_example_has_every_setting_with_its_default_where_that_does_not_depend(tmp_path: Path) -> None:
@@ -28,7 +35,7 @@ def test_the_example_has_every_setting_with_its_default_where_that_does_not_depe
     for key, setting in SETTINGS.items():
         assert shown.values[key].origin.startswith(f"{path}:"), key
         if setting.default is not None:
-            assert shown.values[key].meant == usual.values[key].meant, key
+            assert shown.values[key].meant == SHIPPED.get(key, usual.values[key].meant), key
     assert {key.rpartition(".")[2] for key in shown.values if key.startswith(f"{PERSONAL}.root.")} == QUOTA.keys()
     assert shown.config.policy.quotas == {0: Quota()}
 
@@ -39,7 +46,7 @@ def test_the_example_says_what_needs_a_restart_and_which_defaults_depend() -> No
     for line in EXAMPLE.read_text().splitlines():
         if header := re.fullmatch(r"#?\[(.*)\]", line):
             table, said = f"{header[1]}.", ""
-        elif setting := re.fullmatch(r"#(\w+) = .*", line):
+        elif setting := re.fullmatch(r"#?(\w+) = .*", line):
             comments[table + setting[1]] = said
         else:
             said = f"{said} {line}" if line else ""
