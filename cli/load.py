@@ -52,7 +52,13 @@ from cubroker.protocol.messages import AUTO
     metavar="SECONDS",
     help="How long to wait for room and for another writer.  [default: 0; with --if-absent, as long as it takes]",
 )
-@click.option("--mode", callback=options.mode, metavar="MODE", help="Who may attach and publish, like a file's: 640.")
+@click.option(
+    "--mode",
+    callback=options.mode,
+    metavar="MODE",
+    help="Who may attach and publish, like a file's: 640. Who may attach to memory of a GPU can write it, too, if it"
+    " means to.  [default: the broker's]",
+)
 @click.option(
     "--owner",
     "owners",

@@ -193,7 +193,8 @@ class Broker(Unsendable, Scoped):
                 default ``vmm`` where all ``devices`` can, else ``ipc``. The draft's ``share`` tells.
             wait: seconds to wait for other writers of the pool, and for room.
             mode: who may attach (read) and publish and retire (write), like a file's: ``0o640``. By default a pool
-                keeps its mode, and a new one gets the broker's default.
+                keeps its mode, and a new one gets the broker's default. A process that may attach to ``ipc`` memory, or
+                to that of a GPU, can write it if it means to.
             plan: for every tensor by name, which of ``devices`` it lies on, and no other: the pool is sharded. The
                 layout must have tensors of different devices in different allocations, as those have that
                 ``Layout.pack(..., groups=plan)`` makes.
