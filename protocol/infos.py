@@ -9,6 +9,9 @@ from msgspec import Meta, Struct
 from cubroker.protocol.bounds import MAX_DEVICES, Time
 from cubroker.protocol.wire import MAX_ITEMS
 
+NOBODY = 0xFFFF_FFFF
+"""A uid and a gid that no process can have: of whom the receiver may not know."""
+
 
 class PoolInfo(Struct, frozen=True):
     """One live version. ``state``: ``draft``, ``current``, ``superseded``, ``retired``, or ``lost``: ``why`` says how.
@@ -48,7 +51,10 @@ class LeaseInfo(Struct, frozen=True):
 
 
 class ClientInfo(Struct, frozen=True):
-    """One session. ``state``: ``connected``, or ``detached`` while its process lives without a connection."""
+    """One session. ``state``: ``connected``, or ``detached`` while its process lives without a connection.
+
+    ``leases`` are those on pools that the receiver may read.
+    """
 
     session: int
     pid: int
@@ -73,7 +79,8 @@ class BlockInfo(Struct, frozen=True):
     """The memory of one version on one device: ``nbytes`` of it, which its ``owner`` has.
 
     ``state`` is the version's, and ``stage`` that of the memory: ``promised``, ``held``, ``given up`` or ``freeing``.
-    It has no ``pool`` and no ``version`` if the receiver may not see these.
+    Of pools that the receiver may not read it is the sum, for each stage, without ``pool`` and ``version``; the
+    ``state`` is ``current`` then, and the ``owner`` :data:`NOBODY`.
     """
 
     device: str

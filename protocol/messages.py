@@ -478,7 +478,7 @@ class Pools(Message, frozen=True):
 
 
 class Clients(Message, frozen=True):
-    """Every session, in order of arrival."""
+    """Every session of the receiver's user, or of all users if that administers the broker, in order of arrival."""
 
     clients: Annotated[tuple[ClientInfo, ...], Meta(max_length=MAX_ITEMS)]
 
@@ -498,7 +498,10 @@ class Description(Message, frozen=True):
 
 
 class View(Message, frozen=True):
-    """Everything as of one moment. ``blocks`` are in the order in which they were promised."""
+    """Everything as of one moment that the receiver may see. ``blocks`` are in the order in which they were promised.
+
+    ``clients`` and ``waiters`` are those of the receiver's user, or of all users if that administers the broker.
+    """
 
     devices: Annotated[tuple[DeviceInfo, ...], Meta(max_length=MAX_ITEMS)]
     pools: Annotated[tuple[PoolInfo, ...], Meta(max_length=MAX_ITEMS)]

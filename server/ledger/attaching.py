@@ -10,9 +10,9 @@ from cubroker.protocol.errors import Denied, Invalid, NotFound, Retired
 from cubroker.protocol.messages import Attach, Attached, Created, Replica, Where
 from cubroker.server.ledger import draining, teams, waiting, wording
 from cubroker.server.ledger.books import Books
-from cubroker.server.ledger.entries import Allocation, Lease, Past, Pool, Session, Version
+from cubroker.server.ledger.entries import Allocation, Lease, Pool, Session, Version
 from cubroker.server.ledger.leases import grant
-from cubroker.server.ledger.permissions import may_hear, may_read
+from cubroker.server.ledger.permissions import heard, may_read
 from cubroker.server.ledger.states import State
 from cubroker.server.ledger.waiters import Reader
 
@@ -29,7 +29,8 @@ def attach(books: Books, session: Session, request: int, body: Attach) -> Attach
         check_owner(session, pool, body)
     _check_missing(books, session, pool, body)
     waiting.admit(books, session, request)
-    reader = Reader(next(books.arrivals), session, request, books.pool(body.name), body)
+    blind = 0 < body.version <= books.past(body.name).last
+    reader = Reader(next(books.arrivals), session, request, books.pool(body.name), body, blind)
     waiting.begin(books, reader)
     waiting.limit(books, reader)
     return None
@@ -57,7 +58,7 @@ def check_owner(session: Session, pool: Pool, where: Attach | Where) -> None:
 def _check_missing(books: Books, session: Session, pool: Pool | None, body: Attach) -> None:
     """Raise unless the missing version can come and the request may wait for it."""
     names.check(body.name)
-    past = books.past(body.name)
+    past = heard(books, session, body.name)
     if 0 < body.version <= past.last:
         current = 0 if pool is None or pool.current is None else pool.current.number
         raise Retired(wording.retired(body.name, body.version, current, past.loss))
@@ -77,10 +78,8 @@ def missing(books: Books, session: Session, pool: Pool | None, name: str, number
     if pool is None or not pool.versions:
         looked_at = islice(books.pools.values(), wording.NEAR_POOLS)
         visible = (other for other in looked_at if may_read(books, session, other))
-        known = books.pools.get(name) or books.past_pools.get(name)
-        told = known is not None and may_hear(books, session, known)
-        return wording.no_pool(name, visible, books.past(name) if told else Past())
-    return wording.unpublished(pool, number)
+        return wording.no_pool(name, visible, heard(books, session, name))
+    return wording.unpublished(books, session, pool, number)
 
 
 def lease(books: Books, session: Session, version: Version, where: Attach | Where) -> Attached:

@@ -146,14 +146,15 @@ class Books:
     def past(self, name: str) -> Past:
         """Return what is remembered of ``name``, whether or not anything of it lives."""
         pool = self.pools.get(name)
-        return self.numbers.get(name, Past()) if pool is None else Past(pool.last, pool.loss)
+        return self.numbers.get(name, Past()) if pool is None else pool.past
 
     def pool(self, name: str) -> Pool:
         """Return the record of ``name``, a new one if it has none."""
         pool = self.pools.get(name)
         if pool is None:
             pool = self.past_pools.pop(name, None) or Pool(name, 0, story=Story(self.clock))
-            pool.last, pool.loss = self.numbers.pop(name, Past())
+            if (past := self.numbers.pop(name, None)) is not None:
+                pool.last, pool.loss, pool.heir, pool.group, pool.mode = past
             self.pools[name] = pool
         return pool
 
@@ -187,7 +188,7 @@ class Books:
         del self.pools[pool.name]
         _keep(self.past_pools, pool.name, pool)
         if pool.last:
-            self.numbers[pool.name] = Past(pool.last, pool.loss)
+            self.numbers[pool.name] = pool.past
             if len(self.numbers) > MAX_NUMBERS:
                 oldest = next(iter(self.numbers))
                 del self.numbers[oldest]

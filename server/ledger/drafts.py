@@ -41,7 +41,7 @@ from cubroker.protocol.layout import Outline
 from cubroker.protocol.messages import AUTO, DESCRIPTOR, Attached, Create
 from cubroker.server.ledger import attaching, draining, shortages, teams, wording
 from cubroker.server.ledger.attaching import check_somewhere, created
-from cubroker.server.ledger.books import Books
+from cubroker.server.ledger.books import Books, Kind
 from cubroker.server.ledger.chronicle import Story
 from cubroker.server.ledger.entries import (
     BY_DESCRIPTOR,
@@ -355,6 +355,7 @@ def _begin_draft(books: Books, writer: Writer) -> None:
             pool.story = Story(books.clock)  # what happened before is not for the new owner to tell
         pool.owner, pool.group = session.uid, session.gid
         pool.mode = books.policy.mode if version.mode is None else version.mode
+        books.mark(Kind.NAME, name=pool.name)
     for account, sizes in writer.sizes.items():
         allocate(books, version, account, sizes)
 

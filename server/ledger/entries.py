@@ -249,10 +249,16 @@ class Loss(NamedTuple):
 
 
 class Past(NamedTuple):
-    """What is remembered of a name: the number of its last version, and its last loss."""
+    """What is remembered of a name: the number of its last version, its last loss, and who may know of them.
+
+    ``heir`` is the last owner, None if there was none or nobody knows; ``group`` and ``mode`` were the pool's.
+    """
 
     last: int = 0
     loss: Loss | None = None
+    heir: int | None = None
+    group: int = 0
+    mode: int = 0
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -260,9 +266,9 @@ class Pool:
     """One name: its live versions, and everybody who waits for or watches it.
 
     ``last`` is the number of the last version published, or lost as a draft; ``loss`` is the last that was lost.
-    ``owner`` is the uid that the name belongs to while any version of it lives; ``group`` and ``mode`` say what
-    others may do. ``draft`` is the version being allocated or filled, ``writer`` the request whose turn it is until
-    its draft is filled, ``line`` those whose turn comes later.
+    ``owner`` is the uid that the name belongs to while any version of it lives, and ``heir`` the one to whom it
+    belonged before; ``group`` and ``mode`` say what others may do. ``draft`` is the version being allocated or filled,
+    ``writer`` the request whose turn it is until its draft is filled, ``line`` those whose turn comes later.
     """
 
     name: str
@@ -290,6 +296,11 @@ class Pool:
     def free(self) -> bool:
         """Whether somebody could have the turn as its writer."""
         return self.writer is None and self.draft is None
+
+    @property
+    def past(self) -> Past:
+        """What is remembered of it when it is forgotten."""
+        return Past(self.last, self.loss, self.heir, self.group, self.mode)
 
     def remember(self, loss: Loss) -> None:
         """Remember how a version was lost, unless a later one was."""

@@ -9,7 +9,7 @@ owner may do both whatever the mode says, so that nobody can lock away memory th
 from __future__ import annotations
 
 from cubroker.server.ledger.books import Books
-from cubroker.server.ledger.entries import Pool, Session
+from cubroker.server.ledger.entries import Past, Pool, Session
 
 ROOT = 0
 READ, WRITE = 4, 2
@@ -59,14 +59,30 @@ def may_rule(books: Books, session: Session, pool: Pool) -> bool:
     return pool.owner in (None, session.uid) or is_privileged(books, session)
 
 
-def may_hear(books: Books, session: Session, pool: Pool) -> bool:
-    """Say whether a session may hear what happened to a pool: as may read it, or might when something of it lived."""
-    if pool.owner is None and session.uid != pool.heir and not is_privileged(books, session):
-        return pool.heir is None or _allows(session, pool, READ)
-    return may_read(books, session, pool)
+def may_hear(books: Books, session: Session, pool: Pool | Past) -> bool:
+    """Say whether a session may hear what happened to a pool: as may read it, or might when something of it lived.
+
+    Of a pool of which nobody knows whose it was, administrators alone may.
+    """
+    if isinstance(pool, Pool) and pool.owner is not None:
+        return may_read(books, session, pool)
+    known = pool.heir is not None and (pool.heir == session.uid or _allows(session, pool, READ))
+    return known or is_privileged(books, session)
 
 
-def _allows(session: Session, pool: Pool, bit: int) -> bool:
+def may_see(books: Books, session: Session, other: Session) -> bool:
+    """Say whether a session may know of another one, and of its requests: of its own user's, or as administrator."""
+    return other.uid == session.uid or is_privileged(books, session)
+
+
+def heard(books: Books, session: Session, name: str) -> Past:
+    """Return what a session may know of the past of a name: of a pool that it may not read no more than of none."""
+    pool = books.pools.get(name)
+    past = books.past(name)
+    return past if may_hear(books, session, past if pool is None else pool) else Past()
+
+
+def _allows(session: Session, pool: Pool | Past, bit: int) -> bool:
     """Say whether a pool's mode has a bit for a session that is not its owner's."""
     member = pool.group == session.gid or pool.group in session.groups
     return bool(pool.mode >> (3 if member else 0) & bit)

@@ -11,7 +11,7 @@ from cubroker.server.ledger.books import Books, Kind
 from cubroker.server.ledger.entries import Pool, Session, Version
 from cubroker.server.ledger.events import Notify
 from cubroker.server.ledger.leases import end_if_empty, end_surplus, held, release
-from cubroker.server.ledger.permissions import may_read, may_write
+from cubroker.server.ledger.permissions import heard, may_hear, may_write
 from cubroker.server.ledger.policy import exceeds
 from cubroker.server.ledger.states import Cause, State
 from cubroker.server.ledger.waiters import Reader, Writer
@@ -67,7 +67,7 @@ def retire(books: Books, session: Session, body: Retire) -> Retirement:
     version = find(books, session, body.name, body.version)
     pool = version.pool
     if version is pool.draft:
-        raise Invalid(wording.still_draft(version))
+        raise Invalid(wording.still_draft(books, session, version))
     leases = version.leases
     if version.state not in (State.RETIRED, State.LOST):
         pool.story.append(f"{session.label} retires version {version.number}")
@@ -92,7 +92,7 @@ def find(books: Books, session: Session, name: str, number: int) -> Version:
         version = pool.versions.get(number) if number else pool.current
         if version is not None:
             return version
-    past = books.past(name)
+    past = heard(books, session, name)
     if 0 < number <= past.last:
         raise Retired(wording.retired(name, number, pool.current.number if pool and pool.current else 0, past.loss))
     raise NotFound(missing(books, session, pool, name, number))
@@ -135,9 +135,10 @@ def unwatch(books: Books, session: Session, name: str) -> None:
 
 
 def announce(books: Books, pool: Pool) -> None:
-    """Tell everybody who watches a pool, and may read it, which version is current."""
+    """Tell everybody who watches a pool, and may hear of it, which version is current."""
+    unowned = pool.owner is pool.heir is None  # so there is nothing but the name
     for session in pool.watchers:
-        if may_read(books, session, pool):
+        if unowned or may_hear(books, session, pool):
             books.effects.append(_notice(session, pool))
 
 

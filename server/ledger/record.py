@@ -62,7 +62,11 @@ class WatchEntry(Entry, frozen=True):
 
 
 class NameEntry(Entry, frozen=True):
-    """``name``: its past, and whose it is as long as a version of it lives. ``lost`` is 0 if none was lost."""
+    """``name``: its past, and whose it is as long as a version of it lives. ``lost`` is 0 if none was lost.
+
+    Without a version, ``group`` and ``mode`` are the last ones, and ``heir`` is the last owner; a broker before this
+    build recorded none.
+    """
 
     last: Number
     lost: Number
@@ -70,6 +74,7 @@ class NameEntry(Entry, frozen=True):
     owner: User | None
     group: User
     mode: Mode
+    heir: User | None = None
 
 
 class Piece(Entry, frozen=True):
@@ -216,11 +221,13 @@ def _watch(books: Books, number: int, name: str) -> WatchEntry | None:
 
 
 def _name(books: Books, _: int, name: str) -> NameEntry | None:
-    last, loss = books.past(name)
+    last, loss, heir, group, mode = books.past(name)
     pool, (lost, why) = books.pools.get(name), loss or (0, "")
     if pool is not None and any(version.state not in UNRECORDED for version in pool.versions.values()):
         return NameEntry(last, lost, why, pool.owner, pool.group, pool.mode)
-    return NameEntry(last, lost, why, None, 0, 0) if last else None
+    if pool is not None and pool.owner is not None:  # of a first draft without memory, which ends with the broker
+        heir = pool.owner
+    return NameEntry(last, lost, why, None, group, mode, heir) if last else None
 
 
 def _version(books: Books, number: int, name: str) -> Version | None:

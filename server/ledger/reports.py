@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from cubroker.protocol.infos import BlockInfo, ClientInfo, DeviceInfo, LeaseInfo, PoolInfo, WaiterInfo
+from cubroker.protocol.infos import NOBODY, BlockInfo, ClientInfo, DeviceInfo, LeaseInfo, PoolInfo, WaiterInfo
 from cubroker.protocol.messages import Clients, Describe, Description, DeviceList, Pools, View
 from cubroker.server.ledger import teams
 from cubroker.server.ledger.attaching import check_readable
 from cubroker.server.ledger.books import Books
 from cubroker.server.ledger.entries import Account, Allocation, Session, User, Version
 from cubroker.server.ledger.leases import opened_by
-from cubroker.server.ledger.permissions import may_read
+from cubroker.server.ledger.permissions import may_read, may_see
 from cubroker.server.ledger.policy import Quota
 from cubroker.server.ledger.publishing import find
 from cubroker.server.ledger.states import Stage, State
@@ -38,9 +40,6 @@ STAGES = {
 }
 """What users read of the stages of memory that is on the books."""
 
-STRANGER = 0xFFFF_FFFF
-"""A uid and a gid that nobody can have: to the system it stands for none."""
-
 
 def list_pools(books: Books, session: Session) -> Pools:
     """Return every live version that ``session`` may see, by name and number."""
@@ -50,8 +49,9 @@ def list_pools(books: Books, session: Session) -> Pools:
 
 
 def list_clients(books: Books, session: Session) -> Clients:
-    """Return every session, in order of arrival, with its leases on what ``session`` may see."""
-    return Clients(tuple(_client(books, session, other) for other in books.sessions.values()))
+    """Return every session that ``session`` may know of, in order of arrival, with its leases on what that may see."""
+    known = (other for other in books.sessions.values() if may_see(books, session, other))
+    return Clients(tuple(_client(books, session, other) for other in known))
 
 
 def list_devices(books: Books) -> DeviceList:
@@ -80,8 +80,8 @@ def holder(session: Session) -> Holder:
 
 def onlooker(books: Books, *, everything: bool) -> Session:
     """Return a session that is on no books, of one who sees everything, or what a stranger to every pool may see."""
-    uid = books.uid if everything else STRANGER
-    return Session(0, 0, User(uid, Quota()), STRANGER, verified=True)
+    uid = books.uid if everything else NOBODY
+    return Session(0, 0, User(uid, Quota()), NOBODY, verified=True)
 
 
 def summary(books: Books) -> str:
@@ -100,24 +100,38 @@ def view(books: Books, session: Session) -> View:
     """Return everything that ``session`` may see; of memory that on the devices that are served."""
     here = (a for a in books.allocations.values() if a.account.device.uuid in books.accounts)
     there = (a for a in here if a.stage in STAGES)  # after a mistake memory that is gone may still be on the books
-    blocks = (_block(books, session, allocation) for allocation in there)
-    waiters = (waiter for other in books.sessions.values() for waiter in other.unfinished.values())
+    known = (other for other in books.sessions.values() if may_see(books, session, other))
+    waiters = (waiter for other in known for waiter in other.unfinished.values())
     return View(
         devices=list_devices(books).devices,
         pools=list_pools(books, session).pools,
         clients=list_clients(books, session).clients,
-        blocks=tuple(blocks),
+        blocks=_blocks(books, session, there),
         waiters=tuple(_waiter(books, session, waiter) for waiter in waiters),
     )
 
 
-def _block(books: Books, session: Session, allocation: Allocation) -> BlockInfo:
+def _blocks(books: Books, session: Session, allocations: Iterable[Allocation]) -> tuple[BlockInfo, ...]:
+    """Return each piece of memory whose pool ``session`` may see, then of each device the sum of all others."""
+    seen, hidden = [], Counter[tuple[str, str]]()
+    for allocation in allocations:
+        if may_read(books, session, allocation.version.pool):
+            seen.append(_block(allocation))
+        else:
+            hidden[allocation.account.device.uuid, STAGES[allocation.stage]] += allocation.nbytes
+    others = [
+        BlockInfo(device, "", 0, State.CURRENT.value, stage, nbytes, NOBODY)
+        for (device, stage), nbytes in hidden.items()
+    ]
+    return (*seen, *others)
+
+
+def _block(allocation: Allocation) -> BlockInfo:
     version = allocation.version
-    visible = may_read(books, session, version.pool)
     return BlockInfo(
         device=allocation.account.device.uuid,
-        pool=version.pool.name if visible else "",
-        version=version.number if visible else 0,
+        pool=version.pool.name,
+        version=version.number,
         state=_state(version),
         stage=STAGES[allocation.stage],
         nbytes=allocation.nbytes,

@@ -141,7 +141,8 @@ def _session(books: Books, number: int, entry: SessionEntry) -> None:
 
 
 def _name(books: Books, name: str, entry: NameEntry) -> None:
-    books.numbers[name] = Past(entry.last, Loss(entry.lost, entry.why) if entry.lost else None)
+    loss = Loss(entry.lost, entry.why) if entry.lost else None
+    books.numbers[name] = Past(entry.last, loss, entry.heir, entry.group, entry.mode)
     if entry.owner is not None:
         pool = books.pool(name)
         pool.owner, pool.group, pool.mode = entry.owner, entry.group, entry.mode

@@ -10,7 +10,7 @@ from cubroker.protocol.messages import Tell
 from cubroker.server.ledger.books import Books
 from cubroker.server.ledger.chronicle import Story
 from cubroker.server.ledger.entries import Pool, Session
-from cubroker.server.ledger.permissions import is_privileged, may_hear
+from cubroker.server.ledger.permissions import may_hear, may_see
 
 
 def find(books: Books, subject: str | int) -> Story | None:
@@ -27,8 +27,8 @@ def tell(books: Books, session: Session, body: Tell) -> Told:
     """Tell the story of a pool, or of a session.
 
     Raises:
-        Denied: ``session`` may not read the pool, or the other session is another user's.
-        NotFound: nothing is known of it.
+        Denied: ``session`` may not read the pool.
+        NotFound: nothing is known of it, or the other session is another user's.
     """
     if body.pool is None:
         _check_session(books, session, body.session)
@@ -42,15 +42,17 @@ def tell(books: Books, session: Session, body: Tell) -> Told:
 def _check_pool(books: Books, session: Session, name: str) -> None:
     names.check(name)
     pool = books.pools.get(name) or books.past_pools.get(name)
-    if pool is None:
-        raise NotFound(f"nothing is known of a pool {name}; the list of pools has those that there are")
-    if not may_hear(books, session, pool):
+    heard = pool is not None and may_hear(books, session, pool)
+    if pool is not None and pool.owner is not None and not heard:
         raise Denied(f"user {session.uid} may not hear of {name}; ask its owner for a mode that lets you")
+    if not heard:
+        raise NotFound(f"nothing is known of a pool {name}; the list of pools has those that there are")
 
 
 def _check_session(books: Books, session: Session, number: int) -> None:
     other = books.sessions.get(number) or books.past_sessions.get(number)
-    if other is None:
-        raise NotFound(f"nothing is known of session {number}; the list of clients has those that there are")
-    if other.uid != session.uid and not is_privileged(books, session):
-        raise Denied(f"session {number} is one of user {other.uid}, whose story that user and administrators may hear")
+    if other is None or not may_see(books, session, other):
+        raise NotFound(
+            f"nothing is known of a session {number} of user {session.uid}; the list of clients has those that there"
+            f" are, and administrators may hear of all"
+        )

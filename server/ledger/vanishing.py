@@ -13,6 +13,7 @@ from cubroker.server.ledger.books import Books
 from cubroker.server.ledger.entries import Loss, Pool, Version
 from cubroker.server.ledger.events import Notify, Vanished
 from cubroker.server.ledger.leases import end_if_empty
+from cubroker.server.ledger.permissions import may_hear
 from cubroker.server.ledger.room import under_way
 from cubroker.server.ledger.states import Cause, Impossible, State
 
@@ -50,12 +51,15 @@ def _out_of_service(books: Books, version: Version) -> None:
 
 
 def _refuse_readers(books: Books, pool: Pool) -> None:
-    """Refuse those who wait for a version that will never be published."""
+    """Refuse those who wait for a version that will never be published, as far as they may know."""
     current = 0 if pool.current is None else pool.current.number
     for reader in tuple(pool.readers):
         if 0 < reader.body.version <= pool.last:
-            words = wording.retired(pool.name, reader.body.version, current, pool.loss)
-            waiting.refuse(books, reader, Retired(words))
+            if may_hear(books, reader.session, pool):
+                words = wording.retired(pool.name, reader.body.version, current, pool.loss)
+                waiting.refuse(books, reader, Retired(words))
+            else:
+                reader.blind = True
 
 
 def resumed(books: Books) -> None:

@@ -12,13 +12,17 @@ from cubroker.server.ledger.entries import Account, Lease, Pool, Session, Signal
 
 @dataclass(slots=True, eq=False, repr=False)
 class Reader:
-    """An attach that waits for its version to be published."""
+    """An attach that waits for its version to be published.
+
+    A ``blind`` one waits for a version that has been, of a pool of which its session may not know that.
+    """
 
     arrival: int
     session: Session
     request: int
     pool: Pool
     body: Attach
+    blind: bool = False
     timer: int = 0
     since: float = 0.0
 

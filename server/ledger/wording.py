@@ -20,7 +20,7 @@ from cubroker.server.ledger.entries import (
     Signal,
     Version,
 )
-from cubroker.server.ledger.permissions import ROOT, may_read
+from cubroker.server.ledger.permissions import ROOT, heard, may_hear, may_read
 from cubroker.server.ledger.shortages import size, state, too_much_memory
 from cubroker.server.ledger.states import State
 from cubroker.server.ledger.waiters import Listener, Phase, Reader, Waiter, Writer
@@ -50,26 +50,28 @@ def no_pool(name: str, pools: Iterable[Pool], past: Past) -> str:
     return f"no pool is named {name!r}; {hint}"
 
 
-def no_current(pool: Pool) -> str:
-    """Say why a pool has no current version."""
-    if pool.draft is not None:
-        return (
-            f"{pool.name} has no current version: {pool.draft.label} is being written by {pool.draft.writer};"
-            f" wait for it to be sealed"
-        )
-    if pool.last:
-        fate = _fate(Past(pool.last, pool.loss))
-        return f"{pool.name} has no current version: {fate}, and {pool.last} was the last one; load it again"
-    return f"{pool.name} has no current version: nobody has published one yet; wait for it, or load it"
+def unpublished(books: Books, session: Session, pool: Pool, number: int) -> str:
+    """Say why a version (0: the current one) is not there yet, as far as the asker may know."""
+    past = heard(books, session, pool.name)
+    draft = pool.draft if may_read(books, session, pool) else None
+    if number == 0:
+        return f"{pool.name} has no current version: {_no_current(past, draft)}"
+    if draft is not None and draft.number == number:
+        return f"{_being_written(draft)}; wait for it to be sealed"
+    last = f"the last published one is {past.last}" if past.last else "none was published that you may read"
+    return f"{pool.name} has no version {number}: {last}; wait for it, or ask for another"
 
 
-def no_version(pool: Pool, number: int) -> str:
-    """Say that a version was not published yet."""
-    if pool.draft is not None and pool.draft.number == number:
-        return f"{pool.draft.label} is being written by {pool.draft.writer}; wait for it to be sealed"
-    return (
-        f"{pool.name} has no version {number}: the last published one is {pool.last}; wait for it, or ask for another"
-    )
+def _no_current(past: Past, draft: Version | None) -> str:
+    if draft is not None:
+        return f"{_being_written(draft)}; wait for it to be sealed"
+    if past.last:
+        return f"{_fate(past)}, and {past.last} was the last one; load it again"
+    return "none was published that you may read; wait for it, or load it"
+
+
+def _being_written(draft: Version) -> str:
+    return f"{draft.label} is being written by {draft.writer}"
 
 
 def _fate(past: Past) -> str:
@@ -245,17 +247,24 @@ def not_recorded(listener: Listener) -> str:
     return f"{signal.label} is at generation {signal.generation}; {maker.label} makes the next one{lost}"
 
 
-def taken(pool: Pool) -> str:
-    """Say who has the turn as the writer of a pool."""
-    if pool.draft is not None:
+def taken(books: Books, session: Session, pool: Pool) -> str:
+    """Say who has the turn as the writer of a pool, as far as the asker may know."""
+    if pool.draft is not None and may_read(books, session, pool):
+        return f"{_being_written(pool.draft)}; wait for its turn to end, or use another name"
+    if pool.draft is None and pool.writer is not None and may_hear(books, session, _coming(books, pool.writer)):
         return (
-            f"{pool.draft.label} is being written by {pool.draft.writer}; wait for its turn to end, or use another name"
+            f"the next version of {pool.name} is to be written by {pool.writer.session.label}, which waits for room;"
+            f" wait as well, or use another name"
         )
-    assert pool.writer is not None
-    return (
-        f"the next version of {pool.name} is to be written by {pool.writer.session.label}, which waits for room;"
-        f" wait as well, or use another name"
-    )
+    return f"somebody else is writing {pool.name}; wait for the end of that, or use another name"
+
+
+def _coming(books: Books, writer: Writer) -> Pool | Past:
+    """Who may know of a pool that a create is to make: as those who may when it is there."""
+    if writer.pool.owner is not None:
+        return writer.pool
+    mode = books.policy.mode if writer.body.mode is None else writer.body.mode
+    return Past(heir=writer.session.uid, group=writer.session.gid, mode=mode)
 
 
 def never_fits(name: str, nbytes: int, account: Account) -> str:
@@ -292,34 +301,28 @@ def no_room(books: Books, writer: Writer) -> str:
 
 
 def _holders(books: Books, session: Session, account: Account) -> str:
-    """What takes most of a device, without the names of pools that are not for ``session`` to see."""
-    largest = nlargest(3, account.allocations.values(), key=lambda allocation: allocation.nbytes)
+    """What takes most of a device: of pools that are not for ``session`` to see, all together and no name."""
+    there = account.allocations.values()
+    visible = [each for each in there if may_read(books, session, each.version.pool)]
     words = []
-    for allocation in largest:
+    for allocation in nlargest(3, visible, key=lambda allocation: allocation.nbytes):
         version = allocation.version
-        if may_read(books, session, version.pool):
-            what = f"{state(allocation)}, user {version.owner}, {version.leases} leases"
-            words.append(f"{version.label} {size(allocation.nbytes)} ({what})")
-        else:
-            words.append(f"a private pool {size(allocation.nbytes)}")
-    return f"; the largest are {', '.join(words)}" if words else ""
+        what = f"{state(allocation)}, user {version.owner}, {version.leases} leases"
+        words.append(f"{version.label} {size(allocation.nbytes)} ({what})")
+    largest = f"; the largest are {', '.join(words)}" if words else ""
+    hidden = sum(each.nbytes for each in there) - sum(each.nbytes for each in visible)
+    return largest + (f"; private pools have {size(hidden)}" if hidden else "")
 
 
 def waited(books: Books, waiter: Waiter) -> str:
     """Say what a request waited for in vain."""
     name, seconds = waiter.pool.name, f"waited {waiter.body.wait:g} s"
     if isinstance(waiter, Reader):
-        if not may_read(books, waiter.session, waiter.pool):
-            return f"attach to {name} {seconds} for it to be published: none that you may read was"
-        return f"attach to {name} {seconds} for it to be published: {unpublished(waiter.pool, waiter.body.version)}"
+        why = unpublished(books, waiter.session, waiter.pool, waiter.body.version)
+        return f"attach to {name} {seconds} for it to be published: {why}"
     if isinstance(waiter, Listener):
         return f"{seconds} in vain: {not_recorded(waiter)}"
     return f"create of {name} {seconds} for {waiter.phase.value}: {blocked(books, waiter)}"
-
-
-def unpublished(pool: Pool, number: int) -> str:
-    """Say why a version (0: the current one) is not there yet."""
-    return no_version(pool, number) if number else no_current(pool)
 
 
 def blocked(books: Books, writer: Writer) -> str:
@@ -327,13 +330,12 @@ def blocked(books: Books, writer: Writer) -> str:
     if writer.phase is Phase.TURN:
         if writer.pool.free:
             return too_much_memory(writer)
-        if not may_read(books, writer.session, writer.pool):
-            return f"somebody else is writing {writer.pool.name}; wait for the end of that, or use another name"
-        return taken(writer.pool)
+        return taken(books, writer.session, writer.pool)
     return no_room(books, writer)
 
 
-def still_draft(version: Version) -> str:
+def still_draft(books: Books, session: Session, version: Version) -> str:
     """Say that a draft cannot be retired."""
     assert version.state in (State.ALLOCATING, State.DRAFT)
-    return f"{version.label} is a draft of {version.writer}; it ends when that session closes it, or ends itself"
+    writer = version.writer if may_read(books, session, version.pool) else "another session"
+    return f"{version.label} is a draft of {writer}; it ends when that session closes it, or ends itself"

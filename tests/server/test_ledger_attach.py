@@ -110,7 +110,9 @@ def test_a_waiter_whose_time_is_up_is_told_what_it_waited_for(story: Story) -> N
     story >> attaches(2, 2, "a", 7, wait=2.5)
     story << e.SetTimer(2, 2.5)
     story >> e.Elapsed(1)
-    story << refused(2, 1, "timeout", "attach to b waited 5 s for it to be published", "nobody has published one yet")
+    story << refused(
+        2, 1, "timeout", "attach to b waited 5 s for it to be published", "none was published that you may"
+    )
     story >> e.Elapsed(2)
     story << refused(2, 2, "timeout", "attach to a waited 2.5 s", "the last published one is 1")
     story >> e.Elapsed(2)

@@ -11,6 +11,7 @@ from cubroker.server.ledger import events as e
 from tests.server.story import (
     ALICE,
     BOB,
+    BROKER,
     MIB,
     Story,
     answer,
@@ -173,7 +174,11 @@ def test_pools_clients_and_devices_are_listed(story: Story) -> None:
     story >> asks(1, 3, m.ListClients())
     alice = infos.ClientInfo(1, 101, ALICE, "connected", ())
     bob = infos.ClientInfo(2, 102, BOB, "detached", (infos.LeaseInfo("b", 1),))
-    story << answer(1, 3, m.Clients((alice, bob)))
+    story << answer(1, 3, m.Clients((alice,)))
+    story.joins(4, uid=BROKER)
+    story >> asks(4, 1, m.ListClients())
+    broker = infos.ClientInfo(4, 104, BROKER, "connected", ())
+    story << answer(4, 1, m.Clients((alice, bob, broker)))
 
 
 def test_a_version_is_described_by_number_or_as_the_current_one(story: Story) -> None:

@@ -72,8 +72,9 @@ def test_what_is_told_of_a_pool_is_for_those_who_could_read_it(story: Story, mod
         if mode == 0o644:
             assert hear(story, 2, "a") == hear(story, 1, "a")
         else:
+            told = "nothing is known of a pool a" if ending else "user 1002 may not hear of a; ask its owner"
             story >> asks(2, 800, m.Tell("a", 0))
-            story << refused(2, 800, "denied", "user 1002", "may not hear of a; ask its owner")
+            story << refused(2, 800, "not_found" if ending else "denied", told)
 
 
 def test_whoever_has_a_name_next_hears_nothing_of_the_user_before(story: Story) -> None:
@@ -95,7 +96,7 @@ def test_a_session_is_told_of_to_its_own_user_and_to_administrators(story: Story
     assert told[2].startswith("Attach was refused (not_found): no pool is named 'b'")
     assert hear(story, 3, 2) == hear(story, 4, 2) == told
     story >> asks(1, 1, m.Tell(None, 2))
-    story << refused(1, 1, "denied", "session 2", "user 1002")
+    story << refused(1, 1, "not_found", "nothing is known of a session 2 of user 1001")
     story.quietly(e.Gone(2))
     assert hear(story, 3, 2)[-3:] == ["its process has ended", "lease 2 on a@1 ended", "it ended"]
 

@@ -13,7 +13,7 @@ from cubroker.server.ledger import room
 from cubroker.server.ledger.entries import Allocation
 from cubroker.server.ledger.room import shift
 from cubroker.server.ledger.states import Report
-from tests.server.story import ALICE, BOB, MIB, Story, asks, attaches, creates
+from tests.server.story import ALICE, BOB, BROKER, MIB, Story, asks, attaches, creates
 
 PROMISED = infos.BlockInfo("GPU-1", "b", 1, "draft", "promised", 6 * MIB, BOB)
 
@@ -44,18 +44,23 @@ def test_a_view_is_what_the_lists_say_and_the_memory_and_what_waits(story: Story
     assert view.devices == story.tells(1, m.ListDevices(), m.DeviceList).devices
     assert view.pools == story.tells(1, m.ListPools(), m.Pools).pools
     assert view.clients == story.tells(1, m.ListClients(), m.Clients).clients
+    assert [client.uid for client in view.clients] == [ALICE]
     assert view.blocks == (infos.BlockInfo("GPU-0", "a", 1, "current", "held", 4 * MIB, ALICE), PROMISED)
-    assert view.waiters == (infos.WaiterInfo(2, 102, BOB, 1, "create", "b", "its memory", 6 * MIB, 7.5),)
+    assert view.waiters == ()
+    waiter = infos.WaiterInfo(2, 102, BOB, 1, "create", "b", "its memory", 6 * MIB, 7.5)
+    assert look(story, 2).waiters == story.ledger.view(everything=True).waiters == (waiter,)
 
 
-def test_of_a_pool_that_somebody_may_not_read_there_are_bytes_and_no_name(story: Story) -> None:
+def test_of_pools_that_somebody_may_not_read_there_is_the_sum_of_their_bytes_and_no_user(story: Story) -> None:
+    story.joins(3, uid=BROKER)
+    story.publishes(1, "c", mode=0o600)
     story.quietly(attaches(1, 2, "a", 2, wait=5.0))
-    for view in (look(story, 2), story.ledger.view(everything=False)):
+    for view, sessions in ((look(story, 2), [2]), (story.ledger.view(everything=False), [])):
         assert [pool.name for pool in view.pools] == ["b"]
-        assert view.blocks == (infos.BlockInfo("GPU-0", "", 0, "current", "held", 4 * MIB, ALICE), PROMISED)
-        assert view.clients[0].leases == ()
-        assert view.waiters[0] == infos.WaiterInfo(1, 101, ALICE, 2, "attach", "", "", 0, 0.0)
-    assert story.ledger.view(everything=True) == look(story, 1)
+        assert view.blocks == (PROMISED, infos.BlockInfo("GPU-0", "", 0, "current", "held", 6 * MIB, infos.NOBODY))
+        assert [client.session for client in view.clients] == sessions
+        assert [waiter.session for waiter in view.waiters] == sessions
+    assert story.ledger.view(everything=True) == look(story, 3)
 
 
 def test_the_stages_of_memory_are_told(story: Story) -> None:

@@ -25,6 +25,7 @@ class Facts:
         self.watches: list[tuple[Session, str]] = []
         self.last: dict[str, int] = {}
         self.owners: dict[str, int] = {}
+        self.past: dict[str, tuple[int, int, int]] = {}  # owner, group and mode of the last version of a name
         self.groups: dict[str, int] = {}
         self.modes: dict[str, int] = {}
         self.lost = {device.uuid: 0 for device in devices}
@@ -115,11 +116,22 @@ class Facts:
 
     def may(self, letter: str, session: Session, name: str) -> bool:
         """Whether the mode, written as ``ls`` does, has ``r`` or ``w`` for the session."""
-        if self.rules(session, name):
-            return True
-        bits = f"{self.modes[name]:09b}"
-        written = "".join(kind if bit == "1" else "-" for kind, bit in zip("rwxrwxrwx", bits, strict=True))
-        return letter in (written[3:6] if self.groups[name] in session.groups else written[6:])
+        return self.rules(session, name) or allows(letter, session, self.groups[name], self.modes[name])
+
+    def latest(self, session: Session, name: str) -> int:
+        """The last version of a name as far as the session may know: of what it could not read, none was there."""
+        return self.last.get(name, 0) if self.hears(session, name) else 0
+
+    def hears(self, session: Session, name: str) -> bool:
+        """Whether a session may hear what becomes of a name: also of one that nobody had yet."""
+        if name in self.owners or self.administers(session.uid, verified=session.verified):
+            return self.may("r", session, name)
+        owner, group, mode = self.past.get(name, (session.uid, 0, 0))
+        return session.uid == owner or allows("r", session, group, mode)
+
+    def disown(self, name: str) -> None:
+        """Nothing is left of a name."""
+        self.past[name] = self.owners.pop(name), self.groups.pop(name), self.modes.pop(name)
 
     # -- what users have -----------------------------------------------------------------------
 
@@ -240,3 +252,9 @@ class Facts:
         allocated += self.lost[device.uuid]
         totals = device.total, device.budget, allocated, promised
         return infos.DeviceInfo(device.index, device.uuid, device.name, *totals)
+
+
+def allows(letter: str, session: Session, group: int, mode: int) -> bool:
+    """Whether a mode lets a session that is not its owner's."""
+    written = "".join(kind if bit == "1" else "-" for kind, bit in zip("rwxrwxrwx", f"{mode:09b}", strict=True))
+    return letter in (written[3:6] if group in session.groups else written[6:])

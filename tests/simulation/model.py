@@ -129,12 +129,12 @@ class Model(Facts):
                 return m.Done()
             case m.Retire():
                 self.permit("w", session, body.name)
-                return self.retire(self.find(body.name, body.version))
+                return self.retire(self.find(session, body.name, body.version))
             case m.Watch():
                 return self.watch(session, body)
             case m.Describe():
                 self.permit("r", session, body.name)
-                version = self.find(body.name, body.version)
+                version = self.find(session, body.name, body.version)
                 return m.Description(self.info(version), version.body.layout, version.body.plan)
             case m.Drain():
                 return draining.drain(self, session, body)
@@ -142,7 +142,9 @@ class Model(Facts):
                 visible = [version for version in self.versions if self.may("r", session, version.name)]
                 return m.Pools(tuple(map(self.info, sorted(visible, key=lambda v: (v.name, v.number)))))
             case m.ListClients():
-                return m.Clients(tuple(self.client(session, other) for other in self.sessions))
+                everybody = self.administers(session.uid, verified=session.verified)
+                known = [other for other in self.sessions if everybody or other.uid == session.uid]
+                return m.Clients(tuple(self.client(session, other) for other in known))
             case m.ListDevices():
                 return m.DeviceList(tuple(map(self.device, self.devices)))
             case _:
@@ -165,7 +167,7 @@ class Model(Facts):
             if version.state == "superseded" and body.version == version.number:
                 return self.lease(session, number, version, body)
         self.name(body.name)
-        if 0 < body.version <= self.last.get(body.name, 0):
+        if 0 < body.version <= self.latest(session, body.name):
             raise Refusal("retired")
         if body.device is not None and not {body.device, *body.peers} & {device.uuid for device in self.devices}:
             raise Refusal("not_found")
@@ -438,7 +440,7 @@ class Model(Facts):
         version.state = "ended"
         self.versions.remove(version)
         if not self.of(version.name):
-            del self.owners[version.name], self.groups[version.name], self.modes[version.name]
+            self.disown(version.name)
 
     def memory(self, event: e.Allocated | e.NotAllocated | e.Freed) -> None:
         block = next((block for block in self.blocks if block.ticket == event.ticket), None)
@@ -684,16 +686,16 @@ class Model(Facts):
         if name not in GOOD_NAMES:
             raise Refusal("invalid")
 
-    def find(self, name: str, number: int) -> Version:
+    def find(self, session: Session, name: str, number: int) -> Version:
         self.name(name)
         for version in self.of(name):
             if version.number == number or (number == 0 and version.state == "current"):
                 return version
-        raise Refusal("retired" if 0 < number <= self.last.get(name, 0) else "not_found")
+        raise Refusal("retired" if 0 < number <= self.latest(session, name) else "not_found")
 
     def announce(self, name: str) -> None:
         for session, watched in self.watches:
-            if watched == name and self.may("r", session, name):
+            if watched == name and self.hears(session, name):
                 self.notice(session, name)
 
     def notice(self, session: Session, name: str) -> None:

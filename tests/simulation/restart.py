@@ -26,7 +26,10 @@ def restart(model: Model, devices: tuple[Budget, ...], limits: Limits, policy: P
     model.lost = dict.fromkeys(model.lost, 0)
     for name in list(model.owners):
         if not model.of(name):
-            del model.owners[name], model.groups[name], model.modes[name]
+            model.disown(name)
+    for name in list(model.past):
+        if name not in model.last:  # nothing is recorded of it
+            del model.past[name]
 
 
 def vanished(model: Model, event: e.Vanished) -> None:
@@ -42,7 +45,8 @@ def vanished(model: Model, event: e.Vanished) -> None:
         model.last[version.name] = version.number
         for request in list(model.requests):
             body = request.body
-            if isinstance(body, m.Attach) and body.name == version.name and 0 < body.version <= version.number:
+            late = isinstance(body, m.Attach) and body.name == version.name and 0 < body.version <= version.number
+            if late and model.hears(request.session, version.name):
                 model.refuse(request, "retired")
     model.end_if_unused(version)
 
@@ -66,7 +70,7 @@ def resumed(model: Model) -> None:
             model.teams.append(Team(version))
             model.out.assembled.append(model.teams[-1])
     for session, name in model.watches:
-        if model.may("r", session, name):
+        if model.hears(session, name):
             model.notice(session, name)
 
 
