@@ -25,8 +25,9 @@ COLUMNS = (
 @options.as_json
 @options.directory
 def command(directory: Path, as_json: bool) -> None:
-    """List the processes that use the broker, and what they hold; this command's own session is left out.
+    """List this user's processes that use the broker, and what they hold; this command's own session is left out.
 
+    Administrators of the broker see those of all users.
     A client is detached when its connection is gone and its process is not: it may still have memory mapped, so its
     leases stay until it ends.
     """
@@ -37,7 +38,7 @@ def command(directory: Path, as_json: bool) -> None:
     elif clients:
         table.show(COLUMNS, [_row(client) for client in clients])
     else:
-        text.say("No clients: nobody is attached.")
+        text.say("No clients: nobody is attached, or no process of this user.")
 
 
 def _row(client: ClientInfo) -> tuple[str, ...]:

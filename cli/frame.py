@@ -156,7 +156,7 @@ class Frame:
         for pool, name in zip(shown, names, strict=True):
             on = ranges(sorted(indexes[uuid] for uuid in pool.devices if uuid in indexes)) or "gone"
             cells = (name, pool.state, text.size(pool.nbytes), on, str(pool.leases))
-            by = held.get((pool.name, pool.version), ["nobody"])
+            by = held.get((pool.name, pool.version), ["other users" if pool.leases else "nobody"])
             yield self._row(wide, cells, by, STYLES.get(pool.state, ""))
         if len(pools) > len(shown):
             yield Text(f"… and {len(pools) - len(shown):,} more", "dim")

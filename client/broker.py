@@ -298,7 +298,7 @@ class Broker(Unsendable, Scoped):
         return self._session.ask(ListPools(), Pools).pools
 
     def clients(self) -> tuple[ClientInfo, ...]:
-        """Return every session, in order of arrival."""
+        """Return every session of this user, or of all users for administrators, in order of arrival."""
         return self._session.ask(ListClients(), Clients).clients
 
     def devices(self) -> tuple[DeviceInfo, ...]:
@@ -328,8 +328,8 @@ class Broker(Unsendable, Scoped):
         """Return the last events of a pool, by name, or of a session, by number, the oldest first.
 
         Raises:
-            NotFound: nothing is known of it (any more).
-            Denied: the pool's mode keeps this user from reading it, or the session is another user's.
+            NotFound: nothing is known of it (any more), or the session is another user's.
+            Denied: the pool's mode keeps this user from reading it.
         """
         pool, session = (subject, 0) if isinstance(subject, str) else (None, subject)
         return self._session.ask(Tell(pool, session), Story).lines

@@ -235,7 +235,7 @@ def _close(driver: Driver, memory: Mapping[str, DeviceMemory]) -> None:
 
 def _watch(undo: AsyncExitStack, config: Config, ledger: Ledger, store: Store | None, scribe: Scribe | None) -> Sight:
     """Return what watches the ledger, and show it where the configuration says; ``undo`` ends that."""
-    if config.metrics is None:
+    if config.metrics.listen is None:
         return Sight(ledger)
     # What serves is imported where it is wanted alone: it takes a twentieth of a second and 5 MiB.
     from cubroker.server.sight.exposition import Standing
@@ -249,7 +249,7 @@ def _watch(undo: AsyncExitStack, config: Config, ledger: Ledger, store: Store | 
 
     meters = Meters()
     sight = Sight(ledger, meters)
-    if (window := open_window(config.metrics, config.access, ledger, sight, meters, standing)) is not None:
+    if (window := open_window(config.metrics, ledger, sight, meters, standing)) is not None:
         undo.push_async_callback(asyncio.to_thread, window.close)
     return sight
 

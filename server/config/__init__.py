@@ -6,7 +6,7 @@ told with the place, the key, the value and what would be right, before anything
 
 from cubroker.server.config.current import Current
 from cubroker.server.config.kinds import Address
-from cubroker.server.config.settings import DEFAULT_BUDGET, OTHERS, SETTINGS, Access, Budgets, Config, Log
+from cubroker.server.config.settings import DEFAULT_BUDGET, OTHERS, SETTINGS, Access, Budgets, Config, Log, Metrics
 from cubroker.server.config.sources import DEFAULT, Effective, Sources, Value, Wrong
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "Current",
     "Effective",
     "Log",
+    "Metrics",
     "Sources",
     "Value",
     "Wrong",

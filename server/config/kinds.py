@@ -87,7 +87,7 @@ GROUP = Kind("write the name or the number of a group", _group, parse_number)
 USERS = Kind('write a list of users, by name or number, as in ["root", 1000]', _read_users, _parse_users)
 
 
-def _read_directory(written: object) -> Path:
+def _read_path(written: object) -> Path:
     path = Path(_text(written))
     if not path.is_absolute():
         raise ValueError
@@ -127,7 +127,7 @@ NAMES = Kind(
 )
 
 
-DIRECTORY = Kind("write a path that begins with /", _read_directory, _parse_path)
+PATH = Kind("write a path that begins with /", _read_path, _parse_path)
 
 
 def _read_devices(written: object) -> str:

@@ -47,6 +47,23 @@ class Log:
 
 
 @dataclass(frozen=True, slots=True)
+class Metrics:
+    """Where metrics and the page are served, and to whom.
+
+    Attributes:
+        listen: an address, the path of a Unix socket, or None: nowhere.
+        access: who may connect to a Unix socket.
+        token_file: has the token that readers show; None: there is none.
+        public: whether readers without the token see what a stranger may.
+    """
+
+    listen: Address | Path | None = None
+    access: Access = Access()
+    token_file: Path | None = None
+    public: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     """Everything that can be set.
 
@@ -58,7 +75,7 @@ class Config:
         policy: what users may do and have.
         limits: what one session may have.
         log: the log.
-        metrics: where metrics are served: an address, the path of a Unix socket, or None.
+        metrics: where metrics are served, and to whom.
         drain: seconds that a broker which ends waits for leases to end.
     """
 
@@ -69,7 +86,7 @@ class Config:
     policy: Policy
     limits: Limits
     log: Log
-    metrics: Address | Path | None
+    metrics: Metrics
     drain: float
 
 
@@ -115,7 +132,7 @@ QUOTA: Mapping[str, tuple[Kind, object]] = {
 SETTINGS: Mapping[str, Setting] = {
     setting.key: setting
     for setting in (
-        Setting("directory", kinds.DIRECTORY, live=False),
+        Setting("directory", kinds.PATH, live=False),
         Setting("devices", kinds.DEVICES, "cuda", live=False),
         Setting("budget", kinds.BUDGET, DEFAULT_BUDGET),
         Setting("keep", values.number(0, MAX_KEEP), 0),
@@ -134,6 +151,10 @@ SETTINGS: Mapping[str, Setting] = {
         Setting("log.level", values.choice(*LEVELS), "info"),
         Setting("log.format", values.choice(*FORMS), "auto"),
         Setting("metrics.listen", kinds.LISTEN, kinds.OFF, live=False),
+        Setting("metrics.mode", kinds.mode(0o666), live=False),
+        Setting("metrics.group", kinds.GROUP, live=False),
+        Setting("metrics.token_file", kinds.PATH, live=False),
+        Setting("metrics.public", values.BOOLEAN, False, live=False),
         Setting("shutdown.drain_seconds", values.SECONDS, 10),
     )
 }
@@ -144,8 +165,14 @@ PERSONAL = "quotas"
 TABLES = {key.partition(".")[0] for key in SETTINGS if "." in key} | {PERSONAL}
 
 
-class Misnamed(Exception):
-    """The user in a key, the first argument, is not one who can have a quota there; the second says why."""
+class Unfit(Exception):
+    """The setting with a key, the first argument, does not go with the others; the second says why."""
+
+
+EXPOSED = (
+    "every user of this host can read a port; name a file with a token in metrics.token_file, or set metrics.public to"
+    ' true to show them what strangers may know, or write "unix:/PATH"'
+)
 
 
 def find(key: str) -> Setting | None:
@@ -188,16 +215,17 @@ def derive(meant: Mapping[str, Any], descriptors: int) -> dict[str, object]:
     most = max(SESSION, descriptors // 2)
     return {
         "sockets.mode": PRIVATE if meant.get("sockets.group") is None else SHARED,
+        "metrics.mode": PRIVATE if meant.get("metrics.group") is None else SHARED,
         "quota.sessions": most // SESSION,
         "quota.descriptors": most,
     }
 
 
 def config(meant: Mapping[str, Any]) -> Config:
-    """Return what settings mean together, of which all but ``sockets.group`` are there.
+    """Return what settings mean together, of which all but groups and ``metrics.token_file`` are there.
 
     Raises:
-        Misnamed: a quota of nobody, or a second one of somebody.
+        Unfit: a quota of nobody, or a second one of somebody; metrics on a port, and no word of who may read them.
     """
     usual = Quota(**{name: meant[f"quota.{name}"] for name in QUOTA})
     return Config(
@@ -217,9 +245,17 @@ def config(meant: Mapping[str, Any]) -> Config:
         ),
         limits=Limits(*(meant[f"limits.{name}"] for name in ("leases", "requests", "watches", "events"))),
         log=Log(meant["log.level"], meant["log.format"]),
-        metrics=meant["metrics.listen"],
+        metrics=_metrics(meant),
         drain=meant["shutdown.drain_seconds"],
     )
+
+
+def _metrics(meant: Mapping[str, Any]) -> Metrics:
+    access = Access(meant["metrics.mode"], meant.get("metrics.group"))
+    metrics = Metrics(meant["metrics.listen"], access, meant.get("metrics.token_file"), meant["metrics.public"])
+    if isinstance(metrics.listen, Address) and metrics.token_file is None and not metrics.public:
+        raise Unfit("metrics.listen", EXPOSED)
+    return metrics
 
 
 def _personal(meant: Mapping[str, Any], usual: Quota) -> dict[int, Quota]:
@@ -232,7 +268,7 @@ def _personal(meant: Mapping[str, Any], usual: Quota) -> dict[int, Quota]:
             uid = _uid(key, name)
             owner, quota = given.setdefault(uid, (name, {}))
             if owner != name:
-                raise Misnamed(key, f"user {uid} has a quota as {owner} already; leave one out")
+                raise Unfit(key, f"user {uid} has a quota as {owner} already; leave one out")
             quota[field] = value
     return {uid: replace(usual, **quota) for uid, (_, quota) in given.items()}
 
@@ -241,4 +277,4 @@ def _uid(key: str, name: str) -> int:
     try:
         return kinds.user(int(name) if name.isdecimal() else name)
     except ValueError as error:
-        raise Misnamed(key, str(error) or "there are no such numbers of users") from None
+        raise Unfit(key, str(error) or "there are no such numbers of users") from None

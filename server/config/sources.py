@@ -158,7 +158,7 @@ class _Reading:
         if not self.complaints:
             try:
                 return _effective({key: self._values[key] for key in [*SETTINGS, *self._values] if key in self._values})
-            except settings.Misnamed as error:
+            except settings.Unfit as error:
                 key, reason = error.args
                 self.complaints.append(f"{self._values[key].origin}: {key}: {reason}")
         raise Wrong(self.complaints)

@@ -12,9 +12,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from cubroker.protocol.infos import BlockInfo
+from cubroker.protocol.infos import NOBODY, BlockInfo
 from cubroker.protocol.messages import View
-from cubroker.server.sight.names import Names
+from cubroker.server.sight.names import HIDDEN, Names
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -46,6 +46,7 @@ class Exposition:
         counted: what is counted while it happens.
         standing: what the shell knows besides the ledger; called on the thread that writes.
         clock: the time in seconds since 1970.
+        everything: whether views have all sessions and requests: only then they are counted.
     """
 
     def __init__(
@@ -53,7 +54,10 @@ class Exposition:
         counted: CollectorRegistry,
         standing: Callable[[], Standing] = Standing,
         clock: Callable[[], float] = time.time,
+        *,
+        everything: bool = True,
     ) -> None:
+        self._everything = everything
         self._counted = counted
         self._standing = standing
         self._clock = clock
@@ -66,8 +70,8 @@ class Exposition:
         for block in view.blocks:
             sizes[block.pool] += block.nbytes
         self._pools.update(name for name, _ in sizes.most_common() if name)
-        owners = {str(block.owner) for block in view.blocks} | {str(client.uid) for client in view.clients}
-        self._users.update(sorted(owners))
+        owners = {block.owner for block in view.blocks} | {client.uid for client in view.clients}
+        self._users.update(sorted(map(str, owners - {NOBODY})))
         return bytes(generate_latest(_Families([*self._families(view), *map(_lean, self._counted.collect())])))
 
     def _families(self, view: View) -> Iterator[Metric]:
@@ -75,8 +79,9 @@ class Exposition:
         yield from _devices(view)
         yield self._memory(view)
         yield self._leases(view)
-        yield self._sessions(view)
-        yield from self._waiting(view)
+        if self._everything:
+            yield self._sessions(view)
+            yield from self._waiting(view)
         yield from _standing(self._standing())
 
     def _memory(self, view: View) -> Metric:
@@ -84,10 +89,13 @@ class Exposition:
         values = _Values()
         for block in view.blocks:
             place = (indexes[block.device], block.device)
-            labels = (self._pools.label(block.pool), _state(block), self._users.label(str(block.owner)))
+            labels = (self._pools.label(block.pool), _state(block), self._owner(block))
             values[place + labels] += block.nbytes
         names = (*DEVICE, "pool", "state", "owner")
         return _gauge("cubroker_pool_bytes", "Bytes that pools have, allocated or promised.", names, values)
+
+    def _owner(self, block: BlockInfo) -> str:
+        return HIDDEN if block.owner == NOBODY else self._users.label(str(block.owner))
 
     def _leases(self, view: View) -> Metric:
         values = _Values()

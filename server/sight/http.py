@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import h11
 
 from cubroker.protocol.errors import InternalFailure
+from cubroker.server.sight.tokens import CHALLENGE
 
 log = logging.getLogger(__name__)
 
@@ -50,11 +51,14 @@ class Reply:
 
 
 Route = Callable[[], Awaitable[Reply]]
+Routes = Mapping[str, Route]
+
+Admit = Callable[[Mapping[bytes, bytes]], Routes | None]
 
 
-def refusal(status: int, reason: str) -> Reply:
+def refusal(status: int, reason: str, headers: tuple[tuple[str, str], ...] = ()) -> Reply:
     """Return an answer that says what is wrong."""
-    return Reply("text/plain; charset=utf-8", f"{reason}\n".encode(), status)
+    return Reply("text/plain; charset=utf-8", f"{reason}\n".encode(), status, headers)
 
 
 @dataclass(slots=True)
@@ -62,10 +66,11 @@ class Service:
     """Answers each connection with what the route of its path gives.
 
     Args:
-        routes: by path.
+        admit: returns the routes that are there, by path, for the sender of a request with certain headers; None: it
+            has to show a token.
     """
 
-    routes: Mapping[str, Route]
+    admit: Admit
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _streams: int = 0
     _closed: bool = False
@@ -107,18 +112,20 @@ class Service:
 
     async def _reply(self, request: h11.Request) -> Reply:
         path = request.target.partition(b"?")[0].decode("ascii")
-        route = self.routes.get(path)
         headers = dict(request.headers)
         if not _is_here(headers.get(b"host", b"").decode("ascii", "replace")):
             return refusal(421, "this is read by the names of this host alone: localhost, 127.0.0.1, [::1]")
         if _is_foreign(headers) and not (path == "/" and _is_link(headers)):
             return refusal(403, "a page of another origin has no access here; open / in a tab of its own")
+        routes = self.admit(headers)
+        if routes is None:
+            return refusal(401, "this takes the token of this broker's metrics, as Bearer or as a password", CHALLENGE)
         if request.method not in (b"GET", b"HEAD"):
             return refusal(405, "there is nothing here to change; use GET")
-        if route is None:
-            return refusal(404, f"there is nothing there; there are {', '.join(self.routes)}")
+        if path not in routes:
+            return refusal(404, f"there is nothing there; there are {', '.join(routes)}")
         try:
-            return await route()
+            return await routes[path]()
         except TimeoutError:
             return refusal(503, "the broker does not answer")
         except InternalFailure as error:

@@ -9,7 +9,7 @@ OTHER = "(other)"
 """Stands for all that have no label of their own. No pool can be named so."""
 
 HIDDEN = "(private)"
-"""Stands for the pools whose names are not for whoever asks."""
+"""Stands for pools and users whose names are not for whoever asks."""
 
 MAX_NAMES = 200
 """Names that have a label at once."""

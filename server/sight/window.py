@@ -11,16 +11,17 @@ import pwd
 import re
 import socket
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from functools import cache
 from importlib.resources import files
 from threading import Thread
 
 import msgspec
 
+from cubroker.protocol.infos import NOBODY
 from cubroker.protocol.messages import View
 from cubroker.server.sight.exposition import CONTENT_TYPE, Exposition
-from cubroker.server.sight.http import Reply, Service
+from cubroker.server.sight.http import Admit, Reply, Route, Service
 from cubroker.server.sight.lookout import Lookout
 
 log = logging.getLogger(__name__)
@@ -37,27 +38,16 @@ class Window:
 
     Args:
         listener: the socket; closed with the window.
-        lookout: gets views.
-        exposition: writes metrics.
+        admit: says what each reader gets, of a :class:`Showing` perhaps.
         remove: removes the file of the socket, if it has one.
     """
 
-    def __init__(
-        self,
-        listener: socket.socket,
-        lookout: Lookout,
-        exposition: Exposition,
-        remove: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, listener: socket.socket, admit: Admit, remove: Callable[[], None] = lambda: None) -> None:
         self._listener = listener
-        self._lookout = lookout
-        self._exposition = exposition
+        self._admit = admit
         self._remove = remove
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
-        self._encoded: tuple[View | None, bytes] = (None, b"")
-        page, policy = page_and_policy()
-        self._page = Reply("text/html; charset=utf-8", page, headers=(("Content-Security-Policy", policy),))
         self._thread = Thread(target=self._run, name="sight")
         self._thread.start()
 
@@ -72,12 +62,36 @@ class Window:
             runner.run(self._serve())
 
     async def _serve(self) -> None:
-        routes = {"/": self._show, "/metrics": self._expose, "/view": self._tell, "/events": self._follow}
-        service = Service(routes)
+        service = Service(self._admit)
         server = await asyncio.start_server(service.accept, sock=self._listener)
         async with server:
             await self._stop.wait()
             await service.close()
+
+
+class Showing:
+    """What one kind of reader is shown.
+
+    Args:
+        lookout: gets views, of what these readers may see.
+        exposition: writes metrics of them.
+
+    Attributes:
+        routes: the metrics, the page, and what the page shows, by path.
+    """
+
+    def __init__(self, lookout: Lookout, exposition: Exposition) -> None:
+        self._lookout = lookout
+        self._exposition = exposition
+        self._encoded: tuple[View | None, bytes] = (None, b"")
+        page, policy = page_and_policy()
+        self._page = Reply("text/html; charset=utf-8", page, headers=(("Content-Security-Policy", policy),))
+        self.routes: Mapping[str, Route] = {
+            "/": self._show,
+            "/metrics": self._expose,
+            "/view": self._tell,
+            "/events": self._follow,
+        }
 
     async def _show(self) -> Reply:
         return self._page
@@ -133,6 +147,8 @@ def encode(view: View) -> bytes:
 @cache
 def user(uid: int) -> str:
     """Return the name of a user, or the number where there is none."""
+    if uid == NOBODY:
+        return "other users"
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:

@@ -105,6 +105,7 @@ def user_has_a_manager(lab: Lab) -> None:
 
 def prometheus_is_installed(lab: Lab) -> None:
     lab.write("/etc/systemd/system/prometheus.service", PROMETHEUS)
+    lab.run("useradd", "--system", "prometheus")
     lab.systemctl("daemon-reload")
 
 

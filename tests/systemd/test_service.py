@@ -285,9 +285,15 @@ def test_a_mistake_in_the_settings_is_named_within_seconds_tried_at_intervals_an
 def test_metrics_on_a_port_and_ipc_pools_on_host_devices_take_the_drop_in_for_the_network(service: Service) -> None:
     drop_in = "/usr/local/share/doc/cubroker/network.conf"
     service.configure(service.lab.run("cat", drop_in).stdout)
-    service.lab.write(SETTINGS, TEXT + '[metrics]\nlisten = "127.0.0.1:9464"\n')
+    token = "0123456789abcdef"
+    service.lab.write("/etc/cubroker/token", token)
+    service.lab.run("chown", "cubroker", "/etc/cubroker/token")
+    service.lab.run("chmod", "600", "/etc/cubroker/token")
+    metrics = '[metrics]\nlisten = "127.0.0.1:9464"\ntoken_file = "/etc/cubroker/token"\n'
+    service.lab.write(SETTINGS, TEXT + metrics)
     service.lab.systemctl("restart", SERVICE)
-    read = "import urllib.request as r; print(r.urlopen('http://127.0.0.1:9464/metrics').read().decode())"
+    asked = f"r.Request('http://127.0.0.1:9464/metrics', headers={{'Authorization': 'Bearer {token}'}})"
+    read = f"import urllib.request as r; print(r.urlopen({asked}).read().decode())"
     assert "cubroker_sessions" in service.lab.run("/opt/python/bin/python3", "-c", read).stdout
     with Client(service.lab, "publish", "ipc", "ipc") as publisher:
         assert publisher.said == 1
@@ -295,8 +301,8 @@ def test_metrics_on_a_port_and_ipc_pools_on_host_devices_take_the_drop_in_for_th
 
 def test_metrics_on_a_unix_socket_are_for_the_group_that_the_settings_name(service: Service) -> None:
     service.configure("[Service]\nSupplementaryGroups=users\n")
-    listen = "[metrics]\nlisten = 'unix:/run/cubroker/metrics/http.sock'\n"
-    service.lab.write(SETTINGS, TEXT + "[sockets]\ngroup = 'users'\n" + listen)
+    listen = "[metrics]\nlisten = 'unix:/run/cubroker/metrics/http.sock'\ngroup = 'users'\n"
+    service.lab.write(SETTINGS, TEXT + listen)
     service.lab.systemctl("restart", SERVICE)
     assert service.lab.run("stat", "--format=%G %a", "/run/cubroker/metrics/http.sock").stdout == "users 660\n"
 

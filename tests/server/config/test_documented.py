@@ -64,3 +64,12 @@ def test_every_setting_has_a_row_with_its_variable_its_default_and_when_it_chang
     assert live == ("yes" if setting.live else "restart")
     if setting.default is not None:
         assert default == f"`{setting.kind.show(setting.default)}`"
+
+
+def test_the_examples_for_metrics_are_configurations(tmp_path: Path) -> None:
+    path = tmp_path / "cubroker.toml"
+    examples = re.findall(r"```toml\n(.*?)```", (ROOT / "docs" / "metrics.md").read_text(), re.DOTALL)
+    assert len(examples) == 2
+    for example in examples:
+        path.write_text(example)
+        assert Sources(path).read().config.metrics.listen is not None

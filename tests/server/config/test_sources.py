@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cubroker.server.config import Access, Address, Config, Effective, Log, Sources, Wrong
+from cubroker.server.config import Access, Address, Config, Effective, Log, Metrics, Sources, Wrong
 from cubroker.server.config.settings import SETTINGS
 from cubroker.server.ledger.entries import Limits
 from cubroker.server.ledger.policy import Policy, Quota, Reservation
@@ -44,7 +44,7 @@ def test_an_empty_file_says_what_no_file_says(tmp_path: Path) -> None:
         policy=Policy(quota=USUAL),
         limits=Limits(),
         log=Log("info", "auto"),
-        metrics=None,
+        metrics=Metrics(),
         drain=10.0,
     )
     least = Sources(descriptors=1).read().config.policy.quota
@@ -85,6 +85,10 @@ EVERYTHING = f"""
     format = "json"
     [metrics]
     listen = "127.0.0.1:9464"
+    mode = 0o640
+    group = 0
+    token_file = "/etc/cubroker/metrics.token"
+    public = true
     [shutdown]
     drain_seconds = 2.5
 """
@@ -109,7 +113,7 @@ def test_everything_can_be_set(tmp_path: Path) -> None:
         ),
         limits=Limits(1, 2, 3, 4),
         log=Log("debug", "json"),
-        metrics=Address("127.0.0.1", 9464),
+        metrics=Metrics(Address("127.0.0.1", 9464), Access(0o640, 0), Path("/etc/cubroker/metrics.token"), True),
         drain=2.5,
     )
 
@@ -131,7 +135,26 @@ def test_modes_are_octal_however_they_are_written(tmp_path: Path) -> None:
     ],
 )
 def test_metrics_are_served_on_a_loopback_port_or_a_socket(text: str, meant: object) -> None:
-    assert Sources(options={"metrics.listen": text}).read().config.metrics == meant
+    options = {"metrics.listen": text, "metrics.token_file": "/token"}
+    assert Sources(options=options).read().config.metrics == Metrics(meant, token_file=Path("/token"))
+
+
+def test_a_socket_for_metrics_is_for_the_brokers_user_and_for_a_group_that_is_named() -> None:
+    listen = {"metrics.listen": "unix:/run/metrics", "sockets.group": "7"}
+    assert Sources(options=listen).read().config.metrics.access == Access(0o600, None)
+    assert Sources(options=listen | {"metrics.group": "8"}).read().config.metrics.access == Access(0o660, 8)
+
+
+def test_metrics_on_a_port_take_a_token_or_the_word_that_they_are_public(tmp_path: Path) -> None:
+    listen = '[metrics]\nlisten = "127.0.0.1:9464"\n'
+    (complaint,) = complaints(tmp_path, listen)
+    said = "metrics.listen: every user of this host can read a port; name a file with a token in metrics.token_file"
+    assert complaint.startswith(f"{tmp_path / 'cubroker.toml'}:2: {said}")
+    assert "metrics.public" in complaint
+    assert read(tmp_path, listen + "public = true").config.metrics == Metrics(Address("127.0.0.1", 9464), public=True)
+    assert read(tmp_path, listen + 'token_file = "/token"').config.metrics.token_file == Path("/token")
+    with pytest.raises(Wrong, match=r"CUBROKER_METRICS_LISTEN: metrics\.listen: every user"):
+        Sources(environment={"CUBROKER_METRICS_LISTEN": "[::1]:9464"}).read()
 
 
 def test_options_come_before_the_environment_that_before_the_file_and_that_before_the_default(tmp_path: Path) -> None:
@@ -145,8 +168,11 @@ def test_options_come_before_the_environment_that_before_the_file_and_that_befor
     assert found["quota.watches"] == (65_536, "default")
     assert effective.values["keep"] == (3, 3, "--set keep")
     assert effective.values["mode"] == (0o601, 0o601, f"{file}:2")
-    assert list(effective.values) == [key for key in SETTINGS if key != "sockets.group"]
+    assert list(effective.values) == [key for key in SETTINGS if key not in UNSET]
 
+
+UNSET = ("sockets.group", "metrics.group", "metrics.token_file")
+"""Settings that stand for nothing where they are not set."""
 
 TEXTS = {
     "directory": ("/srv", Path("/srv")),
@@ -165,6 +191,9 @@ TEXTS = {
     "log.level": ("error", "error"),
     "log.format": ("text", "text"),
     "metrics.listen": ("off", None),
+    "metrics.mode": ("0o640", 0o640),
+    "metrics.token_file": ("/token", Path("/token")),
+    "metrics.public": ("true", True),
     "shutdown.drain_seconds": ("1.5", 1.5),
 }
 

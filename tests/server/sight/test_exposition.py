@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from cubroker.protocol.infos import NOBODY
 from cubroker.protocol.messages import View
 from cubroker.server.sight.exposition import Exposition, Standing
 from cubroker.server.sight.meters import Meters
@@ -16,11 +17,16 @@ Series = Mapping[tuple[str, ...], float]
 
 
 def scrape(
-    view: View, meters: Meters | None = None, standing: Standing | None = None, now: float = scenes.NOW
+    view: View,
+    meters: Meters | None = None,
+    standing: Standing | None = None,
+    now: float = scenes.NOW,
+    *,
+    everything: bool = True,
 ) -> dict[str, dict[tuple[str, ...], float]]:
     """Return the value of every series, by the metric's name and its labels' values, in order of the labels' names."""
     registry = (meters or Meters()).registry
-    exposition = Exposition(registry, lambda: standing or Standing(), clock=lambda: now)
+    exposition = Exposition(registry, lambda: standing or Standing(), clock=lambda: now, everything=everything)
     series: dict[str, dict[tuple[str, ...], float]] = {}
     for family in text_string_to_metric_families(exposition.text(view).decode()):
         for sample in family.samples:
@@ -36,7 +42,8 @@ def test_bytes_are_told_by_device_pool_state_and_owner() -> None:
     for block in view.blocks:
         index = next(str(device.index) for device in view.devices if device.uuid == block.device)
         state = block.state if block.stage == "held" else "freeing"
-        assert found[block.device, index, str(block.owner), block.pool or HIDDEN, state] == block.nbytes
+        owner = HIDDEN if block.owner == NOBODY else str(block.owner)
+        assert found[block.device, index, owner, block.pool or HIDDEN, state] == block.nbytes
     assert len(found) == len(view.blocks)
 
 
@@ -54,6 +61,12 @@ def test_devices_sessions_leases_and_waiting_requests_are_told() -> None:
     assert sum(found["cubroker_leases"].values()) == sum(pool.leases for pool in view.pools)
     assert found["cubroker_waiting_requests"] == {("attach",): 1, ("create",): 1, ("event",): 0}
     assert found["cubroker_longest_wait_seconds"] == {("attach",): 12, ("create",): 300, ("event",): 0}
+
+
+def test_where_not_all_sessions_and_requests_are_seen_none_are_counted() -> None:
+    found = scrape(scenes.view(2, 5), everything=False)
+    assert {"cubroker_sessions", "cubroker_waiting_requests", "cubroker_longest_wait_seconds"}.isdisjoint(found)
+    assert found["cubroker_pool_bytes"] == scrape(scenes.view(2, 5))["cubroker_pool_bytes"]
 
 
 def test_nobody_has_waited_less_than_no_time_when_the_clock_was_put_back() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import time
 from collections.abc import Iterator
@@ -107,6 +108,59 @@ def test_the_page_itself_and_the_address_bar_are_answered(pane: Pane, site: str)
     assert [status(pane.begin(path, sec_fetch_site=site)) for path in PATHS] == [200, 200, 200, 200, 404]
 
 
+TOKEN = b"a token of 32 bytes, more or less".replace(b" ", b"-")
+
+
+def basic(user: bytes, password: bytes) -> str:
+    return "Basic " + base64.b64encode(user + b":" + password).decode()
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [
+        "Bearer " + TOKEN.decode(),
+        "bearer  " + TOKEN.decode() + " ",
+        basic(b"", TOKEN),
+        basic(b"anybody", TOKEN),
+    ],
+)
+def test_who_shows_the_token_as_programs_or_as_browsers_do_is_answered(shown: str) -> None:
+    with watching(scenes.view(1, 5), token=TOKEN) as pane:
+        assert [status(pane.begin(path, authorization=shown)) for path in PATHS] == [200, 200, 200, 200, 404]
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [
+        None,
+        "",
+        "Bearer",
+        "Bearer " + TOKEN.decode()[:-1],
+        "Bearer " + TOKEN.decode() + "x",
+        TOKEN.decode(),
+        "Digest " + TOKEN.decode(),
+        basic(TOKEN, b""),
+        basic(b"", TOKEN[1:]),
+        "Basic " + TOKEN.decode(),
+        "Basic a",
+    ],
+)
+def test_who_shows_no_token_or_another_one_is_asked_for_it_and_told_nothing_else(shown: str | None) -> None:
+    with watching(scenes.view(1, 5), token=TOKEN) as pane:
+        header = "" if shown is None else f"Authorization: {shown}\r\n"
+        answers = [pane.ask(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n{header}\r\n") for path in PATHS]
+        assert {status(answer) for answer in answers} == {401}
+        assert {answer.partition(b"\r\n\r\n")[2] for answer in answers} == {answers[0].partition(b"\r\n\r\n")[2]}
+        assert b'WWW-Authenticate: Basic realm="cubroker"' in answers[0]
+
+
+def test_a_page_of_another_origin_starts_nothing_by_the_token_that_a_browser_keeps() -> None:
+    with watching(scenes.view(1, 5), token=TOKEN) as pane:
+        shown = basic(b"", TOKEN)
+        answers = [pane.begin(path, sec_fetch_site="same-site", authorization=shown) for path in PATHS]
+        assert [status(answer) for answer in answers] == [403] * len(PATHS)
+
+
 def test_whoever_says_nothing_is_cut_off(pane: Pane, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as hasty, pane.connect() as connection:
         hasty.setattr(http, "PATIENCE", 0.05)
@@ -166,7 +220,7 @@ def test_there_are_only_so_many_who_watch(pane: Pane) -> None:
 
 def test_who_comes_while_a_window_is_closed_keeps_nobody_waiting() -> None:
     async def test() -> None:
-        service = http.Service({})
+        service = http.Service(lambda _: {})
         server = await asyncio.start_server(service.accept, "127.0.0.1", 0)
         async with server:  # which waits, from Python 3.12 on, for the end of all connections
             await service.close()

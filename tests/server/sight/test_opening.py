@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from cubroker.protocol import messages as m
-from cubroker.server.config import Access
+from cubroker.server.config import Access, Address, Metrics
 from cubroker.server.ledger import Budget, Ledger
 from cubroker.server.ledger import events as e
 from cubroker.server.sight.meters import Meters
@@ -25,10 +25,11 @@ from tests.server.loops import run
 from tests.server.sight.windows import read
 from tests.server.story import ALICE, MIB, asks, creates
 
-Where = Path | tuple[str, int]
+PORT = Address("127.0.0.1", 0)
+TOKEN = "0123456789abcdef0123456789abcdef"
 
 
-def opened(where: Where, access: Access | None = None) -> Window | None:
+def opened(metrics: Metrics) -> Window | None:
     """A window over a ledger with a pool that is Alice's alone."""
     ledger = Ledger([Budget(0, "GPU-0", "first", 16 * MIB, 10 * MIB)], os.getuid())
     for event in (
@@ -39,12 +40,12 @@ def opened(where: Where, access: Access | None = None) -> Window | None:
     ):
         ledger.handle(event)
     meters = Meters()
-    return open_window(where, access or Access(), ledger, Sight(ledger, meters), meters)
+    return open_window(metrics, ledger, Sight(ledger, meters), meters)
 
 
-def looking(where: Where, look: Callable[[], Awaitable[None]], access: Access | None = None) -> None:
+def looking(metrics: Metrics, look: Callable[[], Awaitable[None]]) -> None:
     async def test() -> None:
-        window = opened(where, access)
+        window = opened(metrics)
         assert window
         try:
             await look()
@@ -54,12 +55,30 @@ def looking(where: Where, look: Callable[[], Awaitable[None]], access: Access | 
     run(test())
 
 
-def scrape(family: socket.AddressFamily, address: str | tuple[str, int]) -> str:
+def scrape(
+    family: socket.AddressFamily, address: str | tuple[str, int], token: str = "", path: str = "/metrics"
+) -> str:
+    shown = f"Authorization: Bearer {token}\r\n" if token else ""
     with socket.socket(family) as connection:
         connection.settimeout(PATIENCE)
         connection.connect(address)
-        connection.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        connection.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n{shown}\r\n".encode())
         return read(connection).decode()
+
+
+def port(caplog: pytest.LogCaptureFixture) -> tuple[str, int]:
+    """Where the log says that a port is."""
+    said = re.search(r"a page to look at, are on http://127\.0\.0\.1:(\d+)/", caplog.text)
+    assert said
+    return "127.0.0.1", int(said[1])
+
+
+@pytest.fixture
+def token(tmp_path: Path) -> Path:
+    path = tmp_path / "token"
+    path.write_text(f"{TOKEN}\n")
+    path.chmod(0o600)
+    return path
 
 
 def test_whoever_may_pass_the_socket_sees_everything(tmp_path: Path) -> None:
@@ -69,20 +88,84 @@ def test_whoever_may_pass_the_socket_sees_everything(tmp_path: Path) -> None:
         assert stat.S_IMODE(path.stat().st_mode) == 0o660
         assert 'pool="secret"' in await asyncio.to_thread(scrape, socket.AF_UNIX, str(path))
 
-    looking(path, look, Access(0o660, os.getgid()))
+    looking(Metrics(path, Access(0o660, os.getgid())), look)
 
 
-def test_whoever_reaches_a_port_sees_what_a_stranger_may(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_socket_with_a_token_is_for_who_may_pass_it_and_has_the_token(tmp_path: Path, token: Path) -> None:
+    path = tmp_path / "sight"
+
     async def look() -> None:
-        said = re.search(r"a page to look at, are on http://127\.0\.0\.1:(\d+)/", caplog.text)
-        assert said
-        text = await asyncio.to_thread(scrape, socket.AF_INET, ("127.0.0.1", int(said[1])))
-        assert "secret" not in text
-        assert 'pool="(private)"' in text
-        assert "cubroker_pool_bytes" in text
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert "HTTP/1.1 401 " in await asyncio.to_thread(scrape, socket.AF_UNIX, str(path))
+        assert 'pool="secret"' in await asyncio.to_thread(scrape, socket.AF_UNIX, str(path), TOKEN)
+
+    looking(Metrics(path, token_file=token), look)
+
+
+def test_who_has_the_token_of_a_port_sees_everything_and_others_nothing(
+    caplog: pytest.LogCaptureFixture, token: Path
+) -> None:
+    async def look() -> None:
+        where = port(caplog)
+        assert 'pool="secret"' in await asyncio.to_thread(scrape, socket.AF_INET, where, TOKEN)
+        for shown in ("", "another"):
+            for path in ("/metrics", "/", "/view", "/events"):
+                text = await asyncio.to_thread(scrape, socket.AF_INET, where, shown, path)
+                assert text.startswith("HTTP/1.1 401 ")
+                assert not [secret for secret in ("secret", "cubroker_", str(ALICE), "GPU-0") if secret in text]
 
     caplog.set_level("INFO")
-    looking(("127.0.0.1", 0), look)
+    looking(Metrics(PORT, token_file=token), look)
+    assert TOKEN not in caplog.text
+
+
+@pytest.mark.parametrize("with_token", [False, True])
+def test_whoever_reaches_a_public_port_sees_what_a_stranger_may(
+    caplog: pytest.LogCaptureFixture, token: Path, with_token: bool
+) -> None:
+    async def look() -> None:
+        where = port(caplog)
+        text = await asyncio.to_thread(scrape, socket.AF_INET, where)
+        assert 'owner="(private)",pool="(private)"' in text
+        assert "cubroker_sessions{" not in text
+        for path in ("/metrics", "/view"):
+            text = await asyncio.to_thread(scrape, socket.AF_INET, where, "", path)
+            assert text.startswith("HTTP/1.1 200 ")
+            assert not [secret for secret in ("secret", f'"{ALICE}"', ":101,") if secret in text]
+        if with_token:
+            assert 'pool="secret"' in await asyncio.to_thread(scrape, socket.AF_INET, where, TOKEN)
+            assert "HTTP/1.1 401 " in await asyncio.to_thread(scrape, socket.AF_INET, where, "another")
+
+    caplog.set_level("INFO")
+    looking(Metrics(PORT, token_file=token if with_token else None, public=True), look)
+
+
+def test_a_token_that_others_can_have_opens_nothing(
+    tmp_path: Path, token: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused(why: str, path: Path = token) -> None:
+        caplog.clear()
+        assert opened(Metrics(PORT, token_file=path)) is None
+        assert "there are no metrics: " in caplog.text
+        assert why in caplog.text
+
+    async def test() -> None:
+        for mode in (0o604, 0o602, 0o620, 0o644):
+            token.chmod(mode)
+            refused(f"has mode {mode:03o}, which is for others too; `chmod 600 {token}`")
+        token.chmod(0o640)
+        for text in ("", "short", "with a space, and long enough", "x" * 2000, "\N{BULLET}" * 32):
+            token.write_text(text)
+            refused("has no token of 16 to 1024 printable characters without spaces; write one with `head -c 24")
+        refused("cannot read the token in", tmp_path / "absent")
+        os.mkfifo(tmp_path / "fifo", 0o600)
+        refused("is no regular file", tmp_path / "fifo")
+        if os.geteuid() == 0:
+            token.write_text(TOKEN)
+            os.chown(token, 4001, -1)
+            refused("belongs to user 4001; have root or the broker's user own it")
+
+    run(test())
 
 
 def has_ipv6() -> bool:
@@ -99,7 +182,7 @@ def test_a_port_can_be_one_of_ipv6(caplog: pytest.LogCaptureFixture) -> None:
         assert "http://[::1]:" in caplog.text
 
     caplog.set_level("INFO")
-    looking(("::1", 0), look)
+    looking(Metrics(Address("::1", 0), public=True), look)
 
 
 def test_the_socket_of_one_that_is_gone_is_taken_over(tmp_path: Path) -> None:
@@ -110,7 +193,7 @@ def test_the_socket_of_one_that_is_gone_is_taken_over(tmp_path: Path) -> None:
     async def look() -> None:
         assert "cubroker_restarts_total" in await asyncio.to_thread(scrape, socket.AF_UNIX, str(path))
 
-    looking(path, look)
+    looking(Metrics(path), look)
 
 
 def test_where_nobody_can_listen_the_log_says_so_and_the_broker_goes_on(
@@ -127,9 +210,9 @@ def test_where_nobody_can_listen_the_log_says_so_and_the_broker_goes_on(
             other.bind(str(tmp_path / "other"))
             other.listen(0)
             waiting.connect(str(tmp_path / "other"))  # and is never accepted, so there is no room for another
-            places = (tmp_path / "file", tmp_path / "other", tmp_path / "no" / "folder", taken.getsockname())
+            places = (tmp_path / "file", tmp_path / "other", tmp_path / "no" / "folder", Address(*taken.getsockname()))
             for number, where in enumerate(places, 1):
-                assert opened(where) is None
+                assert opened(Metrics(where, public=True)) is None
                 assert caplog.text.count("there are no metrics, since nobody can listen on") == number
 
     run(test())

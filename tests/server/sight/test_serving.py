@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -13,6 +14,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Generic
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -135,3 +138,28 @@ def test_off_is_the_default_and_nothing_of_it_is_loaded() -> None:
     script = "import sys, cubroker.server.run; print([m for m in ('prometheus_client', 'h11') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.PIPE, text=True)
     assert done.stdout == "[]\n"
+
+
+def test_a_port_is_served_to_who_has_the_token_and_without_one_no_broker_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUBROKER_METRICS_LISTEN", "127.0.0.1:0")
+    command = [sys.executable, "-m", "cubroker.server", str(tmp_path / "run"), "--devices", "host:1"]
+    refused = subprocess.run(command, check=False, capture_output=True, text=True, timeout=PATIENCE)
+    assert refused.returncode == 1
+    assert "$CUBROKER_METRICS_LISTEN: metrics.listen: every user of this host can read a port; name a" in refused.stderr
+    token = tmp_path / "token"
+    token.write_text("0123456789abcdef")
+    token.chmod(0o600)
+    monkeypatch.setenv("CUBROKER_METRICS_TOKEN_FILE", str(token))
+    with serving() as process, Broker(process.directory) as broker:
+        said = re.search(r"a page to look at, are on (http://127\.0\.0\.1:\d+/), for who has the token", process.log())
+        assert said
+        broker.create("llama", LAYOUT, mode=0o600).seal()
+        with pytest.raises(HTTPError, match="401") as caught:
+            urlopen(said[1] + "metrics", timeout=PATIENCE)
+        with caught.value as answer:
+            assert b"llama" not in answer.read()
+        asked = Request(said[1] + "metrics", headers={"Authorization": "Bearer 0123456789abcdef"})
+        with urlopen(asked, timeout=PATIENCE) as answer:
+            assert b'pool="llama"' in answer.read()

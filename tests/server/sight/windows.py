@@ -13,7 +13,8 @@ from cubroker.protocol.messages import View
 from cubroker.server.sight.exposition import Exposition
 from cubroker.server.sight.lookout import Lookout
 from cubroker.server.sight.meters import Meters
-from cubroker.server.sight.window import Window
+from cubroker.server.sight.tokens import Guard
+from cubroker.server.sight.window import Showing, Window
 from tests.brokers import PATIENCE
 
 
@@ -83,13 +84,14 @@ def read(connection: socket.socket) -> bytes:
 
 
 @contextmanager
-def watching(view: View, look: Callable[[], View] | None = None) -> Iterator[Pane]:
-    """A window on a port of this host, over ``view``, or whatever ``look`` gives."""
+def watching(view: View, look: Callable[[], View] | None = None, token: bytes | None = None) -> Iterator[Pane]:
+    """A window on a port of this host, over ``view``, or whatever ``look`` gives; it may ask for a token."""
     listener = socket.create_server(("127.0.0.1", 0))
     pane = Pane(listener.getsockname()[1], view)
     with looping() as loop:
         lookout = Lookout(loop, look or (lambda: pane.view), lambda: pane._revision[0])
-        window = Window(listener, lookout, Exposition(Meters().registry))
+        routes = Showing(lookout, Exposition(Meters().registry)).routes
+        window = Window(listener, Guard(token, routes, routes if token is None else None).admit)
         try:
             yield pane
         finally:
