@@ -151,6 +151,7 @@ class HostFacts:
         memfd: why files in memory cannot be made; empty if they can.
         pidfd: why processes cannot be watched; empty if they can.
         peer_pidfd: whether the kernel tells which process is at the other end of a socket.
+        unconfined: what the kernel lacks for keeping a gateway from the rest of the machine, a clause each.
     """
 
     directory: DirectoryFacts
@@ -168,6 +169,7 @@ class HostFacts:
     memfd: str = ""
     pidfd: str = ""
     peer_pidfd: bool = True
+    unconfined: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

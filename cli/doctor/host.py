@@ -16,6 +16,7 @@ from cubroker.driver import linux
 from cubroker.protocol import directory as places
 from cubroker.protocol.errors import CubrokerError, Invalid
 from cubroker.protocol.system_errors import reason
+from cubroker.server import sandbox
 from cubroker.server.peers import outsider
 
 ANSWER = 5.0
@@ -52,6 +53,7 @@ def examine(directory: Path, root: Path = Path("/"), environ: Mapping[str, str] 
         memfd=_refusal(lambda: linux.memfd_create("cubroker-doctor", linux.MFD_CLOEXEC)),
         pidfd=_refusal(lambda: linux.pidfd_open(os.getpid())),
         peer_pidfd=_peer_pidfd(),
+        unconfined=tuple(sandbox.obstacles()),
     )
 
 

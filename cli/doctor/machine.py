@@ -123,6 +123,17 @@ def _watching(host: HostFacts) -> Verdict:
     return Verdict(True, f"Linux {host.kernel} says which process connects, and when it ends")
 
 
+def _confinement(host: HostFacts) -> Verdict:
+    if not host.unconfined:
+        return Verdict(True, "Landlock and a system call filter keep the gateway from files, networks and processes")
+    why = f"{' and '.join(host.unconfined)}; a broker serves without, and its unit alone confines the gateway"
+    if host.container:
+        do = "allow landlock_create_ruleset, landlock_restrict_self and seccomp in the container's seccomp profile"
+        return Verdict(None, why, f"{do}; the host's kernel has to have them as well")
+    do = "boot Linux 5.13 or newer, for x86_64 or aarch64, with CONFIG_SECCOMP_FILTER and CONFIG_SECURITY_LANDLOCK"
+    return Verdict(None, why, f"{do}, and with landlock in its parameter `lsm=` (see /sys/kernel/security/lsm)")
+
+
 def _files_in_memory(host: HostFacts) -> Verdict:
     if host.memfd:
         do = "allow memfd_create in the seccomp profile, and see the sysctl vm.memfd_noexec"
@@ -216,6 +227,7 @@ _RULES: dict[str, Callable[[HostFacts], Verdict]] = {
     "device files": _files,
     "imex channel": _channel,
     "kernel": _watching,
+    "confinement": _confinement,
     "memfd": _files_in_memory,
     "descriptors": _descriptors,
     "locked memory": _locked,

@@ -19,6 +19,7 @@ from cubroker.cli.doctor.report import Report
 from cubroker.driver import Driver, DriverError, Peers, load
 from cubroker.driver.host import host_module
 from cubroker.driver.host.fabric import CHANNEL
+from cubroker.server import sandbox
 from tests.brokers import BrokerProcess, eventually
 from tests.cli import terminal
 from tests.cli.processes import DEADLINE, environment, holding, run, started
@@ -46,6 +47,9 @@ def test_host_devices_share_by_handle_and_by_descriptor(broker: BrokerProcess) -
     assert verdicts(document)["driver"]["works"]
     finding = verdicts(document)["broker"]
     assert (finding["works"], finding["why"], finding["do"]) == (True, "a broker answers, with 2 devices", "")
+    confinement = verdicts(document)["confinement"]
+    assert (confinement["works"] is True) == (not sandbox.obstacles())
+    assert all(obstacle in confinement["why"] for obstacle in sandbox.obstacles())
 
 
 def test_a_machine_with_a_channel_has_fabric_handles(tmp_path: Path) -> None:

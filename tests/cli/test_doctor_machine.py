@@ -23,6 +23,7 @@ from cubroker.cli.doctor.facts import (
     Verdict,
 )
 from cubroker.protocol.errors import Denied
+from cubroker.server import sandbox
 from cubroker.server.directory import Directory
 
 PATH = Path("/run/cubroker")
@@ -101,6 +102,11 @@ DIRECTORY = HOST.directory
         ("kernel", replace(HOST, pidfd="no", kernel="4.18.0"), False, "4.18.0 .*pidfd_open: no", "Linux 5.3"),
         ("kernel", replace(HOST, pidfd="no", container="docker"), False, "pidfd_open: no", "seccomp"),
         ("kernel", replace(HOST, peer_pidfd=False), None, "SO_PEERPIDFD", "pid namespace"),
+        ("confinement", replace(HOST, unconfined=("no Landlock (x)",)), None, "^no Landlock .x.; a broker", "`lsm=`"),
+        (
+            *("confinement", replace(HOST, unconfined=("no filter", "no Landlock"), container="docker"), None),
+            *("^no filter and no Landlock; a broker serves without", "landlock_restrict_self .* seccomp profile"),
+        ),
         ("memfd", replace(HOST, memfd="no"), False, "memfd_create: no", "seccomp"),
         ("descriptors", replace(HOST, descriptors=(256, 1024)), False, "1024 files", "LimitNOFILE"),
         ("descriptors", replace(HOST, descriptors=(256, 1024), container="docker"), False, "1024", "--ulimit nofile"),
@@ -227,6 +233,16 @@ def test_a_call_that_is_forbidden_is_a_fact(tmp_path: Path, monkeypatch: pytest.
 def test_a_kernel_that_does_not_say_who_connects_is_a_fact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "SO_PEERPIDFD", 4711)
     assert not host.examine(tmp_path / "nobody").peer_pidfd
+
+
+def test_a_kernel_that_cannot_confine_a_gateway_is_a_fact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> int:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(sandbox, "_landlock_version", refuse)
+    facts = host.examine(tmp_path / "nobody")
+    assert "the kernel has no Landlock (Operation not supported)" in facts.unconfined
+    assert list(facts.unconfined) == sandbox.obstacles()
 
 
 def test_a_socket_that_a_dead_broker_left_is_no_absent_broker(tmp_path: Path) -> None:
