@@ -30,6 +30,7 @@ from cubroker.protocol.layout import Layout
 from cubroker.protocol.messages import (
     AUTO,
     CHOOSES,
+    FINDS,
     OWNED,
     Attach,
     Attached,
@@ -281,15 +282,20 @@ class Broker(Unsendable, Scoped):
         names.check(name)
         return self._session.ask(Retire(name, _version(version)), Retirement)
 
-    def watch(self, name: str) -> Watch:
+    def watch(self, name: str, *, owner: Owner | Sequence[Owner] | None = None) -> Watch:
         """Return an iterator over the pool's current version (None without one), now and after every change; close it.
+
+        Args:
+            name: the pool.
+            owner: whose pool counts, as for :meth:`attach`: while it is anybody else's, there is no version.
 
         Raises:
             Denied: the pool's mode keeps this user from reading it.
+            Unsupported: an owner is asked for, and the broker is too old to heed that.
             OverQuota: this session, or this user, watches as many pools as it may.
         """
         names.check(name)
-        return self._session.watch(name)
+        return self._session.watch(name, self._owners("watch", name, owner, FINDS))
 
     # -- what there is -----------------------------------------------------------------------------
 
@@ -412,14 +418,14 @@ class Broker(Unsendable, Scoped):
         if device is None:
             if peer:
                 raise Invalid(f"attach to {name!r} with peer=True: say with `device` which device shall reach it")
-            return Where(None, owners=self._owners(name, owner))
-        uuid = local.context(self.driver, device).device.uuid
-        return Where(uuid, local.reachable(self.driver, uuid) if peer else (), self._owners(name, owner))
+            return Where(None, owners=self._owners("attach to", name, owner, OWNED))
+        uuid, owners = local.context(self.driver, device).device.uuid, self._owners("attach to", name, owner, OWNED)
+        return Where(uuid, local.reachable(self.driver, uuid) if peer else (), owners)
 
-    def _owners(self, name: str, owner: Owner | Sequence[Owner] | None) -> tuple[int, ...]:
+    def _owners(self, what: str, name: str, owner: Owner | Sequence[Owner] | None, since: int) -> tuple[int, ...]:
         owners = uids(owner)
-        if owners and self._session.version < OWNED:
-            raise Unsupported(f"attach to {name!r} of a certain owner: the broker is too old to check it; upgrade it")
+        if owners and self._session.version < since:
+            raise Unsupported(f"{what} {name!r} of a certain owner: the broker is too old to check it; upgrade it")
         return owners
 
     def _pool(self, loan: Loan, reply: Attached, mapped: Mapped, owners: tuple[int, ...]) -> Pool:

@@ -25,7 +25,7 @@ from cubroker.client.signals import Grip, Signal
 from cubroker.client.watch import Watch, Watches
 from cubroker.driver import Driver
 from cubroker.protocol.errors import CubrokerError, TimedOut, Unavailable
-from cubroker.protocol.messages import Attach, Attached, Create, Created, Done, PoolLost, Reply, Request
+from cubroker.protocol.messages import Attach, Attached, Create, Created, Done, Find, Found, PoolLost, Reply, Request
 from cubroker.protocol.system_errors import explain
 
 log = logging.getLogger(__name__)
@@ -191,11 +191,12 @@ class Session:
             self.janitor.put(signal.begin)  # if that did not happen above
             raise
 
-    def watch(self, name: str) -> Watch:
-        """Watch a pool."""
+    def watch(self, name: str, owners: tuple[int, ...] = ()) -> Watch:
+        """Watch a pool; with ``owners`` it counts only while it is one of theirs, or this user's."""
         self.owner.check()
         self.check_open()
-        watch = Watch(name, self.watches, self.owner)
+        find = (lambda: self.ask(Find(name, owners), Found).version) if owners else None
+        watch = Watch(name, self.watches, self.owner, find)
         try:
             expect(self.wait(self.watches.add(watch), "Watch", 0.0), Done)
         except BaseException:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from threading import RLock
 
 from cubroker.client.futures import Future
@@ -15,20 +15,22 @@ from cubroker.protocol.messages import PoolChanged, Reply
 
 
 class Watch(Unsendable, Iterator[int | None], Scoped):
-    """The current version of a pool, now and after every change; None while there is none.
+    """The current version of a pool, now and after every change; None while there is none, of the owners asked for.
 
     Changes that come faster than they are read are seen as one. Iterating blocks until there is a
     change, until :meth:`close` is called (from any thread; the iteration stops), or until the broker
     is gone or the :class:`Broker` closed (``Unavailable``).
     """
 
-    def __init__(self, name: str, watches: Watches, owner: Owner) -> None:
+    def __init__(self, name: str, watches: Watches, owner: Owner, find: Callable[[], int] | None = None) -> None:
         self.name = name
         self._owner = owner
         self._watches = watches
         self._lock = watches.lock  # a signal handler may close it in the middle
         self._news: Future[None] = Future()  # the next; no Condition, whose lock an interrupt may leave shut
+        self._find = find  # asks for the version that counts, where not everybody's does
         self._latest: int | None = None  # as the broker says it: 0 is no version; None until it said anything
+        self._heard: int | None = None  # the last of these that was looked at
         self._seen: int | None = None
         self._closed = False
         self._error: CubrokerError | None = None
@@ -38,15 +40,24 @@ class Watch(Unsendable, Iterator[int | None], Scoped):
         while True:
             news = self._news  # taken before the look, so that none is missed
             with self._lock:
-                if self._closed:
-                    raise StopIteration
-                if self._error:
-                    raise self._error.anew()
-                version = self._latest
-                if version is not None and version != self._seen:
-                    self._seen = version
-                    return version or None
-            news.wait()
+                self._check()
+                version, heard = self._latest, self._heard
+            if version is None or version == heard:
+                news.wait()
+                continue
+            found = self._find() if version and self._find else version  # which has news of its own, if it differs
+            with self._lock:
+                self._check()
+                self._heard = version
+                if found != self._seen:
+                    self._seen = found
+                    return found or None
+
+    def _check(self) -> None:
+        if self._closed:
+            raise StopIteration
+        if self._error:
+            raise self._error.anew()
 
     def close(self) -> None:
         """Stop watching; whoever iterates gets the end."""

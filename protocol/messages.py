@@ -36,7 +36,7 @@ from cubroker.protocol.bounds import (
 from cubroker.protocol.infos import BlockInfo, ClientInfo, DeviceInfo, Line, PoolInfo, WaiterInfo
 from cubroker.protocol.wire import MAX_ITEMS
 
-VERSIONS = (1, 2, 3)
+VERSIONS = (1, 2, 3, 4)
 """Protocol versions that this build speaks, oldest first."""
 
 CHOOSES = 2
@@ -44,6 +44,9 @@ CHOOSES = 2
 
 OWNED = 3
 """The first version in which :class:`Attach` and :class:`Where` say whose pools do."""
+
+FINDS = 4
+"""The first version that has :class:`Find`."""
 
 AUTO = "auto"
 """The share kind of a :class:`Create` that leaves it to the broker."""
@@ -266,6 +269,16 @@ class Watch(Message, frozen=True):
     on: bool
 
 
+class Find(Message, frozen=True):
+    """Ask which version of ``name`` is current, if the pool is one of ``owners``' or the asker's.
+
+    Without ``owners`` anybody's does. Answer: :class:`Found`.
+    """
+
+    name: Name
+    owners: Users = ()
+
+
 class ListPools(Message, frozen=True):
     """Answer: :class:`Pools`."""
 
@@ -362,6 +375,7 @@ Request = (
     | Cancel
     | Retire
     | Watch
+    | Find
     | ListPools
     | ListClients
     | ListDevices
@@ -471,6 +485,12 @@ class Retirement(Message, frozen=True):
     leases: Natural
 
 
+class Found(Message, frozen=True):
+    """The current version; 0: there is none, or the pool is another user's."""
+
+    version: Natural
+
+
 class Pools(Message, frozen=True):
     """Every live version, by name and version."""
 
@@ -549,6 +569,7 @@ Reply = (
     | Sealed
     | Done
     | Retirement
+    | Found
     | Pools
     | Clients
     | DeviceList

@@ -44,6 +44,7 @@ from cubroker.protocol.messages import (
     Drain,
     DropEvent,
     Failed,
+    Find,
     ListClients,
     ListDevices,
     ListPools,
@@ -342,6 +343,8 @@ class Ledger:
                 return publishing.retire(books, session, body)
             case Watch():
                 return publishing.watch(books, session, body)
+            case Find():
+                return publishing.find_current(books, session, body)
             case Drain():
                 return draining.drain(books, session, body)
             case Describe():

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from cubroker.protocol import names
 from cubroker.protocol.errors import CubrokerError, Denied, Invalid, NotFound, OverQuota, Retired, Unavailable
-from cubroker.protocol.messages import Done, Failed, PoolChanged, Reply, Retire, Retirement, Seal, Sealed, Watch
+from cubroker.protocol.messages import (
+    Done,
+    Failed,
+    Find,
+    Found,
+    PoolChanged,
+    Reply,
+    Retire,
+    Retirement,
+    Seal,
+    Sealed,
+    Watch,
+)
 from cubroker.server.ledger import shortages, waiting, wording
 from cubroker.server.ledger.attaching import check_readable, lease, missing
 from cubroker.server.ledger.books import Books, Kind
@@ -110,6 +122,20 @@ def watch(books: Books, session: Session, body: Watch) -> Done:
         _begin_watch(books, session, body.name)
     books.effects.append(_notice(session, books.pools[body.name]))
     return Done()
+
+
+def find_current(books: Books, session: Session, body: Find) -> Found:
+    """Return the current version of a pool, if that is one of the owners' that are asked for, or the asker's.
+
+    Raises:
+        Denied: ``session`` may not read the pool.
+    """
+    names.check(body.name)
+    if (pool := books.pools.get(body.name)) is None:
+        return Found(0)
+    check_readable(books, session, pool)
+    owned = not body.owners or pool.owner in (session.uid, *body.owners)
+    return Found(pool.current.number if pool.current is not None and owned else 0)
 
 
 def _begin_watch(books: Books, session: Session, name: str) -> None:

@@ -18,6 +18,7 @@ from cubroker.protocol.messages import (
     Created,
     Describe,
     Failed,
+    Find,
     Reply,
     Request,
     Retire,
@@ -58,7 +59,9 @@ class Question(Struct, frozen=True):
     def pool(self) -> str:
         """The name of the pool that it is about, if it says so."""
         match self.body:
-            case Attach(name=name) | Create(name=name) | Describe(name=name) | Retire(name=name) | Watch(name=name):
+            case Attach(name=name) | Create(name=name) | Describe(name=name) | Retire(name=name):
+                return name
+            case Find(name=name) | Watch(name=name):
                 return name
             case Tell(pool=pool):
                 return pool or ""

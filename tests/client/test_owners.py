@@ -51,6 +51,10 @@ def test_a_broker_that_is_too_old_to_check_owners_is_asked_for_none() -> None:
         publish(broker, "a")
         with pytest.raises(Unsupported, match="too old"):
             broker.attach("a", owner=7)
+        with pytest.raises(Unsupported, match="watch 'a' of a certain owner: the broker is too old"):
+            broker.watch("a", owner=7)
+        with broker.watch("a") as watch:
+            assert next(watch) == 1
 
 
 @needs_root
@@ -77,3 +81,26 @@ def test_a_pool_of_a_stranger_is_neither_attached_to_nor_taken_for_ones_own(
             broker.attach("minilm")
         with broker.attach("minilm", owner=()) as pool:
             assert pool.version == 1
+
+
+@needs_root
+def test_a_watch_tells_of_the_versions_of_the_owner_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    with (
+        configured("[sockets]\nmode = 0o666\n") as process,
+        Broker(process.directory) as broker,
+        visiting(process.directory, STRANGER, STRANGER) as squatter,
+    ):
+        assert squatter("publish", "minilm", 0o644) == 1
+        monkeypatch.setenv("CUBROKER_OWNER", str(STRANGER))
+        with (
+            broker.watch("minilm", owner=7) as watch,
+            broker.watch("minilm") as strangers,
+            broker.watch("minilm", owner=()) as everybodys,
+        ):
+            assert [next(each) for each in (watch, strangers, everybodys)] == [None, 1, 1]
+            broker.retire("minilm")
+            publish(broker, "minilm")  # its own, which counts for every owner
+            assert next(watch) == 2
+            for each in (strangers, everybodys):
+                while next(each) != 2:
+                    pass

@@ -40,6 +40,7 @@ BODIES: dict[type[m.Request], tuple[m.Request, ...]] = {
     m.Cancel: (m.Cancel(900),),
     m.Retire: tuple(m.Retire("a", version) for version in (0, 1, 2, 9)),
     m.Watch: (m.Watch("a", on=True), m.Watch("a", on=False)),
+    m.Find: (m.Find("a"), m.Find("a", (ALICE,)), m.Find("a", (BOB,))),
     m.ListPools: (m.ListPools(),),
     m.ListClients: (m.ListClients(),),
     m.ListDevices: (m.ListDevices(),),
@@ -209,7 +210,7 @@ def test_the_turn_to_create_a_private_pool_tells_strangers_no_more_than_that_it_
     assert b"is to be written by session 1 (pid 101, uid 1001), which waits for room" in told
 
 
-NAMED = (m.Attach, m.Create, m.Retire, m.Watch, m.Describe, m.Tell)
+NAMED = (m.Attach, m.Create, m.Retire, m.Watch, m.Find, m.Describe, m.Tell)
 """Requests that name a pool: of one that lives a stranger hears that it is not for strangers."""
 
 
@@ -244,6 +245,7 @@ OUTCOMES: dict[type[m.Request], tuple[Outcome, Outcome]] = {
     m.Cancel: (m.Done, m.Done),
     m.Retire: (m.Retirement, "denied"),
     m.Watch: (m.Done, m.Done),
+    m.Find: (m.Found, m.Found),
     m.ListPools: (m.Pools, m.Pools),
     m.ListClients: (m.Clients, m.Clients),
     m.ListDevices: (m.DeviceList, m.DeviceList),
@@ -283,6 +285,15 @@ def test_who_waits_for_what_only_others_may_read_hears_nothing_of_its_end() -> N
     (refusal,) = [each.body for each in story.quietly(e.Elapsed(1)) if isinstance(each, e.Respond)]
     assert refusal == m.Failed("timeout", "attach to a waited 5 s for it to be published: a has no version 1: none was"
                                " published that you may read; wait for it, or ask for another")  # fmt: skip
+
+
+def test_a_version_counts_for_who_asks_for_its_owner_and_for_that_one() -> None:
+    def found(session: int, *owners: int) -> int:
+        (answer,) = hears(current(), session, m.Find("a", owners))
+        return msgspec.msgpack.decode(answer, type=m.Found).version
+
+    assert [found(MATE), found(MATE, ALICE), found(MATE, BOB, ALICE), found(OWNER, BOB)] == [1, 1, 1, 1]
+    assert [found(MATE, BOB), found(MATE, READER)] == [0, 0]
 
 
 def test_who_may_publish_and_not_read_hears_not_who_writes() -> None:
