@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from cubroker.cli.frame import ASCII, PLAIN, Frame, of, ranges, since, some_of
@@ -50,6 +51,14 @@ def test_a_picture_says_everything_in_one_line_each() -> None:
 def test_whoever_looks_is_not_counted() -> None:
     view = scenes.view(1, 5)
     assert "9 sessions" in lines(view, own=view.clients[0].session)[0]
+
+
+def test_pools_that_only_processes_of_others_hold_are_told_from_those_that_nobody_holds() -> None:
+    view = msgspec.structs.replace(scenes.view(1, 5), clients=())
+    held = {f"{pool.name}@{pool.version}": pool.leases for pool in view.pools}
+    said = {line.split()[0]: line for line in lines(view) if "@" in line}
+    assert said.keys() == held.keys()
+    assert all(line.endswith("other users" if held[name] else "nobody") for name, line in said.items())
 
 
 def test_nothing_is_said_in_a_sentence() -> None:

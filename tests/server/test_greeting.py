@@ -30,7 +30,7 @@ BAD = [
     (wire.pack(Hello("kubroker", (1,))), "invalid"),
     (wire.pack(["cubroker"]), "invalid"),
     (HELLO + bytes(greeting.MAX_HELLO), "invalid"),
-    (wire.pack(Hello("cubroker", (4, 5))), "unsupported"),
+    (wire.pack(Hello("cubroker", (5, 6))), "unsupported"),
 ]
 
 

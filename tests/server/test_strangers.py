@@ -316,3 +316,14 @@ def test_of_a_past_that_was_recorded_without_an_owner_administrators_alone_hear(
     story.quietly(e.Resumed())
     codes = [msgspec.msgpack.decode(hears(story, each, m.Describe("a", 1))[0])[1] for each in (OWNER, MATE, 4)]
     assert codes == ["not_found", "not_found", "retired"]
+
+
+@pytest.mark.parametrize(("mode", "told"), [(0o602, False), (0o606, True)])
+def test_who_waits_for_room_for_a_next_version_is_told_to_readers(mode: int, told: bool) -> None:
+    story = begin()
+    story.publishes(OWNER, "a", mode=mode)
+    story.publishes(OWNER, "b", nbytes=8 * MIB)
+    story.quietly(creates(OWNER, 900, "a", MIB, wait=WAIT))
+    (heard,) = hears(story, STRANGER, make())
+    assert (b"is to be written by session 1 (pid 101, uid 1001)" in heard) == told
+    assert (b"101" in heard) == told
