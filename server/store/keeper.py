@@ -83,8 +83,11 @@ def keep(
     """
     hide()
     terms = Terms(command, make_room(descriptors), limits, pause)
-    signals = Signals(mask)
-    with listening() as (path, channel), contextlib.closing(Keeper(terms, path, channel, signals)) as keeper:
+    with (
+        contextlib.closing(Signals(mask)) as signals,
+        listening() as (path, channel),
+        contextlib.closing(Keeper(terms, path, channel, signals)) as keeper,
+    ):
         return keeper.run()
 
 

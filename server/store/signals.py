@@ -19,7 +19,7 @@ UNDONE = (signal.SIGPIPE, signal.SIGXFSZ)
 
 
 class Signals:
-    """Takes signals for the rest of this process's life; one that is ignored stays so, as under nohup.
+    """Takes signals until it is closed, and lets none through after that; one that is ignored stays so, as under nohup.
 
     Those that were blocked and have come meanwhile are taken first.
 
@@ -58,6 +58,17 @@ class Signals:
             yield
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    def close(self) -> None:
+        """Block all signals that were taken, for the rest of this process's life.
+
+        An interpreter that ends gives them back their default effect, and another SIGTERM would then end this process
+        with a status that is not the one it was to end with. This process has to have a single thread.
+        """
+        signal.pthread_sigmask(signal.SIG_BLOCK, self._taken)
+        signal.set_wakeup_fd(-1)
+        self.bell.close()
+        self._rope.close()
 
     def release(self) -> None:
         """Have a child of this process, on its way to another program, take signals as it should."""

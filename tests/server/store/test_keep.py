@@ -330,11 +330,33 @@ def test_told_to_end_while_it_is_imported_it_ends_before_it_starts_anything(
     place: Path, number: signal.Signals
 ) -> None:
     with Keep(place, program=IMPORTING) as keep:
-        keep.says(r"import time:.* click\.")
-        keep.process.send_signal(number)  # once: another one could find the keeper at its end
+        importing(number, keep)
         assert keep.status() == 0
         assert keep.said().splitlines()[-1] == f"cubroker keep: {number.name}: ends"
         assert "Traceback" not in keep.said()
+
+
+LATE = """
+import os, signal, sys
+from cubroker.cli.entry import main
+class Late:
+    # Comes when the interpreter has handed all signals back to the system, and takes its modules apart.
+    def __del__(self, kill=os.kill, pid=os.getpid(), write=os.write):
+        kill(pid, NUMBER)
+        write(2, b"at its end\\n")
+late = Late()
+sys.argv[:1] = ["cubroker", "keep", "--watchdog", "0"]
+main()
+"""
+
+
+@pytest.mark.parametrize("number", [*ENDING, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
+def test_a_signal_that_comes_while_it_ends_changes_nothing(place: Path, number: signal.Signals) -> None:
+    with Keep(place, program=[sys.executable, "-c", LATE.replace("NUMBER", str(int(number)))]) as keep:
+        first = keep.next()
+        first.expect(signal.SIGTERM)
+        assert keep.end() == 100 + signal.SIGTERM
+        assert keep.said().splitlines()[-1] == "at its end"
 
 
 def test_between_two_runs_it_ends_at_once_with_the_status_of_the_last(place: Path) -> None:
