@@ -39,7 +39,7 @@ def test_the_manager_hears_that_the_broker_serves_and_ends(kept: StoredBroker) -
     ]
     assert kept.stop() == 0
     kept.settled()
-    assert ("STOPPING", "1") in kept.warehouse.said[-2:]
+    assert kept.warehouse.said[-2:] == [("STOPPING", "1"), ("EXTEND_TIMEOUT_USEC", "60000000")]
 
 
 def test_who_connects_while_there_is_no_broker_is_served_by_the_next(kept: StoredBroker) -> None:
