@@ -170,10 +170,12 @@ def test_no_step_of_a_release_is_left_out_because_another_fails(
         watched.cuMemRelease(number)
 
 
-@pytest.mark.parametrize("call", ["cuModuleLoadData", "cuModuleGetFunction", "cuLaunchKernel"])
+@pytest.mark.parametrize("call", ["cuModuleLoadData", "cuModuleGetFunction", "cuLaunchKernel", "cuStreamSynchronize"])
 def test_a_broadcast_that_fails_can_be_tried_again(cast: Cast, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     plan = Plan()
-    monkeypatch.setattr(cast.window, "_calls", Calls(FaultyModule(cast.contexts[0].calls.module, plan)))
+    calls = Calls(FaultyModule(cast.contexts[0].calls.module, plan))
+    for each in (cast.window, cast.contexts[0].copies()):
+        monkeypatch.setattr(each, "_calls", calls)
     plan.arm([call], 1, UNKNOWN)
     with failing(call, "CUDA_ERROR_UNKNOWN"):
         cast.window.broadcast(cast.source, cast.window.pointer, 16)
