@@ -138,7 +138,12 @@ def attack(pid: int, attacks: dict[str, Callable[[int], None]] = ATTACKS) -> lis
 
 def main() -> None:
     targets = {name: int(pid) for name, _, pid in (each.partition("=") for each in sys.argv[1:])}
-    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as child:
+    # Until it answers it has files of others open, those that it is loaded from.
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as child:
+        assert child.stdin
+        assert child.stdout
+        os.write(child.stdin.fileno(), b"x")
+        os.read(child.stdout.fileno(), 1)
         json.dump({name: attack(pid) for name, pid in {**targets, "its own child": child.pid}.items()}, sys.stdout)
 
 

@@ -1,52 +1,23 @@
-"""Three real users and containers on one broker, which runs as a user of its own without any power over them."""
+"""Who administers a broker that runs as a user of its own: a number alone makes nobody an administrator."""
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import pytest
 
 from tests.brokers import started
+from tests.hostile.tenants import ALICE, BROKER, EVE, NEEDS, Unprivileged, become
 from tests.namespaces import unshare
-from tests.server.configured import Configured
 from tests.server.visitor import Visitor, visiting
 
-pytestmark = [
-    pytest.mark.skipif(os.geteuid() != 0, reason="only root can run processes as other users"),
-    pytest.mark.skipif(shutil.which("setpriv") is None, reason="needs setpriv, of util-linux"),
-    pytest.mark.slow,
-]
+pytestmark = NEEDS
 
-BROKER, ALICE, BOB, EVE = 4900, 4901, 4902, 4903
 SETTINGS = "[sockets]\nmode = 0o666\n"
 
 NO_CAPABILITIES = ("setpriv", "--bounding-set=-all", "--inh-caps=-all", "--no-new-privs")
 OWN_PIDS = ("unshare", "--pid", "--fork", "--kill-child")
 OWN_USERS = ("unshare", "--user", "--map-root-user")
-
-
-READS = "--inh-caps=-all,+dac_read_search", "--ambient-caps=-all,+dac_read_search"
-"""What lets another user start a Python that lies in root's own folder, and nothing that matters here."""
-
-
-def become(uid: int) -> tuple[str, ...]:
-    return ("setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", *READS, "--no-new-privs")
-
-
-class Unprivileged(Configured):
-    """A broker as the shipped unit runs it: of its own user, without any power over other users."""
-
-    def __init__(self, directory: Path, text: str) -> None:
-        directory.mkdir()
-        os.chown(directory, BROKER, BROKER)
-        directory.chmod(0o755)
-        super().__init__(directory, text)
-
-    def command(self) -> list[str]:
-        return [*become(BROKER), *super().command()]
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ import msgspec
 import numpy as np  # noqa: F401  # before the user changes, who may not read where Python lies
 
 from cubroker.client import Broker
+from cubroker.client.owners import VARIABLE
 from cubroker.protocol import CubrokerError, Layout
 
 ROOT = Path(__file__).parents[2]
@@ -45,9 +46,11 @@ class Visitor:
 
 
 @contextmanager
-def visiting(directory: Path, uid: int, gid: int, *groups: int, before: Sequence[str] = ()) -> Iterator[Visitor]:
+def visiting(
+    directory: Path, uid: int, gid: int, *groups: int, before: Sequence[str] = (), module: str = "tests.server.visitor"
+) -> Iterator[Visitor]:
     """A client of user ``uid`` for the length of a block; ``before`` is a command that runs it, as in a container."""
-    command = [*before, sys.executable, "-m", "tests.server.visitor", str(directory), *map(str, (uid, gid, *groups))]
+    command = [*before, sys.executable, "-m", module, str(directory), *map(str, (uid, gid, *groups))]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
             yield Visitor(process)
@@ -61,27 +64,44 @@ def _publish(broker: Broker, name: str, mode: int | None = None) -> int:
         return draft.seal()
 
 
-def _attach(broker: Broker, name: str, version: int | None = None) -> list[int]:
-    with broker.attach(name, version=version) as pool:
+def _attach(
+    broker: Broker, name: str, version: int | None = None, wait: float = 0.0, owner: int | None = None
+) -> list[int]:
+    with broker.attach(name, version=version, wait=wait, owner=owner) as pool:
         return [pool.version, pool["x"].tobytes()[-1]]
+
+
+def _watch(broker: Broker, name: str) -> int | None:
+    with broker.watch(name) as watch:
+        return next(watch)
 
 
 COMMANDS: dict[str, Callable[..., Any]] = {
     "hello": lambda broker: broker.session,
     "publish": _publish,
     "attach": _attach,
+    "describe": lambda broker, name: [tensor.name for tensor in broker.describe(name)[1].tensors],
+    "watch": _watch,
+    "story": lambda broker, name: len(broker.story(name)),
     "retire": lambda broker, name: msgspec.to_builtins(broker.retire(name)),
     "drain": lambda broker, on: broker.drain(on=on),
     "pools": lambda broker: msgspec.to_builtins(broker.pools()),
+    "everything": lambda broker: msgspec.to_builtins((broker.look(), broker.pools(), broker.clients())),
+    "trust": lambda broker, owner: os.environ.update({VARIABLE: owner}),
 }
+"""What a client can be told to do."""
 
 
-def main() -> None:
-    directory, uid, gid, *groups = sys.argv[1:]
+def become(uid: str, gid: str, *groups: str) -> None:
+    """Be a user from now on, unless this process is that already."""
     if os.getuid() != int(uid):
         os.setgroups([int(group) for group in groups])
         os.setgid(int(gid))
         os.setuid(int(uid))
+
+
+def serve(directory: str) -> None:
+    """Do what is asked on standard input."""
     broker: Broker | None = None
     for line in sys.stdin:
         command, *arguments = json.loads(line)
@@ -91,6 +111,12 @@ def main() -> None:
         except CubrokerError as error:
             answer = {"code": error.code, "message": error.message}
         print(json.dumps(answer), flush=True)
+
+
+def main() -> None:
+    directory, *who = sys.argv[1:]
+    become(*who)
+    serve(directory)
 
 
 if __name__ == "__main__":
