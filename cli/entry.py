@@ -1,61 +1,17 @@
-"""Where the command ``cubroker`` begins: what Ctrl-C does until its modules are imported, and after its end.
+"""Where the command ``cubroker`` begins: signals are decided about before anything else is imported.
 
-Python raises KeyboardInterrupt between any two bytecodes. In the imports, a third of a second, and at the
-interpreter's exit nothing catches it, so it would be a traceback of modules that no user knows. There the system's own
-action is right: the process ends by SIGINT, as shells expect, and nothing needs to be undone. Once a command has been
-imported it may have something to undo, so it gets a KeyboardInterrupt, which :mod:`cubroker.cli.main` turns into
-status 130.
-
-Other signals wait meanwhile. By default SIGUSR1 and SIGHUP would end a process to which they mean something else, and
-the first process of a container would never get SIGTERM. ``keep`` and ``serve`` leave some of them blocked until they
-have handlers. What arrives before :func:`main` runs, in the interpreter's own start, has its default effect.
-
-This module imports nothing but ``signal``, and :func:`main` decides about signals before it imports anything else.
+This module imports nothing but :mod:`cubroker.cli.signals`, which imports nothing but ``signal``.
 """
 
 from __future__ import annotations
 
-import signal
-
-HELD = frozenset({signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2})
-"""Signals that wait until the command has been imported."""
-
-_inherited: set[int] | None = None
+from cubroker.cli import signals
 
 
 def main() -> None:
     """Run the command line, and exit with its status; the entry point of the console script."""
-    end_at_interrupt()
-    hold()
+    signals.end_at_interrupt()
+    signals.hold()
     from cubroker.cli.main import main as run
 
     run()
-
-
-def end_at_interrupt() -> None:
-    """Have SIGINT end the process, unless it is ignored: shells start background work like that, and so does nohup."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-def raise_at_interrupt() -> None:
-    """Have SIGINT raise KeyboardInterrupt, unless it is ignored."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def hold() -> None:
-    """Block :data:`HELD`."""
-    global _inherited
-    _inherited = signal.pthread_sigmask(signal.SIG_BLOCK, HELD)
-
-
-def release(still_held: frozenset[signal.Signals]) -> None:
-    """Let in the signals that have come since :func:`hold`, but for ``still_held``; without a hold do nothing."""
-    if _inherited is not None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, _inherited | still_held)
-
-
-def inherited_mask() -> set[int]:
-    """Return the signals that were blocked when this process began, as they are to be in its children."""
-    return signal.pthread_sigmask(signal.SIG_BLOCK, ()) if _inherited is None else _inherited

@@ -4,36 +4,20 @@ from __future__ import annotations
 
 import click
 
-from cubroker.cli import entry, options
+from cubroker.cli import options, signals
 from cubroker.server.store.keeper import keep
 from cubroker.server.store.pace import LONGEST_PAUSE
 from cubroker.server.store.remarks import Remarks
 from cubroker.server.store.runs import Limits
 
-LIMIT = options.Seconds(min=0, max=86400)
-
 
 @click.command("keep", context_settings={"allow_interspersed_args": False})
-@click.option(
-    "--watchdog",
-    type=LIMIT,
-    default=20.0,
-    metavar="SECONDS",
-    help="Abort it, and start it anew, when it gives no sign of life for so long; 0: never.  [default: 20]",
+@options.seconds(
+    "--watchdog", "Abort it, and start it anew, when it gives no sign of life for so long; 0: never.", default=20.0
 )
-@click.option(
-    "--start-timeout",
-    type=LIMIT,
-    default=300.0,
-    metavar="SECONDS",
-    help="The same when it is not ready after so long; 0: never.  [default: 300]",
-)
-@click.option(
-    "--stop-timeout",
-    type=LIMIT,
-    default=30.0,
-    metavar="SECONDS",
-    help="Kill it when it does not end in so long, nor asks for more time; 0: never.  [default: 30]",
+@options.seconds("--start-timeout", "The same when it is not ready after so long; 0: never.", default=300.0)
+@options.seconds(
+    "--stop-timeout", "Kill it when it does not end in so long, nor asks for more time; 0: never.", default=30.0
 )
 @click.option(
     "--descriptors",
@@ -41,13 +25,7 @@ LIMIT = options.Seconds(min=0, max=86400)
     metavar="N",
     help="How many descriptors it may store.  [default: 4096, or what the limit of open files allows]",
 )
-@click.option(
-    "--pause",
-    type=options.Seconds(min=0, max=86400),
-    default=LONGEST_PAUSE,
-    metavar="SECONDS",
-    help=f"The longest time between two starts.  [default: {LONGEST_PAUSE:g}]",
-)
+@options.seconds("--pause", "The longest time between two starts.", default=LONGEST_PAUSE)
 @click.argument("arguments", metavar="COMMAND...", nargs=-1, required=True, type=click.UNPROCESSED)
 def command(
     watchdog: float,
@@ -64,4 +42,4 @@ def command(
     """
     limits = Limits(start_timeout or None, watchdog or None, stop_timeout or None)
     with options.reported(Remarks(2).say):
-        return keep(arguments, descriptors=descriptors, limits=limits, pause=pause, mask=entry.inherited_mask())
+        return keep(arguments, descriptors=descriptors, limits=limits, pause=pause, mask=signals.inherited_mask())

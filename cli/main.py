@@ -16,7 +16,7 @@ from pathlib import Path
 
 import click
 
-from cubroker.cli import entry, options, text
+from cubroker.cli import options, signals, text
 from cubroker.protocol.errors import CubrokerError, Unavailable
 
 REFUSED = 1
@@ -52,7 +52,7 @@ PACKAGES = {"doctor": "doctor.command"}
 
 HANDLED_LATER = {
     "serve": frozenset({signal.SIGHUP, signal.SIGUSR1}),
-    "keep": entry.HELD,
+    "keep": signals.HELD,
 }
 """Signals that a subcommand unblocks itself, once it has handlers for them."""
 
@@ -77,8 +77,8 @@ class Commands(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Import the command that runs; from then on it hears signals, and may have something to undo."""
         found = super().resolve_command(ctx, args)
-        entry.raise_at_interrupt()
-        entry.release(HANDLED_LATER.get(found[0] or "", frozenset()))
+        signals.raise_at_interrupt()
+        signals.release(HANDLED_LATER.get(found[0] or "", frozenset()))
         return found
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -90,13 +90,7 @@ class Commands(click.Group):
 @click.command(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="cubroker")
 @options.any_directory
-@click.option(
-    "--timeout",
-    type=options.Seconds(min=0.001, max=86400),
-    default=GREETING,
-    metavar="SECONDS",
-    help=f"How long a broker may take to greet.  [default: {GREETING:g}]",
-)
+@options.seconds("--timeout", "How long a broker may take to greet.", default=GREETING, least=0.001)
 @click.pass_context
 def commands(context: click.Context, directory: Path | None, timeout: float) -> None:
     """Lend GPU memory to the processes of this host: weights are loaded once and attached to in milliseconds."""
@@ -143,7 +137,7 @@ def main() -> None:
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     try:
         status = run(sys.argv[1:])
-        entry.end_at_interrupt()
+        signals.end_at_interrupt()
     except KeyboardInterrupt:  # before the command, or after it
         status = INTERRUPTED
     _flush()

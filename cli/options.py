@@ -52,6 +52,16 @@ class Seconds(click.FloatRange):
         return seconds
 
 
+LONGEST = 86400.0
+"""The most seconds that an option of :func:`seconds` takes: a day."""
+
+
+def seconds(name: str, what: str, *, default: float, least: float = 0.0) -> Callable[[Decorated], Decorated]:
+    """Add an option that is a time of ``least`` seconds at least; ``what`` it means is its help."""
+    form = Seconds(min=least, max=LONGEST)
+    return click.option(name, type=form, default=default, metavar="SECONDS", help=f"{what}  [default: {default:g}]")
+
+
 PATH = _Typed(readable=False, path_type=Path)
 """A path as it was typed. Whether this user may read it is no matter of usage, and of a directory none at all."""
 

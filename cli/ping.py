@@ -15,13 +15,7 @@ REFUSED = 1
 
 @click.command("ping")
 @click.option("--live", is_flag=True, help="Succeed also while it serves nobody new, or is being started again.")
-@click.option(
-    "--timeout",
-    type=options.Seconds(min=0.001, max=86400),
-    default=5.0,
-    metavar="SECONDS",
-    help="How long it may take to answer.  [default: 5]",
-)
+@options.seconds("--timeout", "How long it may take to answer.", default=5.0, least=0.001)
 @options.as_json
 @options.directory
 def command(directory: Path, live: bool, timeout: float, as_json: bool) -> int:

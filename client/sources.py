@@ -46,9 +46,12 @@ def describe(source: Any) -> Source:
         Invalid: it has no dtype, is elsewhere, or its library refuses to hand it over.
     """
     if any((base.__module__, base.__name__) == ("torch", "Tensor") for base in type(source).__mro__):
-        from cubroker.client import torch as bridge
+        from cubroker.client import torch_dtypes
 
-        return bridge.describe(source)
+        try:
+            return Source(*torch_dtypes.elements(source))
+        except (BufferError, RuntimeError, TypeError) as error:
+            raise _refuse(source, error) from error
     array = _as_numpy(source)
     name = _NAMES.get(array.dtype.str) or _NAMES.get(array.dtype.name)
     if name is None:
@@ -56,7 +59,7 @@ def describe(source: Any) -> Source:
     return Source(name, array.shape, array.view(carrier(name)))
 
 
-def refuse(source: object, why: object) -> Invalid:
+def _refuse(source: object, why: object) -> Invalid:
     """Return the error for what cannot be taken as an array in host memory."""
     return Invalid(
         f"a tensor cannot be filled from this {type(source).__name__}: {why}; pass an array in host memory, or write"
@@ -79,5 +82,5 @@ def _as_numpy(source: Any) -> NDArray[Any]:
         if hasattr(source, "__dlpack__"):
             return np.from_dlpack(source)
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
-        raise refuse(source, error) from error
-    raise refuse(source, "it has no dtype")
+        raise _refuse(source, error) from error
+    raise _refuse(source, "it has no dtype")

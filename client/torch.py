@@ -10,49 +10,15 @@ from __future__ import annotations
 from typing import NoReturn
 
 from cubroker.client.pool import Pool
-from cubroker.client.sources import Source, refuse
 from cubroker.protocol import dtypes
 
 try:
     import torch
     from torch.utils.dlpack import from_dlpack
+
+    from cubroker.client.torch_dtypes import DTYPES, PAIRS
 except ImportError as error:
     raise ImportError(f"cubroker.client.torch needs PyTorch ({error}): pip install 'cubroker[torch]'") from error
-
-_NAMES = {
-    "BOOL": "bool",
-    "F4": "float4_e2m1fn_x2",
-    "U8": "uint8",
-    "I8": "int8",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E8M0": "float8_e8m0fnu",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "I16": "int16",
-    "U16": "uint16",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "I32": "int32",
-    "U32": "uint32",
-    "F32": "float32",
-    "C64": "complex64",
-    "F64": "float64",
-    "I64": "int64",
-    "U64": "uint64",
-}
-
-DTYPES: dict[str, torch.dtype] = {
-    name: getattr(torch, theirs) for name, theirs in _NAMES.items() if hasattr(torch, theirs)
-}
-"""The torch dtype of every dtype that this version of torch has one for."""
-
-_SOURCES = {theirs: name for name, theirs in DTYPES.items()}
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-_PAIRS = "F4"
-"""The dtype whose elements torch counts in pairs."""
 
 
 def _refuse(*_: object) -> NoReturn:
@@ -105,30 +71,10 @@ def state_dict(pool: Pool) -> dict[str, torch.Tensor]:
     return state
 
 
-def describe(tensor: torch.Tensor) -> Source:
-    """Return a tensor in host memory as what a pool's is filled from.
-
-    Raises:
-        Invalid: it is on another device, or torch does not hand out its memory: it is sparse, say, or quantized.
-    """
-    name = _SOURCES.get(tensor.dtype)
-    if tensor.device.type != "cpu":
-        raise refuse(tensor, f"it is on {tensor.device}")
-    try:
-        plain = tensor.detach().resolve_conj().resolve_neg()
-        bits = (plain.view(_INTEGERS[tensor.dtype.itemsize]) if name else plain).numpy()
-    except (RuntimeError, TypeError) as error:
-        raise refuse(tensor, error) from error
-    shape = tuple(tensor.shape)
-    if name == _PAIRS and shape:
-        shape = (*shape[:-1], shape[-1] * 2)
-    return Source(name or str(tensor.dtype), shape, bits)
-
-
 def _form(dtype: str, shape: tuple[int, ...]) -> tuple[torch.dtype, tuple[int, ...], int]:
     """Return the dtype and the shape that a tensor has in torch, and its bytes."""
     nbytes = dtypes.nbytes(dtype, shape)
-    if dtype == _PAIRS and dtype in DTYPES and shape and shape[-1] % 2 == 0:
+    if dtype == PAIRS and dtype in DTYPES and shape and shape[-1] % 2 == 0:
         return DTYPES[dtype], (*shape[:-1], shape[-1] // 2), nbytes
     if dtypes.BITS[dtype] % 8:
         return torch.uint8, (nbytes,), nbytes

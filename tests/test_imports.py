@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -36,15 +37,27 @@ def sources(package: str) -> Iterator[tuple[str, Path]]:
             yield ".".join(("cubroker", package, *(part for part in parts if part != "__init__"))), path
 
 
-def named(source: str) -> Iterator[str]:
-    """The modules that a source names: imports wherever they stand, even in functions and for type checkers only."""
-    for node in ast.walk(ast.parse(source)):
+def named(source: str, *, run: bool = False) -> Iterator[str]:
+    """The modules that a source names: imports wherever they stand, even in functions and for type checkers only.
+
+    With ``run`` only those that are run: not those for type checkers.
+    """
+    tree = ast.parse(source)
+    for node in running(tree) if run else ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             yield "." * node.level + (node.module or "")
             if node.module:
                 yield from (f"{'.' * node.level}{node.module}.{alias.name}" for alias in node.names)
+
+
+def running(node: ast.AST) -> Iterator[ast.AST]:
+    """What of a source is run, now or when a function is called."""
+    typed = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    for child in node.orelse if typed else ast.iter_child_nodes(node):
+        yield child
+        yield from running(child)
 
 
 def crossings(package: str) -> list[str]:
@@ -105,6 +118,16 @@ def test_no_source_names_a_module_against_the_arrows(package: str) -> None:
     assert crossings(package) == []
 
 
+def test_no_imports_that_are_run_go_in_a_circle() -> None:
+    modules = {name: path for package in ARROWS for name, path in sources(package)}
+    graph: dict[str, set[str]] = {}
+    for module, path in modules.items():
+        found = modules.keys() & set(named(path.read_text(), run=True))
+        # `from package import module` names both, and means the module.
+        graph[module] = {name for name in found if not any(other.startswith(f"{name}.") for other in found)}
+    assert len(list(TopologicalSorter(graph).static_order())) == len(modules)
+
+
 def test_the_protocol_names_no_socket_no_event_loop_and_no_device_even_in_a_function() -> None:
     assert not under({name for _, path in sources("protocol") for name in named(path.read_text())}, *TRANSPORT)
 
@@ -119,6 +142,8 @@ def f():
     from .. import driver
 """
     assert {"a.b", "cubroker.server", "cubroker.client", ".."} <= set(named(source))
+    assert {"a.b", "cubroker.server", ".."} <= set(named(source, run=True))
+    assert "cubroker.client" not in set(named(source, run=True))
 
 
 def test_the_protocol_loads_no_socket_no_event_loop_and_no_device() -> None:
