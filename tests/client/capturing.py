@@ -10,12 +10,16 @@ import gc
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from cubroker.client import Broker
 from cubroker.client.loader import load
 from cubroker.client.verify import verify
 from cubroker.protocol.errors import Invalid
 from tests import checkpoints
-from tests.client.conftest import LAYOUT, content
+from tests.brokers import eventually
+from tests.client.conftest import LAYOUT, content, leases
+from tests.driver.conformance_capture import HERE, capturing
 
 Work = Callable[[Broker, str, str, Path], None]
 """Takes a Broker, the name of a published pool of ``LAYOUT``, its share kind and a file with the same tensors."""
@@ -105,3 +109,30 @@ WORK: tuple[Work, ...] = (
     record_and_wait,
     refuse,
 )
+
+Way = tuple[Work, Callable[[Callable[[], object]], object]]
+"""A piece of work, and how it is called."""
+
+each_way = pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param((work, make), id=f"{work.__name__}, {where}")
+        for work in WORK
+        for make, where in zip(HERE, ("same thread", "another thread"), strict=True)
+    ],
+)
+"""What gives a test each piece of work in each :data:`Way`."""
+
+
+def goes_on(broker: Broker, name: str, share: str, way: Way, folder: Path) -> None:
+    """Do a piece of work in the middle of a capture of any kind, which then ends as it should."""
+    work, make = way
+    file = write(folder)
+    publish(broker, name, share)
+    context = broker.driver.context(broker.driver.devices[0].index)
+    for mode in ("GLOBAL", "THREAD_LOCAL"):
+        for stream in ("NON_BLOCKING", "DEFAULT"):
+            with capturing(context, mode, stream) as capture:
+                make(lambda: work(broker, name, share, file))
+                eventually(lambda: leases(broker, name) == 0, "the end of its lease, during the capture")
+                capture.finish()

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from cubroker.client import Broker
 from cubroker.protocol import Layout
-from tests.brokers import eventually
 from tests.client import capturing
-from tests.client.conftest import leases
-from tests.driver.conformance_capture import HERE
-from tests.driver.conformance_capture import capturing as capturing_a_stream
 from tests.gpu.sharing import SHARES, gpu_broker
 
 torch = pytest.importorskip("torch")
@@ -29,24 +25,9 @@ def broker() -> Iterator[Broker]:
 
 
 @SHARES
-@pytest.mark.parametrize("work", capturing.WORK)
-@pytest.mark.parametrize("make", HERE, ids=["same thread", "another thread"])
-def test_a_capture_goes_on(
-    broker: Broker,
-    share: str,
-    tmp_path: Path,
-    work: capturing.Work,
-    make: Callable[[Callable[[], object]], object],
-) -> None:
-    file = capturing.write(tmp_path)
-    capturing.publish(broker, "m", share)
-    context = broker.driver.context(broker.driver.devices[0].index)
-    for mode in ("GLOBAL", "THREAD_LOCAL"):
-        for stream in ("NON_BLOCKING", "DEFAULT"):
-            with capturing_a_stream(context, mode, stream) as capture:
-                make(lambda: work(broker, "m", share, file))
-                eventually(lambda: leases(broker, "m") == 0, "the end of its lease, during the capture")
-                capture.finish()
+@capturing.each_way
+def test_a_capture_goes_on(broker: Broker, share: str, tmp_path: Path, way: capturing.Way) -> None:
+    capturing.goes_on(broker, "m", share, way, tmp_path)
     broker.retire("m")
 
 

@@ -7,6 +7,7 @@ import os
 import select
 import socket
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
@@ -117,6 +118,17 @@ def speaks(client: socket.socket) -> bool:
     return bool(select.select([client], [], [], 0)[0])
 
 
+@contextmanager
+def attended(warehouse: Warehouse) -> Iterator[tuple[Stage, socket.socket, Welcome]]:
+    """A broker with one client, which was welcomed, for the length of a block."""
+    stage = Stage(warehouse)
+    with stage.greets() as client:
+        welcome = hears(client)
+        assert isinstance(welcome, Welcome)
+        yield stage, client, welcome
+    stage.close()
+
+
 def failing(times: int) -> Callable[..., None]:
     """Return what fails so many times, and does nothing after that."""
     left = iter(range(times))
@@ -170,10 +182,7 @@ def test_while_whoever_keeps_the_store_does_not_read_sessions_are_served_and_new
     warehouse: Warehouse,
 ) -> None:
     async def test() -> None:
-        stage = Stage(warehouse)
-        with stage.greets() as client, stage.greets() as leaver:
-            welcome = hears(client)
-            assert isinstance(welcome, Welcome)
+        with attended(warehouse) as (stage, _, welcome), stage.greets() as leaver:
             assert isinstance(hears(leaver), Welcome)
             with warehouse.deaf(), stage.greets() as impatient:
                 newcomer = stage.greets()
@@ -188,7 +197,6 @@ def test_while_whoever_keeps_the_store_does_not_read_sessions_are_served_and_new
             assert isinstance(hears(newcomer), Welcome)
             assert stage.stored() == {"ledger": 1, "s1": 2, "s4": 2}
             newcomer.close()
-        stage.close()
 
     run(test())
 
@@ -196,10 +204,7 @@ def test_while_whoever_keeps_the_store_does_not_read_sessions_are_served_and_new
 @pytest.mark.usefixtures("unhurried")
 def test_a_session_that_waits_to_be_welcomed_is_told_of_nothing_else_before(warehouse: Warehouse) -> None:
     async def test() -> None:
-        stage = Stage(warehouse)
-        with stage.greets() as client:
-            welcome = hears(client)
-            assert isinstance(welcome, Welcome)
+        with attended(warehouse) as (stage, client, welcome):
             with warehouse.deaf():
                 newcomer = stage.greets()
                 stage.broker.gateway_changed()
@@ -210,7 +215,6 @@ def test_a_session_that_waits_to_be_welcomed_is_told_of_nothing_else_before(ware
             assert isinstance(hears(newcomer), Welcome)
             assert Draining(stage.broker.draining) in told(newcomer)
             newcomer.close()
-        stage.close()
 
     run(test())
 
@@ -219,10 +223,7 @@ def test_a_session_that_the_store_does_not_take_in_time_is_turned_away_and_the_o
     warehouse: Warehouse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def test() -> None:
-        stage = Stage(warehouse)
-        with stage.greets() as client:
-            welcome = hears(client)
-            assert isinstance(welcome, Welcome)
+        with attended(warehouse) as (stage, _, welcome):
             with warehouse.deaf():
                 monkeypatch.setattr(notify, "PATIENCE", 0.01)
                 with stage.greets() as newcomer:
@@ -236,6 +237,5 @@ def test_a_session_that_the_store_does_not_take_in_time_is_turned_away_and_the_o
             assert stage.stored() == {"ledger": 1, "s1": 2}
             assert [each.session for each in stage.ledger.sessions()] == [1]
             assert not any(b"2" in key for key in warehouse.journal())
-        stage.close()
 
     run(test())
