@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from threading import Lock, RLock
 
@@ -132,9 +133,12 @@ class Connection:
 
         Raises:
             RuntimeError: threads have run out.
+            Shortage: memory has.
             Unavailable: descriptors have, or threads or memory for libzmq.
         """
-        self._thread.start()
+        with headroom.turn():
+            headroom.try_memory(1)  # Thread.start() waits for ever for one that has no memory to run
+            self._thread.start()
         self._ready.result()
 
     def discard(self) -> None:
@@ -196,14 +200,14 @@ class Connection:
         hang_up(self._channel)
 
     def _converse(self) -> CubrokerError:
-        headroom.check()
-        self._context = zmq.Context()
-        try:
-            self._dealer = self._dial()
+        with ExitStack() as undo:
+            with headroom.turn():
+                headroom.check()
+                self._context = zmq.Context()
+                undo.callback(self._context.destroy, linger=0)
+                self._dealer = self._dial()
             self._ready.set(None)
             return self._serve()
-        finally:
-            self._context.destroy(linger=0)
 
     def _serve(self) -> CubrokerError:
         while not self._stopping:

@@ -7,7 +7,8 @@ group, and RLIMIT_AS depends on what malloc reserves for each new thread.
 So the same number of threads is started, all of them live at once, and all of them end before libzmq starts its own.
 A thread that has returned, and even one that was joined, counts until the kernel has released it: then its entry in
 /proc is gone. Stacks of threads that have ended are cached by glibc and used again, so address space that other
-threads take in between does no harm. What remains is a thread that another process or thread starts at that moment.
+threads take in between does no harm. Sessions of one process start their threads one after the other. What remains is
+a thread that something else starts at that moment, in this process or in another one of the user.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ import mmap
 import os
 import resource
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from queue import Empty, SimpleQueue
-from threading import Lock, Thread, get_native_id
+from threading import Lock, RLock, Thread, get_native_id
 
 DESCRIPTORS = 8
 """Those that libzmq takes for a context and its connection, and one more."""
@@ -37,8 +38,33 @@ PATIENCE = 10.0
 """Seconds for a thread to run. One that was started and has no memory to run in never does."""
 
 
+_turn = RLock()
+
+
+def _renew() -> None:
+    """Whoever had its turn is not there in a forked child."""
+    global _turn
+    _turn = RLock()
+
+
+os.register_at_fork(after_in_child=_renew)
+
+
 class Shortage(Exception):
     """The process, or its user, is short of descriptors, threads or memory; names the limits."""
+
+
+@contextmanager
+def turn() -> Iterator[None]:
+    """Keep other sessions of this process from starting threads for the length of a block, which waits for none.
+
+    Raises:
+        Shortage: a signal handler or finalizer wants one in the middle of its own thread's.
+    """
+    if _turn._is_owned():  # type: ignore[attr-defined]
+        raise Shortage("a signal handler or a finalizer came while another Broker was opened; open it elsewhere")
+    with _turn:
+        yield
 
 
 def check() -> None:

@@ -102,8 +102,11 @@ class Session:
             self.inbox = Inbox()
             self.janitor = Janitor()
             undo.callback(self.janitor.stop)
-            headroom.try_memory(2)  # for both threads: Thread.start() waits for ever for one that has no memory to run
-            self.janitor.start()
+            with headroom.turn():
+                headroom.try_memory(
+                    2
+                )  # for both threads: Thread.start() waits for ever for one that has no memory to run
+                self.janitor.start()
             self.recall = Recall(self.directory, self._loans)
             rebinding = Rebinding(self._loans, self._lock, self.inbox, self.janitor)
             self._connection = Connection(
