@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from cubroker.driver.buffers import address
 from cubroker.driver.calls import Calls, DriverError, explained
 from cubroker.driver.errors import unmapped
+from cubroker.driver.linux import FileId
 from cubroker.driver.once import keep_first
 from cubroker.driver.stream import HANDLE_BYTES, Event, Pinned, Stream
 from cubroker.driver.vmm import Reservation
@@ -132,6 +133,11 @@ class Context:
         with self.current():
             copies.fill(pointer, 0, nbytes)
             copies.synchronize()
+
+    def file_id(self, pointer: int) -> FileId | None:
+        """Return which file the memory is that :meth:`allocate` returned; None on a GPU, whose memory is none."""
+        found: FileId | None = self.calls.module.file_id(pointer) if self.host else None
+        return found
 
     def memory(self) -> tuple[int, int]:
         """Return the free and the total bytes of the device. On host devices only this process's own count as used."""

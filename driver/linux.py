@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from typing import NamedTuple
 
 MFD_CLOEXEC, MFD_ALLOW_SEALING = 1, 2
 
@@ -16,6 +17,19 @@ F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW = 1, 2, 4
 F_OFD_SETLK, F_OFD_SETLKW = 37, 38
 
 _PIDFD_OPEN = 434  # the number of the call on every machine
+
+
+class FileId(NamedTuple):
+    """What all descriptors and mappings of one file have in common, and those of no other while it exists."""
+
+    device: int
+    inode: int
+
+
+def file_id(fd: int) -> FileId:
+    """Return which file a descriptor is of; raises ``OSError``."""
+    found = os.fstat(fd)
+    return FileId(found.st_dev, found.st_ino)
 
 
 def memfd_create(name: str, flags: int) -> int:

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 from uuid import UUID
 
-from cubroker.driver import vmm
+from cubroker.driver import linux, vmm
 from cubroker.driver.calls import Calls, DriverError
 from cubroker.driver.context import Context, Device, Working, working
 from cubroker.driver.host import BLOCK, host_module, reopened
@@ -104,6 +104,10 @@ class Driver:
         """
         with ExitStack() as undo:
             yield [_for_reading(each, undo) for each in descriptors] if self.host else descriptors
+
+    def file_id(self, descriptor: int) -> linux.FileId | None:
+        """Return which file the memory is that a descriptor stands for; None on GPUs, whose memory is none."""
+        return linux.file_id(descriptor) if self.host else None
 
     @property
     def version(self) -> int:

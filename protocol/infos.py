@@ -53,7 +53,8 @@ class LeaseInfo(Struct, frozen=True):
 class ClientInfo(Struct, frozen=True):
     """One session. ``state``: ``connected``, or ``detached`` while its process lives without a connection.
 
-    ``leases`` are those on pools that the receiver may read.
+    ``leases`` are those on pools that the receiver may read. ``mapped_beyond_leases`` are the bytes of the broker's
+    memory that its process has mapped or open although no session of its user has a lease on them; None: unknown.
     """
 
     session: int
@@ -61,6 +62,7 @@ class ClientInfo(Struct, frozen=True):
     uid: int
     state: str
     leases: Annotated[tuple[LeaseInfo, ...], Meta(max_length=MAX_ITEMS)]
+    mapped_beyond_leases: int | None = None
 
 
 class DeviceInfo(Struct, frozen=True):

@@ -17,9 +17,10 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from cubroker.protocol import wire
-from cubroker.protocol.errors import CubrokerError, Denied, InternalFailure, Unavailable
+from cubroker.protocol.errors import CubrokerError, Denied, InternalFailure, OverQuota, Unavailable
 from cubroker.protocol.messages import (
     Attached,
+    Close,
     Created,
     Draining,
     Failed,
@@ -27,6 +28,7 @@ from cubroker.protocol.messages import (
     GatewayChanged,
     Notice,
     Refused,
+    Seal,
     Welcome,
 )
 from cubroker.protocol.system_errors import reason
@@ -38,6 +40,7 @@ from cubroker.server.denials import Denials
 from cubroker.server.devices import DeviceMemory
 from cubroker.server.ledger import Ledger, events
 from cubroker.server.ledger.events import Asked, Effect, Event
+from cubroker.server.mapped_checks import Client, MappedChecks
 from cubroker.server.parcels import Parcel
 from cubroker.server.peers import Peer
 from cubroker.server.requests import Requests
@@ -68,6 +71,7 @@ class Broker:
         sight: watches the ledger.
         store: keeps what outlives this broker, if anything does.
         scribe: gathers what is to be written to the store's journal beside the ledger.
+        checks: compares what processes have mapped with their leases, if anything does.
     """
 
     def __init__(
@@ -80,6 +84,7 @@ class Broker:
         sight: Sight | None = None,
         store: Store | None = None,
         scribe: Scribe | None = None,
+        checks: MappedChecks | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._ledger = ledger
@@ -102,6 +107,9 @@ class Broker:
         self._aftermath = Aftermath(ledger)
         self._closed = False
         self._drained = asyncio.Event()
+        self._checks = checks
+        if checks:
+            checks.attend(self.handle, self._clients)
 
     def admit(self, connection: socket.socket, peer: Peer, version: int) -> None:
         """Open a session on a connection that has greeted, if its user may have one more."""
@@ -179,6 +187,12 @@ class Broker:
     def _enter(self, session: Session) -> None:
         self._sessions[session.number] = session
         self._requests.enter(session)
+        if self._checks:
+            self._checks.joined(session.peer.uid)
+
+    def _clients(self) -> Iterable[Client]:
+        """Return the process of every session."""
+        return (Client(each.peer.pid, each.peer.uid, each.pidfd) for each in self._sessions.values())
 
     def _welcome(self, session: Session, version: int) -> None:
         session.welcome(wire.pack(Welcome(version, session.number, session.secret, self._driver.spec, os.geteuid())))
@@ -273,6 +287,8 @@ class Broker:
             self._writing.close()
         self._requests.close()
         self._aftermath.close()
+        if self._checks:
+            self._checks.stop()
         self._closed = True
 
     def _notify_all(self, notice: Notice) -> None:
@@ -296,6 +312,8 @@ class Broker:
         failure = None
         if not isinstance(event, Asked):
             self._keep(event)
+        if self._checks and _may_end_lease(event):
+            self._checks.soon()
         try:
             self._sight.before(event)
             effects = self._ledger.handle(event, time.time())
@@ -320,8 +338,8 @@ class Broker:
         """Prepare an effect: what is to be said and written of it, before it is carried out."""
         if isinstance(effect, events.Respond):  # as most are
             asked = self._sessions[effect.session]
-            if isinstance(effect.body, Failed) and effect.body.code == Denied.code:
-                self._denials.log(asked.peer, effect.body.message)
+            if isinstance(effect.body, Failed):
+                self._refused(asked, effect.body)
             return self._requests.respond(asked, effect.request, effect.body)
         scribe = self._scribe
         match effect:
@@ -335,6 +353,12 @@ class Broker:
                 if scribe:
                     scribe.closed(self._sessions[session])
         return self._todo.append(effect)
+
+    def _refused(self, asked: Session, refusal: Failed) -> None:
+        if refusal.code == Denied.code:
+            self._denials.log(asked.peer, refusal.message)
+        elif refusal.code == OverQuota.code and self._checks:
+            self._checks.soon()  # it may be for memory beyond leases, and who is told to unmap asks again
 
     def _keep(self, event: Event) -> None:
         """Note which descriptors there are. Their device closes them, after they are forgotten here."""
@@ -399,3 +423,7 @@ class Broker:
     def _forget(self, session: Session) -> None:
         session.close()
         self._arrivals.drop(session)
+
+
+def _may_end_lease(event: Event) -> bool:
+    return isinstance(event.body, Close | Seal) if isinstance(event, Asked) else isinstance(event, events.Gone)

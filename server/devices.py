@@ -19,8 +19,10 @@ from cubroker.server.ledger.entries import BY_DESCRIPTOR, VMM
 from cubroker.server.ledger.events import Allocate, Allocated, Event, Free, Freed, NotAllocated
 from cubroker.server.ledger.room import rounded
 from cubroker.server.orders import Orders
+from cubroker.server.process_memory import Files
 
 if TYPE_CHECKING:
+    from cubroker.driver.linux import FileId
     from cubroker.server.store.store import Store
 
 log = logging.getLogger(__name__)
@@ -35,6 +37,11 @@ class Mapped:
         self._context = context
         self.nbytes = nbytes
         self._pointer = context.allocate(nbytes)
+
+    @property
+    def file(self) -> FileId | None:
+        """The file that it is, on an emulated device."""
+        return self._context.file_id(self._pointer)
 
     def share(self) -> bytes:
         """Return the handle, once it is cleared: nobody may read what was there."""
@@ -51,8 +58,14 @@ class Unmapped:
 
     def __init__(self, driver: Driver, index: int, nbytes: int, *, fabric: bool) -> None:
         self.nbytes = nbytes
+        self._driver = driver
         self.physical = driver.create(index, nbytes, fabric=fabric)
         self.descriptor = -1
+
+    @property
+    def file(self) -> FileId | None:
+        """The file that it is, on an emulated device, once it is shared."""
+        return self._driver.file_id(self.descriptor)
 
     def share(self) -> bytes:
         """Make the descriptor; return the fabric handle, or what stands for the descriptor among the handles."""
@@ -74,6 +87,11 @@ class Inherited:
         self._driver = driver
         self._index = index
         self._descriptors = descriptors
+
+    @property
+    def file(self) -> FileId | None:
+        """The file that it is, on an emulated device; None as well if no descriptor of it is left."""
+        return self._driver.file_id(self._descriptors[0]) if self._descriptors else None
 
     @cached_property
     def physical(self) -> Physical:
@@ -103,15 +121,22 @@ class DeviceMemory(Orders[Allocate | Free]):
         device: whose memory it is.
         report: takes what came of each request; called on the thread.
         store: where descriptors of durable memory outlive the broker, if there is one.
+        files: takes note of the files that the memory is, on emulated devices.
     """
 
     def __init__(
-        self, driver: Driver, device: Device, report: Callable[[Event], None], store: Store | None = None
+        self,
+        driver: Driver,
+        device: Device,
+        report: Callable[[Event], None],
+        store: Store | None = None,
+        files: Files | None = None,
     ) -> None:
         self._driver = driver
         self._device = device
         self._report = report
         self._store = store
+        self._files = files or Files()
         self._stored: set[int] = set()
         self._left: set[int] = set()
         self._pieces: dict[int, list[Mapped | Unmapped | Inherited]] = {}
@@ -124,6 +149,7 @@ class DeviceMemory(Orders[Allocate | Free]):
             Inherited(self._driver, self._device.index, rounded(size), one)
             for size, one in zip(sizes, descriptors, strict=True)
         ]
+        self._note_files(ticket)
 
     def leave(self, ticket: int) -> None:
         """Leave a ticket's memory as it is when this closes: somebody uses it. The end of the process may take it."""
@@ -171,12 +197,17 @@ class DeviceMemory(Orders[Allocate | Free]):
             pieces.append(self._piece(request, rounded(size)))
             self._pieces[request.ticket].append(pieces[-1])
         handles = tuple(piece.share() for piece in pieces)
+        self._note_files(request.ticket)
         descriptors = tuple(piece.descriptor for piece in pieces if piece.descriptor >= 0)
         if request.durable and self._store:
             self._stored.add(request.ticket)
             for number, descriptor in enumerate(descriptors):
                 self._store.hold(stored_as(request.ticket, number), [descriptor])
         return Allocated(request.ticket, handles, descriptors)
+
+    def _note_files(self, ticket: int) -> None:
+        files = ((piece.file, piece.nbytes) for piece in self._pieces[ticket])
+        self._files.add(ticket, {file: nbytes for file, nbytes in files if file})
 
     def _piece(self, request: Allocate, nbytes: int) -> Mapped | Unmapped:
         if request.share in BY_DESCRIPTOR:
@@ -194,6 +225,7 @@ class DeviceMemory(Orders[Allocate | Free]):
     def _free(self, ticket: int) -> int:
         """Free a ticket's memory; return the bytes that the driver does not take back, which stay counted."""
         pieces = self._pieces.pop(ticket, [])
+        self._files.freed(ticket)
         if self._store and ticket in self._stored:
             self._stored.remove(ticket)
             for number in range(len(pieces)):

@@ -16,7 +16,9 @@ from cubroker.server.quantities import parse_budget
 log = logging.getLogger(__name__)
 
 
-def apply(devices: Sequence[Device], handle: Callable[[Event], None], config: Config) -> None:
+def apply(
+    devices: Sequence[Device], handle: Callable[[Event], None], check_every: Callable[[float], None], config: Config
+) -> None:
     """Put in force what can change while the broker runs.
 
     Raises:
@@ -24,6 +26,7 @@ def apply(devices: Sequence[Device], handle: Callable[[Event], None], config: Co
     """
     budgets = {budget.uuid: budget.budget for budget in grant(devices, config.budget)}
     handle(Reconfigured(config.policy, config.limits, budgets))
+    check_every(config.mapped_check)
     logs.adjust(config.log.format, config.log.level)
 
 

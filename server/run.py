@@ -30,6 +30,8 @@ from cubroker.server.ledger import Ledger
 from cubroker.server.ledger.books import NOWHERE
 from cubroker.server.ledger.entries import SESSION, Budget
 from cubroker.server.ledger.events import Event
+from cubroker.server.mapped_checks import MappedChecks
+from cubroker.server.process_memory import Files
 from cubroker.server.restore import restore
 from cubroker.server.scribe import Scribe
 from cubroker.server.service import Service
@@ -177,7 +179,7 @@ async def _start(
     supervisor = Supervisor(place.requests, place.path / REQUEST_SOCKET)
     undo.push_async_callback(supervisor.stop)
     supervisor.start()  # it comes up while the driver does
-    broker, devices = await _assemble(undo, supervisor, config, estate.store)
+    broker, devices, checks = await _assemble(undo, supervisor, config, estate.store)
     await supervisor.connect(broker.receive, broker.gateway_changed)
     await asyncio.to_thread(estate.keep, place.fresh)
     if estate.store and estate.store.inherited:
@@ -185,13 +187,13 @@ async def _start(
     door = Door(place.sessions, broker.admit, lambda: supervisor.obstacle() or broker.draining)
     undo.callback(door.close)
     door.open()
-    return broker, partial(granting.apply, devices, broker.handle)
+    return broker, partial(granting.apply, devices, broker.handle, checks.adjust)
 
 
 async def _assemble(
     undo: AsyncExitStack, supervisor: Supervisor, config: Config, store: Store | None
-) -> tuple[Broker, tuple[Device, ...]]:
-    """Return a broker, and its devices; ``undo`` says farewell, frees their memory and closes them."""
+) -> tuple[Broker, tuple[Device, ...], MappedChecks]:
+    """Return a broker, its devices, and what checks processes; ``undo`` says farewell, frees memory and closes all."""
     loop = asyncio.get_running_loop()
     driver = await asyncio.to_thread(_load, config.devices)
     memory: dict[str, DeviceMemory] = {}
@@ -205,20 +207,23 @@ async def _assemble(
 
     if store:
         store.attend()
+    files = Files() if driver.host else None
     for device in (*driver.devices, *_absent(ledger)):
-        memory[device.uuid] = DeviceMemory(driver, device, report, store)
+        memory[device.uuid] = DeviceMemory(driver, device, report, store, files)
         undo.callback(memory[device.uuid].close)
     assembly = Assembly(driver, memory, report)
     undo.callback(assembly.close)
     sight = _watch(undo, config, ledger, store, scribe)
-    broker = Broker(ledger, memory, assembly, driver, supervisor.send, sight, store, scribe)
+    checks = MappedChecks(files, config.mapped_check)
+    undo.callback(checks.close)
+    broker = Broker(ledger, memory, assembly, driver, supervisor.send, sight, store, scribe, checks)
     undo.callback(broker.close, "the broker is shutting down")
     if store is None or scribe is None:
         log.warning("there is no store: if this broker dies, its pools and the record of leases go with it")
     else:
         with readable():
             restore(broker, ledger, memory, store, scribe, items)
-    return broker, driver.devices
+    return broker, driver.devices, checks
 
 
 def _absent(ledger: Ledger) -> Iterable[Device]:
@@ -244,8 +249,8 @@ def _watch(undo: AsyncExitStack, config: Config, ledger: Ledger, store: Store | 
 
     def standing() -> Standing:
         if store is None or scribe is None:
-            return Standing()
-        return Standing(scribe.restarts, ledger.stored + len(OURS), store.limit)
+            return Standing(beyond_leases=sight.beyond_leases)
+        return Standing(scribe.restarts, ledger.stored + len(OURS), store.limit, sight.beyond_leases)
 
     meters = Meters()
     sight = Sight(ledger, meters)

@@ -86,6 +86,11 @@ class Session:
         assert self._connection
         return [self._connection.fileno(), self._pidfd]
 
+    @property
+    def pidfd(self) -> int:
+        """That of its process; -1 once that has ended."""
+        return self._pidfd
+
     def watch(self) -> None:
         """Begin to look for the end of the connection and of the process."""
         if self._pidfd >= 0:

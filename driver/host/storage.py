@@ -9,6 +9,7 @@ from typing import Any
 
 from cuda.bindings import driver as cuda
 
+from cubroker.driver import linux
 from cubroker.driver.host import memory
 from cubroker.driver.host.answers import Refusal, Result, answers
 from cubroker.driver.host.heap import Block
@@ -123,6 +124,13 @@ class Storage(State):
         with self.lock:
             if self._registered.pop(p, None) is None:
                 raise Refusal(Result.CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED)
+
+    def file_id(self, pointer: int) -> linux.FileId:
+        """Return which file the memory at an address is that this process allocated."""
+        with self.lock:
+            block = self.addresses.find(pointer)
+            assert isinstance(block, Block)
+            return linux.file_id(block.fd)
 
     def readable(self, pointer: Any, nbytes: int) -> int | ctypes.Array[ctypes.c_char]:
         """Return where the bytes are that the current device reads at an address."""

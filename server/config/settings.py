@@ -77,6 +77,7 @@ class Config:
         log: the log.
         metrics: where metrics are served, and to whom.
         drain: seconds that a broker which ends waits for leases to end.
+        mapped_check: seconds from one look at the memory of processes to the next; 0: there is none.
     """
 
     directory: Path
@@ -88,6 +89,7 @@ class Config:
     log: Log
     metrics: Metrics
     drain: float
+    mapped_check: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +128,7 @@ QUOTA: Mapping[str, tuple[Kind, object]] = {
     "events": (values.COUNT, 65_536),
     "layouts": (values.BYTES, "1GiB"),
     "descriptors": (values.COUNT, None),
+    "mapped_beyond_leases": (values.BYTES, values.UNLIMITED),
 }
 """What one user may have, by default; the rest depends on how many descriptors the broker may have open."""
 
@@ -148,6 +151,7 @@ SETTINGS: Mapping[str, Setting] = {
         Setting("limits.requests", values.number(1, 4096), 1024),
         Setting("limits.watches", values.number(1, 1 << 20), 1024),
         Setting("limits.events", values.number(1, 1 << 20), 1024),
+        Setting("limits.mapped_check_seconds", values.SECONDS, 10),
         Setting("log.level", values.choice(*LEVELS), "info"),
         Setting("log.format", values.choice(*FORMS), "auto"),
         Setting("metrics.listen", kinds.LISTEN, kinds.OFF, live=False),
@@ -247,6 +251,7 @@ def config(meant: Mapping[str, Any]) -> Config:
         log=Log(meant["log.level"], meant["log.format"]),
         metrics=_metrics(meant),
         drain=meant["shutdown.drain_seconds"],
+        mapped_check=meant["limits.mapped_check_seconds"],
     )
 
 

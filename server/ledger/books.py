@@ -12,6 +12,7 @@ from cubroker.server.ledger.entries import (
     Account,
     Allocation,
     Budget,
+    Footprint,
     Lease,
     Limits,
     Past,
@@ -86,6 +87,9 @@ class Books:
 
     Nobody gets a lease while the broker is ``drained`` by hand. ``awaited`` are the leases whose end it waits for
     before it ends; None: it was not told to.
+
+    ``footprints`` say what processes refer to beyond leases, by user; ``ended`` has user and ticket of the leases that
+    ended since that was begun to be looked at; None: it is not being looked at.
     """
 
     def __init__(
@@ -128,6 +132,8 @@ class Books:
         self.outlived = store is not None
         self.drained = False
         self.awaited: dict[int, Lease] | None = None
+        self.footprints: dict[int, Footprint] = {}
+        self.ended: set[tuple[int, int]] | None = None
 
     def mark(self, kind: Kind, number: int = 0, name: str = "") -> None:
         """Note that something has to be recorded anew, if anything is recorded at all."""

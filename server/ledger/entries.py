@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
@@ -154,11 +155,36 @@ class User:
             events=self.events,
             layouts=self.layouts,
             descriptors=self.descriptors,
+            mapped_beyond_leases=0,  # that was taken, not granted: see Footprint
         )
 
     def affords(self, writer: Writer) -> bool:
         """Whether its quota has room for all that ``writer`` takes, and no earlier one waits for that."""
         return self.place(writer) == 0 and not exceeds(self.memory, writer.total, self.quota.memory)
+
+
+@dataclass(slots=True, eq=False)
+class Footprint:
+    """What a user's processes refer to beyond its leases: by process id, bytes by ticket, or None if that is unknown.
+
+    ``nbytes`` counts each piece of memory once.
+    """
+
+    processes: dict[int, Mapping[int, int] | None] = field(default_factory=dict)
+    nbytes: int = 0
+
+    def count(self) -> None:
+        """Count anew."""
+        sizes: dict[int, int] = {}
+        for memory in self.processes.values():
+            for ticket, nbytes in (memory or {}).items():
+                sizes[ticket] = max(nbytes, sizes.get(ticket, 0))
+        self.nbytes = sum(sizes.values())
+
+    @property
+    def known(self) -> bool:
+        """Whether anything is known."""
+        return any(memory is not None for memory in self.processes.values())
 
 
 @dataclass(slots=True, eq=False, repr=False)

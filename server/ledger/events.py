@@ -122,6 +122,27 @@ class Vanished(Struct, frozen=True):
     why: str
 
 
+class Measuring(Struct, frozen=True):
+    """What processes refer to begins to be looked at: what :class:`Measured` will say is of moments after this."""
+
+
+class Process(Struct, frozen=True):
+    """What one process of a user has mapped or open of the broker's memory: bytes by ticket, of freed ones as well.
+
+    None: the kernel does not tell.
+    """
+
+    pid: int
+    uid: int
+    memory: Mapping[int, int] | None
+
+
+class Measured(Struct, frozen=True):
+    """What processes refer to, every one that there is anything to tell of."""
+
+    processes: tuple[Process, ...]
+
+
 class Ending(Struct, frozen=True):
     """The broker was told to end: it lends nothing that would go with it, and waits for :class:`Drained`.
 
@@ -148,6 +169,8 @@ Event = (
     | Dissolved
     | Reconfigured
     | Vanished
+    | Measuring
+    | Measured
     | Ending
     | Resumed
 )

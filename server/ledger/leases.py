@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from cubroker.protocol.errors import Invalid, NotFound, OverQuota, Unavailable
 from cubroker.protocol.messages import DESCRIPTOR, Done
-from cubroker.server.ledger import shortages, teams, wording
+from cubroker.server.ledger import mapped, shortages, teams, wording
 from cubroker.server.ledger.books import Books, Kind
 from cubroker.server.ledger.entries import BY_DESCRIPTOR, Allocation, Lease, Pool, Session, Version
 from cubroker.server.ledger.events import Drained, HandOver, Withdraw
@@ -47,7 +47,7 @@ def grant(
     handles open the memory, descriptors are sent only if it asks for them.
 
     Raises:
-        OverQuota: it, or its user, has enough leases.
+        OverQuota: it, or its user, has enough leases, or too much memory beyond them.
     """
     check_quota(books, session)
     lease = Lease(next(books.lease_ids), session, version, tuple(allocations), bound)
@@ -96,6 +96,7 @@ def check_quota(books: Books, session: Session) -> None:
     user = session.user
     if exceeds(user.leases, 1, user.quota.leases):
         raise OverQuota(shortages.too_many_leases(user))
+    mapped.check(books, user)
 
 
 def held(session: Session, lease: int) -> Lease:
@@ -113,6 +114,7 @@ def release(books: Books, lease: Lease) -> None:
     version = lease.version
     del books.leases[lease.id], lease.session.leases[lease.id], version.holders[lease.id]
     lease.session.user.leases -= 1
+    mapped.ended(books, lease)
     books.mark(Kind.LEASE, lease.id)
     lease.session.story.append(f"lease {lease.id} on {version.label} ended")
     if books.awaited is not None and books.awaited.pop(lease.id, None) is not None and not books.awaited:

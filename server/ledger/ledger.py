@@ -28,7 +28,7 @@ Whatever ends stirs the pool or the device that it took part in, and after every
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Self, assert_never
 
 from cubroker.protocol.errors import CubrokerError, TimedOut, Unavailable
@@ -68,6 +68,7 @@ from cubroker.server.ledger import (
     invariants,
     inventory,
     leases,
+    mapped,
     publishing,
     reconfiguring,
     reports,
@@ -95,6 +96,8 @@ from cubroker.server.ledger.events import (
     Gone,
     Joined,
     Lost,
+    Measured,
+    Measuring,
     NotAllocated,
     Reconfigured,
     Respond,
@@ -224,6 +227,10 @@ class Ledger:
                 reconfiguring.reconfigure(self._books, event)
             case Ending(with_store):
                 draining.end(self._books, with_store=with_store)
+            case Measuring():
+                mapped.begin(self._books)
+            case Measured():
+                mapped.measured(self._books, event)
             case Vanished():
                 vanishing.vanished(self._books, event)
             case Resumed():
@@ -304,6 +311,14 @@ class Ledger:
     def view(self, *, everything: bool) -> View:
         """Return all that is known: ``everything``, or what somebody may see who is a stranger to every pool."""
         return reports.view(self._books, reports.onlooker(self._books, everything=everything))
+
+    def beyond_leases(self) -> Mapping[int, int]:
+        """Return the bytes of memory that processes refer to beyond leases, by user of whom anything is known."""
+        return mapped.totals(self._books)
+
+    def excesses(self) -> Mapping[int, str]:
+        """Return, by user, in words, who has more beyond leases than its quota allows."""
+        return mapped.excesses(self._books)
 
     def _asked(self, event: Asked) -> None:
         session = self._books.sessions.get(event.session)

@@ -34,6 +34,8 @@ class Quota:
         layouts: bytes of the encoded layouts of the user's versions and waiting creates, in the broker's own memory.
         descriptors: descriptors of the broker's: two for every session, and those of memory that is emulated or
             shared by descriptor.
+        mapped_beyond_leases: bytes of the broker's memory that its processes refer to without a lease, as far as the
+            broker can see. Nothing of that was granted; past it no lease is.
     """
 
     memory: int | None = None
@@ -44,6 +46,7 @@ class Quota:
     events: int | None = None
     layouts: int | None = None
     descriptors: int | None = None
+    mapped_beyond_leases: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +57,7 @@ class Reservation:
     groups: frozenset[int] = frozenset()
 
 
-NOTHING = Quota(0, 0, 0, 0, 0, 0, 0, 0)
+NOTHING = Quota(0, 0, 0, 0, 0, 0, 0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from cubroker.protocol.infos import NOBODY, BlockInfo, ClientInfo, DeviceInfo, LeaseInfo, PoolInfo, WaiterInfo
 from cubroker.protocol.messages import Clients, Describe, Description, DeviceList, Pools, View
-from cubroker.server.ledger import teams
+from cubroker.server.ledger import mapped, teams
 from cubroker.server.ledger.attaching import check_readable
 from cubroker.server.ledger.books import Books
 from cubroker.server.ledger.entries import Account, Allocation, Session, User, Version
@@ -195,6 +195,7 @@ def _client(books: Books, asking: Session, session: Session) -> ClientInfo:
         uid=session.uid,
         state="connected" if session.connected else "detached",
         leases=tuple(LeaseInfo(v.pool.name, v.number) for v in versions if may_read(books, asking, v.pool)),
+        mapped_beyond_leases=mapped.beyond(books, session),
     )
 
 

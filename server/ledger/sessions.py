@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cubroker.server.ledger import publishing, signals, waiting, wording
+from cubroker.server.ledger import mapped, publishing, signals, waiting, wording
 from cubroker.server.ledger.books import Books, Kind
 from cubroker.server.ledger.chronicle import Story
 from cubroker.server.ledger.entries import SESSION, Session
@@ -43,6 +43,7 @@ def gone(books: Books, event: Gone) -> None:
     session = books.sessions.get(event.session)
     if session is not None:
         session.story.append("its process has ended")
+        mapped.gone(books, session)
         end(books, session)
 
 

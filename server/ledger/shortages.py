@@ -8,7 +8,7 @@ from heapq import nlargest
 from itertools import islice
 
 from cubroker.server.ledger.books import Books
-from cubroker.server.ledger.entries import SESSION, Allocation, Session, User
+from cubroker.server.ledger.entries import SESSION, Allocation, Footprint, Session, User
 from cubroker.server.ledger.states import Stage
 from cubroker.server.ledger.waiters import Writer
 
@@ -111,6 +111,19 @@ def too_many_descriptors(uid: int, more: int, limit: int | None, user: User | No
     return (
         f"this takes {more} of the broker's descriptors, and user {uid} has {used} of a quota of {limit}{takers};"
         f" end some sessions, or retire memory that is not needed"
+    )
+
+
+def too_much_beyond(uid: int, footprint: Footprint, limit: int) -> str:
+    """Say that a user has more memory beyond its leases than it may, and which processes have it."""
+    sizes = ((sum((memory or {}).values()), pid) for pid, memory in footprint.processes.items())
+    largest = nlargest(3, (pair for pair in sizes if pair[0]))
+    who = ", ".join(f"process {pid} {size(nbytes)}" for nbytes, pid in largest)
+    pids = " ".join(str(pid) for _, pid in largest)
+    return (
+        f"processes of user {uid} have {size(footprint.nbytes)} of the broker's memory mapped or open that no lease of"
+        f" this user covers, of a quota of {size(limit)} ({who}); unmap it and close its descriptors there, or end"
+        f" these processes (kill {pids})"
     )
 
 

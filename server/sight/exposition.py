@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -32,11 +32,13 @@ class Standing:
 
     ``restarts`` counts the brokers before this one whose sessions and pools it took over; ``stored`` are the
     descriptors that the store has of this broker, and ``storable`` those that it takes: None without a store.
+    ``beyond_leases`` are bytes by user.
     """
 
     restarts: int = 0
     stored: int | None = None
     storable: int | None = None
+    beyond_leases: Mapping[int, int] = field(default_factory=dict)
 
 
 class Exposition:
@@ -71,10 +73,15 @@ class Exposition:
             sizes[block.pool] += block.nbytes
         self._pools.update(name for name, _ in sizes.most_common() if name)
         owners = {block.owner for block in view.blocks} | {client.uid for client in view.clients}
+        standing = self._standing()
+        if self._everything:
+            owners |= standing.beyond_leases.keys()
         self._users.update(sorted(map(str, owners - {NOBODY})))
-        return bytes(generate_latest(_Families([*self._families(view), *map(_lean, self._counted.collect())])))
+        return bytes(
+            generate_latest(_Families([*self._families(view, standing), *map(_lean, self._counted.collect())]))
+        )
 
-    def _families(self, view: View) -> Iterator[Metric]:
+    def _families(self, view: View, standing: Standing) -> Iterator[Metric]:
         yield _gauge("cubroker_build_info", "The version that runs.", ("version",), {(_version(),): 1})
         yield from _devices(view)
         yield self._memory(view)
@@ -82,7 +89,8 @@ class Exposition:
         if self._everything:
             yield self._sessions(view)
             yield from self._waiting(view)
-        yield from _standing(self._standing())
+            yield self._beyond_leases(standing)
+        yield from _standing(standing)
 
     def _memory(self, view: View) -> Metric:
         indexes = {device.uuid: str(device.index) for device in view.devices}
@@ -109,6 +117,13 @@ class Exposition:
             values[client.state, self._users.label(str(client.uid))] += 1
         words = "Sessions; those that are detached have lost their connection."
         return _gauge("cubroker_sessions", words, ("state", "user"), values)
+
+    def _beyond_leases(self, standing: Standing) -> Metric:
+        values = _Values()
+        for uid, nbytes in standing.beyond_leases.items():
+            values[(self._users.label(str(uid)),)] += nbytes
+        words = "Bytes that processes have mapped or open without a lease, of users of whom the broker can tell."
+        return _gauge("cubroker_mapped_beyond_leases_bytes", words, ("user",), values)
 
     def _waiting(self, view: View) -> Iterator[Metric]:
         number, longest = _Values(), dict[tuple[str, ...], float]()

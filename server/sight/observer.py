@@ -5,13 +5,24 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from cubroker.protocol.errors import CubrokerError
 from cubroker.protocol.messages import Done, Drain, Failed, Reply, Seal
 from cubroker.server.ledger import Ledger
-from cubroker.server.ledger.events import Asked, Effect, Event, Forget, Gone, Joined, Lost, Respond
+from cubroker.server.ledger.events import (
+    Asked,
+    Effect,
+    Event,
+    Forget,
+    Gone,
+    Joined,
+    Lost,
+    Measured,
+    Reconfigured,
+    Respond,
+)
 from cubroker.server.sight.notes import Notes, Question
 
 if TYPE_CHECKING:
@@ -32,13 +43,17 @@ class Sight:
 
     Attributes:
         revision: rises with everything that happens.
+        beyond_leases: bytes that processes refer to beyond leases, by user of whom that is known; never changed, but
+            replaced, so that any thread may read it.
     """
 
     def __init__(self, ledger: Ledger, meters: Meters | None = None) -> None:
         self.revision = 0
+        self.beyond_leases: Mapping[int, int] = {}
         self._ledger = ledger
         self._meters = meters
         self._notes = Notes()
+        self._excesses: Mapping[int, str] = {}
         self._asked: defaultdict[int, dict[int, Question]] = defaultdict(dict)
 
     def before(self, event: Event) -> None:
@@ -86,11 +101,26 @@ class Sight:
                 self._drained(event, event.body, effects)
         elif isinstance(event, Joined) and (who := self._ledger.holder(event.session)) is not None:
             self._notes.joined(who)
+        elif isinstance(event, Measured | Reconfigured):
+            self._measured()
         for effect in effects:
             if isinstance(effect, Respond):
                 self._answered(effect.session, effect.request, effect.body)
             elif isinstance(effect, Forget):
                 self._asked.pop(effect.session, None)
+
+    def _measured(self) -> None:
+        """Say once who has too much memory beyond leases, and once who has no longer."""
+        before, self._excesses = self._excesses, self._ledger.excesses()
+        for uid in self._excesses.keys() - before.keys():
+            log.warning("user %d gets no leases: %s", uid, self._excesses[uid], extra={"uid": uid})
+        for uid in before.keys() - self._excesses.keys():
+            log.info(
+                "user %d gets leases again: its processes have let go of memory beyond them, or its quota has changed",
+                uid,
+                extra={"uid": uid},
+            )
+        self.beyond_leases = self._ledger.beyond_leases()
 
     def _drained(self, event: Asked, body: Drain, effects: Collection[Effect]) -> None:
         who = self._ledger.holder(event.session)

@@ -12,11 +12,13 @@ import pytest
 
 from cubroker.client import Broker
 from cubroker.protocol import Layout
+from cubroker.protocol.messages import Close, Done
 from tests import checkpoints
 from tests.accounts import group_name, user_name
 from tests.brokers import BrokerProcess, eventually
 from tests.cli import terminal
 from tests.cli.processes import environment, run
+from tests.server.clients import session
 
 POOL_KEYS = [
     *("name", "version", "state", "nbytes", "tensors", "share", "devices", "durable", "leases", "owner"),
@@ -158,14 +160,16 @@ def test_clients_are_processes_and_what_they_hold(directory: Path, llama: str) -
         (client,) = document(directory, "clients")
         table = lines(directory, "clients")
         session = broker.session
-    assert list(client) == ["session", "pid", "uid", "state", "leases"]
+    assert list(client) == ["session", "pid", "uid", "state", "leases", "mapped_beyond_leases"]
     assert client == {
         "session": session,
         "pid": os.getpid(),
         "uid": os.getuid(),
         "state": "connected",
         "leases": [{"pool": "llama", "version": 1}] * 2,
+        "mapped_beyond_leases": client["mapped_beyond_leases"],
     }
+    assert client["mapped_beyond_leases"] in (0, None)  # None until the broker has looked for the first time
     assert [line.split() for line in table] == [
         ["SESSION", "PID", "USER", "STATE", "LEASES"],
         [str(session), str(os.getpid()), USER, "connected", "llama@1", "(2", "times)"],
@@ -175,6 +179,17 @@ def test_clients_are_processes_and_what_they_hold(directory: Path, llama: str) -
 def test_a_client_that_holds_nothing_is_listed_too(directory: Path) -> None:
     with Broker(directory):
         assert lines(directory, "clients")[1].split()[2:] == [USER, "connected", "none"]
+
+
+def test_clients_shows_what_one_of_them_has_without_a_lease(directory: Path) -> None:
+    with session(directory) as liar, Broker(directory):
+        lease = liar.create("llama", share="vmm").lease
+        liar.descriptors(lease, 1)  # and it keeps that
+        liar.ask(Close(lease), Done)
+        eventually(lambda: document(directory, "clients")[0]["mapped_beyond_leases"] == 2 << 20, "the broker to look")
+        header, *rows = (line.split("  ") for line in lines(directory, "clients"))
+    assert header[-1] == "BEYOND LEASES"
+    assert [row[-1].strip() for row in rows] == ["2.0 MiB", "2.0 MiB"]  # both are of this process
 
 
 def test_devices_are_counted_in_bytes(directory: Path, llama: str) -> None:

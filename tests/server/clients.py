@@ -151,8 +151,12 @@ class RawClient:
         self.dealer.close()
         self.context.term()
         self.connection.close()
-        for descriptor in self._received:
-            os.close(descriptor)
+        self.close_received()
+
+    def close_received(self) -> None:
+        """Close the descriptors that have come."""
+        while self._received:
+            os.close(self._received.pop())
 
     # -- common requests ---------------------------------------------------------------------------
 

@@ -6,8 +6,11 @@ it, or ``{"code", "message"}`` of a refusal. It opens its session with the first
 
 from __future__ import annotations
 
+import ctypes
 import json
+import mmap
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +24,12 @@ import numpy as np  # noqa: F401  # before the user changes, who may not read wh
 from cubroker.client import Broker
 from cubroker.client.owners import VARIABLE
 from cubroker.protocol import CubrokerError, Layout
+from cubroker.server.hiding import hide
+
+libc = ctypes.CDLL(None, use_errno=True)
+libc.mremap.restype = ctypes.c_void_p
+NBYTES = ctypes.c_size_t(1 << 20)
+MREMAP_MAYMOVE = 1
 
 ROOT = Path(__file__).parents[2]
 LAYOUT = Layout.pack([("x", "U8", (1 << 20,))])
@@ -38,6 +47,10 @@ class Visitor:
         self._process.stdin.write(json.dumps([command, *arguments]) + "\n")
         self._process.stdin.flush()
         return json.loads(self._process.stdout.readline())
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def refused(self, command: str, *arguments: object) -> tuple[str, str]:
         """Return the code and the message of a refusal."""
@@ -76,6 +89,36 @@ def _watch(broker: Broker, name: str) -> int | None:
         return next(watch)
 
 
+def _keep(broker: Broker, name: str) -> int:
+    """Map the memory of a pool a second time, and give the lease back."""
+    with broker.attach(name) as pool:
+        return _mapped_twice(pool["x"].pointer)
+
+
+def _fork(broker: Broker, name: str) -> int:
+    """Leave a child that has the memory of a pool mapped, and give the lease back; return its number."""
+    with broker.attach(name):
+        if not (child := os.fork()):
+            signal.pause()
+    return child
+
+
+def _end(_: Broker, child: int) -> None:
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
+def _mapped_twice(pointer: int) -> int:
+    """Map shared memory at another address as well, as mremap(2) does from nothing."""
+    found: int = libc.mremap(ctypes.c_void_p(pointer & -mmap.PAGESIZE), ctypes.c_size_t(0), NBYTES, MREMAP_MAYMOVE)
+    assert found % mmap.PAGESIZE == 0
+    return found
+
+
+def _let_go(_: Broker, pointer: int) -> None:
+    assert libc.munmap(ctypes.c_void_p(pointer), NBYTES) == 0
+
+
 COMMANDS: dict[str, Callable[..., Any]] = {
     "hello": lambda broker: broker.session,
     "publish": _publish,
@@ -85,6 +128,11 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "story": lambda broker, name: len(broker.story(name)),
     "retire": lambda broker, name: msgspec.to_builtins(broker.retire(name)),
     "drain": lambda broker, on: broker.drain(on=on),
+    "keep": _keep,
+    "let go": _let_go,
+    "fork": _fork,
+    "end": _end,
+    "hide": lambda _: hide(),
     "pools": lambda broker: msgspec.to_builtins(broker.pools()),
     "everything": lambda broker: msgspec.to_builtins((broker.look(), broker.pools(), broker.clients())),
     "trust": lambda broker, owner: os.environ.update({VARIABLE: owner}),

@@ -46,6 +46,7 @@ def test_an_empty_file_says_what_no_file_says(tmp_path: Path) -> None:
         log=Log("info", "auto"),
         metrics=Metrics(),
         drain=10.0,
+        mapped_check=10.0,
     )
     least = Sources(descriptors=1).read().config.policy.quota
     assert (least.sessions, least.descriptors) == (1, 2)
@@ -68,11 +69,13 @@ EVERYTHING = f"""
     leases = "unlimited"
     requests = 0
     descriptors = 300
+    mapped_beyond_leases = "64MiB"
     [quotas.4711]
     memory = "unlimited"
     watches = 7
     events = 8
     layouts = 4096
+    mapped_beyond_leases = 0
     [quotas.{USER}]
     sessions = "unlimited"
     [limits]
@@ -80,6 +83,7 @@ EVERYTHING = f"""
     requests = 2
     watches = 3
     events = 4
+    mapped_check_seconds = 2.5
     [log]
     level = "debug"
     format = "json"
@@ -95,7 +99,7 @@ EVERYTHING = f"""
 
 
 def test_everything_can_be_set(tmp_path: Path) -> None:
-    quota = Quota(2 << 30, 10, None, 0, 65_536, 65_536, 1 << 30, 300)
+    quota = Quota(2 << 30, 10, None, 0, 65_536, 65_536, 1 << 30, 300, 64 << 20)
     assert read(tmp_path, EVERYTHING).config == Config(
         directory=Path("/srv/cubroker"),
         devices="host:2",
@@ -107,14 +111,15 @@ def test_everything_can_be_set(tmp_path: Path) -> None:
             admins=frozenset((0, 4711)),
             quota=quota,
             quotas={
-                4711: Quota(None, 10, None, 0, 7, 8, 4096, 300),
-                0: Quota(2 << 30, None, None, 0, 65_536, 65_536, 1 << 30, 300),
+                4711: Quota(None, 10, None, 0, 7, 8, 4096, 300, 0),
+                0: Quota(2 << 30, None, None, 0, 65_536, 65_536, 1 << 30, 300, 64 << 20),
             },
         ),
         limits=Limits(1, 2, 3, 4),
         log=Log("debug", "json"),
         metrics=Metrics(Address("127.0.0.1", 9464), Access(0o640, 0), Path("/etc/cubroker/metrics.token"), True),
         drain=2.5,
+        mapped_check=2.5,
     )
 
 
