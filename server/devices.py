@@ -19,7 +19,7 @@ from cubroker.server.ledger.entries import BY_DESCRIPTOR, VMM
 from cubroker.server.ledger.events import Allocate, Allocated, Event, Free, Freed, NotAllocated
 from cubroker.server.ledger.room import rounded
 from cubroker.server.orders import Orders
-from cubroker.server.process_memory import Files
+from cubroker.server.process_memory import Watch
 
 if TYPE_CHECKING:
     from cubroker.driver.linux import FileId
@@ -121,7 +121,7 @@ class DeviceMemory(Orders[Allocate | Free]):
         device: whose memory it is.
         report: takes what came of each request; called on the thread.
         store: where descriptors of durable memory outlive the broker, if there is one.
-        files: takes note of the files that the memory is, on emulated devices.
+        watch: takes note of what becomes of the memory.
     """
 
     def __init__(
@@ -130,13 +130,13 @@ class DeviceMemory(Orders[Allocate | Free]):
         device: Device,
         report: Callable[[Event], None],
         store: Store | None = None,
-        files: Files | None = None,
+        watch: Watch | None = None,
     ) -> None:
         self._driver = driver
         self._device = device
         self._report = report
         self._store = store
-        self._files = files or Files()
+        self._watch = watch or Watch()
         self._stored: set[int] = set()
         self._left: set[int] = set()
         self._pieces: dict[int, list[Mapped | Unmapped | Inherited]] = {}
@@ -207,7 +207,7 @@ class DeviceMemory(Orders[Allocate | Free]):
 
     def _note_files(self, ticket: int) -> None:
         files = ((piece.file, piece.nbytes) for piece in self._pieces[ticket])
-        self._files.add(ticket, {file: nbytes for file, nbytes in files if file})
+        self._watch.allocated(ticket, {file: nbytes for file, nbytes in files if file})
 
     def _piece(self, request: Allocate, nbytes: int) -> Mapped | Unmapped:
         if request.share in BY_DESCRIPTOR:
@@ -225,19 +225,20 @@ class DeviceMemory(Orders[Allocate | Free]):
     def _free(self, ticket: int) -> int:
         """Free a ticket's memory; return the bytes that the driver does not take back, which stay counted."""
         pieces = self._pieces.pop(ticket, [])
-        self._files.freed(ticket)
+        self._watch.freed(ticket)
         if self._store and ticket in self._stored:
             self._stored.remove(ticket)
             for number in range(len(pieces)):
                 self._store.drop(stored_as(ticket, number))
-        kept = [piece for piece in pieces if not self._give_back(piece)]
+        kept = [piece for piece in pieces if not self._give_back(ticket, piece)]
         if kept:
             log.error("%d of %d allocations of ticket %d remain allocated", len(kept), len(pieces), ticket)
         return sum(piece.nbytes for piece in kept)
 
-    def _give_back(self, piece: Mapped | Unmapped | Inherited) -> bool:
+    def _give_back(self, ticket: int, piece: Mapped | Unmapped | Inherited) -> bool:
         try:
-            piece.release()
+            with self._watch.freeing(self._device.uuid, ticket, piece.nbytes):
+                piece.release()
         except DriverError as error:
             log.error("device %d: %s", self._device.index, error)
             return False

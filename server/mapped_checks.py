@@ -10,14 +10,13 @@ import logging
 import os
 import select
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from cubroker.driver.linux import FileId
 from cubroker.server.ledger.events import Event, Measured, Measuring, Process
 from cubroker.server.ledger.permissions import ROOT
 from cubroker.server.orders import Orders
-from cubroker.server.process_memory import Files, Part, processes, references, user
+from cubroker.server.process_memory import Watch
 
 log = logging.getLogger(__name__)
 
@@ -53,12 +52,12 @@ class MappedChecks(Orders[Check]):
     the broker's user, who have the broker's memory in their care: as its keeper, or as process 1.
 
     Args:
-        files: the broker's memory; None: it is on GPUs, where nothing can be seen from outside.
+        watch: looks at the processes.
         seconds: from one check to the next; 0: there are none.
     """
 
-    def __init__(self, files: Files | None, seconds: float) -> None:
-        self._files = files
+    def __init__(self, watch: Watch, seconds: float) -> None:
+        self._watch = watch
         self._seconds = seconds
         self._loop = asyncio.get_running_loop()
         self._handle: Callable[[Event], None] = lambda _: None
@@ -77,7 +76,7 @@ class MappedChecks(Orders[Check]):
     def adjust(self, seconds: float) -> None:
         """Have another time from one check to the next; without checks nothing is known any more."""
         self._seconds = seconds
-        if not seconds and self._files:
+        if not seconds:
             self._handle(Measured(()))
         self._schedule(SOON)
 
@@ -106,7 +105,7 @@ class MappedChecks(Orders[Check]):
         if self._timer:
             self._timer.cancel()
             self._timer = None
-        if self._files and self._seconds and not self._closed and not self._under_way:
+        if self._seconds and not self._closed and not self._under_way:
             self._timer = self._loop.call_at(max(self._loop.time() + seconds, self._rested), self._begin)
 
     def _begin(self) -> None:
@@ -122,7 +121,7 @@ class MappedChecks(Orders[Check]):
         began = time.monotonic()
         found: list[Process] = []
         try:
-            found = self._look(request)
+            found = self._watch.look(request.clients, request.users)
         # A thread that ended here would look no more, and a mistake in looking must not harm what is looked at.
         except Exception:
             log.exception("the broker failed at looking at the memory of processes")
@@ -131,28 +130,6 @@ class MappedChecks(Orders[Check]):
 
     def _give_all_back(self) -> None:
         """Nothing is held between two checks."""
-
-    def _look(self, request: Check) -> list[Process]:
-        assert self._files
-        known = self._files.known()
-        found, everything = list[Process](), set[FileId]()
-        for pid, uid in sorted(request.clients | self._others(request.users, known)):
-            try:
-                files = references(pid, known) if pid else None
-            except ProcessLookupError:
-                continue
-            client = (pid, uid) in request.clients
-            if files is not None:
-                everything |= files
-                if client or user(pid) == uid:  # of a client its pidfd says that it is still the same process
-                    found.append(Process(pid, uid, _by_ticket(files, known)))
-            elif client:
-                found.append(Process(pid, uid, None))
-        self._files.found(everything)
-        return found
-
-    def _others(self, users: frozenset[int], known: Mapping[FileId, Part]) -> set[tuple[int, int]]:
-        return set(processes(users)) if users and known else set()
 
     def _done(self, request: Check, found: list[Process], cost: float) -> None:
         self._under_way = False
@@ -169,14 +146,6 @@ class MappedChecks(Orders[Check]):
         clients = list(self._clients())
         ended = _ended(client.pidfd for client in clients if client.pidfd >= 0) | {-1}
         return {(client.pid, client.uid) for client in clients if client.pidfd not in ended}
-
-
-def _by_ticket(files: Iterable[FileId], known: Mapping[FileId, Part]) -> dict[int, int]:
-    nbytes: dict[int, int] = {}
-    for file in files:
-        part = known[file]
-        nbytes[part.ticket] = nbytes.get(part.ticket, 0) + part.nbytes
-    return nbytes
 
 
 def _ended(pidfds: Iterable[int]) -> set[int]:

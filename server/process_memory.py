@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 from cubroker.driver.linux import FileId
+from cubroker.server.ledger.events import Process
 
 MAX_FREED = 16_384
 """Files of freed memory that are remembered; beyond it those that no process was found to refer to go first."""
@@ -24,8 +26,38 @@ PROC = Path("/proc")
 _MARK = b" /memfd:cubroker-"
 """How the names of all such files begin in the maps of a process."""
 
+_STARTTIME = 19
+"""Where that stands in ``stat`` behind the name (proc_pid_stat(5), field 22)."""
+
 _LINK = "/memfd:cubroker-"
-"""And behind a descriptor of it."""
+"""And behind a descriptor of them."""
+
+
+class Watch:
+    """Told by the devices' threads what becomes of memory, and asked by another thread who refers to it.
+
+    This one sees nothing.
+    """
+
+    def allocated(self, ticket: int, files: Mapping[FileId, int]) -> None:
+        """Note memory, in bytes by file; there are none on GPUs."""
+
+    def freed(self, ticket: int) -> None:
+        """Note that the broker has freed memory: processes that refer to it still have it."""
+
+    @contextmanager
+    def freeing(self, device: str, ticket: int, nbytes: int) -> Iterator[None]:
+        """In the block the broker lets go of a piece of a ticket's memory, on a device by UUID."""
+        yield
+
+    def look(self, clients: Collection[tuple[int, int]], users: Collection[int]) -> list[Process]:
+        """Return which memory processes refer to, those that have a session, and others of these users.
+
+        Args:
+            clients: process id (0: not known here) and user of each.
+            users: whose other processes count.
+        """
+        return []
 
 
 class Part(NamedTuple):
@@ -35,8 +67,8 @@ class Part(NamedTuple):
     nbytes: int
 
 
-class Files:
-    """The files that the broker's memory is and was, told by the devices' threads and read by another one."""
+class Files(Watch):
+    """The files that the broker's memory is and was, on emulated devices, and the processes that refer to them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -44,7 +76,7 @@ class Files:
         self._tickets: dict[int, tuple[FileId, ...]] = {}
         self._freed: dict[FileId, None] = {}
 
-    def add(self, ticket: int, files: Mapping[FileId, int]) -> None:
+    def allocated(self, ticket: int, files: Mapping[FileId, int]) -> None:
         """Note memory, in bytes by file."""
         with self._lock:
             self._tickets[ticket] = tuple(files)
@@ -58,17 +90,41 @@ class Files:
                 oldest = next(iter(self._freed))
                 del self._freed[oldest], self._parts[oldest]
 
-    def found(self, files: Collection[FileId]) -> None:
-        """Note which files processes refer to: of those that are freed they are remembered longest."""
+    def look(self, clients: Collection[tuple[int, int]], users: Collection[int]) -> list[Process]:
+        """Return which memory processes refer to. Where the kernel does not tell, that is None; others are left out."""
+        with self._lock:
+            known = dict(self._parts)
+        others = set(processes(users)) if users and known else set[tuple[int, int]]()
+        looked, everything = list[Process](), set[FileId]()
+        for pid, uid in sorted({*clients, *others}):
+            try:
+                files = references(pid, known) if pid else None
+            except ProcessLookupError:
+                continue
+            client = (pid, uid) in clients
+            if files is not None:
+                everything |= files
+                if client or user(pid) == uid:  # of a client its pidfd says that it is still the same process
+                    looked.append(Process(pid, uid, _by_ticket(files, known)))
+            elif client:
+                looked.append(Process(pid, uid, None))
+        self._keep_longest(everything)
+        return looked
+
+    def _keep_longest(self, files: Collection[FileId]) -> None:
+        """Of what is freed, remember longest what processes refer to."""
         with self._lock:
             for file in self._freed.keys() & files:
                 del self._freed[file]
                 self._freed[file] = None
 
-    def known(self) -> dict[FileId, Part]:
-        """Return all files, those of freed memory among them."""
-        with self._lock:
-            return dict(self._parts)
+
+def _by_ticket(files: Iterable[FileId], known: Mapping[FileId, Part]) -> dict[int, int]:
+    nbytes: dict[int, int] = {}
+    for file in files:
+        part = known[file]
+        nbytes[part.ticket] = nbytes.get(part.ticket, 0) + part.nbytes
+    return nbytes
 
 
 def references(pid: int, known: Collection[FileId]) -> set[FileId] | None:
@@ -138,3 +194,12 @@ def _open(place: Path) -> set[FileId]:
         except (FileNotFoundError, ProcessLookupError):  # it was closed meanwhile
             continue
     return files
+
+
+def started(pid: int) -> int | None:
+    """Return when a process began, in the kernel's ticks; None if it has ended. No other has that and its number."""
+    try:
+        stat = (PROC / str(pid) / "stat").read_bytes()
+    except OSError:
+        return None
+    return int(stat.rpartition(b")")[2].split()[_STARTTIME])

@@ -23,6 +23,7 @@ from cubroker.server.config import Config, Current, Sources
 from cubroker.server.devices import DeviceMemory
 from cubroker.server.directory import DOOR, REQUESTS, Directory
 from cubroker.server.estate import Estate, inherited, readable
+from cubroker.server.gpu_figures import GpuFigures
 from cubroker.server.granting import grant
 from cubroker.server.greeting import Door
 from cubroker.server.hiding import hide
@@ -207,14 +208,14 @@ async def _assemble(
 
     if store:
         store.attend()
-    files = Files() if driver.host else None
+    watch = Files() if driver.host else GpuFigures()
     for device in (*driver.devices, *_absent(ledger)):
-        memory[device.uuid] = DeviceMemory(driver, device, report, store, files)
+        memory[device.uuid] = DeviceMemory(driver, device, report, store, watch)
         undo.callback(memory[device.uuid].close)
     assembly = Assembly(driver, memory, report)
     undo.callback(assembly.close)
     sight = _watch(undo, config, ledger, store, scribe)
-    checks = MappedChecks(files, config.mapped_check)
+    checks = MappedChecks(watch, config.mapped_check)
     undo.callback(checks.close)
     broker = Broker(ledger, memory, assembly, driver, supervisor.send, sight, store, scribe, checks)
     undo.callback(broker.close, "the broker is shutting down")
