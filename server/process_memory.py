@@ -75,6 +75,7 @@ class Files(Watch):
         self._parts: dict[FileId, Part] = {}
         self._tickets: dict[int, tuple[FileId, ...]] = {}
         self._freed: dict[FileId, None] = {}
+        self._kept: dict[FileId, None] = {}  # freed, and found when processes were looked at last
 
     def allocated(self, ticket: int, files: Mapping[FileId, int]) -> None:
         """Note memory, in bytes by file."""
@@ -86,9 +87,10 @@ class Files(Watch):
         """Note that the broker has freed memory: processes that refer to it still have it."""
         with self._lock:
             self._freed.update(dict.fromkeys(self._tickets.pop(ticket, ())))
-            while len(self._freed) > MAX_FREED:
-                oldest = next(iter(self._freed))
-                del self._freed[oldest], self._parts[oldest]
+            while len(self._freed) + len(self._kept) > MAX_FREED:
+                files = self._freed or self._kept
+                oldest = next(iter(files))
+                del files[oldest], self._parts[oldest]
 
     def look(self, clients: Collection[tuple[int, int]], users: Collection[int]) -> list[Process]:
         """Return which memory processes refer to. Where the kernel does not tell, that is None; others are left out."""
@@ -108,15 +110,15 @@ class Files(Watch):
                     looked.append(Process(pid, uid, _by_ticket(files, known)))
             elif client:
                 looked.append(Process(pid, uid, None))
-        self._keep_longest(everything)
+        self._sort(everything)
         return looked
 
-    def _keep_longest(self, files: Collection[FileId]) -> None:
-        """Of what is freed, remember longest what processes refer to."""
+    def _sort(self, found: Collection[FileId]) -> None:
+        """Tell apart what is freed: what was found now, and what was not."""
         with self._lock:
-            for file in self._freed.keys() & files:
-                del self._freed[file]
-                self._freed[file] = None
+            freed = {**self._kept, **self._freed}
+            self._kept = {file: None for file in freed if file in found}
+            self._freed = {file: None for file in freed if file not in found}
 
 
 def _by_ticket(files: Iterable[FileId], known: Mapping[FileId, Part]) -> dict[int, int]:

@@ -27,7 +27,7 @@ def exposed() -> dict[str, set[str]]:
     meters.answered("Attach", 0.1, "timeout")
     meters.turned_away("denied")
     meters.gateway_changed()
-    text = Exposition(meters.registry, lambda: Standing(1, 2, 3)).text(scenes.view(2, 5)).decode()
+    text = Exposition(meters.registry, lambda: Standing(1, 2, 3, {4001: 5})).text(scenes.view(2, 5)).decode()
     samples: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:

@@ -7,8 +7,9 @@ import logging
 import pytest
 
 from cubroker.protocol import messages as m
-from cubroker.server.ledger import Budget, Ledger
+from cubroker.server.ledger import Budget, Ledger, Limits
 from cubroker.server.ledger import events as e
+from cubroker.server.ledger.policy import Policy, Quota
 from cubroker.server.sight import notes
 from cubroker.server.sight.meters import Meters
 from cubroker.server.sight.observer import Sight
@@ -137,3 +138,33 @@ def test_a_mistake_in_looking_is_logged_and_harms_nobody(scene: Scene, caplog: p
     broken.before(e.Lost(1))
     broken.after(e.Joined(1, 101, ALICE, 100), [])
     assert caplog.messages == ["the broker failed at looking at what happens"] * 2
+
+
+def test_who_has_too_much_beyond_leases_is_one_line_and_so_is_who_has_no_longer(
+    scene: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
+    def looked(**bytes_of: int) -> None:
+        users = {"alice": (101, ALICE), "bob": (102, BOB)}
+        found = (e.Process(*users[name], {77: nbytes}) for name, nbytes in bytes_of.items())
+        scene.tell(e.Measuring(), e.Measured(tuple(found)))
+
+    def allows(nbytes: int | None) -> None:
+        policy = Policy(quota=Quota(mapped_beyond_leases=nbytes))
+        scene.tell(e.Reconfigured(policy, Limits(), {"GPU-0": 10 * MIB}))
+
+    looked(alice=2 * MIB)
+    assert scene.sight.beyond_leases == {ALICE: 2 * MIB}
+    assert caplog.messages == []
+    allows(MIB)
+    looked(alice=2 * MIB, bob=MIB)
+    looked(alice=3 * MIB, bob=MIB)
+    (warning,) = caplog.records
+    assert (warning.levelname, warning.__dict__["uid"]) == ("WARNING", ALICE)
+    assert warning.getMessage().startswith(f"user {ALICE} gets no leases: processes of user {ALICE} have 2 MiB of the")
+    looked(bob=2 * MIB)
+    assert f"user {BOB} gets no leases" in caplog.messages[1]
+    assert f"user {ALICE} gets leases again" in caplog.messages[2]
+    allows(None)
+    assert len(caplog.messages) == 4
+    assert f"user {BOB} gets leases again" in caplog.messages[3]
+    assert scene.sight.beyond_leases == {BOB: 2 * MIB}
