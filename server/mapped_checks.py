@@ -65,7 +65,7 @@ class MappedChecks(Orders[Check]):
         self._users: dict[int, None] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._rested = 0.0
-        self._under_way = self._again = self._closed = False
+        self._under_way = self._again = self._void = self._closed = False
         super().__init__("mapped-checks")
 
     def attend(self, handle: Callable[[Event], None], clients: Callable[[], Iterable[Client]]) -> None:
@@ -77,6 +77,7 @@ class MappedChecks(Orders[Check]):
         """Have another time from one check to the next; without checks nothing is known any more."""
         self._seconds = seconds
         if not seconds:
+            self._void = self._under_way  # leases that end from now on are not noted
             self._handle(Measured(()))
         self._schedule(SOON)
 
@@ -93,7 +94,7 @@ class MappedChecks(Orders[Check]):
         """Look soon: a lease has ended."""
         if self._under_way:
             self._again = True
-        elif self._timer is None or self._timer.when() > self._loop.time() + SOON:
+        elif self._timer is None or self._timer.when() > max(self._loop.time() + SOON, self._rested):
             self._schedule(SOON)
 
     def stop(self) -> None:
@@ -113,7 +114,7 @@ class MappedChecks(Orders[Check]):
         clients = frozenset(self._living())
         if not clients and not self._users:
             return  # until somebody comes
-        self._under_way, self._again = True, False
+        self._under_way, self._again, self._void = True, False, False
         self._handle(Measuring())
         self.submit(Check(clients, frozenset(self._users)))
 
@@ -136,7 +137,7 @@ class MappedChecks(Orders[Check]):
         if self._closed:
             return
         self._rested = self._loop.time() + SHARE * cost
-        if self._seconds:
+        if not self._void:
             gone = request.clients - self._living()
             self._handle(Measured(tuple(each for each in found if (each.pid, each.uid) not in gone)))
         self._schedule(SOON if self._again else self._seconds)

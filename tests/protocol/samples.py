@@ -15,7 +15,8 @@ INFO = infos.PoolInfo(
 SHARDED = infos.PoolInfo(
     "moe", 1, "draft", 1024, 3, "vmm", ("GPU-a", "GPU-b"), False, 1, 1000, 100, 0o640, True, False, "", "", "", True
 )
-CLIENT = infos.ClientInfo(7, 4711, 1000, "connected", (infos.LeaseInfo("llama", 3),))
+CLIENT = infos.ClientInfo(7, 4711, 1000, "connected", (infos.LeaseInfo("llama", 3),), 64 << 20)
+UNSEEN = infos.ClientInfo(8, 4712, 1001, "detached", ())
 DEVICE = infos.DeviceInfo(0, "GPU-a", "NVIDIA H200", 150_754_820_096, 135_679_338_086, 8 << 30, 0)
 BLOCK = infos.BlockInfo("GPU-a", "llama", 3, "current", "held", 8 << 30, 1000)
 WAITER = infos.WaiterInfo(7, 4711, 1000, 12, "create", "llama", "room", 8 << 30, 1_763_779_200.5)
@@ -92,8 +93,10 @@ REPLIES = (
     m.Pools((INFO, SHARDED)),
     m.Pools(()),
     m.Clients((CLIENT,)),
+    m.Clients((UNSEEN,)),
     m.DeviceList((DEVICE,)),
     m.View((DEVICE,), (INFO, SHARDED), (CLIENT,), (BLOCK,), (WAITER,)),
+    m.View((DEVICE,), (INFO, SHARDED), (UNSEEN,), (BLOCK,), (WAITER,)),
     m.View((), (), (), (), ()),
     m.Story((infos.Line(1.5, "its writer sealed it"),)),
     m.Description(INFO, LAYOUT.encode()),

@@ -179,7 +179,12 @@ def test_a_field_of_another_type_is_refused(sample: tuple[Any, Any]) -> None:
     assert tried >= len(OF_EACH_TYPE) - 2
 
 
-LATER = {field.name for field in msgspec.structs.fields(infos.PoolInfo) if not field.required}
+LATER = {
+    field.name
+    for info in (infos.PoolInfo, infos.ClientInfo)
+    for field in msgspec.structs.fields(info)
+    if not field.required
+}
 """Keys that came later than the others: older peers do not send them."""
 
 
