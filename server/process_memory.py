@@ -8,6 +8,7 @@ kernel show descriptors that are under way in a socket, or those of a thread tha
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -17,6 +18,8 @@ from typing import NamedTuple
 
 from cubroker.driver.linux import FileId
 from cubroker.server.ledger.events import Process
+
+log = logging.getLogger(__name__)
 
 MAX_FREED = 16_384
 """Files of freed memory that are remembered; beyond it those that no process was found to refer to go first."""
@@ -96,7 +99,7 @@ class Files(Watch):
         """Return which memory processes refer to. Where the kernel does not tell, that is None; others are left out."""
         with self._lock:
             known = dict(self._parts)
-        others = set(processes(users)) if users and known else set[tuple[int, int]]()
+        others = _others(users) if users and known else set()
         looked, everything = list[Process](), set[FileId]()
         for pid, uid in sorted({*clients, *others}):
             try:
@@ -121,6 +124,14 @@ class Files(Watch):
             self._freed = {file: None for file in freed if file not in found}
 
 
+def _others(users: Collection[int]) -> set[tuple[int, int]]:
+    try:
+        return set(processes(users))
+    except OSError as error:
+        log.warning("the processes of users without a session cannot be looked at: %s", error)
+        return set()
+
+
 def _by_ticket(files: Iterable[FileId], known: Mapping[FileId, Part]) -> dict[int, int]:
     nbytes: dict[int, int] = {}
     for file in files:
@@ -130,7 +141,7 @@ def _by_ticket(files: Iterable[FileId], known: Mapping[FileId, Part]) -> dict[in
 
 
 def references(pid: int, known: Collection[FileId]) -> set[FileId] | None:
-    """Return which of these files a process has mapped or open; None if the kernel does not let this process know.
+    """Return which of these files a process has mapped or open; None if this process cannot find out.
 
     Raises:
         ProcessLookupError: it has ended.
@@ -138,10 +149,10 @@ def references(pid: int, known: Collection[FileId]) -> set[FileId] | None:
     place = PROC / str(pid)
     try:
         return {file for file in (*_mapped(place), *_open(place)) if file in known}
-    except PermissionError:
-        return None
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         raise ProcessLookupError(f"process {pid} has ended") from None
+    except OSError:  # it is not permitted, or this process has no descriptor left to read it with
+        return None
 
 
 def processes(users: Collection[int]) -> Iterator[tuple[int, int]]:

@@ -32,3 +32,11 @@ def broker() -> Iterator[BrokerProcess]:
     """A broker process with two host devices of 64 MiB."""
     with serving() as process:
         yield process
+
+
+@pytest.fixture(scope="module")
+def looking_at_nobody() -> Iterator[None]:
+    """Brokers that are started in a module do not look at processes, which takes a descriptor or two now and then."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUBROKER_LIMITS_MAPPED_CHECK_SECONDS", "0")
+        yield

@@ -21,6 +21,8 @@ from tests.server.clients import HELLO, RawClient, connect, hear, session
 from tests.server.processes import all_closed, descriptors, files, gateway_of, gateways, open_files
 from tests.server.test_descriptors import MANY
 
+pytestmark = pytest.mark.usefixtures("looking_at_nobody")
+
 MIB = 1 << 20
 THREE = Layout.pack([(name, "U8", (2 * MIB,)) for name in "abc"], slab=2 * MIB)
 ENOUGH = 64

@@ -25,6 +25,8 @@ from tests.server.clients import RawClient, session
 from tests.server.processes import all_closed, files, gateway_of
 from tests.server.test_faults_descriptors import short_of
 
+pytestmark = pytest.mark.usefixtures("looking_at_nobody")
+
 MIB = 1 << 20
 THREE = Layout.pack([(name, "U8", (2 * MIB,)) for name in "abc"], slab=2 * MIB)
 """Three allocations."""

@@ -24,6 +24,8 @@ from tests.server.clients import HELLO, RawClient, connect, greet, hear, session
 from tests.server.loops import run, until
 from tests.server.processes import all_closed, files, open_files
 
+pytestmark = pytest.mark.usefixtures("looking_at_nobody")
+
 PING = wire.pack(Hello("cubroker", (1,), ping=True))
 BAD = [
     (b"\xc1 garbage", "invalid"),

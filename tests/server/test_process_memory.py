@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -149,3 +150,21 @@ def test_descriptors_that_are_closed_meanwhile_are_no_error() -> None:
     finally:
         stop.set()
         thread.join()
+
+
+def test_a_broker_without_a_descriptor_left_knows_nothing_and_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    files = Files()
+    with shared() as (_, known):
+        files.allocated(7, {known: MIB})
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        free = os.open(os.devnull, os.O_RDONLY)
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+        try:
+            assert files.look({(OURS, UID)}, {UID}) == [Process(OURS, UID, None)]
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert "the processes of users without a session cannot be looked at" in caplog.text
+        assert files.look({(OURS, UID)}, ()) == [Process(OURS, UID, {7: MIB})]

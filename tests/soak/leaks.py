@@ -17,6 +17,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from threading import active_count
 
+from msgspec.structs import replace
+
 from cubroker.client import Broker
 from cubroker.client.futures import Future
 from cubroker.client.requests import Pending
@@ -69,7 +71,8 @@ class Scene:
         eventually(lambda: all(map(operator.le, self._counts(), self._at_first)), f"no more than {self._at_first}")
 
     def _reported(self) -> object:
-        return self.client.pools(), self.client.devices(), self.client.clients()
+        clients = [replace(each, mapped_beyond_leases=each.mapped_beyond_leases or 0) for each in self.client.clients()]
+        return self.client.pools(), self.client.devices(), clients
 
     def _counts(self) -> tuple[int, ...]:
         """Descriptors of every process, and threads of this one."""
