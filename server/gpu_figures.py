@@ -1,9 +1,10 @@
 """Which processes keep GPU memory that the broker has freed, as far as NVML's figures tell.
 
-Measured on an H200 with driver 580.159 (tests/gpu/test_process_memory.py measures again). While the broker has memory,
-NVML counts it for no importer. From the moment that the broker frees it, it counts for the process that still has it
-mapped or open, if that has a context; by legacy handle and by descriptor alike. So a process whose figure rises by the
-very size of a piece as that is freed keeps the piece. It has let go when its figure has fallen by as much.
+Measured on an H200 with driver 580.159, with an exporter that had a context: while the exporter has memory, NVML counts
+it for no importer. From the moment that the exporter frees it, it counts for the process that still has it mapped or
+open, if that has a context; by legacy handle and by descriptor alike. So a process whose figure rises by the very size
+of a piece as that is freed keeps the piece. It has let go when its figure has fallen by as much. A broker that lends
+``vmm`` memory alone has no context; tests/gpu/test_process_memory.py measures with one and without.
 
 That is evidence, and no proof: a process's own allocations are in the same figure. A process that allocates or frees
 exactly as much at the same moment is mistaken for one that keeps memory, or hides it. A holder without a context is in
