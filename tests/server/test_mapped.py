@@ -122,7 +122,7 @@ def test_a_client_that_follows_the_order_never_has_anything_beyond() -> None:
 
 @needs_capability
 def test_of_two_users_the_one_that_keeps_memory_is_refused_and_the_other_is_served() -> None:
-    text = "[sockets]\nmode = 0o666\n[quota]\nmapped_beyond_leases = '1MiB'"
+    text = "mode = 0o644\n[sockets]\nmode = 0o666\n[quota]\nmapped_beyond_leases = '1MiB'"
     with (
         configured(text) as broker,
         session(broker.directory) as admin,
@@ -146,7 +146,7 @@ def test_of_two_users_the_one_that_keeps_memory_is_refused_and_the_other_is_serv
 
 @needs_capability
 def test_nothing_is_hidden_by_another_process_or_by_hanging_up() -> None:
-    text = "[sockets]\nmode = 0o666\n[quota]\nmapped_beyond_leases = '1MiB'"
+    text = "mode = 0o644\n[sockets]\nmode = 0o666\n[quota]\nmapped_beyond_leases = '1MiB'"
     with (
         configured(text) as broker,
         visiting(broker.directory, ALICE, ALICE) as alice,
@@ -162,7 +162,7 @@ def test_nothing_is_hidden_by_another_process_or_by_hanging_up() -> None:
 
 @needs_capability
 def test_what_the_kernel_does_not_let_the_broker_see_is_unknown() -> None:
-    text = f"admins = [{ALICE}]\n[sockets]\nmode = 0o666\n[quota]\nmapped_beyond_leases = 0"
+    text = f"mode = 0o644\nadmins = [{ALICE}]\n[sockets]\nmode = 0o666\n[quota]\nmapped_beyond_leases = 0"
     with (
         configured(text, Blind) as broker,
         session(broker.directory) as admin,
