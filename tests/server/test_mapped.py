@@ -162,7 +162,7 @@ def test_nothing_is_hidden_by_another_process_or_by_hanging_up() -> None:
 
 @needs_capability
 def test_what_the_kernel_does_not_let_the_broker_see_is_unknown() -> None:
-    text = f"mode = 0o644\nadmins = [{ALICE}]\n[sockets]\nmode = 0o666\n[quota]\nmapped_beyond_leases = 0"
+    text = "mode = 0o644\nadmins = [0]\n[sockets]\nmode = 0o666\n[quota]\nmapped_beyond_leases = 0"
     with (
         configured(text, Blind) as broker,
         session(broker.directory) as admin,

@@ -113,6 +113,8 @@ def test_without_a_store_nothing_is_told_of_it() -> None:
 
 def test_bytes_beyond_leases_are_told_by_user_and_only_so_many_users_are_named() -> None:
     assert "cubroker_mapped_beyond_leases_bytes" not in scrape(scenes.view(1, 0))
+    stranger = scrape(scenes.view(1, 0), standing=Standing(beyond_leases={4001: 1}), everything=False)
+    assert "cubroker_mapped_beyond_leases_bytes" not in stranger
     found = scrape(scenes.view(1, 0), standing=Standing(beyond_leases={4001: 64 << 20, 4002: 0}))
     assert found["cubroker_mapped_beyond_leases_bytes"] == {("4001",): 64 << 20, ("4002",): 0}
     found = scrape(scenes.view(1, 0), standing=Standing(beyond_leases=dict.fromkeys(range(5000, 6000), 1)))
