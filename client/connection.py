@@ -21,7 +21,6 @@ from cubroker.protocol import wire
 from cubroker.protocol.directory import REQUEST_SOCKET
 from cubroker.protocol.errors import CubrokerError, Unavailable
 from cubroker.protocol.messages import (
-    Answer,
     Descriptors,
     Draining,
     Farewell,
@@ -268,8 +267,8 @@ class Connection:
 
     def _receive(self) -> None:
         for data in self._read():
-            answer = wire.unpack(data, Answer)
-            if request := self._requests.answer(answer):
+            answer = self._requests.read(data)
+            if answer and (request := self._requests.answer(answer)):
                 self._inbox.settled(request, answer.body)
 
     def _read(self) -> list[bytes]:

@@ -6,6 +6,7 @@ is unanswered: the broker answers it again and does it once. Nothing here touche
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable
 from itertools import islice
@@ -15,10 +16,12 @@ from typing import TypeVar
 
 from cubroker.client.futures import Future
 from cubroker.client.processes import Owner, Unsendable
-from cubroker.protocol import wire
+from cubroker.protocol.authentication import Bearer
 from cubroker.protocol.bounds import MAX_RECEIVED
 from cubroker.protocol.errors import CubrokerError, Unavailable, from_code
 from cubroker.protocol.messages import Answer, Envelope, Failed, Reply, Request
+
+log = logging.getLogger(__name__)
 
 R = TypeVar("R", bound=Reply)
 
@@ -53,14 +56,15 @@ class Requests(Unsendable):
     """All requests of one session.
 
     Args:
-        secret: what the broker handed out for this session.
+        authentication: how this session's frames are authenticated.
         owner: refuses calls from any process but the one that opened the session.
         wake: tells the connection's thread that ``outbox`` has something.
     """
 
-    def __init__(self, secret: bytes, owner: Owner, wake: Callable[[], None]) -> None:
+    def __init__(self, authentication: Bearer, owner: Owner, wake: Callable[[], None]) -> None:
         self.outbox: deque[bytes] = deque()
-        self._secret = secret
+        self._authentication = authentication
+        self._forged = 0
         self._owner = owner
         self._wake = wake
         self._lock = RLock()
@@ -115,6 +119,22 @@ class Requests(Unsendable):
         """Whether any request is unanswered."""
         return bool(self._pending)
 
+    def read(self, frame: bytes) -> Answer | None:
+        """Return the answer in a frame; None if it is not the broker's: then what was asked is asked again.
+
+        Raises:
+            Invalid: the broker sent what is no answer.
+        """
+        answer = self._authentication.read(frame)
+        if answer is None:
+            self._forged += 1
+            if self._forged == 1:
+                log.warning(
+                    "answers that the broker did not write are dropped, and what was asked is asked again: the gateway"
+                    " alters or forges them; have whoever runs the broker end its gateway, which starts another"
+                )
+        return answer
+
     def answer(self, answer: Answer) -> Request | None:
         """Settle the request that ``answer`` belongs to, and return it; None if it was answered before."""
         body = answer.body
@@ -163,11 +183,11 @@ class Requests(Unsendable):
 
     def _pack(self, number: int, body: Request) -> bytes:
         """Encode a request, with what has come by now: the broker may wait for the room that this makes."""
-        oldest = next(iter(self._pending), number)
+        oldest, authentication = next(iter(self._pending), number), self._authentication
         if not self._received:
-            return wire.pack(Envelope(self._secret, number, oldest, body))
+            return authentication.request(Envelope(authentication.secret, number, oldest, body))
         received = tuple(islice(self._received, MAX_RECEIVED))
-        data = wire.pack(Envelope(self._secret, number, oldest, body, received))
+        data = authentication.request(Envelope(authentication.secret, number, oldest, body, received))
         for _ in received:
             self._received.popleft()
         return data

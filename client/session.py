@@ -24,6 +24,7 @@ from cubroker.client.requests import INSTEAD, INTRUDER, Requests, expect
 from cubroker.client.signals import Grip, Signal
 from cubroker.client.watch import Watch, Watches
 from cubroker.driver import Driver
+from cubroker.protocol.authentication import Bearer, authentication
 from cubroker.protocol.errors import CubrokerError, TimedOut, Unavailable
 from cubroker.protocol.messages import Attach, Attached, Create, Created, Done, Find, Found, PoolLost, Reply, Request
 from cubroker.protocol.system_errors import explain
@@ -84,19 +85,19 @@ class Session:
             self.version = welcome.version
             self._spec = welcome.driver
             self.uid = welcome.uid
-            self._begin(channel, welcome.secret)
+            self._begin(channel, authentication(welcome.version, welcome.session, welcome.secret))
         except (OSError, RuntimeError, MemoryError, headroom.Shortage) as error:
             reason = f"no connection for requests to the broker on {directory}: {_shortage(error)}"
             raise Unavailable(reason) from error
         processes.register(self)
 
-    def _begin(self, channel: socket, secret: bytes) -> None:
+    def _begin(self, channel: socket, proof: Bearer) -> None:
         """Start the threads, which own the connection from then on; or leave nothing."""
         with ExitStack() as undo:
             undo.callback(channel.close)
             waker = Waker()
             undo.callback(waker.close)
-            self.requests = Requests(secret, self.owner, waker.set)
+            self.requests = Requests(proof, self.owner, waker.set)
             self.watches = Watches(self.requests, self._lock)
             self.losses = Losses()
             self.inbox = Inbox()

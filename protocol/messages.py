@@ -48,6 +48,9 @@ OWNED = 3
 FINDS = 4
 """The first version that has :class:`Find`."""
 
+AUTHENTICATED = 4
+"""The first version in which a session's secret does not travel with its requests: :mod:`~.authentication`."""
+
 AUTO = "auto"
 """The share kind of a :class:`Create` that leaves it to the broker."""
 
@@ -76,9 +79,9 @@ class Hello(Struct, frozen=True, array_like=True):
 class Welcome(Message, frozen=True):
     """The session is open.
 
-    ``secret`` authenticates every request; ``driver`` says how to build the driver that opens the
-    broker's handles: ``cuda``, or ``host:…`` with the emulated devices. ``uid`` is the user that the broker runs as;
-    None: it does not say so.
+    ``secret`` authenticates every request, as :mod:`~.authentication` says; ``driver`` says how to build the driver
+    that opens the broker's handles: ``cuda``, or ``host:…`` with the emulated devices. ``uid`` is the user that the
+    broker runs as; None: it does not say so.
     """
 
     version: Natural
@@ -398,12 +401,13 @@ room for one more request lets them wait where it refuses others: they are sent 
 class Envelope(Struct, frozen=True, array_like=True):
     """One request as it travels.
 
-    ``id`` rises by one with every new request of a session, and stays when one is sent again.
-    ``oldest`` is the lowest id still unanswered at the client: the broker may forget older answers. ``received``
-    are later ones whose answers came, so that one that waits for long does not keep those of all after it.
+    ``secret`` is the session's up to version 3, and empty from then on. ``id`` rises by one with every new request of a
+    session, and stays when one is sent again. ``oldest`` is the lowest id still unanswered at the client: the broker
+    may forget older answers. ``received`` are later ones whose answers came, so that one that waits for long does not
+    keep those of all after it.
     """
 
-    secret: Annotated[bytes, Meta(min_length=16, max_length=16)]
+    secret: Annotated[bytes, Meta(max_length=16)]
     id: Identifier
     oldest: Identifier
     body: Request

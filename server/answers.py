@@ -36,14 +36,26 @@ which can take megabytes, and any number of requests may wait for it."""
 LEASES = (Attached, Created)
 
 
-class Told(NamedTuple):
-    """What is left of an answer that can be worked out anew: its bytes, as it travelled."""
+class Kept(NamedTuple):
+    """An answer that its client may not have.
 
-    nbytes: int
+    Attributes:
+        frame: the answer; None of one that can be worked out anew.
+        cost: bytes that it counts for its user, but for its layout.
+        layout: what it has in common with others, or nothing.
+        travelling: bytes of it as it travels.
+    """
+
+    frame: Frame | None
+    cost: int
+    layout: bytes
+    travelling: int
 
 
 def weight(answer: Frame) -> int:
     """Return the bytes of an answer as it travels, or about so many."""
+    if isinstance(answer, bytes):
+        return len(answer)
     own, layout = parts(answer)
     return own + len(layout)
 
@@ -126,13 +138,13 @@ class Answers:
         self._nbytes = 0  # what is on the account, layouts apart
         self._travelling = 0  # bytes of requests without an answer and of answers without a receipt
         self._pending: dict[int, tuple[bytes, int, bytes]] = {}  # routing id, bytes and layout of the request
-        self._kept: dict[int, Frame | Told] = {}
+        self._kept: dict[int, Kept] = {}
         self._received = Spans(receipts.received)
         self._oldest = receipts.oldest
         self._refused = receipts.refused
         for number, frame in kept.items():
             if frame is not None:
-                self._keep(number, frame)
+                self._keep(number, _kept(frame))
         self._lasting: set[int] = set(self._kept)
         self._changes: dict[int, Frame | None] = dict.fromkeys(kept.keys() - self._kept.keys())
 
@@ -163,7 +175,10 @@ class Answers:
 
     def move(self, account: Account) -> None:
         """Count everything on another account from now on: that of the session's user."""
-        for nbytes, layout in (*(entry[1:] for entry in self._pending.values()), *map(_cost, self._kept.values())):
+        for nbytes, layout in (
+            *((cost, layout) for _, cost, layout in self._pending.values()),
+            *((answer.cost, answer.layout) for answer in self._kept.values()),
+        ):
             self._account.remove(nbytes, layout)
             account.add(nbytes, layout)
         self._account = account
@@ -177,7 +192,7 @@ class Answers:
         """Forget everything."""
         self.abandon()
         for answer in self._kept.values():
-            self._account.remove(*_cost(answer))
+            self._account.remove(answer.cost, answer.layout)
         self._kept.clear()
 
     def admit(
@@ -201,10 +216,10 @@ class Answers:
             self._drop(other)
         if oldest > self._oldest:
             self._acknowledge(oldest)
-        if isinstance(kept := self._kept.get(number), Told):
+        if (kept := self._kept.get(number)) is not None:
+            if kept.frame is not None:
+                return kept.frame
             self._forget(number)
-        elif kept is not None:
-            return kept
         if number in self._pending:
             self._pending[number] = (routing, *self._pending[number][1:])
             return Verdict.PENDING
@@ -235,7 +250,7 @@ class Answers:
         """
         routing = self._answered(number)
         if number >= self._oldest:  # else the client gave it up
-            self._keep(number, answer)
+            self._keep(number, _kept(answer))
             if lasting:
                 self._lasting.add(number)
                 self._changes[number] = answer
@@ -245,7 +260,7 @@ class Answers:
         """Forget a pending request whose answer, ``nbytes`` long, is not kept; return the routing id to send it to."""
         routing = self._answered(number)
         if number >= self._oldest:
-            self._keep(number, Told(nbytes))
+            self._keep(number, Kept(None, OVERHEAD, b"", nbytes))
         return routing
 
     def is_pending(self, number: int) -> bool:
@@ -273,20 +288,19 @@ class Answers:
             self._forget(number)
 
     def _forget(self, number: int) -> None:
-        answer = self._kept.pop(number)
-        cost, layout = _cost(answer)
+        _, cost, layout, travelling = self._kept.pop(number)
         self._nbytes -= cost
-        self._travelling -= _travelling(answer)
+        self._travelling -= travelling
         self._account.remove(cost, layout)
         if number in self._lasting:
             self._lasting.remove(number)
             self._changes[number] = None
 
-    def _keep(self, number: int, answer: Frame | Told) -> None:
+    def _keep(self, number: int, answer: Kept) -> None:
         self._kept[number] = answer
-        cost, layout = _cost(answer)
+        _, cost, layout, travelling = answer
         self._nbytes += cost
-        self._travelling += _travelling(answer)
+        self._travelling += travelling
         self._account.add(cost, layout)
 
     def _answered(self, number: int) -> bytes:
@@ -301,10 +315,6 @@ class Answers:
         return self._nbytes + cost + len(layout) <= SHARE or self._account.has_room(cost, layout)
 
 
-def _travelling(answer: Frame | Told) -> int:
-    return answer.nbytes if isinstance(answer, Told) else weight(answer)
-
-
-def _cost(answer: Frame | Told) -> tuple[int, bytes]:
-    own, layout = (0, b"") if isinstance(answer, Told) else parts(answer)
-    return own + OVERHEAD, layout
+def _kept(answer: Frame) -> Kept:
+    own, layout = parts(answer)
+    return Kept(answer, own + OVERHEAD, layout, own + len(layout))

@@ -29,7 +29,7 @@ class Arrivals:
         self._again = again
         self._refused = refused
         self._unstored: set[Session] = set()
-        self._unwelcomed: dict[Session, int] = {}
+        self._unwelcomed: dict[Session, None] = {}
 
     def store(self, session: Session) -> None:
         """Store a session, now or soon.
@@ -46,14 +46,16 @@ class Arrivals:
         except Unavailable as error:
             raise _mortal(error) from error
 
-    def expect(self, session: Session, version: int) -> None:
-        """Have a session welcomed that speaks a ``version`` of the protocol."""
-        self._unwelcomed[session] = version
+    def expect(self, session: Session) -> None:
+        """Have a session welcomed."""
+        self._unwelcomed[session] = None
 
-    def arrived(self) -> list[tuple[Session, int]]:
-        """Return who is to be welcomed now, with the versions that they speak, and forget them."""
+    def arrived(self) -> list[Session]:
+        """Return who is to be welcomed now, and forget them."""
         ready = [session for session in self._unwelcomed if session not in self._unstored]
-        return [(session, self._unwelcomed.pop(session)) for session in ready]
+        for session in ready:
+            del self._unwelcomed[session]
+        return ready
 
     def ended(self, session: Session) -> None:
         """Welcome a session no more."""

@@ -8,11 +8,12 @@ the rest is trusted. The empty batch is the gateway's word that it listens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgpack
 
 from cubroker.protocol import wire
+from cubroker.protocol.authentication import Digest, layout_start, session_of
 
 MAX_MESSAGES = 256
 """Messages of one batch that the gateway sends: enough to pay for a wake-up, few enough to answer soon."""
@@ -34,10 +35,27 @@ MAX_FRAMES = 1 << 19
 assert FULL // 8 * 2 < MAX_FRAMES
 assert MAX_BATCH > FULL + wire.MAX_MESSAGE
 
+Part = bytes | memoryview | Callable[[], bytes]
+"""A routing id or a frame; or what makes the frame when it is sent, since it is a long one."""
 
-def encode(frames: Sequence[object]) -> bytes:
-    """Return ``frames`` as one batch; those that are structs still are encoded with it."""
-    return bytes(msgpack.packb(frames, default=wire.pack))
+
+class Gathered(bytes):
+    """A request that came in pieces.
+
+    Attributes:
+        digest: the digest of the layout beside its message, if there is one.
+    """
+
+    digest: bytes = b""
+
+
+def encode(frames: Sequence[Part]) -> bytes:
+    """Return ``frames`` as one batch."""
+    return bytes(msgpack.packb(frames, default=_make))
+
+
+def _make(frame: Callable[[], bytes]) -> bytes:
+    return frame()
 
 
 def pairs(frames: Iterable[bytes]) -> Iterator[tuple[bytes, bytes]]:
@@ -52,6 +70,8 @@ class Batches:
     def __init__(self) -> None:
         self._pieces: list[bytes] = []  # of the request that comes in pieces now
         self._gathered = 0  # bytes of those
+        self._digest: Digest | None = None  # of the layout in it
+        self._start = 0  # where that begins
         self._begin()
 
     def _begin(self) -> None:
@@ -92,6 +112,11 @@ class Batches:
         if len(batch) != 3:
             return batch
         routing, piece, which = batch
+        if not self._pieces:
+            self._start = layout_start(piece) if session_of(piece) else 0
+            self._digest = Digest() if self._start else None
+        if self._digest:  # while it comes: 12 MiB at once would take the broker's loop for 20 milliseconds
+            self._digest.add(memoryview(piece)[max(0, self._start - self._gathered) :])
         self._pieces.append(piece)
         self._gathered += len(piece)
         if self._gathered > wire.MAX_MESSAGE:
@@ -99,4 +124,7 @@ class Batches:
         if which != LAST:
             return None
         pieces, self._pieces, self._gathered = self._pieces, [], 0
-        return [routing, b"".join(pieces)]
+        whole = Gathered(b"".join(pieces))
+        if self._digest:
+            whole.digest = self._digest.done()
+        return [routing, whole]

@@ -33,9 +33,9 @@ from cubroker.protocol.messages import (
 )
 from cubroker.protocol.system_errors import reason
 from cubroker.server.aftermath import Aftermath
-from cubroker.server.answers import Frame
 from cubroker.server.arrivals import Arrivals
 from cubroker.server.assembly import Assembly
+from cubroker.server.batches import Part
 from cubroker.server.denials import Denials
 from cubroker.server.devices import DeviceMemory
 from cubroker.server.ledger import Ledger, events
@@ -80,7 +80,7 @@ class Broker:
         memory: Mapping[str, DeviceMemory],
         assembly: Assembly,
         driver: Driver,
-        send: Callable[[Sequence[Frame]], bool | None],
+        send: Callable[[Sequence[Part]], bool | None],
         sight: Sight | None = None,
         store: Store | None = None,
         scribe: Scribe | None = None,
@@ -114,29 +114,29 @@ class Broker:
     def admit(self, connection: socket.socket, peer: Peer, version: int) -> None:
         """Open a session on a connection that has greeted, if its user may have one more."""
         number = next(self._numbers)
-        session = Session(number, connection, peer, self._ended, self._denials)
+        session = Session(number, connection, peer, self._ended, self._denials, version)
         if (refusal := self._ledger.admit(peer.uid, verified=peer.verified) or self._obstacle(session)) is not None:
             self._denials.log(peer, refusal.message)
             return self._turn_away(session, refusal)
         self._enter(session)
         if self._scribe:
-            self._scribe.opened(session, version, welcomed=False)
+            self._scribe.opened(session, welcomed=False)
         joined = events.Joined(number, peer.pid, peer.uid, peer.gid, peer.groups, peer.verified)
         if (error := self._decide(joined)) is not None:
             message = f"the broker itself failed at opening this session: {error!r}; its log says more"
             return self._take_back(session, InternalFailure(message))
-        self._arrivals.expect(session, version)
+        self._arrivals.expect(session)
         return self.settle()
 
     def take_over(self, number: int, connection: socket.socket | None, peer: Peer, remembered: Remembered) -> None:
         """Go on with a session of an earlier broker, whose ``connection`` or process may be gone."""
         answers = remembered.replies(lambda lease: self._grant(number, lease))
-        own = remembered.secret, answers
+        own = remembered.version, remembered.secret, answers
         session = Session(number, connection, peer, self._ended, self._denials, *own, welcomed=remembered.welcomed)
         session.watch()
         self._enter(session)
         if self._scribe and remembered.mute:
-            self._scribe.opened(session, remembered.version, welcomed=True)
+            self._scribe.opened(session, welcomed=True)
 
     def _grant(self, session: int, lease: int) -> Attached | Created | None:
         lent = self._ledger.lent(session, lease)
@@ -154,7 +154,7 @@ class Broker:
         for number, session in self._sessions.items():
             before = remembered[number]
             if not before.welcomed:
-                self._welcome(session, before.version)
+                self._welcome(session)
             session.notify(Draining(self._ledger.draining))  # it may have heard otherwise from the earlier broker
             for lease in before.owed:
                 lent = self._ledger.lent(number, lease)
@@ -194,10 +194,11 @@ class Broker:
         """Return the process of every session."""
         return (Client(each.peer.pid, each.peer.uid, each.pidfd) for each in self._sessions.values())
 
-    def _welcome(self, session: Session, version: int) -> None:
-        session.welcome(wire.pack(Welcome(version, session.number, session.secret, self._driver.spec, os.geteuid())))
+    def _welcome(self, session: Session) -> None:
+        welcome = Welcome(session.version, session.number, session.secret, self._driver.spec, os.geteuid())
+        session.welcome(wire.pack(welcome))
         if self._scribe:
-            self._scribe.opened(session, version, welcomed=True)
+            self._scribe.opened(session, welcomed=True)
         if why := self._ledger.draining:
             session.notify(Draining(why))
 
@@ -226,8 +227,8 @@ class Broker:
             # One effect, a notice that no memory is left for, must not take the others with it: memory to be freed.
             except Exception:
                 log.exception("the broker failed at %.500r", effect)
-        for session, version in self._arrivals.arrived():
-            self._welcome(session, version)
+        for session in self._arrivals.arrived():
+            self._welcome(session)
         self._requests.flush()
 
     @property

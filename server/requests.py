@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import msgpack
 from msgspec.structs import replace
 
 from cubroker.protocol import wire
+from cubroker.protocol.authentication import complete, digest, session_of
 from cubroker.protocol.errors import CubrokerError, InternalFailure, Invalid
 from cubroker.protocol.layout import Outline
 from cubroker.protocol.messages import (
@@ -28,6 +30,7 @@ from cubroker.protocol.messages import (
 from cubroker.server import batches
 from cubroker.server.accounts import MAX_BYTES, Accounts
 from cubroker.server.answers import LEASES, MAX_REQUESTS, Frame, Verdict, weight
+from cubroker.server.digests import Digests
 from cubroker.server.ledger.events import Asked
 from cubroker.server.scribe import Scribe, lasts
 from cubroker.server.sessions import Session
@@ -49,7 +52,7 @@ TOO_LONG = Failed(
 )
 
 HEAD = 64
-"""Bytes of a frame that are looked at for its secret and its id, which take 28 at most."""
+"""Bytes of a message that are looked at for its secret and its id, which take 28 at most."""
 
 DENIED = Failed("denied", "no session has this secret: the broker was started again, or the session is over; open one")
 FULL = Failed(
@@ -74,7 +77,7 @@ class Requests:
         self,
         ask: Callable[[Asked], None],
         settle: Callable[[], None],
-        send: Callable[[Sequence[Frame]], bool | None],
+        send: Callable[[Sequence[batches.Part]], bool | None],
         soon: Callable[[Callable[[], None]], object],
         scribe: Scribe | None = None,
     ) -> None:
@@ -82,8 +85,9 @@ class Requests:
         self._settle = settle
         self._send = send
         self._scribe = scribe
-        self._sessions: dict[bytes, Session] = {}
-        self._outbox: list[list[Frame]] = [[]]  # batches, of which the last is not full
+        self._sessions: dict[int | bytes, Session] = {}  # by what their requests begin with
+        self._digests = Digests()
+        self._outbox: list[list[batches.Part]] = [[]]  # batches, of which the last is not full
         self._unsent = 0
         self._accounts = Accounts()
         self._turns = Turns(soon, settle)
@@ -92,7 +96,7 @@ class Requests:
     def enter(self, session: Session) -> None:
         """Accept requests of a session."""
         session.answers.move(self._accounts.of(session.peer.uid))
-        self._sessions[session.secret] = session
+        self._sessions[session.authentication.name] = session
 
     def hang_up(self, session: Session) -> None:
         """Drop what a session has asked and was not answered: its connection has ended, and it hears no answer."""
@@ -101,7 +105,7 @@ class Requests:
 
     def leave(self, session: Session) -> None:
         """Accept none any more, and drop all that there is of the session's."""
-        del self._sessions[session.secret]
+        del self._sessions[session.authentication.name]
         self._turns.drop(session.peer.uid, session)
         session.answers.close()
 
@@ -133,7 +137,7 @@ class Requests:
 
     def respond(self, session: Session, request: int, body: Reply) -> None:
         """Answer a request; the answer is kept for when it is asked again, unless it can be worked out anew."""
-        answer = _frame(Answer(request, body))
+        answer = self._frame(session, Answer(request, body))
         if self._scribe:
             self._scribe.asked(session)
         if lasts(body):
@@ -156,33 +160,59 @@ class Requests:
 
     def _deliver(self, session: Session, request: int, routing: bytes, answer: Frame) -> None:
         """Send an answer; a large lease, which costs next to nothing while it waits, in its user's turn."""
-        if not isinstance(answer, bytes) and weight(answer) > LARGE:
-            self._turns.put(session.peer.uid, session, request, self._delivery(routing, answer))
+        nbytes = weight(answer)
+        if isinstance(answer, bytes):
+            self._put(routing, answer, nbytes)
+        elif nbytes > LARGE:
+            self._turns.put(session.peer.uid, session, request, self._delivery(session, routing, answer, nbytes))
         else:
-            self._put(routing, answer)
+            self._put(routing, session.authentication.reply(answer, self._digests.of), nbytes)
 
-    def _delivery(self, routing: bytes, answer: Frame) -> Job:
-        yield from ()
-        self._put(routing, answer)
+    def _delivery(self, session: Session, routing: bytes, answer: Answer, nbytes: int) -> Job:
+        """Send a lease that is encoded with its batch: many may wait that have the same layout."""
+        if layout := session.authentication.bulk(answer.body):
+            yield from self._digests.steps(layout)
+        self._put(routing, partial(session.authentication.reply, answer, self._digests.of), nbytes)
 
-    def _put(self, routing: bytes, answer: Frame) -> None:
-        self._outbox[-1] += (routing, answer)
-        self._unsent += weight(answer)
+    def _frame(self, session: Session, answer: Answer) -> Frame:
+        """Encode an answer, unless it is a lease, which is no longer than a client reads."""
+        if type(answer.body) in LEASES:
+            return answer
+        data = session.authentication.reply(answer, self._digests.of)
+        return data if len(data) <= wire.MAX_MESSAGE else session.authentication.reply(Answer(answer.id, TOO_LONG))
+
+    def _refuse(self, session: Session, request: int, routing: bytes, refusal: Failed) -> None:
+        """Say that a request is not done; nothing is kept of that."""
+        frame = session.authentication.reply(Answer(request, refusal))
+        self._put(routing, frame, len(frame))
+
+    def _put(self, routing: bytes, frame: batches.Part, nbytes: int) -> None:
+        self._outbox[-1] += (routing, frame)
+        self._unsent += nbytes
         if self._unsent > batches.FULL:
             self._outbox.append([])
             self._unsent = 0
 
     def _take(self, routing: bytes, frame: bytes) -> None:
+        opened = self._opened(frame)
+        if opened is None:
+            return None
+        session, data, beside = opened
         try:
-            envelope = wire.unpack(frame, Envelope)
+            envelope = wire.unpack(data, Envelope)
+            body: Request | None = envelope.body
+            if beside:
+                body = complete(envelope.body, beside, getattr(frame, "digest", b"") or digest(beside))
         except Invalid as error:
             return self._reject(routing, frame, error)
-        session = self._sessions.get(envelope.secret)
+        session = session or self._sessions.get(envelope.secret)
         if session is None:
-            return self._put(routing, wire.pack(Answer(envelope.id, DENIED)))
+            denial = wire.pack(Answer(envelope.id, DENIED))
+            return self._put(routing, denial, len(denial))
+        if body is None:
+            return _suspect(session)
         if self._scribe:
             self._scribe.asked(session)
-        body = envelope.body
         layout = body.layout if isinstance(body, Create) else b""
         verdict = session.answers.admit(
             envelope.id,
@@ -197,16 +227,38 @@ class Requests:
         if verdict is Verdict.NEW:
             self._begin(session, envelope.id, body)
         elif verdict is Verdict.FULL:
-            self._put(routing, wire.pack(Answer(envelope.id, FULL)))
+            self._refuse(session, envelope.id, routing, FULL)
         elif not isinstance(verdict, Verdict):
             self._deliver(session, envelope.id, routing, verdict)
         return None
 
     def _reject(self, routing: bytes, frame: bytes, error: CubrokerError) -> None:
         """Say what is wrong to a session that sent it. A stranger hears nothing, and is no line in the log."""
-        secret, request = author(frame)
-        if secret in self._sessions and request:
-            self._put(routing, wire.pack(Answer(request, Failed(error.code, error.message))))
+        opened = self._opened(frame)
+        if opened is None:
+            return
+        session, data, _ = opened
+        secret, request = head(data)
+        session = session or self._sessions.get(secret)
+        if session and request:
+            self._refuse(session, request, routing, Failed(error.code, error.message))
+
+    def _opened(self, frame: bytes) -> tuple[Session | None, bytes, bytes] | None:
+        """Return whose request a frame is, unless its secret says that, its message, and the layout beside it.
+
+        None: it is in the name of a session that did not write it, or is over, and nobody is told.
+        """
+        number = session_of(frame)
+        if not number:
+            return None, frame, b""
+        session = self._sessions.get(number)
+        if session is None:
+            return None
+        opened = session.authentication.opened(frame)
+        if opened is None:
+            _suspect(session)
+            return None
+        return session, *opened
 
     def _begin(self, session: Session, request: int, body: Request) -> None:
         uid = session.peer.uid
@@ -238,18 +290,22 @@ class Requests:
                 self.respond(session, request, Failed(InternalFailure.code, message))
 
 
-def _frame(answer: Answer) -> Frame:
-    """Encode an answer, unless it is a lease, which is no longer than a client reads."""
-    if type(answer.body) in LEASES:
-        return answer
-    data = wire.pack(answer)
-    return data if len(data) <= wire.MAX_MESSAGE else wire.pack(Answer(answer.id, TOO_LONG))
+def _suspect(session: Session) -> None:
+    """Count a request in a session's name that its client did not write."""
+    session.forged += 1
+    if session.forged == 1:
+        log.warning(
+            "requests in the name of session %d (pid %d) that it did not write are dropped: a peer forges them, or one"
+            " has taken the gateway over",
+            session.number,
+            session.peer.pid,
+        )
 
 
-def author(frame: bytes) -> tuple[bytes, int]:
-    """Return the secret and the id that a frame begins with, whatever follows them; no secret and 0 if it has none."""
+def head(data: bytes) -> tuple[bytes, int]:
+    """Return the secret and the id that a message begins with, whatever follows; no secret and 0 if it has none."""
     unpacker = msgpack.Unpacker(max_buffer_size=HEAD, max_array_len=0, max_map_len=0)
-    unpacker.feed(frame[:HEAD])
+    unpacker.feed(data[:HEAD])
     try:
         unpacker.read_array_header()
         secret, request = unpacker.unpack(), unpacker.unpack()

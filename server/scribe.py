@@ -1,9 +1,10 @@
 """What the shell writes down beside the ledger, so that a broker that is started again goes on with its sessions.
 
-Keys of the journal: ``s/SESSION`` its secret, ``r/SESSION`` what its client has received, ``a/SESSION/REQUEST`` an
-answer that must not be worked out again, ``d/LEASE`` the session that may not have all descriptors of its lease yet;
-``n`` is how many brokers went on with it; what begins with ``l/`` is the ledger's. Any other key is refused, so what
-comes to mean something else gets another letter: a broker of another version then says that it does not know it.
+Keys of the journal: ``s/SESSION`` the secret that its requests carry, or ``k/SESSION`` the one that they are
+authenticated by (since version 4), ``r/SESSION`` what its client has received, ``a/SESSION/REQUEST`` an answer that
+must not be worked out again, ``d/LEASE`` the session that may not have all descriptors of its lease yet; ``n`` is how
+many brokers went on with it; what begins with ``l/`` is the ledger's. Any other key is refused, so what comes to mean
+something else gets another letter: a broker of another version then says that it does not know it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import msgspec
 from msgspec import Struct
 
 from cubroker.protocol.messages import (
+    AUTHENTICATED,
     Answer,
     Attached,
     Created,
@@ -42,7 +44,7 @@ RESTARTS = b"n"
 """The key of how often it was gone on with."""
 
 _NUMBER = rb"/(?:0|[1-9][0-9]{0,18})"
-_KEY = re.compile(rb"([srd])(%s)|(a)(%s%s)" % (_NUMBER, _NUMBER, _NUMBER))
+_KEY = re.compile(rb"([skrd])(%s)|(a)(%s%s)" % (_NUMBER, _NUMBER, _NUMBER))
 
 T = TypeVar("T")
 
@@ -84,9 +86,9 @@ class Scribe:
         self.restarts = 1 + (_decode(items[RESTARTS], int) if RESTARTS in items else 0)
         self._changes[RESTARTS] = _encode(self.restarts)
 
-    def opened(self, session: Session, version: int, *, welcomed: bool) -> None:
+    def opened(self, session: Session, *, welcomed: bool) -> None:
         """A session is open; its client knows that once it is ``welcomed``."""
-        self._changes[_key("s", session.number)] = _encode(_Session(session.secret, version, welcomed))
+        self._changes[_session_key(session)] = _encode(_Session(session.secret, session.version, welcomed))
 
     def asked(self, session: Session) -> None:
         """A session's receipts or answers may have changed."""
@@ -97,7 +99,7 @@ class Scribe:
         self._asked.pop(session, None)
         number = session.number
         for key in (
-            _key("s", number),
+            _session_key(session),
             _key("r", number),
             *(_key("a", number, each) for each in (*session.answers.lasting, *session.answers.changes())),
         ):
@@ -192,7 +194,7 @@ def recall(items: Mapping[bytes, bytes], known: Collection[int]) -> tuple[dict[i
 
 def _remember(session: Remembered, key: _Key, data: bytes) -> None:
     match key:
-        case "s", _:
+        case "s" | "k", _:
             opened = _decode(data, _Session)
             session.secret, session.version, session.welcomed = opened.secret, opened.version, opened.welcomed
         case "r", _:
@@ -201,6 +203,10 @@ def _remember(session: Remembered, key: _Key, data: bytes) -> None:
             session.answers[request] = _decode(data, _Answer)
         case _, numbers:
             session.owed.append(numbers[0])
+
+
+def _session_key(session: Session) -> bytes:
+    return _key("k" if session.version >= AUTHENTICATED else "s", session.number)
 
 
 def _key(kind: str, *numbers: int) -> bytes:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from cubroker.protocol import wire
+from cubroker.protocol.authentication import authentication
 from cubroker.protocol.bounds import MAX_NOTICE
 from cubroker.protocol.messages import Notice, PoolChanged, PoolLost, Rebound
 from cubroker.server.answers import Answers
@@ -48,7 +49,8 @@ class Session:
         peer: the process.
         report: told when the connection or the process has ended, each at most once.
         denials: takes what the process is refused.
-        secret: what its requests carry; by default a new one.
+        version: of the protocol, which both sides speak.
+        secret: what its requests are authenticated by; by default a new one.
         answers: what it asked before, if it is an earlier broker's.
         welcomed: whether an earlier broker answered its greeting; notices wait until :meth:`welcome` does.
     """
@@ -60,6 +62,7 @@ class Session:
         peer: Peer,
         report: Callable[[Lost | Gone], None],
         denials: Denials,
+        version: int,
         secret: bytes | None = None,
         answers: Answers | None = None,
         *,
@@ -67,7 +70,10 @@ class Session:
     ) -> None:
         self.number = number
         self.peer = peer
+        self.version = version
         self.secret = secret or os.urandom(16)
+        self.authentication = authentication(version, number, self.secret)
+        self.forged = 0  # requests in its name that its client did not write
         self.answers = answers or Answers()
         self._loop = asyncio.get_running_loop()
         self._connection = connection

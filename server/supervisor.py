@@ -19,7 +19,7 @@ from pathlib import Path
 from cubroker.protocol.errors import Unavailable
 from cubroker.protocol.system_errors import explain
 from cubroker.server import python, sandbox
-from cubroker.server.answers import Frame
+from cubroker.server.batches import Part
 from cubroker.server.gateway_probe import silence
 from cubroker.server.transport import Link
 
@@ -83,7 +83,7 @@ class Supervisor:
         if failure := await self._first:
             raise Unavailable(f"the gateway does not come up on {self._path}: {failure}")
 
-    def send(self, frames: Sequence[Frame]) -> bool:
+    def send(self, frames: Sequence[Part]) -> bool:
         """Send a batch of answers, and return whether the gateway is behind with them.
 
         Without a gateway it is dropped: clients ask again, and are answered again.

@@ -13,7 +13,6 @@ from itertools import chain
 from typing import Self, cast
 
 from cubroker.server import batches
-from cubroker.server.answers import Frame
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +63,7 @@ class Link(asyncio.Protocol):
         _, link = await asyncio.get_running_loop().create_unix_connection(lambda: cls(receive), sock=end)
         return link
 
-    def send(self, frames: Sequence[Frame]) -> bool:
+    def send(self, frames: Sequence[batches.Part]) -> bool:
         """Send one batch, unless the gateway is gone or far behind: then it is not even encoded.
 
         Returns whether the gateway is behind now; nothing is sent to find that out. When it is not behind any more,

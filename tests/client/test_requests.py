@@ -6,6 +6,7 @@ from cubroker.client import requests
 from cubroker.client.processes import Owner
 from cubroker.client.requests import Requests, expect
 from cubroker.protocol import wire
+from cubroker.protocol.authentication import Bearer
 from cubroker.protocol.bounds import MAX_RECEIVED
 from cubroker.protocol.errors import NotFound, TimedOut, Unavailable
 from cubroker.protocol.messages import (
@@ -29,7 +30,7 @@ class Desk:
 
     def __init__(self) -> None:
         self.wakes = 0
-        self.requests = Requests(SECRET, Owner(), self.wake)
+        self.requests = Requests(Bearer(SECRET), Owner(), self.wake)
 
     def wake(self) -> None:
         self.wakes += 1

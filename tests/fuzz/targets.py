@@ -7,7 +7,8 @@ from contextlib import suppress
 
 from cubroker.client import hello
 from cubroker.protocol import wire
-from cubroker.protocol.errors import CubrokerError
+from cubroker.protocol.authentication import MAX_REQUEST, NUMBER, Digest, Keyed, complete, session_of
+from cubroker.protocol.errors import CubrokerError, Invalid
 from cubroker.protocol.layout import Layout
 from cubroker.protocol.messages import VERSIONS, Answer, Envelope, Hello, Notice
 from cubroker.server import greeting
@@ -52,6 +53,21 @@ def messages(data: bytes) -> None:
     assert Layout.decode(layout.encode()) == layout
 
 
+def frames(data: bytes) -> None:
+    """A frame of a session since version 4, either way: what its keys did not make is nobody's, and else it is read.
+
+    A tag cannot be guessed by changing bytes, so what has one is changed behind it, too.
+    """
+    assert KEYED.opened(data) is None or data[NUMBER:] in WRITTEN  # what comes before it only says whose keys to take
+    assert KEYED.read(data) is None or data in WRITTEN
+    session_of(data)
+    opened = KEYED.opened(KEYED.sign(data))
+    assert opened == (data, b"") or len(data) > MAX_REQUEST
+    with suppress(Invalid):
+        body = complete(wire.unpack(data, Envelope).body, data, Digest(data).done())
+        assert body is None
+
+
 def again(data: bytes, shape: object) -> None:
     """What is read as a message is one: it travels again, and is the same."""
     value = wire.unpack(data, shape)
@@ -76,6 +92,13 @@ def _read(parts: list[bytes]) -> list[list[bytes]] | None:
         return None
 
 
+KEYED = Keyed(1, bytes(range(16)))
+FRAMES = tuple(
+    [KEYED.request(value) for value, _ in SAMPLES if isinstance(value, Envelope)]
+    + [KEYED.reply(value) for value, _ in SAMPLES if isinstance(value, Answer)]
+)
+WRITTEN = {*(frame[NUMBER:] for frame in FRAMES), *FRAMES}
+
 TARGETS = {
     target.name: target
     for target in (
@@ -89,6 +112,7 @@ TARGETS = {
             MSGPACK,
         ),
         Target("messages", messages, (*(wire.pack(value) for value, _ in SAMPLES), LAYOUT.encode()), MSGPACK),
+        Target("frames", frames, (*FRAMES, *(wire.pack(value) for value, _ in SAMPLES)), MSGPACK),
         Target("requests", world.play, world.SEEDS, (*MSGPACK, *world.TOKENS)),
         Target(
             "batches",

@@ -11,7 +11,9 @@ from types import SimpleNamespace
 
 from cubroker.protocol import messages as m
 from cubroker.protocol import wire
+from cubroker.protocol.authentication import Keyed, authentication
 from cubroker.protocol.layout import Layout
+from cubroker.protocol.messages import AUTHENTICATED
 from cubroker.server import batches
 from cubroker.server.answers import Answers, Frame
 from cubroker.server.ledger import Budget, Ledger, Limits
@@ -31,9 +33,10 @@ class Guest:
 
     def __init__(self, number: int, secret: bytes) -> None:
         self.number = number
-        self.secret = secret
+        self.authentication = authentication(AUTHENTICATED - number % 2, number, secret)
+        self.forged = 0
         self.answers = Answers()
-        self.peer = SimpleNamespace(uid=1000 + number // 3)
+        self.peer = SimpleNamespace(uid=1000 + number // 3, pid=100 + number)
 
 
 class World:
@@ -60,7 +63,9 @@ class World:
     def take(self, frames: Sequence[Frame]) -> None:
         """Every answer can be read by its client."""
         for _, frame in batches.pairs(wire.unpack(batches.encode(frames), list[bytes])):
-            wire.unpack(frame, m.Answer)
+            guests = [guest.authentication for guest in self.guests.values()]
+            plain = any(isinstance(each, Keyed) and each.read(frame) for each in guests)
+            assert plain or wire.unpack(frame, m.Answer)
 
     def tell(self, event: e.Event) -> None:
         for effect in self.ledger.handle(event):
@@ -119,7 +124,7 @@ class World:
         self.requests.enter(guest)  # type: ignore[arg-type]
         books = self.ledger._books
         for name, version in [(pool.name, number) for pool in books.pools.values() for number in pool.versions]:
-            self.requests.receive([b"", envelope(bytes(16), len(guest.answers._kept) + 1, m.Retire(name, version))])
+            self.requests.receive([b"", envelope(9, bytes(16), len(guest.answers._kept) + 1, m.Retire(name, version))])
         while self.submitted:
             self.device(self.submitted.popleft(), failed=False)
         assert not any((books.pools, books.allocations, books.timers, self.timers)), "something is left"
@@ -148,8 +153,9 @@ def record(what: int, rest: bytes = b"") -> bytes:
     return len(rest).to_bytes(2, "big") + bytes([what]) + rest
 
 
-def envelope(secret: bytes, number: int, body: m.Request) -> bytes:
-    return wire.pack(m.Envelope(secret, number, 1, body))
+def envelope(who: int, secret: bytes, number: int, body: m.Request) -> bytes:
+    client = authentication(AUTHENTICATED - who % 2, who, secret)
+    return client.request(m.Envelope(client.secret, number, 1, body))
 
 
 def _story(*happenings: tuple[int, m.Request] | int | bytes) -> bytes:
@@ -162,7 +168,7 @@ def _story(*happenings: tuple[int, m.Request] | int | bytes) -> bytes:
             case bytes():
                 parts.append(what)
             case who, body:
-                parts.append(record(FRAME, envelope(SECRETS[who - 1], number, body)))
+                parts.append(record(FRAME, envelope(who, SECRETS[who - 1], number, body)))
     return b"".join(parts)
 
 
@@ -260,7 +266,7 @@ TOKENS = (
     *map(record, (DEVICE, FAILURE, TIME)),
     *(record(what, bytes([who])) for what in (LOST, GONE) for who in (1, 2, 3)),
     *(
-        record(FRAME, envelope(SECRETS[number % 3], 40 + number, body))
+        record(FRAME, envelope(number % 3 + 1, SECRETS[number % 3], 40 + number, body))
         for number, body in enumerate(
             (
                 *(m.Attach(name, version, None, 5.0) for name in "ab" for version in (0, 1, 2)),

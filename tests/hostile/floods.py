@@ -21,7 +21,7 @@ import zmq
 from cubroker.client import Broker
 from cubroker.protocol import wire
 from cubroker.protocol.layout import MAX_TENSORS, Layout, TensorSpec
-from cubroker.protocol.messages import Attach, Create, Describe, Envelope, ListPools, Look, Request
+from cubroker.protocol.messages import Attach, Create, Describe, ListPools, Look, Request
 from tests.brokers import PATIENCE, BrokerProcess, eventually, serving
 from tests.server.clients import ROOT, RawClient, session
 from tests.server.processes import gateway_of, resident
@@ -95,7 +95,7 @@ def flood(directory: Path, kind: str) -> None:
 
 
 def _send(client: RawClient, number: int, body: Request) -> None:
-    client.dealer.send(wire.pack(Envelope(client.welcome.secret, number, 1, body)), copy=False)
+    client.dealer.send(client.frame(number, 1, body), copy=False)
 
 
 @contextmanager

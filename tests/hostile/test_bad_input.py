@@ -122,7 +122,7 @@ class Sender:
         self.answers: list[Answer] = []
 
     def send(self, data: bytes) -> None:
-        self.client.dealer.send(data)
+        self.client.dealer.send(self.client.sign(data))
         self.sent += 1
         if self.sent % BATCH == 0:
             self.settle()
@@ -130,7 +130,7 @@ class Sender:
     def settle(self) -> None:
         """Return when everything that was sent has been read: what is no request is answered too, in its turn."""
         number = FIRST + (1 << 30) + self.sent
-        self.client.dealer.send(wire.pack([self.client.welcome.secret, number, 1, "no request"]))
+        self.client.dealer.send(self.client.sign(wire.pack([self.client.secret, number, 1, "no request"])))
         while True:
             answer = self.client.receive()
             if answer.id == number:
@@ -160,7 +160,7 @@ def test_a_request_that_is_wrong_is_answered_with_what_is_wrong(
     with session(broker.directory) as client:
         sender = Sender(client)
         for number, data in enumerate(data for body in REQUESTS for data in bodies(way, body)):
-            sender.send(head(client.welcome.secret, FIRST + number) + data)
+            sender.send(head(client.secret, FIRST + number) + data)
         sender.settle()
         failed = [answer.body for answer in sender.answers if isinstance(answer.body, Failed)]
         assert len(failed) > sender.sent / 4
@@ -176,9 +176,9 @@ def test_a_request_that_is_wrong_is_answered_with_what_is_wrong(
 
 def test_an_envelope_that_is_wrong_harms_its_own_session_at_most(broker: BrokerProcess) -> None:
     with session(broker.directory) as client:
-        whole = head(client.welcome.secret, FIRST)
+        whole = head(client.secret, FIRST)
         for data in itertools.chain(flips(whole), cuts(whole)):
-            client.dealer.send(data + wire.pack(REQUESTS[-2]))
+            client.dealer.send(client.sign(data + wire.pack(REQUESTS[-2])))
         Sender(client).settle()
 
 
@@ -187,7 +187,7 @@ def test_messages_of_other_kinds_are_no_requests(broker: BrokerProcess) -> None:
         sender = Sender(client)
         for number, (value, _) in enumerate(SAMPLES):
             sender.send(wire.pack(value))
-            sender.send(head(client.welcome.secret, FIRST + number) + wire.pack(getattr(value, "body", value)))
+            sender.send(head(client.secret, FIRST + number) + wire.pack(getattr(value, "body", value)))
         sender.settle()
         others = sum(type(getattr(value, "body", value)) not in map(type, REQUESTS) for value, _ in SAMPLES)
         refusals = [answer for answer in sender.answers if isinstance(answer.body, Failed) and answer.id >= FIRST]
@@ -199,7 +199,7 @@ def test_a_message_too_long_or_too_deep_costs_a_small_multiple_of_its_bytes(brok
     data: bytes = HOSTILE[name][0]
     with session(broker.directory) as client:
         before = resident(broker.pid)
-        client.dealer.send(data.replace(SECRET, client.welcome.secret))
+        client.dealer.send(client.sign(data.replace(SECRET, client.welcome.secret)))
         Sender(client).settle()
         assert resident(broker.pid) - before < 32 * MIB + 8 * len(data)
 

@@ -15,10 +15,9 @@ from pathlib import Path
 import pytest
 import zmq
 
-from cubroker.protocol import wire
 from cubroker.protocol.directory import REQUEST_SOCKET
 from cubroker.protocol.layout import Layout
-from cubroker.protocol.messages import Describe, Description, Envelope, ListPools
+from cubroker.protocol.messages import Describe, Description, ListPools
 from cubroker.server.gateway_probe import INTERVAL, UNANSWERED
 from tests.brokers import BrokerProcess, eventually
 from tests.hostile.peers import GREETING, HOSTILITY, MIB, Witness, acknowledge, dial, frame, pour, ready
@@ -129,7 +128,7 @@ def silent_dealer(broker: BrokerProcess) -> Iterator[zmq.Socket[bytes]]:
 def test_a_reader_that_never_reads(broker: BrokerProcess, witness: Witness) -> None:
     with session(broker.directory) as client, silent_dealer(broker) as dealer:
         for number in range(1, 20_000 * HOSTILITY):
-            dealer.send(wire.pack(Envelope(client.welcome.secret, number, 1 if number % 2 else number, ListPools())))
+            dealer.send(client.frame(number, 1 if number % 2 else number, ListPools()))
             if number % 5000 == 0:
                 witness.attach(witness.client)
         assert resident(gateway_of(broker.pid)) < 256 * MIB
@@ -143,7 +142,7 @@ def test_the_largest_answers_asked_for_again_and_again_and_never_read(broker: Br
         client.publish("large", layout)
         for number in range(1 << 40, (1 << 40) + 30 * HOSTILITY):
             # It says that it has all earlier answers, so the broker does not keep them.
-            again = wire.pack(Envelope(client.welcome.secret, number, number, Describe("large", 0)))
+            again = client.frame(number, number, Describe("large", 0))
             for _ in range(20):
                 dealer.send(again)
             if number % 2:
@@ -182,7 +181,7 @@ def test_a_gateway_with_much_to_do_is_not_taken_for_one_that_hangs(broker: Broke
         for number in itertools.count(1):
             for client, dealer in deaf:
                 for _ in range(100):
-                    dealer.send(wire.pack(Envelope(client.welcome.secret, number, number, ListPools())))
+                    dealer.send(client.frame(number, number, ListPools()))
             flood(broker, 20, GREETING).close()
             if time.monotonic() > deadline:
                 break

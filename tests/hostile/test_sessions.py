@@ -35,7 +35,7 @@ from cubroker.server.directory import SO_PASSRIGHTS
 from cubroker.server.greeting import MAX_GUESTS
 from tests.brokers import BrokerProcess, eventually
 from tests.hostile.peers import HOSTILITY, MIB, Witness, acknowledge, pour, push
-from tests.server.clients import HELLO, RawClient, connect, greet, hear, session
+from tests.server.clients import HELLO, HELLO_OF_3, RawClient, connect, greet, hear, session
 from tests.server.processes import descriptors, gateway_of, resident
 from tests.stores import storing
 
@@ -180,7 +180,11 @@ class Guesser:
 
 def test_guessing_a_secret_gets_nothing(broker: BrokerProcess, witness: Witness) -> None:
     chance = random.Random(1)
-    with session(broker.directory) as victim, session(broker.directory) as client:
+    with (
+        session(broker.directory, HELLO_OF_3) as victim,
+        session(broker.directory) as newer,
+        session(broker.directory, HELLO_OF_3) as client,
+    ):
         lease, secret = victim.create("draft").lease, victim.welcome.secret
         near = [
             secret[:place] + bytes([secret[place] ^ 1 << bit]) + secret[place + 1 :]
@@ -194,6 +198,7 @@ def test_guessing_a_secret_gets_nothing(broker: BrokerProcess, witness: Witness)
             secret[::-1],
             secret[:15] + bytes([secret[15] ^ 0xFF]),
             client.welcome.secret[::-1],
+            newer.welcome.secret,  # by which nobody knows that one
         ]
         secrets = (*fixed, *(chance.randbytes(16) for _ in range(GUESSES - len(fixed))))
         guesser = Guesser(client)
@@ -205,7 +210,7 @@ def test_guessing_a_secret_gets_nothing(broker: BrokerProcess, witness: Witness)
 
 
 def test_guessing_a_lease_gets_nothing(broker: BrokerProcess, witness: Witness) -> None:
-    with session(broker.directory) as victim, session(broker.directory) as client:
+    with session(broker.directory) as victim, session(broker.directory, HELLO_OF_3) as client:
         victim.publish("pool")
         for _ in range(20):
             victim.attach("pool")

@@ -31,9 +31,8 @@ from cubroker.client.descriptors import Inbox
 from cubroker.client.requests import Pending, Requests
 from cubroker.driver import Context
 from cubroker.driver.vmm import Reservation
-from cubroker.protocol import wire
 from cubroker.protocol.errors import CubrokerError
-from cubroker.protocol.messages import Answer, Descriptors, Envelope, Reply, Request
+from cubroker.protocol.messages import Answer, Descriptors, Reply, Request
 
 Reach = Callable[[str], None]
 
@@ -78,31 +77,41 @@ def _greeting(reach: Reach) -> None:
 
 
 def _messages(reach: Reach) -> None:
+    frames: dict[bytes, str] = {}
     kinds: dict[int, str] = {}
 
     class Dealer(zmq.Socket[bytes]):
         pass
 
+    def hooked_pack(pack: Callable[[Requests, int, Request], bytes]) -> Callable[[Requests, int, Request], bytes]:
+        def packing(requests: Requests, number: int, body: Request) -> bytes:
+            data = pack(requests, number, body)
+            frames[data] = kinds[number] = type(body).__name__
+            return data
+
+        return packing
+
     def hooked_send(send: Callable[..., None]) -> Callable[..., None]:
         def sending(dealer: Dealer, data: bytes, flags: int = 0) -> None:
-            envelope = wire.unpack(data, Envelope)
-            kind = kinds[envelope.id] = type(envelope.body).__name__
+            kind = frames[data]
             reach(f"sending {kind}")
             send(dealer, data, flags)
             reach(f"sent {kind}")
 
         return sending
 
-    def hooked_recv(recv: Callable[..., bytes]) -> Callable[..., bytes]:
-        def receiving(dealer: Dealer, flags: int = 0) -> bytes:
-            data = recv(dealer, flags)
-            reach(f"received {kinds[wire.unpack(data, Answer).id]}")
-            return data
+    def hooked_read(read: Callable[[Requests, bytes], Answer | None]) -> Callable[[Requests, bytes], Answer | None]:
+        def reading(requests: Requests, frame: bytes) -> Answer | None:
+            answer = read(requests, frame)
+            assert answer
+            reach(f"received {kinds[answer.id]}")
+            return answer
 
-        return receiving
+        return reading
 
+    _replace(Requests, "_pack", hooked_pack)
+    _replace(Requests, "read", hooked_read)
     _replace(Dealer, "send", hooked_send)
-    _replace(Dealer, "recv", hooked_recv)
     _replace(zmq.Context, "_socket_class", lambda plain: Dealer)
 
 

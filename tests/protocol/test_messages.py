@@ -229,7 +229,6 @@ def test_a_wait_is_read_as_a_float(wait: float) -> None:
 @pytest.mark.parametrize(
     "data",
     [
-        envelope(m.Seal(1), secret=b"short"),
         envelope(m.Seal(1), secret=bytes(17)),
         envelope(m.Seal(1), request=0),
         envelope(m.Seal(1), request=1 << 63),

@@ -86,7 +86,7 @@ def holding_without(kept: StoredBroker, key: bytes) -> Iterator[tuple[Broker, Po
 
 
 def test_a_session_whose_secret_is_missing_is_detached_and_keeps_what_it_holds(kept: StoredBroker) -> None:
-    with holding_without(kept, b"s/%d") as (client, pool):
+    with holding_without(kept, b"k/%d") as (client, pool):
         with Broker(kept.directory) as judge:
             assert [each.state for each in judge.clients() if each.session == client.session] == ["detached"]
             assert leases(judge, "pool") == 1
@@ -110,4 +110,4 @@ def test_a_session_that_the_ledger_does_not_know_is_over_and_nothing_of_it_stays
         check(pool)
         kept.settled()
         assert f"s{client.session}" not in kept.warehouse.stored
-        assert not {b"s/%d" % client.session, b"r/%d" % client.session} & kept.warehouse.journal().keys()
+        assert not {b"k/%d" % client.session, b"r/%d" % client.session} & kept.warehouse.journal().keys()

@@ -14,7 +14,17 @@ from cubroker.client import Broker, Pool
 from cubroker.client.descriptors import Inbox
 from cubroker.protocol import wire
 from cubroker.protocol.errors import NotFound, Unavailable
-from cubroker.protocol.messages import Close, Envelope, ListDevices, PoolLost
+from cubroker.protocol.messages import (
+    VERSIONS,
+    Attach,
+    Attached,
+    Close,
+    Done,
+    GatewayChanged,
+    Hello,
+    ListDevices,
+    PoolLost,
+)
 from tests.brokers import eventually
 from tests.client.conftest import content, leases
 from tests.client.test_restart import lasting
@@ -50,11 +60,28 @@ def test_a_session_that_asks_on_behind_its_last_words_spoils_no_record(kept: Sto
         with Broker(kept.directory) as judge:
             eventually(lambda: "detached" in [each.state for each in judge.clients()], "the end of the connection")
         for number, body in enumerate((Close(lease), ListDevices(), ListDevices()), start=10):
-            client.dealer.send(wire.pack(Envelope(client.welcome.secret, number, 1, body)))
+            client.dealer.send(client.frame(number, 1, body))
         client.receive()
     kept.restart()
     with Broker(kept.directory) as judge:
         assert [each.pid for each in judge.clients()] == [os.getpid()]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_session_of_every_version_is_known_to_the_next_broker(kept: StoredBroker, version: int) -> None:
+    with session(kept.directory, wire.pack(Hello("cubroker", (version,)))) as client:
+        assert client.welcome.version == version
+        client.publish("pool", share="vmm")
+        attach = Attach("pool", 0, None, 0.0)
+        attached = client.answer(client.send(attach, 40))
+        assert isinstance(attached, Attached)
+        kept.restart()
+        while client.notice() != GatewayChanged():
+            pass
+        client.dial_again()
+        assert client.answer(client.send(attach, 40)) == attached, "done again, or not answered again"
+        assert client.ask(Close(attached.lease), Done)
+        assert client.clients()[0].leases == ()
 
 
 @pytest.mark.parametrize("durable", [False, True])

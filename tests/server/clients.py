@@ -14,6 +14,7 @@ from typing import TypeVar
 import zmq
 
 from cubroker.protocol import wire
+from cubroker.protocol.authentication import Keyed, authentication
 from cubroker.protocol.bounds import MAX_DESCRIPTORS
 from cubroker.protocol.directory import REQUEST_SOCKET, SESSION_SOCKET
 from cubroker.protocol.infos import ClientInfo, DeviceInfo
@@ -45,6 +46,9 @@ from tests.brokers import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 HELLO = wire.pack(Hello("cubroker", VERSIONS))
+HELLO_OF_3 = wire.pack(Hello("cubroker", (1, 2, 3)))
+"""The greeting of a client whose requests have its secret in them."""
+
 LAYOUT = Layout.pack([("x", "F32", (1024,))])
 
 Body = TypeVar("Body")
@@ -74,11 +78,13 @@ def hear(connection: socket.socket) -> Greeting:
 class RawClient:
     """One session. Requests go out as they are given; replies are found by the id of their request."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, hello: bytes = HELLO) -> None:
         self.connection = connect(directory)
-        welcome = greet(self.connection)
+        welcome = greet(self.connection, hello)
         assert isinstance(welcome, Welcome), welcome
         self.welcome = welcome
+        self.authentication = authentication(welcome.version, welcome.session, welcome.secret)
+        self.secret = self.authentication.secret
         self.context = zmq.Context()
         self._directory = directory
         self.dealer = self._dial()
@@ -90,8 +96,16 @@ class RawClient:
         """Send a request, with a new id unless one is given."""
         if number is None:
             self._last = number = self._last + 1
-        self.dealer.send(wire.pack(Envelope(self.welcome.secret, number, oldest, body)))
+        self.dealer.send(self.frame(number, oldest, body))
         return number
+
+    def frame(self, number: int, oldest: int, body: Request) -> bytes:
+        """Return a request as it travels."""
+        return self.authentication.request(Envelope(self.secret, number, oldest, body))
+
+    def sign(self, data: bytes) -> bytes:
+        """Return a frame of this session with ``data`` in it, whatever that is."""
+        return self.authentication.sign(data) if isinstance(self.authentication, Keyed) else data
 
     def receive(self) -> Answer:
         """Return the next reply."""
@@ -99,7 +113,9 @@ class RawClient:
         while not data:  # what is empty follows a large answer, for the gateway to count
             assert self.dealer.poll(int(PATIENCE * 1000)), "no reply came"
             data = self.dealer.recv()
-        return wire.unpack(data, Answer)
+        answer = self.authentication.read(data)
+        assert answer, "an answer that the broker did not write"
+        return answer
 
     def answer(self, number: int) -> Reply:
         """Return the reply to request ``number``, which may come after others."""
@@ -123,6 +139,9 @@ class RawClient:
     def redial(self) -> None:
         """Connect anew, as clients do when the gateway was replaced: libzmq's own way back is not always one."""
         assert self.notice() == GatewayChanged()
+        self.dial_again()
+
+    def dial_again(self) -> None:
         self.dealer.close()
         self.dealer = self._dial()
 
@@ -178,9 +197,9 @@ class RawClient:
 
 
 @contextmanager
-def session(directory: Path) -> Iterator[RawClient]:
+def session(directory: Path, hello: bytes = HELLO) -> Iterator[RawClient]:
     """A session for the length of a block."""
-    client = RawClient(directory)
+    client = RawClient(directory, hello)
     try:
         yield client
     finally:

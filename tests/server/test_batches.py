@@ -3,8 +3,10 @@ from __future__ import annotations
 import pytest
 
 from cubroker.protocol import wire
+from cubroker.protocol.authentication import Digest, Keyed
+from cubroker.protocol.messages import Create, Envelope
 from cubroker.server import batches
-from cubroker.server.batches import Batches, encode, pairs
+from cubroker.server.batches import Batches, Gathered, encode, pairs
 
 FRAMES = [b"id", b"frame", b"", b"x" * 70_000]
 
@@ -25,6 +27,20 @@ def test_a_request_in_pieces_is_put_together_and_others_may_come_in_between() ->
         assert Batches().feed(b"".join(map(encode, stream))) == [FRAMES, [], [b"id", b"abc"]]
     reader = Batches()
     assert [reader.feed(encode(each)) for each in stream] == [[], [FRAMES], [], [[]], [[b"id", b"abc"]]]
+
+
+@pytest.mark.parametrize("size", [1, 20, 1000, batches.PIECE])
+def test_the_layout_in_a_request_is_hashed_while_its_pieces_come(size: int) -> None:
+    layout = bytes(range(256)) * 40
+    body = Create("pool", layout, ("device",), "ipc", 0.0, None)
+    frame = Keyed(5, bytes(16)).request(Envelope(b"", 1, 1, body))
+    pieces = [frame[:64], *(frame[start : start + size] for start in range(64, len(frame), size))]
+    for first in (pieces, [wire.pack(Envelope(bytes(16), 1, 1, body))]):  # a version before has none to be hashed
+        reader, which = Batches(), [batches.MORE] * (len(first) - 1) + [batches.LAST]
+        ((_, whole),) = [b for p, w in zip(first, which, strict=True) for b in reader.feed(encode([b"id", p, w]))]
+        assert whole == b"".join(first)
+        assert isinstance(whole, Gathered)
+        assert whole.digest == (Digest(layout).done() if first is pieces else b"")
 
 
 def test_pieces_without_end_are_an_error_before_they_fill_memory() -> None:

@@ -21,7 +21,7 @@ from cubroker.protocol.directory import REQUEST_SOCKET
 from cubroker.protocol.messages import Attach, Close, Done, Failed, GatewayChanged, ListDevices
 from cubroker.server import gateway, gateway_probe
 from tests.brokers import BrokerProcess, eventually
-from tests.server.clients import RawClient, session
+from tests.server.clients import HELLO_OF_3, RawClient, session
 from tests.server.processes import alive, all_closed, descriptors, files, gateway_of
 
 PTRACE_ATTACH = 16
@@ -276,7 +276,7 @@ def test_the_limits_hold_where_the_system_sets_none(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_request_with_an_unknown_secret_is_denied(broker: BrokerProcess, client: RawClient) -> None:
-    with session(broker.directory) as other:
-        other.welcome = type(other.welcome)(1, 1, bytes(16), "")
+    with session(broker.directory, HELLO_OF_3) as other:
+        other.secret = bytes(16)
         refused = other.ask(ListDevices(), Failed)
     assert refused.code == "denied"

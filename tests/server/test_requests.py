@@ -14,6 +14,7 @@ from cubroker.protocol import wire
 from cubroker.protocol.errors import Invalid
 from cubroker.protocol.layout import Layout, Outline
 from cubroker.protocol.messages import (
+    VERSIONS,
     Answer,
     Attach,
     Attached,
@@ -46,7 +47,7 @@ from cubroker.server.denials import Denials
 from cubroker.server.ledger.events import Asked
 from cubroker.server.peers import Peer
 from cubroker.server.requests import LARGE as LARGE_LEASE
-from cubroker.server.requests import Requests, author
+from cubroker.server.requests import Requests, head
 from cubroker.server.scribe import Scribe
 from cubroker.server.sessions import Session
 from tests.brokers import BrokerProcess
@@ -93,7 +94,7 @@ def test_a_large_layout_is_served_like_a_small_one(broker: BrokerProcess, client
 
 
 def test_a_session_hears_what_is_wrong_with_its_request(broker: BrokerProcess, client: RawClient) -> None:
-    client.dealer.send(wire.pack([client.welcome.secret, 7, 1, ["Attach", "", 0, None, 0.0]]))
+    client.dealer.send(client.sign(wire.pack([client.secret, 7, 1, ["Attach", "", 0, None, 0.0]])))
     reply = client.receive()
     assert reply.id == 7
     assert isinstance(reply.body, Failed)
@@ -106,7 +107,7 @@ def insist(client: RawClient, body: Request, number: int | None = None) -> Reply
         number = client.send(body, number)
         while client.dealer.poll(200):
             data = client.dealer.recv()
-            if data and (answer := wire.unpack(data, Answer)).id == number:
+            if data and (answer := client.authentication.read(data)) and answer.id == number:
                 return answer.body
 
 
@@ -131,13 +132,19 @@ def test_many_who_wait_for_one_large_layout_share_it(broker: BrokerProcess, clie
 # -- without a broker ------------------------------------------------------------------------------
 
 
+def framed(session: Session, number: int, body: Request, oldest: int = 1) -> bytes:
+    """A request of a session as it travels."""
+    client = session.authentication
+    return client.request(Envelope(client.secret, number, oldest, body))
+
+
 class Desk:
     """Requests with one session; what was asked of the ledger, and what was sent to the gateway."""
 
-    def __init__(self, scribe: Scribe | None = None) -> None:
+    def __init__(self, scribe: Scribe | None = None, version: int = VERSIONS[-1]) -> None:
         ours, self.client = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         peer = Peer(os.getpid(), 0, 0, os.pidfd_open(os.getpid()))
-        self.session = Session(1, ours, peer, lambda event: None, Denials())
+        self.session = Session(1, ours, peer, lambda event: None, Denials(), version)
         self.asked: list[Asked] = []
         self.sent: list[list[bytes]] = []
         self.behind = False
@@ -150,19 +157,20 @@ class Desk:
         return self.behind
 
     def frame(self, number: int, body: Request, oldest: int = 1) -> bytes:
-        return wire.pack(Envelope(self.session.secret, number, oldest, body))
+        return framed(self.session, number, body, oldest)
 
     def send(self, *bodies: Request, oldest: int = 1) -> None:
         frames = [self.frame(number, body, oldest) for number, body in enumerate(bodies, start=1)]
         self.requests.receive([part for frame in frames for part in (b"id", frame)])
 
     def replies(self) -> list[Answer]:
-        return [wire.unpack(frame, Answer) for batch in self.sent for _, frame in batches.pairs(batch)]
+        frames = [frame for batch in self.sent for _, frame in batches.pairs(batch)]
+        return [self.session.authentication.read(frame) or wire.unpack(frame, Answer) for frame in frames]
 
 
 @asynccontextmanager
-async def desk(scribe: Scribe | None = None) -> AsyncIterator[Desk]:
-    opened = Desk(scribe)
+async def desk(scribe: Scribe | None = None, version: int = VERSIONS[-1]) -> AsyncIterator[Desk]:
+    opened = Desk(scribe, version)
     try:
         yield opened
     finally:
@@ -175,7 +183,9 @@ async def desk(scribe: Scribe | None = None) -> AsyncIterator[Desk]:
 async def visitor(at: Desk, uid: int) -> AsyncIterator[Session]:
     """A session of another user."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    session = Session(2, ours, Peer(os.getpid(), uid, uid, os.pidfd_open(os.getpid())), lambda event: None, Denials())
+    session = Session(
+        2, ours, Peer(os.getpid(), uid, uid, os.pidfd_open(os.getpid())), lambda event: None, Denials(), 4
+    )
     at.requests.enter(session)
     try:
         yield session
@@ -304,7 +314,7 @@ def test_a_failure_at_one_request_is_logged_and_answered_and_the_others_are_serv
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def unpack(data: bytes, shape: object) -> object:
-        if author(data)[1] == 2:
+        if head(data)[1] == 2:
             raise MemoryError
         return decode(data, shape)
 
@@ -393,7 +403,7 @@ def test_nothing_is_checked_for_a_session_that_is_over_and_all_that_it_had_is_gi
             assert at.session.answers.account.nbytes > sum(map(len, data))
             getattr(at.requests, ended)(at.session)
             assert other.answers.account.nbytes == 0
-            at.requests.receive([b"other", wire.pack(Envelope(other.secret, 1, 1, create(LARGE.encode())))])
+            at.requests.receive([b"other", framed(other, 1, create(LARGE.encode()))])
             await until(lambda: at.asked)
             assert [asked.session for asked in at.asked] == [other.number]
             assert checked == [data[0], LARGE.encode()], "the first was under way"
@@ -406,7 +416,7 @@ def test_a_layout_that_many_sessions_of_a_user_offer_is_checked_and_kept_once(mo
 
     async def test() -> None:
         async with desk() as at, visitor(at, uid=0) as other:
-            frames = [wire.pack(Envelope(who.secret, 1, 1, create(LARGE.encode()))) for who in (at.session, other)]
+            frames = [framed(who, 1, create(LARGE.encode())) for who in (at.session, other)]
             at.requests.receive([part for frame in frames for part in (b"id", frame)])
             await until(lambda: len(at.asked) == 2)
             first, second = (asked.body for asked in at.asked)
@@ -428,7 +438,7 @@ def test_dear_requests_of_a_session_wait_for_no_flood_of_anothers(body: Request,
     async def test() -> None:
         async with desk() as at, visitor(at, uid) as other:
             at.send(*[create(named(number).encode()) for number in range(10)], *[Look()] * 94)
-            at.requests.receive([b"other", wire.pack(Envelope(other.secret, 1, 1, body))])
+            at.requests.receive([b"other", framed(other, 1, body)])
             await until(lambda: len(at.asked) == 105)
             assert [asked.request for asked in at.asked if asked.session == at.session.number] == [*range(1, 105)]
             assert other.number in [asked.session for asked in at.asked[:3]]

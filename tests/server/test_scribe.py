@@ -21,8 +21,9 @@ ATTACHED = Attached(7, "pool", 3, "vmm", b"layout", (Replica("device", (b"descri
 class Client:
     """Stands for a session, whose number, secret and answers are all that matters here."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, version: int = 1) -> None:
         self.number = number
+        self.version = version
         self.secret = os.urandom(16)
         self.answers = Answers()
 
@@ -60,10 +61,10 @@ def remembered_of(book: Book, session: int) -> Remembered:
 
 def test_a_session_is_read_as_it_was_written() -> None:
     scribe, book, client = Scribe(), Book(), Client(5)
-    scribe.opened(client.session, 1, welcomed=False)
+    scribe.opened(client.session, welcomed=False)
     book.write(scribe.changes())
     assert not remembered_of(book, 5).welcomed
-    scribe.opened(client.session, 1, welcomed=True)
+    scribe.opened(client.session, welcomed=True)
     scribe.asked(client.session)
     client.ask(1, Answer(1, Sealed(2)))
     client.ask(2, Answer(2, ATTACHED))
@@ -86,9 +87,23 @@ def test_a_session_is_read_as_it_was_written() -> None:
     assert [answers.admit(number, 1, b"id", 10) for number in (4, 6)] == [Verdict.NEW] * 2  # to be worked out anew
 
 
+@pytest.mark.parametrize(("version", "key"), [(1, b"s/5"), (3, b"s/5"), (4, b"k/5")])
+def test_a_secret_that_is_not_what_requests_carry_has_another_key(version: int, key: bytes) -> None:
+    """So that a broker that knows no other refuses the journal, and does not leave clients without an answer."""
+    scribe, book, client = Scribe(), Book(), Client(5, version)
+    scribe.opened(client.session, welcomed=True)
+    book.write(scribe.changes())
+    assert list(book.entries) == [key]
+    remembered = remembered_of(book, 5)
+    assert (remembered.secret, remembered.version, remembered.mute) == (client.secret, version, False)
+    scribe.closed(client.session)
+    book.write(scribe.changes())
+    assert not book.entries
+
+
 def test_what_was_received_is_not_kept_and_not_done_again() -> None:
     scribe, book, client = Scribe(), Book(), Client(1)
-    scribe.opened(client.session, 1, welcomed=True)
+    scribe.opened(client.session, welcomed=True)
     for number in (1, 2, 3):
         scribe.asked(client.session)
         client.ask(number, Answer(number, Done()))
@@ -106,7 +121,7 @@ def test_what_was_received_is_not_kept_and_not_done_again() -> None:
 
 def test_the_answer_of_a_lease_that_is_over_is_forgotten() -> None:
     scribe, book, client = Scribe(), Book(), Client(1)
-    scribe.opened(client.session, 1, welcomed=True)
+    scribe.opened(client.session, welcomed=True)
     scribe.asked(client.session)
     client.ask(1, Answer(1, ATTACHED))
     book.write(scribe.changes())
@@ -121,7 +136,7 @@ def test_the_answer_of_a_lease_that_is_over_is_forgotten() -> None:
 @pytest.mark.parametrize("restarted", [False, True])
 def test_nothing_is_left_of_a_session_that_ends_with_answers_that_are_not_kept_any_more(restarted: bool) -> None:
     scribe, book, client = Scribe(), Book(), Client(1)
-    scribe.opened(client.session, 1, welcomed=True)
+    scribe.opened(client.session, welcomed=True)
     scribe.asked(client.session)
     client.ask(1, Answer(1, ATTACHED))
     book.write(scribe.changes())
@@ -137,7 +152,7 @@ def test_nothing_is_left_of_a_session_that_ends_with_answers_that_are_not_kept_a
 
 def test_nothing_is_left_of_a_session_that_is_over() -> None:
     scribe, book, client = Scribe(), Book(), Client(1)
-    scribe.opened(client.session, 1, welcomed=True)
+    scribe.opened(client.session, welcomed=True)
     scribe.asked(client.session)
     client.ask(1, Answer(1, Done()))
     book.write(scribe.changes())
@@ -164,7 +179,7 @@ def test_nothing_is_left_of_a_session_that_is_over() -> None:
 )
 def test_what_nobody_can_have_written_is_refused(key: bytes, value: bytes, complaint: str) -> None:
     scribe, book, client = Scribe(), Book(), Client(1)
-    scribe.opened(client.session, 1, welcomed=True)
+    scribe.opened(client.session, welcomed=True)
     book.write([*scribe.changes(), (b"l/format", b"the ledger's"), (key, value)])
     with pytest.raises(Damaged, match=complaint):
         recall(book.entries, [1])
@@ -173,7 +188,7 @@ def test_what_nobody_can_have_written_is_refused(key: bytes, value: bytes, compl
 def test_what_belongs_to_no_session_is_named_and_struck_out() -> None:
     scribe, book, client = Scribe(), Book(), Client(1)
     for session in (client.session, Client(2).session):
-        scribe.opened(session, 1, welcomed=True)
+        scribe.opened(session, welcomed=True)
     scribe.owed(3, 8)
     book.write(
         [*scribe.changes(), (b"r/2", msgspec.msgpack.encode([0, 0, []])), (b"a/3/1", msgspec.msgpack.encode([b"", 0]))]

@@ -114,7 +114,7 @@ class Ends:
         self.client.setblocking(False)
         self.events: list[Lost | Gone] = []
         peer = Peer(pid, os.getuid(), os.getgid(), os.pidfd_open(pid))
-        self.session = Session(1, ours, peer, self.events.append, Denials(), welcomed=True)
+        self.session = Session(1, ours, peer, self.events.append, Denials(), 4, welcomed=True)
         self.session.watch()
 
     def heard(self) -> list[Notice]:

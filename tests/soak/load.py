@@ -20,10 +20,10 @@ import zmq
 
 from cubroker.client import Broker
 from cubroker.protocol import wire
+from cubroker.protocol.authentication import authentication
 from cubroker.protocol.directory import REQUEST_SOCKET, SESSION_SOCKET
 from cubroker.protocol.messages import (
     VERSIONS,
-    Answer,
     Attach,
     Attached,
     Close,
@@ -66,7 +66,7 @@ class Light:
         """Wait to be let in; returns the seconds since it was asked for."""
         welcome = wire.unpack(self._connection.recv(1 << 16), Greeting)
         assert isinstance(welcome, Welcome), welcome
-        self._secret = welcome.secret
+        self._authentication = authentication(welcome.version, welcome.session, welcome.secret)
         return time.monotonic() - self._began
 
     def dial(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
@@ -79,11 +79,14 @@ class Light:
         oldest = self._last + 1
         for body in bodies:
             self._last += 1
-            self._dealer.send(wire.pack(Envelope(self._secret, self._last, oldest, body)))
+            envelope = Envelope(self._authentication.secret, self._last, oldest, body)
+            self._dealer.send(self._authentication.request(envelope))
 
     def answer(self, kind: type[Attached | Done]) -> float:
         """Take the next answer; returns the seconds since the requests were sent."""
-        body = wire.unpack(self._dealer.recv(), Answer).body
+        answer = self._authentication.read(self._dealer.recv())
+        assert answer
+        body = answer.body
         assert isinstance(body, kind), body
         if isinstance(body, Attached):
             self.leases.append(body.lease)
