@@ -5,13 +5,14 @@ from __future__ import annotations
 import ctypes
 import mmap
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from cubroker.driver.buffers import address
 from cubroker.driver.calls import Calls, DriverError, explained
+from cubroker.driver.digester import Digester
 from cubroker.driver.errors import unmapped
 from cubroker.driver.linux import FileId
 from cubroker.driver.once import keep_first
@@ -76,6 +77,7 @@ class Context:
         self.handle = calls.cuDevicePrimaryCtxRetain(self._cudevice)
         self._relaxed = calls.module.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
         self._copies: dict[None, Stream] = {}
+        self._digester: dict[None, Digester] = {}
 
     @contextmanager
     def current(self) -> Iterator[None]:
@@ -106,9 +108,10 @@ class Context:
 
     def release(self) -> None:
         """Let go of the context. If nobody else in the process holds it, everything in it is gone."""
-        if copies := self._copies.pop(None, None):
-            with suppress(DriverError):  # a context that a failed kernel has ruined refuses everything
-                copies.close()
+        for each in (self._digester.pop(None, None), self._copies.pop(None, None)):
+            if each:
+                with suppress(DriverError):  # a context that a failed kernel has ruined refuses everything
+                    each.close()
         self.calls.cuDevicePrimaryCtxRelease(self._cudevice)
 
     # -- memory that this process owns -------------------------------------------------------------
@@ -247,6 +250,20 @@ class Context:
         with address(buffer, writable=True) as (target, nbytes), self.current():
             copies.copy_out(target, pointer, nbytes)
             copies.synchronize()
+
+    def digests(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Return the digest (:mod:`cubroker.driver.digest`) of each range of memory that this device reads.
+
+        The device computes them, at about the rate at which it reads. Work in other streams is not waited for.
+
+        Args:
+            ranges: a pointer and a number of bytes each; pointers are multiples of 16.
+
+        Raises:
+            ValueError: a pointer is not.
+        """
+        digester = keep_first(self._digester, None, lambda: Digester(self), Digester.close)
+        return digester.digests(ranges)
 
     def synchronize(self) -> None:
         """Return when all work submitted in the context is done, in whichever stream.

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cubroker.driver import guard
+from cubroker.driver.kernel import Kernel
 from cubroker.driver.vmm import Reservation
 
 if TYPE_CHECKING:
@@ -16,10 +15,9 @@ if TYPE_CHECKING:
 PIECE = 16
 """Bytes that one store of the kernel has; what is broadcast is a multiple of it."""
 
-KERNEL = Path(__file__).with_name("multimem.ptx")
-"""The kernel's text, for sm_90 and later."""
+KERNEL = "multimem.ptx", b"cubroker_broadcast"
+"""The kernel's file and entry, for sm_90 and later."""
 
-_ENTRY = b"cubroker_broadcast"
 _THREADS = 512
 _BLOCKS = 64
 """Threads and blocks of a launch at most: few of each keep all links of a device busy."""
@@ -31,8 +29,7 @@ class Window(Reservation):
     def __init__(self, context: Context, nbytes: int) -> None:
         guard.check(context.calls.module, "cuMemMap")
         super().__init__(context, nbytes)
-        self._module: Any = None
-        self._broadcast: Any = None
+        self._kernel: Kernel | None = None
         self._loading = threading.Lock()
         self._state = threading.Lock()
         self._under_way = 0  # maps that have not returned
@@ -83,10 +80,9 @@ class Window(Reservation):
         guard.check(self._calls.module, "cuLaunchKernel")
         pieces = nbytes // PIECE
         blocks = min(_BLOCKS, -(-pieces // _THREADS))
-        arguments = (target, source, pieces), (ctypes.c_uint64,) * 3
         copies = self._context.copies()
         with self._context.current():
-            self._calls.cuLaunchKernel(self._function(), blocks, 1, 1, _THREADS, 1, 1, 0, copies.handle, arguments, 0)
+            self._loaded().launch(copies, blocks, _THREADS, target, source, pieces)
             copies.synchronize()
 
     def close(self) -> None:
@@ -95,21 +91,18 @@ class Window(Reservation):
         While something is still being mapped there they stay: it would be mapped where somebody else has memory.
         """
         try:
-            if self._module is not None:
-                with self._context.current():
-                    self._calls.cuModuleUnload(self._module)
+            if self._kernel is not None:
+                self._kernel.close()
         finally:
-            self._module = self._broadcast = None
+            self._kernel = None
             with self._state:
                 self._over, wait = True, self._under_way > 0
             if not wait:
                 super().close()
 
-    def _function(self) -> Any:
+    def _loaded(self) -> Kernel:
         """Return the kernel, loaded with the first use, whichever thread's that is."""
         with self._loading:
-            if self._module is None:
-                self._module = self._calls.cuModuleLoadData(KERNEL.read_bytes() + b"\0")
-            if self._broadcast is None:
-                self._broadcast = self._calls.cuModuleGetFunction(self._module, _ENTRY)
-            return self._broadcast
+            if self._kernel is None:
+                self._kernel = Kernel(self._context, *KERNEL)
+            return self._kernel

@@ -4,12 +4,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import re
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from cuda.bindings import driver as cuda
 
+from cubroker.driver import digest
 from cubroker.driver.host.answers import Refusal, Result, answers
 from cubroker.driver.host.multicast import Multicast
 
@@ -75,10 +79,14 @@ class Kernels(Multicast):
             raise Refusal(Result.CUDA_ERROR_INVALID_HANDLE)
         if min(gridDimX, gridDimY, gridDimZ, blockDimX, blockDimY, blockDimZ) < 1 or sharedMemBytes or extra:
             raise Refusal(Result.CUDA_ERROR_INVALID_VALUE)
-        if name != b"cubroker_broadcast":
+        known: dict[bytes, Callable[..., None]] = {
+            b"cubroker_broadcast": self._broadcast,
+            b"cubroker_digest": partial(self._digest, gridDimX),
+        }
+        if name not in known:
             raise Refusal(Result.CUDA_ERROR_NOT_SUPPORTED)
         if not self.captures.records(int(hStream)):
-            self._broadcast(*kernelParams[0])
+            known[name](*kernelParams[0])
 
     def _broadcast(self, target: int, source: int, pieces: int) -> None:
         if target % _PIECE or source % _PIECE:
@@ -90,3 +98,17 @@ class Kernels(Multicast):
             stored = False
         if not stored:  # a GPU's context would be lost
             raise Refusal(Result.CUDA_ERROR_ILLEGAL_ADDRESS)
+
+    def _digest(self, blocks: int, source: int, pieces: int, sums: int) -> None:
+        """Store the sums of a digest as those of the first block, and none for the others."""
+        if source % _PIECE or sums % _PIECE:
+            raise Refusal(Result.CUDA_ERROR_MISALIGNED_ADDRESS)
+        try:
+            start = self.readable(source, pieces * _PIECE)
+        except Refusal:
+            raise Refusal(Result.CUDA_ERROR_ILLEGAL_ADDRESS) from None
+        if not self.is_pinned(sums, blocks * _PIECE):
+            raise Refusal(Result.CUDA_ERROR_ILLEGAL_ADDRESS)
+        read = (ctypes.c_ubyte * (pieces * _PIECE)).from_address(start) if isinstance(start, int) else start
+        stored = (ctypes.c_uint64 * (2 * blocks)).from_address(sums)
+        stored[:] = [*digest.sums(read), *[0] * (2 * blocks - 2)]

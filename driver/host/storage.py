@@ -136,6 +136,10 @@ class Storage(State):
         """Return where the bytes are that the current device reads at an address."""
         return self._checked(int(pointer), nbytes, writing=False)
 
+    def is_pinned(self, pointer: int, nbytes: int) -> bool:
+        """Whether all of some bytes are pinned host memory, which every device reads and writes."""
+        return any(start <= pointer <= pointer + nbytes <= start + size for start, size in (*self._pinned.items(),))
+
     def deliver(self, pointer: Any, source: int | ctypes.Array[ctypes.c_char], nbytes: int) -> None:
         """Copy bytes from device memory to device memory."""
         ctypes.memmove(self._writable(pointer, nbytes), source, nbytes)

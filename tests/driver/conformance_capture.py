@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from cubroker.driver import Context, Driver, DriverError
+from cubroker.driver.digest import digest
 from tests.driver.conformance import BLOCK, refused
 from tests.driver.neighbour import Neighbour
 
@@ -143,7 +144,14 @@ def exports(context: Context) -> None:
     context.free(pointer)
 
 
-@pytest.mark.parametrize("calls", [copies, streams, events, exports])
+def digests(context: Context) -> None:
+    pointer = context.allocate(BLOCK)
+    context.clear(pointer, BLOCK)
+    assert context.digests([(pointer, BLOCK)]) == [digest(bytes(BLOCK))]
+    context.free(pointer)
+
+
+@pytest.mark.parametrize("calls", [copies, streams, events, exports, digests])
 @pytest.mark.parametrize("make", HERE, ids=["same thread", "another thread"])
 def test_no_call_of_a_context_ends_a_capture(
     capture: Capture, calls: Callable[[Context], None], make: Callable[[Callable[[], object]], object]

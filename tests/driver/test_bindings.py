@@ -66,6 +66,7 @@ def use(context: Context) -> None:
         stream.copy(pointer, pointer + 10, 10)
     with context.event(shared=True) as event, pytest.raises(DriverError, match=r"cuIpcOpenEventHandle failed"):
         context.open_event(event.export())
+    assert len(context.digests([(pointer, BLOCK)])) == 1
     context.synchronize()
     context.free(pointer)
 

@@ -1,0 +1,115 @@
+"""What the digest is, and which changes show in it."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+
+from cubroker.driver.digest import ALGORITHM, add, digest, finish, sums
+from cubroker.protocol.bounds import DIGEST_BYTES
+
+WORDS = 1 << 64
+
+
+def mix(value: int) -> int:
+    value = (value ^ value >> 33) * 0xFF51AFD7ED558CCD % WORDS
+    value = (value ^ value >> 33) * 0xC4CEB9FE1A85EC53 % WORDS
+    return value ^ value >> 33
+
+
+def spelled_out(data: bytes) -> bytes:
+    """The definition, in Python's integers and word by word."""
+    first = second = 0
+    for place in range(0, len(data), 8):
+        word = int.from_bytes(data[place : place + 8].ljust(8, b"\0"), "little")
+        mixed = mix(word ^ (place // 8 + 1) * 0x9E3779B97F4A7C15 % WORDS)
+        first += mixed
+        second += mix(mixed)
+    ends = (mix(total % WORDS ^ len(data)) for total in (first, second))
+    return b"".join(end.to_bytes(8, "little") for end in ends)
+
+
+KNOWN = {
+    b"": "00000000000000000000000000000000",
+    b"\x00": "545df5991375828d6927de9d9489533d",
+    b"abc": "cfd2036f5e84d0486dc042df949f27ef",
+    bytes(16): "d19f705d873a27d671740fc46e8d9f13",
+    bytes(range(256)): "be89420cb03e3e6b3958ddb8d4466d1a",
+    b"cubroker" * 1000: "cc3005838eae87c1754ce810c4af740a",
+    b"\xff" * 65_537: "cd57e6d8943bd4de03a5761698b01cee",
+}
+"""Digests that stay what they are: published versions are compared with them for as long as they live."""
+
+
+@pytest.mark.parametrize("data", KNOWN)
+def test_the_digest_of_known_bytes_never_changes(data: bytes) -> None:
+    assert ALGORITHM == "cubroker-128-1"
+    assert digest(data).hex() == KNOWN[data]
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 7, 8, 9, 63, 64, 1000, 65_535, 65_536, 65_537, 200_003])
+def test_the_digest_is_as_it_is_defined(nbytes: int) -> None:
+    data = random.Random(nbytes).randbytes(nbytes)
+    assert digest(data) == spelled_out(data)
+    assert len(digest(data)) == DIGEST_BYTES
+
+
+def test_bytes_may_be_in_any_buffer() -> None:
+    data = random.Random(2).randbytes(4096)
+    assert digest(np.frombuffer(data, "<u2")) == digest(memoryview(data)) == digest(bytearray(data)) == digest(data)
+
+
+def test_parts_add_up_to_the_whole_in_any_order() -> None:
+    data = random.Random(3).randbytes(100_001)
+    cuts = [0, 8, 4096, 80_000, len(data)]
+    parts = [sums(data[start:end], start // 8) for start, end in itertools.pairwise(cuts)]
+    assert finish(add(*reversed(parts)), len(data)) == digest(data)
+
+
+@pytest.mark.parametrize("data", [bytes(259), b"\xff" * 259, random.Random(4).randbytes(259)], ids=["0", "ff", "any"])
+def test_a_flipped_bit_changes_it_wherever_it_is(data: bytes) -> None:
+    seen = {digest(data)}
+    for bit in range(8 * len(data)):
+        changed = bytearray(data)
+        changed[bit // 8] ^= 1 << bit % 8
+        seen.add(digest(changed))
+    assert len(seen) == 1 + 8 * len(data)
+
+
+def test_the_same_bit_flipped_in_two_words_changes_it() -> None:
+    seen = {digest(bytes(256))}
+    for bit, (one, other) in itertools.product(range(64), itertools.combinations(range(32), 2)):
+        words = [0] * 32
+        words[one] = words[other] = 1 << bit
+        seen.add(digest(b"".join(word.to_bytes(8, "little") for word in words)))
+    assert len(seen) == 1 + 64 * 32 * 31 // 2
+
+
+@pytest.mark.parametrize("size", [8, 16, 64, 4096])
+def test_pieces_that_changed_places_change_it(size: int) -> None:
+    pieces = [random.Random(number).randbytes(size) for number in range(9)]
+    seen = {digest(b"".join(pieces))}
+    for one, other in itertools.combinations(range(9), 2):
+        moved = list(pieces)
+        moved[one], moved[other] = moved[other], moved[one]
+        seen.add(digest(b"".join(moved)))
+    for start in range(1, 9):
+        seen.add(digest(b"".join(pieces[start:] + pieces[:start])))
+    seen.add(digest(b"".join(reversed(pieces))))
+    assert len(seen) == 1 + 36 + 8 + 1
+
+
+def test_zeros_of_each_length_have_their_own() -> None:
+    assert len({digest(bytes(nbytes)) for nbytes in range(600)}) == 600
+
+
+def test_every_byte_of_it_depends_on_every_bit() -> None:
+    """Of the 128 bits about half change with each that is flipped."""
+    data = random.Random(5).randbytes(64)
+    before = int.from_bytes(digest(data), "little")
+    for bit in range(512):
+        changed = (int.from_bytes(data, "little") ^ 1 << bit).to_bytes(64, "little")
+        assert 30 < (int.from_bytes(digest(changed), "little") ^ before).bit_count() < 98
