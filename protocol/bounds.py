@@ -20,6 +20,9 @@ MAX_DEVICES = 64
 MAX_DESCRIPTORS = 16
 """Descriptors that one :class:`Descriptors` carries."""
 
+DIGEST_BYTES = 16
+"""Bytes of a digest."""
+
 MAX_NOTICE = 1 << 16
 """Bytes of a message on the session socket; what is longer is not sent."""
 
@@ -36,6 +39,9 @@ Encoded = Annotated[bytes, Meta(max_length=MAX_ENCODED)]
 Handle = Annotated[bytes, Meta(max_length=64)]
 EventHandle = Annotated[bytes, Meta(min_length=64, max_length=64)]
 Handles = Annotated[tuple[Handle, ...], Meta(max_length=MAX_ALLOCATIONS)]
+Algorithm = Annotated[str, Meta(min_length=1, max_length=32)]
+Digest = Annotated[bytes, Meta(max_length=DIGEST_BYTES)]
+DigestsOfReplica = Annotated[tuple[Digest, ...], Meta(max_length=MAX_ALLOCATIONS)]
 Mode = Annotated[int, Meta(ge=0, le=0o777)]
 Devices = Annotated[tuple[Uuid, ...], Meta(min_length=1, max_length=MAX_DEVICES)]
 Peers = Annotated[tuple[Uuid, ...], Meta(max_length=MAX_DEVICES)]

@@ -95,6 +95,12 @@ class DeviceFailure(CubrokerError):
     code = "device"
 
 
+class Corrupted(CubrokerError):
+    """The bytes of a published version are not those that were sealed."""
+
+    code = "corrupted"
+
+
 class InternalFailure(CubrokerError):
     """The broker itself failed at the request, by a mistake of its own or for want of memory; its log says more."""
 
@@ -116,6 +122,7 @@ ERRORS: dict[str, type[CubrokerError]] = {
         TimedOut,
         Unavailable,
         DeviceFailure,
+        Corrupted,
         InternalFailure,
     )
 }

@@ -20,7 +20,8 @@ class PoolInfo(Struct, frozen=True):
     ``owner`` made the version; ``group`` and ``mode`` are the pool's. Its readers may write it if it is ``writable``.
     ``how`` and ``why`` are those of a ``multicast`` version's :class:`Team`, and ``opened_by`` says what opens its
     memory: ``handle``, ``descriptor`` or ``fabric handle``; all are empty until that is there. It is ``protected`` if
-    the device refuses what its readers write, by mistake, into their mappings.
+    the device refuses what its readers write, by mistake, into their mappings. ``digest`` is the algorithm of the
+    digests that it was sealed with, empty if there are none.
     """
 
     name: str
@@ -41,6 +42,7 @@ class PoolInfo(Struct, frozen=True):
     why: str
     opened_by: str
     protected: bool = False
+    digest: str = ""
 
 
 class LeaseInfo(Struct, frozen=True):

@@ -18,7 +18,9 @@ from cubroker.protocol.bounds import (
     MAX_DESCRIPTORS,
     MAX_DEVICES,
     MAX_RECEIVED,
+    Algorithm,
     Devices,
+    DigestsOfReplica,
     Encoded,
     EventHandle,
     Handles,
@@ -51,6 +53,9 @@ FINDS = 4
 AUTHENTICATED = 4
 """The first version in which a session's secret does not travel with its requests: :mod:`~.authentication`."""
 
+DIGESTS = 4
+"""The first version with :class:`SealDigested` and :class:`ListDigests`."""
+
 AUTO = "auto"
 """The share kind of a :class:`Create` that leaves it to the broker."""
 
@@ -60,6 +65,17 @@ DESCRIPTOR = b"descriptor"
 
 class Message(Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
     """Base of everything that is one of several kinds; the tag is the class's name."""
+
+
+class Digests(Struct, frozen=True, array_like=True):
+    """What a version held when it was sealed: for each replica, in their order, one digest per allocation.
+
+    ``b""`` stands for an allocation that the replica has not got. ``algorithm`` names the definition of all of them;
+    that of this build is in :mod:`cubroker.driver.digest`.
+    """
+
+    algorithm: Algorithm
+    replicas: Annotated[tuple[DigestsOfReplica, ...], Meta(max_length=MAX_DEVICES)]
 
 
 # -- the session socket ----------------------------------------------------------------------------
@@ -237,6 +253,15 @@ class Seal(Message, frozen=True):
     lease: Identifier
 
 
+class SealDigested(Seal, frozen=True):
+    """Seal a draft whose readers may not write it, and record its ``digests``. Answer: :class:`Sealed`.
+
+    It is a request of its own, since a broker that does not know a field of a request refuses the request.
+    """
+
+    digests: Digests
+
+
 class Close(Message, frozen=True):
     """The holder has unmapped and gives the lease back; an unsealed draft is discarded. Answer: :class:`Done`."""
 
@@ -296,6 +321,13 @@ class ListDevices(Message, frozen=True):
 
 class Describe(Message, frozen=True):
     """Ask for the layout of ``version`` of ``name`` (0: the current one). Answer: :class:`Description`."""
+
+    name: Name
+    version: Natural
+
+
+class ListDigests(Message, frozen=True):
+    """Ask for the digests of ``version`` of ``name`` (0: the current one). Answer: :class:`DigestList`."""
 
     name: Name
     version: Natural
@@ -373,6 +405,7 @@ Request = (
     Attach
     | Create
     | Seal
+    | SealDigested
     | Close
     | SendDescriptors
     | Cancel
@@ -383,6 +416,7 @@ Request = (
     | ListClients
     | ListDevices
     | Describe
+    | ListDigests
     | Look
     | Tell
     | Drain
@@ -393,7 +427,7 @@ Request = (
     | DropEvent
 )
 
-LAST_WORDS = frozenset((Close, Seal, Cancel, DropEvent))
+LAST_WORDS = frozenset((Close, Seal, SealDigested, Cancel, DropEvent))
 """Requests that give something back. A session may make them after its connection has ended, and a broker that has no
 room for one more request lets them wait where it refuses others: they are sent again until they are answered."""
 
@@ -521,6 +555,14 @@ class Description(Message, frozen=True):
     plan: Plan | None = None
 
 
+class DigestList(Message, frozen=True):
+    """The digests of a version, whose replicas are on ``devices``; None: it was sealed without."""
+
+    version: Natural
+    devices: Devices
+    digests: Digests | None
+
+
 class View(Message, frozen=True):
     """Everything as of one moment that the receiver may see. ``blocks`` are in the order in which they were promised.
 
@@ -578,6 +620,7 @@ Reply = (
     | Clients
     | DeviceList
     | Description
+    | DigestList
     | View
     | Story
     | EventShared

@@ -22,6 +22,7 @@ from cubroker.protocol.messages import (
     Envelope,
     Failed,
     ListClients,
+    ListDigests,
     ListPools,
     Look,
     Reply,
@@ -38,7 +39,7 @@ from cubroker.server.turns import Job, Turns
 
 log = logging.getLogger(__name__)
 
-TOLD = frozenset((Describe, ListClients, ListPools, Look))
+TOLD = frozenset((Describe, ListClients, ListDigests, ListPools, Look))
 """Requests whose answers are long, and are not kept."""
 
 DEAR = TOLD | {Create}

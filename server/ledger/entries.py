@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
+from cubroker.protocol.messages import Digests
 from cubroker.server.ledger.chronicle import Story
 from cubroker.server.ledger.policy import MODE, NOTHING, Quota, exceeds
 from cubroker.server.ledger.states import MEMORY, TEAM, VERSION, Bond, Cause, Report, Stage, State, Turn, step
@@ -342,8 +343,8 @@ class Version:
     ``mode`` is what the pool's becomes with its publication, if it is given. ``signals`` are its events, by name;
     ``openers`` wait for one with a name that there is not yet; ``epitaphs`` say how the last events ended.
     ``team`` binds the replicas of a multicast version on several devices, once their memory is there. ``holders`` are
-    the leases on it, by id. A ``durable`` one has its memory in the store; ``why`` says how it was lost. ``label`` is
-    ``name@number``.
+    the leases on it, by id. A ``durable`` one has its memory in the store; ``why`` says how it was lost. ``digests``
+    are those that it was sealed with, of ``replicas`` in their order. ``label`` is ``name@number``.
     """
 
     pool: Pool
@@ -361,6 +362,7 @@ class Version:
     replicas: dict[str, Allocation] = field(default_factory=dict)
     state: State = State.ALLOCATING
     why: str = ""
+    digests: Digests | None = None
     holders: dict[int, Lease] = field(default_factory=dict)
     signals: dict[str, Signal] = field(default_factory=dict)
     openers: dict[Listener, None] = field(default_factory=dict)

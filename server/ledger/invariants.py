@@ -9,6 +9,7 @@ from dataclasses import astuple
 from functools import partial
 
 from cubroker.server.ledger.books import Books
+from cubroker.server.ledger.digests import fit
 from cubroker.server.ledger.draining import goes
 from cubroker.server.ledger.entries import BY_DESCRIPTOR, SESSION, Account, Lease, Pool, Session, User, Version
 from cubroker.server.ledger.leases import FABRIC, OUT_OF_SERVICE, is_kept, opened_by
@@ -289,6 +290,10 @@ def _check_version(books: Books, version: Version, leases: int) -> None:
     pool, state = version.pool, version.state
     assert not version.durable or (version.share in BY_DESCRIPTOR and books.store is not None)
     assert state is not State.LOST or version.why
+    if version.digests is not None:
+        assert state not in (State.ALLOCATING, State.DRAFT)
+        assert not version.writable
+        assert fit(version, version.digests)
     assert pool.versions[version.number] is version
     assert version.leases == leases
     kept = is_kept(books, version) or (state in OUT_OF_SERVICE and not books.resumed)

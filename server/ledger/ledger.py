@@ -47,6 +47,7 @@ from cubroker.protocol.messages import (
     Find,
     ListClients,
     ListDevices,
+    ListDigests,
     ListPools,
     Look,
     OpenEvent,
@@ -366,6 +367,8 @@ class Ledger:
                 return reports.describe(books, session, body)
             case ShareEvent() | OpenEvent() | Recorded() | AwaitEvent() | DropEvent():
                 return signals.asked(books, session, event.request, body)
+            case ListDigests():
+                return reports.list_digests(books, session, body)
             case ListPools():
                 return reports.list_pools(books, session)
             case ListClients():

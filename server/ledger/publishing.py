@@ -17,7 +17,7 @@ from cubroker.protocol.messages import (
     Sealed,
     Watch,
 )
-from cubroker.server.ledger import shortages, waiting, wording
+from cubroker.server.ledger import digests, shortages, waiting, wording
 from cubroker.server.ledger.attaching import check_readable, lease, missing
 from cubroker.server.ledger.books import Books, Kind
 from cubroker.server.ledger.entries import Pool, Session, Version
@@ -30,15 +30,22 @@ from cubroker.server.ledger.waiters import Reader, Writer
 
 
 def seal(books: Books, session: Session, body: Seal) -> Sealed:
-    """Publish a draft, end its writer's lease, and serve everybody who waits for it."""
+    """Publish a draft, end its writer's lease, and serve everybody who waits for it.
+
+    Raises:
+        NotFound, Invalid, Unavailable: the session has no such lease, or it is on no draft, or on one that was lost.
+        Unsupported, Invalid: digests come with it, and the version has none, or others.
+    """
     draft = held(session, body.lease)
     version = draft.version
     if version.state is State.LOST:
         raise Unavailable(wording.lost_draft(version))
     if version.state is not State.DRAFT:
         raise Invalid(f"lease {body.lease} is on {version.label}, which is published; only a draft can be sealed")
+    sealed_with = digests.taken(version, body)
     pool = version.pool
     books.move(version, Cause.SEALED)
+    version.digests = sealed_with
     previous, pool.current, pool.draft, pool.last = pool.current, version, None, version.number
     if version.mode is not None:
         pool.mode = version.mode

@@ -16,6 +16,7 @@ from typing import Annotated
 from msgspec import Meta, Struct, msgpack
 
 from cubroker.protocol.bounds import Encoded, EventHandle, Handles, Mode, Name, Plan, Uuid
+from cubroker.protocol.messages import Digests
 from cubroker.server.ledger.books import Books, Kind, Mark
 from cubroker.server.ledger.entries import Version
 from cubroker.server.ledger.states import State
@@ -107,6 +108,7 @@ class StateEntry(Entry, frozen=True):
 
     state: State
     why: Words
+    digests: Digests | None = None
 
 
 class LeaseEntry(Entry, frozen=True):
@@ -258,7 +260,7 @@ def _made(books: Books, number: int, name: str) -> VersionEntry | None:
 
 def _state(books: Books, number: int, name: str) -> StateEntry | None:
     version = _version(books, number, name)
-    return None if version is None else StateEntry(version.state, version.why)
+    return None if version is None else StateEntry(version.state, version.why, version.digests)
 
 
 def _lease(books: Books, number: int, _: str) -> LeaseEntry | None:

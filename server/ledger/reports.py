@@ -7,7 +7,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from cubroker.protocol.infos import NOBODY, BlockInfo, ClientInfo, DeviceInfo, LeaseInfo, PoolInfo, WaiterInfo
-from cubroker.protocol.messages import Clients, Describe, Description, DeviceList, Pools, View
+from cubroker.protocol.messages import (
+    Clients,
+    Describe,
+    Description,
+    DeviceList,
+    DigestList,
+    ListDigests,
+    Pools,
+    View,
+)
 from cubroker.server.ledger import mapped, teams
 from cubroker.server.ledger.attaching import check_readable
 from cubroker.server.ledger.books import Books
@@ -66,11 +75,21 @@ def describe(books: Books, session: Session, body: Describe) -> Description:
         Denied: ``session`` may not read the pool.
         NotFound, Retired: there is no such version, or not any more.
     """
+    version = _readable(books, session, body)
+    return Description(_pool(version), version.layout, version.plan)
+
+
+def list_digests(books: Books, session: Session, body: ListDigests) -> DigestList:
+    """Return the digests that one version was sealed with; raises as :func:`describe` does."""
+    version = _readable(books, session, body)
+    return DigestList(version.number, tuple(version.replicas), version.digests)
+
+
+def _readable(books: Books, session: Session, body: Describe | ListDigests) -> Version:
     pool = books.pools.get(body.name)
     if pool is not None:
         check_readable(books, session, pool)
-    version = find(books, session, body.name, body.version)
-    return Description(_pool(version), version.layout, version.plan)
+    return find(books, session, body.name, body.version)
 
 
 def holder(session: Session) -> Holder:
@@ -184,6 +203,7 @@ def _pool(version: Version) -> PoolInfo:
         why=version.why or (team.why if team else ""),
         opened_by=opened_by(version),
         protected=version.protected,
+        digest=version.digests.algorithm if version.digests else "",
     )
 
 

@@ -190,7 +190,7 @@ def _state(books: Books, mark: Mark, entry: StateEntry) -> None:
     version = _published(books, name, number)
     if version is None:
         return confining.forget(books, mark, f"a state of {name}@{number}, which there is not")
-    version.state, version.why = entry.state, entry.why
+    version.state, version.why, version.digests = entry.state, entry.why, entry.digests
     return None
 
 

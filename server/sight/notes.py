@@ -19,6 +19,7 @@ from cubroker.protocol.messages import (
     Describe,
     Failed,
     Find,
+    ListDigests,
     Reply,
     Request,
     Retire,
@@ -61,7 +62,7 @@ class Question(Struct, frozen=True):
         match self.body:
             case Attach(name=name) | Create(name=name) | Describe(name=name) | Retire(name=name):
                 return name
-            case Find(name=name) | Watch(name=name):
+            case Find(name=name) | ListDigests(name=name) | Watch(name=name):
                 return name
             case Tell(pool=pool):
                 return pool or ""

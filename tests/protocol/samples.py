@@ -23,6 +23,8 @@ WAITER = infos.WaiterInfo(7, 4711, 1000, 12, "create", "llama", "room", 8 << 30,
 HANDLES = (bytes(64), b"h" * 64)
 SHARDS = (m.Replica("GPU-a", (m.DESCRIPTOR, b"")), m.Replica("GPU-b", (b"", m.DESCRIPTOR)))
 
+DIGESTS = m.Digests("cubroker-128-1", ((bytes(16), b""), (b"", bytes(range(16)))))
+
 GREETINGS = (
     m.Welcome(1, 7, SECRET, "host:2@1048576"),
     m.Welcome(1, 1 << 62, SECRET, "cuda"),
@@ -58,6 +60,8 @@ REQUESTS = (
     m.Create("llama", LAYOUT.encode(), ("GPU-a",), m.AUTO, 0.0, None, None, None, False, False),
     m.Create("llama", LAYOUT.encode(), ("GPU-a",), "vmm", 0.0, None, durable=True),
     m.Seal(1),
+    m.SealDigested(1, DIGESTS),
+    m.SealDigested((1 << 63) - 1, m.Digests("x", ())),
     m.Close((1 << 63) - 1),
     m.SendDescriptors(5),
     m.Cancel(9),
@@ -70,6 +74,7 @@ REQUESTS = (
     m.ListClients(),
     m.ListDevices(),
     m.Describe("llama", 1),
+    m.ListDigests("llama", 0),
     m.Look(),
     m.Tell("llama", 0),
     m.Tell(None, 7),
@@ -101,6 +106,8 @@ REPLIES = (
     m.Story((infos.Line(1.5, "its writer sealed it"),)),
     m.Description(INFO, LAYOUT.encode()),
     m.Description(SHARDED, LAYOUT.encode(), (1, 0)),
+    m.DigestList(1, ("GPU-a", "GPU-b"), DIGESTS),
+    m.DigestList(3, ("GPU-a",), None),
     m.EventShared(7),
     m.EventOpened(7, "GPU-a", bytes(64)),
     m.Generation(4),

@@ -21,6 +21,7 @@ CODES = [
     "timeout",
     "unavailable",
     "device",
+    "corrupted",
     "internal",
 ]
 

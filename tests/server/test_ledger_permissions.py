@@ -68,6 +68,7 @@ def test_the_first_class_that_a_user_belongs_to_decides_who_may_read(story: Stor
             m.Attach("a", 0, None, 0.0),
             m.Attach("a", 9, None, 5.0),
             m.Describe("a", 0),
+            m.ListDigests("a", 0),
             m.Watch("a", on=True),
         )
         for request, body in enumerate(asked):

@@ -236,6 +236,7 @@ class Facts:
             version.why or (told.why if told else ""),
             self.opened_by(version),
             body.share in ("vmm", "multicast") and not body.writable,
+            version.digests.algorithm if version.digests else "",
         )
 
     def client(self, asking: Session, session: Session) -> infos.ClientInfo:

@@ -18,7 +18,7 @@ from cubroker.server.ledger import Budget, Limits
 from cubroker.server.ledger import events as e
 from cubroker.server.ledger.policy import Policy, Quota, Reservation
 from tests.simulation.compare import Pair
-from tests.simulation.model import MIB
+from tests.simulation.model import MIB, digest
 
 Action = tuple[str, tuple[int, ...]]
 
@@ -235,7 +235,9 @@ class Play:
         cannot = share == "ipc" or self.pair.model.store is None
         return number // 4 % 20 == 0 if cannot else number // 4 % 4 != 0
 
-    def _with_lease(self, number: int, body: type[m.Seal | m.Close | m.SendDescriptors], *, draft: bool) -> None:
+    def _with_lease(
+        self, number: int, body: Callable[[int], m.Seal | m.Close | m.SendDescriptors], *, draft: bool
+    ) -> None:
         """Ask with a lease, a draft or not; in rare cases with one that the session does not hold."""
         leases = [lease for lease in self.pair.model.leases if draft == (lease.version.state == "draft")]
         if number % 23 == 0:
@@ -244,8 +246,17 @@ class Play:
             lease = leases[number % len(leases)]
             self.ask(lease.session.id, body(lease.id))
 
-    def seal(self, number: int, *_: int) -> None:
-        self._with_lease(number, m.Seal, draft=number % 11 != 0)
+    def seal(self, number: int, digested: int, *_: int) -> None:
+        self._with_lease(number, self._digested if digested % 3 else m.Seal, draft=number % 11 != 0)
+
+    def _digested(self, lease: int) -> m.SealDigested:
+        """Seal with digests that fit what the lease is on; in rare cases with such as do not."""
+        found = [each.version for each in self.pair.model.leases if each.id == lease]
+        blocks = [block for version in found for block in self.pair.model.blocks_of(version)]
+        rows = [tuple(map(digest, self.pair.model.replica(block).handles)) for block in blocks]
+        if self.requests % 19 == 0:
+            rows = [row[1:] for row in rows]
+        return m.SealDigested(lease, m.Digests("cubroker-128-1", tuple(rows)))
 
     def close(self, number: int, *_: int) -> None:
         self._with_lease(number, m.Close, draft=number % 11 == 0)
@@ -276,7 +287,8 @@ class Play:
         self.ask(self.user(session), m.Watch(choose(NAMES, name), on % 3 != 0))
 
     def describe(self, session: int, name: int, number: int, *_: int) -> None:
-        self.ask(self.user(session), m.Describe(*self._version(name, number)))
+        kind = m.Describe if number // 16 % 2 else m.ListDigests
+        self.ask(self.user(session), kind(*self._version(name, number)))
 
     def _with_events(self, number: int) -> tuple[int, int]:
         """Return a session and its lease on a published version that is writable; in rare cases any numbers."""

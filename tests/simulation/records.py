@@ -27,6 +27,7 @@ class Version:
     layout: Outline
     state: str = "allocating"
     why: str = ""
+    digests: m.Digests | None = None
 
 
 @dataclass(eq=False)
