@@ -67,6 +67,11 @@ from cubroker.protocol.messages import AUTO
     help="Whose version does with --if-absent, besides this user's, root's and the broker's."
     "  [default: $CUBROKER_OWNER]",
 )
+@click.option(
+    "--digest",
+    is_flag=True,
+    help="Publish digests of the bytes with them, with which `cubroker verify --digest` finds later changes.",
+)
 @options.directory
 def command(
     name: str,
@@ -80,6 +85,7 @@ def command(
     wait: float | None,
     mode: int | None,
     owners: tuple[str, ...],
+    digest: bool,
     directory: Path,
 ) -> None:
     """Publish safetensors files as the next version of pool NAME.
@@ -108,6 +114,7 @@ def command(
             mode=mode,
             durable=durable,
             owner=owners or None,
+            digest=digest,
             progress=report,
         )
     text.say(summary(loaded))

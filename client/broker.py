@@ -30,6 +30,7 @@ from cubroker.protocol.layout import Layout
 from cubroker.protocol.messages import (
     AUTO,
     CHOOSES,
+    DIGESTS,
     FINDS,
     OWNED,
     Attach,
@@ -40,10 +41,12 @@ from cubroker.protocol.messages import (
     Describe,
     Description,
     DeviceList,
+    DigestList,
     Done,
     Drain,
     ListClients,
     ListDevices,
+    ListDigests,
     ListPools,
     Look,
     Pools,
@@ -219,7 +222,7 @@ class Broker(Unsendable, Scoped):
         loan, reply, mapped = self._create(
             name, layout, placed, None, share, wait, mode, writable=writable, durable=durable
         )
-        return self._draft(loan, expect(reply, Created), mapped, layout)
+        return self._draft(loan, expect(reply, Created), mapped, layout, writable=writable)
 
     def attach_or_create(
         self,
@@ -269,7 +272,7 @@ class Broker(Unsendable, Scoped):
         )
         if isinstance(reply, Attached):
             return self._pool(loan, reply, mapped, where.owners)
-        return self._draft(loan, reply, mapped, layout)
+        return self._draft(loan, reply, mapped, layout, writable=writable)
 
     def retire(self, name: str, version: int | None = None) -> Retirement:
         """Take a version out of service; by default the current one. Who holds it keeps it.
@@ -325,6 +328,18 @@ class Broker(Unsendable, Scoped):
         description = self._session.ask(Describe(name, _version(version)), Description)
         info, plan = description.info, description.plan or ()
         return info, decode(description.layout).layout, tuple(info.devices[index] for index in plan)
+
+    def digests(self, name: str, version: int | None = None) -> DigestList:
+        """Return what digests a version was sealed with, by default the current one; None among it if with none.
+
+        Raises:
+            NotFound, Retired, Denied: as :meth:`describe`.
+            Unsupported: the broker is too old to keep digests.
+        """
+        names.check(name)
+        if self._session.version < DIGESTS:
+            raise Unsupported(f"the digests of {name!r}: the broker is too old to keep any; upgrade it")
+        return self._session.ask(ListDigests(name, _version(version)), DigestList)
 
     def look(self) -> View:
         """Return devices, pools, sessions, memory and waiting requests as of one moment: what this user may see."""
@@ -431,8 +446,8 @@ class Broker(Unsendable, Scoped):
     def _pool(self, loan: Loan, reply: Attached, mapped: Mapped, owners: tuple[int, ...]) -> Pool:
         return self._keep(Pool(loan, mapped, decode(reply.layout), reply.name, reply.version, owners))
 
-    def _draft(self, loan: Loan, reply: Created, mapped: Mapped, layout: Layout) -> Draft:
-        return self._keep(Draft(loan, mapped, Index(layout), reply.name, reply.version))
+    def _draft(self, loan: Loan, reply: Created, mapped: Mapped, layout: Layout, *, writable: bool) -> Draft:
+        return self._keep(Draft(loan, mapped, Index(layout), reply.name, reply.version, scratch=writable))
 
     def _keep(self, pool: P) -> P:
         """Note a pool for :meth:`close`, which another thread may have called since it was asked for."""

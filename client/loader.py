@@ -59,6 +59,7 @@ def load(
     mode: int | None = None,
     durable: bool | None = None,
     owner: Owner | Sequence[Owner] | None = None,
+    digest: bool = False,
     progress: Progress | None = None,
 ) -> Loaded:
     """Load a checkpoint into a new version of pool ``name`` and publish it.
@@ -82,6 +83,7 @@ def load(
         owner: whose version does if there is one (``if_absent``), besides this user's, root's and the broker's own
             user's; by default those of ``$CUBROKER_OWNER``. That of anybody else is ``Denied``.
         durable: whether the version stays when the broker is started again, as :meth:`Broker.create` has it.
+        digest: whether the version is published with digests, as :meth:`Draft.seal` has it.
         progress: called by this thread, now and then, with bytes done and bytes in all.
 
     Raises:
@@ -101,7 +103,7 @@ def load(
             if loaded := isinstance(pool, Draft):
                 copying = _fill(checkpoint, pool, progress)
                 checkpoint.check_unchanged()
-                version = pool.seal()
+                version = pool.seal(digest=digest)
     seconds = time.perf_counter() - began
     return Loaded(name, version, held.nbytes, len(held.tensors), seconds, copying, loaded)
 

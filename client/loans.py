@@ -10,7 +10,8 @@ waits for is given back.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from cubroker.client import descriptors, devices
@@ -32,10 +33,12 @@ from cubroker.protocol.messages import (
     Close,
     Create,
     Created,
+    Digests,
     Done,
     Rebound,
     Reply,
     Seal,
+    SealDigested,
     Sealed,
     SendDescriptors,
     Team,
@@ -82,7 +85,7 @@ class Loan:
         self._reach: Reach | None = None
         self._team: Team | None = None
         self._news: tuple[Rebound, Sequence[int] | CubrokerError] | None = None
-        self._last: type[Close] | type[Seal] = Close
+        self._last: Callable[[int], Close | Seal] = Close
         self._unmapping = Retry(session.janitor, self._end)
 
     @property
@@ -144,9 +147,9 @@ class Loan:
         self._session.janitor.put(lambda: self._sleep(slept))
         return slept
 
-    def seal_at_end(self) -> None:
-        """Let the end of the memory publish the draft, instead of discarding it."""
-        self._last = Seal
+    def seal_at_end(self, digests: Digests | None = None) -> None:
+        """Let the end of the memory publish the draft, with ``digests`` of it, instead of discarding it."""
+        self._last = Seal if digests is None else partial(SealDigested, digests=digests)
 
     def confirm(self, slept: Future[Reply] | None = None) -> Reply:
         """Wait until the broker has the lease back, and return what it answered; for loans that are ending.
@@ -205,7 +208,7 @@ class Loan:
             self._session.janitor.put(lambda: self._open(reply, given))
 
     def _closed(self, reply: Reply | CubrokerError) -> None:
-        if self._last is Seal and not isinstance(reply, Sealed):
+        if self._last is not Close and not isinstance(reply, Sealed):
             self._last = Close  # the draft was not published, so it is discarded
             self._session.requests.send(Close(self.lease), lambda _: self._session.forget(self))
         else:

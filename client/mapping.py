@@ -123,14 +123,18 @@ class Mapped:
     def end(self, prepare: Callable[[], None] | None = None) -> tuple[str, ...]:
         """Unmap now, whoever holds this object, unless tensors are in use outside; returns the names of those.
 
-        ``prepare`` is called just before.
+        ``prepare`` is called just before, when nobody can begin to use one any more; if it fails, nothing has ended.
         """
         with self._lock:
             names = tuple(sorted({lent.name for lent in self._lent}))
             if not names:
                 self._ended = True
-                if prepare:
-                    prepare()
+                try:
+                    if prepare:
+                        prepare()
+                except BaseException:
+                    self._ended = False
+                    raise
                 self._finish()
         return names
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from threading import RLock
 
-from cubroker.client import devices
+from cubroker.client import devices, digests
 from cubroker.client.broadcast import Copies, Refused, Unbound, Windows
 from cubroker.client.events import Events, SharedEvent
 from cubroker.client.futures import Future
@@ -19,7 +19,7 @@ from cubroker.client.waking import Waking
 from cubroker.driver import DriverError
 from cubroker.protocol.bounds import MAX_WAIT
 from cubroker.protocol.errors import Invalid, NotFound, Retired, TimedOut, Unavailable, Unsupported
-from cubroker.protocol.messages import Attach, Reply
+from cubroker.protocol.messages import DIGESTS, Attach, DigestList, ListDigests, Reply
 
 
 class Pool(Replica, Scoped):
@@ -139,6 +139,33 @@ class Pool(Replica, Scoped):
         if isinstance(outlet, Copies):
             raise Unsupported(f"{self._label} is written by copies: {self.why}; use broadcast, which does either")
         return outlet.pointer(spec.allocation, spec.offset)
+
+    def check(self) -> None:
+        """Have the devices compare all bytes that this pool has mapped with the digest that they were sealed with.
+
+        That finds what was changed since: by a process with a descriptor or handle of its own, or by faulty memory. It
+        finds no writer that knows the digest and means to keep it (:mod:`cubroker.driver.digest`).
+
+        Raises:
+            Corrupted: they differ; it says on which device, in which allocation, and which tensors lie there.
+            Unsupported: the version was sealed without a digest, or the broker is too old to keep one.
+            Invalid: the pool is a draft, closed or asleep.
+            NotFound, Retired, Denied: the version is not this user's to read any more.
+            DeviceFailure: the driver refused.
+        """
+        self._owner.check()
+        with ExitStack() as held:
+            pieces = digests.spans(self)
+            held.enter_context(self.slabs[0].hold())
+            if self._loan.session.version < DIGESTS:
+                raise Unsupported(f"{self._label} cannot be checked: the broker is too old to keep digests; upgrade it")
+            answer = self._loan.session.ask(ListDigests(self.name, self.version), DigestList)
+            wanted = digests.expected(self._label, answer)
+            try:
+                found = digests.compute(pieces)
+            except DriverError as error:
+                raise devices.failure(error, f"computing the digest of {self._label}") from error
+            digests.compare(self._label, self.layout, found, wanted)
 
     def event(self, name: str, *, device: int | str | None = None) -> SharedEvent:
         """Make an event, with which this process tells others when it has written what they wait to read.
