@@ -12,6 +12,7 @@ from cubroker.cli import options, table, text
 from cubroker.cli.connect import connect
 from cubroker.protocol.infos import PoolInfo
 from cubroker.protocol.layout import Layout, TensorSpec
+from cubroker.protocol.messages import DigestList
 
 COLUMNS = (
     table.Column("TENSOR", fold=True),
@@ -36,8 +37,9 @@ def command(reference: options.Reference, directory: Path, as_json: bool) -> Non
     with connect(directory) as broker:
         info, layout, places = broker.describe(reference.name, reference.version)
         devices = broker.devices()
+        digests = broker.digests(info.name, info.version) if info.digest else None
     if as_json:
-        text.document(_document(info, layout, places))
+        text.document(_document(info, layout, places) | {"digests": _digests(digests)})
         return
     for line in _heading(info, layout):
         text.say(line)
@@ -71,6 +73,14 @@ def _document(info: PoolInfo, layout: Layout, places: Sequence[str]) -> dict[str
     return plain | {"layout": {"allocations": list(layout.allocations), "tensors": tensors}}
 
 
+def _digests(found: DigestList | None) -> dict[str, list[str | None]] | None:
+    """Return the digest of each allocation, by device; None for those that are elsewhere, and if there are none."""
+    if found is None or found.digests is None:
+        return None
+    rows = zip(found.devices, found.digests.replicas, strict=True)
+    return {uuid: [digest.hex() or None for digest in row] for uuid, row in rows}
+
+
 def _heading(info: PoolInfo, layout: Layout) -> list[str]:
     durable = ", durable" if info.durable else ""
     opened = f", opened by {info.opened_by}" if info.share == "vmm" and info.opened_by else ""
@@ -79,11 +89,13 @@ def _heading(info: PoolInfo, layout: Layout) -> list[str]:
     team = [f"written to all devices at once by {info.how}: {info.why}"] if info.how else []
     if info.state == "lost":
         team = [f"lost: {info.why}"]
+    sealed = [f"sealed with digests by {info.digest}: see `cubroker verify --digest`"] if info.digest else []
     return [
         f"{info.name}@{info.version}: {info.state}, {text.count(info.leases, 'lease')}, owner {text.user(info.owner)}",
         f"mode {info.mode:03o}, group {text.group(info.group)}",
         f"{text.count(info.tensors, 'tensor')}, {text.size(info.nbytes)} in {held}, {shared}{durable}",
         *team,
+        *sealed,
         *(f"{'sharded, in part ' if info.sharded else ''}on {uuid}" for uuid in info.devices),
     ]
 

@@ -22,7 +22,7 @@ from tests.server.clients import session
 
 POOL_KEYS = [
     *("name", "version", "state", "nbytes", "tensors", "share", "devices", "durable", "leases", "owner"),
-    *("group", "mode", "sharded", "writable", "how", "why", "opened_by", "protected"),
+    *("group", "mode", "sharded", "writable", "how", "why", "opened_by", "protected", "digest"),
 ]
 USER, GROUP = user_name(), group_name()
 
@@ -84,6 +84,7 @@ def test_ls_has_one_object_per_live_version(directory: Path, llama: str) -> None
         "why": "",
         "opened_by": "descriptor",
         "protected": True,
+        "digest": "",
     }
 
 
@@ -121,8 +122,9 @@ def test_styles_are_left_out_where_they_are_not_wanted(directory: Path, name: st
 
 def test_show_adds_the_layout_to_what_ls_says(directory: Path, llama: str) -> None:
     shown = document(directory, "show", llama)
-    assert list(shown) == [*POOL_KEYS, "layout"]
-    assert [shown] == [pool | {"layout": shown["layout"]} for pool in document(directory, "ls")]
+    assert list(shown) == [*POOL_KEYS, "layout", "digests"]
+    added = {"layout": shown["layout"], "digests": None}
+    assert [shown] == [pool | added for pool in document(directory, "ls")]
     place = {"allocation": 0, "offset": 0, "device": None}  # on all of them
     assert shown["layout"] == {
         "allocations": [512],
