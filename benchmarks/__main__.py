@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from time import perf_counter
 
-from benchmarks import attach, create, driver_calls, load, memory, peers, replicate, requests, restart, sleep
+from benchmarks import attach, create, digest, driver_calls, load, memory, peers, replicate, requests, restart, sleep
 from benchmarks.plan import parse
 from benchmarks.report import Figure, publish
 
@@ -14,6 +14,7 @@ ALL = {
     "load": load.measure,
     "create": create.measure,
     "sleep": sleep.measure,
+    "digest": digest.measure,
     "peers": peers.measure,
     "replicate": replicate.measure,
     "memory": memory.measure,

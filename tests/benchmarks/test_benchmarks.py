@@ -47,7 +47,7 @@ def test_devices_that_reach_each_other_are_looked_for(capsys: pytest.CaptureFixt
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["attach", "load", "create", "memory", "sleep", "peers", "replicate", "restart", "driver_calls"]
+    "name", ["attach", "load", "create", "memory", "sleep", "digest", "peers", "replicate", "restart", "driver_calls"]
 )
 def test_a_benchmark_runs_alone_and_writes_its_results(name: str, tmp_path: Path) -> None:
     options = [

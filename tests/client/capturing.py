@@ -89,6 +89,14 @@ def record_and_wait(broker: Broker, name: str, share: str, file: Path) -> None:
     broker.retire(f"{name}.scratch")
 
 
+def seal_and_check(broker: Broker, name: str, share: str, file: Path) -> None:
+    with broker.create(f"{name}.digested", LAYOUT, share=share) as draft:
+        draft.seal(digest=True)
+    with broker.attach(f"{name}.digested") as pool:
+        pool.check()
+    broker.retire(f"{name}.digested")
+
+
 def refuse(broker: Broker, name: str, share: str, file: Path) -> None:
     """What is refused ends no capture either."""
     with broker.attach(name) as pool:
@@ -107,6 +115,7 @@ WORK: tuple[Work, ...] = (
     discard,
     load_and_verify,
     record_and_wait,
+    seal_and_check,
     refuse,
 )
 
