@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 import subprocess
 import tomllib
@@ -10,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from cubroker.driver.digest import add, digest, finish
 from cubroker.driver.kernel import HERE
+from tests.driver.ptx import PAIR, Program
 
 ROOT = Path(__file__).parents[2]
 KERNELS = {"multimem.ptx": ("sm_90", "sm_100"), "digest.ptx": ("sm_75", "sm_80", "sm_90", "sm_100", "sm_120")}
@@ -33,3 +36,13 @@ def test_a_kernel_assembles(name: str, architecture: str, tmp_path: Path) -> Non
     command = [ptxas, f"-arch={architecture}", "-Werror", "-o", str(tmp_path / "kernel.cubin"), str(HERE / name)]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(("blocks", "threads"), [(1, 1), (1, 8), (3, 4), (2, 16), (1, 256)])
+@pytest.mark.parametrize("pieces", [1, 2, 5, 63, 64, 65, 300])
+def test_the_kernel_of_digests_adds_up_every_piece_whatever_the_grid(blocks: int, threads: int, pieces: int) -> None:
+    data, sums = random.Random(pieces).randbytes(16 * pieces), 1 << 40
+    parameters = {"source": 0, "pieces": pieces, "sums": sums}
+    stored = Program(HERE / "digest.ptx").run(data, parameters, blocks, threads)
+    assert sorted(stored) == [sums + PAIR.size * block for block in range(blocks)]
+    assert finish(add(*stored.values()), len(data)) == digest(data)
