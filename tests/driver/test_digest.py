@@ -8,10 +8,14 @@ import random
 import numpy as np
 import pytest
 
+from cubroker.driver import Driver, DriverError
 from cubroker.driver.digest import ALGORITHM, add, digest, finish, sums
+from cubroker.driver.digester import PIECE
+from cubroker.driver.kernel import Kernel
 from cubroker.protocol.bounds import DIGEST_BYTES
 
 WORDS = 1 << 64
+BLOCK = 2 << 20
 
 
 def mix(value: int) -> int:
@@ -113,3 +117,34 @@ def test_every_byte_of_it_depends_on_every_bit() -> None:
     for bit in range(512):
         changed = (int.from_bytes(data, "little") ^ 1 << bit).to_bytes(64, "little")
         assert 30 < (int.from_bytes(digest(changed), "little") ^ before).bit_count() < 98
+
+
+# -- a kernel that is started with wrong addresses, on host devices ------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wrong", "status"),
+    [
+        ("source beside a piece", "MISALIGNED_ADDRESS"),
+        ("sums beside a piece", "MISALIGNED_ADDRESS"),
+        ("no such source", "ILLEGAL_ADDRESS"),
+        ("sums in memory of the device", "ILLEGAL_ADDRESS"),
+        ("no room for the sums", "ILLEGAL_ADDRESS"),
+    ],
+)
+def test_a_kernel_that_would_touch_other_memory_fails_as_on_a_gpu(driver: Driver, wrong: str, status: str) -> None:
+    context = driver.context(0)
+    memory = context.allocate(BLOCK)
+    kernel = Kernel(context, "digest.ptx", b"cubroker_digest")
+    with context.pin(PIECE) as pinned:
+        source, blocks, sums = {
+            "source beside a piece": (memory + 8, 1, pinned.pointer),
+            "sums beside a piece": (memory, 1, pinned.pointer + 8),
+            "no such source": (memory + BLOCK, 1, pinned.pointer),
+            "sums in memory of the device": (memory, 1, memory),
+            "no room for the sums": (memory, 2, pinned.pointer),
+        }[wrong]
+        with pytest.raises(DriverError, match=f"cuLaunchKernel failed with CUDA_ERROR_{status}"):
+            kernel.launch(context.copies(), blocks, 256, source, 2 * blocks, sums)
+    kernel.close()
+    context.free(memory)
