@@ -105,6 +105,27 @@ def test_what_is_sealed_is_found_unchanged_and_what_is_written_is_noticed(broker
 
 
 @SHARES
+def test_each_gpu_digests_its_replica_and_that_of_a_gpu_that_it_reaches(broker: Broker, share: str) -> None:
+    devices = [device.index for device in broker.driver.devices]
+    if len(devices) < 2 or not broker.driver.peers.can_access(*devices[:2]):
+        pytest.skip("no two GPUs here, of which the first reaches the second")
+    with broker.create("m", LAYOUT, devices=devices[:2], share=share) as draft:
+        for replica in draft.replicas:
+            replica["x"].copy_from_bytes(bytes([replica.device.index + 1]) * replica["x"].nbytes)
+        draft.seal(digest=True)
+    for device in devices[:2]:
+        with broker.attach("m", device=device) as pool:
+            pool.check()
+    broker.retire("m")
+    with broker.create("m", LAYOUT, devices=devices[1:2], share=share) as draft:
+        draft.seal(digest=True)
+    with broker.attach("m", device=devices[0], peer=True) as pool:
+        assert pool.memory_device.index == devices[1]
+        pool.check()
+    broker.retire("m")
+
+
+@SHARES
 @pytest.mark.parametrize("mode", ["global", "thread_local"])
 def test_a_graph_is_captured_beside_checks(broker: Broker, share: str, mode: str) -> None:
     torch = pytest.importorskip("torch")

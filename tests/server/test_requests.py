@@ -30,6 +30,7 @@ from cubroker.protocol.messages import (
     Failed,
     ListClients,
     ListDevices,
+    ListDigests,
     ListPools,
     Look,
     Pools,
@@ -432,7 +433,10 @@ def named(number: int, tensors: int = 500) -> Layout:
     return Layout.pack([(f"{number}.layer.{each}.weight", "BF16", (64, 64)) for each in range(tensors)])
 
 
-@pytest.mark.parametrize("body", [create(LAYOUT.encode()), ListPools(), ListClients(), Look(), Describe("pool", 0)])
+DEAR = create(LAYOUT.encode()), ListPools(), ListClients(), Look(), Describe("pool", 0), ListDigests("pool", 0)
+
+
+@pytest.mark.parametrize("body", DEAR)
 @pytest.mark.parametrize("uid", [0, 1000])
 def test_dear_requests_of_a_session_wait_for_no_flood_of_anothers(body: Request, uid: int) -> None:
     async def test() -> None:
