@@ -35,6 +35,7 @@ BODIES: dict[type[m.Request], tuple[m.Request, ...]] = {
     m.Attach: tuple(m.Attach("a", version, None, wait) for version in (0, 1, 2, 9) for wait in (0.0, WAIT)),
     m.Create: (make(),),
     m.Seal: (m.Seal(1), m.Seal(2)),
+    m.SealDigested: tuple(m.SealDigested(lease, m.Digests("x", ((bytes(16),),))) for lease in (1, 2)),
     m.Close: (m.Close(1), m.Close(2)),
     m.SendDescriptors: (m.SendDescriptors(1), m.SendDescriptors(2)),
     m.Cancel: (m.Cancel(900),),
@@ -45,6 +46,7 @@ BODIES: dict[type[m.Request], tuple[m.Request, ...]] = {
     m.ListClients: (m.ListClients(),),
     m.ListDevices: (m.ListDevices(),),
     m.Describe: tuple(m.Describe("a", version) for version in (0, 1, 2, 9)),
+    m.ListDigests: tuple(m.ListDigests("a", version) for version in (0, 1, 2, 9)),
     m.Look: (m.Look(),),
     m.Tell: (m.Tell("a", 0), m.Tell(None, OWNER)),
     m.Drain: (m.Drain(on=True),),
@@ -210,7 +212,7 @@ def test_the_turn_to_create_a_private_pool_tells_strangers_no_more_than_that_it_
     assert b"is to be written by session 1 (pid 101, uid 1001), which waits for room" in told
 
 
-NAMED = (m.Attach, m.Create, m.Retire, m.Watch, m.Find, m.Describe, m.Tell)
+NAMED = (m.Attach, m.Create, m.Retire, m.Watch, m.Find, m.Describe, m.ListDigests, m.Tell)
 """Requests that name a pool: of one that lives a stranger hears that it is not for strangers."""
 
 
@@ -240,6 +242,7 @@ OUTCOMES: dict[type[m.Request], tuple[Outcome, Outcome]] = {
     m.Attach: (m.Attached, m.Attached),
     m.Create: (None, "denied"),
     m.Seal: ("not_found", "not_found"),
+    m.SealDigested: ("not_found", "not_found"),
     m.Close: ("not_found", "not_found"),
     m.SendDescriptors: ("not_found", "not_found"),
     m.Cancel: (m.Done, m.Done),
@@ -250,6 +253,7 @@ OUTCOMES: dict[type[m.Request], tuple[Outcome, Outcome]] = {
     m.ListClients: (m.Clients, m.Clients),
     m.ListDevices: (m.DeviceList, m.DeviceList),
     m.Describe: (m.Description, m.Description),
+    m.ListDigests: (m.DigestList, m.DigestList),
     m.Look: (m.View, m.View),
     m.Tell: (m.Story, m.Story),
     m.Drain: ("denied", "denied"),
