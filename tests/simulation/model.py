@@ -143,7 +143,7 @@ class Model(Facts):
                 return m.Description(self.info(version), version.body.layout, version.body.plan)
             case m.ListDigests():
                 self.permit("r", session, body.name)
-                version = self.find(body.name, body.version)
+                version = self.find(session, body.name, body.version)
                 return m.DigestList(version.number, version.body.devices, version.digests)
             case m.Drain():
                 return draining.drain(self, session, body)
