@@ -23,6 +23,7 @@ from hashlib import blake2b, shake_128
 from hmac import compare_digest
 from typing import Any, TypeVar
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from cubroker.protocol import wire
@@ -41,6 +42,7 @@ from cubroker.protocol.messages import (
     Request,
     ShareEvent,
 )
+from cubroker.protocol.versions import for_version
 
 WHOLE, ENCLOSED = b"\xc1", b"\xc2"
 """The two forms."""
@@ -93,18 +95,24 @@ def digest(data: bytes | memoryview) -> bytes:
 class Bearer:
     """A session of version 1 to 3: who shows its secret is its client, and its replies are whatever comes.
 
+    Args:
+        secret: what the broker handed out on the session socket.
+        version: what both speak.
+
     Attributes:
         name: what its requests are known by.
         secret: what they carry.
     """
 
-    def __init__(self, secret: bytes) -> None:
+    def __init__(self, secret: bytes, version: int = 1) -> None:
         self.name: int | bytes = secret
         self.secret = secret
+        self._version = version
 
     def request(self, envelope: Envelope) -> bytes:
         """Return the frame of a request."""
-        return wire.pack(envelope)
+        parts = (getattr(envelope, name) for name in envelope.__struct_fields__)
+        return wire.pack([for_version(part, self._version) if isinstance(part, Struct) else part for part in parts])
 
     def opened(self, frame: bytes) -> tuple[bytes, bytes] | None:
         """Return the message in a request and the layout beside it; None if its client did not write it."""
@@ -237,7 +245,7 @@ class _Key:
 
 def authentication(version: int, session: int, secret: bytes) -> Bearer:
     """Return how the frames of a session are authenticated that speaks ``version``."""
-    return Keyed(session, secret) if version >= AUTHENTICATED else Bearer(secret)
+    return Keyed(session, secret) if version >= AUTHENTICATED else Bearer(secret, version)
 
 
 def session_of(frame: bytes) -> int:

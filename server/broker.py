@@ -32,6 +32,7 @@ from cubroker.protocol.messages import (
     Welcome,
 )
 from cubroker.protocol.system_errors import reason
+from cubroker.protocol.versions import for_version
 from cubroker.server.aftermath import Aftermath
 from cubroker.server.arrivals import Arrivals
 from cubroker.server.assembly import Assembly
@@ -196,7 +197,7 @@ class Broker:
 
     def _welcome(self, session: Session) -> None:
         welcome = Welcome(session.version, session.number, session.secret, self._driver.spec, os.geteuid())
-        session.welcome(wire.pack(welcome))
+        session.welcome(wire.pack(for_version(welcome, session.version)))
         if self._scribe:
             self._scribe.opened(session, welcomed=True)
         if why := self._ledger.draining:
