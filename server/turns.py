@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Hashable
 from dataclasses import dataclass, field
+from inspect import GEN_RUNNING, getgeneratorstate
 from time import perf_counter
 
 QUANTUM = 0.001
@@ -90,7 +91,7 @@ class Turns:
     def put(self, uid: int, owner: Hashable, number: int, job: Job) -> None:
         """Have a job done for request ``number`` of a session, at once if there was no dear work in this round.
 
-        A request has one job at a time: a second one is dropped.
+        A request has one job at a time: a second one is dropped, unless the first puts it, which is done then.
         """
         if self.has(uid, owner, number):
             return
@@ -103,14 +104,16 @@ class Turns:
             self._step()
 
     def has(self, uid: int, owner: Hashable, number: int) -> bool:
-        """Whether a request's job waits or is under way."""
+        """Whether a request's job waits or was interrupted; one that asks this itself is neither."""
         user = self._users.get(uid)
         if user is None:
             return False
         current = user.current
-        return number in user.lines.get(owner, ()) or (
-            current is not None and (current.owner, current.number) == (owner, number)
-        )
+        if number in user.lines.get(owner, ()):
+            return True
+        if current is None or getgeneratorstate(current.job) == GEN_RUNNING:
+            return False
+        return (current.owner, current.number) == (owner, number)
 
     def drop(self, uid: int, owner: Hashable) -> None:
         """Do nothing more for a session."""

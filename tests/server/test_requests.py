@@ -41,6 +41,7 @@ from cubroker.protocol.messages import (
     Retirement,
     Seal,
     Sealed,
+    Where,
 )
 from cubroker.server import answers, batches
 from cubroker.server.answers import Frame
@@ -92,6 +93,9 @@ def test_a_large_layout_is_served_like_a_small_one(broker: BrokerProcess, client
     assert len(LARGE.encode()) > LARGE_LEASE
     assert client.publish("pool", LARGE) == 1
     assert client.attach("pool").layout == LARGE.encode()
+    device = client.devices()[0].uuid
+    instead = Create("pool", LARGE.encode(), (device,), "ipc", 0.0, Where(device))
+    assert client.ask(instead, Attached).layout == LARGE.encode(), "this client asks once"
 
 
 def test_a_session_hears_what_is_wrong_with_its_request(broker: BrokerProcess, client: RawClient) -> None:
@@ -150,8 +154,14 @@ class Desk:
         self.sent: list[list[bytes]] = []
         self.behind = False
         soon = asyncio.get_running_loop().call_soon
-        self.requests = Requests(self.asked.append, lambda: self.requests.flush(), self._send, soon, scribe)
+        self.answer: Reply | None = None  # what the ledger says to everything, if that is at once
+        self.requests = Requests(self._ask, lambda: self.requests.flush(), self._send, soon, scribe)
         self.requests.enter(self.session)
+
+    def _ask(self, asked: Asked) -> None:
+        self.asked.append(asked)
+        if self.answer:
+            self.requests.respond(self.session, asked.request, self.answer)
 
     def _send(self, frames: Sequence[Frame]) -> bool:
         self.sent += batches.Batches().feed(batches.encode(frames)) if frames else []
@@ -517,6 +527,20 @@ def test_large_leases_are_sent_in_turn_and_a_copy_of_the_request_sends_none_more
                 await asyncio.sleep(0)
             assert at.replies() == [Answer(number, lease(number)) for number in (1, 2, 3)]
             assert len(at.asked) == 3
+
+    run(test())
+
+
+def test_a_large_lease_that_a_create_is_answered_with_at_once_is_sent() -> None:
+    lease = Attached(7, "pool", 1, "ipc", LARGE.encode(), (Replica("HOST-0", (bytes(64),)),))
+
+    async def test() -> None:
+        async with desk() as at:
+            at.answer = lease
+            at.send(create(LARGE.encode()), create(LARGE.encode()))
+            await until(lambda: len(at.replies()) >= 2)
+            assert at.replies() == [Answer(1, lease), Answer(2, lease)]
+            assert len(at.asked) == 2
 
     run(test())
 

@@ -144,6 +144,23 @@ def test_a_request_has_one_job_at_a_time(desk: Desk) -> None:
     assert desk.done[2:] == [("a", 1)]
 
 
+def test_a_job_may_put_the_next_one_of_its_request_which_is_done_after_it(desk: Desk) -> None:
+    def first() -> Job:
+        yield from desk.job("first", 2 * QUANTUM, pieces=2)
+        for _ in range(3):
+            desk.turns.put(ALICE, "a", 1, desk.job("next", 2 * QUANTUM, pieces=2))
+
+    desk.turns.put(ALICE, "a", 1, first())
+    desk.put(ALICE, "a", 1)
+    desk.put(ALICE, "a", 2)
+    while "first" not in desk.done:
+        desk.round()
+    assert desk.turns.has(ALICE, "a", 1)
+    desk.rest()
+    assert desk.done == ["first", ("a", 2), "next"]
+    assert not desk.turns.has(ALICE, "a", 1)
+
+
 def test_a_session_takes_its_jobs_with_it_also_the_one_under_way(desk: Desk) -> None:
     desk.put(ALICE, "a", 1, 3 * QUANTUM, pieces=3)
     desk.put(ALICE, "a", 2)
