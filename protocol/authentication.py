@@ -3,14 +3,16 @@
 Up to version 3 of the protocol a request has the session's secret in it (:class:`Bearer`): what carries it can ask in
 the session's name. From version 4 on the secret never travels there, and both ends make keys of it (:class:`Keyed`),
 one for each direction. A request begins with the session's number, in eight bytes; what follows, and every reply, has
-one of two forms:
+one of three forms:
 
 * ``WHOLE | tag | message``: the tag is BLAKE2b, under the key, of the message;
-* ``ENCLOSED | tag | length | hidden | layout``: the tag is that of the mark, the layout's length, and a message of
-  ``length`` bytes in which a long layout's digest stands for the layout. The message is hidden by a stream of SHAKE128
-  that is made of the key and the tag, as in SIV (RFC 5297): two messages are never hidden by the same stream, whatever
-  is sent again. Messages with handles travel like that, since a handle opens memory or an event for anybody; and those
-  with long layouts, whose digests are worked out while they come, or once for all leases on a version.
+* ``BESIDE | tag | length | message | layout``: a long layout's digest stands for it in the message, which has
+  ``length`` bytes. The tag is that of the mark, the layout's length and the message. The digest is worked out while
+  the layout comes, or once for all leases on a version;
+* ``HIDDEN | tag | length | hidden | layout``: the same of a message with handles, since a handle opens memory or an
+  event for anybody; the layout may be empty. The message is hidden by a stream of SHAKE128 that is made of the key and
+  the tag, as in SIV (RFC 5297): two messages are never hidden by the same stream, whatever is sent again. It takes
+  several times as long as the tag, and leases by descriptor have no handles: what opens their memory never comes here.
 
 What carries such frames can drop, delay and repeat them, and no more than that: a request that is repeated is answered
 again and not done again, and an answer that is repeated answers nothing.
@@ -21,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from hashlib import blake2b, shake_128
 from hmac import compare_digest
+from operator import attrgetter
 from typing import Any, TypeVar
 
 from msgspec import Struct
@@ -31,6 +34,7 @@ from cubroker.protocol.errors import Invalid
 from cubroker.protocol.layout import MAX_ENCODED
 from cubroker.protocol.messages import (
     AUTHENTICATED,
+    DESCRIPTOR,
     Answer,
     Attached,
     Create,
@@ -44,8 +48,8 @@ from cubroker.protocol.messages import (
 )
 from cubroker.protocol.versions import for_version
 
-WHOLE, ENCLOSED = b"\xc1", b"\xc2"
-"""The two forms."""
+WHOLE, BESIDE, HIDDEN = b"\xc1", b"\xc2", b"\xc3"
+"""The three forms."""
 
 TAG = 16
 """Bytes of a tag."""
@@ -65,9 +69,12 @@ MAX_REQUEST = 128 << 10
 _HEAD = 1 + TAG
 _LENGTH = 4
 
-_HANDLES = frozenset((Attached, Created, EventOpened, ShareEvent))
+_LEASES = frozenset((Attached, Created))
+_EVENTS = frozenset((EventOpened, ShareEvent))
 _LAYOUTS = frozenset((Attached, Description, Create))
-_ENCLOSED = _HANDLES | _LAYOUTS
+_LONG = _LEASES | _EVENTS | _LAYOUTS
+_handles = attrgetter("handles")
+_opens_nothing = frozenset((b"", DESCRIPTOR)).issuperset
 
 _DIGEST = blake2b(digest_size=32, person=b"cubroker layout")
 
@@ -105,7 +112,7 @@ class Bearer:
     """
 
     def __init__(self, secret: bytes, version: int = 1) -> None:
-        self.name: int | bytes = secret
+        self.name = secret
         self.secret = secret
         self._version = version
 
@@ -145,27 +152,27 @@ class Keyed(Bearer):
 
     def __init__(self, number: int, secret: bytes) -> None:
         super().__init__(b"")
-        self.name = number
-        self._number = number.to_bytes(NUMBER)
-        self._requests, self._replies = _Key(secret, b"requests"), _Key(secret, b"replies")
+        self.name = number.to_bytes(NUMBER)
+        self._requests = _Key(secret, b"requests", self.name, MAX_REQUEST)
+        self._replies = _Key(secret, b"replies", b"", wire.MAX_MESSAGE)
 
     def request(self, envelope: Envelope) -> bytes:
         """Return the frame of a request."""
         body = envelope.body
-        if type(body) not in _ENCLOSED:
-            return self.sign(wire.pack(envelope))
+        if type(body) not in _LONG:
+            return self._requests.sign(wire.pack(envelope))
         layout = long_layout(body)
         if layout:
             envelope = replace(envelope, body=_with(body, digest(layout)))
-        return self._number + self._requests.enclose(wire.pack(envelope), layout)
+        return self._requests.wrap(wire.pack(envelope), layout, hidden=opens(body))
 
     def sign(self, data: bytes) -> bytes:
         """Return a frame with ``data`` as its message."""
-        return self._number + self._requests.sign(data)
+        return self._requests.sign(data)
 
     def opened(self, frame: bytes) -> tuple[bytes, bytes] | None:
         """Return the message in a request and the layout beside it; None if its client did not write it."""
-        return self._requests.opened(frame, NUMBER, MAX_REQUEST)
+        return self._requests.opened(frame)
 
     def bulk(self, body: Reply) -> bytes:
         """Return the layout in a reply whose digest its frame needs; nothing if it needs none."""
@@ -174,12 +181,12 @@ class Keyed(Bearer):
     def reply(self, answer: Answer, hashed: Callable[[bytes], bytes] = digest) -> bytes:
         """Return the frame of an answer; ``hashed`` returns the digest of a layout."""
         body = answer.body
-        if type(body) not in _ENCLOSED:
+        if type(body) not in _LONG:
             return self._replies.sign(wire.pack(answer))
         layout = long_layout(body)
         if layout:
             answer = Answer(answer.id, _with(body, hashed(layout)))
-        return self._replies.enclose(wire.pack(answer), layout)
+        return self._replies.wrap(wire.pack(answer), layout, hidden=opens(body))
 
     def read(self, frame: bytes) -> Answer | None:
         """Return the answer in a frame; None if the broker did not write it.
@@ -187,7 +194,7 @@ class Keyed(Bearer):
         Raises:
             Invalid: the broker wrote what is no answer.
         """
-        opened = self._replies.opened(frame, 0, wire.MAX_MESSAGE)
+        opened = self._replies.opened(frame)
         if opened is None:
             return None
         data, layout = opened
@@ -199,40 +206,59 @@ class Keyed(Bearer):
 
 
 class _Key:
-    """What one direction of a session is authenticated and hidden with."""
+    """What one direction of a session is authenticated and hidden with.
 
-    def __init__(self, secret: bytes, person: bytes) -> None:
+    Args:
+        secret: the session's.
+        person: which direction it is.
+        before: what stands before each frame.
+        limit: bytes of a message that are looked at before its author is known.
+    """
+
+    def __init__(self, secret: bytes, person: bytes, before: bytes, limit: int) -> None:
         # Setting a key takes as long as hashing a small message: a state that has one is copied for each.
         self._state = blake2b(key=secret, digest_size=TAG, person=person)
         self._stream = blake2b(key=secret, digest_size=32, person=person, salt=b"hidden").digest()
+        self._before = before
+        self._whole = before + WHOLE
+        self._start = len(self._whole)
+        self._head = self._start + TAG
+        self._most = self._head + limit
 
     def sign(self, data: bytes) -> bytes:
         state = self._state.copy()
         state.update(data)
-        return WHOLE + state.digest() + data
+        return self._whole + state.digest() + data
 
-    def enclose(self, data: bytes, layout: bytes) -> bytes:
-        tag = self._tag(data, len(layout))
-        return b"".join((ENCLOSED, tag, len(data).to_bytes(_LENGTH), self._hide(data, tag), layout))
+    def wrap(self, data: bytes, layout: bytes, *, hidden: bool) -> bytes:
+        """Return the frame of a message that may have a layout beside it, or is to be hidden."""
+        if not layout and not hidden:
+            return self.sign(data)
+        mark = HIDDEN if hidden else BESIDE
+        tag = self._tag(mark, data, len(layout))
+        length = len(data).to_bytes(_LENGTH)
+        return b"".join((self._before, mark, tag, length, self._hide(data, tag) if hidden else data, layout))
 
-    def opened(self, frame: bytes, start: int, limit: int) -> tuple[bytes, bytes] | None:
-        """Return the message, up to a limit, and the layout in a frame; None if no holder of the key wrote it."""
-        head = start + _HEAD
-        mark, tag = frame[start : start + 1], frame[start + 1 : head]
-        if mark == WHOLE and len(frame) <= head + limit:
+    def opened(self, frame: bytes) -> tuple[bytes, bytes] | None:
+        """Return the message, up to the limit, and the layout in a frame; None if no holder of the key wrote it."""
+        head = self._head
+        tag = frame[self._start : head]
+        if frame.startswith(self._whole) and len(frame) <= self._most:
             data = frame[head:]
             state = self._state.copy()
             state.update(data)
             return (data, b"") if compare_digest(state.digest(), tag) else None
-        end = layout_start(frame, start)
-        if not 0 < end <= min(len(frame), head + _LENGTH + limit):
+        end = layout_start(frame, len(self._before))
+        if not 0 < end <= min(len(frame), self._most + _LENGTH):
             return None
-        data, layout = self._hide(frame[head + _LENGTH : end], tag), frame[end:]
-        return (data, layout) if compare_digest(self._tag(data, len(layout)), tag) else None
+        mark, data, layout = frame[self._start - 1 : self._start], frame[head + _LENGTH : end], frame[end:]
+        if mark == HIDDEN:
+            data = self._hide(data, tag)
+        return (data, layout) if compare_digest(self._tag(mark, data, len(layout)), tag) else None
 
-    def _tag(self, data: bytes, beside: int) -> bytes:
+    def _tag(self, mark: bytes, data: bytes, beside: int) -> bytes:
         state = self._state.copy()
-        state.update(ENCLOSED + beside.to_bytes(_LENGTH))
+        state.update(mark + beside.to_bytes(_LENGTH))
         state.update(data)
         return state.digest()
 
@@ -256,7 +282,7 @@ def session_of(frame: bytes) -> int:
 def layout_start(frame: bytes, start: int = NUMBER) -> int:
     """Return where the layout begins that is beside a message; 0 if there is none."""
     head = start + _HEAD
-    if frame[start : start + 1] != ENCLOSED:
+    if frame[start : start + 1] not in (BESIDE, HIDDEN):
         return 0
     return head + _LENGTH + int.from_bytes(frame[head : head + _LENGTH])
 
@@ -267,6 +293,13 @@ def long_layout(body: Request | Reply) -> bytes:
         return b""
     layout: bytes = body.layout  # type: ignore[union-attr]
     return layout if len(layout) > SHORT else b""
+
+
+def opens(body: Request | Reply) -> bool:
+    """Return whether a message has a handle in it, which opens memory or an event for anybody."""
+    if type(body) not in _LEASES:
+        return type(body) in _EVENTS
+    return not all(map(_opens_nothing, map(_handles, body.replicas)))  # type: ignore[union-attr]
 
 
 def complete(body: M, layout: bytes, hashed: bytes) -> M | None:

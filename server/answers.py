@@ -19,7 +19,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from enum import Enum
-from typing import NamedTuple
 
 from msgspec import Struct
 
@@ -36,7 +35,7 @@ which can take megabytes, and any number of requests may wait for it."""
 LEASES = (Attached, Created)
 
 
-class Kept(NamedTuple):
+class Kept(Struct, frozen=True, gc=False):
     """An answer that its client may not have.
 
     Attributes:
@@ -288,20 +287,19 @@ class Answers:
             self._forget(number)
 
     def _forget(self, number: int) -> None:
-        _, cost, layout, travelling = self._kept.pop(number)
-        self._nbytes -= cost
-        self._travelling -= travelling
-        self._account.remove(cost, layout)
+        answer = self._kept.pop(number)
+        self._nbytes -= answer.cost
+        self._travelling -= answer.travelling
+        self._account.remove(answer.cost, answer.layout)
         if number in self._lasting:
             self._lasting.remove(number)
             self._changes[number] = None
 
     def _keep(self, number: int, answer: Kept) -> None:
         self._kept[number] = answer
-        _, cost, layout, travelling = answer
-        self._nbytes += cost
-        self._travelling += travelling
-        self._account.add(cost, layout)
+        self._nbytes += answer.cost
+        self._travelling += answer.travelling
+        self._account.add(answer.cost, answer.layout)
 
     def _answered(self, number: int) -> bytes:
         """Forget a pending request, and return the routing id that its answer goes to."""

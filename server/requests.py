@@ -10,7 +10,7 @@ import msgpack
 from msgspec.structs import replace
 
 from cubroker.protocol import wire
-from cubroker.protocol.authentication import complete, digest, session_of
+from cubroker.protocol.authentication import NUMBER, complete, digest, session_of
 from cubroker.protocol.errors import CubrokerError, InternalFailure, Invalid
 from cubroker.protocol.layout import Outline
 from cubroker.protocol.messages import (
@@ -86,7 +86,7 @@ class Requests:
         self._settle = settle
         self._send = send
         self._scribe = scribe
-        self._sessions: dict[int | bytes, Session] = {}  # by what their requests begin with
+        self._sessions: dict[bytes, Session] = {}  # by what their requests begin with
         self._digests = Digests()
         self._outbox: list[list[batches.Part]] = [[]]  # batches, of which the last is not full
         self._unsent = 0
@@ -161,10 +161,9 @@ class Requests:
 
     def _deliver(self, session: Session, request: int, routing: bytes, answer: Frame) -> None:
         """Send an answer; a large lease, which costs next to nothing while it waits, in its user's turn."""
-        nbytes = weight(answer)
         if isinstance(answer, bytes):
-            self._put(routing, answer, nbytes)
-        elif nbytes > LARGE:
+            self._put(routing, answer, len(answer))
+        elif (nbytes := weight(answer)) > LARGE:
             self._turns.put(session.peer.uid, session, request, self._delivery(session, routing, answer, nbytes))
         else:
             self._put(routing, session.authentication.reply(answer, self._digests.of), nbytes)
@@ -198,7 +197,7 @@ class Requests:
         opened = self._opened(frame)
         if opened is None:
             return None
-        session, data, beside = opened
+        session, (data, beside) = opened
         try:
             envelope = wire.unpack(data, Envelope)
             body: Request | None = envelope.body
@@ -238,28 +237,25 @@ class Requests:
         opened = self._opened(frame)
         if opened is None:
             return
-        session, data, _ = opened
+        session, (data, _) = opened
         secret, request = head(data)
         session = session or self._sessions.get(secret)
         if session and request:
             self._refuse(session, request, routing, Failed(error.code, error.message))
 
-    def _opened(self, frame: bytes) -> tuple[Session | None, bytes, bytes] | None:
+    def _opened(self, frame: bytes) -> tuple[Session | None, tuple[bytes, bytes]] | None:
         """Return whose request a frame is, unless its secret says that, its message, and the layout beside it.
 
         None: it is in the name of a session that did not write it, or is over, and nobody is told.
         """
-        number = session_of(frame)
-        if not number:
-            return None, frame, b""
-        session = self._sessions.get(number)
+        session = self._sessions.get(frame[:NUMBER])
         if session is None:
-            return None
+            return None if session_of(frame) else (None, (frame, b""))
         opened = session.authentication.opened(frame)
         if opened is None:
             _suspect(session)
             return None
-        return session, *opened
+        return session, opened
 
     def _begin(self, session: Session, request: int, body: Request) -> None:
         uid = session.peer.uid

@@ -11,7 +11,7 @@ import pytest
 from cubroker.client import Broker
 from cubroker.driver.host import sharing
 from cubroker.protocol import wire
-from cubroker.protocol.authentication import ENCLOSED, WHOLE, Keyed
+from cubroker.protocol.authentication import BESIDE, HIDDEN, WHOLE, Keyed
 from cubroker.protocol.layout import Layout
 from cubroker.protocol.messages import (
     Answer,
@@ -88,6 +88,35 @@ def test_it_sees_neither_the_secret_of_a_session_nor_a_handle(
     seen = b"".join((*middle.requests, *middle.replies))
     assert len(middle.requests) >= 6
     assert [secret in seen for secret in secrets] == [sees] * len(secrets)
+
+
+def test_it_reads_a_lease_by_descriptor_and_can_make_nothing_of_it(process: BrokerProcess, middle: Middle) -> None:
+    """What opens the memory never comes its way, so such a lease is not hidden; whose it is, is known all the same."""
+    with session(process.directory) as writer, session(process.directory) as client:
+        writer.publish("pool", share="vmm")
+        frames, before = list[bytes](), len(middle.replies)
+
+        def alter(frame: bytes) -> list[bytes]:
+            frames.append(frame)
+            return [*flips(frame), b"\xc1" + frame[1:17], frame]
+
+        middle.on_reply = alter
+        number = client.send(Attach("pool", 0, None, 0.0))
+        read: list[Answer | None] = []
+        while not any(read):
+            read.append(client.authentication.read(client.dealer.recv()))
+        (frame,), (*forged, answer) = frames, read
+        assert answer
+        assert answer.id == number
+        assert isinstance(answer.body, Attached)
+        assert forged == [None] * (len(frame) + 1)
+        assert frame[:1] == WHOLE
+        assert frame.endswith(wire.pack(answer))
+        assert middle.replies[before:] == [frame]
+        assert client.descriptors(answer.body.lease, 1)
+        secrets = [client.welcome.secret, client.welcome.secret[:8]]
+    seen = b"".join((*middle.requests, *middle.replies))
+    assert not any(secret in seen for secret in secrets)
 
 
 def test_a_request_that_it_alters_is_not_done(process: BrokerProcess, middle: Middle) -> None:
@@ -177,7 +206,7 @@ def test_what_a_client_asked_whose_answer_it_kept_back_is_done_once(process: Bro
 def forge(frame: bytes, before: list[bytes]) -> list[bytes]:
     """What a gateway may make of a reply, and all that it had before."""
     failed = wire.pack(Answer(1, Failed("not_found", "no")))
-    marked = [mark + bytes(16) + failed for mark in (WHOLE, ENCLOSED)]
+    marked = [mark + bytes(16) + failed for mark in (WHOLE, BESIDE, HIDDEN)]
     return [*flips(frame, 7), frame[:-1], frame + b"\0", failed, *marked, b"\xc1", b"\xc2" * 30, *before]
 
 

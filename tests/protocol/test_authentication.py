@@ -8,7 +8,8 @@ import pytest
 from cubroker.protocol import messages as m
 from cubroker.protocol import wire
 from cubroker.protocol.authentication import (
-    ENCLOSED,
+    BESIDE,
+    HIDDEN,
     LEGACY,
     MAX_REQUEST,
     SHORT,
@@ -89,10 +90,19 @@ def test_layouts_travel_beside_a_message_if_they_are_long(layout: bytes) -> None
 
 def test_a_handle_is_never_to_be_seen() -> None:
     both = keyed()
-    for body in (attached(LAYOUT).body, m.Created(1, "pool", 1, "ipc", REPLICAS), m.EventOpened(1, "device", HANDLE)):
+    plain = m.Replica("another", (m.DESCRIPTOR,))
+    bodies: list[m.Reply] = [m.Created(1, "pool", 1, "ipc", REPLICAS), m.EventOpened(1, "device", HANDLE)]
+    for layout in (b"layout", LAYOUT):
+        bodies += [
+            m.Attached(1, "pool", 1, share, layout, replicas)
+            for share in ("ipc", "vmm", "multicast")
+            for replicas in (REPLICAS, (plain, *REPLICAS), (*REPLICAS, plain))
+        ]
+    for body in bodies:
         answer = m.Answer(3, body)
         frames = [both.reply(answer), both.reply(m.Answer(4, body))]
         assert both.read(frames[0]) == answer
+        assert {frame[:1] for frame in frames} == {HIDDEN}
         assert all(HANDLE[:16] not in frame and SECRET not in frame for frame in frames)
     share = m.ShareEvent(1, "done", "device", HANDLE)
     frame = both.request(m.Envelope(b"", 3, 1, share))
@@ -100,7 +110,29 @@ def test_a_handle_is_never_to_be_seen() -> None:
     assert asked(frame, both) == share
 
 
-@pytest.mark.parametrize("body", [m.Close(5), create(b"layout"), create(LAYOUT)], ids=["whole", "hidden", "beside"])
+@pytest.mark.parametrize("layout", [b"layout", LAYOUT])
+def test_what_has_no_handle_is_not_hidden(layout: bytes) -> None:
+    both, replicas = keyed(), (m.Replica("device", (m.DESCRIPTOR, b"", m.DESCRIPTOR)),) * 2
+    for body in (
+        m.Attached(1, "pool", 1, "vmm", layout, replicas),
+        m.Created(1, "pool", 1, "vmm", replicas),
+        m.Description(INFO, layout),
+    ):
+        answer = m.Answer(3, body)
+        beside = both.bulk(body)
+        frame = both.reply(answer)
+        assert frame[:1] == (BESIDE if beside else WHOLE)
+        assert frame.endswith(beside or wire.pack(answer))
+        assert both.read(frame) == answer
+    frame = both.request(m.Envelope(b"", 3, 1, create(layout)))
+    assert frame[8:9] == (BESIDE if len(layout) > SHORT else WHOLE)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [m.Close(5), m.ShareEvent(1, "done", "device", HANDLE), create(LAYOUT)],
+    ids=["whole", "hidden", "beside"],
+)
 def test_a_request_that_was_altered_is_nobodys(body: m.Request) -> None:
     both = keyed()
     frame = both.request(m.Envelope(b"", 3, 1, body))
@@ -108,10 +140,15 @@ def test_a_request_that_was_altered_is_nobodys(body: m.Request) -> None:
         assert asked(frame[:at] + bytes([frame[at] ^ 1]) + frame[at + 1 :], both) is None
         assert asked(frame[:at], both) is None
     assert asked(frame + b"\0", both) is None
-    assert asked(frame[:8] + (ENCLOSED if frame[8:9] == WHOLE else WHOLE) + frame[9:], both) is None
+    for mark in {WHOLE, BESIDE, HIDDEN} - {frame[8:9]}:
+        assert asked(frame[:8] + mark + frame[9:], both) is None
 
 
-@pytest.mark.parametrize("answer", [m.Answer(3, m.Done()), attached(b"layout"), attached(LAYOUT)])
+@pytest.mark.parametrize(
+    "answer",
+    [m.Answer(3, m.Done()), attached(b"layout"), attached(LAYOUT), m.Answer(3, m.Description(INFO, LAYOUT))],
+    ids=["whole", "hidden", "hidden, with a layout", "beside"],
+)
 def test_a_reply_that_was_altered_is_nobodys(answer: m.Answer) -> None:
     both = keyed()
     frame = both.reply(answer)
@@ -135,7 +172,7 @@ def test_a_layout_beside_what_has_none_is_another_ones() -> None:
     assert complete(m.Close(1), LAYOUT, Digest(LAYOUT).done()) is None
     assert complete(create(b"no digest"), LAYOUT, Digest(LAYOUT).done()) is None
     both = keyed()
-    wrong = both._replies.enclose(wire.pack(m.Answer(3, m.Done())), LAYOUT)
+    wrong = both._replies.wrap(wire.pack(m.Answer(3, m.Done())), LAYOUT, hidden=False)
     assert both.read(wrong) is None
 
 
@@ -167,7 +204,7 @@ def test_little_is_looked_at_before_the_author_is_known() -> None:
     assert both.opened(both.sign(bytes(MAX_REQUEST))) is not None
     assert both.opened(both.sign(bytes(MAX_REQUEST + 1))) is None
     for size, opened in ((MAX_REQUEST, True), (MAX_REQUEST + 1, False)):
-        frame = (7).to_bytes(8) + both._requests.enclose(bytes(size), b"")
+        frame = both._requests.wrap(bytes(size), b"", hidden=True)
         assert (both.opened(frame) is not None) == opened
 
 
