@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from cubroker.driver.digest import SIZE, WORD, Sums, add, finish, sums
+from cubroker.driver.digest import PIECE, SIZE, Sums, add, finish, sums
 from cubroker.driver.kernel import Kernel
 
 if TYPE_CHECKING:
     from cubroker.driver.context import Context
-
-PIECE = 16
-"""Bytes that the kernel reads at once; what it reads begins at a multiple of it."""
 
 _ENTRY = b"cubroker_digest"
 _THREADS = 256
@@ -64,7 +61,7 @@ class Digester:
         """Add the last bytes, which are no whole piece, and return the digest."""
         whole = nbytes - nbytes % PIECE
         rest = self._context.read(pointer + whole, nbytes - whole) if whole < nbytes else b""
-        return finish(add(total, sums(rest, whole // WORD)) if rest else total, nbytes)
+        return finish(add(total, sums(rest, whole // PIECE)) if rest else total, nbytes)
 
 
 def _blocks(pieces: int) -> int:

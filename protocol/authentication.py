@@ -46,7 +46,7 @@ from cubroker.protocol.messages import (
     Request,
     ShareEvent,
 )
-from cubroker.protocol.versions import for_version
+from cubroker.protocol.versions import NEWEST, for_version
 
 WHOLE, BESIDE, HIDDEN = b"\xc1", b"\xc2", b"\xc3"
 """The three forms."""
@@ -118,6 +118,8 @@ class Bearer:
 
     def request(self, envelope: Envelope) -> bytes:
         """Return the frame of a request."""
+        if self._version >= NEWEST:
+            return wire.pack(envelope)
         parts = (getattr(envelope, name) for name in envelope.__struct_fields__)
         return wire.pack([for_version(part, self._version) if isinstance(part, Struct) else part for part in parts])
 

@@ -19,6 +19,9 @@ ADDED: dict[type[Struct], tuple[tuple[str, int], ...]] = {
 }
 """The fields that were added to each message, in their order, and the version that each came with."""
 
+NEWEST = max(since for added in ADDED.values() for _, since in added)
+"""The first version whose peers know all of these."""
+
 TOLD = frozenset({"uid"})
 """Those that only tell something: a peer that does not know them misses nothing that it relies on."""
 
@@ -29,6 +32,8 @@ def for_version(message: Struct, version: int) -> object:
     Raises:
         AssertionError: the sender did not ask the version first, and the message needs a field that the peer lacks.
     """
+    if version >= NEWEST:
+        return message
     values = {name: getattr(message, name) for name in message.__struct_fields__}
     shown = {name: for_version(value, version) if type(value) in ADDED else value for name, value in values.items()}
     for name, since in ADDED.get(type(message), ()):

@@ -7,8 +7,7 @@ import random
 import pytest
 
 from cubroker.driver import Context, Driver, DriverError
-from cubroker.driver.digest import digest
-from cubroker.driver.digester import PIECE
+from cubroker.driver.digest import PIECE, digest
 from cubroker.driver.kernel import Kernel
 from tests.driver.conformance import BLOCK, refused
 

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from cubroker.driver import Driver, DriverError
-from cubroker.driver.digest import ALGORITHM, add, digest, finish, sums
-from cubroker.driver.digester import PIECE
+from cubroker.driver.digest import ALGORITHM, PIECE, add, digest, finish, sums
 from cubroker.driver.kernel import Kernel
 from cubroker.protocol.bounds import DIGEST_BYTES
 
@@ -18,32 +17,38 @@ WORDS = 1 << 64
 BLOCK = 2 << 20
 
 
-def mix(value: int) -> int:
+def fold(value: int, shift: int) -> int:
+    return value ^ value >> shift
+
+
+def fmix64(value: int) -> int:
     value = (value ^ value >> 33) * 0xFF51AFD7ED558CCD % WORDS
     value = (value ^ value >> 33) * 0xC4CEB9FE1A85EC53 % WORDS
     return value ^ value >> 33
 
 
 def spelled_out(data: bytes) -> bytes:
-    """The definition, in Python's integers and word by word."""
-    first = second = 0
-    for place in range(0, len(data), 8):
-        word = int.from_bytes(data[place : place + 8].ljust(8, b"\0"), "little")
-        mixed = mix(word ^ (place // 8 + 1) * 0x9E3779B97F4A7C15 % WORDS)
-        first += mixed
-        second += mix(mixed)
-    ends = (mix(total % WORDS ^ len(data)) for total in (first, second))
+    """The definition, in Python's integers and piece by piece."""
+    sum_a = sum_b = 0
+    for number, place in enumerate(range(0, len(data), 16)):
+        piece = data[place : place + 16].ljust(16, b"\0")
+        u, v = int.from_bytes(piece[:8], "little"), int.from_bytes(piece[8:], "little")
+        u = fold((u ^ (number + 1) * 0x9E3779B97F4A7C15 % WORDS) * 0xFF51AFD7ED558CCD % WORDS, 29)
+        v = fold((v ^ u) * 0xC4CEB9FE1A85EC53 % WORDS, 32)
+        x = fold((u ^ v) * 0x9FB21C651E98DF25 % WORDS, 32)
+        sum_a, sum_b = sum_a + x, sum_b + (x ^ v)
+    ends = (fmix64(total % WORDS ^ len(data)) for total in (sum_a, sum_b))
     return b"".join(end.to_bytes(8, "little") for end in ends)
 
 
 KNOWN = {
     b"": "00000000000000000000000000000000",
-    b"\x00": "545df5991375828d6927de9d9489533d",
-    b"abc": "cfd2036f5e84d0486dc042df949f27ef",
-    bytes(16): "d19f705d873a27d671740fc46e8d9f13",
-    bytes(range(256)): "be89420cb03e3e6b3958ddb8d4466d1a",
-    b"cubroker" * 1000: "cc3005838eae87c1754ce810c4af740a",
-    b"\xff" * 65_537: "cd57e6d8943bd4de03a5761698b01cee",
+    b"\x00": "dc56930c98c433b2cf83b71a18a297e6",
+    b"abc": "1cdd0c9bf1170f67e44868320651d10e",
+    bytes(16): "4f2eb8ab79051a1b3c66c1ab1e077f14",
+    bytes(range(256)): "234d484790ad2f402068ddecaa967cf5",
+    b"cubroker" * 1000: "2a09dcda5be0799fd7732da8bf179e71",
+    b"\xff" * 65_537: "2791789c87c0f2fdddfbc35486a7b7ab",
 }
 """Digests that stay what they are: published versions are compared with them for as long as they live."""
 
@@ -54,7 +59,7 @@ def test_the_digest_of_known_bytes_never_changes(data: bytes) -> None:
     assert digest(data).hex() == KNOWN[data]
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, 7, 8, 9, 63, 64, 1000, 65_535, 65_536, 65_537, 200_003])
+@pytest.mark.parametrize("nbytes", [0, 1, 7, 8, 9, 15, 16, 17, 63, 64, 1000, 65_535, 65_536, 65_537, 200_003])
 def test_the_digest_is_as_it_is_defined(nbytes: int) -> None:
     data = random.Random(nbytes).randbytes(nbytes)
     assert digest(data) == spelled_out(data)
@@ -68,8 +73,8 @@ def test_bytes_may_be_in_any_buffer() -> None:
 
 def test_parts_add_up_to_the_whole_in_any_order() -> None:
     data = random.Random(3).randbytes(100_001)
-    cuts = [0, 8, 4096, 80_000, len(data)]
-    parts = [sums(data[start:end], start // 8) for start, end in itertools.pairwise(cuts)]
+    cuts = [0, 16, 4096, 80_000, len(data)]
+    parts = [sums(data[start:end], start // 16) for start, end in itertools.pairwise(cuts)]
     assert finish(add(*reversed(parts)), len(data)) == digest(data)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from cubroker.client import Broker
 from cubroker.driver import Context, Driver, load
-from cubroker.driver.digest import add, digest, finish, sums
+from cubroker.driver.digest import PIECE, add, digest, finish, sums
 from cubroker.protocol import Layout
 from cubroker.protocol.errors import Corrupted
 from tests.client.conftest import content
@@ -60,13 +60,15 @@ def test_bytes_beyond_four_gib_count_where_they_are(context: Context) -> None:
     pointer = context.allocate(nbytes)
     try:
         context.clear(pointer, nbytes)
-        piece = bytes(64 << 20)
-        total = add(*(sums(piece[: nbytes - start], start // 8) for start in range(0, nbytes, len(piece))))
+        zeros = bytes(64 << 20)
+        total = add(*(sums(zeros[: nbytes - start], start // PIECE) for start in range(0, nbytes, len(zeros))))
         assert context.digests([(pointer, nbytes)]) == [finish(total, nbytes)]
         for place in (0, 4 * GIB - 8, 4 * GIB, 4 * GIB + 8, nbytes - 8):
-            context.write(pointer + place, b"\x01" + bytes(7))
-            before, after = (sums(word + bytes(7), place // 8) for word in (b"\0", b"\x01"))
-            total = (total[0] - before[0] + after[0]) % (1 << 64), (total[1] - before[1] + after[1]) % (1 << 64)
+            before = bytearray(context.read(pointer + place // PIECE * PIECE, PIECE))
+            after = before[: place % PIECE] + b"\x01" + before[place % PIECE + 1 :]
+            context.write(pointer + place, b"\x01")
+            old, new = (sums(piece, place // PIECE) for piece in (before, after))
+            total = (total[0] - old[0] + new[0]) % (1 << 64), (total[1] - old[1] + new[1]) % (1 << 64)
             assert context.digests([(pointer, nbytes)]) == [finish(total, nbytes)]
     finally:
         context.free(pointer)
