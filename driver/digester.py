@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 _ENTRY = b"cubroker_digest"
 _THREADS = 256
 _BLOCKS = 1024
-"""Blocks of a launch at most. An H200 runs 1,056 at once; more of them read no faster, and leave more sums to add up."""
+"""Blocks of a launch at most. An H200 runs 1,056 at once; more read no faster, and leave more sums to add up."""
 
 _SHARE = 16
 """Pieces that each thread of a launch has about, while there are fewer blocks: less is not worth a block."""

@@ -63,9 +63,8 @@ def test_a_device_without_room_digests_what_it_has(driver: Driver, context: Cont
     while size >= BLOCK:
         try:
             filled.append(context.allocate(size))
-        except DriverError as error:
-            assert error.name == "CUDA_ERROR_OUT_OF_MEMORY"
-            size //= 2
+        except DriverError:
+            size //= 2  # in the end not even this much is left, unless other processes end meanwhile
     try:
         assert context.digests([(memory, BLOCK)]) == [digest(bytes(BLOCK))]
     finally:
