@@ -268,7 +268,8 @@ class Campaign:
             error.add_note(f"it has {stored}, and {expected} and {self._pieces()} allocations are needed")
             raise
         journal = Count(key.split(b"/")[0] for key in self.phoenix.warehouse.journal())
-        assert journal[b"s"] == journal[b"r"] == 1, journal
+        assert journal[b"k"] == journal[b"r"] == 1, journal
+        assert not journal[b"s"], journal
         assert not journal[b"d"], journal
 
     def _settle_memory(self) -> None:

@@ -130,6 +130,12 @@ class RawClient:
         assert isinstance(reply, shape), reply
         return reply
 
+    def ask_again(self, body: Request, shape: type[Body]) -> Body:
+        """As :meth:`ask`, and let the broker forget all earlier answers, of which there may be 4,096."""
+        reply = self.answer(self.send(body, oldest=self._last + 1))
+        assert isinstance(reply, shape), reply
+        return reply
+
     def _dial(self) -> zmq.Socket[bytes]:
         dealer = self.context.socket(zmq.DEALER)
         dealer.setsockopt(zmq.LINGER, 0)

@@ -13,7 +13,7 @@ import pytest
 from cubroker.client import Broker
 from cubroker.driver import load
 from cubroker.protocol.layout import Layout
-from cubroker.protocol.messages import Attach, Attached, Close, Create, Created, Done, Failed
+from cubroker.protocol.messages import Attach, Attached, Clients, Close, Create, Created, Done, Failed, ListClients
 from tests.brokers import eventually
 from tests.server.clients import RawClient, session
 from tests.server.configured import Configured, configured
@@ -55,7 +55,7 @@ Keep = Callable[[RawClient, int], AbstractContextManager[None]]
 
 def beyond(client: RawClient) -> dict[int, int | None]:
     """What the broker says of each process that has a session."""
-    return {each.pid: each.mapped_beyond_leases for each in client.clients()}
+    return {each.pid: each.mapped_beyond_leases for each in client.ask_again(ListClients(), Clients).clients}
 
 
 def mine(client: RawClient) -> int | None:
