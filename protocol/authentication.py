@@ -51,6 +51,9 @@ from cubroker.protocol.versions import NEWEST, for_version
 WHOLE, BESIDE, HIDDEN = b"\xc1", b"\xc2", b"\xc3"
 """The three forms."""
 
+SECRET = 16
+"""Bytes of a session's secret."""
+
 TAG = 16
 """Bytes of a tag."""
 

@@ -10,7 +10,7 @@ import msgpack
 from msgspec.structs import replace
 
 from cubroker.protocol import wire
-from cubroker.protocol.authentication import NUMBER, complete, digest, session_of
+from cubroker.protocol.authentication import NUMBER, SECRET, complete, digest, session_of
 from cubroker.protocol.errors import CubrokerError, InternalFailure, Invalid
 from cubroker.protocol.layout import Outline
 from cubroker.protocol.messages import (
@@ -205,7 +205,7 @@ class Requests:
                 body = complete(envelope.body, beside, getattr(frame, "digest", b"") or digest(beside))
         except Invalid as error:
             return self._reject(routing, frame, error)
-        session = session or self._sessions.get(envelope.secret)
+        session = session or self._bearer(envelope.secret)
         if session is None:
             denial = wire.pack(Answer(envelope.id, DENIED))
             return self._put(routing, denial, len(denial))
@@ -239,9 +239,16 @@ class Requests:
             return
         session, (data, _) = opened
         secret, request = head(data)
-        session = session or self._sessions.get(secret)
+        session = session or self._bearer(secret)
         if session and request:
             self._refuse(session, request, routing, Failed(error.code, error.message))
+
+    def _bearer(self, secret: bytes) -> Session | None:
+        """Return the session of version 1 to 3 that has a secret.
+
+        Later ones are known by their number, which is no secret and shorter: it proves nothing.
+        """
+        return self._sessions.get(secret) if len(secret) == SECRET else None
 
     def _opened(self, frame: bytes) -> tuple[Session | None, tuple[bytes, bytes]] | None:
         """Return whose request a frame is, unless its secret says that, its message, and the layout beside it.

@@ -135,14 +135,14 @@ def find_current(books: Books, session: Session, body: Find) -> Found:
     """Return the current version of a pool, if that is one of the owners' that are asked for, or the asker's.
 
     Raises:
-        Denied: ``session`` may not read the pool.
+        Denied: ``session`` may not read the pool, which one of these owners has, or any owner that is asked for.
     """
     names.check(body.name)
-    if (pool := books.pools.get(body.name)) is None:
+    pool = books.pools.get(body.name)
+    if pool is None or (body.owners and pool.owner not in (session.uid, *body.owners)):
         return Found(0)
     check_readable(books, session, pool)
-    owned = not body.owners or pool.owner in (session.uid, *body.owners)
-    return Found(pool.current.number if pool.current is not None and owned else 0)
+    return Found(pool.current.number if pool.current is not None else 0)
 
 
 def _begin_watch(books: Books, session: Session, name: str) -> None:

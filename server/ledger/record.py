@@ -21,8 +21,11 @@ from cubroker.server.ledger.books import Books, Kind, Mark
 from cubroker.server.ledger.entries import Version
 from cubroker.server.ledger.states import State
 
-FORMAT = 1
-"""The format of everything below; another one is refused."""
+FORMAT = 2
+"""The format of everything below. Format 1 had no digests, and no owners of pools that have ended."""
+
+READABLE = (1, FORMAT)
+"""The formats that are read; another one is refused. What is recorded from then on has the newest."""
 
 FORMAT_KEY = b"l/format"
 COUNTERS_KEY = b"l/counters"

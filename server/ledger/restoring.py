@@ -24,6 +24,7 @@ from cubroker.server.ledger.record import (
     COUNTERS_KEY,
     FORMAT,
     FORMAT_KEY,
+    READABLE,
     Counters,
     Entry,
     EventEntry,
@@ -58,7 +59,7 @@ V = TypeVar("V")
 
 
 def restore(books: Books, items: Iterable[tuple[bytes, bytes]]) -> Counters | None:
-    """Fill new books with what was recorded; return the counters, or None if nothing was recorded.
+    """Fill new books with what was recorded; return the counters, None if they and the format are to be recorded anew.
 
     What contradicted the rest is among the books' ``findings``, and marked to be recorded anew.
 
@@ -70,9 +71,10 @@ def restore(books: Books, items: Iterable[tuple[bytes, bytes]]) -> Counters | No
     if not values:
         return None
     number = _decode(FORMAT_KEY, values.pop(FORMAT_KEY, b""), int)
-    if number != FORMAT:
+    if number not in READABLE:
+        known = " and ".join(map(str, READABLE))
         raise Damaged(
-            f"the ledger's record has format {number}, and this build knows {FORMAT}; start the build that wrote it"
+            f"the ledger's record has format {number}, and this build knows {known}; start the build that wrote it"
         )
     counters = _decode(COUNTERS_KEY, values.pop(COUNTERS_KEY, b""), Counters)
     entries = dict(_read(key, value) for key, value in values.items())
@@ -82,7 +84,7 @@ def restore(books: Books, items: Iterable[tuple[bytes, bytes]]) -> Counters | No
     tolerate(books)
     books.tolerated_store = books.stored
     _check(books, entries)
-    return counters
+    return counters if number == FORMAT else None
 
 
 def _decode(key: bytes, value: bytes, shape: type[V]) -> V:

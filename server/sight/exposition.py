@@ -77,9 +77,8 @@ class Exposition:
         if self._everything:
             owners |= standing.beyond_leases.keys()
         self._users.update(sorted(map(str, owners - {NOBODY})))
-        return bytes(
-            generate_latest(_Families([*self._families(view, standing), *map(_lean, self._counted.collect())]))
-        )
+        counted = map(_lean, self._counted.collect()) if self._everything else ()
+        return bytes(generate_latest(_Families([*self._families(view, standing), *counted])))
 
     def _families(self, view: View, standing: Standing) -> Iterator[Metric]:
         yield _gauge("cubroker_build_info", "The version that runs.", ("version",), {(_version(),): 1})
@@ -90,7 +89,7 @@ class Exposition:
             yield self._sessions(view)
             yield from self._waiting(view)
             yield self._beyond_leases(standing)
-        yield from _standing(standing)
+            yield from _standing(standing)
 
     def _memory(self, view: View) -> Metric:
         indexes = {device.uuid: str(device.index) for device in view.devices}

@@ -156,6 +156,8 @@ def test_it_can_ask_nothing_in_the_name_of_a_user(process: BrokerProcess, middle
             wire.pack(Envelope(b"", 90, 1, body)),
             wire.pack([number, 90, 1, ["Retire", "own", 0]]),
             wire.pack(Envelope(number.to_bytes(16), 90, 1, body)),
+            wire.pack(Envelope(number.to_bytes(8), 90, 1, body)),
+            wire.pack([number.to_bytes(8), 90, 1, ["Retire"]]),
             number.to_bytes(8) + WHOLE + bytes(16) + wire.pack(Envelope(b"", 90, 1, body)),
             *(Keyed(number, key).request(Envelope(b"", 90, 1, body)) for key in (bytes(16), other.welcome.secret)),
             number.to_bytes(8) + other.frame(90, 1, body)[8:],
@@ -163,7 +165,7 @@ def test_it_can_ask_nothing_in_the_name_of_a_user(process: BrokerProcess, middle
         ]
         *answers, last = middle.send(owner, 91, *forgeries)
         assert last
-        assert answers == [None] * 2, "those that are of another version are told that nobody has their secret"
+        assert answers == [None] * 3, "those that are of another version are told that nobody has their secret"
         assert state(owner, "own") == "current"
 
 

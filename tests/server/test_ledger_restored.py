@@ -375,9 +375,18 @@ def test_a_device_that_comes_back_has_what_was_lost_with_it_and_is_lent_again() 
 
 
 def test_a_record_of_an_unknown_format_is_refused() -> None:
-    items = varied().ledger.record() | {b"l/format": msgspec.msgpack.encode(2)}
-    with pytest.raises(Damaged, match="format 2, and this build knows 1"):
+    items = varied().ledger.record() | {b"l/format": msgspec.msgpack.encode(3)}
+    with pytest.raises(Damaged, match="format 3, and this build knows 1 and 2"):
         restored(items)
+
+
+def test_a_record_of_format_1_is_taken_up_and_has_the_newest_format_from_the_next_change_on() -> None:
+    story = varied()
+    items = story.ledger.record() | {b"l/format": msgspec.msgpack.encode(1)}
+    ledger = restored(items)
+    written = dict(ledger.changes())
+    assert written[b"l/format"] == msgspec.msgpack.encode(2)
+    assert {**items, **written} == ledger.record()
 
 
 @pytest.mark.parametrize("key", [b"l/format", b"l/counters"])
