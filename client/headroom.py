@@ -17,8 +17,8 @@ import mmap
 import os
 import resource
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from queue import Empty, SimpleQueue
 from threading import Lock, RLock, Thread, get_native_id
 
@@ -54,17 +54,18 @@ class Shortage(Exception):
     """The process, or its user, is short of descriptors, threads or memory; names the limits."""
 
 
-@contextmanager
-def turn() -> Iterator[None]:
-    """Keep other sessions of this process from starting threads for the length of a block, which waits for none.
+def turn() -> RLock:
+    """Return what keeps other sessions of this process from starting threads while it is held, for a block that waits
+    for none of them.
+
+    A lock, and no context manager in Python: an interrupt in the middle of that would leave the lock taken.
 
     Raises:
         Shortage: a signal handler or finalizer wants one in the middle of its own thread's.
     """
     if _turn._is_owned():  # type: ignore[attr-defined]
         raise Shortage("a signal handler or a finalizer came while another Broker was opened; open it elsewhere")
-    with _turn:
-        yield
+    return _turn
 
 
 def check() -> None:

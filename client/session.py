@@ -104,9 +104,8 @@ class Session:
             self.janitor = Janitor()
             undo.callback(self.janitor.stop)
             with headroom.turn():
-                headroom.try_memory(
-                    2
-                )  # for both threads: Thread.start() waits for ever for one that has no memory to run
+                # For both threads: Thread.start() waits for ever for one that has no memory to run.
+                headroom.try_memory(2)
                 self.janitor.start()
             self.recall = Recall(self.directory, self._loans)
             rebinding = Rebinding(self._loans, self._lock, self.inbox, self.janitor)
