@@ -14,6 +14,7 @@ from typing import Self
 import msgspec
 
 from cubroker.client import header
+from cubroker.protocol import wire
 from cubroker.protocol.errors import Invalid, NotFound
 
 INDEX = "model.safetensors.index.json"
@@ -24,6 +25,9 @@ Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
 class _Index(msgspec.Struct, frozen=True):
     weight_map: dict[str, str]
+
+
+wire.prepare(_Index)
 
 
 @dataclass(frozen=True, slots=True)

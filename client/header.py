@@ -17,7 +17,7 @@ from typing import Annotated, Any, NoReturn, TypeVar
 
 import msgspec
 
-from cubroker.protocol import CubrokerError, dtypes
+from cubroker.protocol import CubrokerError, dtypes, wire
 from cubroker.protocol.errors import Denied, Invalid, NotFound
 from cubroker.protocol.layout import MAX_RANK
 from cubroker.protocol.system_errors import reason, remedy
@@ -34,6 +34,9 @@ class _Info(msgspec.Struct, frozen=True):
     dtype: str
     shape: Annotated[tuple[_Size, ...], msgspec.Meta(max_length=MAX_RANK)]
     data_offsets: tuple[_Size, _Size]
+
+
+wire.prepare(_Info)
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,10 +55,10 @@ class Shortage(Exception):
 
 
 def turn() -> RLock:
-    """Return what keeps other sessions of this process from starting threads while it is held, for a block that waits
-    for none of them.
+    """Return what keeps other sessions of this process from starting threads while it is held.
 
-    A lock, and no context manager in Python: an interrupt in the middle of that would leave the lock taken.
+    The holder waits for none of these sessions. This is a bare lock: an interrupt in the middle of a context manager
+    that is written in Python would leave it taken.
 
     Raises:
         Shortage: a signal handler or finalizer wants one in the middle of its own thread's.

@@ -22,6 +22,9 @@ class _Kind(Struct, array_like=True):
     name: str
 
 
+wire.prepare(_Kind)
+
+
 def read(data: bytes) -> Notice | None:
     """Return a notice; None, and a line in the log, if it is of a kind that this client does not know.
 

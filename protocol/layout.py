@@ -302,3 +302,6 @@ def _nbytes(name: str, dtype: str, shape: Sequence[int]) -> int:
         return dtypes.nbytes(dtype, shape)
     except Invalid as error:
         raise Invalid(f"tensor {name!r}: {error.message}") from None
+
+
+wire.prepare(Layout, _Encoded)

@@ -36,7 +36,7 @@ from cubroker.protocol.bounds import (
     Uuid,
 )
 from cubroker.protocol.infos import BlockInfo, ClientInfo, DeviceInfo, Line, PoolInfo, WaiterInfo
-from cubroker.protocol.wire import MAX_ITEMS
+from cubroker.protocol.wire import MAX_ITEMS, prepare
 
 VERSIONS = (1, 2, 3, 4)
 """Protocol versions that this build speaks, oldest first."""
@@ -635,3 +635,6 @@ class Answer(Struct, frozen=True, array_like=True):
 
     id: Identifier
     body: Reply
+
+
+prepare(Greeting, Notice, Answer)  # those that a client reads, on any of its threads

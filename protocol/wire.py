@@ -55,6 +55,16 @@ def unpack(data: bytes | memoryview, shape: object) -> object:
         raise Invalid(f"a message that cannot be read as {_name(shape)}: {str(error)[:200]}") from None
 
 
+def prepare(*shapes: object) -> None:
+    """Build what decodes ``shapes``: for the module that defines them, while it is imported.
+
+    msgspec (0.22.0) notes on a struct's class what it knows of the fields before it knows them all. Another thread, or
+    a signal handler, that decodes the struct for the first time meanwhile crashes the process.
+    """
+    for shape in shapes:
+        _decoder(shape)
+
+
 @cache
 def _decoder(shape: object) -> msgspec.msgpack.Decoder[Any]:
     return msgspec.msgpack.Decoder(shape)

@@ -9,7 +9,9 @@ import pytest
 from cubroker.client import Broker
 from cubroker.protocol.errors import Exists, NotFound, Retired, TimedOut
 from cubroker.protocol.messages import Attach, Attached, Close, Done
+from tests.brokers import BrokerProcess
 from tests.client.conftest import content, publish
+from tests.client.scripts import run
 
 pytestmark = pytest.mark.usefixtures("share")
 
@@ -65,3 +67,46 @@ def test_requests_may_be_pipelined(client: Broker, name: str) -> None:
     assert len(leases) == 200
     closed = [client.requests.submit(Close(lease)) for lease in leases]
     assert {type(future.result(60)) for future in closed} == {Done}
+
+
+def test_threads_may_open_brokers_as_the_first_thing_that_a_process_does(lender: BrokerProcess) -> None:
+    program = """
+    import faulthandler
+    faulthandler.enable()
+
+    def first():
+        together.wait()
+        with Broker(directory) as broker:
+            seen.append(len(broker.devices()))
+
+    together, seen = threading.Barrier(8), []
+    sys.setswitchinterval(1e-6)
+    threads = [threading.Thread(target=first) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    print(seen)
+    """
+    for _ in range(5):
+        done = run(lender, program)
+        assert (done.returncode, done.stdout, done.stderr) == (0, f"{[2] * 8}\n", "")
+
+
+def test_nothing_is_left_to_be_built_for_the_first_answer_of_a_kind(lender: BrokerProcess) -> None:
+    program = """
+    from cubroker.protocol import wire
+
+    built = wire._decoder.cache_info().misses
+    with Broker(directory) as broker:
+        with broker.watch("first") as changes, broker.create("first", Layout.pack([("a", "U8", (4,))])) as draft:
+            draft["a"].copy_from_bytes(bytes(4))
+            draft.seal()
+            next(changes)
+        with broker.attach("first") as pool:
+            pool["a"].tobytes()
+        broker.pools(), broker.clients(), broker.devices(), broker.retire("first")
+    print(wire._decoder.cache_info().misses - built)
+    """
+    done = run(lender, program)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")
