@@ -230,19 +230,20 @@ class DeviceMemory(Orders[Allocate | Free]):
             self._stored.remove(ticket)
             for number in range(len(pieces)):
                 self._store.drop(stored_as(ticket, number))
-        kept = [piece for piece in pieces if not self._give_back(ticket, piece)]
+        freed = self._watch.freeing(self._device.uuid, ticket)
+        kept = [piece for piece in pieces if not self._give_back(piece, freed)]
         if kept:
             log.error("%d of %d allocations of ticket %d remain allocated", len(kept), len(pieces), ticket)
         return sum(piece.nbytes for piece in kept)
 
-    def _give_back(self, ticket: int, piece: Mapped | Unmapped | Inherited) -> bool:
+    def _give_back(self, piece: Mapped | Unmapped | Inherited, freed: Callable[[int], None]) -> bool:
         try:
-            with self._watch.freeing(self._device.uuid, ticket, piece.nbytes):
-                piece.release()
+            piece.release()
         except DriverError as error:
             log.error("device %d: %s", self._device.index, error)
             return False
         except Exception:  # as in an allocation, the thread must go on
             log.exception("device %d: freeing failed in an unexpected way", self._device.index)
             return False
+        freed(piece.nbytes)
         return True

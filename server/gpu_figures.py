@@ -16,8 +16,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 
@@ -65,20 +64,26 @@ class GpuFigures(Watch):
 
     def __init__(self, load: Callable[[], Nvml] = Nvml) -> None:
         self._load = load
+        self._looked_at = True
         self._lock = threading.Lock()
         self._keepers: dict[tuple[str, int], Keeper] = {}
 
-    @contextmanager
-    def freeing(self, device: str, ticket: int, nbytes: int) -> Iterator[None]:
-        """In the block the broker lets go of a piece of a ticket's memory, on a device by UUID."""
-        before = self._figures(device)
-        yield
-        after = self._figures(device) if before else None
-        for pid, figure in (after or {}).items():
-            assert before
-            if figure - before.get(pid, 0) == nbytes and (began := started(pid)) is not None:
-                with self._lock:
-                    self._kept(device, pid, began, figure - nbytes).add(ticket, nbytes)
+    def adjust(self, *, looked_at: bool) -> None:
+        """Ask for no figures as memory is freed while they are looked at by nobody; what is known stays known."""
+        self._looked_at = looked_at
+
+    def freeing(self, device: str, ticket: int) -> Callable[[int], None]:
+        """The broker lets go of a ticket's memory, on a device by UUID; to be told each piece's bytes once it has."""
+        before = self._figures(device) if self._looked_at else None
+
+        def freed(nbytes: int) -> None:
+            nonlocal before
+            if before:
+                after = self._figures(device)
+                self._compare(device, ticket, nbytes, before, after or {})
+                before = after
+
+        return freed
 
     def look(self, clients: Collection[tuple[int, int]], users: Collection[int]) -> list[Process]:
         """Return the processes that keep freed memory: those that have a session, and others of these users."""
@@ -96,6 +101,15 @@ class GpuFigures(Watch):
         looked = [Process(pid, uid, memory.get(pid)) for pid, uid in clients]
         others = ((pid, user(pid)) for pid in memory.keys() - {pid for pid, _ in clients})
         return looked + [Process(pid, uid, memory[pid]) for pid, uid in others if uid in users]
+
+    def _compare(
+        self, device: str, ticket: int, nbytes: int, before: Mapping[int, int], after: Mapping[int, int]
+    ) -> None:
+        """Note the processes whose figures rose by a piece."""
+        for pid, figure in after.items():
+            if figure - before.get(pid, 0) == nbytes and (began := started(pid)) is not None:
+                with self._lock:
+                    self._kept(device, pid, began, figure - nbytes).add(ticket, nbytes)
 
     def _kept(self, device: str, pid: int, began: int, figure: int) -> Keeper:
         """Return the record of a process, a new one if there is none of it."""

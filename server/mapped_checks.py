@@ -59,6 +59,7 @@ class MappedChecks(Orders[Check]):
     def __init__(self, watch: Watch, seconds: float) -> None:
         self._watch = watch
         self._seconds = seconds
+        watch.adjust(looked_at=seconds > 0)
         self._loop = asyncio.get_running_loop()
         self._handle: Callable[[Event], None] = lambda _: None
         self._clients: Callable[[], Iterable[Client]] = tuple
@@ -76,6 +77,7 @@ class MappedChecks(Orders[Check]):
     def adjust(self, seconds: float) -> None:
         """Have another time from one check to the next; without checks nothing is known any more."""
         self._seconds = seconds
+        self._watch.adjust(looked_at=seconds > 0)
         if not seconds:
             self._void = self._under_way  # leases that end from now on are not noted
             self._handle(Measured(()))

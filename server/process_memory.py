@@ -11,8 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,10 +47,12 @@ class Watch:
     def freed(self, ticket: int) -> None:
         """Note that the broker has freed memory: processes that refer to it still have it."""
 
-    @contextmanager
-    def freeing(self, device: str, ticket: int, nbytes: int) -> Iterator[None]:
-        """In the block the broker lets go of a piece of a ticket's memory, on a device by UUID."""
-        yield
+    def adjust(self, *, looked_at: bool) -> None:
+        """Note whether :meth:`look` is called from now on: what only serves that, and costs, is left out otherwise."""
+
+    def freeing(self, device: str, ticket: int) -> Callable[[int], None]:
+        """The broker lets go of a ticket's memory, on a device by UUID; to be told each piece's bytes once it has."""
+        return lambda _: None
 
     def look(self, clients: Collection[tuple[int, int]], users: Collection[int]) -> list[Process]:
         """Return which memory processes refer to, those that have a session, and others of these users.

@@ -14,13 +14,17 @@ import pytest
 from cubroker.server import gpu_figures
 from cubroker.server.gpu_figures import GpuFigures
 from cubroker.server.ledger.events import Process
+from cubroker.server.mapped_checks import MappedChecks
 from cubroker.server.nvml import Nvml, NvmlError
+from tests.server.loops import run
 
 GPU, OTHER = "GPU-0", "GPU-1"
 MIB, GIB = 1 << 20, 1 << 30
 CONTEXT = 518 * MIB
 ALICE, BOB = 4001, 4002
 OURS = os.getpid()
+NEVER = 86_400.0
+"""Seconds to the next check."""
 
 
 class Figures(Nvml):
@@ -28,8 +32,10 @@ class Figures(Nvml):
 
     def __init__(self) -> None:
         self.figures: dict[str, dict[int, int]] = {GPU: {}, OTHER: {}}
+        self.asked = 0
 
     def processes(self, uuid: str) -> dict[int, int]:
+        self.asked += 1
         if uuid not in self.figures:
             raise NvmlError("nvmlDeviceGetHandleByUUID", 6)
         return dict(self.figures[uuid])
@@ -44,9 +50,10 @@ class Scene:
 
     def frees(self, ticket: int, nbytes: int, *keepers: int, device: str = GPU) -> None:
         """The broker frees a piece, which from then on counts for each of these processes."""
-        with self.watch.freeing(device, ticket, nbytes):
-            for pid in keepers:
-                self.nvml.figures[device][pid] = self.nvml.figures[device].get(pid, 0) + nbytes
+        freed = self.watch.freeing(device, ticket)
+        for pid in keepers:
+            self.nvml.figures[device][pid] = self.nvml.figures[device].get(pid, 0) + nbytes
+        freed(nbytes)
 
     def memory(self, pid: int = OURS) -> object:
         (found,) = self.watch.look({(pid, ALICE)}, ())
@@ -90,12 +97,42 @@ def test_each_piece_is_let_go_of_by_itself(scene: Scene) -> None:
     assert scene.memory() == {8: GIB}
 
 
+def test_the_library_is_asked_once_per_ticket_and_once_per_piece(scene: Scene) -> None:
+    freed = scene.watch.freeing(GPU, 7)
+    for kept in (GIB, 0, GIB):
+        scene.mine[OURS] += kept
+        freed(GIB)
+    assert scene.nvml.asked == 4
+    assert scene.memory() == {7: 2 * GIB}
+
+
+def test_the_library_is_asked_nothing_while_there_are_no_checks(scene: Scene) -> None:
+    async def test() -> None:
+        checks = MappedChecks(scene.watch, 0)
+        try:
+            scene.frees(7, GIB, OURS)
+            assert scene.nvml.asked == 0
+            checks.adjust(NEVER)
+            scene.frees(8, GIB, OURS)
+            assert scene.nvml.asked == 2
+            checks.adjust(0)
+            scene.frees(9, GIB, OURS)
+            assert scene.nvml.asked == 2
+        finally:
+            checks.stop()
+            checks.close()
+
+    run(test())
+    assert scene.memory() == {8: GIB}
+
+
 def test_what_is_not_kept_or_is_of_another_size_counts_for_nobody(scene: Scene) -> None:
     scene.frees(7, GIB)
-    with scene.watch.freeing(GPU, 8, GIB):
-        scene.mine[OURS] += 2 * MIB  # a small allocation of its own
-    with scene.watch.freeing(GPU, 9, GIB):
-        scene.mine[OURS] -= 2 * MIB
+    freed = scene.watch.freeing(GPU, 8)
+    scene.mine[OURS] += 2 * MIB  # a small allocation of its own
+    freed(GIB)
+    scene.mine[OURS] -= 2 * MIB
+    freed(GIB)
     assert scene.memory() is None
 
 
@@ -133,8 +170,7 @@ def test_devices_are_told_apart_and_one_that_gives_no_figures_changes_nothing(sc
     del scene.nvml.figures[OTHER]
     scene.mine[OURS] -= GIB
     assert scene.memory() == {7: GIB}
-    with scene.watch.freeing(OTHER, 8, GIB):
-        pass
+    scene.watch.freeing(OTHER, 8)(GIB)
     assert scene.memory() == {7: GIB}
 
 
@@ -153,8 +189,7 @@ def test_without_the_library_nothing_is_known(caplog: pytest.LogCaptureFixture) 
 
     watch = GpuFigures(load)
     for _ in range(2):
-        with watch.freeing(GPU, 7, GIB):
-            pass
+        watch.freeing(GPU, 7)(GIB)
     assert watch.look({(OURS, ALICE)}, ()) == [Process(OURS, ALICE, None)]
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
