@@ -48,13 +48,14 @@ class Draft(Pool):
         Raises:
             Invalid: arrays or framework tensors of it are in use; the draft stays open.
             Unsupported: a digest of what its readers may write, or for a broker that is too old; the draft stays open.
+            DeviceFailure, OutOfMemory: a digest could not be computed; the draft stays open.
             DeviceFailure: the memory could not be unmapped yet; the draft is not published, and discarded when it is.
             Unavailable, TimedOut: the broker is gone or silent; the draft may or may not be published.
         """
         self._owner.check()
         with self._closing:
             mapped = self._memory()
-            if in_use := mapped.end(prepare=self._digesting() if digest else self._loan.seal_at_end):
+            if in_use := mapped.end(prepare=self._digesting() if digest else lambda: self._loan.seal):
                 names = ", ".join(in_use[:8]) + (f" and {len(in_use) - 8} more" if len(in_use) > 8 else "")
                 raise Invalid(f"{self._label} is still in use: {names}; drop the arrays made from it, then seal")
             self._drop()
@@ -64,8 +65,8 @@ class Draft(Pool):
         """Raise ``Invalid``: there is nothing yet that a draft could be compared with."""
         raise Invalid(f"{self._label} was not published, so nothing says what it should hold; seal it first")
 
-    def _digesting(self) -> Callable[[], None]:
-        """Return what computes the digests of the memory, and has them published with it."""
+    def _digesting(self) -> Callable[[], Callable[[], None]]:
+        """Return what computes the digests of the memory; that returns what publishes it with them."""
         if self._scratch:
             raise Unsupported(
                 f"{self._label} is writable by its readers, so a digest would not tell what it holds; seal it without"
@@ -74,14 +75,14 @@ class Draft(Pool):
             raise Unsupported(f"{self._label}: the broker is too old to keep a digest; seal it without, or upgrade it")
         uuids = [replica.memory_device.uuid for replica in self.replicas]
         pieces = [span for replica in self.replicas for span in digests.spans(replica)]
-        return partial(self._seal_digested, uuids, pieces)
+        return partial(self._digested, uuids, pieces)
 
-    def _seal_digested(self, uuids: list[str], pieces: list[Span]) -> None:
+    def _digested(self, uuids: list[str], pieces: list[Span]) -> Callable[[], None]:
         try:
             found = digests.sealing(uuids, pieces, self.layout)
         except DriverError as error:
             raise devices.failure(error, f"computing the digest of {self._label}") from error
-        self._loan.seal_at_end(found)
+        return partial(self._loan.seal, found)
 
     def _release(self) -> None:
         if mapped := self._mapped:

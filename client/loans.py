@@ -147,9 +147,10 @@ class Loan:
         self._session.janitor.put(lambda: self._sleep(slept))
         return slept
 
-    def seal_at_end(self, digests: Digests | None = None) -> None:
-        """Let the end of the memory publish the draft, with ``digests`` of it, instead of discarding it."""
+    def seal(self, digests: Digests | None = None) -> None:
+        """As :meth:`end`, but the draft is published, with ``digests`` of it: it may not be written any more."""
         self._last = Seal if digests is None else partial(SealDigested, digests=digests)
+        self.end()
 
     def confirm(self, slept: Future[Reply] | None = None) -> Reply:
         """Wait until the broker has the lease back, and return what it answered; for loans that are ending.

@@ -120,22 +120,22 @@ class Mapped:
         held = [lent for lent in self._lent if lent.held]
         return min(held, key=lambda lent: lent.storing, default=None)
 
-    def end(self, prepare: Callable[[], None] | None = None) -> tuple[str, ...]:
+    def end(self, prepare: Callable[[], Callable[[], None]] | None = None) -> tuple[str, ...]:
         """Unmap now, whoever holds this object, unless tensors are in use outside; returns the names of those.
 
         ``prepare`` is called just before, when nobody can begin to use one any more; if it fails, nothing has ended.
+        It returns what starts the unmapping instead of ``finish``. From that call on the end is not undone.
         """
         with self._lock:
             names = tuple(sorted({lent.name for lent in self._lent}))
             if not names:
                 self._ended = True
                 try:
-                    if prepare:
-                        prepare()
+                    finish = prepare() if prepare else self._finish
                 except BaseException:
                     self._ended = False
                     raise
-                self._finish()
+                finish()
         return names
 
 

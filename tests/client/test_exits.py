@@ -243,3 +243,62 @@ def test_an_interrupt_at_any_place_leaves_nothing_behind(lender: BrokerProcess, 
     done = run(lender, program, what, measured=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert int(done.stdout) > 50
+
+
+def test_a_draft_that_an_interrupted_seal_leaves_open_is_discarded_without_another(lender: BrokerProcess) -> None:
+    """The interrupt comes before each bytecode of a seal in turn, as no signal can be timed to."""
+    program = """
+        import itertools
+        from contextlib import suppress
+        from cubroker.client import draft as drafts, loans, mapping
+        from cubroker.protocol.errors import Invalid
+        from tests.brokers import eventually
+
+        FILES = {module.__file__ for module in (drafts, loans, mapping)}
+
+        def interrupt(number):
+            def step(frame, event, _):
+                global left
+                if frame.f_code.co_filename not in FILES:
+                    return None
+                frame.f_trace_opcodes = True
+                if event == "opcode":
+                    left -= 1
+                    if left == 0:
+                        raise KeyboardInterrupt
+                return step
+
+            global left
+            left = number
+            sys.settrace(step)
+
+        written = set()
+        with Broker(directory) as broker:
+            for number in itertools.count(1):
+                name, done = f"sealed-{number}", False
+                with suppress(KeyboardInterrupt), broker.create(name, Layout.pack([("a", "U8", (4,))])) as draft:
+                    try:
+                        interrupt(number)
+                        draft.seal(digest=sys.argv[2] == "digest")
+                        done = True
+                    except KeyboardInterrupt:
+                        with suppress(Invalid):
+                            draft["a"].copy_from_bytes(b"late")
+                            written.add(name)
+                        raise
+                    finally:
+                        sys.settrace(None)
+                eventually(lambda: all(pool.state != "draft" for pool in broker.pools()), "the end of the draft")
+                published = [pool.name for pool in broker.pools() if pool.name == name]
+                assert not written.intersection(published), f"place {number}"
+                for each in published:
+                    broker.retire(each)
+                if done:
+                    break
+        print(number, len(written))
+    """
+    for how in ("digest", "plain"):
+        done = run(lender, program, how, measured=False)
+        assert (done.returncode, done.stderr) == (0, "")
+        places, written = map(int, done.stdout.split())
+        assert places > written > 10
