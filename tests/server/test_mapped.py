@@ -101,9 +101,11 @@ def test_memory_that_is_opened_by_handle_is_seen_too() -> None:
         attached = client.attach("a")
         driver = load(client.welcome.driver)
         try:
-            driver.context(0).open(attached.replicas[0].handles[0])
+            context = driver.context(0)
+            pointer = context.open(attached.replicas[0].handles[0])
             client.ask(Close(attached.lease), Done)
             eventually(lambda: mine(client) == 2 << 20, "the broker to look")
+            context.close(pointer)  # a context lives on while another driver of this process has it
         finally:
             driver.close()
         client.ask(Close(client.attach("a").lease), Done)
