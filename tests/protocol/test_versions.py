@@ -28,6 +28,7 @@ FIRST: list[tuple[msgspec.Struct, list[Any]]] = [
     ),
     (m.Close(7), ["Close", 7]),
     (m.Welcome(1, 7, SECRET, "cuda", 1000), ["Welcome", 1, 7, SECRET, "cuda"]),
+    (m.Welcome(1, 7, SECRET, "cuda"), ["Welcome", 1, 7, SECRET, "cuda"]),
 ]
 """Messages, and the arrays that a build of version 1 reads: it refuses one with another number of elements."""
 
