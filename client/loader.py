@@ -104,8 +104,7 @@ def load(
                 copying = _fill(checkpoint, pool, progress)
                 checkpoint.check_unchanged()
                 version = pool.seal(digest=digest)
-    seconds = time.perf_counter() - began
-    return Loaded(name, version, held.nbytes, len(held.tensors), seconds, copying, loaded)
+    return Loaded(name, version, held.nbytes, len(held.tensors), time.perf_counter() - began, copying, loaded)
 
 
 def _trusted(broker: Broker, owner: Owner | Sequence[Owner] | None) -> tuple[int, ...]:

@@ -272,9 +272,17 @@ class Context:
         the same work and leaves captures alone (measured on H200s, driver 580.159; tests/gpu measures again). So does
         freeing device memory, of which a full device has none to allocate first.
         """
-        with mmap.mmap(-1, mmap.PAGESIZE) as page, address(page, writable=True) as (pointer, nbytes), self.current():
-            self.calls.cuMemHostRegister(pointer, nbytes, 0)
-            self.calls.cuMemHostUnregister(pointer)
+        page = mmap.mmap(-1, mmap.PAGESIZE)  # goes with its last user, which after an interrupt is the traceback
+        with address(page, writable=True) as (pointer, nbytes), self.current():
+            try:
+                self.calls.cuMemHostRegister(pointer, nbytes, 0)
+                self.calls.cuMemHostUnregister(pointer)
+            except DriverError:
+                raise
+            except BaseException:  # an interrupt, in whichever of the two: no page is unmapped while it is registered
+                with suppress(DriverError):
+                    self.calls.cuMemHostUnregister(pointer)
+                raise
 
     def copies(self) -> Stream:
         """Return the context's own stream, in which its copies are made; it is closed with the context."""

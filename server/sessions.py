@@ -9,7 +9,7 @@ import os
 import select
 import socket
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 from cubroker.protocol import wire
 from cubroker.protocol.authentication import authentication
@@ -196,28 +196,38 @@ class Session:
         """
         if self._connection is None:
             return True
-        try:
-            if _is_writable(self._connection):
-                with parcel.lend(descriptors) as lent:
-                    socket.send_fds(self._connection, [data], lent)
-                return True
-        except PermissionError as error:
-            log.error(
-                "session %d is not sent the memory of lease %d, which this broker may not open for reading: %s; if"
-                " a broker of another user made it, publish it anew",
-                self.number,
-                parcel.lease,
-                error,
-            )
-            return True
-        except OSError as error:
-            if error.errno not in SCARCE:
-                log.debug("session %d: %s", self.number, error)  # as in send()
-                return True
-            self._loop.call_later(PAUSE, self._drain)
-        else:
+        if not _is_writable(self._connection):
             self._loop.add_writer(self._connection, self._resume, self._connection)
+            return False
+        with ExitStack() as lending:
+            try:
+                lent = lending.enter_context(parcel.lend(descriptors))
+            except OSError as error:
+                return self._cannot_lend(parcel.lease, error)
+            try:
+                socket.send_fds(self._connection, [data], lent)
+            except OSError as error:
+                if error.errno in SCARCE:
+                    return self._later()
+                log.debug("session %d: %s", self.number, error)  # as in send()
+        return True
+
+    def _later(self) -> bool:
+        self._loop.call_later(PAUSE, self._drain)
         return False
+
+    def _cannot_lend(self, lease: int, error: OSError) -> bool:
+        """Try again later if the system is short of something; else give up what the log tells of."""
+        if error.errno in SCARCE:
+            return self._later()
+        log.error(
+            "session %d is not sent the memory of lease %d, which this broker cannot open for reading: %s; if a broker"
+            " of another user made it, publish it anew",
+            self.number,
+            lease,
+            error,
+        )
+        return True
 
     def _resume(self, connection: socket.socket) -> None:
         self._loop.remove_writer(connection)

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -28,10 +28,12 @@ def environment(**changes: str) -> dict[str, str]:
     return kept | changes
 
 
-def run(*arguments: str | Path, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Run ``cubroker`` to its end."""
+def run(
+    *arguments: str | Path, env: Mapping[str, str] | None = None, before: Sequence[str] = ()
+) -> subprocess.CompletedProcess[str]:
+    """Run ``cubroker`` to its end, by a command that starts others if there is one ``before``."""
     return subprocess.run(
-        [*COMMAND, *map(str, arguments)],
+        [*before, *COMMAND, *map(str, arguments)],
         env=environment() if env is None else env,
         stdin=subprocess.DEVNULL,
         capture_output=True,

@@ -137,6 +137,12 @@ def publish(broker: Broker, name: str) -> None:
     broker.retire(name)
 
 
+def digest(broker: Broker, name: str) -> None:
+    with broker.create(name, LAYOUT) as draft:
+        draft.seal(digest=True)
+    broker.retire(name)
+
+
 def discard(broker: Broker, name: str) -> None:
     with broker.create(name, LAYOUT):
         pass

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.processes import COMMAND, DEADLINE, environment
+from tests.cli.processes import COMMAND, environment, run
 from tests.hostile.test_keep import child
 from tests.server.configured import Configured
 from tests.server.processes import gateway_of
@@ -68,15 +68,8 @@ class KeptUnprivileged(Unprivileged):
 
 def cubroker(directory: Path, uid: int, *arguments: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run ``cubroker`` to its end, as a user who may connect."""
-    return subprocess.run(
-        [*become(uid, CLIENTS), *COMMAND, *map(str, arguments)],
-        env=environment(CUBROKER_DIR=str(directory), **variables),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE,
-        check=False,
-    )
+    variables["CUBROKER_DIR"] = str(directory)
+    return run(*arguments, env=environment(**variables), before=become(uid, CLIENTS))
 
 
 @contextmanager

@@ -375,11 +375,12 @@ def test_what_is_lent_in_the_place_of_descriptors_is_opened_for_each_packet_and_
                 named(*range(900, 911)),
             ]
             assert not lent
-            refusals.append(errno.EACCES)
-            pair.session.hand_over(Parcel(2, (100,), files, lend=lend))
-            pair.session.notify(GatewayChanged())
-            assert pair.heard() == [GatewayChanged()]
-            assert "session 1 is not sent the memory of lease 2, which this broker may not open" in caplog.text
+            for lease, failure in ((2, errno.EACCES), (3, errno.ENOENT)):
+                refusals.append(failure)
+                pair.session.hand_over(Parcel(lease, (100,), files, lend=lend))
+                pair.session.notify(GatewayChanged())
+                assert pair.heard() == [GatewayChanged()]
+                assert f"session 1 is not sent the memory of lease {lease}, which this broker cannot" in caplog.text
 
     run(test())
 
