@@ -35,7 +35,7 @@ which can take megabytes, and any number of requests may wait for it."""
 LEASES = (Attached, Created)
 
 
-class Kept(Struct, frozen=True, gc=False):
+class KeptAnswer(Struct, frozen=True, gc=False):
     """An answer that its client may not have.
 
     Attributes:
@@ -137,7 +137,7 @@ class Answers:
         self._nbytes = 0  # what is on the account, layouts apart
         self._travelling = 0  # bytes of requests without an answer and of answers without a receipt
         self._pending: dict[int, tuple[bytes, int, bytes]] = {}  # routing id, bytes and layout of the request
-        self._kept: dict[int, Kept] = {}
+        self._kept: dict[int, KeptAnswer] = {}
         self._received = Spans(receipts.received)
         self._oldest = receipts.oldest
         self._refused = receipts.refused
@@ -259,7 +259,7 @@ class Answers:
         """Forget a pending request whose answer, ``nbytes`` long, is not kept; return the routing id to send it to."""
         routing = self._answered(number)
         if number >= self._oldest:
-            self._keep(number, Kept(None, OVERHEAD, b"", nbytes))
+            self._keep(number, KeptAnswer(None, OVERHEAD, b"", nbytes))
         return routing
 
     def is_pending(self, number: int) -> bool:
@@ -295,7 +295,7 @@ class Answers:
             self._lasting.remove(number)
             self._changes[number] = None
 
-    def _keep(self, number: int, answer: Kept) -> None:
+    def _keep(self, number: int, answer: KeptAnswer) -> None:
         self._kept[number] = answer
         self._nbytes += answer.cost
         self._travelling += answer.travelling
@@ -313,6 +313,6 @@ class Answers:
         return self._nbytes + cost + len(layout) <= SHARE or self._account.has_room(cost, layout)
 
 
-def _kept(answer: Frame) -> Kept:
+def _kept(answer: Frame) -> KeptAnswer:
     own, layout = parts(answer)
-    return Kept(answer, own + OVERHEAD, layout, own + len(layout))
+    return KeptAnswer(answer, own + OVERHEAD, layout, own + len(layout))

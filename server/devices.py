@@ -19,7 +19,7 @@ from cubroker.server.ledger.entries import BY_DESCRIPTOR, VMM
 from cubroker.server.ledger.events import Allocate, Allocated, Event, Free, Freed, NotAllocated
 from cubroker.server.ledger.room import rounded
 from cubroker.server.orders import Orders
-from cubroker.server.process_memory import Watch
+from cubroker.server.process_memory import MemoryWatch
 
 if TYPE_CHECKING:
     from cubroker.driver.linux import FileId
@@ -130,13 +130,13 @@ class DeviceMemory(Orders[Allocate | Free]):
         device: Device,
         report: Callable[[Event], None],
         store: Store | None = None,
-        watch: Watch | None = None,
+        watch: MemoryWatch | None = None,
     ) -> None:
         self._driver = driver
         self._device = device
         self._report = report
         self._store = store
-        self._watch = watch or Watch()
+        self._watch = watch or MemoryWatch()
         self._stored: set[int] = set()
         self._left: set[int] = set()
         self._pieces: dict[int, list[Mapped | Unmapped | Inherited]] = {}

@@ -22,7 +22,7 @@ from functools import cached_property, partial
 
 from cubroker.server.ledger.events import Process
 from cubroker.server.nvml import Nvml, NvmlError
-from cubroker.server.process_memory import Watch, started, user
+from cubroker.server.process_memory import MemoryWatch, started, user
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ MAX_KEEPERS, MAX_PIECES = 4096, 4096
 
 
 @dataclass(slots=True, eq=False)
-class Keeper:
+class Retention:
     """A process that keeps freed memory of a device. It started at ``began``, and keeps ``pieces``: ticket and bytes.
 
     ``peak`` is its largest figure since, less what it has let go of.
@@ -55,7 +55,7 @@ class Keeper:
             self.peak -= self.pieces.popleft()[1]
 
 
-class GpuFigures(Watch):
+class GpuFigures(MemoryWatch):
     """Compares the figures of processes before and after the broker frees memory.
 
     Args:
@@ -66,7 +66,7 @@ class GpuFigures(Watch):
         self._load = load
         self._looked_at = True
         self._lock = threading.Lock()
-        self._keepers: dict[tuple[str, int], Keeper] = {}
+        self._keepers: dict[tuple[str, int], Retention] = {}
 
     def adjust(self, *, looked_at: bool) -> None:
         """Ask for no figures as memory is freed while they are looked at by nobody; what is known stays known."""
@@ -111,11 +111,11 @@ class GpuFigures(Watch):
                 with self._lock:
                     self._kept(device, pid, began, figure - nbytes).add(ticket, nbytes)
 
-    def _kept(self, device: str, pid: int, began: int, figure: int) -> Keeper:
+    def _kept(self, device: str, pid: int, began: int, figure: int) -> Retention:
         """Return the record of a process, a new one if there is none of it."""
         keeper = self._keepers.pop((device, pid), None)
         if keeper is None or keeper.began != began:
-            keeper = Keeper(pid, began, device, figure)
+            keeper = Retention(pid, began, device, figure)
         self._keepers[device, pid] = keeper
         if len(self._keepers) > MAX_KEEPERS:
             del self._keepers[next(iter(self._keepers))]

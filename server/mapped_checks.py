@@ -16,7 +16,7 @@ from typing import NamedTuple
 from cubroker.server.ledger.events import Event, Measured, Measuring, Process
 from cubroker.server.ledger.permissions import ROOT
 from cubroker.server.orders import Orders
-from cubroker.server.process_memory import Watch
+from cubroker.server.process_memory import MemoryWatch
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class MappedChecks(Orders[Check]):
         seconds: from one check to the next; 0: there are none.
     """
 
-    def __init__(self, watch: Watch, seconds: float) -> None:
+    def __init__(self, watch: MemoryWatch, seconds: float) -> None:
         self._watch = watch
         self._seconds = seconds
         watch.adjust(looked_at=seconds > 0)

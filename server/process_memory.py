@@ -35,7 +35,7 @@ _LINK = "/memfd:cubroker-"
 """And behind a descriptor of them."""
 
 
-class Watch:
+class MemoryWatch:
     """Told by the devices' threads what becomes of memory, and asked by another thread who refers to it.
 
     This one sees nothing.
@@ -71,7 +71,7 @@ class Part(NamedTuple):
     nbytes: int
 
 
-class Files(Watch):
+class Files(MemoryWatch):
     """The files that the broker's memory is and was, on emulated devices, and the processes that refer to them."""
 
     def __init__(self) -> None:

@@ -31,7 +31,7 @@ from cubroker.protocol.messages import (
 from cubroker.server import batches
 from cubroker.server.accounts import MAX_BYTES, Accounts
 from cubroker.server.answers import LEASES, MAX_REQUESTS, Frame, Verdict, weight
-from cubroker.server.digests import Digests
+from cubroker.server.layout_hashes import LayoutHashes
 from cubroker.server.ledger.events import Asked
 from cubroker.server.scribe import Scribe, lasts
 from cubroker.server.sessions import Session
@@ -87,7 +87,7 @@ class Requests:
         self._send = send
         self._scribe = scribe
         self._sessions: dict[bytes, Session] = {}  # by what their requests begin with
-        self._digests = Digests()
+        self._layout_hashes = LayoutHashes()
         self._outbox: list[list[batches.Part]] = [[]]  # batches, of which the last is not full
         self._unsent = 0
         self._accounts = Accounts()
@@ -166,19 +166,19 @@ class Requests:
         elif (nbytes := weight(answer)) > LARGE:
             self._turns.put(session.peer.uid, session, request, self._delivery(session, routing, answer, nbytes))
         else:
-            self._put(routing, session.authentication.reply(answer, self._digests.of), nbytes)
+            self._put(routing, session.authentication.reply(answer, self._layout_hashes.of), nbytes)
 
     def _delivery(self, session: Session, routing: bytes, answer: Answer, nbytes: int) -> Job:
         """Send a lease that is encoded with its batch: many may wait that have the same layout."""
         if layout := session.authentication.bulk(answer.body):
-            yield from self._digests.steps(layout)
-        self._put(routing, partial(session.authentication.reply, answer, self._digests.of), nbytes)
+            yield from self._layout_hashes.steps(layout)
+        self._put(routing, partial(session.authentication.reply, answer, self._layout_hashes.of), nbytes)
 
     def _frame(self, session: Session, answer: Answer) -> Frame:
         """Encode an answer, unless it is a lease, which is no longer than a client reads."""
         if type(answer.body) in LEASES:
             return answer
-        data = session.authentication.reply(answer, self._digests.of)
+        data = session.authentication.reply(answer, self._layout_hashes.of)
         return data if len(data) <= wire.MAX_MESSAGE else session.authentication.reply(Answer(answer.id, TOO_LONG))
 
     def _refuse(self, session: Session, request: int, routing: bytes, refusal: Failed) -> None:

@@ -19,7 +19,7 @@ from cubroker.server.sight.exposition import Exposition, Standing
 from cubroker.server.sight.lookout import Lookout
 from cubroker.server.sight.meters import Meters
 from cubroker.server.sight.observer import Sight
-from cubroker.server.sight.tokens import Guard, read
+from cubroker.server.sight.tokens import TokenCheck, read
 from cubroker.server.sight.window import Showing, Window
 from cubroker.server.unix_sockets import BoundSocket
 
@@ -63,7 +63,7 @@ def open_window(
     otherwise = everything if isinstance(where, Path) and token is None else None
     if otherwise is None and metrics.public:
         otherwise = showing(everything=False).routes
-    window = Window(listener, Guard(token, everything, otherwise).admit, remove)
+    window = Window(listener, TokenCheck(token, everything, otherwise).admit, remove)
     log.info("metrics, and a page to look at, are on %s, %s", _name(listener), _readers(metrics))
     return window
 

@@ -38,7 +38,7 @@ CHALLENGE = (("WWW-Authenticate", 'Basic realm="cubroker", charset="UTF-8"'), ("
 
 
 @dataclass(frozen=True, slots=True)
-class Guard(Generic[T]):
+class TokenCheck(Generic[T]):
     """Says what a reader gets.
 
     Attributes:

@@ -13,7 +13,7 @@ import pytest
 from cubroker.server import mapped_checks
 from cubroker.server.ledger.events import Event, Measured, Measuring, Process
 from cubroker.server.mapped_checks import Client, MappedChecks
-from cubroker.server.process_memory import Watch
+from cubroker.server.process_memory import MemoryWatch
 from tests.brokers import PATIENCE
 from tests.server.loops import run, until
 
@@ -23,7 +23,7 @@ NEVER = 86_400.0
 """Seconds to the next look; so there is none unless something asks for one."""
 
 
-class Looking(Watch):
+class Looking(MemoryWatch):
     """Looks when the test says so, and sees what that says."""
 
     def __init__(self) -> None:

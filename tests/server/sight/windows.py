@@ -13,7 +13,7 @@ from cubroker.protocol.messages import View
 from cubroker.server.sight.exposition import Exposition
 from cubroker.server.sight.lookout import Lookout
 from cubroker.server.sight.meters import Meters
-from cubroker.server.sight.tokens import Guard
+from cubroker.server.sight.tokens import TokenCheck
 from cubroker.server.sight.window import Showing, Window
 from tests.brokers import PATIENCE
 
@@ -91,7 +91,7 @@ def watching(view: View, look: Callable[[], View] | None = None, token: bytes | 
     with looping() as loop:
         lookout = Lookout(loop, look or (lambda: pane.view), lambda: pane._revision[0])
         routes = Showing(lookout, Exposition(Meters().registry)).routes
-        window = Window(listener, Guard(token, routes, routes if token is None else None).admit)
+        window = Window(listener, TokenCheck(token, routes, routes if token is None else None).admit)
         try:
             yield pane
         finally:

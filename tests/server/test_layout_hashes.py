@@ -5,14 +5,14 @@ import os
 import pytest
 
 from cubroker.protocol.authentication import Digest
-from cubroker.server import digests
-from cubroker.server.digests import Digests
+from cubroker.server import layout_hashes
+from cubroker.server.layout_hashes import LayoutHashes
 
 
 def test_a_layout_is_hashed_in_steps_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Digest] = []
-    monkeypatch.setattr(digests, "Digest", lambda: made.append(Digest()) or made[-1])
-    known, layout = Digests(), os.urandom(3 * digests.STEP + 1)
+    monkeypatch.setattr(layout_hashes, "Digest", lambda: made.append(Digest()) or made[-1])
+    known, layout = LayoutHashes(), os.urandom(3 * layout_hashes.STEP + 1)
     assert len(list(known.steps(layout))) == 4
     assert list(known.steps(layout)) == []
     assert known.of(layout) == Digest(layout).done()
@@ -20,7 +20,7 @@ def test_a_layout_is_hashed_in_steps_and_once(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_two_may_hash_one_layout_at_a_time() -> None:
-    known, layout = Digests(), os.urandom(digests.STEP + 1)
+    known, layout = LayoutHashes(), os.urandom(layout_hashes.STEP + 1)
     both = known.steps(layout), known.steps(layout)
     for _ in range(3):
         for steps in both:
@@ -30,8 +30,8 @@ def test_two_may_hash_one_layout_at_a_time() -> None:
 
 
 def test_the_layouts_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(digests, "MAX_BYTES", 1000)
-    known, layouts = Digests(), [os.urandom(400) for _ in range(10)]
+    monkeypatch.setattr(layout_hashes, "MAX_BYTES", 1000)
+    known, layouts = LayoutHashes(), [os.urandom(400) for _ in range(10)]
     assert [known.of(layout) for layout in layouts] == [Digest(layout).done() for layout in layouts]
     assert list(known._known) == layouts[-2:]
     large = os.urandom(2000)

@@ -17,7 +17,7 @@ STEP = 256 << 10
 """Bytes of a layout that are hashed between two looks at the clock."""
 
 
-class Digests:
+class LayoutHashes:
     """The digests of the layouts that were asked for last, the first of which is forgotten first."""
 
     def __init__(self) -> None:
