@@ -1,23 +1,25 @@
 # `make demo` shows what cubroker does; `make test` checks everything. Both build what they need in .venv.
 PYTHON ?= python3
 VENV ?= .venv
-WORKERS ?= 2
+# Tests wait about as long as they compute: three workers keep two cores busy.
+WORKERS ?= 3
 SEEDS ?= 1000000
 KILLS ?= 1000
 INPUTS ?= 10000000
 DEVICES ?= host:2
 BIN := $(VENV)/bin
-PACKAGES := protocol driver server client cli
+PACKAGES := api protocol driver server client integrations cli
 SOURCES := pyproject.toml README.md LICENSE $(shell find $(PACKAGES) -name '*.py' -o -name '*.ptx' -o -name '*.html' -o -name py.typed)
 
 SBOM ?= dist/cubroker.cdx.json
 
-.PHONY: help demo test lint types unit simulate kill restart-test soak fuzz hostile systemd-test benchmarks lock sbom clean
+.PHONY: help demo test lint types unit long simulate kill restart-test soak fuzz hostile systemd-test benchmarks lock sbom clean
 
 help:
 	@echo 'make demo        load real weights, share them, kill a worker, publish a second version'
 	@echo 'make test        ruff, mypy --strict and pytest with branch coverage'
 	@echo 'make lint|types|unit   one of these alone'
+	@echo 'make long        the tests again, with every sweep whole: make test takes a sample of some, which changes daily'
 	@echo 'make simulate    SEEDS=$(SEEDS) random histories of the ledger against a naive model'
 	@echo 'make kill        KILLS=$(KILLS) workers killed at every step of what a client does'
 	@echo 'make restart-test  the broker killed at every step of its, and KILLS=$(KILLS) times under load, under cubroker keep'
@@ -33,47 +35,51 @@ help:
 demo: $(VENV)/demo
 	$(BIN)/cubroker demo
 
-test: lint types unit
+test: lint
+	$(MAKE) --no-print-directory --jobs=2 types unit
 
 lint: $(VENV)/test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
 types: $(VENV)/test
-	$(BIN)/mypy $(addprefix -p cubroker.,$(PACKAGES))
+	$(BIN)/mypy -p cubroker
 
 unit: $(VENV)/test
 	$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest -n $(WORKERS)
+	$(BIN)/coverage run -m pytest -n $(WORKERS) --dist worksteal
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report --fail-under=95
 	@echo 'protocol and ledger: every branch'
-	$(BIN)/coverage report --include='protocol/*,server/ledger/*,server/answers.py' --fail-under=100
+	$(BIN)/coverage report --include='protocol/*,server/ledger/*,server/transport/reply_cache.py' --fail-under=100
+
+long: $(VENV)/test
+	CUBROKER_TEST_ALL=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 simulate: $(VENV)/test
-	$(BIN)/python -m tests.simulation --seeds $(SEEDS) --jobs $(WORKERS)
+	$(BIN)/python -m tests.fuzz.simulation --seeds $(SEEDS) --jobs $(WORKERS)
 
 kill: $(VENV)/test
-	$(BIN)/python -m tests.kills --kills $(KILLS)
+	$(BIN)/python -m tests.crash.kills --kills $(KILLS)
 
 restart-test: $(VENV)/test
-	$(BIN)/python -m tests.restart
-	$(BIN)/python -m tests.restart.storm --kills $(KILLS)
+	$(BIN)/python -m tests.crash.restart
+	$(BIN)/python -m tests.crash.restart.random_kills --kills $(KILLS)
 
 soak: $(VENV)/test
-	$(BIN)/python -m tests.soak leaks
-	$(BIN)/python -m tests.soak load
-	$(BIN)/python -m tests.soak stops
+	$(BIN)/python -m tests.crash.soak leaks
+	$(BIN)/python -m tests.crash.soak load
+	$(BIN)/python -m tests.crash.soak stops
 
 fuzz: $(VENV)/test
 	$(BIN)/python -m tests.fuzz --inputs $(INPUTS) --jobs $(WORKERS)
 
 # Boundaries of docs/security.md whose tests lie with what they are tests of.
-BOUNDARIES := $(addprefix tests/,server/test_users.py server/test_mapped.py server/test_strangers.py server/sight/test_http.py \
-	server/sight/test_opening.py client/test_digests.py client/test_owners.py)
+BOUNDARIES := $(addprefix tests/unit/,server/test_users.py server/test_mapped.py server/test_strangers.py server/monitoring/test_http.py \
+	server/monitoring/test_opening.py client/test_digests.py client/test_owners.py client/test_exits.py)
 
 hostile: $(VENV)/test
-	CUBROKER_HOSTILITY=10 $(BIN)/python -m pytest tests/hostile $(BOUNDARIES) --timeout 1200
+	CUBROKER_HOSTILITY=10 $(BIN)/python -m pytest tests/integration/hostile $(BOUNDARIES) --timeout 1200
 
 systemd-test: $(VENV)/test
 	CUBROKER_SYSTEMD_KILLS=100 $(BIN)/python -m pytest tests/systemd --timeout 1800

@@ -1,19 +1,35 @@
-"""``python -m benchmarks --devices cuda --output DIR``: all of them, one after the other."""
+"""``python -m benchmarks --devices cuda --output DIR``: run all benchmarks, one after the other."""
 
 from __future__ import annotations
 
 import sys
 from time import perf_counter
 
-from benchmarks import attach, create, digest, driver_calls, load, memory, peers, replicate, requests, restart, sleep
-from benchmarks.plan import parse
+from benchmarks import (
+    attach,
+    create,
+    digest,
+    driver_calls,
+    load,
+    memory,
+    peers,
+    replicate,
+    requests,
+    restart,
+    sleep,
+    switch,
+)
+from benchmarks import publish as publishing
+from benchmarks.options import parse
 from benchmarks.report import Figure, publish
 
 ALL = {
     "attach": attach.measure,
     "load": load.measure,
+    "publish": publishing.measure,
     "create": create.measure,
     "sleep": sleep.measure,
+    "switch": switch.measure,
     "digest": digest.measure,
     "peers": peers.measure,
     "replicate": replicate.measure,
@@ -34,7 +50,7 @@ def main() -> None:
             results[name] = measure(plan)
             print(f"{name}: {perf_counter() - began:.1f} s", file=sys.stderr)
     finally:
-        publish(plan, results)  # also what was measured before one failed
+        publish(plan, results)  # if one fails, the results of those before it
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""How long a worker takes to have the weights: ``attach()`` and a state dict of all tensors.
+"""Time for a worker to get the weights: ``attach()`` and a state dict of all tensors, in milliseconds.
 
-The worker's CUDA context is up. Beside it, on a GPU: the same tensors handed over by torch's own
-CUDA IPC, as its multiprocessing queues do it: reduced and pickled in one process, rebuilt in another.
+The worker's CUDA context is up. Compared with, on a GPU: the same tensors through torch's own CUDA IPC, as its
+multiprocessing queues use it: reduced and pickled in one process, rebuilt in another.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from benchmarks import alone, weights
-from benchmarks.plan import Plan
+from benchmarks import weights
+from benchmarks.harness import SHARES, Child, answer_of, questions, run_alone, serving, warm_up
+from benchmarks.options import Plan
 from benchmarks.report import Figure, median
-from benchmarks.stage import SHARES, Child, questions, serving
 from cubroker.client import Broker
 from cubroker.protocol import Layout
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 POOL = "weights"
 MARKED = "model.norm.weight"
-"""This tensor gets bytes of its own, which every worker looks for."""
+"""The tensor whose bytes every worker checks."""
 
 WARM = 3
-"""Rounds before those that count."""
+"""Rounds that are not counted."""
 
 
 def measure(plan: Plan) -> list[Figure]:
-    """Take the figures."""
+    """Measure."""
     tensors = weights.tensors(plan.nbytes)
     what = f"{len(tensors)} tensors, {weights.total(tensors) / 1e9:.2f} GB"
     figures = [figure for share in SHARES for figure in _through_cubroker(plan, tensors, what, share)]
@@ -49,12 +49,11 @@ def measure(plan: Plan) -> list[Figure]:
 
 
 def _through_cubroker(plan: Plan, tensors: weights.Tensors, what: str, share: str) -> list[Figure]:
-    with serving(plan.devices) as stage, Broker(stage.directory) as broker:
+    with serving(plan.devices) as server, Broker(server.directory) as broker:
         with broker.create(POOL, Layout.pack(tensors), share=share) as draft:
             draft[MARKED].copy_from_bytes(_mark(draft[MARKED].nbytes))
             draft.seal()
-        with Child(attach_repeatedly, stage.directory, plan.gpu, plan.rounds) as worker:
-            times: list[tuple[float, float]] = worker.answer()
+        times: list[tuple[float, float]] = answer_of(attach_repeatedly, server.directory, plan.gpu, plan.rounds)
     return [
         median(f"{share}: attach() to a state dict of all tensors", map(sum, times), "ms", what),
         median(f"{share}: of which attach()", (attached for attached, _ in times), "ms"),
@@ -63,13 +62,10 @@ def _through_cubroker(plan: Plan, tensors: weights.Tensors, what: str, share: st
 
 
 def attach_repeatedly(connection: Connection, directory: Path, gpu: bool, rounds: int) -> None:
-    """In a worker: answer with the milliseconds that each round took, attach and state dict apart."""
-    import torch
+    """In a worker: send the milliseconds of attach and state dict in each round."""
+    from cubroker.integrations.torch import state_dict
 
-    from cubroker.client.torch import state_dict
-
-    if gpu:
-        torch.ones(1, device="cuda").sum().item()  # the context is up, and kernels are loaded
+    warm_up(gpu=gpu)
     times = []
     with Broker(directory) as broker:
         for _ in range(WARM + rounds):
@@ -109,9 +105,9 @@ def _through_torch(tensors: weights.Tensors, rounds: int) -> list[tuple[float, f
 
 
 def export_by_torch(connection: Connection, tensors: weights.Tensors) -> None:
-    """In the process that owns the tensors: each answer is the milliseconds it took, and the pickled tensors."""
+    """In the process that owns the tensors: each answer is the milliseconds of the export, and the pickled tensors."""
     import torch
-    import torch.multiprocessing  # which teaches the pickler about tensors
+    import torch.multiprocessing  # registers its reductions with the pickler
 
     owned = {name: torch.zeros(shape, dtype=torch.bfloat16, device="cuda") for name, _, shape in tensors}
     torch.cuda.synchronize()
@@ -125,7 +121,7 @@ def rebuild_by_torch(connection: Connection) -> None:
     """In a worker: each answer is the milliseconds from the pickled tensors to tensors."""
     import torch
 
-    torch.ones(1, device="cuda").sum().item()
+    warm_up(gpu=True)
     for (data,) in questions(connection):
         began = perf_counter()
         tensors = pickle.loads(data)
@@ -137,4 +133,4 @@ def rebuild_by_torch(connection: Connection) -> None:
 
 
 if __name__ == "__main__":
-    alone.main(measure)
+    run_alone(measure)

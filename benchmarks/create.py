@@ -1,28 +1,24 @@
-"""How long a draft takes to be granted, and how much of it is the clearing of its memory."""
+"""Time to create a draft, in milliseconds, compared with clearing as much memory by itself."""
 
 from __future__ import annotations
 
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from time import perf_counter
 
-from benchmarks import alone
-from benchmarks.plan import Plan
+from benchmarks.harness import answer_of, beside_broker, first_context, one_allocation, run_alone, seconds
+from benchmarks.options import Plan
 from benchmarks.report import Figure, median
-from benchmarks.stage import Child, serving
-from cubroker import driver
 from cubroker.client import Broker
-from cubroker.protocol import Layout
 
 ROUNDS = 5
 
 
 def measure(plan: Plan) -> list[Figure]:
-    """Take the figures."""
-    with serving(plan.devices) as stage, Child(create_repeatedly, stage.directory, plan.nbytes) as child:
-        created: list[float] = child.answer()
-    with Child(clear_repeatedly, plan.devices, plan.nbytes) as child:
-        cleared: list[float] = child.answer()
+    """Measure."""
+    created: list[float] = beside_broker(plan.devices, create_repeatedly, plan.nbytes)
+    cleared: list[float] = answer_of(clear_repeatedly, plan.devices, plan.nbytes)
     return [
         median("create() of one allocation", created, "ms", f"{plan.nbytes / 1e9:g} GB"),
         median("of which clearing, measured by itself", cleared, "ms"),
@@ -30,8 +26,8 @@ def measure(plan: Plan) -> list[Figure]:
 
 
 def create_repeatedly(connection: Connection, directory: Path, nbytes: int) -> None:
-    """In a child: answer with the milliseconds of each create."""
-    layout = Layout.pack([("x", "U8", (nbytes,))])
+    """In a child: send the milliseconds of each create."""
+    layout = one_allocation(nbytes)
     times = []
     with Broker(directory) as broker:
         for _ in range(1 + ROUNDS):
@@ -43,18 +39,15 @@ def create_repeatedly(connection: Connection, directory: Path, nbytes: int) -> N
 
 
 def clear_repeatedly(connection: Connection, devices: str, nbytes: int) -> None:
-    """In a child: answer with the milliseconds of each clearing of fresh memory."""
-    opened = driver.load(devices)
-    context = opened.context(opened.devices[0].index)
+    """In a child: send the milliseconds of each clearing of fresh memory."""
+    context = first_context(devices)
     times = []
     for _ in range(1 + ROUNDS):
         pointer = context.allocate(nbytes)
-        began = perf_counter()
-        context.clear(pointer, nbytes)
-        times.append((perf_counter() - began) * 1e3)
+        times.append(seconds(partial(context.clear, pointer, nbytes)) * 1e3)
         context.free(pointer)
     connection.send(times[1:])
 
 
 if __name__ == "__main__":
-    alone.main(measure)
+    run_alone(measure)

@@ -1,20 +1,18 @@
-"""How fast a device computes the digest of what it holds, beside a copy of the same bytes within the device.
+"""Rate of a device's digest, in GB/s, compared with a copy of the same bytes within the device.
 
-Both take turns in one process, and so does ``Pool.check()``, which asks the broker for the digest to compare with.
+Both take turns in one process with ``Pool.check()``, which also asks the broker for the digest to compare with.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from time import perf_counter
 
-from benchmarks import alone
-from benchmarks.plan import Plan
+from benchmarks.harness import SHARES, beside_broker, one_allocation, run_alone, seconds
+from benchmarks.options import Plan
 from benchmarks.report import Figure, median
-from benchmarks.stage import SHARES, Child, serving
 from cubroker.client import Broker
-from cubroker.protocol import Layout
 
 POOL = "weights"
 ROUNDS = 7
@@ -22,12 +20,11 @@ PIECE = 1 << 20
 
 
 def measure(plan: Plan) -> list[Figure]:
-    """Take the figures."""
+    """Measure."""
     figures: list[Figure] = []
     for share in SHARES:
-        with serving(plan.devices) as stage, Child(take_turns, stage.directory, share, plan.nbytes) as child:
-            times = child.answer()
-        copied, digested, checked = ([plan.nbytes / seconds / 1e9 for seconds in each] for each in times)
+        times = beside_broker(plan.devices, take_turns, share, plan.nbytes)
+        copied, digested, checked = ([plan.nbytes / taken / 1e9 for taken in each] for each in times)
         what = f"one allocation of {plan.nbytes / 1e9:g} GB"
         ratios = [b / a for a, b in zip(copied, digested, strict=True)]
         figures += [
@@ -40,9 +37,9 @@ def measure(plan: Plan) -> list[Figure]:
 
 
 def take_turns(connection: Connection, directory: Path, share: str, nbytes: int) -> None:
-    """In a child: answer with the seconds of each copy, of each digest and of each check."""
+    """In a child: send the seconds of each copy, each digest and each check."""
     with Broker(directory) as broker:
-        with broker.create(POOL, Layout.pack([("x", "U8", (nbytes,))]), share=share) as draft:
+        with broker.create(POOL, one_allocation(nbytes), share=share) as draft:
             for start in range(0, nbytes, PIECE):  # no two pieces are alike, as in weights
                 text = b"%016d" % start
                 draft.context.write(draft["x"].pointer + start, text[: nbytes - start])
@@ -50,28 +47,17 @@ def take_turns(connection: Connection, directory: Path, share: str, nbytes: int)
         with broker.attach(POOL) as pool, pool.context.stream() as stream:
             source, target = pool["x"].pointer, pool.context.allocate(nbytes)
 
-            def copy() -> float:
-                began = perf_counter()
+            def copy() -> None:
                 stream.copy(target, source, nbytes)
                 stream.synchronize()
-                return perf_counter() - began
 
-            def digest() -> float:
-                began = perf_counter()
-                pool.context.digests([(source, nbytes)])
-                return perf_counter() - began
-
-            def check() -> float:
-                began = perf_counter()
-                pool.check()
-                return perf_counter() - began
-
-            times = [(copy(), digest(), check()) for _ in range(1 + ROUNDS)][1:]
-            if pool.context.digests([(target, nbytes)]) != pool.context.digests([(source, nbytes)]):
+            digest = partial(pool.context.digests, [(source, nbytes)])
+            times = [(seconds(copy), seconds(digest), seconds(pool.check)) for _ in range(1 + ROUNDS)][1:]
+            if pool.context.digests([(target, nbytes)]) != digest():
                 raise RuntimeError("a copy has another digest than what it was made of")
             pool.context.free(target)
     connection.send(tuple(zip(*times, strict=True)))
 
 
 if __name__ == "__main__":
-    alone.main(measure)
+    run_alone(measure)

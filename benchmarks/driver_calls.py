@@ -1,7 +1,7 @@
-"""What the driver's part of a pool's life costs, by the size of the memory: no broker, and no multicast.
+"""Time of the driver calls in a pool's life, in milliseconds, by the size of the memory; no broker, no multicast.
 
 Each figure is one call of the package ``driver``, as the broker and its clients make it: with the context made current
-and put back around it. The memory is one process's, and another one opens it.
+before it and restored after it. One process owns the memory, another one opens it.
 """
 
 from __future__ import annotations
@@ -16,40 +16,37 @@ from multiprocessing.reduction import DupFd
 from time import perf_counter
 from typing import Any, TypeVar
 
-from benchmarks import alone
-from benchmarks.plan import Plan, neighbours
+from benchmarks.harness import Child, questions, run_alone
+from benchmarks.options import Plan, neighbours
 from benchmarks.report import Figure, median
-from benchmarks.stage import Child, questions
 from cubroker import driver
 from cubroker.driver import Context, Driver
-from cubroker.driver.sizes import round_up
+from cubroker.driver.basics import round_up
 
 SIZES = {"2 MiB": 2 << 20, "64 MiB": 64 << 20, "1 GiB": 1 << 30, "16 GiB": 16 << 30, "64 GiB": 64 << 30}
-"""Bytes, of those that are measured: up to half of a GPU, up to a pool's size on host devices."""
+"""Bytes. Measured are those up to half of a GPU, or up to a pool's size on host devices."""
 
 MANY = 723
-"""Allocations of the least size, as a pool would have that gave each tensor one of its own."""
+"""Allocations of the least size, as in a pool with one allocation per tensor."""
 
 ROUNDS = 7
-FEWER = 10
-"""By how much fewer the rounds in fresh processes are than those of an attach."""
 
 PIECE = 4096
 
 Times = Mapping[str, list[float]]
-"""Milliseconds, by what took them."""
+"""Milliseconds, by call."""
 
 T = TypeVar("T")
 
 
 class Clock:
-    """Takes the time of calls, in milliseconds."""
+    """Measures calls, in milliseconds."""
 
     def __init__(self) -> None:
         self.times: dict[str, list[float]] = defaultdict(list)
 
     def take(self, what: str, call: Callable[[], T]) -> T:
-        """Return what the call returns, and note how long it took."""
+        """Return the result of a call, and record its time."""
         began = perf_counter()
         result = call()
         self.times[what].append((perf_counter() - began) * 1e3)
@@ -57,7 +54,7 @@ class Clock:
 
 
 def measure(plan: Plan) -> list[Figure]:
-    """Take the figures; those of two devices only where two reach each other."""
+    """Measure; two devices only where two reach each other."""
     figures = _contexts(plan)
     total = driver.load(plan.devices).devices[0].total
     largest = total // 2 if plan.gpu else plan.nbytes
@@ -74,7 +71,7 @@ def measure(plan: Plan) -> list[Figure]:
 
 
 def _share(owner: Child, opener: Child, kind: str, nbytes: int) -> Times:
-    """Have one process make something and another one open it, ``ROUNDS`` times; return the times of both."""
+    """Have one process create and export, and another one open, ``ROUNDS`` times; return the times of both."""
     for _ in range(1 + ROUNDS):
         handle = owner.ask(kind, nbytes)
         opener.ask(kind, handle, nbytes)
@@ -95,7 +92,7 @@ def _start(devices: str, uuid: str | None = None) -> tuple[Driver, Context]:
 
 
 def _settled(clock: Clock) -> dict[str, list[float]]:
-    """Return the times without each call's first, which may set something up, and forget them."""
+    """Return the times without each call's first, which may include setup, and reset the clock."""
     times = {what: samples[1:] for what, samples in clock.times.items()}
     clock.times.clear()
     return times
@@ -105,7 +102,7 @@ def _settled(clock: Clock) -> dict[str, list[float]]:
 
 
 def own(connection: Connection, devices: str, uuid: str | None = None) -> None:
-    """In the owner: make something, answer with how it is opened, and give it back when asked for the next."""
+    """In the owner: create, send the handle, and release with the next message."""
     opened, context = _start(devices, uuid)
     clock = Clock()
     for kind, nbytes in questions(connection):
@@ -114,7 +111,7 @@ def own(connection: Connection, devices: str, uuid: str | None = None) -> None:
             continue
         with _OWNED[kind](opened, context, clock, nbytes) as handle:
             connection.send(handle)
-            connection.recv()  # it is open no more
+            connection.recv()  # the other process has closed it
         connection.send(None)
 
 
@@ -152,7 +149,7 @@ _OWNED: dict[str, Callable[[Driver, Context, Clock, int], AbstractContextManager
 
 
 def open_repeatedly(connection: Connection, devices: str) -> None:
-    """In another process: open and close what the owner has made."""
+    """In the other process: open and close the owner's handles."""
     opened, context = _start(devices)
     clock = Clock()
     for kind, handle, nbytes in questions(connection):
@@ -194,7 +191,7 @@ _OPENED: dict[str, Callable[[Driver, Context, Clock, Any, int], None]] = {
 
 
 def map_many(connection: Connection, devices: str) -> None:
-    """In one process: answer with how many allocations were made, and how long all of them took."""
+    """In one process: send the number of allocations, and the times for all of them."""
     opened, context = _start(devices)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -231,16 +228,11 @@ def _map(ranges: list[driver.Reservation], descriptors: list[int]) -> None:
 # -- contexts, and two devices ---------------------------------------------------------------------
 
 
-def _fresh(plan: Plan) -> range:
-    """Return the rounds in fresh processes."""
-    return range(max(1, plan.rounds // FEWER))
-
-
 def _contexts(plan: Plan) -> list[Figure]:
-    """What a process's context takes of the device, as another process sees it, and how long it takes to make."""
+    """Measure a context: its device memory, as another process sees it, and the time to make it."""
     taken, times = [], []
     with Child(tell_free, plan.devices) as observer:
-        for _ in _fresh(plan):
+        for _ in range(plan.few):
             before = observer.ask()
             with Child(make_context, plan.devices) as child:
                 times.append(child.answer())
@@ -250,14 +242,14 @@ def _contexts(plan: Plan) -> list[Figure]:
 
 
 def tell_free(connection: Connection, devices: str) -> None:
-    """In a process with a context: answer with the free bytes of the device."""
+    """In a process with a context: send the free bytes of the device."""
     _, context = _start(devices)
     for _ in questions(connection):
         connection.send(context.memory()[0])
 
 
 def make_context(connection: Connection, devices: str) -> None:
-    """In a fresh process: answer with the milliseconds that its context took, and hold it."""
+    """In a fresh process: send the milliseconds that its context took, and hold it."""
     opened = driver.load(devices)
     clock = Clock()
     clock.take("make", lambda: opened.context(opened.devices[0].index))
@@ -271,7 +263,7 @@ def _between_devices(plan: Plan) -> list[Figure]:
         return []
     near, far = pair
     times: dict[str, list[float]] = defaultdict(list)
-    for _ in _fresh(plan):
+    for _ in range(plan.few):
         with Child(own, plan.devices, near) as owner:
             handle = owner.ask("ipc", SIZES["2 MiB"])
             with Child(reach, plan.devices, near, far, handle) as child:
@@ -282,7 +274,7 @@ def _between_devices(plan: Plan) -> list[Figure]:
 
 
 def reach(connection: Connection, devices: str, near: str, far: str, handle: bytes) -> None:
-    """In a fresh process: open a device's memory on another one and copy from it; then enable access, the other way."""
+    """In a fresh process: open one device's memory on another and copy from it; then enable access, the other way."""
     opened, context = _start(devices, far)
     other = next(device.index for device in opened.devices if device.uuid == near)
     back = opened.context(other)
@@ -300,4 +292,4 @@ def _copy_from(stream: driver.Stream, target: int, source: int) -> None:
 
 
 if __name__ == "__main__":
-    alone.main(measure)
+    run_alone(measure)

@@ -1,4 +1,4 @@
-"""How fast a checkpoint that the page cache holds gets onto a device, beside what bounds it and what is usual.
+"""Rate of a load from the page cache to a device, in GB/s, compared with its bound and with safetensors.
 
 The bound is the copy of a pinned buffer. Loads and pinned copies take turns in one process.
 """
@@ -11,14 +11,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from time import perf_counter
 
-from benchmarks import alone, weights
-from benchmarks.plan import Plan
+from benchmarks import weights
+from benchmarks.harness import answer_of, beside_broker, first_context, run_alone, seconds, warm_up
+from benchmarks.options import Plan
 from benchmarks.report import Figure, median
-from benchmarks.stage import Child, room_for, serving
-from cubroker import driver
 from cubroker.client import Broker
-from cubroker.client.loader import load
-from cubroker.client.verify import verify
+from cubroker.client.loading.loader import load
 
 POOL = "weights"
 ROUNDS = 5
@@ -26,17 +24,13 @@ PIECE = 1 << 30
 
 
 def measure(plan: Plan) -> list[Figure]:
-    """Take the figures."""
+    """Measure."""
     tensors = weights.tensors(plan.nbytes)
     size = weights.total(tensors)
-    with room_for(size) as folder:
-        path = folder / "model.safetensors"
-        weights.write_file(path, tensors)
-        with serving(plan.devices) as stage, Child(take_turns, stage.directory, plan.devices, path, size) as child:
-            pinned, whole, copying = child.answer()
-        with Child(load_by_safetensors, plan.gpu, path) as child:
-            usual: list[float] = child.answer()
-    where = f"{size / 1e9:.2f} GB file in memory, {folder.parent}"
+    with weights.in_memory(tensors) as path:
+        pinned, whole, copying = beside_broker(plan.devices, take_turns, plan.devices, path, size)
+        usual: list[float] = answer_of(load_by_safetensors, plan.gpu, path)
+    where = f"{size / 1e9:.2f} GB file in memory, {path.parents[1]}"
     figures = [
         median("pinned host buffer to device", _rates(size, pinned), "GB/s"),
         median("load: reading and copying", _rates(size, copying), "GB/s", where),
@@ -59,59 +53,49 @@ _USUAL = {True: 'safetensors load_file(device="cuda")', False: "safetensors load
 
 
 def take_turns(connection: Connection, directory: Path, devices: str, path: Path, size: int) -> None:
-    """In a child: answer with the seconds of each pinned copy, of each load, and of its copying part."""
+    """In a child: send the seconds of each pinned copy, each load, and its copying part."""
     pinned, whole, copying = [], [], []
     with Broker(directory) as broker, _pinned_copy(devices, size) as copy:
         for _ in range(1 + ROUNDS):
-            pinned.append(copy())
+            pinned.append(seconds(copy))
             loaded = load(broker, POOL, path, share="ipc")
             whole.append(loaded.seconds)
             copying.append(loaded.copy_seconds)
             if loaded.version == 1:
-                _check(broker, path)
+                weights.check(broker, POOL, path)
             broker.retire(POOL)
     connection.send((pinned[1:], whole[1:], copying[1:]))
 
 
-def _check(broker: Broker, path: Path) -> None:
-    verified = verify(broker, POOL, path)
-    if verified.differences:
-        raise RuntimeError(f"the pool differs from the file: {verified.differences[:3]}")
-
-
 @contextmanager
-def _pinned_copy(devices: str, size: int) -> Iterator[Callable[[], float]]:
-    """Yield a function that copies ``size`` bytes from pinned memory to the first device, and returns the seconds."""
-    opened = driver.load(devices)
-    context = opened.context(opened.devices[0].index)
+def _pinned_copy(devices: str, size: int) -> Iterator[Callable[[], None]]:
+    """Yield a function that copies ``size`` bytes from pinned memory to the first device."""
+    context = first_context(devices)
     pieces = [(offset, min(PIECE, size - offset)) for offset in range(0, size, PIECE)]
     pointer = context.allocate(size)
     with context.pin(min(PIECE, size)) as buffer, context.stream() as stream:
-        buffer.view[:] = bytes(len(buffer.view))  # so that the pages are there
+        buffer.view[:] = bytes(len(buffer.view))  # to have the pages in memory
 
-        def copy() -> float:
-            began = perf_counter()
+        def copy() -> None:
             for offset, nbytes in pieces:
                 stream.copy_in(pointer + offset, buffer.pointer, nbytes)
             stream.synchronize()
-            return perf_counter() - began
 
         yield copy
     context.free(pointer)
 
 
 def load_by_safetensors(connection: Connection, gpu: bool, path: Path) -> None:
-    """In a child: answer with the seconds of each load by safetensors itself."""
+    """In a child: send the seconds of each load by safetensors itself."""
     import torch
     from safetensors.torch import load as load_bytes
     from safetensors.torch import load_file
 
-    if gpu:
-        torch.ones(1, device="cuda").sum().item()
+    warm_up(gpu=gpu)
     times = []
     for _ in range(3):
         began = perf_counter()
-        # On the host load_file maps the file and copies nothing, so the copy there is the read.
+        # On the host load_file maps the file and copies nothing, so read its bytes instead.
         tensors = load_file(path, device="cuda") if gpu else load_bytes(path.read_bytes())
         if gpu:
             torch.cuda.synchronize()
@@ -125,4 +109,4 @@ def _rates(size: int, seconds: list[float]) -> list[float]:
 
 
 if __name__ == "__main__":
-    alone.main(measure)
+    run_alone(measure)

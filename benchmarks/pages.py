@@ -1,7 +1,7 @@
-"""``python -m benchmarks.pages``: write the figures in the pages anew, each from its line in a file of results.
+"""``python -m benchmarks.pages``: update the figures in the pages from the files of results.
 
-A page marks a figure with a comment before it, which names the file and the line:
-``<!-- nvidia-h200: ipc: of which attach() -->1.2 ms``. What has no results yet is written ``…``.
+A comment before a figure names its file and line: ``<!-- nvidia-h200: ipc: of which attach() -->1.2 ms``. A figure
+without results is written ``…``.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ MARKED = re.compile(
 
 
 def written(text: str, results: Path = RESULTS) -> str:
-    """Return the text of a page with the figures that the results have now.
+    """Return the text of a page with the current figures.
 
     Raises:
-        ValueError: the file of a figure has not exactly one line of that name.
+        ValueError: a figure's file has no line of that name, or several.
     """
     return MARKED.sub(lambda found: found[0].removesuffix(found["figure"]) + _figure(found, results), text)
 
@@ -47,7 +47,7 @@ def _figure(found: re.Match[str], results: Path) -> str:
 
 
 def main() -> None:
-    """Write the pages whose figures have changed."""
+    """Write the pages whose figures changed, and print their names."""
     for page in PAGES:
         before = page.read_text()
         after = written(before)

@@ -1,7 +1,7 @@
-"""How long a worker takes to reach a pool on another device for the first time, beside one on its own.
+"""Time of a worker's first access to a pool on another device, in milliseconds, compared with its own device.
 
 A fresh process each time, its context up: ``attach()``, then a first copy within the worker's device, or from the
-other one. Direct access between two devices is set up by one of the two, so that the sum is what counts.
+other one. Either of the two may set up the direct access between devices, so compare their sum.
 """
 
 from __future__ import annotations
@@ -10,35 +10,29 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from time import perf_counter
 
-from benchmarks import alone
-from benchmarks.plan import Plan, neighbours
+from benchmarks.harness import SHARES, answer_of, one_allocation, run_alone, serving
+from benchmarks.options import Plan, neighbours
 from benchmarks.report import Figure, median
-from benchmarks.stage import SHARES, Child, serving
 from cubroker.client import Broker
-from cubroker.protocol import Layout
 
 POOL = "weights"
-ROUNDS = 5
 PIECE = 4096
-
-_Times = tuple[float, float]
 
 
 def measure(plan: Plan) -> list[Figure]:
-    """Take the figures; none without two devices that reach each other."""
+    """Measure; no figures without two devices that reach each other."""
     if (pair := neighbours(plan)) is None:
         return []
     near, far = pair
     what = f"one allocation of {plan.nbytes / 1e9:g} GB"
     figures = []
-    layout = Layout.pack([("x", "U8", (plan.nbytes,))])
     for share in SHARES:
-        with serving(plan.devices) as stage, Broker(stage.directory) as broker:
+        with serving(plan.devices) as server, Broker(server.directory) as broker:
             for place, device in (("its own device", near), ("another device", far)):
-                with broker.create(POOL, layout, devices=(device,), share=share) as draft:
+                with broker.create(POOL, one_allocation(plan.nbytes), devices=(device,), share=share) as draft:
                     draft.context.write(draft["x"].pointer, device.encode())
                     draft.seal()
-                times = [_first(stage.directory, near, device) for _ in range(ROUNDS)]
+                times = [answer_of(attach_first, server.directory, near, device) for _ in range(plan.few)]
                 figures += [
                     median(f"{share}, on {place}: first attach() and first copy", map(sum, times), "ms", what),
                     median(f"{share}, on {place}: of which attach()", (attached for attached, _ in times), "ms"),
@@ -46,14 +40,8 @@ def measure(plan: Plan) -> list[Figure]:
     return figures
 
 
-def _first(directory: Path, near: str, expected: str) -> _Times:
-    with Child(attach_first, directory, near, expected) as worker:
-        times: _Times = worker.answer()
-        return times
-
-
 def attach_first(connection: Connection, directory: Path, near: str, expected: str) -> None:
-    """In a worker: answer with the milliseconds of the attach and of the copy; check what was copied."""
+    """In a worker: send the milliseconds of the attach and of the copy; check the copied bytes."""
     with Broker(directory) as broker:
         (ordinal,) = (device.index for device in broker.driver.devices if device.uuid == near)
         context = broker.driver.context(ordinal)
@@ -73,4 +61,4 @@ def attach_first(connection: Connection, directory: Path, near: str, expected: s
 
 
 if __name__ == "__main__":
-    alone.main(measure)
+    run_alone(measure)

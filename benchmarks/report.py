@@ -1,4 +1,4 @@
-"""Figures, the machine that they were taken on, and the two files that hold both."""
+"""Figures, the machine they were measured on, and the two files with both: NAME.json and NAME.md."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 
-from benchmarks.plan import Plan
+from benchmarks.options import Plan
 from cubroker.driver import Device, load
 
 PACKAGES = ("cubroker", "cuda-bindings", "torch", "safetensors", "pyzmq", "msgpack", "msgspec")
@@ -23,35 +23,32 @@ PACKAGES = ("cubroker", "cuda-bindings", "torch", "safetensors", "pyzmq", "msgpa
 
 @dataclass(frozen=True)
 class Figure:
-    """One line of the results.
+    """One line of the results."""
 
-    Attributes:
-        what: what was measured.
-        value: the figure; of several samples their median.
-        unit: of the value; empty for a ratio.
-        note: what a reader needs to judge it.
-        samples: what it is the median of.
-    """
-
+    #: the measured quantity
     what: str
+    #: the median, if there are several samples
     value: float
+    #: of the value; empty for a ratio
     unit: str
+    #: conditions that a reader needs to judge it
     note: str = ""
+    #: sorted
     samples: tuple[float, ...] = ()
 
 
 def median(what: str, samples: Iterable[float], unit: str, note: str = "") -> Figure:
-    """The median of ``samples`` as a figure; the note ends with the range that they cover."""
+    """Return the median of ``samples`` as a figure; the note ends with their range."""
     values = sorted(samples)
     spread = f"{len(values)} times, {number(values[0])} to {number(values[-1])}"
     return Figure(what, statistics.median(values), unit, f"{note}; {spread}" if note else spread, tuple(values))
 
 
 def machine(plan: Plan, devices: Sequence[Device]) -> dict[str, object]:
-    """Describe what the figures were taken on."""
+    """Describe the machine."""
     return {
         "devices": [f"{device.name}, {device.total / 2**30:.0f} GiB" for device in devices],
-        "gpu driver": _gpu_driver() if plan.gpu else None,
+        "gpu driver": nvidia_smi("driver_version") if plan.gpu else None,
         "cpu": _cpu(),
         "cpus": len(os.sched_getaffinity(0)),
         "memory GiB": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
@@ -62,7 +59,7 @@ def machine(plan: Plan, devices: Sequence[Device]) -> dict[str, object]:
 
 
 def publish(plan: Plan, results: Mapping[str, Sequence[Figure]]) -> None:
-    """Print the results, and write them if the plan says where."""
+    """Print the results, and write them if the plan has a folder."""
     devices = load(plan.devices).devices
     about = machine(plan, devices)
     label = plan.label or devices[0].name
@@ -84,7 +81,7 @@ def publish(plan: Plan, results: Mapping[str, Sequence[Figure]]) -> None:
 
 
 def table(label: str, about: dict[str, object], plan: Plan, results: Mapping[str, Sequence[Figure]]) -> str:
-    """The results as Markdown."""
+    """Return the results as Markdown."""
     lines = [f"# {label}", ""]
     lines += [f"- {key}: {_plain(value)}" for key, value in about.items() if value is not None]
     lines += [f"- asked for: `--devices {plan.devices}`, pools of {plan.nbytes / 1e9:g} GB", ""]
@@ -101,7 +98,7 @@ def _plain(value: object) -> str:
 
 
 def number(value: float) -> str:
-    """Three digits that count."""
+    """Format a value with three significant digits."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
@@ -112,10 +109,11 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _gpu_driver() -> str:
+def nvidia_smi(field: str) -> str:
+    """Return what ``nvidia-smi`` says of the first GPU; "unknown" where there is none."""
     if not (program := shutil.which("nvidia-smi")):
         return "unknown"
-    query = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+    query = [program, f"--query-gpu={field}", "--format=csv,noheader"]
     return subprocess.run(query, stdout=subprocess.PIPE, text=True, check=False).stdout.partition("\n")[0]
 
 

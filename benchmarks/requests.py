@@ -1,9 +1,8 @@
-"""How many requests a second the broker answers, beside a bare ZeroMQ echo.
+"""Requests per second that the broker answers, compared with a bare ZeroMQ echo.
 
-Four client processes keep a number of requests on their way. Through cubroker these are pairs of
-attach and close, each counted, decided by the ledger and answered. Through the echo a ROUTER decodes
-the same bytes and sends them back. A broker with a store writes every lease down before it answers.
-All take turns, with the same clients.
+Four client processes each keep a number of requests in flight. Through cubroker these are pairs of attach and close,
+decided by the ledger and answered; each counts as one. The echo is a ROUTER that decodes as many bytes and sends them
+back. A broker with a store journals every lease before it answers. All take turns, with the same clients.
 """
 
 from __future__ import annotations
@@ -18,12 +17,10 @@ from time import monotonic
 import msgpack
 import zmq
 
-from benchmarks import alone
-from benchmarks.plan import Plan
+from benchmarks.harness import Child, one_allocation, questions, run_alone, serving
+from benchmarks.options import Plan
 from benchmarks.report import Figure, median
-from benchmarks.stage import Child, questions, serving
 from cubroker.client import Broker
-from cubroker.protocol import Layout
 from cubroker.protocol.messages import Attach, Attached, Close
 
 POOL = "small"
@@ -31,27 +28,27 @@ CLIENTS = 4
 ROUNDS = 5
 SECONDS = 1.5
 KINDS = ("broker", "store", "echo")
-"""Who is asked: a broker, one with a store, and the echo."""
+"""The servers: a broker, one with a store, and the echo."""
 
 WINDOW = 64
-"""Requests of one client that are on their way at once."""
+"""Requests of one client in flight."""
 
 BODY = [bytes(16), 1, 1, ["Attach", POOL, 0, None, 0.0]]
-"""What the echo carries: as much as an attach."""
+"""The echo's request, as large as an attach."""
 
 
 def measure(plan: Plan) -> list[Figure]:
-    """Take the figures."""
+    """Measure."""
     with ExitStack() as undo:
-        stages = [undo.enter_context(serving(plan.devices, kept=kept)) for kept in (False, True)]
+        servers = [undo.enter_context(serving(plan.devices, kept=kept)) for kept in (False, True)]
         folder = undo.enter_context(tempfile.TemporaryDirectory(prefix="cubroker-bench-"))
         address = f"ipc://{folder}/echo"
         undo.enter_context(Child(echo, address)).answer()
-        for stage in stages:
-            broker = undo.enter_context(Broker(stage.directory))
-            with broker.create(POOL, Layout.pack([("x", "U8", (1,))]), share="ipc") as draft:
+        for server in servers:
+            broker = undo.enter_context(Broker(server.directory))
+            with broker.create(POOL, one_allocation(1), share="ipc") as draft:
                 draft.seal()
-        directories = tuple(stage.directory for stage in stages)
+        directories = tuple(server.directory for server in servers)
         clients = [undo.enter_context(Child(ask, directories, address)) for _ in range(CLIENTS)]
         for client in clients:
             client.answer()
@@ -67,7 +64,7 @@ def measure(plan: Plan) -> list[Figure]:
 
 
 def _rate(clients: list[Child], kind: str) -> float:
-    """Let all clients ask for a while; return the requests a second that were answered."""
+    """Have all clients send requests for ``SECONDS``; return the answers per second."""
     for client in clients:
         client.tell(kind)
     answered: list[int] = [client.answer() for client in clients]
@@ -75,7 +72,7 @@ def _rate(clients: list[Child], kind: str) -> float:
 
 
 def ask(connection: Connection, directories: tuple[Path, Path], address: str) -> None:
-    """In a client: for each question, ask for a while, and answer with how many requests were answered."""
+    """In a client: for each kind asked for, send requests for ``SECONDS``, and send the number of answers."""
     with ExitStack() as undo:
         brokers = {kind: undo.enter_context(Broker(each)) for kind, each in zip(KINDS, directories, strict=False)}
         context = undo.enter_context(zmq.Context())
@@ -118,7 +115,7 @@ def _ask_the_echo(dealer: zmq.Socket[bytes]) -> int:
 
 
 def echo(connection: Connection, address: str) -> None:
-    """In a child: decode every request, encode it again and send it back, until the parent ends."""
+    """In a child: decode every request, encode it and send it back, until the parent ends."""
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         router.bind(address)
         connection.send("ready")
@@ -135,4 +132,4 @@ def echo(connection: Connection, address: str) -> None:
 
 
 if __name__ == "__main__":
-    alone.main(measure)
+    run_alone(measure)

@@ -1,12 +1,19 @@
-"""The tensors of a decoder model with 80 layers, 723 of them, at any size; and a file of them."""
+"""The 723 tensors of a decoder model with 80 layers, at any size, and a file of them."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import cycle
 from math import prod, sqrt
 from pathlib import Path
+
+from cubroker.client import Broker
+from cubroker.client.loading.verify import verify
 
 LAYERS = 80
 BLOCK = 64 << 20
@@ -15,7 +22,7 @@ Tensors = list[tuple[str, str, tuple[int, ...]]]
 
 
 def tensors(nbytes: int) -> Tensors:
-    """Return (name, dtype, shape) of 723 BF16 tensors with about ``nbytes`` bytes together.
+    """Return (name, dtype, shape) of 723 BF16 tensors with about ``nbytes`` bytes in all.
 
     The proportions are those of Llama 3 with 70 billion parameters: 1052 times the width squared.
     """
@@ -39,12 +46,25 @@ def tensors(nbytes: int) -> Tensors:
 
 
 def total(of: Tensors) -> int:
-    """Bytes of all tensors, which have two bytes an element."""
+    """Return the bytes of all tensors, which have two bytes an element."""
     return sum(2 * prod(shape) for _, _, shape in of)
 
 
+@contextmanager
+def in_memory(of: Tensors) -> Iterator[Path]:
+    """Yield a safetensors file of random bytes: in memory if there is room, else on disk, in the page cache."""
+    for place in (Path("/dev/shm"), Path(tempfile.gettempdir())):
+        if place.is_dir() and shutil.disk_usage(place).free > total(of) * 5 // 4:
+            with tempfile.TemporaryDirectory(prefix="cubroker-bench-", dir=place) as folder:
+                path = Path(folder, "model.safetensors")
+                write_file(path, of)
+                yield path
+            return
+    raise RuntimeError(f"no room for a file of {total(of)} bytes in /dev/shm or {tempfile.gettempdir()}; use --size")
+
+
 def write_file(path: Path, of: Tensors) -> None:
-    """Write a safetensors file of random bytes, as the format says: header size, header, tensors end to end."""
+    """Write a safetensors file of random bytes: header size, header, tensors end to end."""
     header: dict[str, object] = {}
     end = 0
     for name, dtype, shape in of:
@@ -54,7 +74,13 @@ def write_file(path: Path, of: Tensors) -> None:
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        # Blocks begin differently, so that tensors mixed up with each other would be noticed.
+        # Each block begins with its offset, so that a check notices tensors that are mixed up.
         for number, block in zip(range(0, end, BLOCK), cycle([os.urandom(BLOCK)]), strict=False):
             piece = number.to_bytes(8, "little") + block[8:]
             file.write(memoryview(piece)[: end - number])
+
+
+def check(broker: Broker, pool: str, path: Path, device: str | None = None) -> None:
+    """Raise ``RuntimeError`` unless a pool has what is in a file."""
+    if differences := verify(broker, pool, path, device=device).differences:
+        raise RuntimeError(f"the pool differs from the file: {differences[:3]}")

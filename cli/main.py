@@ -1,7 +1,6 @@
-"""The command ``cubroker``: its subcommands, and what becomes of their failures.
+"""The command ``cubroker``: the table of its subcommands, and the exit status of each failure.
 
-Each subcommand lies in a module of its own, imported when it is asked for, so that ``cubroker --help``
-costs neither ZeroMQ nor CUDA.
+A subcommand's module is imported when the subcommand runs, so that ``cubroker --help`` loads neither ZeroMQ nor CUDA.
 """
 
 from __future__ import annotations
@@ -16,39 +15,36 @@ from pathlib import Path
 
 import click
 
-from cubroker.cli import options, signals, text
+from cubroker.cli import format, options, signals
 from cubroker.protocol.errors import CubrokerError, Unavailable
 
-REFUSED = 1
 NO_BROKER = 3
 INTERRUPTED = 130
 
 GREETING = 3.0
-"""Seconds for the greeting: longer than a broker takes that is started again, on a machine that is not overloaded."""
+"""Seconds that a broker has to greet: longer than a restart takes on a machine that is not overloaded."""
+
 
 COMMANDS = {
-    "serve": "Own the memory of this host's devices and lend it.",
-    "keep": "Run a broker, and start it again with what it stored.",
-    "ping": "Ask whether the broker serves; for probes.",
-    "load": "Publish safetensors files as the next version of a pool.",
-    "ls": "List the pools.",
-    "show": "Show one pool and its tensors.",
-    "clients": "List the processes that use the broker.",
-    "top": "Show devices, pools and who holds them, live.",
-    "story": "Tell the last events of a pool or a session.",
-    "devices": "List the devices and what is allocated on them.",
-    "topology": "Show which devices reach each other's memory, and how well.",
-    "verify": "Compare a pool, byte for byte, with files.",
-    "retire": "Take a version out of service.",
-    "drain": "Lend nothing new, and wait until everything is given back.",
-    "config": "Check the settings of a broker, or show where each comes from.",
-    "doctor": "Find out what works on this machine, and why not.",
-    "demo": "See it work: load, attach, kill, publish, retire.",
+    "serve": ("serve:serve", "Own the memory of this host's devices and lend it."),
+    "keep": ("keep:keep", "Run a broker, and start it again with what it stored."),
+    "ping": ("admin:ping", "Ask whether the broker serves; for probes."),
+    "load": ("load:load_pool", "Publish safetensors files as the next version of a pool."),
+    "ls": ("list:ls", "List the pools."),
+    "show": ("list:show", "Show one pool and its tensors."),
+    "clients": ("list:clients", "List the processes that use the broker."),
+    "top": ("top:top", "Show devices, pools and who holds them, live."),
+    "story": ("admin:story", "Tell the last events of a pool or a session."),
+    "devices": ("list:devices", "List the devices and what is allocated on them."),
+    "topology": ("list:topology", "Show which devices reach each other's memory, and how well."),
+    "verify": ("load:verify_pool", "Compare a pool, byte for byte, with files."),
+    "retire": ("admin:retire", "Take a version out of service."),
+    "drain": ("admin:drain", "Lend nothing new, and wait until everything is given back."),
+    "config": ("serve:config", "Check the settings of a broker, or show where each comes from."),
+    "doctor": ("doctor.command:doctor", "Find out what works on this machine, and why not."),
+    "demo": ("demo:demo", "See it work: load, attach, kill, publish, retire."),
 }
-"""What each subcommand does. It is ``command`` in the module of ``cubroker.cli`` that has its name."""
-
-PACKAGES = {"doctor": "doctor.command"}
-"""Subcommands of many modules, and which of these has ``command``."""
+"""Every subcommand in the order of the help: ``module:attribute`` in :mod:`cubroker.cli`, and its line there."""
 
 HANDLED_LATER = {
     "serve": frozenset({signal.SIGHUP, signal.SIGUSR1}),
@@ -61,21 +57,22 @@ class Commands(click.Group):
     """The group of all subcommands, which imports only the one that runs."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names in the order of a pool's life."""
+        """Return the names in the order of the table."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import the command of that name; None if there is no such command."""
         if cmd_name not in COMMANDS:
             return None
-        command = import_module(f"cubroker.cli.{PACKAGES.get(cmd_name, cmd_name)}").command
+        module, _, attribute = COMMANDS[cmd_name][0].partition(":")
+        command = getattr(import_module(f"cubroker.cli.{module}"), attribute)
         assert isinstance(command, click.Command)
         return command
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Import the command that runs; from then on it hears signals, and may have something to undo."""
+        """Import the command that runs; from then on signals reach it, and it may have something to undo."""
         found = super().resolve_command(ctx, args)
         signals.raise_at_interrupt()
         signals.release(HANDLED_LATER.get(found[0] or "", frozenset()))
@@ -84,7 +81,7 @@ class Commands(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the list of commands without importing them."""
         with formatter.section("Commands"):
-            formatter.write_dl([*COMMANDS.items()])
+            formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
 
 
 @click.command(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -108,12 +105,12 @@ def run(arguments: Sequence[str]) -> int:
     except click.Abort:
         return INTERRUPTED
     except (CubrokerError, OSError) as error:
-        text.complain(text.reason(error))
-        return NO_BROKER if isinstance(error, Unavailable) else REFUSED
+        format.complain(format.reason(error))
+        return NO_BROKER if isinstance(error, Unavailable) else options.REFUSED
 
 
 def _open_streams() -> None:
-    """Let standard streams that the caller has closed lead nowhere: the next socket would take the number of one."""
+    """Open standard streams that the caller has closed on /dev/null: the next socket would take the number of one."""
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(number, True)
     os.close(number)
@@ -122,7 +119,7 @@ def _open_streams() -> None:
 
 
 def _flush() -> None:
-    """Write what is left, or give it up: where the interpreter fails at that, it ends with a status of its own."""
+    """Flush the streams, or drop what is left: a failure in the interpreter's own flush would change the status."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -131,7 +128,7 @@ def _flush() -> None:
 
 
 def main() -> None:
-    """Run the command line of this process, and exit; called by :mod:`cubroker.cli.entry`."""
+    """Run the command line of this process, and exit; called by :mod:`cubroker.cli.__main__`."""
     _open_streams()
     # A terminal that cannot show a character is no reason to fail.
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]

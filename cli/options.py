@@ -1,4 +1,4 @@
-"""What several commands share: options, arguments, and how devices are named."""
+"""What several commands share: options, arguments, the session with the broker, and the choice of devices."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ from contextlib import contextmanager
 from functools import partial
 from math import isnan
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
 import click
 import msgspec
 
-from cubroker.cli import text
-from cubroker.protocol import names
+from cubroker.cli import format
+from cubroker.protocol import limits
 from cubroker.protocol.directory import default_directory
-from cubroker.protocol.errors import CubrokerError, Invalid, NotFound, Unavailable
+from cubroker.protocol.errors import CubrokerError, Invalid, NotFound
 from cubroker.protocol.infos import DeviceInfo
-from cubroker.server.quantities import parse_bytes
+from cubroker.server.sizes import parse_bytes
+
+if TYPE_CHECKING:
+    from cubroker.client import Broker
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
@@ -27,11 +30,11 @@ REFUSED = 1
 """Exit status of a command that was refused."""
 
 Plan = Annotated[dict[str, int | str], msgspec.Meta(min_length=1)]
-"""What a plan's file has: for tensors, by name or pattern, a device by index or UUID."""
+"""The content of a plan's file: the device, by index or UUID, for tensors by name or pattern."""
 
 
 class _Typed(click.Path):
-    """A path that is not empty: that one is a variable without a value, and would mean the folder where one stands."""
+    """A path that is not empty: an empty one is a variable without a value, and would mean the current folder."""
 
     def convert(
         self, value: str | os.PathLike[str], param: click.Parameter | None, ctx: click.Context | None
@@ -42,7 +45,7 @@ class _Typed(click.Path):
 
 
 class Seconds(click.FloatRange):
-    """A time within bounds; a NaN, which no bound keeps out, is none."""
+    """A time within bounds; NaN, which passes every bound, is refused."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         """Return the number of seconds, or fail as wrong usage."""
@@ -63,7 +66,7 @@ def seconds(name: str, what: str, *, default: float, least: float = 0.0) -> Call
 
 
 PATH = _Typed(readable=False, path_type=Path)
-"""A path as it was typed. Whether this user may read it is no matter of usage, and of a directory none at all."""
+"""A path as it was typed. A path that this user may not read is a refusal, not wrong usage."""
 
 
 class Reference(NamedTuple):
@@ -73,54 +76,59 @@ class Reference(NamedTuple):
     version: int | None
 
 
-def pool_name(context: click.Context, parameter: click.Parameter, value: str) -> str:
-    """Return the name of a pool, or fail as wrong usage; a callback of ``NAME``."""
+def pool_name(value: str) -> str:
+    """Return the name of a pool, or fail as wrong usage."""
     try:
-        names.check(value)
+        limits.check_pool_name(value)
     except Invalid as error:
-        raise click.BadParameter(error.message, context, parameter) from None
+        raise click.BadParameter(error.message) from None
     return value
 
 
-def reference(context: click.Context, parameter: click.Parameter, value: str) -> Reference:
-    """Split ``NAME[@VERSION]``, or fail as wrong usage; a callback of that argument."""
+def reference(value: str) -> Reference:
+    """Split ``NAME[@VERSION]``, or fail as wrong usage."""
     name, at, version = value.partition("@")
-    pool_name(context, parameter, name)
+    pool_name(name)
     if at and not re.fullmatch(r"[1-9][0-9]{0,12}", version, re.ASCII):
-        reason = f"{version!r} is no version: versions are 1, 2, 3 …, as in {name}@1"
-        raise click.BadParameter(reason, context, parameter)
+        raise click.BadParameter(f"{version!r} is no version: versions are 1, 2, 3 …, as in {name}@1")
     return Reference(name, int(version) if at else None)
 
 
-def size(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
-    """Return bytes, 1 at least, written as ``4096``, ``512MiB`` or ``1.5GB``, or fail as wrong usage; a callback."""
-    if value is None:
-        return None
+def size(value: str) -> int:
+    """Return bytes, 1 at least, written as ``4096``, ``512MiB`` or ``1.5GB``, or fail as wrong usage."""
     try:
         nbytes = parse_bytes(value)
     except Invalid as error:
-        raise click.BadParameter(error.message, context, parameter) from None
+        raise click.BadParameter(error.message) from None
     if nbytes == 0:
-        raise click.BadParameter("0 bytes hold nothing: write 1 or more", context, parameter)
+        raise click.BadParameter("0 bytes hold nothing: write 1 or more")
     return nbytes
 
 
-def mode(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
-    """Return a mode written in octal as ``640``, or fail as wrong usage; a callback."""
-    if value is None:
-        return None
+def mode(value: str) -> int:
+    """Return a mode written in octal as ``640``, or fail as wrong usage."""
     if not re.fullmatch(r"0?[0-7]{3}", value, re.ASCII):
-        raise click.BadParameter(f"{value!r} is no mode: write three octal digits, as in 640", context, parameter)
+        raise click.BadParameter(f"{value!r} is no mode: write three octal digits, as in 640")
     return int(value, 8)
 
 
-@contextmanager
-def own_broker() -> Iterator[None]:
-    """Report as a plain refusal what is unavailable to a command that runs a broker itself: status 1, not 3."""
+def device_list(value: str) -> tuple[str, ...]:
+    """Split ``0,1`` or UUIDs at the commas, or fail as wrong usage."""
+    chosen = tuple(part.strip() for part in value.split(","))
+    if not all(chosen) or len(set(chosen)) < len(chosen):
+        raise click.BadParameter(f"{value!r} is no list of different devices, as in 0,1")
+    return chosen
+
+
+def plan(value: str) -> dict[str, str]:
+    """Read a file that says of tensors, by name or pattern, on which device they go, or fail as wrong usage."""
+    path = Path(str(PATH.convert(value, None, None)))
     try:
-        yield
-    except Unavailable as error:
-        raise CubrokerError(error.message) from None
+        found = msgspec.json.decode(path.read_bytes(), type=Plan)
+    except msgspec.DecodeError as error:
+        reason = f'{path} is no plan, as {{"layers.1.*": 1, "*": 0}} is one: {error}'
+        raise click.BadParameter(reason) from None
+    return {tensor: str(device) for tensor, device in found.items()}
 
 
 @contextmanager
@@ -136,8 +144,12 @@ def reported(say: Callable[[str], None]) -> Iterator[None]:
     try:
         yield
     except (CubrokerError, OSError) as error:
-        say(text.reason(error))
+        say(format.reason(error))
         raise click.exceptions.Exit(REFUSED) from None
+
+
+def _chosen(context: click.Context, _: click.Parameter, value: Path | None) -> Path:
+    return value or context.obj or default_directory()
 
 
 _directory = partial(
@@ -147,47 +159,33 @@ _directory = partial(
     metavar="DIR",
     help="Where the broker serves.  [default: $CUBROKER_DIR, else the user's own]",
 )
+any_directory = _directory()
+"""``--directory`` as it was given, or None."""
+
+directory = _directory(callback=_chosen)
+"""``--directory``, after the command's name or before it, with its default."""
+
+as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 
 
-def any_directory(command: Decorated) -> Decorated:
-    """Add ``--directory`` as it was given, or None."""
-    return _directory()(command)
+def connect(directory: Path) -> Broker:
+    """Open a session with the broker that serves ``directory``, which has ``--timeout`` seconds to greet.
 
+    ZeroMQ and the driver are imported here, for commands that do without a session.
 
-def directory(command: Decorated) -> Decorated:
-    """Add ``--directory``, after the command's name or before it, with its default."""
+    Raises:
+        Unavailable: no broker serves there, or none answers in time.
+        Denied: this user may not connect.
+        OverQuota: this user has as many sessions as it may have.
+    """
+    from cubroker.client.broker import Broker
+    from cubroker.client.transport.handshake import Silent
 
-    def choose(context: click.Context, _: click.Parameter, value: Path | None) -> Path:
-        return value or context.obj or default_directory()
-
-    return _directory(callback=choose)(command)
-
-
-def as_json(command: Decorated) -> Decorated:
-    """Add ``--json``."""
-    return click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")(command)
-
-
-def split_devices(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[str, ...] | None:
-    """Split ``0,1`` or UUIDs at the commas; a callback of ``--device``."""
-    if value is None:
-        return None
-    chosen = tuple(part.strip() for part in value.split(","))
-    if not all(chosen) or len(set(chosen)) < len(chosen):
-        raise click.BadParameter(f"{value!r} is no list of different devices, as in 0,1", context, parameter)
-    return chosen
-
-
-def plan(context: click.Context, parameter: click.Parameter, value: Path | None) -> dict[str, str] | None:
-    """Read a file that says of tensors, by name or pattern, on which device they go; a callback of ``--plan``."""
-    if value is None:
-        return None
+    limit: float = click.get_current_context().find_root().params["timeout"]
     try:
-        found = msgspec.json.decode(value.read_bytes(), type=Plan)
-    except msgspec.DecodeError as error:
-        reason = f'{value} is no plan, as {{"layers.1.*": 1, "*": 0}} is one: {error}'
-        raise click.BadParameter(reason, context, parameter) from None
-    return {tensor: str(device) for tensor, device in found.items()}
+        return Broker(directory, connect_timeout=limit)
+    except Silent as error:
+        raise Silent(f"{error.message}; cubroker --timeout SECONDS waits longer") from None
 
 
 def find_devices(chosen: Sequence[str], devices: Sequence[DeviceInfo]) -> list[str]:

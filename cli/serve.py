@@ -1,17 +1,98 @@
-"""``cubroker serve``."""
+"""``cubroker serve`` and ``cubroker config``: a broker's settings as options, served, checked and shown."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import resource
+from collections.abc import Callable, Mapping, Sequence
+from functools import update_wrapper
 from pathlib import Path
+from typing import Any
 
 import click
 
-from cubroker.cli import options, settings
-from cubroker.driver import DriverError, load
+from cubroker.cli import format, options
 from cubroker.protocol.errors import DeviceFailure
-from cubroker.server import logs
-from cubroker.server.run import configure, serve
+from cubroker.server.config.load import DEFAULT, InvalidConfig, Sources
+from cubroker.server.config.schema import DEFAULT_BUDGET, SETTINGS, find, get, nearest
+
+FILE_VARIABLE = "CUBROKER_CONFIG"
+"""The environment variable that names the file."""
+
+
+def value(key: str) -> Callable[[str], str]:
+    """Return the type of an option that is the setting ``key``: its text, or wrong usage.
+
+    Devices are not there to be asked; the text is looked at as far as that can be done without them.
+    """
+
+    def checked(text: str) -> str:
+        setting = get(key)
+        try:
+            setting.read(setting.kind.parse(text))
+        except ValueError as error:
+            raise click.BadParameter(str(error)) from None
+        return text
+
+    return checked
+
+
+def _assignment(assignment: str) -> tuple[str, str]:
+    key, _, text = (part.strip() for part in assignment.partition("="))
+    if not find(key):
+        raise click.BadParameter(f"there is no setting {key}; {nearest(key)}")
+    if not text:
+        raise click.BadParameter(f"{key} has no value; write --set {key}=VALUE")
+    return key, value(key)(text)
+
+
+OPTIONS = (
+    click.option(
+        "--set",
+        "assigned",
+        multiple=True,
+        type=_assignment,
+        metavar="KEY=VALUE",
+        help="Any setting, as in --set quota.memory=40GiB; may be given several times.",
+    ),
+    click.option(
+        "--budget",
+        metavar="SIZE",
+        type=value("budget"),
+        help=f"What pools may take of each device: 40GiB, or 90%.  [default: {DEFAULT_BUDGET}]",
+    ),
+    click.option(
+        "--devices",
+        metavar="SPEC",
+        type=value("devices"),
+        help="cuda for all GPUs, cuda:0,1 for some, host:N for N emulated devices in host memory."
+        f"  [default: {SETTINGS['devices'].default}]",
+    ),
+    options.any_directory,
+)
+
+
+def given(command: Callable[..., int]) -> Callable[..., int]:
+    """Add ``--directory``, ``--devices``, ``--budget`` and ``--set``; ``given`` has their values by key."""
+
+    def collect(
+        before: Path | None,
+        /,
+        directory: Path | None,
+        devices: str | None,
+        budget: str | None,
+        assigned: Sequence[tuple[str, str]],
+        **others: Any,
+    ) -> int:
+        place = directory or before
+        named = {"directory": None if place is None else str(place), "devices": devices, "budget": budget}
+        return command(given=dict(assigned) | {key: text for key, text in named.items() if text is not None}, **others)
+
+    update_wrapper(collect, command)  # for its help
+    collected = click.pass_obj(collect)
+    for option in OPTIONS:
+        collected = option(collected)
+    return collected
 
 
 @click.command("serve")
@@ -19,12 +100,12 @@ from cubroker.server.run import configure, serve
     "--config",
     "file",
     type=options.PATH,
-    envvar=settings.FILE_VARIABLE,
+    envvar=FILE_VARIABLE,
     metavar="FILE",
     help="Settings in TOML; the environment comes before it, and options before that.",
 )
-@settings.given
-def command(file: Path | None, given: Mapping[str, str]) -> int:
+@given
+def serve(file: Path | None, given: Mapping[str, str]) -> int:
     """Own the memory of this host's devices and lend it, until SIGTERM or Ctrl-C; SIGHUP has FILE read again.
 
     Its pools end with it, so first it waits for what it lent, for as long as shutdown.drain_seconds says; a second
@@ -32,18 +113,77 @@ def command(file: Path | None, given: Mapping[str, str]) -> int:
     durable pools, sessions and leases stay: the next one goes on with them. SIGUSR1 makes way for that one, and waits
     for nothing that stays.
     """
+    from cubroker.driver import DriverError, load
+    from cubroker.server import logs
+    from cubroker.server import main as broker
+
     with logs.to_standard_error() as complain, options.reported(lambda why: complain(f"cubroker: {why}")):
-        current = configure(file, given)
+        current = broker.configure(file, given)
         config = current.config
-        _probe(config.devices)
+        try:  # advice comes before the broker is started
+            load(config.devices).close()
+        except DriverError as error:
+            advice = "--devices host:2 serves two devices in host memory instead"
+            raise DeviceFailure(f"no GPU to serve as {config.devices} ({error.name}); {advice}") from None
         with logs.to_standard_output() as say:
-            return serve(current, lambda: say(f"cubroker: serving {config.devices} in {config.directory}"))
+            return broker.serve(current, lambda: say(f"cubroker: serving {config.devices} in {config.directory}"))
 
 
-def _probe(devices: str) -> None:
-    """Tell a machine without a GPU from what else may keep a broker from starting."""
+@click.group("config")
+def config() -> None:
+    """Look at the settings that a broker would have: options, then the environment, then the file, then defaults."""
+
+
+@config.command("check")
+@click.argument("file", type=options.PATH, required=False, envvar=FILE_VARIABLE)
+@given
+def check(file: Path | None, given: Mapping[str, str]) -> int:
+    """Say everything that makes no sense, a line each.
+
+    The status is 1 if anything does not. FILE is what serve --config reads. Devices and budgets are checked as far as
+    that can be done without the devices.
+    """
     try:
-        load(devices).close()
-    except DriverError as error:
-        advice = "--devices host:2 serves two devices in host memory instead"
-        raise DeviceFailure(f"no GPU to serve as {devices} ({error.name}); {advice}") from None
+        effective = _sources(file, given).read()
+    except InvalidConfig as error:
+        for complaint in error.complaints:
+            format.complain(complaint)
+        return options.REFUSED
+    count = sum(value.origin != DEFAULT for value in effective.values.values())
+    format.say(f"{file or 'no file'}: {format.count(count, 'setting')}, nothing wrong")
+    return 0
+
+
+@config.command("show")
+@click.argument("file", type=options.PATH, required=False, envvar=FILE_VARIABLE)
+@options.as_json
+@given
+def show(file: Path | None, as_json: bool, given: Mapping[str, str]) -> int:
+    """Show the value of every setting, and where it comes from.
+
+    FILE is what serve --config reads.
+    """
+    effective = _sources(file, given).read()
+    rows = [(get(key), value) for key, value in effective.values.items()]
+    if as_json:
+        format.document(
+            [
+                {"key": s.key, "value": s.kind.plain(value.written), "from": value.origin, "live": s.live}
+                for s, value in rows
+            ]
+        )
+    else:
+        format.print_table(
+            rows,
+            {
+                "KEY": lambda row: row[0].key,
+                "~VALUE": lambda row: row[0].kind.show(row[1].written),
+                "FROM": lambda row: row[1].origin,
+            },
+        )
+    return 0
+
+
+def _sources(file: Path | None, given: Mapping[str, str]) -> Sources:
+    _, descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)  # as many as serve raises the limit to
+    return Sources(file, given, os.environ, descriptors)

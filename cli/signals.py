@@ -1,14 +1,13 @@
 """What signals do to a command before its modules are imported, while it works, and after its end.
 
-Python raises KeyboardInterrupt between any two bytecodes. In the imports, a third of a second, and at the
-interpreter's exit nothing catches it, so it would be a traceback of modules that no user knows. There the system's own
-action is right: the process ends by SIGINT, as shells expect, and nothing needs to be undone. Once a command has been
-imported it may have something to undo, so it gets a KeyboardInterrupt, which :mod:`cubroker.cli.main` turns into
-status 130.
+Python raises KeyboardInterrupt between any two bytecodes. During the imports, a third of a second, and at the
+interpreter's exit nothing catches it: the user would see a traceback of unknown modules. Nothing needs to be undone
+there, so SIGINT keeps the system's default action and ends the process, as shells expect. An imported command may have
+something to undo: it gets a KeyboardInterrupt, which :mod:`cubroker.cli.main` turns into status 130.
 
 Other signals wait meanwhile. By default SIGUSR1 and SIGHUP would end a process to which they mean something else, and
 the first process of a container would never get SIGTERM. ``keep`` and ``serve`` leave some of them blocked until they
-have handlers. What arrives before :func:`cubroker.cli.entry.main` runs, in the interpreter's own start, has its default
+have handlers. A signal before :func:`cubroker.cli.__main__.main` runs, in the interpreter's start, has its default
 effect.
 """
 

@@ -1,32 +1,39 @@
 """What a worker imports: the broker, pools and their tensors.
 
-The bridges to frameworks have modules of their own (``cubroker.client.torch``, ``cubroker.client.transformers``),
-and so have the loader and the check of pools against files (``cubroker.client.loader``, ``cubroker.client.verify``).
+The bridges to frameworks are in ``cubroker.integrations``; the loader, and the check of pools against files, in
+``cubroker.client.loading``; ``renamed`` finds these modules by their old names. Imports ``driver`` and ``protocol``,
+never the server.
 """
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from cubroker.client.renamed import RenamedModules
+
 if TYPE_CHECKING:
     from cubroker.client.broker import Broker
-    from cubroker.client.draft import Draft
     from cubroker.client.events import SharedEvent
-    from cubroker.client.pool import Pool
+    from cubroker.client.follow import Follow
+    from cubroker.client.notices import Watch
+    from cubroker.client.pool import Draft, Pool
     from cubroker.client.replica import Replica
     from cubroker.client.tensor import SharedTensor
-    from cubroker.client.watch import Watch
 
-__all__ = ["Broker", "Draft", "Pool", "Replica", "SharedEvent", "SharedTensor", "Watch"]
+__all__ = ["Broker", "Draft", "Follow", "Pool", "Replica", "SharedEvent", "SharedTensor", "Watch"]
 
 _MODULES = {
     "Broker": "broker",
-    "Draft": "draft",
+    "Draft": "pool",
+    "Follow": "follow",
     "Pool": "pool",
     "Replica": "replica",
     "SharedEvent": "events",
     "SharedTensor": "tensor",
-    "Watch": "watch",
+    "Watch": "notices",
 }
+
+sys.meta_path.append(RenamedModules())
 
 
 def __getattr__(name: str) -> object:

@@ -1,68 +1,52 @@
-"""The way in: one connection to a broker, from which pools come."""
+"""The public entry point: one connection to a broker, which attaches to pools and creates them."""
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Sequence
+import pwd
+from collections.abc import Callable, Sequence
+from math import inf
 from pathlib import Path
+from threading import RLock
 from typing import TypeVar
 
 from cubroker.client import devices as local
-from cubroker.client.draft import Draft
-from cubroker.client.living import Living
-from cubroker.client.loans import Loan
-from cubroker.client.mapping import Mapped
-from cubroker.client.owners import Owner, uids
-from cubroker.client.plans import DeviceId, Placed, Plan, place
-from cubroker.client.pool import Pool, seconds
-from cubroker.client.processes import Scoped, Unsendable
+from cubroker.client.devices import DeviceId, Placed, Plan, place
+from cubroker.client.follow import Follow
+from cubroker.client.memory.lease import LeaseHandle, acquire
+from cubroker.client.memory.mapping import LeasedMemory
+from cubroker.client.notices import Watch, time_limit
+from cubroker.client.pool import Draft, Pool
+from cubroker.client.process import Closeable, NotPicklable, WeakRefs
+from cubroker.client.publish import Sources
 from cubroker.client.replica import Index, decode
-from cubroker.client.requests import Requests, expect
 from cubroker.client.session import Session
-from cubroker.client.watch import Watch
+from cubroker.client.transport.handshake import until_served
+from cubroker.client.transport.requests import Future, Requests, Steps, blocking, expect, run, seconds
 from cubroker.driver import Driver
-from cubroker.protocol import names
-from cubroker.protocol.bounds import MAX_WAIT
+from cubroker.protocol import limits, messages
 from cubroker.protocol.directory import default_directory
-from cubroker.protocol.errors import Invalid, Unsupported
+from cubroker.protocol.errors import Invalid, Unavailable, Unsupported
 from cubroker.protocol.infos import ClientInfo, DeviceInfo, Line, PoolInfo
-from cubroker.protocol.layout import Layout
-from cubroker.protocol.messages import (
-    AUTO,
-    CHOOSES,
-    DIGESTS,
-    FINDS,
-    OWNED,
-    Attach,
-    Attached,
-    Clients,
-    Create,
-    Created,
-    Describe,
-    Description,
-    DeviceList,
-    DigestList,
-    Done,
-    Drain,
-    ListClients,
-    ListDevices,
-    ListDigests,
-    ListPools,
-    Look,
-    Pools,
-    Retire,
-    Retirement,
-    Story,
-    Tell,
-    View,
-    Where,
-)
+from cubroker.protocol.layout import Layout, Tensors
+from cubroker.protocol.limits import MAX_WAIT
+
+log = logging.getLogger(__name__)
 
 P = TypeVar("P", bound=Pool)
 
+Owner = int | str
+"""A user, by number or by name."""
 
-class Broker(Unsendable, Scoped):
+VARIABLE = "CUBROKER_OWNER"
+"""The environment variable that has the default, users separated by commas."""
+
+
+class Broker(NotPicklable, Closeable):
     """A session with the broker that serves ``directory``. Every method may be called from any thread.
+
+    Not to be confused with :class:`cubroker.server.broker.Broker`.
 
     Besides what each method names, all may raise ``Unavailable`` (the broker is gone, or this object
     is closed), ``TimedOut`` (it did not answer) and ``Invalid`` (an argument that nothing can have, or a forked child).
@@ -72,10 +56,12 @@ class Broker(Unsendable, Scoped):
         timeout: seconds that the broker may take to answer, beyond what a request itself may wait.
         connect_timeout: seconds that the broker may take to open the session; by default ``timeout``. A broker that is
             starting, or is being started again, answers when it serves.
+        wait: seconds that a broker has to come, where none serves yet.
 
     Raises:
-        Unavailable: nobody serves there, no broker answers in time, or this process is short of descriptors, threads or
+        Unavailable: no broker serves there or answers in time, or this process is short of descriptors, threads or
             memory.
+        TimedOut: no broker came in ``wait`` seconds.
         Denied: this user may not connect.
         OverQuota: this user has as many sessions as it may have.
     """
@@ -86,19 +72,30 @@ class Broker(Unsendable, Scoped):
         *,
         timeout: float = 30.0,
         connect_timeout: float | None = None,
+        wait: float = 0.0,
     ) -> None:
         greeting = timeout if connect_timeout is None else connect_timeout
         for limit in (timeout, greeting):
             if not 0 < limit <= MAX_WAIT:
                 raise Invalid(f"a timeout of {limit} seconds; it can be more than 0, up to {MAX_WAIT:g}")
-        place = Path(directory) if directory is not None else default_directory()
-        self._session = Session(place, timeout, greeting)
-        self._owner = self._session.owner
-        self._pools: Living[Pool] = Living()
-        self._guard = self._session.janitor.guard(self, self._session.leave)
+        place = (default_directory() if directory is None else Path(directory)).absolute()
+        self._timeouts = timeout, greeting
+        #: Delivered when this object is closed.
+        self._closed: Future[None] = Future()
+        self._pools: WeakRefs[Pool] = WeakRefs()
+        self._follows: WeakRefs[Follow] = WeakRefs()
+        self._reopening = RLock()  # a signal handler or a finalizer may reopen in the middle
+        session = until_served(lambda: Session(place, timeout, greeting), seconds(wait), self._closed.wait)
+        self._owner = session.owner
+        #: The session, and what ends it when this object is no more: replaced together.
+        self._opened = session, session.cleanup.guard(self, session.end)
 
     def __repr__(self) -> str:
         return f"<Broker on {self.directory}, session {self.session}>"
+
+    @property
+    def _session(self) -> Session:
+        return self._opened[0]
 
     @property
     def directory(self) -> Path:
@@ -111,13 +108,21 @@ class Broker(Unsendable, Scoped):
         return self._session.id
 
     @property
+    def lost(self) -> str:
+        """Why the session is over, and with it what is held of it; empty while it lives, and once it is closed.
+
+        A broker that ends without a store takes its sessions along: :meth:`reconnect` opens another one.
+        """
+        return self._session.lost
+
+    @property
     def uid(self) -> int | None:
         """The user that the broker runs as; None if it is too old to say so."""
         return self._session.uid
 
     @property
     def requests(self) -> Requests:
-        """The way of requests themselves, for those who want many under way: ``submit(body)`` returns a future."""
+        """Requests themselves, for callers that want many under way: ``submit(body)`` returns a future."""
         return self._session.requests
 
     @property
@@ -129,8 +134,26 @@ class Broker(Unsendable, Scoped):
         """
         return self._session.driver
 
+    def reconnect(self, wait: float = 0.0) -> None:
+        """Open another session if this one is :attr:`lost`; one that lives is left alone.
+
+        What is held of the lost session stays so: its pools and drafts are ``lost``, what they have mapped stays mapped
+        until they are closed, and watches end. Versions of the next broker may have numbers that were used before.
+
+        Args:
+            wait: seconds that a broker has to come, where none serves yet. Closing this object ends the wait.
+
+        Raises:
+            Unavailable: no broker serves there or answers in time, or this object is closed.
+            TimedOut: none came in ``wait`` seconds.
+            CubrokerError: as opening a :class:`Broker`.
+        """
+        self._owner.check()
+        self._live(seconds(wait), self._closed.wait)
+
     # -- pools -------------------------------------------------------------------------------------
 
+    @blocking
     def attach(
         self,
         name: str,
@@ -140,8 +163,11 @@ class Broker(Unsendable, Scoped):
         wait: float = 0.0,
         peer: bool = False,
         owner: Owner | Sequence[Owner] | None = None,
-    ) -> Pool:
+    ) -> Steps[Pool]:
         """Lease a published version and map its memory: one round trip, one driver call per allocation.
+
+        If the session is :attr:`lost`, another is opened first, as by :meth:`reconnect` without a wait. Not so for a
+        certain ``version``: the next broker may have given its number to other tensors.
 
         Args:
             name: the pool.
@@ -153,7 +179,7 @@ class Broker(Unsendable, Scoped):
                 reaches directly, over the fastest link there is. The tensors are ``device``'s then;
                 ``pool.memory_device`` says where they lie.
             owner: whose pool it has to be, unless it is this user's own: a name or a number, or several; by default
-                those of ``$CUBROKER_OWNER``, separated by commas, else anybody's. Names are looked up here, and numbers
+                those of ``$CUBROKER_OWNER``, separated by commas, else any user's. Names are looked up here; numbers
                 are those of the broker's user namespace.
 
         Raises:
@@ -166,30 +192,33 @@ class Broker(Unsendable, Scoped):
             Invalid: the pool is on several devices and ``device`` does not say which; or ``peer`` without ``device``.
             OutOfMemory, DeviceFailure: the memory could not be mapped.
         """
-        names.check(name)
+        limits.check_pool_name(name)
+        if version is None and self.lost:
+            self.reconnect()
         where = self._where(name, device, owner, peer=peer)
-        body = Attach(name, _version(version), where.device, seconds(wait), where.peers, where.owners)
-        loan, reply, mapped = self._session.borrow(body, Loan(self._session))
-        return self._pool(loan, expect(reply, Attached), mapped, where.owners)
+        body = messages.Attach(name, _version(version), where.device, seconds(wait), where.peers, where.owners)
+        lease, reply, mapped = yield from acquire(self._session, body)
+        return (yield from self._attached(lease, expect(reply, messages.Attached), mapped, where.owners))
 
+    @blocking
     def create(
         self,
         name: str,
-        layout: Layout,
+        layout: Layout | Tensors,
         *,
         devices: Sequence[DeviceId] | None = None,
-        share: str = AUTO,
+        share: str = messages.AUTO,
         wait: float = 0.0,
         mode: int | None = None,
         plan: Plan | None = None,
         writable: bool = False,
         durable: bool | None = None,
-    ) -> Draft:
+    ) -> Steps[Draft]:
         """Open a draft of the pool's next version and map its memory.
 
         Args:
             name: the pool, new or not.
-            layout: its tensors, from :meth:`Layout.pack` or another pool.
+            layout: its tensors, from :meth:`Layout.pack` or another pool; or what :meth:`Layout.pack` takes.
             devices: each gets a copy of every allocation, unless there is a ``plan``; by default those of the plan, or
                 the first one.
             share: how the memory is shared: ``vmm``, which readers cannot write, ``ipc``, which they can,
@@ -210,7 +239,7 @@ class Broker(Unsendable, Scoped):
         Raises:
             Invalid: the plan does not fit the layout or the devices.
             NotFound: no such device.
-            Exists: somebody else is writing a version of it.
+            Exists: another session is writing a version of it.
             Denied: it is another user's, whose mode keeps this one from writing.
             OverBudget: there is no room on a device.
             OverQuota: this user has used up what it may have.
@@ -218,20 +247,23 @@ class Broker(Unsendable, Scoped):
             Unsupported: no such share kind, or it cannot be durable.
             OutOfMemory, DeviceFailure: the memory could not be allocated or mapped.
         """
+        layout = _laid_out(layout, plan)
         placed = place(self.driver, layout, devices, plan)
-        loan, reply, mapped = self._create(
+        draft = yield from self._create(
             name, layout, placed, None, share, wait, mode, writable=writable, durable=durable
         )
-        return self._draft(loan, expect(reply, Created), mapped, layout, writable=writable)
+        assert isinstance(draft, Draft)
+        return draft
 
+    @blocking
     def attach_or_create(
         self,
         name: str,
-        layout: Layout,
+        layout: Layout | Tensors,
         *,
         device: DeviceId | None = None,
         devices: Sequence[DeviceId] | None = None,
-        share: str = AUTO,
+        share: str = messages.AUTO,
         wait: float = 600.0,
         mode: int | None = None,
         plan: Plan | None = None,
@@ -239,7 +271,7 @@ class Broker(Unsendable, Scoped):
         durable: bool | None = None,
         peer: bool = False,
         owner: Owner | Sequence[Owner] | None = None,
-    ) -> Pool | Draft:
+    ) -> Steps[Pool | Draft]:
         """Attach to the current version, or become its writer: the first of many gets the draft, the rest wait for it.
 
         Should that writer fail, the next in line gets a draft.
@@ -249,8 +281,8 @@ class Broker(Unsendable, Scoped):
             layout: its tensors, should it have to be created.
             device: where to attach; by default the first of ``devices``, or with a ``plan`` each tensor's own device.
             devices: where to create; by default the devices of the ``plan``, or ``device``, or the first one.
-            share: as for :meth:`create`, should it be created.
             wait: seconds to wait for the publication, or for the turn and room to create.
+            share: as for :meth:`create`, should it be created.
             mode: as for :meth:`create`, should it be created.
             plan: as for :meth:`create`, should it be created.
             writable: as for :meth:`create`, should it be created.
@@ -263,58 +295,143 @@ class Broker(Unsendable, Scoped):
         """
         if devices is None and plan is None and device is not None:
             devices = (device,)
+        layout = _laid_out(layout, plan)
         placed = place(self.driver, layout, devices, plan)
         if device is None and plan is None:
             device = placed.devices[0]
         where = self._where(name, device, owner, peer=peer)
-        loan, reply, mapped = self._create(
-            name, layout, placed, where, share, wait, mode, writable=writable, durable=durable
-        )
-        if isinstance(reply, Attached):
-            return self._pool(loan, reply, mapped, where.owners)
-        return self._draft(loan, reply, mapped, layout, writable=writable)
+        return self._create(name, layout, placed, where, share, wait, mode, writable=writable, durable=durable)
 
-    def retire(self, name: str, version: int | None = None) -> Retirement:
-        """Take a version out of service; by default the current one. Who holds it keeps it.
+    def publish(
+        self,
+        name: str,
+        source: object,
+        *,
+        devices: Sequence[DeviceId] | None = None,
+        share: str = messages.AUTO,
+        mode: int | None = None,
+        durable: bool | None = None,
+        plan: Plan | None = None,
+        wait: float = 0.0,
+        digest: bool = False,
+    ) -> int:
+        """Copy arrays into a new version of a pool and publish it; returns the version.
+
+        Arrays on a GPU are copied from device to device, once all work of that GPU that was submitted before is done,
+        in any stream. Arrays of any strides are made contiguous by their own library, where they are. Names of the same
+        memory, type, shape and strides, as tied parameters are, are stored once; a broker of an older release stores
+        them each. When this returns, the arrays are not needed any more. If it raises, nothing is left of the version,
+        unless its seal had begun: then it may be published.
+
+        Args:
+            name: the pool, new or not.
+            source: a mapping of names to arrays, or an object with ``state_dict()``, such as a ``torch.nn.Module``.
+                Arrays are torch's, numpy's, of any library with ``__dlpack__`` or ``__array__``, or
+                :class:`SharedTensor`, so that a :class:`Pool` can be published again.
+            devices: each gets a copy; by default the arrays stay on their devices: on one, or as a sharded pool on
+                several. Arrays in host memory go to the first of these.
+            share: as for :meth:`create`.
+            mode: as for :meth:`create`.
+            durable: as for :meth:`create`.
+            plan: the one device of each tensor, by its name or by a pattern as shells have them for files
+                (``layers.1.*``): the pool is sharded. A tensor's own name goes before patterns; of these the first one
+                that matches counts. Every tensor needs an entry.
+            wait: as for :meth:`create`.
+            digest: as for :meth:`Draft.seal`.
+
+        Raises:
+            Invalid: there are no tensors; something is no array that can be read here (sparse, quantized, on the meta
+                device, of a type that pools lack), by its name; or as :meth:`create`.
+            CubrokerError: as :meth:`create` and :meth:`Draft.seal`.
+        """
+        limits.check_pool_name(name)
+        sources = Sources.of(source, self.driver)
+        devices, places = sources.placed(devices, plan)
+        layout = sources.layout(places, tie=self._session.version >= messages.TIES)
+        with self.create(
+            name, layout, devices=devices, share=share, wait=wait, mode=mode, plan=places, durable=durable
+        ) as draft:
+            sources.fill(draft)
+            return draft.seal(digest=digest)
+
+    @blocking
+    def retire(self, name: str, version: int | None = None) -> Steps[messages.Retirement]:
+        """Take a version out of service; by default the current one. Its holders keep it.
 
         Raises:
             NotFound: no such pool or version.
             Retired: the version was retired, or replaced, and is no more.
             Denied: it is another user's, whose mode keeps this one from writing.
         """
-        names.check(name)
-        return self._session.ask(Retire(name, _version(version)), Retirement)
+        limits.check_pool_name(name)
+        return self._session.ask(messages.Retire(name, _version(version)), messages.Retirement)
 
-    def watch(self, name: str, *, owner: Owner | Sequence[Owner] | None = None) -> Watch:
+    @blocking
+    def watch(
+        self, name: str, *, owner: Owner | Sequence[Owner] | None = None, timeout: float | None = None
+    ) -> Steps[Watch]:
         """Return an iterator over the pool's current version (None without one), now and after every change; close it.
 
         Args:
             name: the pool.
-            owner: whose pool counts, as for :meth:`attach`: while it is anybody else's, there is no version.
+            owner: whose pool counts, as for :meth:`attach`: while it is another user's, there is no version.
+            timeout: seconds to wait for a change, each time, before ``TimedOut`` is raised; by default without limit.
 
         Raises:
             Denied: the pool's mode keeps this user from reading it.
             Unsupported: an owner is asked for, and the broker is too old to heed that.
             OverQuota: this session, or this user, watches as many pools as it may.
         """
-        names.check(name)
-        return self._session.watch(name, self._owners("watch", name, owner, FINDS))
+        limits.check_pool_name(name)
+        time_limit(timeout)
+        return self._session.watch(name, self._owners("watch", name, owner, messages.FINDS), timeout)
+
+    def follow(
+        self, name: str, *, owner: Owner | Sequence[Owner] | None = None, timeout: float | None = None
+    ) -> Follow:
+        """Return an iterator, also an asynchronous one, over the pool's current version, now and after every change.
+
+        It outlives brokers: if this session is :attr:`lost`, it opens the next one, in place, when a broker serves
+        again (:meth:`reconnect`). Returns at once; what stands in the way is raised by the iteration.
+
+        Args:
+            name: the pool.
+            owner: whose pool counts, as for :meth:`attach`: while it is another user's, there is no version.
+            timeout: seconds to wait for a version, each time, before ``TimedOut`` is raised; by default without limit.
+
+        Raises:
+            Unsupported: an owner is asked for, and the broker is too old to heed that.
+            Unavailable: this process is short of threads or memory, or this object is closed.
+        """
+        self._owner.check()
+        limits.check_pool_name(name)
+        self._check_open()
+        owners = self._owners("follow", name, owner, messages.FINDS)
+        follow = Follow(name, lambda pause: self._live(inf, pause), owners, timeout)
+        self._follows.add(follow)
+        if self._closed.done():
+            follow.close()
+        return follow
 
     # -- what there is -----------------------------------------------------------------------------
 
-    def pools(self) -> tuple[PoolInfo, ...]:
+    @blocking
+    def pools(self) -> Steps[tuple[PoolInfo, ...]]:
         """Return every live version of every pool that this user may read, by name and version."""
-        return self._session.ask(ListPools(), Pools).pools
+        return (yield from self._session.ask(messages.ListPools(), messages.Pools)).pools
 
-    def clients(self) -> tuple[ClientInfo, ...]:
+    @blocking
+    def clients(self) -> Steps[tuple[ClientInfo, ...]]:
         """Return every session of this user, or of all users for administrators, in order of arrival."""
-        return self._session.ask(ListClients(), Clients).clients
+        return (yield from self._session.ask(messages.ListClients(), messages.Clients)).clients
 
-    def devices(self) -> tuple[DeviceInfo, ...]:
+    @blocking
+    def devices(self) -> Steps[tuple[DeviceInfo, ...]]:
         """Return every device of the broker, with what is free on it; the broker's ordinals."""
-        return self._session.ask(ListDevices(), DeviceList).devices
+        return (yield from self._session.ask(messages.ListDevices(), messages.DeviceList)).devices
 
-    def describe(self, name: str, version: int | None = None) -> tuple[PoolInfo, Layout, tuple[str, ...]]:
+    @blocking
+    def describe(self, name: str, version: int | None = None) -> Steps[tuple[PoolInfo, Layout, tuple[str, ...]]]:
         """Return what is known of a version, by default the current one, its layout, and where the allocations are.
 
         That is a device's UUID for each allocation of a sharded version, and nothing where all are on each device.
@@ -324,28 +441,31 @@ class Broker(Unsendable, Scoped):
             Retired: the version was retired, or replaced, and is no more.
             Denied: the pool's mode keeps this user from reading it.
         """
-        names.check(name)
-        description = self._session.ask(Describe(name, _version(version)), Description)
+        limits.check_pool_name(name)
+        description = yield from self._session.ask(messages.Describe(name, _version(version)), messages.Description)
         info, plan = description.info, description.plan or ()
         return info, decode(description.layout).layout, tuple(info.devices[index] for index in plan)
 
-    def digests(self, name: str, version: int | None = None) -> DigestList:
+    @blocking
+    def digests(self, name: str, version: int | None = None) -> Steps[messages.DigestList]:
         """Return what digests a version was sealed with, by default the current one; None among it if with none.
 
         Raises:
             NotFound, Retired, Denied: as :meth:`describe`.
             Unsupported: the broker is too old to keep digests.
         """
-        names.check(name)
-        if self._session.version < DIGESTS:
+        limits.check_pool_name(name)
+        if self._session.version < messages.DIGESTS:
             raise Unsupported(f"the digests of {name!r}: the broker is too old to keep any; upgrade it")
-        return self._session.ask(ListDigests(name, _version(version)), DigestList)
+        return self._session.ask(messages.ListDigests(name, _version(version)), messages.DigestList)
 
-    def look(self) -> View:
+    @blocking
+    def look(self) -> Steps[messages.View]:
         """Return devices, pools, sessions, memory and waiting requests as of one moment: what this user may see."""
-        return self._session.ask(Look(), View)
+        return self._session.ask(messages.Look(), messages.View)
 
-    def story(self, subject: str | int) -> tuple[Line, ...]:
+    @blocking
+    def story(self, subject: str | int) -> Steps[tuple[Line, ...]]:
         """Return the last events of a pool, by name, or of a session, by number, the oldest first.
 
         Raises:
@@ -353,7 +473,7 @@ class Broker(Unsendable, Scoped):
             Denied: the pool's mode keeps this user from reading it.
         """
         pool, session = (subject, 0) if isinstance(subject, str) else (None, subject)
-        return self._session.ask(Tell(pool, session), Story).lines
+        return (yield from self._session.ask(messages.Tell(pool, session), messages.Story)).lines
 
     # -- draining ----------------------------------------------------------------------------------
 
@@ -361,9 +481,10 @@ class Broker(Unsendable, Scoped):
     def draining(self) -> str:
         """Why the broker lends nothing new and wants back what it lent; nothing if that is not so."""
         self._owner.check()
-        return self._session.recall.why
+        return self._session.drain_state.why
 
-    def wait_draining(self, timeout: float | None = None, *, over: bool = False) -> bool:
+    @blocking
+    def wait_draining(self, timeout: float | None = None, *, over: bool = False) -> Steps[bool]:
         """Wait until the broker is :attr:`draining`, for as long as it takes or up to ``timeout`` seconds.
 
         Args:
@@ -375,9 +496,10 @@ class Broker(Unsendable, Scoped):
         """
         self._owner.check()
         self._session.check_open()
-        return self._session.recall.wait(timeout, over=over)
+        return self._session.drain_state.wait(timeout, over=over)
 
-    def drain(self, *, on: bool = True) -> None:
+    @blocking
+    def drain(self, *, on: bool = True) -> Steps[None]:
         """Have the broker lend nothing new, and tell all clients to give back what they hold; or lend again.
 
         It stays so until it is taken back, with a store beyond the end of the broker. What is held stays.
@@ -385,12 +507,13 @@ class Broker(Unsendable, Scoped):
         Raises:
             Denied: this user neither runs the broker nor is root.
         """
-        self._session.ask(Drain(on), Done)
+        yield from self._session.ask(messages.Drain(on), messages.Done)
 
     # -- the end -----------------------------------------------------------------------------------
 
-    def close(self) -> None:
-        """Close all pools, discard all drafts, and end the session.
+    @blocking
+    def close(self) -> Steps[None]:
+        """Close all pools, discard all drafts, end what follows pools, and end the session.
 
         Where tensors of a pool are still alive, the connection stays until the last of them is gone. A signal handler
         does better to raise an exception: while one runs, the call that it came into cannot go on.
@@ -399,43 +522,97 @@ class Broker(Unsendable, Scoped):
             CubrokerError: as :meth:`Pool.close`, of the first pool that has something to tell; all are closed.
         """
         self._owner.check()
-        self._session.closed = True
+        self._closed.set(None)
+        session, guard = self._opened
+        session.closed = True
+        for follow in self._follows:
+            follow.close()
         try:
             for pool in [pool for pool in self._pools if pool.let_go()]:  # none waits for another
-                pool.confirm()
+                yield from pool.confirming()
         finally:
-            self._session.end(self._guard)
+            session.cleanup.put(guard)
+        yield from session.left()
+
+    def _live(self, wait: float, pause: Callable[[float], object]) -> Session:
+        """Return a session that lives: this one, or another; see :func:`until_served`."""
+        self._session.check_may_wait()
+        return until_served(self._reopen, wait, pause)
+
+    def _reopen(self) -> Session:
+        with self._reopening:
+            session, guard = self._opened
+            self._check_open()
+            if session.lost:
+                new = Session(session.directory, *self._timeouts)
+                if self._session is session:  # else this was done in the middle, and the new one ends with this call
+                    session.cleanup.put(guard)
+                    self._opened = new, new.cleanup.guard(self, new.end)
+                    log.info("session %d with the broker on %s follows session %d", new.id, new.directory, session.id)
+        if self._closed.done():  # meanwhile, by a thread that may have seen the session before
+            session, guard = self._opened
+            session.closed = True
+            session.cleanup.put(guard)
+            run(session.left())
+            self._check_open()
+        return self._session
+
+    def _check_open(self) -> None:
+        if self._closed.done():
+            raise Unavailable("this Broker is closed; open another")
 
     def _create(
         self,
         name: str,
         layout: Layout,
         placed: Placed,
-        attach: Where | None,
+        attach: messages.Where | None,
         share: str,
         wait: float,
         mode: int | None,
         *,
         writable: bool,
         durable: bool | None,
-    ) -> tuple[Loan, Attached | Created, Mapped]:
-        names.check(name)
+    ) -> Steps[Pool | Draft]:
+        """Ask for a draft; or, with ``attach``, for the current version if there is one."""
+        limits.check_pool_name(name)
         layout.check()
-        if self._session.version < CHOOSES:  # such a broker has to be told
+        if mode is not None and not 0 <= mode <= 0o777:
+            raise Invalid(f"a mode of 0o{mode:o}; it can be 0 to 0o777")
+        if self._session.version < messages.CHOOSES:  # such a broker has to be told
             durable = bool(durable)
-            share = ("vmm" if durable else "ipc") if share == AUTO else share
+            share = (messages.VMM if durable else messages.IPC) if share == messages.AUTO else share
         head = name, layout.encode(), placed.devices, share, seconds(wait)
-        body = Create(*head, attach, _mode(mode), placed.plan, writable, durable)
-        return self._session.borrow(body, Loan(self._session, layout))
+        body = messages.Create(*head, attach, mode, placed.plan, writable, durable)
+        lease, reply, mapped = yield from acquire(self._session, body, layout)
+        if attach and isinstance(reply, messages.Attached):
+            return (yield from self._attached(lease, reply, mapped, attach.owners))
+        created = expect(reply, messages.Created)
+        draft = Draft(lease, mapped, Index(layout), created.name, scratch=writable)
+        return (yield from self._keep(draft))
 
-    def _where(self, name: str, device: DeviceId | None, owner: Owner | Sequence[Owner] | None, *, peer: bool) -> Where:
+    def _attached(
+        self, lease: LeaseHandle, reply: messages.Attached, mapped: LeasedMemory, owners: tuple[int, ...]
+    ) -> Steps[Pool]:
+        return self._keep(Pool(lease, mapped, decode(reply.layout), reply.name, owners))
+
+    def _keep(self, pool: P) -> Steps[P]:
+        """Note a pool for :meth:`close`, which another thread may have called since it was asked for."""
+        self._pools.add(pool)
+        if self._closed.done() and pool.let_go():
+            yield from pool.confirming()
+        self._check_open()
+        return pool
+
+    def _where(
+        self, name: str, device: DeviceId | None, owner: Owner | Sequence[Owner] | None, *, peer: bool
+    ) -> messages.Where:
         """Say where to attach; this process has a context there then, and the lease need not wait for that."""
-        if device is None:
-            if peer:
-                raise Invalid(f"attach to {name!r} with peer=True: say with `device` which device shall reach it")
-            return Where(None, owners=self._owners("attach to", name, owner, OWNED))
-        uuid, owners = local.context(self.driver, device).device.uuid, self._owners("attach to", name, owner, OWNED)
-        return Where(uuid, local.reachable(self.driver, uuid) if peer else (), owners)
+        if device is None and peer:
+            raise Invalid(f"attach to {name!r} with peer=True: say with `device` which device shall reach it")
+        uuid = None if device is None else local.context(self.driver, device).device.uuid
+        owners = self._owners("attach to", name, owner, messages.OWNED)
+        return messages.Where(uuid, local.reachable(self.driver, uuid) if uuid and peer else (), owners)
 
     def _owners(self, what: str, name: str, owner: Owner | Sequence[Owner] | None, since: int) -> tuple[int, ...]:
         owners = uids(owner)
@@ -443,19 +620,31 @@ class Broker(Unsendable, Scoped):
             raise Unsupported(f"{what} {name!r} of a certain owner: the broker is too old to check it; upgrade it")
         return owners
 
-    def _pool(self, loan: Loan, reply: Attached, mapped: Mapped, owners: tuple[int, ...]) -> Pool:
-        return self._keep(Pool(loan, mapped, decode(reply.layout), reply.name, reply.version, owners))
 
-    def _draft(self, loan: Loan, reply: Created, mapped: Mapped, layout: Layout, *, writable: bool) -> Draft:
-        return self._keep(Draft(loan, mapped, Index(layout), reply.name, reply.version, scratch=writable))
+def uids(owner: Owner | Sequence[Owner] | None) -> tuple[int, ...]:
+    """Return the numbers of users, for None of those in the environment; empty for all users.
 
-    def _keep(self, pool: P) -> P:
-        """Note a pool for :meth:`close`, which another thread may have called since it was asked for."""
-        self._pools.add(pool)
-        if self._session.closed:
-            pool.close()
-        self._session.check_open()
-        return pool
+    Raises:
+        Invalid: there is no such user.
+    """
+    if owner is None:
+        owner = [part.strip() for part in os.environ.get(VARIABLE, "").split(",") if part.strip()]
+    return tuple(map(_uid, [owner] if isinstance(owner, int | str) else owner))
+
+
+def _uid(owner: Owner) -> int:
+    if isinstance(owner, str) and not (owner.isascii() and owner.isdecimal()):
+        try:
+            return pwd.getpwnam(owner).pw_uid
+        except (KeyError, ValueError):  # a name with a zero byte is a ValueError
+            raise Invalid(f"this system has no user {owner!r}; write a name that it has, or a number") from None
+    if not 0 <= int(owner) < 1 << 32:
+        raise Invalid(f"no user has the number {owner}")
+    return int(owner)
+
+
+def _laid_out(layout: Layout | Tensors, plan: Plan | None) -> Layout:
+    return layout if isinstance(layout, Layout) else Layout.pack(layout, groups=plan)
 
 
 def _version(version: int | None) -> int:
@@ -464,9 +653,3 @@ def _version(version: int | None) -> int:
     if version < 1:
         raise Invalid(f"version {version}: versions count from 1; leave it out for the current one")
     return version
-
-
-def _mode(mode: int | None) -> int | None:
-    if mode is not None and not 0 <= mode <= 0o777:
-        raise Invalid(f"a mode of 0o{mode:o}; it can be 0 to 0o777")
-    return mode

@@ -1,13 +1,24 @@
-"""This process's devices: one driver per kind of broker, devices by ordinal or UUID, driver errors in plain words."""
+"""This process's devices by ordinal or UUID, where a pool is placed on them, and driver errors in plain words."""
 
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import translate
+from typing import NamedTuple
 
 from cubroker.driver import Context, Device, Driver, DriverError, load
-from cubroker.driver.once import keep_first
-from cubroker.protocol.bounds import MAX_DEVICES
-from cubroker.protocol.errors import CubrokerError, DeviceFailure, NotFound, OutOfMemory, Unavailable
+from cubroker.driver.basics import keep_first
+from cubroker.protocol.errors import CubrokerError, DeviceFailure, Invalid, NotFound, OutOfMemory, Unavailable
+from cubroker.protocol.layout import Layout
+from cubroker.protocol.limits import MAX_DEVICES
+
+DeviceId = int | str
+"""A device: its ordinal in this process, or its UUID."""
+
+Plan = Mapping[str, DeviceId]
+"""The device of each tensor, by the tensor's name."""
 
 _drivers: dict[str, Driver] = {}
 _inherited = False
@@ -36,17 +47,13 @@ def driver(spec: str) -> Driver:
 
 
 def in_call(spec: str) -> bool:
-    """Whether this thread is within a driver call that a session's own threads may wait for; nothing is loaded."""
+    """Whether this thread is inside a driver call that a session's own threads may wait for; loads no driver."""
     known = _drivers.get(spec)
     return known is not None and known.in_call()
 
 
-def find(driver: Driver, device: int | str) -> Device:
-    """Return the device with that ordinal in this process, or with that UUID.
-
-    Raises:
-        NotFound: this process sees no such device.
-    """
+def find(driver: Driver, device: DeviceId) -> Device:
+    """Return the device with that ordinal in this process, or with that UUID; raises ``NotFound``."""
     for known in driver.devices:
         if device == (known.uuid if isinstance(device, str) else known.index):
             return known
@@ -55,14 +62,8 @@ def find(driver: Driver, device: int | str) -> Device:
     raise NotFound(f"this process sees no device {device!r}; it sees {there}{hint}")
 
 
-def context(driver: Driver, device: int | str) -> Context:
-    """Return this process's context on a device; made on first use.
-
-    Raises:
-        NotFound: this process sees no such device.
-        OutOfMemory: the device has no room for a context.
-        DeviceFailure: the driver refused.
-    """
+def context(driver: Driver, device: DeviceId) -> Context:
+    """Return this process's context on a device, made on first use; raises ``NotFound`` or as :func:`failure` says."""
     found = find(driver, device)
     try:
         return driver.context(found.index)
@@ -70,13 +71,8 @@ def context(driver: Driver, device: int | str) -> Context:
         raise failure(error, f"a context on {found.name} ({found.uuid})") from error
 
 
-def reachable(driver: Driver, device: int | str) -> tuple[str, ...]:
-    """Return the UUIDs of the other devices whose memory a device reaches directly, over the fastest links first.
-
-    Raises:
-        NotFound: this process sees no such device.
-        DeviceFailure: the driver refused to tell.
-    """
+def reachable(driver: Driver, device: DeviceId) -> tuple[str, ...]:
+    """Return the UUIDs of the other devices whose memory a device reaches directly, over the fastest links first."""
     found = find(driver, device)
     try:
         links = [(driver.peers.link(found.index, other.index), other) for other in driver.devices if other != found]
@@ -87,8 +83,68 @@ def reachable(driver: Driver, device: int | str) -> tuple[str, ...]:
 
 
 def failure(error: DriverError | CubrokerError | ValueError, asked: str) -> CubrokerError:
-    """Turn a driver's error into one of ours; ``asked`` says what was being done. One of ours stays as it is."""
+    """Turn a driver's error into a ``CubrokerError``, or keep one; ``asked`` says what was being done."""
     if isinstance(error, CubrokerError):
         return error
     kind = OutOfMemory if isinstance(error, DriverError) and error.out_of_memory else DeviceFailure
     return kind(f"{asked}: {error}")
+
+
+# -- placement -----------------------------------------------------------------------------------------
+
+
+class Placed(NamedTuple):
+    """The UUIDs of devices, and for each allocation of a sharded layout the index of its device among them."""
+
+    devices: tuple[str, ...]
+    plan: tuple[int, ...] | None
+
+
+def place(driver: Driver, layout: Layout, devices: Sequence[DeviceId] | None, plan: Plan | None) -> Placed:
+    """Return where the allocations of a layout shall lie, and make a context on each of these devices.
+
+    Args:
+        driver: this process's.
+        layout: the plan names every tensor of it.
+        devices: by default those of the plan, in its order, or the first one.
+        plan: by default each allocation is on all devices.
+
+    Raises:
+        CubrokerError: as :func:`context`; ``Invalid`` if the plan does not fit, or there are no devices.
+    """
+    planned = {device: find(driver, device).uuid for device in dict.fromkeys((plan or {}).values())}
+    if devices is None:
+        devices = (0,) if plan is None else tuple(dict.fromkeys(planned.values()))
+    if not devices or isinstance(devices, str):  # the letters of a UUID are no devices
+        raise Invalid(f"no list of devices to create on: {devices!r}; name one at least")
+    uuids = tuple(context(driver, device).device.uuid for device in devices)
+    if plan is None:
+        return Placed(uuids, None)
+    if unknown := {device for device, uuid in planned.items() if uuid not in uuids}:
+        raise Invalid(f"the plan places tensors on {unknown}, which `devices` does not name")
+    return Placed(uuids, tuple(map(uuids.index, layout.spread({name: planned[plan[name]] for name in plan}))))
+
+
+def resolve_plan(plan: Plan, names: Iterable[str]) -> dict[str, DeviceId]:
+    """Return the entry of each tensor in a plan with names and patterns, as shells have them for files.
+
+    A tensor's own name goes before patterns; of these the first one that matches it counts.
+
+    Raises:
+        Invalid: a tensor is matched by none, or an entry matches no tensor.
+    """
+    listed = dict.fromkeys(names)
+    patterns = {entry: re.compile(translate(entry)).match for entry in plan if entry not in listed}
+    found: dict[str, DeviceId] = {}
+    used: set[str] = set()
+    for name in listed:
+        entries = [entry for entry, match in patterns.items() if match(name)]
+        used.update(entries)
+        if name in plan:
+            entries = [name]
+        if not entries:
+            raise Invalid(f"the plan has no device for tensor {name!r}; add its name, or '*' as the last pattern")
+        found[name] = plan[entries[0]]
+    if unused := [entry for entry in patterns if entry not in used]:
+        raise Invalid(f"the plan's {unused[0]!r} is no tensor's name and matches none; leave it out, or correct it")
+    return found

@@ -1,11 +1,12 @@
-"""DLPack capsules for memory that numpy does not own, and that may not be the host's.
+"""DLPack capsules for memory that numpy does not own, on the host or on a GPU.
 
-A capsule needs two functions in native code, its destructor and its tensor's deleter. Callbacks of
-ctypes cannot serve: they may run while an exception propagates, and the callback then loses the
-exception, upon which the interpreter crashes (``[tensor.__dlpack__(), 1 / 0]`` was enough, Python 3.11).
-So numpy makes the capsule, from an array of unsigned integers that owns nothing and keeps our memory
-alive; numpy's deleter is right in any thread, at any time, and after the interpreter's end too. What
-numpy could not know is then written into the struct: the device, the type and the flags.
+A capsule needs two functions in native code: its destructor and its tensor's deleter. Callbacks of ctypes do not work.
+They may run while an exception propagates, the callback then loses the exception, and the interpreter crashes
+(``[tensor.__dlpack__(), 1 / 0]`` was enough, Python 3.11).
+
+Solution: numpy makes the capsule, from an array of unsigned integers that owns nothing and keeps our memory alive.
+Numpy's deleter is correct in any thread, at any time, even after the interpreter's end. The device, the type and the
+flags, which numpy cannot know, are then written into the struct.
 
 Source of the layouts: dlpack.h of DLPack 1.1.
 """
@@ -13,9 +14,11 @@ Source of the layouts: dlpack.h of DLPack 1.1.
 from __future__ import annotations
 
 import ctypes
+import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from cubroker.client.elements import ELEMENTS
+from cubroker.client.dtypes import ELEMENTS, carrier
 from cubroker.protocol.dtypes import BITS
 
 if TYPE_CHECKING:
@@ -25,6 +28,12 @@ if TYPE_CHECKING:
 
 CPU = 1
 CUDA = 2
+
+ON_HOST = {CPU, 3}
+"""Types of devices whose memory the host reads: its own, and that which CUDA has pinned."""
+
+ON_GPU = {CUDA, 13}
+"""Types of devices whose memory a GPU reads: its own, and CUDA's managed memory."""
 
 READ_ONLY = 1
 
@@ -65,16 +74,104 @@ _pointer.restype = ctypes.c_void_p
 _pointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
 
 
+_is_valid = ctypes.pythonapi.PyCapsule_IsValid
+_is_valid.restype = ctypes.c_int
+_is_valid.argtypes = (ctypes.py_object, ctypes.c_char_p)
+
+_DTYPES = {(element.code, BITS[dtype]): dtype for dtype, element in ELEMENTS.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Borrowed:
+    """An array of another library, which stays there while this object lives."""
+
+    #: its element type, by its safetensors name
+    dtype: str
+    #: its dimensions, in elements; in pairs of elements of four bits
+    extent: tuple[int, ...]
+    #: how far apart the next one lies in each dimension, counted in the same way
+    strides: tuple[int, ...]
+    pointer: int
+    #: gives the array back when it is gone
+    capsule: CapsuleType
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its dimensions, in elements."""
+        together = lanes(self.dtype)
+        return (*self.extent[:-1], self.extent[-1] * together) if self.extent else ()
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether its elements are in the order of C, without gaps."""
+        apart = [math.prod(self.extent[place + 1 :]) for place in range(len(self.extent))]
+        pairs = zip(self.extent, self.strides, apart, strict=True)
+        return 0 in self.extent or all(size == 1 or stride == step for size, stride, step in pairs)
+
+    def bits(self) -> NDArray[Any]:
+        """Return its elements as an array of integers on the same memory, if that is the host's."""
+        import numpy as np
+
+        width = max(BITS[self.dtype] // 8, 1)
+        return np.asarray(_Interface(self, width))
+
+
+class _Interface:
+    """What numpy makes an array of, which keeps this object."""
+
+    def __init__(self, borrowed: Borrowed, width: int) -> None:
+        self._borrowed = borrowed
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": borrowed.extent,
+            "typestr": carrier(borrowed.dtype),
+            "data": (borrowed.pointer, True),
+            "strides": tuple(stride * width for stride in borrowed.strides),
+        }
+
+
+def borrow(array: Any, stream: int | None = None) -> Borrowed:
+    """Return what another library's array is, by its ``__dlpack__``.
+
+    The capsule is not consumed: a capsule that is never consumed gives its array back by itself.
+
+    Args:
+        array: the other library's.
+        stream: for an array on a GPU, the handle of a stream of that, which is made to wait for the array's elements.
+
+    Raises:
+        BufferError: pools have no such element type.
+    """
+    asked: dict[str, object] = {} if stream is None else {"stream": stream}
+    try:
+        capsule = array.__dlpack__(max_version=(1, 0), **asked)
+    except TypeError:  # of a library that knows no DLPack 1.0
+        capsule = array.__dlpack__(**asked)
+    if _is_valid(capsule, b"dltensor_versioned"):
+        tensor = _Versioned.from_address(_pointer(capsule, b"dltensor_versioned")).tensor
+    else:
+        tensor = _Tensor.from_address(_pointer(capsule, b"dltensor"))
+    kind, rank = tensor.dtype, tensor.ndim
+    dtype = _DTYPES.get((kind.code, kind.bits))
+    if dtype is None or kind.lanes != lanes(dtype) or (BITS[dtype] % 8 and lanes(dtype) == 1):
+        raise BufferError(f"its elements are {kind.lanes} of {kind.bits} bits of DLPack's type {kind.code}")
+    extent = tuple((ctypes.c_int64 * rank).from_address(tensor.shape)) if rank else ()
+    if tensor.strides and rank:
+        strides = tuple((ctypes.c_int64 * rank).from_address(tensor.strides))
+    else:
+        strides = tuple(math.prod(extent[place + 1 :]) for place in range(rank))
+    return Borrowed(dtype, extent, strides, (tensor.data or 0) + tensor.byte_offset, capsule)
+
+
 def export(
     carrier: NDArray[np.unsignedinteger[Any]], dtype: str, device: tuple[int, int], *, readonly: bool, versioned: bool
 ) -> CapsuleType:
     """Return a capsule for the memory under ``carrier``.
 
     Args:
-        carrier: an array of unsigned integers of the element's width, writable as far as numpy knows.
-            Its memory is not touched.
-        dtype: the element type, by its safetensors name. Elements of 4 bits go in pairs, two lanes each,
-            and so must the carrier's last dimension.
+        carrier: an array of unsigned integers of the element's width, writable to numpy. Its memory is not touched.
+        dtype: the element type, by its safetensors name. Elements of 4 bits go in pairs, two lanes each, which the
+            carrier's last dimension must count.
         device: DLPack's device type and ordinal.
         readonly: whether to tell the consumer that it may not write; only a versioned capsule can.
         versioned: whether the consumer knows DLPack 1.0 and later.

@@ -1,37 +1,232 @@
-"""Events on pools whose readers may write: one process says when bytes are ready, others wait on their streams."""
+"""Events on pools whose readers may write: one process says when bytes are ready, others wait on their streams.
+
+An :class:`EventHandle` is one event in this process, from its making or opening to its end, through any interrupt of
+its caller. Its way, and the thread of each step: ``carry`` (the caller's), ``begin`` (the cleanup thread),
+``_shared`` (the connection's, of an event that this process makes), ``_hand_over`` (the cleanup thread); then the
+caller has an :class:`EventRef`. With the last reference to that come ``_end`` and, once the broker has told all who
+wait, ``_destroy`` (the cleanup thread). As with leases, no frame of the caller owns an event at any time.
+"""
 
 from __future__ import annotations
 
+import logging
 import time
+from abc import abstractmethod
 from collections.abc import Callable
+from contextlib import suppress
 from threading import RLock
-from typing import TYPE_CHECKING, TypeVar
+from typing import ClassVar, Protocol, TypeVar
 
 from cubroker.client import devices
-from cubroker.client.living import Living
-from cubroker.client.mapping import Place
-from cubroker.client.processes import Scoped, Unsendable
-from cubroker.client.requests import expect
-from cubroker.client.signals import Grip, Made, Opened, Signal
-from cubroker.client.waits import Waits
-from cubroker.driver import Device, DriverError, Event, Stream
-from cubroker.protocol import names
-from cubroker.protocol.bounds import MAX_WAIT
+from cubroker.client.cleanup_thread import Guard, Retry
+from cubroker.client.memory.mapping import DeviceMapping
+from cubroker.client.process import Closeable, NotPicklable, WeakRefs
+from cubroker.client.session import Asked, Session
+from cubroker.client.transport.requests import Future, Pending, Steps, blocking, expect
+from cubroker.driver import Context, Device, DriverError, Event, Stream
+from cubroker.protocol import limits
 from cubroker.protocol.errors import CubrokerError, Invalid, TimedOut, Unavailable
 from cubroker.protocol.layout import MAX_EXTENT
-from cubroker.protocol.messages import AwaitEvent, EventOpened, Generation, OpenEvent, Recorded
+from cubroker.protocol.limits import MAX_WAIT
+from cubroker.protocol.messages import (
+    AwaitEvent,
+    DropEvent,
+    EventOpened,
+    EventShared,
+    Generation,
+    OpenEvent,
+    Recorded,
+    Reply,
+    ShareEvent,
+)
 
-if TYPE_CHECKING:
-    from cubroker.client.pool import Pool
-    from cubroker.client.session import Session
+log = logging.getLogger(__name__)
 
+R = TypeVar("R", bound=Reply)
 T = TypeVar("T")
 
 SOON, LATE = 20e-6, 1e-3
 """Seconds between two looks at an event that a thread waits for: the first, and at most."""
 
 
-class SharedEvent(Unsendable, Scoped):
+class EventRef:
+    """The driver's event, which is closed with the last reference to this object."""
+
+    __slots__ = ("__weakref__", "event", "number")
+
+    def __init__(self, event: Event, number: int) -> None:
+        self.event = event
+        self.number = number  # the broker's for it
+
+
+class EventHandle(Asked[EventRef]):
+    """One event in this process, made or opened. The driver's event is in ``context``."""
+
+    request: ClassVar[str]
+    """The name of the request that brings it."""
+
+    def __init__(self, session: Session, context: Context, label: str) -> None:
+        super().__init__()
+        self._session = session
+        self._context = context
+        self._label = label
+        self._begun = False
+        self._number = 0
+        self._event: Event | None = None
+        self._guard: Guard[EventRef] | None = None
+        self._ended: Future[None] = Future()
+        self._closing = Retry(session.cleanup, self._destroy)
+
+    # -- on callers' threads -----------------------------------------------------------------------
+
+    def carry(self) -> Steps[EventRef]:
+        """Have it made or opened. If the caller gives up, by time or by interrupt, it is closed."""
+        return self._session.obtain(self, self._put, self.request, 0.0)
+
+    def abandon(self, reason: CubrokerError) -> None:
+        """See :meth:`Held.abandon`. What was not begun ends at once."""
+        super().abandon(reason)
+        self._put()
+
+    @property
+    def ending(self) -> bool:
+        """Whether it was handed over, and nothing uses it any more."""
+        return self._guard is not None and self._guard() is None
+
+    def confirm(self) -> Steps[None]:
+        """Wait until an event that is ending is closed, and the broker knows."""
+        with suppress(Unavailable):  # a broker that is gone knows of no event
+            yield from self._session.confirm(self._ended, self._label)
+
+    def _put(self) -> None:
+        self._session.cleanup.put(self.begin)
+
+    # -- on the cleanup thread ---------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Make it, or open it, unless that was done, or it was abandoned."""
+        if self._begun:
+            return
+        self._begun = True
+        if self.abandoned:
+            self._end()
+            return
+        try:
+            self._obtain()
+        except (DriverError, ValueError) as error:
+            self._refuse(devices.failure(error, self._label))
+
+    @abstractmethod
+    def _obtain(self) -> None:
+        """Get the driver's event, and see to it that it is handed over."""
+
+    def _hand_over(self) -> None:
+        assert self._event is not None
+        ref = EventRef(self._event, self._number)
+        self._guard = self._session.cleanup.guard(ref, self._end)
+        self.hand_over(ref)
+
+    def _refuse(self, error: CubrokerError) -> None:
+        self.fail(error)
+        self._session.cleanup.put(self._end)
+
+    def _end(self) -> None:
+        """Close it; an event of this process only after the broker has told all who wait."""
+        self._destroy()
+
+    def _destroy(self) -> None:
+        try:
+            if self._event:
+                self._event.close()
+        except DriverError as error:
+            if self._closing.first:
+                failure = devices.failure(error, f"closing {self._label}")
+                log.error("%s; this process tries again until it succeeds", failure)
+            self._closing.again()
+        else:
+            self._event = None
+            self._session.forget(self)
+        self._ended.set(None)
+
+
+class OwnedEvent(EventHandle):
+    """An event that this process makes, for others to open as ``name`` with a lease on the version of ``lease``."""
+
+    request = "ShareEvent"
+
+    def __init__(self, session: Session, context: Context, label: str, lease: int, name: str) -> None:
+        super().__init__(session, context, label)
+        self._lease = lease
+        self._name = name
+
+    def _obtain(self) -> None:
+        self._event = self._context.event(shared=True)
+        body = ShareEvent(self._lease, self._name, self._context.device.uuid, self._event.export())
+        self._session.requests.send(body, self._shared)
+
+    def _shared(self, reply: Reply | CubrokerError) -> None:  # on the connection's thread
+        if isinstance(reply, EventShared):
+            self._number = reply.event
+            self._session.cleanup.put(self._hand_over)
+        else:
+            strange = Unavailable(f"the broker answered the request ShareEvent with {type(reply).__name__}")
+            self._refuse(reply if isinstance(reply, CubrokerError) else strange)
+
+    def _end(self) -> None:
+        if self._number:
+            cleanup = self._session.cleanup
+            self._session.requests.send(DropEvent(self._number), lambda _: cleanup.put(self._destroy))
+        else:
+            self._destroy()
+
+
+class OpenedEvent(EventHandle):
+    """An event that another process made."""
+
+    request = "OpenEvent"
+
+    def __init__(self, session: Session, context: Context, label: str, reply: EventOpened) -> None:
+        super().__init__(session, context, label)
+        self._number = reply.event
+        self._handle = reply.handle
+
+    def _obtain(self) -> None:
+        self._event = self._context.open_event(self._handle)
+        self._hand_over()
+
+
+class EventPool(Protocol):
+    """A pool as its events know it: a :class:`Pool`."""
+
+    name: str
+
+    @property
+    def version(self) -> int:
+        """See :attr:`Pool.version`."""
+
+    @property
+    def lease(self) -> int:
+        """See :attr:`Pool.lease`."""
+
+    @property
+    def closed(self) -> bool:
+        """See :attr:`Pool.closed`."""
+
+    @property
+    def asleep(self) -> bool:
+        """See :attr:`Pool.asleep`."""
+
+    def close(self) -> None:
+        """See :meth:`Pool.close`."""
+
+    def event(self, name: str, *, device: int | str | None = None) -> SharedEvent:
+        """See :meth:`Pool.event`."""
+
+    def open_event(self, name: str, *, wait: float = 0.0) -> SharedEvent:
+        """See :meth:`Pool.open_event`."""
+
+
+class SharedEvent(NotPicklable, Closeable):
     """A place in a stream of the process that made it, for which streams of others wait. See :meth:`Pool.event`.
 
     Its maker records it, again and again; each time counts, and is a *generation*: 1, 2, 3 …. Every method may be
@@ -44,33 +239,37 @@ class SharedEvent(Unsendable, Scoped):
         mine: whether this process made it, and so records it.
     """
 
-    def __init__(self, grip: Grip, signal: Signal, pool: Pool, session: Session, name: str, device: Device) -> None:
-        self._grip: Grip | None = grip  # first: what dies with this object begins with it
+    def __init__(
+        self, ref: EventRef, handle: EventHandle, pool: EventPool, session: Session, name: str, device: Device
+    ) -> None:
+        self._ref: EventRef | None = ref  # first: the driver's event dies with this object
         self.name = name
         self.pool = pool
         self.device = device
-        self.mine = isinstance(signal, Made)
-        self._number = grip.number
-        self._signal = signal
+        self.mine = isinstance(handle, OwnedEvent)
+        self._number = ref.number
+        self._version = pool.version  # which the pool may leave for another
+        self._handle = handle
         self._session = session
         self._owner = session.owner
-        self._waits = Waits(session)
+        self._waits = BlockingRequests(session)
         self._seen = 0
         self._recording = RLock()  # so that generations are told in the order in which they were recorded
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "mine" if self.mine else "opened"
-        return f"<SharedEvent {self.name!r} of {self.pool.name!r} version {self.pool.version}, {state}>"
+        return f"<SharedEvent {self.name!r} of {self.pool.name!r} version {self._version}, {state}>"
 
     @property
     def closed(self) -> bool:
         """Whether :meth:`close` was called, here or by the pool."""
-        return self._grip is None
+        return self._ref is None
 
-    def record(self, stream: Stream | int = 0) -> int:
+    @blocking
+    def record(self, stream: Stream | int = 0) -> Steps[int]:
         """Mark all work that was started in a stream so far as the next generation; returns its number.
 
-        Whoever waits for it goes on when that work is done.
+        Waiting processes go on when that work is done.
 
         Args:
             stream: of the context of ``device``; or a CUDA stream's handle, as ``torch.cuda.Stream.cuda_stream`` is
@@ -79,18 +278,21 @@ class SharedEvent(Unsendable, Scoped):
         Raises:
             Invalid: another process made it, or it is closed.
             DeviceFailure: the driver refused.
-            Unavailable, TimedOut: the broker is gone or silent, so that nobody may have heard of it.
+            Unavailable, TimedOut: the broker is gone or silent, so that no process may have heard of it.
         """
         self._owner.check()
         if not self.mine:
             raise Invalid(f"{self._label} is recorded by the process that made it; make another one to answer it")
         self._session.check_may_wait()
         with self._recording:
-            self._use(lambda event: event.record(_handle(stream)), "recording")
+            self._use(lambda event: event.record(_stream(stream)), "recording")
             future = self._session.requests.submit(Recorded(self._number))
-        return expect(self._session.wait(future, "Recorded", 0.0), Generation).generation
+        return expect((yield from self._session.wait(future, "Recorded", 0.0)), Generation).generation
 
-    def wait(self, stream: Stream | int | None = None, *, after: int | None = None, timeout: float = 60.0) -> int:
+    @blocking
+    def wait(
+        self, stream: Stream | int | None = None, *, after: int | None = None, timeout: float = 60.0
+    ) -> Steps[int]:
         """Wait for a generation to be recorded, then have a stream wait for the work before it; returns its number.
 
         It is the newest one: where several were recorded meanwhile, all but the last were missed.
@@ -116,16 +318,17 @@ class SharedEvent(Unsendable, Scoped):
             raise self._closed()
         deadline = time.monotonic() + timeout
         body = AwaitEvent(self.pool.lease, self._number, since, float(timeout))
-        generation = self._waits.ask(body, Generation).generation
+        generation = (yield from self._waits.ask(body, Generation)).generation
         if stream is None:
             self._finish(generation, deadline)
         else:
-            self._use(lambda event: event.hold(_handle(stream)), "waiting for")
+            self._use(lambda event: event.hold(_stream(stream)), "waiting for")
         self._seen = max(self._seen, generation)
         return generation
 
-    def close(self) -> None:
-        """Give it back; an event of this process's own ends for everybody, and whoever waits for it is told.
+    @blocking
+    def close(self) -> Steps[None]:
+        """Give it back; an event of this process's own ends for all processes, and those that wait are told.
 
         Streams that wait go on waiting for what was recorded. Consumers had better be done with the last generation
         before its maker closes it: the driver promises nothing about what they do with it afterwards.
@@ -134,20 +337,20 @@ class SharedEvent(Unsendable, Scoped):
             TimedOut: it is closed here, but the broker has not yet confirmed that.
         """
         if self.let_go():
-            self._signal.confirm()
+            yield from self._handle.confirm()
 
     def let_go(self) -> bool:
         """Begin to close it, without waiting; returns whether its end is under way."""
         self._owner.check()
         closed = self.closed
-        self._grip = None
+        self._ref = None
         reason = Unavailable(f"{self._label} was closed in this process while it waited")
         self._waits.give_up(reason, for_good=True)
-        return not closed and self._signal.ending
+        return not closed and self._handle.ending
 
     @property
     def _label(self) -> str:
-        return f"event {self.name!r} of pool {self.pool.name!r} version {self.pool.version}"
+        return f"event {self.name!r} of pool {self.pool.name!r} version {self._version}"
 
     def _closed(self) -> Invalid:
         return Invalid(f"{self._label} is closed in this process; make or open it again")
@@ -162,59 +365,92 @@ class SharedEvent(Unsendable, Scoped):
             pause = min(2 * pause, LATE)
 
     def _use(self, call: Callable[[Event], T], doing: str) -> T:
-        grip = self._grip
-        if grip is None or self._signal.ending:  # which the collector makes it before it calls finalizers
+        ref = self._ref
+        if ref is None or self._handle.ending:  # which the collector makes it before it calls finalizers
             raise self._closed()
         try:
-            return call(grip.event)
+            return call(ref.event)
         except DriverError as error:
             raise devices.failure(error, f"{doing} {self._label}") from error
         finally:
-            del grip  # a traceback may keep this frame for long
+            del ref  # a traceback may keep this frame for long
 
 
-class Events:
-    """The events of one pool in this process.
-
-    Args:
-        session: the pool's.
-    """
+class BlockingRequests:
+    """Requests of one object that wait at the broker while a thread waits here; the end of the object ends them."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._opening = Waits(session)
-        self._open: Living[SharedEvent] = Living()
+        self._under_way: dict[Pending, Future[Reply]] = {}
+        self._over: CubrokerError | None = None
 
-    def make(self, pool: Pool, place: Place, name: str) -> SharedEvent:
+    def ask(self, body: OpenEvent | AwaitEvent, kind: type[R]) -> Steps[R]:
+        """Send a request and wait for its answer, a ``kind``. If the caller gives up, the broker is told."""
+        self._session.owner.check()
+        self._session.check_open()
+        future: Future[Reply] = Future()
+        pending = Pending(future.settle)
+        try:
+            self._under_way[pending] = future
+            if self._over:  # looked at last: `give_up` either sees the request, or is seen here
+                raise self._over.anew()
+            self._session.requests.post(body, pending)
+            return expect((yield from self._session.wait(future, type(body).__name__, body.wait)), kind)
+        except BaseException:
+            if not pending.settled:
+                self._session.requests.cancel(pending)
+            raise
+        finally:
+            self._under_way.pop(pending, None)
+
+    def give_up(self, reason: CubrokerError, *, for_good: bool) -> None:
+        """Have every thread that waits raise ``reason``; ``for_good``: every later one too."""
+        if for_good:
+            self._over = reason
+        for future in tuple(self._under_way.values()):
+            future.fail(reason)
+
+
+class Events:
+    """The events of one pool in this process."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._opening = BlockingRequests(session)
+        self._open: WeakRefs[SharedEvent] = WeakRefs()
+
+    def make(self, pool: EventPool, place: DeviceMapping, name: str) -> Steps[SharedEvent]:
         """Make an event for the work of the device that uses ``place``; see :meth:`Pool.event`."""
-        names.check(name)
+        limits.check_pool_name(name)
         lease = pool.lease
-        signal = Made(self._session, place.context, f"event {name!r} of pool {pool.name!r}", lease, name)
-        return self._keep(pool, lease, signal, name, place.context.device)
+        handle = OwnedEvent(self._session, place.context, f"event {name!r} of pool {pool.name!r}", lease, name)
+        return (yield from self._keep(pool, lease, handle, name, place.context.device))
 
-    def open(self, pool: Pool, places: tuple[Place, ...], name: str, wait: float) -> SharedEvent:
+    def open(self, pool: EventPool, places: tuple[DeviceMapping, ...], name: str, wait: float) -> Steps[SharedEvent]:
         """Open another process's event, in the context of its device if there is one among ``places``."""
-        names.check(name)
+        limits.check_pool_name(name)
         lease = pool.lease
-        reply = self._opening.ask(OpenEvent(lease, name, wait), EventOpened)
+        reply = yield from self._opening.ask(OpenEvent(lease, name, wait), EventOpened)
         device = devices.find(self._session.driver, reply.device)
         place = next((place for place in places if place.context.device == device), places[0])
         label = f"event {name!r} of pool {pool.name!r}, which another process has to have made"
-        return self._keep(pool, lease, Opened(self._session, place.context, label, reply), name, device)
+        handle = OpenedEvent(self._session, place.context, label, reply)
+        return (yield from self._keep(pool, lease, handle, name, device))
 
     def close(self, reason: CubrokerError) -> None:
-        """Close all of them, without waiting for the end; whoever waits to open one is told the ``reason``."""
+        """Close all of them, without waiting for the end; threads that wait to open one get the ``reason``."""
         self._opening.give_up(reason, for_good=False)
         for event in self._open:
             event.let_go()
 
-    def _keep(self, pool: Pool, lease: int, signal: Signal, name: str, device: Device) -> SharedEvent:
-        event = SharedEvent(self._session.carry(signal), signal, pool, self._session, name, device)
+    def _keep(self, pool: EventPool, lease: int, handle: EventHandle, name: str, device: Device) -> Steps[SharedEvent]:
+        event = SharedEvent((yield from handle.carry()), handle, pool, self._session, name, device)
         self._open.add(event)
-        if pool.closed or pool.asleep or pool.lease != lease:  # by another thread, meanwhile
-            event.close()
+        # By another thread, meanwhile:
+        if (pool.closed or pool.asleep or pool.lease != lease) and event.let_go():
+            yield from handle.confirm()
         return event
 
 
-def _handle(stream: Stream | int) -> int:
+def _stream(stream: Stream | int) -> int:
     return stream.handle if isinstance(stream, Stream) else stream

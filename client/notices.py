@@ -1,42 +1,344 @@
-"""What the broker says on the session socket, as far as this client knows it: a newer broker may say more."""
+"""What the broker says without being asked: of versions that are current or lost, of draining, of multicast groups."""
 
 from __future__ import annotations
 
 import logging
-from typing import get_args
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from math import inf
+from pathlib import Path
+from threading import RLock
+from typing import Protocol
 
-from msgspec import Struct
-
-from cubroker.protocol import wire
-from cubroker.protocol.errors import Invalid
-from cubroker.protocol.messages import Notice
+from cubroker.client.cleanup_thread import CleanupThread
+from cubroker.client.process import Closeable, NotPicklable, OwnerProcess, WeakRefs
+from cubroker.client.transport.fd_receiver import FdReceiver
+from cubroker.client.transport.requests import Future, Requests, Settle, Steps, run, seconds
+from cubroker.protocol import messages
+from cubroker.protocol.errors import CubrokerError, TimedOut, Unavailable
+from cubroker.protocol.messages import Draining, Found, Notice, PoolChanged, PoolLost, Rebound
 
 log = logging.getLogger(__name__)
 
-KNOWN = frozenset(kind.__name__ for kind in get_args(Notice))
+
+class News:
+    """Wakes threads that wait for a change.
+
+    Nothing is locked: an interrupt may leave a Condition's lock taken, and a signal handler may wait for the thread
+    that tells of a change.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[Future[None]] = deque()
+        self._error: CubrokerError | None = None
+
+    def wait(self, found: Callable[[], bool], timeout: float | None = None) -> Steps[bool]:
+        """Look with every change, for up to ``timeout`` seconds, whether it is the one; return what was ``found``."""
+        deadline = time.monotonic() + (inf if timeout is None else timeout)
+        while True:
+            change: Future[None] = Future()
+            self._waiting.append(change)  # before it looks, so that it misses none
+            try:
+                if found():
+                    return True
+                left = deadline - time.monotonic()
+                if left <= 0 or not (yield change, None if left == inf else left):
+                    return found()
+            finally:
+                with suppress(ValueError):  # it was told of a change
+                    self._waiting.remove(change)
+
+    def tell(self) -> None:
+        """Wake the threads and the tasks that wait."""
+        with suppress(IndexError):
+            while True:
+                self._waiting.popleft().set(None)
+
+    def fail(self, error: CubrokerError) -> None:
+        """There will be no more changes; the first reason counts."""
+        self._error = self._error or error
+        self.tell()
+
+    @property
+    def failed(self) -> bool:
+        """Whether there will be no more changes."""
+        return self._error is not None
+
+    def check(self) -> None:
+        """Raise the reason why there will be no more changes, if there is one."""
+        if self._error:
+            raise self._error.anew()
 
 
-class _Kind(Struct, array_like=True):
-    """How a notice of any kind begins."""
+class WatchClosed(Exception):
+    """A :class:`Watch` was closed: steps, being generators, may not raise ``StopIteration``."""
+
+
+def time_limit(timeout: float | None) -> float:
+    """Return for how many seconds to wait: infinitely many for None; raises ``Invalid`` if it is none."""
+    return inf if timeout is None else seconds(timeout)
+
+
+class Watch(NotPicklable, Iterator[int | None], Closeable):
+    """The current version of a pool, now and after every change; None while there is none, of the owners asked for.
+
+    Not to be confused with :class:`cubroker.protocol.messages.Watch`.
+
+    Changes that come faster than they are read are seen as one. Iterating blocks until there is a
+    change, until :meth:`close` is called (from any thread; the iteration stops), until the broker
+    is gone or the :class:`Broker` closed (``Unavailable``), or for the ``timeout`` in seconds, if
+    there is one (``TimedOut``; the iteration may go on).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        watches: Watches,
+        owner: OwnerProcess,
+        find: Callable[[], Steps[Found]] | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        self.name = name
+        self.timeout = timeout
+        self._owner = owner
+        self._watches = watches
+        self._news = News()
+        self._looking = RLock()  # several threads may iterate; the session's own threads never take it
+        #: Asks for the version that counts, where only some owners' do.
+        self._find = find
+        #: The broker's last word: 0 is no version; None until it said anything.
+        self._latest: int | None = None
+        #: The last of these words that was looked at.
+        self._heard: int | None = None
+        #: The version that was returned last.
+        self._seen: int | None = None
+        self._closed = False
+
+    def __next__(self) -> int | None:
+        return self.next()
+
+    def next(self, timeout: float | None = None) -> int | None:
+        """Return the current version when it is another than before.
+
+        Args:
+            timeout: seconds to wait; by default those of the watch. 0: return what is known already.
+
+        Raises:
+            StopIteration: the watch is closed.
+            TimedOut: nothing changed in that time.
+            Unavailable: the broker is gone, or the Broker closed.
+        """
+        try:
+            return run(self.change(timeout))
+        except WatchClosed:
+            raise StopIteration from None
+
+    def change(self, timeout: float | None = None) -> Steps[int | None]:
+        """As :meth:`next`, but the end is a ``WatchClosed``."""
+        self._owner.check()
+        limit = time_limit(self.timeout if timeout is None else timeout)
+        deadline = time.monotonic() + limit
+        while True:
+            if not (yield from self._news.wait(self._changed, deadline - time.monotonic())):
+                raise TimedOut(f"pool {self.name!r} did not change within {limit:g} s")
+            found = version = self._latest
+            if version and self._find:
+                found = (yield from self._find()).version  # which has news of its own, if it differs
+            with self._looking:
+                self._check()
+                self._heard = version
+                if found != self._seen:
+                    self._seen = found
+                    return found or None
+
+    def _changed(self) -> bool:
+        self._check()
+        return self._latest not in (None, self._heard)
+
+    def _check(self) -> None:
+        if self._closed:
+            raise WatchClosed
+        self._news.check()
+
+    def close(self) -> None:
+        """Stop watching; iterations end."""
+        self._owner.check()
+        self._closed = True
+        self._news.tell()
+        self._watches.remove(self)
+
+    def tell(self, version: int) -> None:
+        """The pool's current version is now this one, or 0 if it has none."""
+        self._latest = version
+        self._news.tell()
+
+    def fail(self, error: CubrokerError) -> None:
+        """There will be no more news."""
+        self._news.fail(error)
+
+
+class Watcher(Protocol):
+    """Is told of a pool on the connection's thread: a :class:`Watch`, for example."""
 
     name: str
 
+    def tell(self, version: int) -> None:
+        """The pool's current version is now this one, or 0 if it has none."""
 
-wire.prepare(_Kind)
+    def fail(self, error: CubrokerError) -> None:
+        """There will be no more news."""
 
 
-def read(data: bytes) -> Notice | None:
-    """Return a notice; None, and a line in the log, if it is of a kind that this client does not know.
+class Watches:
+    """Every :class:`Watcher` of a session, by pool. The connection's thread owns the table, so nothing is locked."""
 
-    Raises:
-        Invalid: it is no notice, or none of the kind that it says.
-    """
-    try:
-        notice: Notice = wire.unpack(data, Notice)
-    except Invalid:
-        name = wire.unpack(data, _Kind).name
-        if name in KNOWN:
-            raise
-        log.warning("the broker says %.80r, which this version of cubroker does not know; it is skipped", name)
-        return None
-    return notice
+    def __init__(self, requests: Requests) -> None:
+        self._requests = requests
+        self._watches: dict[str, WeakRefs[Watcher]] = {}
+
+    def add(self, watch: Watcher, settle: Settle) -> None:
+        """Have the broker report the pool's state to ``watch``; ``settle`` gets its answer."""
+        self._requests.call(partial(self._add, watch, settle))
+
+    def remove(self, watch: Watcher) -> None:
+        """Report to ``watch`` no more; without any left for its pool, the broker stops too."""
+        self._requests.call(partial(self._remove, watch))
+
+    def changed(self, change: PoolChanged) -> None:
+        """Pass on what the broker reports. Runs on the connection's thread."""
+        for watch in self._watches.get(change.name, ()):
+            watch.tell(change.version)
+
+    def fail(self, error: CubrokerError) -> None:
+        """End all of them."""
+        for watches in self._watches.copy().values():
+            for watch in watches:
+                watch.fail(error)
+
+    def _add(self, watch: Watcher, settle: Settle) -> None:
+        self._watches.setdefault(watch.name, WeakRefs()).add(watch)
+        self._requests.send(messages.Watch(watch.name, on=True), settle)
+
+    def _remove(self, watch: Watcher) -> None:
+        others = self._watches.get(watch.name)
+        if others is not None:
+            others.discard(watch)
+            # Once the connection is over, each thread that closes a watch does this itself.
+            if not any(others) and self._watches.pop(watch.name, None) is not None:
+                self._requests.submit(messages.Watch(watch.name, on=False))
+
+
+class DrainState:
+    """Whether the broker of a session is draining: by hand, or because it was told to end."""
+
+    def __init__(self, directory: Path, held: Collection[object]) -> None:
+        #: Why the broker lends nothing new; empty if it lends.
+        self.why = ""
+        self._directory = directory
+        self._held = held
+        self._news = News()
+
+    def tell(self, notice: Draining) -> None:
+        """Note what the broker says. Runs on the connection's thread."""
+        if notice.why == self.why:
+            return
+        self.why = notice.why
+        if notice.why:
+            level = logging.WARNING if self._held else logging.INFO
+            log.log(level, "the broker on %s is draining, give back what you hold: %s", self._directory, notice.why)
+        else:
+            log.info("the broker on %s lends again", self._directory)
+        self._news.tell()
+
+    def fail(self, error: CubrokerError) -> None:
+        """There will be no more news."""
+        self._news.fail(error)
+
+    def wait(self, timeout: float | None, *, over: bool) -> Steps[bool]:
+        """Wait up to ``timeout`` seconds until the broker drains, or that is ``over``; returns whether it is so."""
+
+        def found() -> bool:
+            self._news.check()
+            return bool(self.why) != over
+
+        return self._news.wait(found, timeout)
+
+
+class Rebindable(Protocol):
+    """What a lease has mapped to store to all replicas of its version."""
+
+    lease: int
+
+    def rebound(self, notice: Rebound, given: Sequence[int] | CubrokerError) -> None:
+        """Take what replaces it after a restart of the broker. Called on the cleanup thread."""
+
+    def unreachable(self, reason: CubrokerError) -> None:
+        """The connection is over: no :meth:`rebound` comes any more. Called on the cleanup thread."""
+
+    def give_up(self) -> None:
+        """What is being mapped is of an earlier broker. Called on the connection's thread."""
+
+
+class Notices:
+    """Passes on what the broker says without being asked, on the connection's thread. Refers to no session."""
+
+    def __init__(
+        self,
+        watches: Watches,
+        drain_state: DrainState,
+        losses: dict[tuple[str, int], str],
+        held: Collection[object],
+        rebindable: WeakRefs[Rebindable],
+        receiver: FdReceiver,
+        cleanup: CleanupThread,
+    ) -> None:
+        self._watches = watches
+        self._drain_state = drain_state
+        self._losses = losses
+        self._held = held
+        self._rebindable = rebindable
+        self._receiver = receiver
+        self._cleanup = cleanup
+
+    def hear(self, notice: Notice) -> None:
+        """Pass a notice on. A welcome that comes again is of a restarted broker, which cannot know of the first."""
+        match notice:
+            case PoolChanged():
+                self._watches.changed(notice)
+            case Draining():
+                self._drain_state.tell(notice)
+            case PoolLost(name, version, why):
+                self._losses[name, version] = why
+                log.warning("pool %r version %d is lost: %s; give it back, and attach to the next", name, version, why)
+            case Rebound():
+                # The cleanup thread brings it, once it is there, after all that was to be done for the lease before.
+                self._receiver.rebound(notice, lambda given: self._cleanup.put(lambda: self._rebind(notice, given)))
+                for each in self._rebindable:
+                    if each.lease == notice.lease:
+                        each.give_up()
+
+    def end(self, reason: CubrokerError, *, lost: bool) -> None:
+        """There will be no more notices; ``lost``: and this process did not end the session."""
+        if lost:
+            level = logging.WARNING if self._held else logging.INFO
+            log.log(level, "%s; what is held of it is lost, and Broker.reconnect() opens another session", reason)
+        self._watches.fail(reason)
+        self._drain_state.fail(reason)
+        for each in self._rebindable:
+            each.give_up()
+        self._cleanup.put(lambda: self._end_rebinding(reason))
+
+    def _rebind(self, notice: Rebound, given: Sequence[int] | CubrokerError) -> None:
+        if isinstance(given, Unavailable):  # the connection is over
+            return None
+        for each in self._rebindable:
+            if each.lease == notice.lease:
+                return each.rebound(notice, given)
+        return None if isinstance(given, CubrokerError) else self._receiver.close(given)
+
+    def _end_rebinding(self, reason: CubrokerError) -> None:
+        for each in self._rebindable:
+            each.unreachable(reason)

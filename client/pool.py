@@ -1,36 +1,48 @@
-"""A published version, attached to by this process."""
+"""A published version that this process has attached to, and a version that it is filling."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from functools import partial
 from threading import RLock
 
 from cubroker.client import devices, digests
-from cubroker.client.broadcast import Copies, Refused, Unbound, Windows
 from cubroker.client.events import Events, SharedEvent
-from cubroker.client.futures import Future
-from cubroker.client.loans import Loan
-from cubroker.client.mapping import Mapped, Place
-from cubroker.client.processes import Scoped
+from cubroker.client.follow import Follow
+from cubroker.client.memory.lease import LeaseHandle, LeaseRequest
+from cubroker.client.memory.mapping import DeviceMapping, LeasedMemory
+from cubroker.client.memory.multicast import MulticastMapping
+from cubroker.client.process import Closeable, WeakRefs
 from cubroker.client.replica import Index, Replica
+from cubroker.client.session import Session
 from cubroker.client.tensor import SharedTensor
-from cubroker.client.waking import Waking
+from cubroker.client.transport.requests import Future, Steps, blocking, expect, run, seconds
 from cubroker.driver import DriverError
-from cubroker.protocol.bounds import MAX_WAIT
-from cubroker.protocol.errors import Invalid, NotFound, Retired, TimedOut, Unavailable, Unsupported
-from cubroker.protocol.messages import DIGESTS, Attach, DigestList, ListDigests, Reply
+from cubroker.protocol.errors import Invalid, NotFound, Retired, Unavailable, Unsupported
+from cubroker.protocol.messages import (
+    BY_DESCRIPTOR,
+    DIGESTS,
+    MULTICAST,
+    VMM,
+    Attach,
+    DigestList,
+    ListDigests,
+    Reply,
+    Sealed,
+)
 
 
-class Pool(Replica, Scoped):
+class Pool(Replica, Closeable):
     """The tensors of one version on one device, by name, and the lease that keeps them there.
 
+    Not to be confused with :class:`cubroker.server.ledger.model.Pool`.
+
     Closing it makes it useless here at once. The memory stays mapped, and the lease held, until the
-    last of its tensors, and of whatever arrays and framework tensors were made from them, is gone.
+    last of its tensors, and of all arrays and framework tensors made from them, is gone.
 
     Attributes:
         name: the pool's name.
-        version: the version, from 1 on.
         share: how its memory is shared.
         writable: whether its tensors may be written here.
         protected: whether the device refuses what is written here by mistake: in ``vmm`` and ``multicast`` pools that
@@ -40,18 +52,24 @@ class Pool(Replica, Scoped):
     _sealed = True
 
     def __init__(
-        self, loan: Loan, mapped: Mapped, index: Index, name: str, version: int, owners: tuple[int, ...] = ()
+        self,
+        lease: LeaseHandle,
+        mapped: LeasedMemory,
+        index: Index,
+        name: str,
+        owners: tuple[int, ...] = (),
     ) -> None:
         super().__init__(mapped, mapped.places, index)
         self.name = name
-        self.version = version
         self.share = mapped.share
         self.writable = not mapped.readonly
         self.protected = mapped.protected
-        self._events = Events(loan.session)
-        self._loan = loan
+        self._lease = lease
+        self._session = lease.session
+        self._events: Events | None = None
         self._owners = owners
-        self._owner = loan.owner
+        self._owner = lease.session.owner
+        self._follows: WeakRefs[Follow] = WeakRefs()
         self._closing = RLock()  # a finalizer or a signal handler may close it in the middle
         self._waking = RLock()
         self._wanted = mapped.places[0].memory.uuid if len(mapped.places) == 1 else None
@@ -61,25 +79,32 @@ class Pool(Replica, Scoped):
         return f"<{type(self).__name__} {self.name!r} version {self.version}, {len(self)} tensors{state}>"
 
     @property
+    def version(self) -> int:
+        """The version, from 1 on; :meth:`switch` changes it."""
+        return self._lease.version
+
+    @property
     def how(self) -> str:
         """How :meth:`broadcast` gets bytes to all replicas of a multicast pool: ``multicast`` or ``copies``.
 
         It may be another after a restart of the broker, and is empty while that puts the replicas together again.
         """
-        return self._loan.how[0]
+        return self._lease.multicast.team.how if self._lease.multicast else ""
 
     @property
     def why(self) -> str:
         """Why so."""
-        return self._loan.how[1]
+        return self._lease.multicast.team.why if self._lease.multicast else ""
 
     @property
     def lost(self) -> str:
-        """How the broker lost the memory, empty if it did not: it was killed, and the pool was not durable.
+        """How the broker lost the memory, or this process its session; empty if neither happened.
 
-        What is mapped here stays mapped; whether its bytes stay is up to the driver. Close the pool, and attach again.
+        The broker loses what is not durable when it is killed, and without a store everything. What is mapped here
+        stays mapped; whether its bytes stay is up to the driver. Close the pool, and attach again, which opens another
+        session if this one is over (:meth:`Broker.reconnect`).
         """
-        return self._loan.session.losses.why(self.name, self.version)
+        return self._session.losses.get((self.name, self.version), "") or self._session.lost
 
     @property
     def nbytes(self) -> int:
@@ -89,7 +114,7 @@ class Pool(Replica, Scoped):
     @property
     def lease(self) -> int:
         """The number of its lease; 0 while it is asleep."""
-        return self._loan.lease
+        return self._lease.number
 
     def broadcast(self, source: object, name: str) -> None:
         """Store to a tensor on all devices at once; done everywhere when it returns.
@@ -114,10 +139,10 @@ class Pool(Replica, Scoped):
         """
         self._owner.check()
         with ExitStack() as held:
-            outlet, tensor, home = held.enter_context(self._hold(name))
-            spec = self._index.tensors[name]
+            outlet = held.enter_context(self._multicast().hold(self._memory, name))
+            tensor, spec = self[name], self._index.tensors[name]
             try:
-                address = self._source(source, tensor, home, held)
+                address = self._source(source, tensor, held)
                 outlet.store(address, spec.allocation, spec.offset, tensor.nbytes)
             except DriverError as error:
                 raise devices.failure(error, f"storing {name!r} of {self._label} to all replicas") from error
@@ -135,12 +160,11 @@ class Pool(Replica, Scoped):
             Invalid, TimedOut, Unavailable: as :meth:`broadcast`.
         """
         self._owner.check()
-        outlet, spec = self._outlet(), self._index.tensors[name]
-        if isinstance(outlet, Copies):
-            raise Unsupported(f"{self._label} is written by copies: {self.why}; use broadcast, which does either")
-        return outlet.pointer(spec.allocation, spec.offset)
+        multicast, spec = self._multicast(), self._index.tensors[name]
+        return multicast.pointer(self._memory, spec.allocation, spec.offset)
 
-    def check(self) -> None:
+    @blocking
+    def check(self) -> Steps[None]:
         """Have the devices compare all bytes that this pool has mapped with the digest that they were sealed with.
 
         That finds what was changed since: by a process with a descriptor or handle of its own, or by faulty memory. It
@@ -156,18 +180,14 @@ class Pool(Replica, Scoped):
         self._owner.check()
         with ExitStack() as held:
             pieces = digests.spans(self)
-            held.enter_context(self.slabs[0].hold())
-            if self._loan.session.version < DIGESTS:
+            held.enter_context(self.allocation_views[0].hold())
+            if self._session.version < DIGESTS:
                 raise Unsupported(f"{self._label} cannot be checked: the broker is too old to keep digests; upgrade it")
-            answer = self._loan.session.ask(ListDigests(self.name, self.version), DigestList)
-            wanted = digests.expected(self._label, answer)
-            try:
-                found = digests.compute(pieces)
-            except DriverError as error:
-                raise devices.failure(error, f"computing the digest of {self._label}") from error
-            digests.compare(self._label, self.layout, found, wanted)
+            answer = yield from self._session.ask(ListDigests(self.name, self.version), DigestList)
+            digests.check(self._label, self.layout, pieces, answer)
 
-    def event(self, name: str, *, device: int | str | None = None) -> SharedEvent:
+    @blocking
+    def event(self, name: str, *, device: int | str | None = None) -> Steps[SharedEvent]:
         """Make an event, with which this process tells others when it has written what they wait to read.
 
         It ends with this pool's lease: when the pool is closed or falls asleep, or this process ends.
@@ -182,10 +202,12 @@ class Pool(Replica, Scoped):
             OverQuota: this session, or this user, has as many events as it may.
             DeviceFailure: the driver refused.
         """
-        self._check_awake()
-        return self._events.make(self, self._at(device), name)
+        self._owner.check()
+        self._memory()
+        return (yield from self._event_list().make(self, self._at(device), name))
 
-    def open_event(self, name: str, *, wait: float = 0.0) -> SharedEvent:
+    @blocking
+    def open_event(self, name: str, *, wait: float = 0.0) -> Steps[SharedEvent]:
         """Open an event that another process made with its lease on the same version.
 
         Args:
@@ -194,13 +216,51 @@ class Pool(Replica, Scoped):
 
         Raises:
             NotFound: there is none; or this process does not see its device.
-            TimedOut: nobody made it in ``wait`` seconds.
+            TimedOut: no process made it in ``wait`` seconds.
             Invalid: the pool is not writable, a draft, closed or asleep.
             Unavailable: the pool was closed meanwhile.
             DeviceFailure: the driver refused: as it does in the process that made the event, which has it already.
         """
-        self._check_awake()
-        return self._events.open(self, self._places, name, seconds(wait))
+        self._owner.check()
+        self._memory()
+        return (yield from self._event_list().open(self, self._places, name, seconds(wait)))
+
+    def follow(self, *, switch: bool = False, timeout: float | None = None) -> Follow:
+        """Return an iterator, also an asynchronous one, over the versions that are newer than this pool's.
+
+        That is the current version, if it is newer, and every later one. The iteration ends when the pool is closed.
+
+        Args:
+            switch: whether the pool is switched to each version (:meth:`switch`) before that is returned. It is done by
+                the iteration, when it is asked for the next version, so that no other work uses the tensors meanwhile;
+                where it fails, the iteration raises why and may go on, and tries again. In an event loop a thread does
+                it. A pool that is asleep wakes.
+            timeout: seconds to wait for a version, each time, before ``TimedOut`` is raised; by default without limit.
+
+        Raises:
+            Invalid: the pool is closed, or a draft is to be switched.
+            Unsupported: the pool is shared as ``ipc`` and cannot be switched.
+            Unavailable: this process is short of threads or memory. The iteration raises it when the pool's session is
+                over, since versions of the next broker are no newer versions of this pool (:attr:`lost`).
+        """
+        self._owner.check()
+        session, label = self._session, self._label
+
+        def live(_: object) -> Session:
+            if session.lost:
+                raise Unavailable(f"{label} is lost: {session.lost}; close it, and attach again")
+            return session
+
+        if switch:
+            self._check_moves("be switched")
+        first = self.version
+        newer = (lambda version: version > first) if switch else (lambda version: version > self.version)
+        follow = Follow(self.name, live, self._owners, timeout, newer, self.switch if switch else None)
+        self._follows.add(follow)
+        if self.closed:
+            follow.close()
+            raise Invalid(f"{label} is closed in this process; attach again")
+        return follow
 
     @property
     def asleep(self) -> bool:
@@ -208,7 +268,8 @@ class Pool(Replica, Scoped):
         mapped = self._mapped
         return mapped is not None and mapped.asleep
 
-    def sleep(self) -> None:
+    @blocking
+    def sleep(self) -> Steps[None]:
         """Unmap the memory and give the lease back, but keep the addresses for :meth:`wake`; not for ``ipc`` pools.
 
         Those of a ``multicast`` pool are the addresses of its tensors and of :meth:`multicast_pointer`.
@@ -228,7 +289,7 @@ class Pool(Replica, Scoped):
             slept = self._fall_asleep()
             self._end_events("fell asleep")
         with suppress(Unavailable):  # a broker that is gone holds no leases
-            self._loan.confirm(slept)
+            yield from self._lease.confirm(slept)
 
     def wake(self, wait: float = 0.0) -> None:
         """Lease the same version again and map it where it was; a pool that is awake stays so.
@@ -243,18 +304,75 @@ class Pool(Replica, Scoped):
             CubrokerError: as :meth:`Broker.attach`.
         """
         self._owner.check()
+        with self._waking:  # one thread asks for all
+            run(self.waking(wait))
+
+    def waking(self, wait: float) -> Steps[None]:
+        """As :meth:`wake`, but two at once may both ask; what the later one is given goes back at once."""
+        self._owner.check()
+        if self.closed:
+            raise Invalid(f"{self._label} is closed in this process; attach again")
+        if not self.asleep:
+            return
+        body = Attach(self.name, self.version, self._wanted, seconds(wait), owners=self._owners)
+        try:
+            yield from self._lease.wake(body)
+        except (NotFound, Retired) as error:
+            raise type(error)(f"{self._label} cannot wake: {error.message}; close it, and attach again") from None
+
+    def switch(self, version: int | None = None, wait: float = 0.0) -> int:
+        """Map another version of the pool at the same addresses, in place of this one; returns the version's number.
+
+        Arrays, framework tensors, captured CUDA graphs and other tensors of the pool stay, and show the bytes of the
+        other version from then on. All of it is mapped, on all devices, or the version before stays as it was; so it is
+        when the caller is interrupted. Work that was submitted to the devices is waited for, and no other work may use
+        the tensors until this returns. The lease on the version before is given back afterwards; for a moment there are
+        both. Events of that version are closed here. A pool that is asleep wakes on the other version.
+
+        Args:
+            version: which one; by default the current one. Nothing happens if the pool is awake and on it.
+            wait: seconds to wait for its publication.
+
+        Raises:
+            Unsupported: the version has another layout, share kind or device, or is ``writable`` where this one is not;
+                or the pool is shared as ``ipc``, or is a ``multicast`` pool that this process may broadcast to.
+            Invalid: the pool is closed or a draft, or tensors are being copied or are held.
+            NotFound, Retired, Denied, OverQuota, TimedOut: as :meth:`Broker.attach`.
+            OutOfMemory, DeviceFailure: the driver refused. Should it refuse to map the version before again, too, the
+                error says so, and the pool is asleep.
+        """
+        self._owner.check()
+        request = self.switch_request()
         with self._waking:
-            if self.closed:
-                raise Invalid(f"{self._label} is closed in this process; attach again")
-            if self.asleep:
-                self._wake(Attach(self.name, self.version, self._wanted, seconds(wait), owners=self._owners))
+            try:
+                return run(self.switching(request, version, wait))
+            except BaseException:
+                run(request.settle())
+                raise
+
+    def switch_request(self) -> LeaseRequest:
+        """Return a request for :meth:`switching`."""
+        return self._lease.switch(self.layout)
+
+    def switching(self, request: LeaseRequest, version: int | None, wait: float) -> Steps[int]:
+        """As :meth:`switch`; the caller has the request settled where this raises or is given up."""
+        self._owner.check()
+        if version is not None and version < 1:
+            raise Invalid(f"version {version}: versions count from 1; leave it out for the current one")
+        self._check_moves("be switched")
+        if version == self.version and not self.asleep:
+            return version
+        body = Attach(self.name, version or 0, self._wanted, seconds(wait), owners=self._owners)
+        reply, _ = yield from request.ask(body)
+        return reply.version
 
     @property
     def closed(self) -> bool:
         """Whether :meth:`close` was called, here or by the Broker."""
         return self._mapped is None
 
-    def close(self) -> None:
+    @blocking
+    def close(self) -> Steps[None]:
         """Give the memory back: now, or with the last tensor or array of it that still lives.
 
         Raises:
@@ -263,7 +381,7 @@ class Pool(Replica, Scoped):
             TimedOut: the memory is unmapped, but the broker has not yet confirmed that the lease is over.
         """
         if self.let_go():
-            self.confirm()
+            yield from self.confirming()
 
     def let_go(self) -> bool:
         """Begin to close the pool, without waiting; returns whether :meth:`confirm` has something to wait for."""
@@ -271,64 +389,37 @@ class Pool(Replica, Scoped):
         with self._closing:
             closed = self.closed
             if not closed:
+                for follow in self._follows:
+                    follow.close()
                 self._end_events("was closed")
                 self._release()
-        return not closed and self._loan.ending
+        return not closed and self._lease.ending
 
-    def confirm(self) -> None:
+    @blocking
+    def confirm(self) -> Steps[None]:
         """Wait for what :meth:`let_go` began; raises as :meth:`close` does."""
+        yield from self.confirming()
+
+    def confirming(self) -> Steps[None]:
+        """Return the steps of :meth:`confirm`."""
         with suppress(Unavailable):  # a broker that is gone holds no leases
-            self._loan.confirm()
+            yield from self._lease.confirm()
 
-    @contextmanager
-    def _hold(self, name: str) -> Iterator[tuple[Windows | Copies, SharedTensor, int]]:
-        """Keep a tensor mapped, and the way to all its replicas, within a ``with`` block."""
-        while True:
-            outlet, tensor = self._outlet(), self[name]
-            mapped = self._memory()
-            lent = mapped.lend(name, held=True, storing=True)
-            try:
-                if mapped.outlet is outlet:  # what it uses stays mapped from now on
-                    yield outlet, tensor, tensor.pointer
-                    return
-            finally:
-                del lent, mapped  # a traceback may keep this frame for long
-
-    def _outlet(self) -> Windows | Copies:
-        while isinstance(outlet := self._found(), Unbound):
-            if self.lost:
-                raise Unavailable(f"{self._label} is lost: {self.lost}; close it, and attach to the next version")
-            session = self._loan.session
-            session.check_may_wait()
-            if not outlet.over.wait(session.timeout):
-                raise TimedOut(
-                    f"the replicas of {self._label} were not bound together again within {session.timeout:g} s of a"
-                    f" restart of the broker; try again, or see its log"
-                )
-            outlet.over.result()
-        return outlet
-
-    def _found(self) -> Windows | Copies | Unbound:
-        mapped = self._memory()
-        if self.share != "multicast":
+    def _multicast(self) -> MulticastMapping:
+        self._memory()
+        if self._lease.multicast is None:
             raise Unsupported(
-                f"{self._label} is shared as {self.share}; to broadcast, create it with share='multicast'"
+                f"{self._label} is shared as {self.share}; to broadcast, create it with share={MULTICAST!r}"
             )
-        if mapped.readonly:
-            raise Invalid(f"{self._label} was published; create it with writable=True for its readers to broadcast")
-        if mapped.outlet is None:
-            raise Invalid(f"{self._label} has no replica on device {self.device.index}; attach on one of its devices")
-        if isinstance(mapped.outlet, Refused):
-            raise Unsupported(f"this process cannot store to all replicas of {self._label}: {mapped.outlet.why}")
-        return mapped.outlet
+        return self._lease.multicast
 
-    def _source(self, source: object, tensor: SharedTensor, home: int, held: ExitStack) -> int:
-        """Return where this device reads what is to be stored; ``home`` is the tensor in its own replica."""
+    def _source(self, source: object, tensor: SharedTensor, held: ExitStack) -> int:
+        """Return where this device reads what is to be stored."""
         if isinstance(source, int):
             return source
         if not isinstance(source, SharedTensor):
             tensor.copy_from(source)
-            return home
+            return tensor.pointer
         given, wanted = ((each.dtype, each.shape, each.memory_device) for each in (source, tensor))
         if given != wanted:
             raise Invalid(
@@ -338,45 +429,112 @@ class Pool(Replica, Scoped):
             )
         return held.enter_context(source.hold())
 
-    def _check_awake(self) -> None:
-        self._owner.check()
-        self._memory()
-
-    def _at(self, device: int | str | None) -> Place:
+    def _at(self, device: int | str | None) -> DeviceMapping:
         if device is None:
             return self._alone()
-        found = devices.find(self._loan.session.driver, device)
+        found = devices.find(self._session.driver, device)
         for place in self._places:
             if place.context.device == found:
                 return place
         raise Invalid(f"{self._label} is not used on device {device!r} here; see `devices`")
 
     def _end_events(self, why: str) -> None:
-        self._events.close(Unavailable(f"{self._label} {why} while it waited for an event"))
+        if self._events:
+            self._events.close(Unavailable(f"{self._label} {why} while it waited for an event"))
+
+    def _event_list(self) -> Events:
+        with self._closing:
+            self._events = self._events or Events(self._session)
+            self._lease.switched = self._events.close
+        return self._events
 
     def _release(self) -> None:
         self._drop()
 
-    def _fall_asleep(self) -> Future[Reply]:
-        if self.share == "ipc":
-            raise Unsupported(f"{self._label} is shared as {self.share} and cannot sleep; create it with share='vmm'")
+    def _check_moves(self, how: str) -> LeasedMemory:
+        """Return the memory, which can leave its addresses; raises ``Unsupported`` or ``Invalid`` if not."""
+        if self.share not in BY_DESCRIPTOR:
+            raise Unsupported(f"{self._label} is shared as {self.share} and cannot {how}; create it with share={VMM!r}")
         mapped = self._mapped
         if mapped is None or not self._sealed:
-            what = "is closed in this process; attach again" if mapped is None else "cannot sleep; seal it first"
+            what = "is closed in this process; attach again" if mapped is None else f"cannot {how}; seal it first"
             raise Invalid(f"{self._label} {what}")
+        return mapped
+
+    def _fall_asleep(self) -> Future[Reply]:
+        mapped = self._check_moves("sleep")
         if in_use := mapped.sleep():
             raise Invalid(f"{self._label} cannot sleep while tensors of it are copied or held: {', '.join(in_use[:8])}")
-        return self._loan.sleep()
-
-    def _wake(self, body: Attach) -> None:
-        try:
-            Waking(self._loan).wake(body)
-        except (NotFound, Retired) as error:
-            raise type(error)(f"{self._label} cannot wake: {error.message}; close it, and attach again") from None
+        return self._lease.sleep()
 
 
-def seconds(wait: float) -> float:
-    """Return a wait as requests have it; raises ``Invalid`` if it is none."""
-    if not 0 <= wait <= MAX_WAIT:
-        raise Invalid(f"a wait of {wait} seconds; it can be 0 to {MAX_WAIT:g}")
-    return float(wait)
+class Draft(Pool):
+    """The tensors of an unpublished version, which may be written: those of its first device, as a mapping.
+
+    Leaving it without :meth:`seal` discards it. Its tensors end with it, sealed or discarded; arrays
+    and framework tensors made from them must be dropped before a seal, and delay a discard.
+
+    Attributes:
+        replicas: the tensors on each device, in the order in which the devices were given.
+    """
+
+    _sealed = False
+
+    def __init__(
+        self, lease: LeaseHandle, mapped: LeasedMemory, index: Index, name: str, *, scratch: bool = False
+    ) -> None:
+        super().__init__(lease, mapped, index, name)
+        self._scratch = scratch
+        self.replicas = tuple(Replica(mapped, (place,), index) for place in mapped.places)
+
+    @blocking
+    def seal(self, *, digest: bool = False) -> Steps[int]:
+        """Unmap the memory and publish it, on all devices, as the pool's current version, whose number is returned.
+
+        Work that was submitted to the devices is waited for.
+
+        Args:
+            digest: have each device compute a digest of what it holds, padding included, and publish these as well, so
+                that :meth:`Pool.check` finds bytes that are changed later. It takes about as long as reading all once.
+
+        Raises:
+            Invalid: arrays or framework tensors of it are in use; the draft stays open.
+            Unsupported: a digest of what its readers may write, or for a broker that is too old; the draft stays open.
+            DeviceFailure, OutOfMemory: a digest could not be computed; the draft stays open.
+            DeviceFailure: the memory could not be unmapped yet; the draft is not published, and discarded when it is.
+            Unavailable, TimedOut: the broker is gone or silent; the draft may or may not be published.
+        """
+        self._owner.check()
+        with self._closing:
+            mapped = self._memory()
+            if in_use := mapped.end(prepare=self._digesting() if digest else lambda: self._lease.seal):
+                names = ", ".join(in_use[:8]) + (f" and {len(in_use) - 8} more" if len(in_use) > 8 else "")
+                raise Invalid(f"{self._label} is still in use: {names}; drop the arrays made from it, then seal")
+            self._drop()
+        return expect((yield from self._lease.confirm()), Sealed).version
+
+    def check(self) -> None:
+        """Raise ``Invalid``: a draft has no digest to be compared with."""
+        raise Invalid(f"{self._label} was not published, so nothing says what it should hold; seal it first")
+
+    def _digesting(self) -> Callable[[], Callable[[], None]]:
+        """Return a function that computes the digests of the memory, and returns one that publishes it with them."""
+        if self._scratch:
+            raise Unsupported(
+                f"{self._label} is writable by its readers, so a digest would not tell what it holds; seal it without"
+            )
+        if self._session.version < DIGESTS:
+            raise Unsupported(f"{self._label}: the broker is too old to keep a digest; seal it without, or upgrade it")
+        uuids = [replica.memory_device.uuid for replica in self.replicas]
+        pieces = [span for replica in self.replicas for span in digests.spans(replica)]
+        return lambda: partial(self._lease.seal, digests.sealing(self._label, uuids, pieces, self.layout))
+
+    def _release(self) -> None:
+        if mapped := self._mapped:
+            mapped.end()
+        self._drop()
+
+    def _drop(self) -> None:
+        super()._drop()
+        for replica in self.replicas:
+            replica._drop()

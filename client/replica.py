@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import zip_longest
 
-from cubroker.client.mapping import Mapped, Place
-from cubroker.client.processes import Unsendable
+from cubroker.client.memory.mapping import DeviceMapping, LeasedMemory
+from cubroker.client.process import NotPicklable
 from cubroker.client.tensor import SharedTensor
 from cubroker.driver import Context, Device
 from cubroker.protocol.errors import Invalid
@@ -14,12 +15,14 @@ from cubroker.protocol.layout import Layout, TensorSpec
 
 
 class Index:
-    """A layout, and its tensors by name."""
+    """A layout, and its tensors by name; with ``allocations`` only the tensors of these.
+
+    Not to be confused with :class:`cubroker.server.store.journal.Index`.
+    """
 
     __slots__ = ("layout", "tensors")
 
     def __init__(self, layout: Layout, allocations: Collection[int] | None = None) -> None:
-        """Take the tensors of some ``allocations``; by default all."""
         self.layout = layout
         self.tensors: dict[str, TensorSpec] = {
             tensor.name: tensor for tensor in layout.tensors if allocations is None or tensor.allocation in allocations
@@ -28,25 +31,44 @@ class Index:
 
 @lru_cache(maxsize=8)
 def decode(layout: bytes) -> Index:
-    """Read a layout as it travels; the last few are kept, since processes attach to the same pools again."""
+    """Decode a layout of a message; the last few are cached, since processes attach to the same pools again."""
     return Index(Layout.decode(layout))
 
 
-class Replica(Unsendable, Mapping[str, SharedTensor]):
+def difference(layout: Layout, other: Layout) -> str:
+    """Return the first thing in which a layout differs from another, to follow the name of its version."""
+    for tensor, here in zip(layout.tensors, other.tensors, strict=False):
+        if tensor != here:
+            return f"its tensor {_described(tensor)} is {_described(here)} here"
+    if len(layout.tensors) != len(other.tensors):
+        return f"it has {len(layout.tensors)} tensors, and not {len(other.tensors)}"
+    pairs = zip_longest(layout.allocations, other.allocations, fillvalue=0)
+    number, one, two = next((number, *pair) for number, pair in enumerate(pairs) if pair[0] != pair[1])
+    return f"its allocation {number} has {one} bytes, and not {two}"
+
+
+def _described(tensor: TensorSpec) -> str:
+    place = f"at byte {tensor.offset} of allocation {tensor.allocation}"
+    return f"{tensor.name!r} ({tensor.dtype} {tensor.shape}, {place})"
+
+
+class Replica(NotPicklable, Mapping[str, SharedTensor]):
     """The tensors of one version on one device, or a sharded version's on all of them.
+
+    Not to be confused with :class:`cubroker.protocol.messages.Replica`.
 
     Tensors are made when they are asked for; indexing is cheap and gives a new object every time.
 
     Attributes:
-        allocations: the indexes of those allocations of the layout that are here.
+        allocations: the indexes of those allocations of the layout that are mapped here.
     """
 
-    __eq__ = object.__eq__  # each is one lease's, whatever it holds
+    __eq__ = object.__eq__  # each belongs to one lease, even where two hold the same tensors
     __hash__ = object.__hash__
 
-    def __init__(self, mapped: Mapped, places: Sequence[Place], index: Index) -> None:
-        self._mapped: Mapped | None = mapped
-        self._label = mapped.label
+    def __init__(self, mapped: LeasedMemory, places: Sequence[DeviceMapping], index: Index) -> None:
+        self._mapped: LeasedMemory | None = mapped
+        self._last_label = mapped.label
         # The first place that has an allocation stands for it: those of a draft of a replicated version all have it.
         self._place = {
             number: place
@@ -61,12 +83,12 @@ class Replica(Unsendable, Mapping[str, SharedTensor]):
 
     @property
     def layout(self) -> Layout:
-        """Where each tensor of the version lies, here or on another device; can be passed to ``Broker.create``."""
+        """The layout of the whole version, on this and other devices; can be passed to ``Broker.create``."""
         return self._index.layout
 
     @property
     def devices(self) -> tuple[Device, ...]:
-        """The devices that use these tensors: more than one if they are a sharded version's."""
+        """The devices that use these tensors: several for a sharded version."""
         return tuple(place.context.device for place in self._places)
 
     @property
@@ -74,40 +96,45 @@ class Replica(Unsendable, Mapping[str, SharedTensor]):
         """The device that uses these tensors.
 
         Raises:
-            Invalid: they are spread over several; each tensor has its own.
+            Invalid: there are several; each tensor has its own.
         """
         return self.context.device
 
     @property
     def memory_device(self) -> Device:
-        """The device in whose memory these tensors are: another than ``device`` if they are reached as a peer's.
+        """The device in whose memory these tensors are: not ``device`` if that reaches them over peer access.
 
         Raises:
-            Invalid: they are spread over several; each tensor has its own.
+            Invalid: there are several; each tensor has its own.
         """
         return self._alone().memory
 
     @property
     def upstream(self) -> tuple[int, ...] | None:
-        """Where ``device`` reads the allocations of the replica before this one in a draft; None if it cannot."""
+        """Where ``device`` reads the allocations of a draft's replica before this one; None if it cannot."""
         return self._alone().upstream
 
     @property
     def context(self) -> Context:
-        """This process's context on ``device``; raises as that does."""
+        """This process's context on ``device``; raises ``Invalid`` as that does."""
         return self._alone().context
 
     @property
-    def slabs(self) -> tuple[SharedTensor, ...]:
+    def allocation_views(self) -> tuple[SharedTensor, ...]:
         """Each of ``allocations`` as one flat tensor of bytes (U8), in that order.
 
         Raises:
             Invalid: the memory was given back.
         """
         return tuple(
-            self._tensor(f"slab {number}", "U8", (self.layout.allocations[number],), number, 0)
+            self._tensor(f"allocation {number}", "U8", (self.layout.allocations[number],), number, 0)
             for number in self.allocations
         )
+
+    @property
+    def slabs(self) -> tuple[SharedTensor, ...]:
+        """The older name of :attr:`allocation_views`."""
+        return self.allocation_views
 
     def __getitem__(self, name: str) -> SharedTensor:
         try:
@@ -131,7 +158,13 @@ class Replica(Unsendable, Mapping[str, SharedTensor]):
         assert pointer is not None
         return SharedTensor(self._memory(), place, name, dtype, shape, pointer + offset)
 
-    def _alone(self) -> Place:
+    @property
+    def _label(self) -> str:
+        """A name for messages, also once the memory was given back."""
+        mapped = self._mapped
+        return mapped.label if mapped else self._last_label
+
+    def _alone(self) -> DeviceMapping:
         place, *others = self._places
         if others:
             devices = ", ".join(str(device.index) for device in self.devices)
@@ -139,9 +172,10 @@ class Replica(Unsendable, Mapping[str, SharedTensor]):
         return place
 
     def _drop(self) -> None:
+        self._last_label = self._label
         self._mapped = None
 
-    def _memory(self) -> Mapped:
+    def _memory(self) -> LeasedMemory:
         mapped = self._mapped
         if mapped is None:
             raise Invalid(f"{self._label} is closed in this process; get another from a Broker")

@@ -1,33 +1,43 @@
-"""One process's session with a broker: its connection, its threads, its leases, and their common end."""
+"""One process's session with a broker: what its threads share, how it begins, hears the broker, and ends.
+
+A session has two threads of its own. The *connection's* thread (:mod:`.transport.connection`) owns the sockets: it
+numbers and sends requests, settles them, and receives descriptors. The *cleanup* thread (:mod:`.cleanup_thread`) maps
+and unmaps memory. All other threads are *callers*: they post requests, leave tasks for the cleanup thread, and wait on
+futures. An interrupt or a time limit can only hit a caller, so no caller's frame owns a lease or an event: a
+:class:`Held` object does, and gives back what comes after its caller has left.
+"""
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from socket import socket
-from threading import RLock, current_thread
-from typing import Any, TypeVar
+from threading import current_thread
+from typing import Generic, TypeVar
 
-from cubroker.client import devices, headroom, processes
-from cubroker.client.connection import Connection, Waker
-from cubroker.client.descriptors import Inbox
-from cubroker.client.futures import Future
-from cubroker.client.hello import greet
-from cubroker.client.janitor import Guard, Janitor, OwnThread, Task
-from cubroker.client.loans import Loan
-from cubroker.client.mapping import Mapped
-from cubroker.client.rebinding import Rebinding
-from cubroker.client.recall import Recall
-from cubroker.client.requests import INSTEAD, INTRUDER, Requests, expect
-from cubroker.client.signals import Grip, Signal
-from cubroker.client.watch import Watch, Watches
+from cubroker.client import devices
+from cubroker.client.cleanup_thread import CleanupThread
+from cubroker.client.notices import DrainState, Notices, Rebindable, Watch, Watches
+from cubroker.client.process import OwnerProcess, SessionThread, WeakRefs, fork_lock
+from cubroker.client.transport import headroom
+from cubroker.client.transport.connection import Connection, Waker
+from cubroker.client.transport.fd_receiver import FdReceiver
+from cubroker.client.transport.handshake import greet
+from cubroker.client.transport.requests import Future, Requests, Steps, expect, run
 from cubroker.driver import Driver
-from cubroker.protocol.authentication import Bearer, authentication
-from cubroker.protocol.errors import CubrokerError, TimedOut, Unavailable
-from cubroker.protocol.messages import Attach, Attached, Create, Created, Done, Find, Found, PoolLost, Reply, Request
-from cubroker.protocol.system_errors import explain
+from cubroker.protocol.errors import CubrokerError, TimedOut, Unavailable, explain
+from cubroker.protocol.messages import (
+    Done,
+    Find,
+    Found,
+    Reply,
+    Request,
+)
+from cubroker.protocol.wire import authentication
 
 log = logging.getLogger(__name__)
 
@@ -37,94 +47,118 @@ T = TypeVar("T")
 EXIT = 1.0
 """Seconds that the interpreter's exit waits for each thread."""
 
+SESSIONS: WeakRefs[Session] = WeakRefs()
+"""Those of this process."""
 
-class Losses:
-    """Versions whose memory went with an earlier broker, while somebody here has leases of them."""
+
+class Held:
+    """A lease or an event of a session: asked for, held, or on its way back."""
+
+    def abandon(self, reason: CubrokerError) -> None:
+        """Give it back when it comes: its caller waits no more, because of ``reason``. No effect once it came."""
+
+
+class Asked(Held, Generic[T]):
+    """What a caller asks for, until it is handed over."""
 
     def __init__(self) -> None:
-        self._why: dict[tuple[str, int], str] = {}
+        #: Brings it. None from then on: it ends with the last reference to it, so none may stay here.
+        self.future: Future[T] | None = Future()
+        #: Whether no caller waits for it.
+        self.abandoned = False
 
-    def note(self, loss: PoolLost) -> None:
-        """Take note of one. Runs on the connection's thread."""
-        self._why[loss.name, loss.version] = loss.why
-        log.warning(
-            "pool %r version %d is lost: %s; give it back, and attach to the next", loss.name, loss.version, loss.why
-        )
+    def abandon(self, reason: CubrokerError) -> None:
+        """See :meth:`Held.abandon`."""
+        self.abandoned = True
+        if future := self.future:
+            future.abandon()
+            future.fail(reason)
 
-    def why(self, name: str, version: int) -> str:
-        """Return how a version was lost; nothing if it was not."""
-        return self._why.get((name, version), "")
+    def hand_over(self, value: T) -> None:
+        """Bring it to its caller."""
+        future, self.future = self.future, None
+        assert future is not None
+        future.set(value)
+
+    def fail(self, error: CubrokerError) -> None:
+        """Tell the caller that it does not come."""
+        if future := self.future:
+            future.fail(error)
 
 
 class Session:
-    """What a :class:`Broker` and its pools share. It ends when the Broker is closed and the last lease given back.
+    """A :class:`Broker`'s session. It ends when the Broker is closed and the last lease given back.
 
-    Args:
-        directory: the broker's.
-        timeout: seconds that the broker may take to answer, beyond what a request itself may wait.
-        connect_timeout: seconds that it may take to open the session.
+    Not to be confused with :class:`cubroker.server.ledger.model.Session` or
+    :class:`cubroker.server.transport.session.Session`.
 
-    Raises:
-        Unavailable: nobody serves there, or this process is short of descriptors, threads or memory.
+    Its arguments and errors are those of :class:`Broker`.
     """
 
     def __init__(self, directory: Path, timeout: float, connect_timeout: float) -> None:
-        self.directory = directory = directory.absolute()  # of a process that may change its own
+        self.directory = directory.absolute()  # this process may change its own
         self.timeout = timeout
-        self.owner = processes.Owner()
-        self._lock = RLock()  # a finalizer may come into the middle
-        self._loans: set[Loan | Signal] = set()
-        self._leaving = False
+        self.owner = OwnerProcess()
+        #: Whether fabric handles can be opened here; from the first refusal on descriptors take their place.
+        self.fabric = True
+        #: Whether the Broker was closed.
         self.closed = False
+        #: Whether the interpreter exits.
         self.stopped = False
-        self.fabric = True  # until a fabric handle was refused; from then on descriptors take their place
+        #: Leases and events, from being asked for to their end.
+        self.held: set[Held] = set()
+        #: Those of the leases that store to all replicas.
+        self.rebindable: WeakRefs[Rebindable] = WeakRefs()
+        #: Versions whose memory went with an earlier broker, and why.
+        self.losses: dict[tuple[str, int], str] = {}
+        self.cleanup = CleanupThread()
+        self.receiver = FdReceiver()
+        self.drain_state = DrainState(self.directory, self.held)
+        self._leaving = False
         self._left: Future[bool] = Future()
         try:
-            channel, welcome = greet(directory, connect_timeout)
-            self.id = welcome.session
-            self.version = welcome.version
-            self._spec = welcome.driver
-            self.uid = welcome.uid
-            self._begin(channel, authentication(welcome.version, welcome.session, welcome.secret))
+            self._begin(connect_timeout)
         except (OSError, RuntimeError, MemoryError, headroom.Shortage) as error:
-            reason = f"no connection for requests to the broker on {directory}: {_shortage(error)}"
+            reason = f"no connection for requests to the broker on {self.directory}: {shortage(error)}"
             raise Unavailable(reason) from error
-        processes.register(self)
+        SESSIONS.add(self)
 
-    def _begin(self, channel: socket, proof: Bearer) -> None:
-        """Start the threads, which own the connection from then on; or leave nothing."""
+    def _begin(self, timeout: float) -> None:
+        """Greet the broker and start the threads, which own the connection from then on; or leave nothing."""
+        channel, welcome = greet(self.directory, timeout)
         with ExitStack() as undo:
             undo.callback(channel.close)
-            waker = Waker()
+            #: The session's number.
+            self.id = welcome.session
+            #: The protocol version that was agreed.
+            self.version = welcome.version
+            #: The user that the broker runs as; None for a broker that is too old to say so.
+            self.uid = welcome.uid
+            self._spec = welcome.driver
+            waker, cleanup = Waker(), self.cleanup
             undo.callback(waker.close)
-            self.requests = Requests(proof, self.owner, waker.set)
-            self.watches = Watches(self.requests, self._lock)
-            self.losses = Losses()
-            self.inbox = Inbox()
-            self.janitor = Janitor()
-            undo.callback(self.janitor.stop)
+            secret = authentication(welcome.version, welcome.session, welcome.secret)
+            self.requests = Requests(secret, self.owner, waker.set)
+            self.watches = Watches(self.requests)
+            undo.callback(cleanup.stop)
             with headroom.turn():
-                # For both threads: Thread.start() waits for ever for one that has no memory to run.
+                # For both threads: Thread.start() waits for ever for a thread without memory to run in.
                 headroom.try_memory(2)
-                self.janitor.start()
-            self.recall = Recall(self.directory, self._loans)
-            rebinding = Rebinding(self._loans, self._lock, self.inbox, self.janitor)
-            self._connection = Connection(
-                channel,
-                self.directory,
-                waker,
-                self.requests,
-                self.inbox,
-                self.watches.changed,
-                rebinding.begin,
-                self.losses.note,
-                self.recall.tell,
-                _losing(self.watches, self.recall, rebinding),
+                cleanup.start()
+            notices = Notices(
+                self.watches, self.drain_state, self.losses, self.held, self.rebindable, self.receiver, cleanup
             )
-            undo.callback(self._connection.discard)
-            # Should an interrupt come before anybody has this object, then its threads end with it.
-            self.janitor.guard(self, _stopping(self._connection, self.janitor))
-            self._connection.start()
+            connection = Connection(channel, self.directory, waker, self.requests, self.receiver, notices)
+            self._connection = connection
+            undo.callback(connection.discard)
+
+            def stop() -> None:  # refers to no session
+                connection.stop()
+                cleanup.stop()
+
+            # Should an interrupt come before the caller has this object, then its threads end with it.
+            cleanup.guard(self, stop)
+            connection.start()
             undo.pop_all()
 
     @property
@@ -133,108 +167,119 @@ class Session:
         self.owner.check()
         return devices.driver(self._spec)
 
+    # -- on callers' threads -----------------------------------------------------------------------
+
+    @property
+    def lost(self) -> str:
+        """Why the session is over; empty while it lives, and when this process ended it."""
+        return self._connection.lost
+
     def check_open(self) -> None:
         """Raise ``Unavailable`` if the Broker is closed: arrays that still live keep the connection, for themselves."""
+        if self.lost and not self.closed:
+            raise Unavailable(f"{self.lost}; Broker.reconnect() opens another session when a broker serves again")
         if self.closed or self._leaving:
             raise Unavailable("this Broker is closed; open another")
 
     def check_may_wait(self) -> None:
         """Raise ``Unavailable`` where a finalizer or a signal handler would wait for itself.
 
-        That is on a session's own threads, and in the middle of what these wait for: a request, a driver call, a fork.
+        That is on a session's own threads, and inside of what these wait for: a driver call, or a fork.
         """
-        self.requests.check_free()
-        locks = self._lock, processes.unforked()
-        if any(lock._is_owned() for lock in locks) or devices.in_call(self._spec):  # type: ignore[attr-defined]
+        if fork_lock._is_owned() or devices.in_call(self._spec):  # type: ignore[attr-defined]
             raise Unavailable(
-                f"called by {INTRUDER} in the middle of a call that this thread has to go on with first; {INSTEAD}"
+                "called by a finalizer or a signal handler in the middle of a call that this thread has to go on with"
+                " first; ask again when it has returned, or in another thread"
             )
-        if isinstance(current_thread(), OwnThread):
+        if isinstance(current_thread(), SessionThread):
             raise Unavailable("called by a finalizer on a session's own thread, which cannot wait for the answer")
 
-    def ask(self, body: Request, kind: type[R]) -> R:
+    def ask(self, body: Request, kind: type[R]) -> Steps[R]:
         """Send a request and wait for its answer, which is a ``kind``."""
         self.owner.check()
         self.check_open()
-        reply = self.wait(self.requests.submit(body), type(body).__name__, 0.0)
+        reply = yield from self.wait(self.requests.submit(body), type(body).__name__, 0.0)
         return expect(reply, kind)
 
-    def borrow(self, body: Attach | Create, loan: Loan) -> tuple[Loan, Attached | Created, Mapped]:
-        """Ask for a lease and map its memory. If the caller gives up, by time or by interrupt, it is given back."""
-        self.owner.check()
-        future = None
-        try:
-            with self._lock:
-                self.check_open()
-                self._loans.add(loan)
-            future = loan.ask(body)
-            return loan, *self.wait(future, type(body).__name__, body.wait)
-        except BaseException:
-            loan.abandon(Unavailable("nobody waits for it"))
-            if future:
-                future.abandon()  # the memory may have come in the meantime, and this traceback may live long
-            if not loan.asked:
-                self.forget(loan)
-            raise
+    def wait(self, future: Future[T], request: str, wait: float) -> Steps[T]:
+        """Wait for the answer to a request that the broker may let wait for ``wait`` seconds."""
+        self.check_may_wait()
+        limit = self.timeout + wait
+        if not (yield future, limit):
+            raise TimedOut(f"the broker on {self.directory} did not answer the request {request} within {limit:g} s")
+        return future.result()
 
-    def carry(self, signal: Signal) -> Grip:
-        """Have an event made or opened. If the caller gives up, by time or by interrupt, it is closed."""
-        self.owner.check()
-        future = signal.future
+    def obtain(self, asked: Asked[T], begin: Callable[[], None], request: str, wait: float) -> Steps[T]:
+        """Note a lease or an event, ``begin`` to bring it, and wait; it is given back if the caller gives up."""
+        future = asked.future
         assert future is not None
+        self.owner.check()
         try:
-            with self._lock:
-                self.check_open()
-                self._loans.add(signal)
-            self.janitor.put(signal.begin)
-            return self.wait(future, signal.request, 0.0)
+            self.held.add(asked)
+            self.check_open()  # looked at last: :meth:`end` either sees it, or is seen here
+            begin()
+            return (yield from self.wait(future, request, wait))
         except BaseException:
-            signal.abandon(Unavailable("nobody waits for it"))
-            future.abandon()
-            self.janitor.put(signal.begin)  # if that did not happen above
+            asked.abandon(Unavailable("no caller waits for it"))
+            future.abandon()  # it may have come in the meantime, and this traceback may live long
             raise
 
-    def watch(self, name: str, owners: tuple[int, ...] = ()) -> Watch:
+    def confirm(self, ended: Future[T], label: str) -> Steps[T]:
+        """Wait until the broker has taken back what ``label`` names, and return or raise what it answered."""
+        if self.stopped:
+            raise Unavailable("the interpreter exits, and what is held ends with this process")
+        self.check_may_wait()
+        if not (yield ended, self.timeout):
+            raise TimedOut(f"the broker has not confirmed the end of {label} in {self.timeout:g} s")
+        return ended.result()
+
+    def watch(self, name: str, owners: tuple[int, ...] = (), timeout: float | None = None) -> Steps[Watch]:
         """Watch a pool; with ``owners`` it counts only while it is one of theirs, or this user's."""
         self.owner.check()
         self.check_open()
-        find = (lambda: self.ask(Find(name, owners), Found).version) if owners else None
-        watch = Watch(name, self.watches, self.owner, find)
+        find = partial(self.ask, Find(name, owners), Found) if owners else None
+        watch = Watch(name, self.watches, self.owner, find, timeout)
+        answer: Future[Reply] = Future()
+        self.watches.add(watch, answer.settle)
         try:
-            expect(self.wait(self.watches.add(watch), "Watch", 0.0), Done)
+            expect((yield from self.wait(answer, "Watch", 0.0)), Done)
         except BaseException:
             self.watches.remove(watch)
             raise
         return watch
 
-    def forget(self, loan: Loan | Signal) -> None:
-        """A loan or an event is over."""
-        with self._lock:
-            self._loans.discard(loan)
-            ended = self._leaving and not self._loans
-        if ended:
-            self._stop()
+    # -- the end -----------------------------------------------------------------------------------
 
-    def leave(self) -> None:
-        """Give up what is being asked for, and end the session with its last lease. Runs on the janitor's thread."""
-        with self._lock:
-            self._leaving = True
-            loans = list(self._loans)
-        for waits in (self.watches, self.recall):
-            waits.fail(Unavailable("this Broker was closed"))
-        for loan in loans:
-            loan.abandon(Unavailable("this Broker was closed while it waited"))
-        if not loans:
-            self._stop()
-        self._left.set(not loans)
-
-    def end(self, guard: Guard[Any]) -> None:
-        """Have the janitor :meth:`leave`, as ``guard`` says, and wait for the end if no lease is left to wait for."""
-        self.janitor.put(guard)
-        with suppress(Unavailable):
+    def left(self) -> Steps[None]:
+        """Wait until the cleanup thread has begun to :meth:`end` it; and for the end, if no lease is left."""
+        try:
             self.check_may_wait()
-            if not self.stopped and self._left.result(self.timeout):
-                self.join(self.timeout)
+        except Unavailable:
+            return
+        if self.stopped:
+            return
+        if not (yield self._left, self.timeout):
+            raise TimedOut(f"no result within {self.timeout:g} s")
+        if self._left.result():
+            yield from self._join(self.timeout)
+
+    def end(self) -> None:
+        """Give up what is being asked for, and end with the last lease. Runs on the cleanup thread."""
+        for waits in (self.watches, self.drain_state):
+            waits.fail(Unavailable("this Broker was closed"))
+        self._leaving = True
+        held = self.held.copy()
+        for each in held:
+            each.abandon(Unavailable("this Broker was closed while it waited"))
+        if not held:
+            self._stop_threads()
+        self._left.set(not held)
+
+    def forget(self, held: Held) -> None:
+        """A lease or an event has ended. Runs on either thread of the session."""
+        self.held.discard(held)
+        if self._leaving and not self.held:
+            self._stop_threads()
 
     def stop(self) -> None:
         """The interpreter exits: end the threads and the connection, within a bounded time.
@@ -243,34 +288,27 @@ class Session:
         """
         if self.owner.here():
             self.stopped = True
-            self._connection.stop(quietly=True)
-            self.janitor.stop()
-            self.join(EXIT)
-
-    def join(self, timeout: float) -> None:
-        """Wait for the threads to end, up to ``timeout`` seconds each."""
-        self._connection.join(timeout)
-        self.janitor.join(timeout)
+            self._stop_threads(quietly=True)
+            run(self._join(EXIT))
 
     def disown(self) -> None:
         """In a forked child: close what was inherited."""
         self._connection.disown()
-        self.inbox.disown()
+        self.receiver.disown()
 
-    def _stop(self) -> None:
-        self._connection.stop()
-        self.janitor.stop()
+    def _stop_threads(self, *, quietly: bool = False) -> None:
+        """Tell both threads to end; returns at once."""
+        self._connection.stop(quietly=quietly)
+        self.cleanup.stop()
 
-    def wait(self, future: Future[T], request: str, wait: float) -> T:
-        """Wait for what the broker answers to a request that it may let wait for ``wait`` seconds."""
-        self.check_may_wait()
-        limit = self.timeout + wait
-        if not future.wait(limit):
-            raise TimedOut(f"the broker on {self.directory} did not answer the request {request} within {limit:g} s")
-        return future.result()
+    def _join(self, timeout: float) -> Steps[None]:
+        """Wait for the threads to end, up to ``timeout`` seconds each."""
+        for thread in (self._connection, self.cleanup):
+            if (yield thread.ended, timeout):
+                thread.join()
 
 
-def _shortage(error: Exception) -> str:
+def shortage(error: Exception) -> str:
     """Return what kept a session from beginning; with the limits, where threads or memory have run out."""
     match error:
         case RuntimeError():
@@ -280,21 +318,17 @@ def _shortage(error: Exception) -> str:
     return explain(error)
 
 
-def _losing(*waits: Watches | Recall | Rebinding) -> Callable[[CubrokerError], None]:
-    """Return what tells those who wait for news that there will be none, and does not refer to their session."""
-
-    def lose(error: CubrokerError) -> None:
-        for each in waits:
-            each.fail(error)
-
-    return lose
+def disown_sessions() -> None:
+    """In a forked child: close what its parent's sessions have open."""
+    for session in SESSIONS:
+        session.disown()
 
 
-def _stopping(connection: Connection, janitor: Janitor) -> Task:
-    """Return what stops both threads, and does not refer to their session."""
+def stop_sessions() -> None:
+    """At the interpreter's exit: end all sessions."""
+    for session in SESSIONS:
+        session.stop()
 
-    def stop() -> None:
-        connection.stop()
-        janitor.stop()
 
-    return stop
+os.register_at_fork(after_in_child=disown_sessions)
+atexit.register(stop_sessions)

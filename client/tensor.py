@@ -1,4 +1,4 @@
-"""One tensor of a pool, and the ways in which frameworks take it over without a copy."""
+"""One tensor of a pool, and the protocols by which frameworks import it without a copy."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from cubroker.client import devices, dlpack, sources
-from cubroker.client.elements import ELEMENTS, carrier
-from cubroker.client.mapping import Mapped, Place
-from cubroker.client.processes import Unsendable
-from cubroker.client.sources import Source
+from cubroker.client import devices, dlpack
+from cubroker.client.arrays import ContextOf, DeviceArray, HostArray, source_of
+from cubroker.client.dtypes import ELEMENTS, carrier
+from cubroker.client.memory.mapping import DeviceMapping, LeasedMemory
+from cubroker.client.process import NotPicklable
 from cubroker.driver import Context, Device, DriverError
 from cubroker.protocol import dtypes
+from cubroker.protocol.dtypes import BITS, LIBRARY_NAMES
 from cubroker.protocol.errors import Invalid, Unsupported
 
 if TYPE_CHECKING:
@@ -21,12 +22,11 @@ if TYPE_CHECKING:
     from typing_extensions import CapsuleType
 
 
-class SharedTensor(Unsendable):
+class SharedTensor(NotPicklable):
     """A tensor in memory that the broker owns, C-contiguous.
 
-    Tensors of a published pool keep its memory mapped while they live, and are read-only unless it is ``writable``.
-    Those of a draft may be written; they end with it, so that what is made from them (arrays, capsules) must be
-    dropped before.
+    Tensors of a published pool keep its memory mapped while they live, and are read-only unless the pool is
+    ``writable``. Tensors of a draft may be written. They end with it: drop arrays and capsules made from them before.
 
     Attributes:
         name: its name in the pool.
@@ -36,7 +36,9 @@ class SharedTensor(Unsendable):
 
     __slots__ = ("_address", "_lent", "_mapped", "_place", "dtype", "name", "shape")
 
-    def __init__(self, mapped: Mapped, place: Place, name: str, dtype: str, shape: tuple[int, ...], address: int):
+    def __init__(
+        self, mapped: LeasedMemory, place: DeviceMapping, name: str, dtype: str, shape: tuple[int, ...], address: int
+    ):
         self.name = name
         self.dtype = dtype
         self.shape = shape
@@ -60,7 +62,7 @@ class SharedTensor(Unsendable):
 
     @property
     def memory_device(self) -> Device:
-        """The device in whose memory it is: another than ``device`` if it is reached as a peer's."""
+        """The device in whose memory it is: not ``device`` if that reaches it over peer access."""
         return self._place.memory
 
     @property
@@ -70,20 +72,21 @@ class SharedTensor(Unsendable):
 
     @property
     def readonly(self) -> bool:
-        """Whether it may not be written here: it was published, and not in a writable pool. See ``protected``."""
+        """Whether writing it is forbidden here: it was published, and its pool is not writable. See ``protected``."""
         return self._mapped.readonly
 
     @property
     def protected(self) -> bool:
-        """Whether the device refuses writes by this process. What is ``readonly`` alone can be written by mistake.
+        """Whether the device refuses writes by this process; without that a ``readonly`` tensor can be overwritten.
 
-        That is so in ``ipc`` pools: frameworks that ignore ``readonly``, as torch does, change what all readers read.
+        Tensors of ``ipc`` pools are not protected: frameworks that ignore ``readonly``, such as torch, can change the
+        bytes that all readers see.
         """
         return self._mapped.protected
 
     @property
     def pointer(self) -> int:
-        """Its address on the device; on host devices an address of this process. See :meth:`hold` for a draft's.
+        """Its address on the device; on host devices an address of this process. For a draft use :meth:`hold`.
 
         Raises:
             Invalid: the memory was given back.
@@ -93,7 +96,7 @@ class SharedTensor(Unsendable):
 
     @contextmanager
     def hold(self) -> Iterator[int]:
-        """Keep the memory mapped within a ``with`` block, whoever closes the draft meanwhile; yields the address.
+        """Keep the memory mapped within a ``with`` block, even if the draft is closed; yields the address.
 
         Raises:
             Invalid: the memory was given back.
@@ -119,7 +122,7 @@ class SharedTensor(Unsendable):
         element = ELEMENTS[self.dtype]
         if element.typestr:
             return self._array(element.typestr, self.shape)
-        if not element.extension:
+        if BITS[self.dtype] % 8:
             raise Unsupported(f"numpy has no type for {self.dtype}, {self.name!r} has packed elements; use tobytes()")
         try:
             import ml_dtypes
@@ -128,7 +131,7 @@ class SharedTensor(Unsendable):
                 f"numpy has no type for {self.dtype}, that of {self.name!r}, and ml_dtypes, which has one, cannot be"
                 f" imported ({error}); install ml_dtypes, or use tobytes()"
             ) from error
-        return self._array(carrier(self.dtype), self.shape).view(getattr(ml_dtypes, element.extension))
+        return self._array(carrier(self.dtype), self.shape).view(getattr(ml_dtypes, LIBRARY_NAMES[self.dtype]))
 
     def tobytes(self) -> bytes:
         """Return a copy of its elements' bytes.
@@ -147,32 +150,37 @@ class SharedTensor(Unsendable):
         """Fill it with the elements of an array of its own dtype and shape; in drafts and writable pools only.
 
         Args:
-            source: a numpy array (of ml_dtypes' types, too), a torch tensor, another :class:`SharedTensor`, a buffer
-                that says what its elements are (``memoryview``, ``array.array``), or an array of any library that has
-                ``__array__`` or ``__dlpack__``; in host memory, or a :class:`SharedTensor` anywhere. Any strides: a
-                source with gaps is copied together in host memory first. ``bytes`` are elements of U8; see
-                :meth:`copy_from_bytes` for those of other types.
+            source: a numpy array (with the types of ml_dtypes, too), a torch tensor, another :class:`SharedTensor`, a
+                typed buffer (``memoryview``, ``array.array``), or an array of any library that has ``__array__`` or
+                ``__dlpack__``; in host memory, or in that of ``device``. Any strides: a source with gaps is first made
+                contiguous where it is. All work of the device that was submitted before is waited for. ``bytes`` are
+                elements of U8; store elements of other types with :meth:`copy_from_bytes`.
 
         Raises:
-            Invalid: it is read-only, the source has another dtype or shape, or none, or is in a GPU's memory, or the
+            Invalid: it is read-only, the source has another dtype or shape, or none, or lies on another GPU, or the
                 memory was given back.
             DeviceFailure: the driver could not copy.
         """
         self._check_writable()
-        given = source._source() if isinstance(source, SharedTensor) else sources.describe(source)
+        given = described(source, self._own_context)
         if (given.dtype, given.shape) != (self.dtype, self.shape):
             raise Invalid(
                 f"tensor {self.name!r} of {self._mapped.label} is {self.dtype} {self.shape}, and the"
                 f" {type(source).__name__} to fill it from is {given.dtype} {given.shape}; convert or reshape that,"
                 f" or store its bytes as they are with copy_from_bytes"
             )
-        self._fill(given.contiguous())
+        if isinstance(given, HostArray):
+            self._fill(given.contiguous())
+        elif isinstance(source, SharedTensor) and given.context is not self.context:  # mapped for its own device alone
+            self._fill(source.tobytes())
+        elif self.nbytes:
+            self._copy(given)
 
     def copy_from_bytes(self, buffer: ReadableBuffer) -> None:
-        """Fill it with raw bytes, whatever type their buffer says they have; in drafts and writable pools only.
+        """Fill it with raw bytes, ignoring the type of their buffer; in drafts and writable pools only.
 
         Args:
-            buffer: a C-contiguous buffer of exactly ``nbytes`` bytes, as the elements lie in memory.
+            buffer: a C-contiguous buffer of exactly ``nbytes`` bytes: the elements as they lie in memory.
 
         Raises:
             Invalid: it is read-only, the buffer has another size or gaps, or the memory was given back.
@@ -192,11 +200,11 @@ class SharedTensor(Unsendable):
         self._fill(view)
 
     def __array__(self, dtype: DTypeLike | None = None, *, copy: bool | None = None) -> NDArray[Any]:
-        """Return it as numpy's functions take it: :meth:`numpy`'s array, or a copy if one is asked for or needed.
+        """Return the array of :meth:`numpy`, or a copy of it if one is asked for or needed.
 
         Raises:
-            TypeError: as :meth:`numpy` raises ``Unsupported``: it is on a GPU, or numpy has no type for its elements.
-            ValueError: ``copy`` is False, and ``dtype`` another than its own.
+            TypeError: where :meth:`numpy` raises ``Unsupported``: it is on a GPU, or numpy lacks the type.
+            ValueError: ``copy`` is False, and ``dtype`` needs one.
             Invalid: the memory was given back.
         """
         import numpy as np
@@ -208,7 +216,7 @@ class SharedTensor(Unsendable):
         return np.array(array, dtype=dtype, copy=copy)
 
     def __bool__(self) -> NoReturn:
-        """Raise ``TypeError``: frameworks' tensors have a truth only as their one element's, which this cannot read."""
+        """Raise ``TypeError``: a framework's tensor is as true as its one element, which cannot be read here."""
         raise TypeError(
             f"tensor {self.name!r} is neither true nor false; compare it with None, or look at the elements of numpy()"
         )
@@ -225,10 +233,10 @@ class SharedTensor(Unsendable):
         dl_device: tuple[int, int] | None = None,
         copy: bool | None = None,
     ) -> CapsuleType:
-        """Hand the tensor over, as the array API's ``__dlpack__`` describes.
+        """Export the tensor, as the array API's ``__dlpack__`` describes.
 
-        A consumer that knows DLPack 1.0 is told whether it may write. No stream has to wait: what a pool holds
-        was complete before it was published. What is written to a writable pool later, its events tell.
+        A consumer that knows DLPack 1.0 is told whether it may write. No stream has to wait: the bytes of a pool were
+        complete before it was published. Later writes to a writable pool are ordered by its events.
 
         Raises:
             BufferError: a copy or another device was asked for, or an odd number of 4-bit elements in a row.
@@ -257,7 +265,7 @@ class SharedTensor(Unsendable):
         if self._place.context.host or typestr is None:
             raise AttributeError(f"tensor {self.name!r} ({self.dtype} on {self.device.name}) has none; use DLPack")
         if self._lent is None:
-            self._lent = self._mapped.lend(self.name)  # whoever uses the address keeps this object, says the interface
+            self._lent = self._mapped.lend(self.name)  # the interface has its consumer keep this object
         return {
             "version": 3,
             "shape": self.shape,
@@ -271,11 +279,28 @@ class SharedTensor(Unsendable):
         if self.readonly:
             raise Invalid(f"tensor {self.name!r} of {self._mapped.label} was published; create a new version instead")
 
-    def _source(self) -> Source:
-        """Describe it as what another tensor is filled from; on a GPU its bytes come through host memory."""
-        import numpy as np
+    def _own_context(self, index: int) -> Context:
+        if self._place.context.host or self.device.index != index:
+            raise Invalid(
+                f"tensor {self.name!r} of {self._mapped.label} is used by {self.device.name} ({self.device.uuid}), and"
+                f" the array to fill it from is on GPU {index}; copy the array to that device, or to the host"
+            )
+        return self._place.context
 
-        return Source(self.dtype, self.shape, np.frombuffer(self.tobytes(), np.uint8))
+    def _lend(self) -> tuple[int, object]:
+        lent = self._mapped.lend(self.name, held=True)
+        return self._address, lent
+
+    def _copy(self, source: DeviceArray) -> None:
+        try:
+            with self.hold() as address:
+                if source.copies:
+                    source.context.synchronize()  # the copy is made in this thread's stream, which waits for no other
+                pointer, lent = source.contiguous()
+                self._place.context.copy(address, pointer, self.nbytes, after=source.context)
+                del lent  # a traceback may keep this frame for long
+        except DriverError as error:
+            raise devices.failure(error, f"filling tensor {self.name!r}") from error
 
     def _fill(self, data: ReadableBuffer) -> None:
         try:
@@ -285,7 +310,7 @@ class SharedTensor(Unsendable):
             raise devices.failure(error, f"filling tensor {self.name!r}") from error
 
     def _array(self, typestr: str, shape: tuple[int, ...], *, writable: bool = False) -> NDArray[Any]:
-        """Make an array of any type on this memory, which stays mapped for as long as the array's base lives."""
+        """Return an array on this memory, which stays mapped while the array's base lives."""
         import numpy as np
 
         lent = self._mapped.lend(self.name)
@@ -296,3 +321,14 @@ class SharedTensor(Unsendable):
             "data": (self._address, self.readonly and not writable),
         }
         return np.asarray(lent)
+
+
+def described(array: object, context_of: ContextOf) -> HostArray | DeviceArray:
+    """Describe an array of any library, or a tensor of a pool, as a source of another tensor.
+
+    Raises:
+        Invalid: as :func:`~.arrays.source_of`; or the tensor's memory was given back.
+    """
+    if not isinstance(array, SharedTensor):
+        return source_of(array, context_of)
+    return DeviceArray(array.dtype, array.shape, array.context, array.pointer, array._lend, lent=True)

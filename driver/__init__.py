@@ -1,22 +1,20 @@
-"""The CUDA driver calls that both sides make, and the same calls answered out of host memory.
+"""The CUDA driver calls of both sides, and the same calls answered by host memory (:mod:`cubroker.driver.host`).
 
-:func:`load` gives a :class:`Driver`; its :class:`Context` objects do everything that cubroker does with
-a device. They speak to ``cuda.bindings.driver`` or to :mod:`cubroker.driver.host`, which answers the
-same functions; nothing above can tell which, except by asking ``host``.
+:func:`load` gives a :class:`Driver`; its :class:`Context` objects do everything that cubroker does with a device.
+Server, client and command line may import this package; it imports nothing of theirs.
 """
 
-from cubroker.driver.calls import DriverError
-from cubroker.driver.context import Context, Device, Working
-from cubroker.driver.guard import MulticastOff
-from cubroker.driver.load import Driver, load
-from cubroker.driver.multicast import Granularity, Multicast
+from cubroker.driver.checked_calls import DriverError
+from cubroker.driver.load import Context, Driver, load
+from cubroker.driver.multicast import Granularity, Multicast, Window
+from cubroker.driver.multicast_guard import MulticastOff
 from cubroker.driver.peers import Link, Peers
-from cubroker.driver.stream import Event, Pinned, Stream
+from cubroker.driver.primary_context import CurrentContext, Device, Event, Pinned, Stream
 from cubroker.driver.vmm import Physical, Reservation
-from cubroker.driver.window import Window
 
 __all__ = [
     "Context",
+    "CurrentContext",
     "Device",
     "Driver",
     "DriverError",
@@ -31,6 +29,5 @@ __all__ = [
     "Reservation",
     "Stream",
     "Window",
-    "Working",
     "load",
 ]

@@ -1,4 +1,4 @@
-"""Digests of device memory: whether bytes are those that they were.
+"""Digests of device memory, which show whether bytes have changed.
 
 ``cubroker-128-1`` is defined over the ``nbytes`` bytes of one allocation, in unsigned integers of 64 bits that wrap:
 
@@ -14,20 +14,23 @@ P = 0xff51afd7ed558ccd and Q = 0xc4ceb9fe1a85ec53 are the factors of MurmurHash3
 public domain), R = 0x9fb21c651e98df25 is that of rrmxmx (Pelle Evensen), and K = 0x9e3779b97f4a7c15 is 2 ** 64 over the
 golden ratio.
 
-Every piece is mixed with its position, and none waits for another one, so any number of threads work on them in any
-order. There are three multiplications for sixteen bytes, few enough that a GPU waits for its memory and not for them.
-A fold by 32 costs the least; with three of them the same high bits would cancel out, so the first is another one.
+Every piece is mixed with its position and depends on no other piece, so any number of threads work on them in any
+order. Three multiplications for sixteen bytes are few enough that memory limits the rate of a GPU. A fold by 32 costs
+the least; with three of them the same high bits would cancel out, so the first is another one.
 
-What becomes of a piece is a bijection: a change within one always changes the digest. A change of several pieces, of
+The mix of a piece is a bijection: a change within one piece always changes the digest. A change of several pieces, of
 their order, or of the length goes unnoticed by chance alone, which 128 bits make small; there is no proof of how small.
 
-It shows accidents, and writers that do not know of it. It is not cryptographic: who knows it can make other bytes that
-have the same digest. Against such a writer compare with files, which ``cubroker verify NAME PATH...`` does.
+A digest shows accidents, and writers that do not know of it. It is not cryptographic: an attacker can make other bytes
+that have the same digest. Against such a writer compare with files, which ``cubroker verify NAME PATH...`` does.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
+
+from cubroker.driver.primary_context import Kernel, PrimaryContext
 
 if TYPE_CHECKING:
     import numpy as np
@@ -43,14 +46,79 @@ SIZE = 16
 PIECE = 16
 """Bytes of a piece."""
 
+Sums = tuple[int, int]
+"""A and B, or the part of them that some of the pieces contribute."""
+
+# -- on a device ---------------------------------------------------------------------------------------
+
+_THREADS = 256
+_BLOCKS = 1024
+"""Blocks of a launch at most. An H200 runs 1,056 at once; more read no faster, and leave more sums to add up."""
+
+_SHARE = 16
+"""Pieces that each thread of a smaller launch has about: fewer are not worth a block."""
+
+
+class Digester:
+    """Digests memory for one context; closed with it. See :meth:`Context.digests`.
+
+    The sums come back through pinned host memory: a full device has no memory to give.
+    """
+
+    def __init__(self, context: PrimaryContext) -> None:
+        self._context = context
+        self._kernel = Kernel(context, "digest.ptx", b"cubroker_digest")
+
+    def digests(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Return the digest of each range of bytes; all launches run at once."""
+        for pointer, nbytes in ranges:
+            if pointer % PIECE or nbytes < 0:
+                raise ValueError(f"{nbytes} bytes at {pointer:#x}; a range begins at a multiple of {PIECE}")
+        blocks = [min(_BLOCKS, -(-(nbytes // PIECE) // (_THREADS * _SHARE))) for _, nbytes in ranges]
+        with self._context.current(), self._context.pin(SIZE * max(1, sum(blocks))) as pinned:
+            self._launch(ranges, blocks, pinned.pointer)
+            with pinned.view.cast("Q") as stored:
+                found = list(_totals(stored, blocks))
+        return [self._finished(*each, total) for each, total in zip(ranges, found, strict=True)]
+
+    def close(self) -> None:
+        """Unload the kernel; to be called once."""
+        self._kernel.close()
+
+    def _launch(self, ranges: Sequence[tuple[int, int]], blocks: Sequence[int], target: int) -> None:
+        """Have the sums of all blocks stored side by side; no launch runs any more when it returns or raises."""
+        copies = self._context.copies()
+        try:
+            for (pointer, nbytes), count in zip(ranges, blocks, strict=True):
+                if count:
+                    self._kernel.launch(copies, count, _THREADS, pointer, nbytes // PIECE, target)
+                target += SIZE * count
+        finally:
+            copies.synchronize()
+
+    def _finished(self, pointer: int, nbytes: int, total: Sums) -> bytes:
+        """Add the last bytes, which fill no piece, and return the digest."""
+        whole = nbytes - nbytes % PIECE
+        rest = self._context.read(pointer + whole, nbytes - whole) if whole < nbytes else b""
+        return finish(add(total, sums(rest, whole // PIECE)) if rest else total, nbytes)
+
+
+def _totals(stored: memoryview, blocks: Sequence[int]) -> Iterator[Sums]:
+    """Yield the sums of each launch, of which every block has stored two."""
+    start = 0
+    for count in blocks:
+        end = start + 2 * count
+        yield add(*zip(stored[start:end:2], stored[start + 1 : end : 2], strict=True))
+        start = end
+
+
+# -- in host memory ------------------------------------------------------------------------------------
+
 _STEP = 1 << 12
 """Pieces that numpy works on at once: they stay in a core's cache."""
 
 _MASK = (1 << 64) - 1
 _K, _P, _Q, _R = 0x9E3779B97F4A7C15, 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53, 0x9FB21C651E98DF25
-
-Sums = tuple[int, int]
-"""A and B, or the part of them that some of the pieces have."""
 
 
 def digest(data: ReadableBuffer) -> bytes:
@@ -60,7 +128,7 @@ def digest(data: ReadableBuffer) -> bytes:
 
 
 def sums(data: ReadableBuffer, first: int = 0) -> Sums:
-    """Return what bytes in host memory add to A and B, of which the first piece is number ``first``."""
+    """Return what bytes in host memory, from piece number ``first`` on, add to A and B."""
     import numpy as np
 
     given = np.frombuffer(memoryview(data), np.uint8)
@@ -115,7 +183,7 @@ def _sums(words: NDArray[np.uint64], first: int) -> Sums:
 
 
 def _mix(values: NDArray[np.uint64], factor: int, shift: int, spare: NDArray[np.uint64]) -> None:
-    """Multiply and fold values in place, with room for as many."""
+    """Multiply and fold values in place; ``spare`` is scratch memory of the same size."""
     import numpy as np
 
     np.multiply(values, np.uint64(factor), out=values)

@@ -1,23 +1,20 @@
-"""What the driver layer raises where the driver refuses."""
+"""The error of the driver layer, and explanations of refusals that several of its modules share."""
 
 from __future__ import annotations
 
 
 class DriverError(Exception):
-    """A driver call failed.
-
-    Attributes:
-        call: the function, ``"cuMemAlloc"``.
-        status: its ``CUresult`` as a number.
-        name: that number's name, ``"CUDA_ERROR_OUT_OF_MEMORY"``.
-        detail: what it was asked for, or what to do about it; may be empty.
-    """
+    """A driver call failed."""
 
     def __init__(self, call: str, status: int, name: str, detail: str = "") -> None:
         super().__init__(call, status, name, detail)
+        #: The function, ``"cuMemAlloc"``.
         self.call = call
+        #: Its ``CUresult`` as a number.
         self.status = status
+        #: The name of that number, ``"CUDA_ERROR_OUT_OF_MEMORY"``.
         self.name = name
+        #: What was asked, or what to do about the refusal; may be empty.
         self.detail = detail
 
     def __str__(self) -> str:
@@ -30,10 +27,10 @@ class DriverError(Exception):
 
 
 def unmapped(device: int, *, host: bool) -> dict[str, str]:
-    """Return what it means, by the name of the result, that a device was not given the memory that it asked to open.
+    """Return explanations, by name of the result, of why a device could not map memory that it was to open.
 
-    NVIDIA's pages list the results and name no cause of 205. Containers, BAR1 and IOMMU are what users of other
-    projects report (docs/sharing.md); of host devices the cause is known.
+    NVIDIA's pages list these results and give no cause of 205. Containers, BAR1 and IOMMU are causes that users of
+    other projects report (docs/sharing.md). On host devices the cause is known.
     """
     return {
         "CUDA_ERROR_MAP_FAILED": _NO_ADDRESSES if host else _UNMAPPED,
@@ -42,7 +39,7 @@ def unmapped(device: int, *, host: bool) -> dict[str, str]:
 
 
 def too_many_peers(device: int) -> str:
-    """Return what it means that a device can have no more peers, and what to do."""
+    """Return the explanation of a device's refusal to have one more peer."""
     return (
         f"device {device} has as many peers as it can have, of which other programs may hold some (by NVIDIA's pages 8 "
         "on systems without NVSwitch): close memory of other devices, disable access to them"

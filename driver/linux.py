@@ -1,12 +1,13 @@
-"""What Linux has, and a Python does not name that was built against an older C library.
+"""Linux calls and constants that a Python built against an older C library does not name, and futexes.
 
-Those of conda are, and many of uv's, since they are to run anywhere.
+The Pythons of conda and many of uv's are built so, to run anywhere.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import platform
 from typing import NamedTuple
 
 MFD_CLOEXEC, MFD_ALLOW_SEALING = 1, 2
@@ -16,18 +17,24 @@ F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW = 1, 2, 4
 
 F_OFD_SETLK, F_OFD_SETLKW = 37, 38
 
-_PIDFD_OPEN = 434  # the number of the call on every machine
+_PIDFD_OPEN = 434  # on every architecture
+_FUTEX = 202 if platform.machine() == "x86_64" else 98  # 98 on every newer architecture
+_FUTEX_WAIT, _FUTEX_WAKE = 0, 1
+_ALL = 2**31 - 1
+
+_libc = ctypes.CDLL(None, use_errno=True)  # the C library that runs, which may be newer than Python's
+_libc.syscall.restype = ctypes.c_long
 
 
 class FileId(NamedTuple):
-    """What all descriptors and mappings of one file have in common, and those of no other while it exists."""
+    """Identity of a file: the same for all its descriptors and mappings, and unique while the file exists."""
 
     device: int
     inode: int
 
 
 def file_id(fd: int) -> FileId:
-    """Return which file a descriptor is of; raises ``OSError``."""
+    """Return the identity of a descriptor's file; raises ``OSError``."""
     found = os.fstat(fd)
     return FileId(found.st_dev, found.st_ino)
 
@@ -36,19 +43,31 @@ def memfd_create(name: str, flags: int) -> int:
     """Return the descriptor of a new file in memory; raises ``OSError``."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create(name, flags)
-    return _checked(_libc().memfd_create(os.fsencode(name), flags))
+    return _checked(_libc.memfd_create(os.fsencode(name), flags))
 
 
 def pidfd_open(pid: int) -> int:
-    """Return a descriptor of a process, which turns readable when that ends; raises ``OSError``."""
+    """Return a descriptor that turns readable when the process ends; raises ``OSError``."""
     if hasattr(os, "pidfd_open"):
         return os.pidfd_open(pid)
-    return _checked(_libc().syscall(ctypes.c_long(_PIDFD_OPEN), ctypes.c_long(pid), ctypes.c_long(0)))
+    return _checked(_syscall(_PIDFD_OPEN, pid, 0))
 
 
-def _libc() -> ctypes.CDLL:
-    """The C library that is here, which may be a newer one."""
-    return ctypes.CDLL(None, use_errno=True)
+def futex_wait(address: int, value: int) -> None:
+    """Sleep until some process calls ``futex_wake``, unless the 32 bits there are no longer ``value``.
+
+    It may return early.
+    """
+    _syscall(_FUTEX, address, _FUTEX_WAIT, value, 0, 0, 0)
+
+
+def futex_wake(address: int) -> None:
+    """Wake every thread that waits at the address, in all processes that have the memory mapped."""
+    _syscall(_FUTEX, address, _FUTEX_WAKE, _ALL, 0, 0, 0)
+
+
+def _syscall(*numbers: int) -> int:
+    return int(_libc.syscall(*map(ctypes.c_long, numbers)))
 
 
 def _checked(result: int) -> int:

@@ -1,21 +1,23 @@
-"""From a text such as ``cuda:0,1`` or ``host:2`` to a driver with its devices."""
+"""The devices of a driver, named by a specification such as ``host:2``, and the memory that a process has on each."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, NamedTuple
 from uuid import UUID
 
 from cubroker.driver import linux, vmm
-from cubroker.driver.calls import Calls, DriverError
-from cubroker.driver.context import Context, Device, Working, working
-from cubroker.driver.host import BLOCK, host_module, reopened
-from cubroker.driver.multicast import Granularity, Multicast, granularity, obstacle
-from cubroker.driver.once import keep_first
+from cubroker.driver.basics import handle_bytes, handle_of, keep_first
+from cubroker.driver.checked_calls import Calls, DriverError, explained, tolerated
+from cubroker.driver.digest import Digester
+from cubroker.driver.errors import unmapped
+from cubroker.driver.host.memory import BLOCK
+from cubroker.driver.multicast import Granularity, Multicast, Window, granularity, obstacle
 from cubroker.driver.peers import Peers
+from cubroker.driver.primary_context import CurrentContext, Device, PrimaryContext, current_context
 
 MAX_HOST_DEVICES = 64
 
@@ -28,22 +30,25 @@ _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 
 class Driver:
-    """The devices of one driver, and their contexts; made by :func:`load`.
-
-    Attributes:
-        spec: what another process passes to :func:`load` to open this one's handles.
-        host: whether the devices are emulated in host memory.
-        devices: all of them, or those that were asked for, in that order. Listing them makes no context.
-        peers: which of them reach each other's memory, and direct access between them.
-    """
+    """The devices of one driver, and their contexts; made by :func:`load`."""
 
     def __init__(self, module: Any, spec: str, *, host: bool, ordinals: tuple[int, ...] | None = None) -> None:
+        #: The argument with which another process loads a driver that opens this one's handles.
         self.spec = spec
+        #: Whether the devices are emulated in host memory.
         self.host = host
         self._calls = Calls(module)
         self._contexts: dict[int, Context] = {}
+        #: Lends descriptors of the same memory to readers, for a ``with`` block. On GPUs they are the given ones; see
+        #: :func:`cubroker.driver.host.virtual_memory.for_reading` for host devices.
+        self.for_reading: Callable[[Sequence[int]], AbstractContextManager[Sequence[int]]] = nullcontext
+        if host:
+            from cubroker.driver.host.virtual_memory import for_reading
+
+            self.for_reading = for_reading
         self._start()
         chosen = range(self._calls.cuDeviceGetCount()) if ordinals is None else ordinals
+        #: All devices, or those that were asked for, in that order. No context is made to list them.
         self.devices: tuple[Device, ...] = tuple(self._describe(index) for index in chosen)
         self.peers = Peers(self._calls, self.devices, self.context)
 
@@ -53,81 +58,61 @@ class Driver:
         return keep_first(self._contexts, index, lambda: Context(self._calls, device, host=self.host), Context.release)
 
     def in_call(self) -> bool:
-        """Whether this thread is within a call that others wait for, into which a signal handler or a finalizer came.
+        """Whether a signal handler or finalizer runs inside a call of this thread that holds the driver's lock.
 
-        That is so on host devices alone, whose driver is Python code.
+        That happens on host devices alone, whose driver is Python code.
         """
-        return self.host and bool(self._calls.module.lock._is_owned())  # as Condition asks it
+        return self.host and bool(self._calls.module.lock._is_owned())  # as threading.Condition does
 
-    def working(self) -> Working | None:
-        """Return in which context this thread works, for :meth:`Context.check_thread`; None if in none."""
-        return working(self._calls)
+    def current_context(self) -> CurrentContext | None:
+        """Return the context that is current on this thread, if any, for :meth:`Context.check_thread`."""
+        return current_context(self._calls)
 
     def granularity(self, index: int) -> int:
-        """Return the bytes of which :meth:`create` and :meth:`Context.reserve` take multiples, on that device."""
+        """Return the unit of :meth:`create` and :meth:`Context.reserve` on that device, in bytes."""
         return vmm.granularity(self._calls, self._device(index).index)
 
     def create(self, index: int, nbytes: int, *, fabric: bool = False) -> vmm.Physical:
-        """Create memory on the device with that ordinal, which the caller releases. No context is made or needed.
+        """Create memory on a device, which the caller releases. No context is made or needed.
 
-        ``fabric``: and have it shared by fabric handle too, where that can be had (:meth:`Physical.export_fabric`).
-
-        Raises:
-            DriverError: ``nbytes`` is no multiple of the granularity, or the device has not so much left.
+        Args:
+            index: the device's ordinal.
+            nbytes: its size, a multiple of the :meth:`granularity`.
+            fabric: whether to share it by fabric handle too, where that works (:meth:`Physical.export_fabric`).
         """
         return vmm.Physical(self._calls, self._device(index).index, nbytes, fabric=fabric)
 
     def vmm_obstacle(self, index: int) -> str | None:
-        """Return why that device's memory cannot be shared by descriptor here, or None; see :func:`vmm.obstacle`."""
+        """Return why that device's memory cannot be shared by descriptor here, or None; no context is made."""
         return vmm.obstacle(self._calls, self._device(index).index)
 
     def adopt(self, index: int, nbytes: int, descriptor: int) -> vmm.Physical:
-        """Return memory that somebody else created on the device with that ordinal, by a descriptor of it.
+        """Return memory that another process created on the device with that ordinal, by a descriptor of it.
 
-        The descriptor is not needed afterwards. What is adopted cannot be exported again; the caller releases it.
-
-        Raises:
-            DriverError: the descriptor is of something else.
+        The descriptor is not needed afterwards. The memory cannot be exported again; the caller releases it.
         """
         return vmm.Physical(self._calls, self._device(index).index, nbytes, descriptor=descriptor)
 
-    @contextmanager
-    def for_reading(self, descriptors: Sequence[int]) -> Iterator[Sequence[int]]:
-        """Have descriptors to lend of the same memory, for processes that are to read it, within a ``with`` block.
-
-        On host devices they cannot write it; see :func:`cubroker.driver.host.ranges.reopened`. A GPU has no such: there
-        they are those that were given.
-
-        Raises:
-            PermissionError: another user's process made the memory.
-            OSError: the system is short of something.
-        """
-        with ExitStack() as undo:
-            yield [_for_reading(each, undo) for each in descriptors] if self.host else descriptors
-
     def file_id(self, descriptor: int) -> linux.FileId | None:
-        """Return which file the memory is that a descriptor stands for; None on GPUs, whose memory is none."""
+        """Return the file that holds a descriptor's memory on host devices; None on GPUs."""
         return linux.file_id(descriptor) if self.host else None
 
     @property
     def version(self) -> int:
-        """The CUDA version that the driver serves: 13000 for 13.0."""
+        """The CUDA version of the driver: 13000 for 13.0."""
         return int(self._calls.cuDriverGetVersion())
 
     def attribute(self, index: int, name: str) -> int | None:
-        """Return what the device with that ordinal says of itself, ``"COMPUTE_MODE"`` for one; no context is made.
+        """Return an attribute of a device, such as ``"COMPUTE_MODE"``; no context is made.
 
-        Names are those of ``CUdevice_attribute``. None: the bindings, or the driver, have not heard of it.
+        Names are those of ``CUdevice_attribute``. None: the bindings, or the driver, do not know the name.
         """
         attribute = getattr(self._calls.module.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}", None)
         if attribute is None:
             return None
-        try:
+        with tolerated("CUDA_ERROR_INVALID_VALUE"):
             return int(self._calls.cuDeviceGetAttribute(attribute, self._calls.cuDeviceGet(self._device(index).index)))
-        except DriverError as error:
-            if error.name == "CUDA_ERROR_INVALID_VALUE":
-                return None
-            raise
+        return None
 
     def multicast(self, indices: Sequence[int], nbytes: int) -> Multicast:
         """Make a multicast object of these devices for ``nbytes`` bytes each, rounded up; the caller releases it.
@@ -135,7 +120,7 @@ class Driver:
         No context is made or needed.
 
         Raises:
-            DriverError: it cannot be had; see :func:`multicast.unavailable`.
+            DriverError: refused; see :func:`multicast.unavailable`.
         """
         return Multicast(self._calls, [self._device(index).index for index in indices], nbytes)
 
@@ -145,11 +130,11 @@ class Driver:
         return granularity(self._calls, len(devices), nbytes)
 
     def multicast_obstacle(self, index: int) -> str | None:
-        """Return why that device can have no part in multicast here, or None; see :func:`multicast.obstacle`."""
+        """Return why that device cannot take part in multicast here, or None; no multicast call is made."""
         return obstacle(self._calls, self._device(index).index)
 
     def close(self) -> None:
-        """Let go of all contexts. What is still allocated or open in them goes, unless others hold them too."""
+        """Release all contexts. Their memory goes too, unless the process holds them elsewhere."""
         self.peers.close()
         while self._contexts:
             _, context = self._contexts.popitem()
@@ -179,76 +164,194 @@ class Driver:
         return Device(index, f"{prefix}-{uuid}", name, int(calls.cuDeviceTotalMem(cudevice)))
 
 
+class Context(PrimaryContext):
+    """A device's primary context, and memory in it; see :class:`PrimaryContext` for what holds for every method."""
+
+    def __init__(self, calls: Calls, device: Device, *, host: bool) -> None:
+        super().__init__(calls, device, host=host)
+        self._digester: dict[None, Digester] = {}
+
+    def release(self) -> None:
+        """Release the context. If the process holds it nowhere else, everything in it is gone."""
+        if digester := self._digester.pop(None, None):
+            with suppress(DriverError):  # a context that a failed kernel has ruined refuses everything
+                digester.close()
+        super().release()
+
+    # -- memory that this process owns -------------------------------------------------------------
+
+    def allocate(self, nbytes: int) -> int:
+        """Allocate ``nbytes`` bytes and return the pointer.
+
+        Allocations whose size is not a multiple of 2 MiB may share a block, and a process that opens one of them sees
+        all of the block: memory to be exported should be such a multiple.
+        """
+        with self.current():
+            return int(self.calls.cuMemAlloc(nbytes))
+
+    def free(self, pointer: int) -> None:
+        """Free what ``allocate`` returned, once all work submitted in the context is done."""
+        with self.current():
+            self.calls.cuMemFree(pointer)  # which waits by itself
+
+    def file_id(self, pointer: int) -> linux.FileId | None:
+        """Return the file that holds memory of :meth:`allocate` on a host device; None on a GPU."""
+        found: linux.FileId | None = self.calls.module.file_id(pointer) if self.host else None
+        return found
+
+    def memory(self) -> tuple[int, int]:
+        """Return the free and the total bytes of the device. On host devices only this process's own count as used."""
+        with self.current():
+            free, total = self.calls.cuMemGetInfo()
+        return int(free), int(total)
+
+    def digests(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Return the digest (:mod:`cubroker.driver.digest`) of each range of memory that this device reads.
+
+        The device computes them, at about the rate at which it reads. Work in other streams is not waited for.
+
+        Args:
+            ranges: a pointer, which is a multiple of 16, and a number of bytes each.
+
+        Raises:
+            ValueError: a pointer is not such a multiple.
+        """
+        digester = keep_first(self._digester, None, lambda: Digester(self), Digester.close)
+        return digester.digests(ranges)
+
+    # -- memory shared between processes -----------------------------------------------------------
+
+    def export(self, pointer: int) -> bytes:
+        """Return the handle, 64 bytes, with which other processes open the allocation that ``pointer`` lies in.
+
+        It names the whole allocation. Every process that knows the bytes can read and write the memory.
+        """
+        with self.current():
+            return handle_bytes(self.calls.cuIpcGetMemHandle(pointer))
+
+    def open(self, handle: bytes) -> int:
+        """Map another process's allocation and return the pointer to its first byte.
+
+        Opening it again returns the same pointer; each open needs its own :meth:`close`. The memory may be on another
+        device that this one reaches: peer access is enabled by itself.
+
+        Raises:
+            DriverError: CUDA_ERROR_INVALID_CONTEXT: this process exported it, or has the exporter's process id in
+                another pid namespace; or :meth:`check_thread`. CUDA_ERROR_INVALID_VALUE: the handle is made up, or its
+                memory was freed. CUDA_ERROR_PEER_ACCESS_UNSUPPORTED: this device does not reach the memory's.
+                CUDA_ERROR_TOO_MANY_PEERS: it can have no more peers. CUDA_ERROR_MAP_FAILED: all other causes.
+        """
+        self.check_thread(current_context(self.calls))
+        module = self.calls.module
+        shared = handle_of(module.CUipcMemHandle(), handle, "a handle")
+        flags = module.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+        with explained(self._refusals()), self.current():
+            return int(self.calls.cuIpcOpenMemHandle(shared, int(flags)))
+
+    def check_thread(self, thread: CurrentContext | None) -> None:
+        """Refuse a thread that works in another context of this device than the primary one.
+
+        CUDA lets a process open shared memory in one context per device, here the primary one, and memory opened there
+        is out of reach in another context. :meth:`open` therefore refuses such a thread before it touches anything.
+        Call this where memory will be opened on behalf of another thread (:meth:`Driver.current_context`).
+
+        Raises:
+            DriverError: CUDA_ERROR_INVALID_CONTEXT.
+        """
+        if thread is None or thread.device != self.device.index or thread.context == int(self.handle):
+            return
+        code = self.calls.module.CUresult.CUDA_ERROR_INVALID_CONTEXT
+        text = (
+            f"this thread works in another context of device {self.device.index} than its primary one, and a "
+            "process opens shared memory in one context per device: use the primary one, as the CUDA runtime does"
+        )
+        raise DriverError("cuIpcOpenMemHandle", int(code), code.name, text)
+
+    def close(self, pointer: int) -> None:
+        """Undo one :meth:`open`, once all work submitted in the context is done."""
+        with self.current():
+            self.calls.cuIpcCloseMemHandle(pointer)  # which waits by itself
+
+    def reserve(self, nbytes: int) -> vmm.Reservation:
+        """Reserve addresses for memory of :meth:`Driver.create` to be mapped at; the caller closes the range."""
+        return vmm.Reservation(self, nbytes)
+
+    def window(self, nbytes: int) -> Window:
+        """Reserve addresses for a multicast object of ``nbytes`` bytes to be mapped at; the caller closes it.
+
+        Raises:
+            MulticastOff: a setting forbids multicast on real hardware.
+        """
+        return Window(self, nbytes)
+
+    def _refusals(self) -> dict[str, str]:
+        return unmapped(self.device.index, host=self.host) | {
+            "CUDA_ERROR_PEER_ACCESS_UNSUPPORTED": f"the memory is on a device that device {self.device.index} does not "
+            "reach; open it on that device, or on one that does",
+            "CUDA_ERROR_INVALID_CONTEXT": "this process exported it; or has the number, in its pid namespace, that the "
+            "one which did has in its own, and CUDA takes them for the same: run one of the two in the host's pid "
+            "namespace, or share it as vmm",
+            "CUDA_ERROR_INVALID_HANDLE": "this process has it open in another context of the device; "
+            "shared memory can be opened in one context per device and process",
+            "CUDA_ERROR_INVALID_VALUE": "the memory is gone, or it is emulated and its owner in another network "
+            "namespace, as in a container; there it has to be shared as vmm",
+        }
+
+
 def load(spec: str) -> Driver:
     """Load the driver that ``spec`` names.
 
     Args:
         spec: ``cuda`` (every GPU), ``cuda:0,1`` (these ordinals), ``host:2`` (two emulated devices that
-            share half of the machine's memory), ``host:2@64MiB`` (so much memory each) or ``host:4@64MiB/2``
-            (of which two and two reach each other's memory, and nobody else's; without ``/2`` all do).
+            share half of the machine's memory), ``host:2@64MiB`` (with 64 MiB each) or ``host:4@64MiB/2``
+            (in groups of two that reach each other's memory; without ``/2`` all four do).
 
     Raises:
         ValueError: ``spec`` is none of these.
         DriverError: there is no CUDA driver, or no such GPU.
     """
     chosen = _parse(spec)
-    if isinstance(chosen, _Gpus):
+    if not isinstance(chosen, _HostDevices):
         from cuda.bindings import driver as cuda
 
-        return Driver(cuda, "cuda", host=False, ordinals=chosen.ordinals)
+        return Driver(cuda, "cuda", host=False, ordinals=chosen)
     count, size, island = chosen
     full = f"host:{count}@{size}" + (f"/{island}" if island < count else "")
+    from cubroker.driver.host.module import host_module
+
     return Driver(host_module(count, size, island), full, host=True)
 
 
 def check(spec: str) -> None:
-    """Raise ``ValueError`` if ``spec`` names no driver; whether there is one here is not looked at."""
+    """Raise ``ValueError`` if ``spec`` names no driver. No driver is loaded."""
     _parse(spec)
 
 
-def _for_reading(descriptor: int, undo: ExitStack) -> int:
-    opened = reopened(descriptor)
-    undo.callback(os.close, opened)
-    return opened
-
-
-class _Gpus(NamedTuple):
-    ordinals: tuple[int, ...] | None
-
-
-class _Emulated(NamedTuple):
+class _HostDevices(NamedTuple):
     devices: int
     size: int
     island: int
 
 
-def _parse(spec: str) -> _Gpus | _Emulated:
+def _parse(spec: str) -> _HostDevices | tuple[int, ...] | None:
+    """Return the host devices, or the ordinals of GPUs, None for all of them."""
     match = _SPEC.fullmatch(spec)
     if match is None:
         raise ValueError(f"no driver {spec!r}; write cuda, cuda:0,1, host:2, host:2@64MiB or host:4@64MiB/2")
     if match["cuda"]:
-        return _Gpus(_ordinals(spec, match["ordinals"]))
+        ordinals = tuple(int(part) for part in match["ordinals"].split(",")) if match["ordinals"] else None
+        if ordinals and len(set(ordinals)) < len(ordinals):
+            raise ValueError(f"{spec!r} names a device twice")
+        return ordinals
     count = int(match["count"])
     if not 0 < count <= MAX_HOST_DEVICES:
         raise ValueError(f"{spec!r} asks for {count} devices; it can be 1 to {MAX_HOST_DEVICES}")
-    size = int(match["size"]) * _UNITS[match["unit"]] if match["size"] else _memory() // 2 // count
+    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    size = int(match["size"]) * _UNITS[match["unit"]] if match["size"] else installed // 2 // count
     size -= size % BLOCK
     if not BLOCK <= size < 1 << 47:
         raise ValueError(f"{spec!r} gives a device {size} bytes; it needs {BLOCK} at least, and less than {1 << 47}")
     island = int(match["island"] or count)
     if not 0 < island <= count:
         raise ValueError(f"{spec!r} makes groups of {island} devices; they can be of 1 to {count}")
-    return _Emulated(count, size, island)
-
-
-def _ordinals(spec: str, text: str | None) -> tuple[int, ...] | None:
-    if text is None:
-        return None
-    ordinals = tuple(int(part) for part in text.split(","))
-    if len(set(ordinals)) < len(ordinals):
-        raise ValueError(f"{spec!r} names a device twice")
-    return ordinals
-
-
-def _memory() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return _HostDevices(count, size, island)

@@ -1,29 +1,50 @@
-"""Multicast objects: one address for the memory of several devices, in which a store goes to all of them at once.
+"""Multicast: one address for the memory of several devices, at which a store goes to all of them at once.
 
-A broker makes the object, binds a replica on each device to it, and hands a descriptor of it out; a worker puts a
-:class:`cubroker.driver.window.Window` on it. On real hardware all of it is subject to :mod:`cubroker.driver.guard`.
+A broker makes a :class:`Multicast` object, binds the memory of each device to it and hands out a descriptor of it. A
+worker maps the descriptor into a :class:`Window` and stores through that. The rest of the driver layer sees only
+addresses and descriptors. On real hardware every step here first asks :mod:`cubroker.driver.multicast_guard`.
 """
 
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
-from cubroker.driver import guard, vmm
-from cubroker.driver.calls import Calls, DriverError, explained
-from cubroker.driver.sizes import round_up
+from cubroker.driver import multicast_guard, vmm
+from cubroker.driver.basics import round_up
+from cubroker.driver.checked_calls import Calls, DriverError, explained
+from cubroker.driver.primary_context import Kernel, PrimaryContext
 
-if TYPE_CHECKING:
-    from cubroker.driver.context import Context
+REFUSALS = {
+    "CUDA_ERROR_NOT_SUPPORTED": "these devices, or their driver, have no multicast",
+    "CUDA_ERROR_NOT_PERMITTED": "this process may not use multicast; does its container lack the fabric's device file?",
+    "CUDA_ERROR_SYSTEM_NOT_READY": "the fabric manager is not ready yet; it may be in a while",
+    "CUDA_ERROR_ILLEGAL_STATE": "the fabric manager is broken; whoever runs this machine should look at it",
+    "CUDA_ERROR_INVALID_DEVICE": "these devices cannot share an object: not all reach each other through one NVSwitch",
+    "CUDA_ERROR_OUT_OF_MEMORY": "the devices have no multicast slots left; other programs' objects take them too",
+}
+"""Explanations of refused multicast calls, by name of the result."""
+
+PIECE = 16
+"""Bytes of one store of the kernel, and the unit of what is broadcast."""
+
+KERNEL = "multimem.ptx", b"cubroker_broadcast"
+"""The kernel's file and entry, for sm_90 and later."""
+
+_THREADS = 512
+_BLOCKS = 64
+"""Threads and blocks of a launch at most: few of each keep all links of a device busy."""
 
 
 class Granularity(NamedTuple):
-    """Bytes: what is bound, and where, is a multiple of ``minimum``; the object's own size best of ``recommended``."""
+    """The units of a multicast object, in bytes."""
 
+    #: Unit of the sizes and offsets of bindings.
     minimum: int
+    #: Unit that the object's size should have.
     recommended: int
 
 
@@ -34,34 +55,32 @@ class _Binding(NamedTuple):
 
 
 class Multicast:
-    """A multicast object with all of its devices, for as long as anybody may import it; see :meth:`Driver.multicast`.
+    """A multicast object with all of its devices; see :meth:`Driver.multicast`. It must outlive the last import.
 
-    Every method raises :class:`DriverError` where the driver refuses; where :func:`unavailable` says so of the error,
-    copies between the devices are to take the place of one-to-all stores.
-
-    Attributes:
-        devices: the ordinals of its devices.
-        nbytes: its size.
+    Every method raises :class:`DriverError` where the driver refuses. Where :func:`unavailable` is true of the error,
+    copies between the devices should replace one-to-all stores.
     """
 
     def __init__(self, calls: Calls, devices: Sequence[int], nbytes: int) -> None:
+        #: The ordinals of its devices.
         self.devices = tuple(devices)
         self._calls = calls
         self._bindings: list[_Binding] = []
         self._memories: list[vmm.Physical] = []
         with explained(REFUSALS), ExitStack() as undo:
+            #: Its size, rounded up.
             self.nbytes = rounded(calls, self.devices, nbytes)
             self._handle = calls.cuMulticastCreate(_properties(calls.module, len(self.devices), self.nbytes))
             undo.callback(calls.cuMemRelease, self._handle)
-            for device in self.devices:  # binding before the last of them was added would wait for it
+            for device in self.devices:  # a bind before the last of them was added would wait for it
                 calls.cuMulticastAddDevice(self._handle, calls.cuDeviceGet(device))
             undo.pop_all()
 
     def bind(self, physical: vmm.Physical, *, offset: int = 0, keep: bool = False) -> None:
-        """Bind all of some memory, of one of the devices, at an offset; :meth:`release` then releases it too.
+        """Bind all of the memory of one of the devices at an offset, the same for every device.
 
-        Each device has memory of its own at the same offset. If it is refused, the memory stays the caller's; so it
-        does with ``keep``, and the caller releases it after :meth:`release`.
+        :meth:`release` then releases the memory too, unless ``keep`` is set: the caller releases it after that. If the
+        bind is refused, the memory stays the caller's.
         """
         with explained(REFUSALS):
             self._calls.cuMulticastBindMem(self._handle, offset, physical.handle, 0, physical.nbytes, 0)
@@ -69,17 +88,17 @@ class Multicast:
         if not keep:
             self._memories.append(physical)
 
-    def bind_address(self, context: Context, pointer: int, nbytes: int, *, offset: int = 0) -> None:
+    def bind_address(self, context: PrimaryContext, pointer: int, nbytes: int, *, offset: int = 0) -> None:
         """Bind memory of the context's device by the address at which it is mapped here.
 
-        It stays mapped there, and its :class:`Physical` unreleased, until after :meth:`unbind` or :meth:`release`.
+        It must stay mapped there, and its :class:`Physical` unreleased, until after :meth:`unbind` or :meth:`release`.
         """
         with explained(REFUSALS), context.current():
             self._calls.cuMulticastBindAddr(self._handle, offset, pointer, nbytes, 0)
         self._bindings.append(_Binding(context.device.index, offset, nbytes))
 
     def unbind(self, device: int, *, offset: int = 0) -> None:
-        """Undo what was bound of a device at an offset, once nobody stores there any more.
+        """Undo the binding of a device at an offset, once no process stores there any more.
 
         Memory that :meth:`bind` was given stays until :meth:`release`.
         """
@@ -91,17 +110,17 @@ class Multicast:
         raise ValueError(f"nothing of device {device} is bound at offset {offset}")
 
     def export(self) -> int:
-        """Return a descriptor of it, which another process imports and which the caller closes; exec closes it too.
+        """Return a descriptor that another process can import; the caller closes it, and exec does.
 
-        Who imports it after :meth:`release` may get another object without devices and memory, and never know.
+        An import after :meth:`release` may silently get another object, without devices and memory.
         """
-        guard.check(self._calls.module, "cuMemExportToShareableHandle")
+        multicast_guard.check(self._calls.module, "cuMemExportToShareableHandle")
         return vmm.export(self._calls, self._handle)
 
     def release(self) -> None:
         """Unbind everything, release the object, then its memory; once, after every importer has closed its window.
 
-        No step is left out because another one fails; the error is raised at the end.
+        All steps are taken even if one of them fails; the error is raised at the end.
         """
         with ExitStack() as steps:  # last in, first out
             for physical in self._memories:
@@ -118,20 +137,103 @@ class Multicast:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 
-def obstacle(calls: Calls, device: int) -> str | None:
-    """Return why a device can have no part in multicast here, or None; no multicast call is made to find out.
+class Window(vmm.Reservation):
+    """A multicast object, mapped whole; see :meth:`Context.window`. Ordinary loads and stores must not touch it."""
 
-    Where there is none, making an object may still be refused: the fabric manager is asked only then.
+    def __init__(self, context: PrimaryContext, nbytes: int) -> None:
+        multicast_guard.check(context.calls.module, "cuMemMap")
+        super().__init__(context, nbytes)
+        self._kernel: Kernel | None = None
+        self._loading = threading.Lock()
+        self._state = threading.Lock()
+        self._maps_running = 0
+        self._closed = False
+
+    def map(self, source: int | bytes, *, readonly: bool = False) -> None:
+        """Map the object of a descriptor, for one-to-all stores; the descriptor is not needed afterwards.
+
+        The driver waits until all of the object's devices were added, perhaps forever. The window may be closed
+        meanwhile: then the addresses are given back when this returns, and nothing is mapped.
+        A window is never read-only: nothing is read from it.
+
+        Raises:
+            DriverError: as :meth:`Reservation.map`.
+        """
+        if readonly:
+            raise ValueError("a multicast object is mapped for stores, and nothing can be read through it")
+        multicast_guard.check(self._calls.module, "cuMemImportFromShareableHandle")
+        with self._state:
+            self._maps_running += 1
+        try:
+            super().map(source, readonly=False)
+        finally:
+            with self._state:
+                self._maps_running -= 1
+                last = self._closed and not self._maps_running
+            if last:
+                super().close()
+
+    def broadcast(self, source: int, target: int, nbytes: int) -> None:
+        """Copy bytes to every device's memory; done everywhere when it returns.
+
+        Args:
+            source: the address of memory that this context's device can read, a multiple of 16.
+            target: an address in this window, a multiple of 16.
+            nbytes: a multiple of 16.
+
+        Raises:
+            ValueError: an argument is no such multiple, or the target does not lie in the window.
+            DriverError: on some device there is no memory at some of the addresses.
+        """
+        if source % PIECE or target % PIECE or nbytes % PIECE:
+            raise ValueError(f"{source:#x}, {target:#x} and {nbytes} bytes; all must be multiples of {PIECE}")
+        if not self.pointer <= target <= target + nbytes <= self.pointer + self.nbytes:
+            raise ValueError(f"{nbytes} bytes at {target:#x} do not lie in this window")
+        if not nbytes:
+            return
+        multicast_guard.check(self._calls.module, "cuLaunchKernel")
+        pieces = nbytes // PIECE
+        blocks = min(_BLOCKS, -(-pieces // _THREADS))
+        copies = self._context.copies()
+        with self._context.current():
+            self._loaded().launch(copies, blocks, _THREADS, target, source, pieces)
+            copies.synchronize()
+
+    def close(self) -> None:
+        """Unmap the object, if it is mapped, and give the addresses back; to be called once.
+
+        While a map is still running the addresses are kept: the driver would map the object into other memory.
+        """
+        try:
+            if self._kernel is not None:
+                self._kernel.close()
+        finally:
+            self._kernel = None
+            with self._state:
+                self._closed, wait = True, self._maps_running > 0
+            if not wait:
+                super().close()
+
+    def _loaded(self) -> Kernel:
+        """Return the kernel, which the first use of any thread loads."""
+        with self._loading:
+            if self._kernel is None:
+                self._kernel = Kernel(self._context, *KERNEL)
+            return self._kernel
+
+
+def obstacle(calls: Calls, device: int) -> str | None:
+    """Return why a device cannot take part in multicast here, or None; no multicast call is made.
+
+    An object may still be refused: only its creation asks the fabric manager.
     """
     try:
-        guard.check(calls.module, "cuMulticastCreate")
-    except guard.MulticastOff as error:
+        multicast_guard.check(calls.module, "cuMulticastCreate")
+    except multicast_guard.MulticastOff as error:
         return error.detail
     attribute = calls.module.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED
     if calls.cuDeviceGetAttribute(attribute, calls.cuDeviceGet(device)):
@@ -142,7 +244,7 @@ def obstacle(calls: Calls, device: int) -> str | None:
 
 
 def granularity(calls: Calls, devices: int, nbytes: int) -> Granularity:
-    """Return the granularity of an object of so many bytes for so many devices."""
+    """Return the granularity of an object of ``nbytes`` bytes for ``devices`` devices."""
     properties, flags = _properties(calls.module, devices, nbytes), calls.module.CUmulticastGranularity_flags
     kinds = (flags.CU_MULTICAST_GRANULARITY_MINIMUM, flags.CU_MULTICAST_GRANULARITY_RECOMMENDED)
     with explained(REFUSALS):
@@ -156,19 +258,10 @@ def rounded(calls: Calls, devices: Sequence[int], nbytes: int) -> int:
 
 
 def unavailable(error: DriverError) -> bool:
-    """Whether an error means that multicast cannot be had here and now, so that copies are to take its place."""
-    return isinstance(error, guard.MulticastOff) or (error.call.startswith(guard.PREFIX) and error.name in REFUSALS)
-
-
-REFUSALS = {
-    "CUDA_ERROR_NOT_SUPPORTED": "these devices, or their driver, have no multicast",
-    "CUDA_ERROR_NOT_PERMITTED": "this process may not use multicast; does its container lack the fabric's device file?",
-    "CUDA_ERROR_SYSTEM_NOT_READY": "the fabric manager is not ready yet; it may be in a while",
-    "CUDA_ERROR_ILLEGAL_STATE": "the fabric manager is broken; whoever runs this machine should look at it",
-    "CUDA_ERROR_INVALID_DEVICE": "these devices cannot share an object: not all reach each other through one NVSwitch",
-    "CUDA_ERROR_OUT_OF_MEMORY": "the devices have no multicast slots left; other programs' objects take them too",
-}
-"""What refusals of multicast calls mean, by their names."""
+    """Whether an error means that multicast cannot be had here and now, so that copies should replace it."""
+    return isinstance(error, multicast_guard.MulticastOff) or (
+        error.call.startswith(multicast_guard.PREFIX) and error.name in REFUSALS
+    )
 
 
 def _properties(module: Any, devices: int, nbytes: int) -> Any:

@@ -1,4 +1,4 @@
-"""Which devices reach each other's memory, how well they do, and direct access from one to another while it is used."""
+"""Peer access: which devices reach each other's memory and how fast, and counted direct access from one to another."""
 
 from __future__ import annotations
 
@@ -7,48 +7,44 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from cubroker.driver.calls import Calls, DriverError, explained
+from cubroker.driver.checked_calls import Calls, DriverError, explained, tolerated
 from cubroker.driver.errors import too_many_peers
-
-if TYPE_CHECKING:
-    from cubroker.driver.context import Context, Device
+from cubroker.driver.primary_context import Device, PrimaryContext
 
 
 @dataclass(frozen=True)
 class Link:
-    """What the driver says about the way from one device to another.
+    """What the driver says about the way from one device to another."""
 
-    Attributes:
-        device: the ordinal of the device that reads and writes.
-        peer: the ordinal of the device whose memory it is.
-        access: whether it can do so directly.
-        performance_rank: how fast, compared with this host's other links; 0 is the fastest.
-        native_atomics: whether every atomic operation goes over the link.
-        array_access: whether CUDA arrays can be read and written too.
-        only_partial_atomics: whether some atomic operations do and others do not; see :meth:`Peers.atomics`.
-    """
-
+    #: The ordinal of the device that reads and writes.
     device: int
+    #: The ordinal of the device whose memory it is.
     peer: int
+    #: Whether ``device`` reads and writes that memory directly.
     access: bool
+    #: How fast, compared with this host's other links; 0 is the fastest.
     performance_rank: int
+    #: Whether every atomic operation goes over the link.
     native_atomics: bool
+    #: Whether CUDA arrays can be read and written too.
     array_access: bool
+    #: Whether only some atomic operations go over the link; see :meth:`Peers.atomics`.
     only_partial_atomics: bool
 
 
 @dataclass
 class _Use:
-    """Direct access from one context to another. If somebody else had enabled it, it is not ours to disable."""
+    """Direct access from one context to another."""
 
+    #: Whether this module enabled it; if other code of the process did, it stays enabled.
     ours: bool
     count: int = 0
 
 
 _uses: dict[tuple[Any, int, int], _Use] = {}
-"""By driver-shaped module and ordinals. A process has one primary context per device, so access is counted for all."""
+"""By driver-shaped module and ordinals: a process has one primary context per device, which all drivers share."""
 
 _lock = threading.Lock()
 
@@ -56,14 +52,14 @@ _lock = threading.Lock()
 class Peers:
     """The links between devices; see :attr:`Driver.peers`. Devices are named by ordinal. Any thread may call.
 
-    Every method raises :class:`DriverError`, which says between which devices and why, where the driver refuses.
+    Where the driver refuses, every method raises a :class:`DriverError` that names the devices and the reason.
     """
 
-    def __init__(self, calls: Calls, devices: Sequence[Device], context: Callable[[int], Context]) -> None:
+    def __init__(self, calls: Calls, devices: Sequence[Device], context: Callable[[int], PrimaryContext]) -> None:
         self._calls = calls
         self._devices = tuple(device.index for device in devices)
         self._context = context
-        self._held: Counter[tuple[Context, Context]] = Counter()
+        self._held: Counter[tuple[PrimaryContext, PrimaryContext]] = Counter()
 
     # -- what the links are ------------------------------------------------------------------------
 
@@ -91,7 +87,7 @@ class Peers:
         return tuple(self.link(device, peer) for device in self._devices for peer in self._devices if device != peer)
 
     def atomics(self, device: int, peer: int) -> Mapping[str, frozenset[str]]:
-        """Return, for each atomic operation, in which forms the link does it natively; in none if the set is empty.
+        """Return the forms in which the link does each atomic operation natively; an empty set means in none.
 
         Operations are named like ``integer_add`` and ``cas``, forms like ``signed`` and ``scalar_64``
         (``CUatomicOperation``, ``CUatomicOperationCapability``). Operations that the driver does not know
@@ -110,12 +106,12 @@ class Peers:
 
     # -- direct access -----------------------------------------------------------------------------
 
-    def enable(self, context: Context, peer: int) -> None:
+    def enable(self, context: PrimaryContext, peer: int) -> None:
         """Let the work of ``context`` use all memory allocated in the context of ``peer``; not the other way round.
 
-        It counts: each call needs its own :meth:`disable`, and access ends with the last one in this process.
-        Access that somebody else in the process had enabled before is used, and left as it was. Memory
-        opened by handle and memory mapped into a :class:`Reservation` do not need this.
+        Each call needs its own :meth:`disable`, and access ends with the last one in this process. Access that
+        other code of the process had enabled before is used, and left as it was. Memory opened by handle and memory
+        mapped into a :class:`Reservation` do not need this.
         """
         other = self._context(peer)
         key = self._key(context, peer)
@@ -125,7 +121,7 @@ class Peers:
             _uses[key] = use
             self._held[context, other] += 1
 
-    def disable(self, context: Context, peer: int) -> None:
+    def disable(self, context: PrimaryContext, peer: int) -> None:
         """Undo one :meth:`enable`, once the work that needs the access is done."""
         with _lock:
             for held, other in self._held:
@@ -135,24 +131,21 @@ class Peers:
         raise DriverError("cuCtxDisablePeerAccess", int(code), code.name, _texts(context.device.index, peer)[code.name])
 
     def close(self) -> None:
-        """Undo every :meth:`enable` that was not undone."""
+        """Undo every remaining :meth:`enable`."""
         with _lock:
             for context, other in tuple(self._held.elements()):
                 with suppress(DriverError):  # a context that a failed kernel has ruined refuses everything
                     self._undo(context, other)
 
-    def _enabled(self, context: Context, other: Context) -> bool:
-        """Enable access and return whether that was needed."""
-        try:
-            with _about(context.device.index, other.device.index), context.current():
-                self._calls.cuCtxEnablePeerAccess(other.handle, 0)
-        except DriverError as error:
-            if error.name == "CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED":
-                return False
-            raise
-        return True
+    def _enabled(self, context: PrimaryContext, other: PrimaryContext) -> bool:
+        """Enable access; return whether it was disabled before."""
+        about = _about(context.device.index, other.device.index)
+        with tolerated("CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED"), about, context.current():
+            self._calls.cuCtxEnablePeerAccess(other.handle, 0)
+            return True
+        return False
 
-    def _undo(self, context: Context, other: Context) -> None:
+    def _undo(self, context: PrimaryContext, other: PrimaryContext) -> None:
         self._held -= Counter([(context, other)])
         key = self._key(context, other.device.index)
         use = _uses[key]
@@ -164,7 +157,7 @@ class Peers:
             with _about(context.device.index, other.device.index), context.current():
                 self._calls.cuCtxDisablePeerAccess(other.handle)
 
-    def _key(self, context: Context, peer: int) -> tuple[Any, int, int]:
+    def _key(self, context: PrimaryContext, peer: int) -> tuple[Any, int, int]:
         return self._calls.module, context.device.index, peer
 
     # -- questions ---------------------------------------------------------------------------------
@@ -175,26 +168,19 @@ class Peers:
         return int(self._calls.cuDeviceGetP2PAttribute(attribute, source, target))
 
     def _only_partial(self, device: int, peer: int) -> bool:
-        """Ask for what bindings and drivers know since CUDA 13.0; before that, nobody can say so."""
-        try:
+        """Ask for the attribute, which bindings and drivers have since CUDA 13.0; False before."""
+        with suppress(AttributeError), tolerated("CUDA_ERROR_INVALID_VALUE"):
             return bool(self._attribute("ONLY_PARTIAL_NATIVE_ATOMIC_SUPPORTED", device, peer))
-        except AttributeError:
-            return False
-        except DriverError as error:
-            if error.name == "CUDA_ERROR_INVALID_VALUE":
-                return False
-            raise
+        return False
 
     def _capabilities(self, operation: Any, device: int, peer: int) -> frozenset[str] | None:
-        """Return the forms of one operation; asked one by one, since a single unknown one has all refused."""
+        """Return the forms of one operation. One unknown operation has all refused, so each is asked alone."""
         source, target = self._calls.cuDeviceGet(device), self._calls.cuDeviceGet(peer)
-        try:
+        with tolerated("CUDA_ERROR_INVALID_VALUE"):
             (bits,) = self._calls.cuDeviceGetP2PAtomicCapabilities([operation], 1, source, target)
-        except DriverError as error:
-            if error.name == "CUDA_ERROR_INVALID_VALUE":
-                return None
-            raise
-        return frozenset(_short(form) for form in self._calls.module.CUatomicOperationCapability if int(form) & bits)
+            forms = self._calls.module.CUatomicOperationCapability
+            return frozenset(_short(form) for form in forms if int(form) & bits)
+        return None
 
 
 def _short(member: Any) -> str:
@@ -208,7 +194,7 @@ def _about(device: int, peer: int) -> AbstractContextManager[None]:
 
 
 def _texts(device: int, peer: int) -> dict[str, str]:
-    """What the driver's refusals mean between two devices."""
+    """Return explanations of refusals between two devices, by name of the result."""
     way = f"from device {device} to device {peer}"
     return {
         "CUDA_ERROR_INVALID_VALUE": f"{way}: this driver does not know what it was asked",

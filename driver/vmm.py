@@ -1,135 +1,116 @@
-"""Physical memory that is shared by descriptor or fabric handle, and ranges of addresses that it is mapped into.
+"""Virtual memory management: physical memory shared by descriptor or fabric handle, and addresses to map it at.
 
-Creating and exporting need no context. The memory lives while anybody on the host has a descriptor of it, or has it
-mapped; whoever created it may be gone. What is mapped at an address can change, the address stays.
+Creating and exporting need no context. The memory lives while any process of the host has a descriptor or a mapping
+of it, even after its creator has ended. Another memory can be mapped at the same addresses later.
 
-A fabric handle is 64 bytes, and needs an IMEX channel in both processes. Whether it can be had is found by trying: the
-device's attribute says only what the hardware can.
+A fabric handle is 64 bytes, and needs an IMEX channel in both processes. Only a trial shows whether it can be had: the
+device's attribute says what the hardware can.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from enum import IntFlag
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any
 
-from cubroker.driver.calls import Calls, DriverError, explained
+from cubroker.driver.basics import handle_bytes, handle_of
+from cubroker.driver.checked_calls import Calls, DriverError, explained, tolerated
 from cubroker.driver.errors import unmapped
-
-if TYPE_CHECKING:
-    from cubroker.driver.context import Context
-
-
-FABRIC_BYTES = 64
-"""The size of a fabric handle."""
+from cubroker.driver.primary_context import Closeable, PrimaryContext
 
 _IMPORT = "cuMemImportFromShareableHandle"
 
 
 class _Kinds(IntFlag):
-    """Kinds of handles, as bits: the bindings' enum has no combinations, and takes these for its own."""
+    """Kinds of handles, as bits. The bindings' enum has no combinations, and accepts these instead."""
 
     DESCRIPTOR = 1
     FABRIC = 8
 
 
 class Physical:
-    """Memory of one device, which has no address; see :meth:`Driver.create` and :meth:`Driver.adopt`.
-
-    Attributes:
-        device: the ordinal of the device it is on.
-        nbytes: its size.
-        handle: the driver's own.
-    """
+    """Memory of one device, without an address; see :meth:`Driver.create` and :meth:`Driver.adopt`."""
 
     def __init__(
         self, calls: Calls, device: int, nbytes: int, *, fabric: bool = False, descriptor: int | None = None
     ) -> None:
+        #: The ordinal of its device.
         self.device = device
         self.nbytes = nbytes
         self._calls = calls
         self._fabric = fabric
-        self.handle = self._created() if descriptor is None else self._imported(descriptor)
+        #: The driver's handle of it.
+        self.handle = self._created() if descriptor is None else _import(calls, descriptor)
 
     def export(self) -> int:
-        """Return a descriptor of it, which another process imports and which the caller closes; exec closes it too."""
+        """Return a descriptor that another process can import; the caller closes it, and exec does."""
         return export(self._calls, self.handle)
 
     def export_fabric(self) -> bytes | None:
         """Return the fabric handle, 64 bytes, with which other processes import it; None if it cannot have one.
 
-        Until it is released, whoever knows the bytes and is on the same channel can read and write the memory.
+        Until the memory is released, every process that knows the bytes and is on the same channel can read and write
+        it.
         """
         if not self._fabric:
             return None
-        try:
-            handle = self._calls.cuMemExportToShareableHandle(self.handle, _fabric(self._calls.module), 0)
-        except DriverError as error:
-            if error.name in _NO_FABRIC:
-                return None
-            raise
-        return ctypes.string_at(handle.getPtr(), FABRIC_BYTES)
+        with tolerated(*_NO_FABRIC):
+            return handle_bytes(self._calls.cuMemExportToShareableHandle(self.handle, _fabric(self._calls.module), 0))
+        return None
 
     def release(self) -> None:
-        """Give the handle up, once; the memory stays while there is a descriptor or a mapping."""
+        """Release the handle, once; the memory stays while there is a descriptor or a mapping."""
         self._calls.cuMemRelease(self.handle)
 
-    def _imported(self, descriptor: int) -> Any:
-        return getattr(self._calls, _IMPORT)(descriptor, _descriptor(self._calls.module))
-
     def _created(self) -> Any:
-        """Create it for both kinds of handles if it may have a fabric handle, and for descriptors if that is refused.
+        """Create it for both kinds of handles if a fabric handle was asked for, and for descriptors if that is refused.
 
-        Each creation is a trial of its own, so a channel that comes or goes is noticed.
+        Each creation tries again, so a channel that comes or goes is noticed.
         """
         module = self._calls.module
         if self._fabric:
             kinds = _Kinds.DESCRIPTOR | _Kinds.FABRIC
-            try:
+            with tolerated(*_NO_FABRIC):
                 return self._calls.cuMemCreate(self.nbytes, _properties(module, self.device, kinds), 0)
-            except DriverError as error:
-                if error.name not in _NO_FABRIC:
-                    raise
-                self._fabric = False
+            self._fabric = False
         with explained(_NO_DESCRIPTORS):
             return self._calls.cuMemCreate(self.nbytes, _properties(module, self.device), 0)
 
 
-class Reservation:
-    """A range of addresses in which memory can be mapped, whole and one at a time; see :meth:`Context.reserve`.
+class Reservation(Closeable):
+    """A range of addresses at which one memory of the same size can be mapped; see :meth:`Context.reserve`.
 
-    Attributes:
-        pointer: its first address.
-        nbytes: its size.
-        mapped: whether something is mapped there now.
+    Not to be confused with ``cubroker.server.ledger.policy.Reservation``, the right to publish names of one prefix.
     """
 
-    def __init__(self, context: Context, nbytes: int) -> None:
+    def __init__(self, context: PrimaryContext, nbytes: int) -> None:
+        super().__init__(context)
         self.nbytes = nbytes
+        #: Whether memory is mapped there now.
         self.mapped = False
-        self._context = context
-        self._calls = context.calls
         with context.current():
+            #: Its first address.
             self.pointer: int = int(self._calls.cuMemAddressReserve(nbytes, 0, 0, 0))
 
     def map(self, source: int | bytes, *, readonly: bool) -> None:
-        """Map the memory of a descriptor or a fabric handle, of ``nbytes`` bytes, which is not needed afterwards.
+        """Map the memory of a descriptor or a fabric handle, which is not needed afterwards.
 
-        The memory may be of another device, if this one can reach it. Where it is read-only, copies into it are
-        refused, and a kernel that writes ends the context it runs in and no other.
+        The memory may be of another device that this one reaches. The driver refuses copies into a read-only mapping,
+        and a kernel that writes to it ends its own context and no other.
 
         Raises:
-            DriverError: what is mapped is to be unmapped first, the source is of something else or of memory of
-                another size, or it cannot be reached. Nothing is mapped then. See also :func:`import_refused`.
+            DriverError: memory is mapped there already, the source is of memory of another size or of something else,
+                or the device does not reach it. Nothing is mapped then. See also :func:`import_refused`.
         """
         with explained(self._refusals()), self._context.current(), ExitStack() as undo:
-            with self._imported(source) as handle:
+            handle = _import(self._calls, source)
+            try:
                 self._calls.cuMemMap(self.pointer, self.nbytes, 0, handle, 0)
                 undo.callback(self._calls.cuMemUnmap, self.pointer, self.nbytes)
+            finally:
+                self._calls.cuMemRelease(handle)  # a mapping keeps the memory
             self._calls.cuMemSetAccess(self.pointer, self.nbytes, [self._access(readonly)], 1)
             undo.pop_all()
             self.mapped = True
@@ -138,20 +119,37 @@ class Reservation:
         """Unmap the memory once all work submitted in the context is done. The addresses stay reserved."""
         with self._context.current():
             self._context.synchronize()  # cuMemUnmap waits for nothing: running work would fault
-            self._calls.cuMemUnmap(self.pointer, self.nbytes)
-            self.mapped = False
+            self.vacate()
 
     def close(self) -> None:
-        """Unmap what is mapped and give the addresses back; to be called once."""
+        """Unmap the memory, if any, and give the addresses back; to be called once."""
         if self.mapped:
             self.unmap()
         with self._context.current():
             self._calls.cuMemAddressFree(self.pointer, self.nbytes)
 
-    def _refusals(self) -> dict[str, str]:
-        """What a driver says of memory on a device out of reach, which of the two is not documented; and of an open.
+    def vacate(self) -> None:
+        """Unmap the memory, which no submitted work uses any more."""
+        with self._context.current():
+            self._calls.cuMemUnmap(self.pointer, self.nbytes)
+            self.mapped = False
 
-        Users of other projects met the refusals of an open here, where NVIDIA's pages do not list them.
+    def fill(self, handle: Any, *, readonly: bool) -> None:
+        """Map the memory of a handle of the driver's; raises as :meth:`map`."""
+        with explained(self._refusals()), self._context.current():
+            self._calls.cuMemMap(self.pointer, self.nbytes, 0, handle, 0)
+            self.mapped = True
+            try:
+                self._calls.cuMemSetAccess(self.pointer, self.nbytes, [self._access(readonly)], 1)
+            except BaseException:
+                self.vacate()
+                raise
+
+    def _refusals(self) -> dict[str, str]:
+        """Return explanations of refusals: of memory out of reach, and those of an open.
+
+        NVIDIA does not document which of the two results means out of reach, nor that the refusals of an open occur
+        here; users of other projects met them.
         """
         device = self._context.device.index
         unreachable = f"the memory is on a device that device {device} does not reach"
@@ -159,14 +157,6 @@ class Reservation:
             "CUDA_ERROR_INVALID_DEVICE": unreachable,
             "CUDA_ERROR_PEER_ACCESS_UNSUPPORTED": unreachable,
         }
-
-    @contextmanager
-    def _imported(self, source: int | bytes) -> Iterator[Any]:
-        handle = _import(self._calls, source)
-        try:
-            yield handle
-        finally:
-            self._calls.cuMemRelease(handle)  # a mapping keeps the memory
 
     def _access(self, readonly: bool) -> Any:
         module = self._calls.module
@@ -177,33 +167,95 @@ class Reservation:
         access.flags = flags.CU_MEM_ACCESS_FLAGS_PROT_READ if readonly else flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         return access
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+class HalfReplaced(DriverError):
+    """Memory was to be replaced at several addresses, and could neither be replaced everywhere nor be put back."""
+
+
+def replace(memory: Sequence[tuple[Reservation, int | bytes]], *, readonly: bool) -> None:
+    """Map other memory in place of what is mapped in some reservations: in all of them, or in none.
+
+    What may well fail comes first: nothing is unmapped before all of the other memory was imported. Submitted work is
+    waited for once in each context. The memory before is held until all is done, and put back if anything fails.
+
+    Args:
+        memory: each reservation, with what opens the other memory of the same size.
+        readonly: as for :meth:`Reservation.map`.
+
+    Raises:
+        HalfReplaced: the driver refused the way back, too. Each reservation has the memory before, the other or none.
+        DriverError: every reservation has the memory before. See also :func:`import_refused`.
+    """
+    contexts = dict.fromkeys(reservation._context for reservation, _ in memory)
+    with ExitStack() as stack:
+        for context in contexts:  # now, and not with every call below
+            stack.enter_context(context.current())
+        others = [_hold(stack, reservation, source) for reservation, source in memory]
+        before = [_hold(stack, reservation, None) for reservation, _ in memory]
+        for context in contexts:
+            context.synchronize()  # cuMemUnmap waits for nothing: running work would fault
+        vacated: list[tuple[Reservation, Any]] = []
+        try:
+            for (reservation, _), other, old in zip(memory, others, before, strict=True):
+                reservation.vacate()
+                vacated.append((reservation, old))
+                reservation.fill(other, readonly=readonly)
+        except BaseException:
+            _put_back(vacated, readonly=readonly)
+            raise
+
+
+def _hold(stack: ExitStack, reservation: Reservation, source: int | bytes | None) -> Any:
+    """Return a handle of the memory of a source, or without one of the memory that is mapped, until the stack ends."""
+    calls = reservation._calls
+
+    def release() -> None:
+        with suppress(DriverError):  # the driver keeps it until this process ends; what is mapped is right
+            calls.cuMemRelease(handle)
+
+    if source is None:
+        handle = calls.cuMemRetainAllocationHandle(reservation.pointer)
+    else:
+        with explained(reservation._refusals()):
+            handle = _import(calls, source)
+    stack.callback(release)
+    return handle
+
+
+def _put_back(vacated: Sequence[tuple[Reservation, Any]], *, readonly: bool) -> None:
+    """Map the memory before again, last first; raises ``HalfReplaced``, after all that could be put back was."""
+    refused: DriverError | None = None
+    for reservation, old in reversed(vacated):
+        try:
+            if reservation.mapped:
+                reservation.vacate()
+            reservation.fill(old, readonly=readonly)
+        except DriverError as error:
+            refused = HalfReplaced(error.call, error.status, error.name, error.detail)
+    try:
+        if refused:
+            raise refused
+    finally:
+        del refused  # its traceback has this frame
 
 
 def export(calls: Calls, handle: Any) -> int:
-    """Return a descriptor of what a handle stands for, which the caller closes; exec closes it too."""
+    """Return a descriptor of a handle's memory or multicast object; the caller closes it, and exec does."""
     descriptor = int(calls.cuMemExportToShareableHandle(handle, _descriptor(calls.module), 0))
     os.set_inheritable(descriptor, False)
     return descriptor
 
 
 def granularity(calls: Calls, device: int) -> int:
-    """Return what the sizes of physical memory and of reservations are multiples of, in bytes."""
+    """Return the unit of the sizes of physical memory and of reservations, in bytes."""
     minimum = calls.module.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
     return int(calls.cuMemGetAllocationGranularity(_properties(calls.module, device), minimum))
 
 
 def obstacle(calls: Calls, device: int) -> str | None:
-    """Return why memory of a device cannot be shared by descriptor here, or None; no context is made to find out.
+    """Return why memory of a device cannot be shared by descriptor here, or None; no context is made.
 
-    It is found by a trial, the least memory that can be created and exported. A device that is full has none to try
-    with: it is taken for one that can.
+    The trial creates and exports the least memory. A full device has none to try with: the answer is None then.
     """
     try:
         physical = Physical(calls, device, granularity(calls, device))
@@ -217,12 +269,12 @@ def obstacle(calls: Calls, device: int) -> str | None:
 
 
 def import_refused(error: DriverError) -> bool:
-    """Whether a handle could not be opened at all; else its memory could not be mapped."""
+    """Whether :meth:`Reservation.map` failed to open the handle; else it failed to map the memory."""
     return error.call == _IMPORT
 
 
 _NO_FABRIC = frozenset({"CUDA_ERROR_NOT_PERMITTED", "CUDA_ERROR_NOT_SUPPORTED", "CUDA_ERROR_INVALID_VALUE"})
-"""Refusals of a machine without it: no channel, no such hardware, a driver that has not heard of it."""
+"""Refusals of fabric handles: no channel, no such hardware, a driver that does not know them."""
 
 _NO_DESCRIPTORS = {
     "CUDA_ERROR_NOT_SUPPORTED": "memory of this device cannot be shared by descriptor (vmm), as on WSL; by handle (ipc)"
@@ -244,10 +296,7 @@ def _import(calls: Calls, source: int | bytes) -> Any:
     module = calls.module
     if isinstance(source, int):
         return calls.cuMemImportFromShareableHandle(source, _descriptor(module))
-    if len(source) != FABRIC_BYTES:
-        raise ValueError(f"a fabric handle of {len(source)} bytes; it has {FABRIC_BYTES}")
-    handle = module.CUmemFabricHandle()
-    ctypes.memmove(handle.getPtr(), source, FABRIC_BYTES)
+    handle = handle_of(module.CUmemFabricHandle(), source, "a fabric handle")
     with explained({"CUDA_ERROR_NOT_PERMITTED": _NO_CHANNEL}):
         return calls.cuMemImportFromShareableHandle(handle.getPtr(), _fabric(module))
 

@@ -1,16 +1,15 @@
-"""A worker that always has the newest version of a pool: it attaches to the new one, then lets the old one go.
+"""A worker that always has the newest version of a pool: it attaches to the new one, then closes the old one.
 
 python examples/follow_versions.py NAME        # and meanwhile: cubroker load NAME PATH...
 
-It ends when the pool has no current version any more.
+It ends when the pool has no current version.
 """
 
 from __future__ import annotations
 
 import sys
 
-from cubroker.client import Broker, Pool
-from cubroker.protocol.errors import NotFound
+from cubroker import Broker, NotFound, Pool
 
 
 def main(name: str) -> None:
@@ -20,7 +19,7 @@ def main(name: str) -> None:
             if version is not None:
                 try:
                     fresh = broker.attach(name)
-                except NotFound:  # it was retired since; the next change says so
+                except NotFound:  # retired meanwhile; the next change tells it
                     continue
                 if current:
                     current.close()

@@ -1,11 +1,11 @@
-"""One process hands results over to another, again and again, in memory that both may write, and without a copy.
+"""One process hands results to another, again and again, in memory that both may write, without a copy.
 
 cubroker serve --devices host:1 &
 python examples/hand_over.py produce &
 python examples/hand_over.py consume
 
-Two events keep them apart: the producer says `full`, the consumer, when it has read, `empty`. On a GPU both would
-give `record` and `wait` their streams, and never wait for the device themselves.
+Two events keep them apart: the producer records `full`, the consumer, when it has read, `empty`. On a GPU both would
+pass their streams to `record` and `wait`, and never wait for the device themselves.
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ import sys
 
 import numpy as np
 
-from cubroker.client import Broker
-from cubroker.protocol import Layout
-from cubroker.protocol.errors import Unavailable
+from cubroker import Broker, Layout, Unavailable
 
 NAME = "examples/scratch"
 ROUNDS = 5
@@ -31,7 +29,7 @@ def produce() -> None:
             for number in range(1, ROUNDS + 1):
                 pool["activations"].copy_from(np.full((1024, 256), number, np.float32))
                 full.record()
-                empty.wait()  # its maker may end: then this raises Unavailable, and does not hang
+                empty.wait()  # raises Unavailable if its maker ends
         broker.retire(NAME)
 
 

@@ -11,8 +11,7 @@ import sys
 
 import numpy as np
 
-from cubroker.client import Broker
-from cubroker.protocol import Layout
+from cubroker import Broker, Layout
 
 NAME = "examples/arrays"
 

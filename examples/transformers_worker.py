@@ -3,7 +3,7 @@
 cubroker load NAME FOLDER
 python examples/transformers_worker.py NAME FOLDER "a text" ...
 
-FOLDER is a model's: its config and tokenizer are read, its weights are not. Pools on several devices
+FOLDER is a model's: this reads its config and tokenizer, and not its weights. Pools on several devices
 need ``device=`` in ``attach``.
 """
 
@@ -14,12 +14,12 @@ import sys
 import torch
 from transformers import AutoConfig, AutoModel, AutoTokenizer
 
-from cubroker.client import Broker
-from cubroker.client.transformers import attach_model
+from cubroker import Broker
+from cubroker.integrations.transformers import attach_model
 
 
 def main(name: str, folder: str, *texts: str) -> None:
-    with torch.device("meta"):  # no memory, no initialisation: the weights come from the pool
+    with torch.device("meta"):  # no memory and no initialisation: the weights come from the pool
         model = AutoModel.from_config(AutoConfig.from_pretrained(folder))
     with Broker() as broker:
         with broker.attach(name, wait=60) as pool:
@@ -29,7 +29,7 @@ def main(name: str, folder: str, *texts: str) -> None:
             hidden = model(**tokens.to(model.device)).last_hidden_state
         for text, vectors in zip(texts, hidden, strict=True):
             print(f"{text!r}: {vectors[0, :4].tolist()} …")
-        del model  # with it the lease ends, and so the session with this block
+        del model  # the lease ends with it, the session with this block
 
 
 if __name__ == "__main__":

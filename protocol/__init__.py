@@ -1,4 +1,7 @@
-"""What broker and clients say to each other: messages, wire format, layouts, errors. No sockets, no CUDA."""
+"""What broker and clients say to each other: messages, wire format, layouts, errors, names and limits.
+
+Every folder may import it. It imports nothing of ours, no sockets, no event loop and no CUDA.
+"""
 
 from cubroker.protocol.errors import CubrokerError
 from cubroker.protocol.layout import Layout, TensorSpec

@@ -15,10 +15,10 @@ REQUEST_SOCKET = "broker.zmq"
 LOCK = "lock"
 
 SYSTEM = Path("/run/cubroker")
-"""Where the broker of a host serves."""
+"""The directory of a broker that runs as root."""
 
 MAX_PATH = 107
-"""Bytes that the path of a Unix socket may have, the closing zero left out (sun_path, unix(7))."""
+"""Bytes of a Unix socket's path without the closing zero (sun_path, unix(7))."""
 
 MAX_LINKS = 40
 """Symbolic links that the kernel follows on one path (path_resolution(7))."""
@@ -50,7 +50,7 @@ def default_directory(environ: Mapping[str, str] = os.environ, uid: int | None =
 
 
 def directory_of(uid: int) -> Path:
-    """Return the directory of a user without a runtime directory. Everybody may make one of that name."""
+    """Return the directory of a user without a runtime directory; any user may create that path first."""
     return Path(f"/tmp/cubroker-{uid}")
 
 
@@ -58,13 +58,13 @@ def exposure(directory: Path, owner: int, outsider: int | None = None) -> str:
     """Return which user other than ``owner`` and root could pose as the broker of a directory, and what to do.
 
     Such a user may put sockets into the directory, or replace it, or a folder or link on the way to it. Parts of the
-    path that are not there yet are left out. The text is empty if there is no such user.
+    path that do not exist yet are skipped. The text is empty if there is no such user.
 
     Args:
         directory: an absolute path.
         owner: the user who serves there, or would.
-        outsider: the number that stands for every user outside of this user namespace. Folders above the directory
-            that belong to it are taken for those of the host's root.
+        outsider: the uid that stands for every user outside of this user namespace. Folders above the directory that
+            belong to it count as root's.
 
     Raises:
         OSError: a part of the path cannot be looked at, or symbolic links lead to each other.
@@ -76,8 +76,8 @@ def exposure(directory: Path, owner: int, outsider: int | None = None) -> str:
                 f"{place} belongs to user {found.st_uid}, who could {how}pose as the broker; choose a directory of"
                 f" your own"
             )
-        # Under the sticky bit a name is its owner's alone, and that owner is checked next. A name that is free is
-        # anybody's there, such as those of the sockets while no broker runs.
+        # Under the sticky bit only a name's owner may replace it, and the next step checks that owner. A free name,
+        # such as a socket's while no broker runs, is open to everybody.
         if (writers := _writers(found)) and (last or not found.st_mode & stat.S_ISVTX):
             return (
                 f"{writers} may write in {place} (mode {stat.S_IMODE(found.st_mode):04o}), and so could {how}pose as"
@@ -87,7 +87,7 @@ def exposure(directory: Path, owner: int, outsider: int | None = None) -> str:
 
 
 def _writers(found: os.stat_result) -> str:
-    """Return who may put names into a folder beside its owner. The mode of a symbolic link means nothing."""
+    """Return who besides its owner may create names in a folder; the mode of a symbolic link means nothing."""
     if stat.S_ISLNK(found.st_mode):
         return ""
     classes = ((stat.S_IWGRP, "its group"), (stat.S_IWOTH, "everybody"))

@@ -1,7 +1,10 @@
 """Element types, by the names that safetensors gives them.
 
-Source: the ``Dtype`` enumeration of the safetensors format, version 0.8 and later, which knows
-types of less than one byte. Their elements are packed, so a tensor of them must fill whole bytes.
+Source: the ``Dtype`` enumeration of the safetensors format, version 0.8 and later, with types of less than one byte.
+Their elements are packed, so a tensor of them must fill whole bytes.
+
+Callers may also name a type as torch, numpy and ml_dtypes do, by the object or its name. Neither library is imported:
+their objects say their own names.
 """
 
 from __future__ import annotations
@@ -37,9 +40,70 @@ BITS: dict[str, int] = {
 }
 """Bits per element of every dtype."""
 
+PAIRS = "float4_e2m1fn_x2"
+"""Torch's type of two F4 elements, which its shapes count as one."""
+
+NAMES: dict[str, str] = {
+    "bool": "BOOL",
+    PAIRS: "F4",
+    "uint8": "U8",
+    "int8": "I8",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e8m0fnu": "F8_E8M0",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "int16": "I16",
+    "uint16": "U16",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int32": "I32",
+    "uint32": "U32",
+    "float32": "F32",
+    "complex64": "C64",
+    "float64": "F64",
+    "int64": "I64",
+    "uint64": "U64",
+}
+"""The dtype of every name that torch, numpy or ml_dtypes has for one whose elements it lays out as pools do."""
+
+LIBRARY_NAMES = {dtype: name for name, dtype in NAMES.items()}
+"""The same, the other way round."""
+
+
+def named(dtype: object) -> tuple[str, int]:
+    """Return the dtype that a caller has named, and how many of its elements the caller's shapes count as one.
+
+    Args:
+        dtype: a key of :data:`BITS` or of :data:`NAMES`; a ``torch.dtype``; a ``numpy.dtype`` or numpy's type of a
+            scalar, also of ml_dtypes and jax.
+
+    Raises:
+        Invalid: it is none of these, or elements of the other byte order.
+    """
+    if isinstance(dtype, str) and dtype in BITS:
+        return dtype, 1
+    name = _library_name(dtype)
+    if name not in NAMES:
+        raise Invalid(
+            f"unknown dtype {dtype!r}; known are {', '.join(BITS)}, and most of these as torch, numpy and ml_dtypes"
+            f" name them"
+        )
+    if getattr(dtype, "byteorder", "") == ">":
+        raise Invalid(f"the dtype {dtype!r} has the other byte order; convert it to that of this machine")
+    return NAMES[name], 2 if name == PAIRS else 1
+
+
+def _library_name(dtype: object) -> str:
+    """Return what a library calls a type: ``bfloat16`` for ``torch.bfloat16`` and for the type of ml_dtypes."""
+    if isinstance(dtype, type):
+        return dtype.__name__.removesuffix("_")  # numpy.bool was numpy.bool_
+    name = getattr(dtype, "name", None)  # numpy's; torch has none
+    return name if isinstance(name, str) else str(dtype).removeprefix("torch.")
+
 
 def nbytes(dtype: str, shape: Sequence[int]) -> int:
-    """Return the bytes that a tensor takes: elements times bits, which must fill whole bytes.
+    """Return the bytes of a tensor: elements times bits, which must fill whole bytes.
 
     Raises:
         Invalid: the dtype is unknown, a dimension is negative, or a packed tensor ends inside a byte.

@@ -1,11 +1,19 @@
-"""Every failure that cubroker reports, one class per stable code.
+"""Every failure that cubroker reports: one class for each stable code, and the system's errors in words.
 
-A message says what was asked, what stood in the way, and what to do about it. The code is what
-travels: the side that receives one builds the class that belongs to it with :func:`from_code`.
+A message says what was asked, what stood in the way, and what to do. The code travels: the receiver builds the class of
+a code with :func:`from_code`.
+
+An ``OSError`` names its file only where a call took a path. Code that writes to a descriptor or binds a socket adds the
+path with :func:`about`; code that reports the failure builds its message with :func:`explain`.
 """
 
 from __future__ import annotations
 
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import ClassVar, Self
 
 
@@ -19,24 +27,24 @@ class CubrokerError(Exception):
         self.message = message
 
     def anew(self) -> Self:
-        """Return the same failure without a traceback: one that is kept and raised would keep its callers' frames."""
+        """Return a copy without a traceback: a stored error that is raised would keep its callers' frames alive."""
         return type(self)(self.message)
 
 
 class NotFound(CubrokerError):
-    """There is no such pool, version, lease, device or tensor."""
+    """The pool, version, lease, device or tensor does not exist."""
 
     code = "not_found"
 
 
 class Exists(CubrokerError):
-    """The name is taken: somebody else is writing a version of this pool."""
+    """The name is taken: another client is writing a version of this pool."""
 
     code = "exists"
 
 
 class Denied(CubrokerError):
-    """The peer's user may not do this."""
+    """The peer's user has no permission."""
 
     code = "denied"
 
@@ -48,43 +56,43 @@ class OverBudget(CubrokerError):
 
 
 class OverQuota(CubrokerError):
-    """The peer has used up what it is allowed of something."""
+    """The peer has used up its quota of something."""
 
     code = "over_quota"
 
 
 class OutOfMemory(CubrokerError):
-    """The device itself had no room, whatever the budget says."""
+    """The device itself had no room, although the budget may have some."""
 
     code = "out_of_memory"
 
 
 class Unsupported(CubrokerError):
-    """No support for it in this build, driver or device."""
+    """This build, driver or device does not support the request."""
 
     code = "unsupported"
 
 
 class Invalid(CubrokerError):
-    """The request contradicts itself, the protocol, or what the caller did before."""
+    """The request contradicts itself, the protocol, or an earlier request."""
 
     code = "invalid"
 
 
 class Retired(CubrokerError):
-    """The version was retired; whoever holds it keeps it, nobody else gets it."""
+    """The version was retired: its leases stay, and no new ones are granted."""
 
     code = "retired"
 
 
 class TimedOut(CubrokerError):
-    """What was waited for did not happen in the time given."""
+    """The time given for a wait has passed."""
 
     code = "timeout"
 
 
 class Unavailable(CubrokerError):
-    """The broker, or whoever makes what was waited for, is not there or went away; or the connection is closed."""
+    """The broker, or the process that a request waits for, is absent or has gone; or the connection is closed."""
 
     code = "unavailable"
 
@@ -96,39 +104,88 @@ class DeviceFailure(CubrokerError):
 
 
 class Corrupted(CubrokerError):
-    """The bytes of a published version are not those that were sealed."""
+    """The bytes of a published version differ from those that were sealed."""
 
     code = "corrupted"
 
 
 class InternalFailure(CubrokerError):
-    """The broker itself failed at the request, by a mistake of its own or for want of memory; its log says more."""
+    """The broker failed at the request, by a bug or for lack of memory; its log says more."""
 
     code = "internal"
 
 
-ERRORS: dict[str, type[CubrokerError]] = {
-    error.code: error
-    for error in (
-        NotFound,
-        Exists,
-        Denied,
-        OverBudget,
-        OverQuota,
-        OutOfMemory,
-        Unsupported,
-        Invalid,
-        Retired,
-        TimedOut,
-        Unavailable,
-        DeviceFailure,
-        Corrupted,
-        InternalFailure,
-    )
-}
+ERRORS = {error.code: error for error in CubrokerError.__subclasses__()}
+"""The class of every code."""
 
 
 def from_code(code: str, message: str) -> CubrokerError:
-    """Build the error of ``code``; one that this version does not know keeps its code in the text."""
+    """Build the error of ``code``; an unknown code stays in the text."""
     known = ERRORS.get(code)
     return known(message) if known else CubrokerError(f"{message} [{code}]")
+
+
+class CorruptJournal(Exception):
+    """The record of an earlier broker is damaged, or of a format that this build does not know; it never travels.
+
+    Nothing is changed and nothing guessed: everything stays stored.
+    """
+
+
+OF_PROCESSES = {
+    errno.EMFILE: "raise the limit on open files (`ulimit -n`, LimitNOFILE=)",
+    errno.ENFILE: "raise the host's limit on open files (sysctl fs.file-max)",
+    errno.ENOMEM: "free memory, or raise the memory limit of this process or its container",
+    errno.EAGAIN: "raise the limit on processes and threads (`ulimit -u`, TasksMax=)",
+    errno.EFBIG: "raise the limit on the size of files (`ulimit -f`, LimitFSIZE=)",
+}
+"""What to do about an error, by its number."""
+
+OF_FILES = {
+    errno.ENOSPC: "free space on its file system (`df` and `df -i` show what is left)",
+    errno.EDQUOT: "free some of this user's disk quota",
+    errno.EROFS: "mount its file system for writing",
+    errno.EACCES: "check the owner and the mode of it and of the folders above it",
+    errno.ELOOP: "remove the symbolic links that lead to each other",
+    errno.EEXIST: "remove it",
+    errno.EPROTOTYPE: "remove it",
+    errno.EADDRINUSE: "stop the process that listens there",
+    errno.EIO: "see the kernel's log (`dmesg`)",
+}
+"""The same for errors that name a file. ENOSPC without a file may be the limit on watched files (epoll_ctl(2))."""
+
+
+def reason(error: Exception, known: str | os.PathLike[str] = "") -> str:
+    """Return why the system refused, with the error's path in front unless it is ``known``; never an empty text.
+
+    Args:
+        error: an ``OSError``, or an error of a library that reports those, such as ``zmq.ZMQError``.
+        known: the path that the caller's own sentence names.
+    """
+    why = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    named = getattr(error, "filename", None)
+    if not isinstance(named, str | bytes | os.PathLike) or os.fsdecode(named) in ("", os.fspath(known)):
+        return why
+    return f"{os.fsdecode(named)}: {why}"
+
+
+def remedy(error: Exception) -> str:
+    """Return what to do about an error; empty if only the caller knows."""
+    known = OF_PROCESSES if getattr(error, "filename", None) is None else OF_PROCESSES | OF_FILES
+    return known.get(getattr(error, "errno", None) or 0, "")
+
+
+def explain(error: Exception, known: str | os.PathLike[str] = "") -> str:
+    """Return :func:`reason` and, after a semicolon, :func:`remedy` if there is one."""
+    return "; ".join(filter(None, (reason(error, known), remedy(error))))
+
+
+@contextmanager
+def about(path: Path) -> Iterator[None]:
+    """Add ``path`` to errors of the block that name no file."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = os.fspath(path)
+        raise

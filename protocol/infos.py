@@ -1,4 +1,7 @@
-"""What the broker tells about itself: pools, sessions, devices, memory, and who waits."""
+"""What the broker reports: pools, sessions, devices, memory, waiting requests. These structs travel as maps.
+
+They are also the documents that the command line prints with ``--json``, so fields are added at the end.
+"""
 
 from __future__ import annotations
 
@@ -6,42 +9,47 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from cubroker.protocol.bounds import MAX_DEVICES, Time
-from cubroker.protocol.wire import MAX_ITEMS
+from cubroker.protocol.limits import MAX_DEVICES, MAX_ITEMS, Time
 
 NOBODY = 0xFFFF_FFFF
-"""A uid and a gid that no process can have: of whom the receiver may not know."""
+"""A uid and a gid that no process can have: it stands for a user whom the receiver may not know."""
 
 
 class PoolInfo(Struct, frozen=True):
-    """One live version. ``state``: ``draft``, ``current``, ``superseded``, ``retired``, or ``lost``: ``why`` says how.
-
-    ``nbytes`` is what its layout takes: on each device, or, if it is ``sharded``, on all of them together.
-    ``owner`` made the version; ``group`` and ``mode`` are the pool's. Its readers may write it if it is ``writable``.
-    ``how`` and ``why`` are those of a ``multicast`` version's :class:`Team`, and ``opened_by`` says what opens its
-    memory: ``handle``, ``descriptor`` or ``fabric handle``; all are empty until that is there. It is ``protected`` if
-    the device refuses what its readers write, by mistake, into their mappings. ``digest`` is the algorithm of the
-    digests that it was sealed with, empty if there are none.
-    """
+    """One live version."""
 
     name: str
     version: int
+    #: ``draft``, ``current``, ``superseded``, ``retired`` or ``lost``.
     state: str
+    #: Bytes of its layout: on each device, or if it is ``sharded`` on all devices together.
     nbytes: int
+    #: How many.
     tensors: int
     share: str
+    #: UUIDs.
     devices: Annotated[tuple[str, ...], Meta(max_length=MAX_DEVICES)]
     durable: bool
+    #: How many.
     leases: int
+    #: The user who made the version.
     owner: int
+    #: The pool's group.
     group: int
+    #: The pool's permissions, like a file's.
     mode: int
     sharded: bool
+    #: Whether clients that attach may write it.
     writable: bool
+    #: Of a ``multicast`` version, as in :class:`~cubroker.protocol.messages.Team`; empty until its memory is there.
     how: str
+    #: The same; of a ``lost`` version, how it was lost.
     why: str
+    #: What opens its memory: ``handle``, ``descriptor`` or ``fabric handle``; empty until the memory is there.
     opened_by: str
+    #: Whether the device refuses accidental writes through its readers' mappings.
     protected: bool = False
+    #: The algorithm of the digests that it was sealed with; empty without digests.
     digest: str = ""
 
 
@@ -53,69 +61,75 @@ class LeaseInfo(Struct, frozen=True):
 
 
 class ClientInfo(Struct, frozen=True):
-    """One session. ``state``: ``connected``, or ``detached`` while its process lives without a connection.
-
-    ``leases`` are those on pools that the receiver may read. ``mapped_beyond_leases`` are the bytes of the broker's
-    memory that its process has mapped or open although no session of its user has a lease on them; None: unknown.
-    """
+    """One session."""
 
     session: int
     pid: int
     uid: int
+    #: ``connected``, or ``detached`` while its process lives without a connection.
     state: str
+    #: Those on pools that the receiver may read.
     leases: Annotated[tuple[LeaseInfo, ...], Meta(max_length=MAX_ITEMS)]
+    #: Bytes of the broker's memory that its process has mapped or open without a lease of its user; None: unknown.
     mapped_beyond_leases: int | None = None
 
 
 class DeviceInfo(Struct, frozen=True):
-    """One device, in bytes. ``promised`` is granted to requests and not yet allocated."""
+    """One device; sizes are bytes."""
 
     index: int
     uuid: str
     name: str
     total: int
+    #: What pools may take of ``total``.
     budget: int
     allocated: int
+    #: Granted to requests and not allocated yet.
     promised: int
 
 
 class BlockInfo(Struct, frozen=True):
-    """The memory of one version on one device: ``nbytes`` of it, which its ``owner`` has.
+    """The memory of one version on one device.
 
-    ``state`` is the version's, and ``stage`` that of the memory: ``promised``, ``held``, ``given up`` or ``freeing``.
-    Of pools that the receiver may not read it is the sum, for each stage, without ``pool`` and ``version``; the
-    ``state`` is ``current`` then, and the ``owner`` :data:`NOBODY`.
+    Memory of pools that the receiver may not read is summed up, one block for each ``stage``: such a block has no
+    ``pool``, version 0, the state ``current`` and the owner :data:`NOBODY`.
     """
 
+    #: The UUID.
     device: str
     pool: str
     version: int
+    #: The version's.
     state: str
+    #: ``promised``, ``held``, ``given up`` or ``freeing``.
     stage: str
     nbytes: int
     owner: int
 
 
 class WaiterInfo(Struct, frozen=True):
-    """One request that waits: what is asked for, ``attach``, ``create`` or ``event``, and what it ``awaits``.
-
-    ``nbytes`` is what a create is to take, on all devices together. ``since`` is in seconds since 1970.
-    It has no ``pool`` if the receiver may not see that.
-    """
+    """One waiting request."""
 
     session: int
     pid: int
     uid: int
+    #: The request's id.
     request: int
+    #: ``attach``, ``create`` or ``event``.
     what: str
+    #: Empty if the receiver may not know it.
     pool: str
+    #: What it waits for, in words.
     awaits: str
+    #: What a create will take, on all devices together.
     nbytes: int
+    #: When it began, in seconds since 1970.
     since: Time
 
 
 class Line(Struct, frozen=True):
-    """What happened, and when, in seconds since 1970."""
+    """One event of a story."""
 
+    #: When it happened, in seconds since 1970.
     time: Time
     text: str

@@ -1,23 +1,23 @@
 """Layouts: which tensors a pool has, and where each of them lies.
 
-A layout is made once, by the writer, and travels as bytes: the broker checks it when it is
-created and hands the same bytes to every reader, so an attach costs no re-encoding.
+The writer makes a layout once, and it travels as bytes: the broker checks it at the create and hands the same bytes to
+every reader, so an attach encodes nothing.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Generator, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
 from operator import index
 from typing import Annotated, NamedTuple, Self, SupportsIndex, TypeVar
 
 import msgspec
 
-from cubroker.protocol import dtypes, wire
+from cubroker.protocol import dtypes
 from cubroker.protocol.errors import Invalid
 
 ALIGNMENT = 256
-"""Bytes. Every tensor starts at a multiple of this, as cuBLAS and vector loads like it."""
+"""Bytes. Every tensor starts at a multiple of this, which cuBLAS and vector loads need for full speed."""
 
 MAX_TENSORS = 100_000
 MAX_ALLOCATIONS = 4096
@@ -30,24 +30,28 @@ MAX_ENCODED = 12 << 20
 """Bytes of an encoded layout; one of 100,000 tensors with names of 80 characters has 10 MiB."""
 
 STEP = 64
-"""Tensors that are checked at once by :func:`outline`: about 0.1 ms."""
-
-NOWHERE = -1
-"""Where a tensor without elements begins: it takes no bytes, and so overlaps none."""
+"""Tensors that :func:`outline` checks at once: about 0.1 ms."""
 
 Group = TypeVar("Group", bound=Hashable)
+T = TypeVar("T")
 
 Shape = Iterable[SupportsIndex]
-"""Dimensions as callers have them: a tuple, a list, a ``torch.Size``, a numpy array."""
+"""Dimensions as callers pass them: a tuple, a list, a ``torch.Size``, a numpy array."""
+
+Tensors = Iterable[tuple[str, object, Shape]] | Mapping[str, tuple[object, Shape]]
+"""Tensors as callers pass them: triples of name, dtype and shape, or a mapping of name to dtype and shape."""
 
 
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
-    """One tensor: its name, dtype (safetensors' name), shape, and its place (allocation index, byte offset)."""
+    """One tensor of a layout."""
 
     name: Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
+    #: As safetensors names it: a key of :data:`cubroker.protocol.dtypes.BITS`.
     dtype: Annotated[str, msgspec.Meta(max_length=16)]
     shape: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_RANK)]
+    #: Index of the allocation where it lies.
     allocation: int
+    #: Bytes from the allocation's start.
     offset: int
 
     @property
@@ -57,12 +61,14 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Layout(msgspec.Struct, frozen=True, array_like=True):
-    """The tensors of a pool, in order, and the size in bytes of each allocation that holds them.
+    """The tensors of a pool and the allocations that hold them. Build one with :meth:`pack`.
 
-    Build one with :meth:`pack`; ``check`` is called wherever one comes from outside.
+    Tensors are stored apart, except that one may have several names: tensors of the same dtype, shape and place.
     """
 
+    #: In the order of the writer.
     tensors: Annotated[tuple[TensorSpec, ...], msgspec.Meta(max_length=MAX_TENSORS)]
+    #: The size in bytes of each allocation.
     allocations: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_ALLOCATIONS)]
 
     @property
@@ -73,22 +79,27 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
     @classmethod
     def pack(
         cls,
-        tensors: Iterable[tuple[str, str, Shape]] | Mapping[str, tuple[str, Shape]],
+        tensors: Tensors,
         *,
         slab: int | None = None,
         groups: Mapping[str, Hashable] | None = None,
+        tied: Mapping[str, str] | None = None,
     ) -> Self:
         """Lay tensors out one after the other, each aligned to 256 bytes.
 
         Args:
-            tensors: ``(name, dtype, shape)`` triples, or a mapping of name to ``(dtype, shape)``.
+            tensors: ``(name, dtype, shape)`` triples, or a mapping of name to ``(dtype, shape)``. A dtype is one of
+                :data:`~.dtypes.BITS`, or as torch or numpy name it (:func:`~.dtypes.named`): ``"BF16"``,
+                ``torch.bfloat16``, ``"bfloat16"``, ``ml_dtypes.bfloat16``.
             slab: the most bytes of one allocation. By default all tensors share one. A tensor larger
                 than ``slab`` gets an allocation of its own, since a tensor is never split.
-            groups: for each tensor by name, what it belongs to, such as the device of a plan. Tensors of different
-                groups share no allocation.
+            groups: the group of each tensor by name, such as the device of a plan. Tensors of different groups share
+                no allocation.
+            tied: for names of tensors that are others by a second name, the first one: both are stored once.
 
         Raises:
-            Invalid: a name twice, an unknown dtype, a negative dimension, a limit exceeded, a tensor without a group.
+            Invalid: a name twice, an unknown dtype, a negative dimension, a limit exceeded, a tensor without a group,
+                a tie to a tensor that does not come before, or that has another dtype, shape or group.
         """
         if slab is not None and slab < ALIGNMENT:
             raise Invalid(
@@ -99,26 +110,44 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
         placed: list[TensorSpec] = []
         sizes: list[int] = []
         last: dict[Hashable, int] = {}  # the allocation that each group fills now
-        for name, dtype, dimensions in tensors:
-            shape = _dimensions(name, dimensions)
+        ties = tied or {}
+        firsts: dict[str, tuple[TensorSpec, Hashable]] = {}
+        for name, given, dimensions in tensors:
+            dtype, shape = _form(name, given, dimensions)
             size = round_up(_nbytes(name, dtype, shape), ALIGNMENT)
             group = None if groups is None else _group(groups, name)
+            if name in ties:
+                first, home = firsts.get(ties[name], (None, None))
+                if first is None or (first.dtype, first.shape, home) != (dtype, shape, group):
+                    raise Invalid(
+                        f"tensor {name!r} cannot be {ties[name]!r} by another name: that has to come before it, with"
+                        f" the same dtype, shape and device"
+                    )
+                placed.append(TensorSpec(name, dtype, shape, first.allocation, first.offset))
+                continue
             here = last.get(group)
             if here is None or (slab is not None and sizes[here] and sizes[here] + size > slab):
                 here = last[group] = len(sizes)
                 sizes.append(0)
             placed.append(TensorSpec(name, dtype, shape, here, sizes[here]))
+            if ties:
+                firsts[name] = placed[-1], group
             sizes[here] += size
+        if strangers := ties.keys() - {tensor.name for tensor in placed}:
+            raise Invalid(f"the layout has no tensor {min(strangers)!r} to be tied")
         # Tensors without elements still need an address; an allocation is never empty.
         layout = cls(tuple(placed), tuple(max(size, ALIGNMENT) for size in sizes))
         layout.check()
         return layout
 
     def spread(self, groups: Mapping[str, Group]) -> tuple[Group, ...]:
-        """Return the group of each allocation, whose tensors are all of one group by name.
+        """Return the group of each allocation.
+
+        Args:
+            groups: the group of each tensor by name.
 
         Raises:
-            Invalid: they are not, a tensor has no group, a group is of no tensor, or an allocation has no tensor.
+            Invalid: an allocation has tensors of two groups, or none; a tensor has no group, or a group no tensor.
         """
         found: dict[int, tuple[Group, str]] = {}
         for tensor in self.tensors:
@@ -137,18 +166,21 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def outline(self) -> Outline:
-        """What of it decides how much memory it takes."""
+        """What decides how much memory the layout takes."""
         return Outline(self.allocations, len(self.tensors))
 
     def check(self) -> None:
-        """Raise ``Invalid`` unless every tensor lies whole, aligned and alone in an allocation of this layout."""
-        check = _Check(self.allocations, len(self.tensors))
+        """Raise ``Invalid`` unless every tensor lies whole, aligned and apart in an allocation of this layout."""
+        check = _Check(self.allocations, len(self.tensors), self.tensors.__getitem__)
         for tensor in self.tensors:
             check.add(tensor)
 
     def encode(self) -> bytes:
         """Return the layout as it travels; raises ``Invalid`` if it is too large for that."""
-        data = wire.pack(self)
+        try:
+            data = msgspec.msgpack.encode(self)
+        except (UnicodeEncodeError, OverflowError) as error:
+            raise Invalid(f"a Layout that cannot be sent: {error}") from None
         if len(data) > MAX_ENCODED:
             raise Invalid(
                 f"a layout of {len(self.tensors)} tensors takes {len(data)} bytes to describe; the most is"
@@ -156,16 +188,16 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
             )
         return data
 
-    @classmethod
-    def decode(cls, data: bytes) -> Self:
+    @staticmethod
+    def decode(data: bytes) -> Layout:
         """Read and check a layout that came from outside; raises ``Invalid``."""
-        layout = wire.unpack(data, cls)
+        layout = _decode(data, _LAYOUT)
         layout.check()
         return layout
 
 
 class Outline(NamedTuple):
-    """What of a layout decides how much memory it takes: its allocations, in bytes, and how many tensors it has."""
+    """What decides how much memory a layout takes: its allocations, in bytes, and the number of its tensors."""
 
     allocations: tuple[int, ...]
     tensors: int
@@ -179,18 +211,22 @@ class Outline(NamedTuple):
 def outline(data: bytes) -> Generator[None, None, Outline]:
     """Check an encoded layout that came from outside, a few tensors between one ``yield`` and the next.
 
-    A whole layout takes a third of a second to decode and check, and 40 MiB; here no tensor outlives its step.
+    The largest layout takes a third of a second and 40 MiB to decode and check whole; here no tensor outlives its step.
     Returns the layout's outline.
 
     Raises:
         Invalid: as :meth:`Layout.decode`.
     """
-    encoded: _Encoded = wire.unpack(data, _Encoded)
+    encoded = _decode(data, _ENCODED)
     tensors = encoded.tensors
-    check = _Check(encoded.allocations, len(tensors))
+
+    def decoded(start: int, count: int) -> tuple[TensorSpec, ...]:
+        return _decode(msgspec.msgpack.encode((tensors[start : start + count], ())), _LAYOUT).tensors
+
+    check = _Check(encoded.allocations, len(tensors), lambda number: decoded(number, 1)[0])
     for start in range(0, len(tensors), STEP):
         yield
-        for tensor in wire.unpack(wire.pack((tensors[start : start + STEP], ())), Layout).tensors:
+        for tensor in decoded(start, STEP):
             check.add(tensor)
     return Outline(encoded.allocations, len(tensors))
 
@@ -205,14 +241,21 @@ class _Encoded(msgspec.Struct, frozen=True, array_like=True):
 class _Check:
     """Takes the tensors of a layout one by one, and raises ``Invalid`` at the first that does not fit in.
 
-    The bytes that are taken are kept as runs: a layout without gaps is one run however many tensors it has, since each
-    tensor takes whole multiples of the alignment. Bytes of different allocations are told apart by where they begin,
-    so that one sorted list has all runs: where each begins, and where it ends.
+    It keeps the taken bytes as runs, in one sorted list of starts and ends. A layout without gaps is one run per
+    allocation, since each tensor takes whole multiples of the alignment. Each allocation has a range of numbers of its
+    own, so that runs of different allocations never touch.
+
+    Args:
+        allocations: their sizes.
+        tensors: how many there are.
+        spec: returns a tensor that was taken, by its number; asked for when another tensor begins where it does.
     """
 
-    def __init__(self, allocations: Sequence[int], tensors: int) -> None:
+    def __init__(self, allocations: Sequence[int], tensors: int, spec: Callable[[int], TensorSpec]) -> None:
         self._allocations = allocations
-        self._starts: dict[str, int] = {}  # by name
+        self._spec = spec
+        self._names: set[str] = set()
+        self._numbers: dict[int, int] = {}  # of the first tensor with elements at each start
         self._edges: list[int] = []
         if tensors > MAX_TENSORS:
             raise Invalid(f"a layout of {tensors} tensors; the most is {MAX_TENSORS}")
@@ -227,14 +270,16 @@ class _Check:
     def add(self, tensor: TensorSpec) -> None:
         """Take one more tensor."""
         name = tensor.name
-        if name in self._starts:
+        if name in self._names:
             raise Invalid(f"tensor {name!r} appears twice; names are unique within a pool")
         size = self._size(tensor)
         start = tensor.allocation * 2 * MAX_EXTENT + tensor.offset
-        if size and not self._take(start, start + round_up(size, ALIGNMENT)):
+        if size and self._take(start, start + round_up(size, ALIGNMENT)):
+            self._numbers[start] = len(self._names)
+        elif size and not self._tied(tensor, start):
             first, second = self._overlapping(name, start, size)
             raise Invalid(f"tensors {first!r} and {second!r} overlap in allocation {tensor.allocation}")
-        self._starts[name] = start if size else NOWHERE
+        self._names.add(name)
 
     def _size(self, tensor: TensorSpec) -> int:
         """Return the bytes of a tensor, which lies whole and aligned in its allocation."""
@@ -271,9 +316,18 @@ class _Check:
             edges[low:high] = [start] * (low == place) + [end] * (high == place)
         return True
 
+    def _tied(self, tensor: TensorSpec, start: int) -> bool:
+        """Whether the tensor that begins at ``start`` is this one by another name."""
+        number = self._numbers.get(start)
+        if number is None:
+            return False
+        other = self._spec(number)
+        return (other.dtype, other.shape) == (tensor.dtype, tensor.shape)
+
     def _overlapping(self, name: str, start: int, size: int) -> tuple[str, str]:
-        """Return a tensor and another that it overlaps, in order: the other begins last of those before our end."""
-        at, other = max((at, other) for other, at in self._starts.items() if at < start + size)
+        """Return ``name`` and the tensor that it overlaps, in order of their start."""
+        at = max(at for at in self._numbers if at < start + size)
+        other = self._spec(self._numbers[at]).name
         return (other, name) if at <= start else (name, other)
 
 
@@ -289,12 +343,17 @@ def _group(groups: Mapping[str, Group], name: str) -> Group:
         raise Invalid(f"nothing says where tensor {name!r} belongs; name the group of every tensor") from None
 
 
-def _dimensions(name: str, shape: Shape) -> tuple[int, ...]:
-    """The shape in plain ints, whatever integers (of numpy, say) it came in."""
+def _form(name: str, dtype: object, dimensions: Shape) -> tuple[str, tuple[int, ...]]:
+    """Return our name of a dtype, and a shape of any integers, such as numpy's, in plain ints and single elements."""
     try:
-        return tuple(int(index(size)) for size in shape)
+        known, together = dtypes.named(dtype)
+    except Invalid as error:
+        raise Invalid(f"tensor {name!r}: {error.message}") from None
+    try:
+        shape = tuple(int(index(size)) for size in dimensions)
     except TypeError:
-        raise Invalid(f"tensor {name!r} has the shape {shape!r}, which is no sequence of integers") from None
+        raise Invalid(f"tensor {name!r} has the shape {dimensions!r}, which is no sequence of integers") from None
+    return known, (*shape[:-1], shape[-1] * together) if shape else shape
 
 
 def _nbytes(name: str, dtype: str, shape: Sequence[int]) -> int:
@@ -304,4 +363,14 @@ def _nbytes(name: str, dtype: str, shape: Sequence[int]) -> int:
         raise Invalid(f"tensor {name!r}: {error.message}") from None
 
 
-wire.prepare(Layout, _Encoded)
+def _decode(data: bytes, decoder: msgspec.msgpack.Decoder[T]) -> T:
+    """Return what the data encodes; raises ``Invalid`` for the reasons that :func:`~.wire.unpack` has."""
+    try:
+        return decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Invalid(f"a message that cannot be read as {decoder.type.__name__}: {str(error)[:200]}") from None
+
+
+# Built while this module is imported, for the reason that cubroker.protocol.wire.prepare has.
+_LAYOUT = msgspec.msgpack.Decoder(Layout)
+_ENCODED = msgspec.msgpack.Decoder(_Encoded)

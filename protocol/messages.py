@@ -1,22 +1,29 @@
 """What the two sides say to each other, as typed structs.
 
-Two channels carry them. The *session socket* (Unix, SOCK_SEQPACKET) opens with :class:`Hello` and
-:class:`Welcome`; afterwards the broker sends :data:`Notice` on it and the client sends nothing.
-The *request socket* (ZeroMQ, through the gateway) carries one :class:`Envelope` per request and one
-:class:`Answer` per reply; clients skip empty messages. Every struct of this module travels as
-an array, and a union's first element is its tag. What :mod:`~cubroker.protocol.infos` describes travels as maps, by
-the names of its fields.
+Two channels carry the messages. On the *session socket* (Unix, SOCK_SEQPACKET) the client says :class:`Hello`, the
+broker answers with a :data:`Greeting`, and afterwards the broker alone sends: each packet is a :data:`Notice`. On the
+*request socket* (ZeroMQ, through the gateway) each request is an :class:`Envelope` and each reply an :class:`Answer`;
+clients skip empty messages.
+
+Every struct of this module travels as an array of its fields in their order; the first element of a :class:`Message`
+is its tag, the name of its class. The structs of :mod:`~cubroker.protocol.infos` travel as maps by field name. A field
+that is added later comes last, has a default, and stands in ``ADDED`` (:func:`~cubroker.protocol.wire.for_version`).
+
+Units: sizes are bytes, times are seconds, ``wait`` is how long a request may wait before it fails with ``timeout``.
+Bounds: the types in :mod:`~cubroker.protocol.limits`. A ``version`` of 0 in a request means the current version.
 """
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar, NamedTuple
 
 from msgspec import Meta, Struct
 
-from cubroker.protocol.bounds import (
+from cubroker.protocol.infos import BlockInfo, ClientInfo, DeviceInfo, Line, PoolInfo, WaiterInfo
+from cubroker.protocol.limits import (
     MAX_DESCRIPTORS,
     MAX_DEVICES,
+    MAX_ITEMS,
     MAX_RECEIVED,
     Algorithm,
     Devices,
@@ -35,8 +42,6 @@ from cubroker.protocol.bounds import (
     Users,
     Uuid,
 )
-from cubroker.protocol.infos import BlockInfo, ClientInfo, DeviceInfo, Line, PoolInfo, WaiterInfo
-from cubroker.protocol.wire import MAX_ITEMS, prepare
 
 VERSIONS = (1, 2, 3, 4)
 """Protocol versions that this build speaks, oldest first."""
@@ -45,36 +50,63 @@ CHOOSES = 2
 """The first version in which the broker chooses what a :class:`Create` leaves open: share kind and durability."""
 
 OWNED = 3
-"""The first version in which :class:`Attach` and :class:`Where` say whose pools do."""
+"""The first version in which :class:`Attach` and :class:`Where` name acceptable owners."""
 
 FINDS = 4
 """The first version that has :class:`Find`."""
 
 AUTHENTICATED = 4
-"""The first version in which a session's secret does not travel with its requests: :mod:`~.authentication`."""
+"""The first version in which a session's secret does not travel with its requests: :mod:`cubroker.protocol.wire`."""
 
 DIGESTS = 4
 """The first version with :class:`SealDigested` and :class:`ListDigests`."""
 
+TIES = 4
+"""The first version in which a tensor of a layout may have several names."""
+
 AUTO = "auto"
 """The share kind of a :class:`Create` that leaves it to the broker."""
 
+IPC = "ipc"
+"""Share kind of memory that legacy IPC handles open; every mapping of it is writable."""
+
+VMM = "vmm"
+"""Share kind of memory that descriptors or fabric handles open; a lease has one or the other."""
+
+MULTICAST = "multicast"
+"""Share kind of memory whose replicas are bound to multicast objects; otherwise like ``vmm``."""
+
+SHARES = (IPC, VMM, MULTICAST)
+"""All share kinds: those of the memory that a broker allocates."""
+
+BY_DESCRIPTOR = (VMM, MULTICAST)
+"""Share kinds whose memory descriptors open."""
+
 DESCRIPTOR = b"descriptor"
-"""The handle of ``vmm`` and ``multicast`` memory that no bytes open: a descriptor of it comes on the session socket."""
+"""The handle of ``vmm`` and ``multicast`` memory without a handle: its descriptor comes on the session socket."""
+
+_LISTED = Meta(max_length=MAX_ITEMS)
+
+
+class Since(NamedTuple):
+    """When a field was added to a message."""
+
+    #: The first protocol version whose peers know the field.
+    version: int
+    #: Whether a peer that does not know the field misses nothing that it relies on.
+    informs: bool = False
 
 
 class Message(Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
-    """Base of everything that is one of several kinds; the tag is the class's name."""
+    """Base of every member of a union; the tag is the class's name."""
 
 
 class Digests(Struct, frozen=True, array_like=True):
-    """What a version held when it was sealed: for each replica, in their order, one digest per allocation.
+    """The digests of a version's bytes at its seal."""
 
-    ``b""`` stands for an allocation that the replica has not got. ``algorithm`` names the definition of all of them;
-    that of this build is in :mod:`cubroker.driver.digest`.
-    """
-
+    #: The name of the digests' definition; that of this build is in :mod:`cubroker.driver.digest`.
     algorithm: Algorithm
+    #: For each replica one digest per allocation; ``b""`` for an allocation that the replica does not have.
     replicas: Annotated[tuple[DigestsOfReplica, ...], Meta(max_length=MAX_DEVICES)]
 
 
@@ -82,42 +114,47 @@ class Digests(Struct, frozen=True, array_like=True):
 
 
 class Hello(Struct, frozen=True, array_like=True):
-    """A client's first words: the protocol versions that it speaks.
-
-    With ``ping`` it wants no session, and only hears how the broker fares. Answer: :class:`Welcome`, or :class:`Pong`.
-    """
+    """Open a session, or ask how the broker fares. Answer: :class:`Welcome`, :class:`Refused` or :class:`Pong`."""
 
     magic: Annotated[str, Meta(pattern=r"\Acubroker\Z")]
+    #: The protocol versions that the client speaks.
     versions: Annotated[tuple[Natural, ...], Meta(min_length=1, max_length=32)]
+    #: Whether the client wants a :class:`Pong` instead of a session.
     ping: bool = False
 
 
 class Welcome(Message, frozen=True):
-    """The session is open.
+    """The session is open."""
 
-    ``secret`` authenticates every request, as :mod:`~.authentication` says; ``driver`` says how to build the driver
-    that opens the broker's handles: ``cuda``, or ``host:…`` with the emulated devices. ``uid`` is the user that the
-    broker runs as; None: it does not say so.
-    """
-
+    #: The newest version that both sides speak.
     version: Natural
     session: Identifier
+    #: Authenticates every request, as described in :mod:`cubroker.protocol.wire`.
     secret: Annotated[bytes, Meta(min_length=16, max_length=16)]
+    #: The driver that opens the broker's handles: ``cuda``, or ``host:…`` with the emulated devices.
     driver: str
+    #: The user that the broker runs as; None from a broker that does not tell.
     uid: User | None = None
+
+    ADDED: ClassVar = {"uid": Since(OWNED, informs=True)}
 
 
 class Refused(Message, frozen=True):
-    """There will be no session; the broker closes the connection after it."""
+    """There will be no session; the broker closes the connection.
 
+    Not to be confused with :class:`cubroker.client.memory.multicast.Refused`.
+    """
+
+    #: As in :mod:`cubroker.protocol.errors`.
     code: str
     message: str
 
 
 class Pong(Message, frozen=True):
-    """The broker is here; ``obstacle`` is why it serves nobody new at the moment, or empty. It hangs up."""
+    """The broker is here; it closes the connection."""
 
     version: Natural
+    #: Why the broker opens no session now; empty if it does.
     obstacle: str
 
 
@@ -125,14 +162,15 @@ Greeting = Welcome | Refused | Pong
 
 
 class PoolChanged(Message, frozen=True):
-    """A watched pool has a new current version (0: it has none any more)."""
+    """A watched pool has a new current version."""
 
     name: str
+    #: 0 if the pool has no current version any more.
     version: Natural
 
 
 class GatewayChanged(Message, frozen=True):
-    """The gateway was started again: requests that were not answered must be sent again."""
+    """The gateway was restarted: the client sends its unanswered requests again."""
 
 
 class Farewell(Message, frozen=True):
@@ -142,35 +180,33 @@ class Farewell(Message, frozen=True):
 
 
 class Draining(Message, frozen=True):
-    """The broker lends nothing new, and the receiver is to give back what it holds; ``why`` is for people.
+    """The broker grants no new leases, and the receiver should close its leases."""
 
-    Nothing for ``why``: it lends again.
-    """
-
+    #: For people; empty if the broker grants leases again.
     why: str
 
 
 class Descriptors(Message, frozen=True):
-    """Here are the next ``count`` descriptors of ``lease``, as ``SCM_RIGHTS`` in the same packet.
+    """The next descriptors of a lease, as ``SCM_RIGHTS`` in the same packet; the receiver closes them.
 
-    A lease has one for each :data:`DESCRIPTOR` among its handles: in the order of the replicas in the answer that
-    grants it, and of the handles in each; then one for each multicast object of its
-    :class:`Team`. They may come before that answer or after it, in several notices. The receiver closes them.
-    A lease with fabric handles has one for each of these, in the same order, once it asks (:class:`SendDescriptors`).
-    ``first`` is how many came before these: a broker that was started again may send some once more.
-    Those that are ``rebound`` belong to the last :class:`Rebound` of the lease, and are counted from there.
+    A lease has one descriptor for each :data:`DESCRIPTOR` among its handles, in the order of the answer's replicas and
+    of the handles in each, then one for each multicast object of its :class:`Team`. Notices with them may come before
+    or after the answer that grants the lease. A lease with fabric handles has one descriptor for each handle, in the
+    same order, after it has sent :class:`SendDescriptors`.
     """
 
     lease: Identifier
     count: Annotated[int, Meta(ge=1, le=MAX_DESCRIPTORS)]
+    #: How many descriptors come before these; a restarted broker may send some again.
     first: Natural = 0
+    #: Whether they belong to the lease's last :class:`Rebound`, and ``first`` counts from there.
     rebound: bool = False
 
 
 class PoolLost(Message, frozen=True):
-    """The memory of a version of which the receiver has leases went with an earlier broker; ``why`` says how.
+    """The memory of a version that the receiver leases was lost with an earlier broker.
 
-    What the receiver has mapped stays as long as it does; nobody else gets it, and the leases are to be closed.
+    The receiver's mappings stay valid, no other session gets the memory, and the leases are to be closed.
     """
 
     name: str
@@ -179,15 +215,16 @@ class PoolLost(Message, frozen=True):
 
 
 class Rebound(Message, frozen=True):
-    """The broker was started again: this is how ``lease`` writes all replicas of its ``multicast`` version from now on.
+    """After a restart of the broker: how ``lease`` writes all replicas of its ``multicast`` version from now on.
 
-    ``team`` has the sizes of the new objects, if there are any. ``replicas`` are the others, where copies take the
-    place of multicast and the lease is on a published version. Descriptors that are ``rebound`` follow, those of
-    ``replicas``, then of the objects; what the lease had of both before is to be let go.
+    Descriptors that are ``rebound`` follow, those of ``replicas`` first, then those of the multicast objects. The
+    receiver drops the earlier descriptors of both.
     """
 
     lease: Identifier
+    #: The other replicas, if copies take the place of multicast and the version is published.
     replicas: Replicas
+    #: With the sizes of the new multicast objects, if there are any.
     team: Team
 
 
@@ -197,113 +234,114 @@ Notice = PoolChanged | GatewayChanged | Farewell | Draining | Descriptors | Pool
 
 
 class Attach(Message, frozen=True):
-    """Lease ``version`` of pool ``name`` (0: the current one) on ``device``.
-
-    None is the only device of a replicated pool, and all devices of a sharded one. ``peers`` are other devices
-    whose memory the asker can reach, best first: where ``device`` has nothing of the pool, the first of them that
-    has is taken. ``owners`` are users one of whom has to own the pool, unless the asker does; without any, all do.
-    Waits up to ``wait`` seconds for the version to be published. Answer: :class:`Attached`.
-    """
+    """Lease a published version; waits for its publication. Answer: :class:`Attached`."""
 
     name: Name
     version: Natural
+    #: None is the only device of a replicated pool, and all devices of a sharded pool.
     device: Uuid | None
     wait: Seconds
+    #: Devices whose memory the client reaches, best first: the first with a replica serves if ``device`` has none.
     peers: Peers = ()
+    #: Users one of whom must own the pool, unless the client's user does; without any, every owner is accepted.
     owners: Users = ()
+
+    ADDED: ClassVar = {"owners": Since(OWNED)}
 
 
 class Where(Struct, frozen=True, array_like=True):
-    """Which memory of a version to lease, as in :class:`Attach`."""
+    """The fields of :class:`Attach` that choose a version's memory."""
 
     device: Uuid | None
     peers: Peers = ()
     owners: Users = ()
 
+    ADDED: ClassVar = {"owners": Since(OWNED)}
+
 
 class Create(Message, frozen=True):
-    """Open a draft of pool ``name``: without a ``plan`` replicated, each allocation of ``layout`` once per device.
+    """Open a draft; waits for the client's turn as writer, and for room.
 
-    With a ``plan`` the pool is sharded: for each allocation, the index in ``devices`` of the one device where it lies.
-
-    Waits up to ``wait`` seconds for its turn as the writer and for room. With ``attach`` it is
-    answered like an attach, there, as soon as the pool has a current version.
-    ``mode`` is the pool's from the publication on, like a file's; without it a pool keeps its mode, and
-    a new one gets the broker's default. Whoever attaches to a ``writable`` version may write it, and make events on it.
-    A ``durable`` one, which is ``vmm`` or ``multicast``, stays when the broker is killed and started again.
-    The broker chooses the ``share`` that is :data:`AUTO`, and makes a version durable where it can if ``durable`` is
-    None. Answer: :class:`Created`, or :class:`Attached`; both tell the share kind.
+    Answer: :class:`Created`, or with ``attach`` :class:`Attached` as soon as the pool has a current version.
     """
 
     name: Name
     layout: Encoded
     devices: Devices
+    #: The share kind; with :data:`AUTO` the broker chooses.
     share: Annotated[str, Meta(max_length=16)]
     wait: Seconds
+    #: Where to attach instead, if the pool has a current version.
     attach: Where | None
+    #: The pool's permissions from the publication on, like a file's; None keeps them, or takes the broker's default.
     mode: Mode | None = None
+    #: For each allocation, the index in ``devices`` of its device: the pool is sharded. None: it is replicated.
     plan: Plan | None = None
+    #: Whether clients that attach may write the version and share events on it.
     writable: bool = False
+    #: Whether the version survives a killed broker (``vmm`` and ``multicast``); None: wherever that is possible.
     durable: bool | None = None
 
 
 class Seal(Message, frozen=True):
-    """The writer has unmapped the draft; publish it. Answer: :class:`Sealed`."""
+    """Publish a draft that its writer has unmapped. Answer: :class:`Sealed`."""
 
     lease: Identifier
 
 
 class SealDigested(Seal, frozen=True):
-    """Seal a draft whose readers may not write it, and record its ``digests``. Answer: :class:`Sealed`.
+    """Publish a draft, which is not ``writable``, with digests. Answer: :class:`Sealed`.
 
-    It is a request of its own, since a broker that does not know a field of a request refuses the request.
+    A request of its own, since a broker refuses requests with fields that it does not know.
     """
 
     digests: Digests
 
 
 class Close(Message, frozen=True):
-    """The holder has unmapped and gives the lease back; an unsealed draft is discarded. Answer: :class:`Done`."""
+    """End a lease whose memory its holder has unmapped; an unsealed draft is discarded. Answer: :class:`Done`."""
 
     lease: Identifier
 
 
 class SendDescriptors(Message, frozen=True):
-    """The holder cannot open the fabric handles of its lease: send it descriptors of the same memory, once.
+    """Send descriptors for the fabric handles of a lease, which its holder cannot open, once. Answer: :class:`Done`.
 
-    Answer: :class:`Done`; the descriptors come as with the answer to an attach.
+    The descriptors come in :class:`Descriptors`.
     """
 
     lease: Identifier
 
 
 class Cancel(Message, frozen=True):
-    """The caller no longer waits for its request ``request``. Answer: :class:`Done`, but not before that has come."""
+    """Stop waiting for the request ``request``. Answer: :class:`Done`, after the answer to that request."""
 
     request: Identifier
 
 
 class Retire(Message, frozen=True):
-    """Take ``version`` of ``name`` (0: the current one) out of service. Answer: :class:`Retirement`."""
+    """Take a version out of service. Answer: :class:`Retirement`."""
 
     name: Name
     version: Natural
 
 
 class Watch(Message, frozen=True):
-    """Send a :class:`PoolChanged` whenever ``name`` changes, beginning with its state now. Answer: :class:`Done`."""
+    """Send :class:`PoolChanged` at every change of ``name``, the first with its state now. Answer: :class:`Done`.
+
+    Not to be confused with :class:`cubroker.client.notices.Watch`.
+    """
 
     name: Name
+    #: False ends the watch.
     on: bool
 
 
 class Find(Message, frozen=True):
-    """Ask which version of ``name`` is current, if the pool is one of ``owners``' or the asker's.
-
-    Without ``owners`` anybody's does. Answer: :class:`Found`.
-    """
+    """Ask for the current version of ``name``. Answer: :class:`Found`."""
 
     name: Name
+    #: As in :class:`Attach`.
     owners: Users = ()
 
 
@@ -320,57 +358,57 @@ class ListDevices(Message, frozen=True):
 
 
 class Describe(Message, frozen=True):
-    """Ask for the layout of ``version`` of ``name`` (0: the current one). Answer: :class:`Description`."""
+    """Ask for a version's state and layout. Answer: :class:`Description`."""
 
     name: Name
     version: Natural
 
 
 class ListDigests(Message, frozen=True):
-    """Ask for the digests of ``version`` of ``name`` (0: the current one). Answer: :class:`DigestList`."""
+    """Ask for a version's digests. Answer: :class:`DigestList`."""
 
     name: Name
     version: Natural
 
 
 class Look(Message, frozen=True):
-    """Ask for all that the broker knows and the sender may see, as of one moment. Answer: :class:`View`."""
+    """Ask for the whole state that the client may see, as of one moment. Answer: :class:`View`."""
 
 
 class Tell(Message, frozen=True):
-    """Ask for the last events of a pool, or without one of ``session``. Answer: :class:`Story`."""
+    """Ask for the last events of a pool or of a session. Answer: :class:`Story`."""
 
+    #: None asks for ``session``.
     pool: Name | None
     session: Natural
 
 
 class Drain(Message, frozen=True):
-    """Lend nothing new from now on, if ``on``, else lend again: for root and the broker's user. Answer: :class:`Done`.
+    """Grant no new leases from now on; only root and the broker's user may ask. Answer: :class:`Done`.
 
     Every client is sent :class:`Draining`.
     """
 
+    #: False ends the draining.
     on: bool
 
 
 class ShareEvent(Message, frozen=True):
-    """Let everybody with a lease on the same version open an event that the sender made, as ``name``.
+    """Let every lease on the same version open an event of the client's. Answer: :class:`EventShared`.
 
-    ``lease`` is on a published version that is writable; the event ends with it, or when it is dropped.
-    ``handle`` opens it, best on ``device``. Answer: :class:`EventShared`.
+    The event ends with its lease, or with :class:`DropEvent`.
     """
 
+    #: On a published version that is writable.
     lease: Identifier
     name: Name
+    #: The device whose work the event marks, best opened there.
     device: Uuid
     handle: EventHandle
 
 
 class OpenEvent(Message, frozen=True):
-    """Ask for the event ``name`` of the version that ``lease`` is on.
-
-    Waits up to ``wait`` seconds for somebody to share it. Answer: :class:`EventOpened`.
-    """
+    """Ask for an event of the version that ``lease`` is on; waits until it is shared. Answer: :class:`EventOpened`."""
 
     lease: Identifier
     name: Name
@@ -378,17 +416,15 @@ class OpenEvent(Message, frozen=True):
 
 
 class Recorded(Message, frozen=True):
-    """The sender has recorded its event once more. Answer: :class:`Generation`."""
+    """The client has recorded its event once more. Answer: :class:`Generation`."""
 
     event: Identifier
 
 
 class AwaitEvent(Message, frozen=True):
-    """Wait up to ``wait`` seconds until an event was recorded more than ``after`` times.
+    """Wait until an event was recorded more than ``after`` times. Answer: :class:`Generation`."""
 
-    It is an event of the version that ``lease`` is on. Answer: :class:`Generation`.
-    """
-
+    #: On the event's version.
     lease: Identifier
     event: Identifier
     after: Natural
@@ -396,7 +432,7 @@ class AwaitEvent(Message, frozen=True):
 
 
 class DropEvent(Message, frozen=True):
-    """The sender's event is no more; whoever waits for it is told. Answer: :class:`Done`."""
+    """The client has destroyed its event; requests that wait for it fail. Answer: :class:`Done`."""
 
     event: Identifier
 
@@ -428,23 +464,21 @@ Request = (
 )
 
 LAST_WORDS = frozenset((Close, Seal, SealDigested, Cancel, DropEvent))
-"""Requests that give something back. A session may make them after its connection has ended, and a broker that has no
-room for one more request lets them wait where it refuses others: they are sent again until they are answered."""
+"""Requests that give something back. A session may make them after its connection has ended, and a broker without room
+for one more request lets them wait where it refuses others: the client sends them again until they are answered."""
 
 
 class Envelope(Struct, frozen=True, array_like=True):
-    """One request as it travels.
+    """One request as it travels."""
 
-    ``secret`` is the session's up to version 3, and empty from then on. ``id`` rises by one with every new request of a
-    session, and stays when one is sent again. ``oldest`` is the lowest id still unanswered at the client: the broker
-    may forget older answers. ``received`` are later ones whose answers came, so that one that waits for long does not
-    keep those of all after it.
-    """
-
+    #: The session's secret up to version 3; empty from :data:`AUTHENTICATED` on.
     secret: Annotated[bytes, Meta(max_length=16)]
+    #: One more than that of the session's last new request; a request that is sent again keeps its id.
     id: Identifier
+    #: The lowest id that is unanswered at the client: the broker may forget the answers to lower ids.
     oldest: Identifier
     body: Request
+    #: Ids above ``oldest`` whose answers have arrived: the broker may forget these too.
     received: Annotated[tuple[Identifier, ...], Meta(max_length=MAX_RECEIVED)] = ()
 
 
@@ -452,13 +486,11 @@ class Envelope(Struct, frozen=True, array_like=True):
 
 
 class Replica(Struct, frozen=True, array_like=True):
-    """A version's memory on one device: one handle per allocation of the layout, in its order.
-
-    ``b""`` stands for an allocation that the device has not got, :data:`DESCRIPTOR` for one that a descriptor opens.
-    Else they are legacy handles, or, of ``vmm`` memory, fabric handles, of all allocations of a version or of none.
-    """
+    """A version's memory on one device. Not to be confused with ``cubroker.client.Replica``, which is open."""
 
     device: Uuid
+    #: One per allocation of the layout: ``b""`` for an allocation that the device does not have, :data:`DESCRIPTOR`
+    #: for one that a descriptor opens, else a legacy handle, or of ``vmm`` memory a fabric handle.
     handles: Handles
 
 
@@ -466,145 +498,149 @@ Replicas = Annotated[tuple[Replica, ...], Meta(max_length=MAX_DEVICES)]
 
 
 class Team(Struct, frozen=True, array_like=True):
-    """How bytes get to all replicas of a ``multicast`` version at once, for whoever may write it.
+    """How a writer's bytes get to all replicas of a ``multicast`` version at once."""
 
-    ``how`` is ``multicast`` or ``copies``, or nothing while a broker that was started again puts the team together:
-    then :class:`Rebound` follows. ``why`` says why. ``sizes`` are those of the multicast objects, one per
-    allocation, if the receiver may store through them: their descriptors come after those of the replicas.
-    """
-
+    #: ``multicast`` or ``copies``; empty while a restarted broker rebuilds the objects: :class:`Rebound` follows.
     how: str
+    #: Why it is ``how``.
     why: str
+    #: Sizes of the multicast objects, one per allocation, if the receiver may store through them. Their descriptors
+    #: come after those of the replicas.
     sizes: Plan = ()
 
 
 class Attached(Message, frozen=True):
-    """A lease on a published version.
-
-    ``replicas`` is the one on the device that was chosen; of a sharded version, all if no device was named. Of a
-    ``multicast`` version that is writable, and where copies take the place of multicast, the others follow.
-    """
+    """A lease on a published version."""
 
     lease: Identifier
     name: str
     version: Natural
     share: str
     layout: Encoded
+    #: The replica on the chosen device; of a sharded version all, if the request named no device. The other replicas
+    #: follow if the version is ``multicast`` and writable, and copies take the place of multicast.
     replicas: Replicas
     writable: bool = False
     team: Team | None = None
 
 
 class Created(Message, frozen=True):
-    """A draft, which its receiver alone may write, then seal or close."""
+    """A draft; its receiver alone may write it, then seals or closes it."""
 
     lease: Identifier
     name: str
     version: Natural
+    #: The share kind that was chosen.
     share: str
     replicas: Replicas
     team: Team | None = None
 
 
 class Sealed(Message, frozen=True):
-    """The draft is now ``version``."""
+    """The draft is published as ``version``."""
 
     version: Natural
 
 
 class Done(Message, frozen=True):
-    """There is nothing more to say."""
+    """The request is done."""
 
 
 class Retirement(Message, frozen=True):
-    """The retired version and how many leases it still waits for before its memory is freed."""
+    """A version is retired."""
 
     version: Natural
+    #: How many leases must end before its memory is freed.
     leases: Natural
 
 
 class Found(Message, frozen=True):
-    """The current version; 0: there is none, or the pool is another user's."""
+    """The current version."""
 
+    #: 0 if there is none, or if the pool has another owner.
     version: Natural
 
 
 class Pools(Message, frozen=True):
     """Every live version, by name and version."""
 
-    pools: Annotated[tuple[PoolInfo, ...], Meta(max_length=MAX_ITEMS)]
+    pools: Annotated[tuple[PoolInfo, ...], _LISTED]
 
 
 class Clients(Message, frozen=True):
-    """Every session of the receiver's user, or of all users if that administers the broker, in order of arrival."""
+    """Every session of the receiver's user, or of all users for an administrator, in order of arrival."""
 
-    clients: Annotated[tuple[ClientInfo, ...], Meta(max_length=MAX_ITEMS)]
+    clients: Annotated[tuple[ClientInfo, ...], _LISTED]
 
 
 class DeviceList(Message, frozen=True):
     """Every device of the broker, by index."""
 
-    devices: Annotated[tuple[DeviceInfo, ...], Meta(max_length=MAX_ITEMS)]
+    devices: Annotated[tuple[DeviceInfo, ...], _LISTED]
 
 
 class Description(Message, frozen=True):
-    """What one version holds: its state, its layout, and if it is sharded the ``plan``, as of :class:`Create`."""
+    """One version's state and layout."""
 
     info: PoolInfo
     layout: Encoded
+    #: As in :class:`Create`; None if the version is replicated.
     plan: Plan | None = None
 
 
 class DigestList(Message, frozen=True):
-    """The digests of a version, whose replicas are on ``devices``; None: it was sealed without."""
+    """The digests of a version."""
 
     version: Natural
+    #: The devices of the replicas.
     devices: Devices
+    #: None if the version was sealed without digests.
     digests: Digests | None
 
 
 class View(Message, frozen=True):
-    """Everything as of one moment that the receiver may see. ``blocks`` are in the order in which they were promised.
+    """The state that the receiver may see, as of one moment."""
 
-    ``clients`` and ``waiters`` are those of the receiver's user, or of all users if that administers the broker.
-    """
-
-    devices: Annotated[tuple[DeviceInfo, ...], Meta(max_length=MAX_ITEMS)]
-    pools: Annotated[tuple[PoolInfo, ...], Meta(max_length=MAX_ITEMS)]
-    clients: Annotated[tuple[ClientInfo, ...], Meta(max_length=MAX_ITEMS)]
-    blocks: Annotated[tuple[BlockInfo, ...], Meta(max_length=MAX_ITEMS)]
-    waiters: Annotated[tuple[WaiterInfo, ...], Meta(max_length=MAX_ITEMS)]
+    devices: Annotated[tuple[DeviceInfo, ...], _LISTED]
+    pools: Annotated[tuple[PoolInfo, ...], _LISTED]
+    #: Those of the receiver's user, or of all users for an administrator; likewise ``waiters``.
+    clients: Annotated[tuple[ClientInfo, ...], _LISTED]
+    #: In the order in which they were promised.
+    blocks: Annotated[tuple[BlockInfo, ...], _LISTED]
+    waiters: Annotated[tuple[WaiterInfo, ...], _LISTED]
 
 
 class Story(Message, frozen=True):
-    """The last events of a pool or a session, the oldest first."""
+    """The last events of a pool or a session, oldest first."""
 
-    lines: Annotated[tuple[Line, ...], Meta(max_length=MAX_ITEMS)]
+    lines: Annotated[tuple[Line, ...], _LISTED]
 
 
 class EventShared(Message, frozen=True):
-    """The number by which the event is known from now on."""
+    """The number of a shared event."""
 
     event: Identifier
 
 
 class EventOpened(Message, frozen=True):
-    """An event that another process made. ``device`` is the one whose work it marks."""
+    """An event that another process shared."""
 
     event: Identifier
+    #: The device whose work the event marks.
     device: Uuid
     handle: EventHandle
 
 
 class Generation(Message, frozen=True):
-    """How often the event was recorded."""
+    """How often an event was recorded."""
 
     generation: Natural
 
 
 class Failed(Message, frozen=True):
-    """The request was refused; ``code`` as in :mod:`cubroker.protocol.errors`."""
+    """The request was refused."""
 
+    #: As in :mod:`cubroker.protocol.errors`.
     code: str
     message: str
 
@@ -631,10 +667,8 @@ Reply = (
 
 
 class Answer(Struct, frozen=True, array_like=True):
-    """One reply as it travels, with the id of the request that it answers."""
+    """One reply as it travels."""
 
+    #: The id of the request.
     id: Identifier
     body: Reply
-
-
-prepare(Greeting, Notice, Answer)  # those that a client reads, on any of its threads

@@ -6,10 +6,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from cubroker.protocol.errors import CubrokerError
-from cubroker.protocol.system_errors import explain
+from cubroker.protocol.errors import CubrokerError, explain
 from cubroker.server import logs
-from cubroker.server.run import configure, serve
+from cubroker.server.main import configure, serve
 
 
 def main() -> int:

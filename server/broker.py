@@ -1,386 +1,329 @@
-"""The shell around the ledger: brings it events, and carries out its effects.
+"""The broker as a line: events come in at one end; memory, descriptors, notices and replies leave at the other.
 
-Everything here runs on the event loop and returns at once. What blocks is elsewhere: device memory
-on one thread per device. What takes long is done in steps, in which users take turns.
+    decode    an event of the queue becomes what the ledger is told: a batch becomes requests, a greeting a session
+    decide    the ledger takes it and returns effects
+    prepare   replies are encoded, since the journal has them, and what else is to be written down is noted
+    commit    the journal gets all of that, before anyone hears of it and before anything is done about it
+    execute   devices, sessions and timers do what the effects say
+    send      the replies leave, and new sessions are welcomed
+
+:meth:`Broker.step` shows these stages in order. Each takes values and returns values, and none calls back into an
+earlier one: what it learns later is put into the queue (:mod:`cubroker.server.event_queue`). Everything here runs on
+the event loop and returns at once. Blocking work runs on a thread per device, and long work in steps, in which users
+take turns.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
-import os
-import socket
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from cubroker.protocol import wire
-from cubroker.protocol.errors import CubrokerError, Denied, InternalFailure, OverQuota, Unavailable
-from cubroker.protocol.messages import (
-    Attached,
-    Close,
-    Created,
-    Draining,
-    Failed,
-    Farewell,
-    GatewayChanged,
-    Notice,
-    Refused,
-    Seal,
-    Welcome,
+from cubroker.protocol.errors import CubrokerError, Denied, InternalFailure, OverQuota, explain
+from cubroker.protocol.messages import Close, Draining, Failed, Farewell, GatewayChanged, Seal
+from cubroker.server.devices.allocator import DeviceAllocator, MulticastBinder
+from cubroker.server.devices.mapped_memory import MappedChecks, SessionProcess
+from cubroker.server.event_queue import (
+    BatchReceived,
+    ClientGreeted,
+    Event,
+    EventQueue,
+    FdsDelivered,
+    GatewayStarted,
+    JournalRetryDue,
+    MappedCheckDone,
+    MappedCheckDue,
+    Restored,
+    TurnDue,
 )
-from cubroker.protocol.system_errors import reason
-from cubroker.protocol.versions import for_version
-from cubroker.server.aftermath import Aftermath
-from cubroker.server.arrivals import Arrivals
-from cubroker.server.assembly import Assembly
-from cubroker.server.batches import Part
-from cubroker.server.denials import Denials
-from cubroker.server.devices import DeviceMemory
 from cubroker.server.ledger import Ledger, events
-from cubroker.server.ledger.events import Asked, Effect, Event
-from cubroker.server.mapped_checks import Client, MappedChecks
-from cubroker.server.parcels import Parcel
-from cubroker.server.peers import Peer
-from cubroker.server.requests import Requests
-from cubroker.server.scribe import Remembered, Scribe
-from cubroker.server.sessions import Session
-from cubroker.server.sight.observer import Sight
-from cubroker.server.writing import Writing
+from cubroker.server.ledger.events import Effect, RequestReceived, Respond
+from cubroker.server.ledger.events import Event as LedgerEvent
+from cubroker.server.ledger.snapshot import Audit
+from cubroker.server.monitoring.observer import LedgerObserver
+from cubroker.server.store.fdstore import StoreReplied
+from cubroker.server.transport.admission import Sessions, answer_ping
+from cubroker.server.transport.requests import Requests, own_failure
+from cubroker.server.transport.session import FdTransfer, Session
+from cubroker.server.transport.session_log import LoggedSession, SessionLog
 
 if TYPE_CHECKING:
     from cubroker.driver import Driver
-    from cubroker.server.store.store import Store
+    from cubroker.server.store.fdstore import Store
+    from cubroker.server.transport.gateway_process import GatewayProcess
 
 log = logging.getLogger(__name__)
 
+ENDS_LEASE = (Close, Seal)  #: Requests that may end a lease.
+RETRY = 0.5  #: Seconds after which changes that the journal had no room for are written again.
+
+AUDIT_SHARE = 20
+"""An audit of all tables takes at most 1/AUDIT_SHARE of the loop's time, however many mistakes there are."""
+
+MOST_FINDINGS = 20  #: Findings of an audit that are logged.
+
 
 class Broker:
-    """Sessions, timers and device memory, as the ledger wants them.
+    """Takes the events of a queue, one at a time, through the line.
 
-    What is decided is written down before anybody hears of it, and before anything is done about it: events are
-    brought to the ledger, and :meth:`settle` carries out what came of them.
+    Not to be confused with :class:`cubroker.client.Broker`, a client's session with this one.
 
     Args:
+        queue: has the events.
         ledger: decides everything.
-        memory: the devices' memory, by UUID; what comes of its work returns through :meth:`handle`.
-        assembly: binds the memory of several devices together.
+        memory: the devices' memory, by UUID.
+        multicast: binds the memory of several devices together.
         driver: the devices'; clients build theirs from its text.
-        send: takes a batch of answers for the gateway, and returns whether that is behind.
-        sight: watches the ledger.
-        store: keeps what outlives this broker, if anything does.
-        scribe: gathers what is to be written to the store's journal beside the ledger.
+        gateway: takes batches of replies.
+        observer: watches the ledger.
+        store: keeps what outlives this broker, if there is one.
+        session_log: gathers what is to be written to the store's journal beside the ledger.
         checks: compares what processes have mapped with their leases, if anything does.
+
+    Attributes:
+        sessions: all of them.
     """
 
     def __init__(
         self,
+        queue: EventQueue,
         ledger: Ledger,
-        memory: Mapping[str, DeviceMemory],
-        assembly: Assembly,
+        memory: Mapping[str, DeviceAllocator],
+        multicast: MulticastBinder,
         driver: Driver,
-        send: Callable[[Sequence[Part]], bool | None],
-        sight: Sight | None = None,
+        gateway: GatewayProcess,
+        observer: LedgerObserver | None = None,
         store: Store | None = None,
-        scribe: Scribe | None = None,
+        session_log: SessionLog | None = None,
         checks: MappedChecks | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
+        self._queue = queue
         self._ledger = ledger
-        self._sight = sight or Sight(ledger)
         self._memory = memory
-        self._assembly = assembly
-        self._descriptors: dict[int, tuple[int, ...]] = {}  # by ticket or team
+        self._multicast = multicast
         self._driver = driver
+        self._gateway = gateway
+        self._observer = observer or LedgerObserver(ledger)
         self._store = store
-        self._scribe = scribe
-        self._todo: list[Effect] = []
-        self._arrivals = Arrivals(store, self.settle, self._take_back)
-        self._writing = Writing(ledger, scribe, store, self.settle) if store and scribe else None
-        self._requests = Requests(self._apply, self.settle, send, self._loop.call_soon, scribe)
-        self.receive = self._requests.receive
-        self._sessions: dict[int, Session] = {}
-        self._numbers = itertools.count(ledger.last_session + 1)
-        self._timers: dict[int, asyncio.TimerHandle] = {}
-        self._denials = Denials()
-        self._aftermath = Aftermath(ledger)
-        self._closed = False
-        self._drained = asyncio.Event()
+        self._log = session_log
         self._checks = checks
-        if checks:
-            checks.attend(self.handle, self._clients)
+        self._unwritten: list[tuple[bytes, bytes | None]] = []  # what the journal had no room for
+        self._retry: asyncio.TimerHandle | None = None
+        self._requests = Requests(queue, self._loop, session_log)
+        self.sessions = Sessions(queue, ledger, self._requests, driver, store, session_log)
+        self._sessions = self.sessions.by_number
+        self._descriptors: dict[int, tuple[int, ...]] = {}  # by ticket or multicast group
+        self._timers: dict[int, asyncio.TimerHandle] = {}
+        self._effects: list[Effect] = []  # decided, not yet written down
+        self._recovery = Recovery(ledger)
+        self._drained = asyncio.Event()
+        self._closed = False
+        queue.attach(self)
 
-    def admit(self, connection: socket.socket, peer: Peer, version: int) -> None:
-        """Open a session on a connection that has greeted, if its user may have one more."""
-        number = next(self._numbers)
-        session = Session(number, connection, peer, self._ended, self._denials, version)
-        if (refusal := self._ledger.admit(peer.uid, verified=peer.verified) or self._obstacle(session)) is not None:
-            self._denials.log(peer, refusal.message)
-            return self._turn_away(session, refusal)
-        self._enter(session)
-        if self._scribe:
-            self._scribe.opened(session, welcomed=False)
-        joined = events.Joined(number, peer.pid, peer.uid, peer.gid, peer.groups, peer.verified)
-        if (error := self._decide(joined)) is not None:
-            message = f"the broker itself failed at opening this session: {error!r}; its log says more"
-            return self._take_back(session, InternalFailure(message))
-        self._arrivals.expect(session)
-        return self.settle()
+    # -- the line ----------------------------------------------------------------------------------
 
-    def take_over(self, number: int, connection: socket.socket | None, peer: Peer, remembered: Remembered) -> None:
-        """Go on with a session of an earlier broker, whose ``connection`` or process may be gone."""
-        answers = remembered.replies(lambda lease: self._grant(number, lease))
-        own = remembered.version, remembered.secret, answers
-        session = Session(number, connection, peer, self._ended, self._denials, *own, welcomed=remembered.welcomed)
-        session.watch()
-        self._enter(session)
-        if self._scribe and remembered.mute:
-            self._scribe.opened(session, welcomed=True)
-
-    def _grant(self, session: int, lease: int) -> Attached | Created | None:
-        lent = self._ledger.lent(session, lease)
-        return None if lent is None else lent.answer
-
-    def has(self, ticket: int, descriptors: tuple[int, ...]) -> None:
-        """Note the descriptors of memory that an earlier broker allocated."""
-        self._descriptors[ticket] = descriptors
-
-    def go_on(self, news: Iterable[Event], remembered: Mapping[int, Remembered]) -> None:
-        """Bring ``news`` of what happened while no broker ran, and say again what sessions may not have heard."""
-        for event in news:
-            self._apply(event)
-        self.settle()
-        for number, session in self._sessions.items():
-            before = remembered[number]
-            if not before.welcomed:
-                self._welcome(session)
-            session.notify(Draining(self._ledger.draining))  # it may have heard otherwise from the earlier broker
-            for lease in before.owed:
-                lent = self._ledger.lent(number, lease)
-                if lent is not None and lent.hand_over is not None:
-                    self._carry_out(lent.hand_over)
-
-    def _obstacle(self, session: Session) -> CubrokerError | None:
-        """Return why nobody would hear of the end of a session, so that its leases would never fall, or None."""
-        if self._writing and self._writing.behind:  # nor has the store forgotten what ended, so it may be full
-            return Unavailable("the broker's host has no memory left for the journal; try again later")
+    def step(self, event: Event) -> None:
+        """Take one event through the line. After :meth:`close` the next broker hears of it instead."""
+        if self._closed:
+            return None
+        if type(event) is FdsDelivered:  # the next commit writes this down; until then it is sent again at worst
+            return self._log.delivered(event.lease) if self._log else None
         try:
-            session.watch()
-            self._arrivals.store(session)
-        except OSError as error:  # there is no memory, or this user may watch no more (fs.epoll.max_user_watches)
-            return Unavailable(f"the broker cannot watch process {session.peer.pid}: {reason(error)}; try again later")
-        except Unavailable as error:
-            return error
+            for told in self._decode(event):
+                effects: Sequence[Effect]
+                if isinstance(told, Respond):  # a reply that needs no decision
+                    effects = (told,)
+                else:
+                    self._observer.before(told)
+                    try:
+                        effects = self._ledger.handle(told, time.time())
+                    # A mistake in the ledger over one event must not take every other client's memory with it, as the
+                    # end of this process would. The log has the event, and the client that asked hears of it.
+                    except Exception as error:
+                        log.exception("the broker failed at %.500r", told)
+                        effects = self._recover(told, error)
+                    self._observer.after(told, effects)
+                self._prepare(told, effects)
+                if self._requests.full:  # these replies go before the next request: the gateway may be behind then
+                    self._commit_and_send()
+        finally:
+            self._commit_and_send()
         return None
 
-    def _take_back(self, session: Session, error: CubrokerError) -> None:
-        """End a session that has not been welcomed, and may be in the ledger only in part, and say why."""
-        self._denials.log(session.peer, error.message)
-        self._sight.turned_away(error)
-        session.send(wire.pack(Refused(error.code, error.message)))
-        known = self._ledger.holder(session.number) is not None
-        if not known or self._decide(events.Gone(session.number)) is not None:
-            self._note(events.Forget(session.number))
-        self.settle()
+    def _commit_and_send(self) -> None:
+        """Write down all that was decided; then do it, and send the replies.
 
-    def _enter(self, session: Session) -> None:
-        self._sessions[session.number] = session
-        self._requests.enter(session)
-        if self._checks:
-            self._checks.joined(session.peer.uid)
-
-    def _clients(self) -> Iterable[Client]:
-        """Return the process of every session."""
-        return (Client(each.peer.pid, each.peer.uid, each.pidfd) for each in self._sessions.values())
-
-    def _welcome(self, session: Session) -> None:
-        welcome = Welcome(session.version, session.number, session.secret, self._driver.spec, os.geteuid())
-        session.welcome(wire.pack(for_version(welcome, session.version)))
-        if self._scribe:
-            self._scribe.opened(session, welcomed=True)
-        if why := self._ledger.draining:
-            session.notify(Draining(why))
-
-    def _turn_away(self, session: Session, error: CubrokerError) -> None:
-        self._sight.turned_away(error)
-        session.send(wire.pack(Refused(error.code, error.message)))
-        session.close()
-
-    def handle(self, event: Event) -> None:
-        """Bring an event to the ledger, and settle what comes of it."""
-        self._apply(event)
-        self.settle()
-
-    def settle(self) -> None:
-        """Write down what was decided, then do it, and send what answers there are.
-
-        What cannot be written now is written later, and nothing is done about it, nor is anything said, until then.
-        Nor is a session welcomed before the store has it.
+        What the journal has no room for now is written later, and nothing is done or said about it until then.
         """
-        if self._closed or (self._writing and not self._writing.write()):
+        if not self._commit():
             return
-        todo, self._todo = self._todo, []
-        for effect in todo:
+        effects, self._effects = self._effects, []
+        for effect in effects:
             try:
-                self._carry_out(effect)
+                self._execute(effect)
             # One effect, a notice that no memory is left for, must not take the others with it: memory to be freed.
             except Exception:
                 log.exception("the broker failed at %.500r", effect)
-        for session in self._arrivals.arrived():
-            self._welcome(session)
-        self._requests.flush()
+        if self.sessions.unwelcomed:
+            self.sessions.welcome_stored()
+        for batch in self._requests.replies():
+            if self._gateway.send(batch):  # no expensive work is done while the gateway is behind with its results
+                self._requests.turns.pause()
 
-    @property
-    def draining(self) -> str:
-        """Why it lends nothing new; empty if it lends."""
-        return self._ledger.draining
-
-    def status(self) -> str:
-        """Return in one line how it fares."""
-        return self._ledger.summary()
-
-    def gateway_changed(self) -> None:
-        """Note that another gateway listens, and tell every session."""
-        self._sight.gateway_changed()
-        self.announce_gateway()
-
-    def announce_gateway(self) -> None:
-        """Tell every session that requests may have been lost with the gateway."""
-        self._notify_all(GatewayChanged())
-
-    def holds(self, *, with_store: bool) -> bool:
-        """Whether anybody holds what would go with this broker, and ``with_store`` that does."""
-        return self._ledger.takes_along(with_store=with_store)
-
-    def drain(self, *, with_store: bool) -> None:
-        """Lend nothing more that would go with this broker, and ``with_store`` that does."""
-        self.handle(events.Ending(with_store))
-        log.info("draining; what is held: %s", self._ledger.held)
-
-    async def drained(self, seconds: float, enough: asyncio.Event) -> None:
-        """Wait up to ``seconds`` until nobody holds what would go with this broker, or until it is ``enough``."""
-        waits = [self._loop.create_task(each.wait()) for each in (self._drained, enough)]
-        await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        for each in waits:
-            each.cancel()
-
-    def close(self, reason: str) -> None:
-        """Say farewell to every session, and forget them all; or leave them to the next broker, if there is a store.
-
-        Memory that somebody holds is left as it is, for whoever has it mapped.
-        """
-        if held := self._ledger.held:
-            log.warning("still held, and left as it is: %s; memory of ipc pools ends with this process", held)
-        for each in self._ledger.memory():
-            if each.leases:
-                self._memory[each.device].leave(each.ticket)
-                self._assembly.leave(each.team)
-        for number, session in self._sessions.items():
-            if self._store is None:
-                session.notify(Farewell("; ".join(filter(None, (reason, self._ledger.last_words(number))))))
-                session.close()
-            else:
-                session.leave()
-        for timer in self._timers.values():
-            timer.cancel()
-        if self._writing:
-            self._writing.close()
-        self._requests.close()
-        self._aftermath.close()
-        if self._checks:
-            self._checks.stop()
-        self._closed = True
-
-    def _notify_all(self, notice: Notice) -> None:
-        for session in self._sessions.values():
-            session.notify(notice)
-
-    def _ended(self, event: events.Lost | events.Gone) -> None:
-        self._requests.hang_up(self._sessions[event.session])
-        self.handle(event)
-
-    def _apply(self, event: Event) -> None:
-        if self._closed:  # nobody would hear of it; the next broker is asked again, and sweeps up what is there
-            return
-        self._decide(event)
-        if self._requests.full:  # not before all of an event is noted: what is written together is decided together
-            self.settle()
-
-    def _decide(self, event: Event) -> Exception | None:
-        """Bring an event to the ledger, and prepare what comes of it; return why the ledger could not take it."""
-        effects: Sequence[Effect] = ()
-        failure = None
-        if not isinstance(event, Asked):
-            self._keep(event)
-        if self._checks and _may_end_lease(event):
-            self._checks.soon()
-        try:
-            self._sight.before(event)
-            effects = self._ledger.handle(event, time.time())
-            self._sight.after(event, effects)
-        # A mistake in the ledger over one event must not take every other client's memory with it, as
-        # the end of this process would. The log has the event, and whoever asked hears of it.
-        except Exception as error:
-            log.exception("the broker failed at %.500r", event)
-            failure, effects = error, self._aftermath.recover()
-        for effect in effects:
+    def _commit(self) -> bool:
+        """Write all changes to the journal, if there is one; False if it has no room for them now."""
+        if self._store is None or self._log is None:
+            return True
+        self._unwritten += self._ledger.changes()
+        self._unwritten += self._log.changes()
+        if self._unwritten:
             try:
-                self._note(effect)
-            # Nor may one effect, an answer that no memory is left for, take the others with it: memory to be freed.
-            except Exception as error:
-                log.exception("the broker failed at %.500r", effect)
-                self._respond_failed(effect, error)
-        if failure is not None:
-            self._respond_failed(event, failure)
-        return failure
+                self._store.journal.commit(self._unwritten)
+            except (OSError, MemoryError) as error:
+                if self._retry is None:
+                    log.error("the journal takes nothing, so requests wait: %s", explain(error))
+                    self._retry = self._loop.call_later(RETRY, self._queue.put, JournalRetryDue())
+                return False
+            self._unwritten = []
+        return True
 
-    def _note(self, effect: Effect) -> None:
-        """Prepare an effect: what is to be said and written of it, before it is carried out."""
-        if isinstance(effect, events.Respond):  # as most are
-            asked = self._sessions[effect.session]
-            if isinstance(effect.body, Failed):
-                self._refused(asked, effect.body)
-            return self._requests.respond(asked, effect.request, effect.body)
-        scribe = self._scribe
-        match effect:
-            case events.HandOver(session, lease, rebound=False) if scribe:  # what was, the next broker binds anew
-                scribe.owed(session, lease)
-            case events.Withdraw(_, lease) if scribe:
-                scribe.sent(lease)
-            case events.Forget(session):
-                self._arrivals.ended(self._sessions[session])
-                self._requests.leave(self._sessions[session])
-                if scribe:
-                    scribe.closed(self._sessions[session])
-        return self._todo.append(effect)
+    # -- decode ------------------------------------------------------------------------------------
 
-    def _refused(self, asked: Session, refusal: Failed) -> None:
-        if refusal.code == Denied.code:
-            self._denials.log(asked.peer, refusal.message)
-        elif refusal.code == OverQuota.code and self._checks:
-            self._checks.soon()  # it may be for memory beyond leases, and who is told to unmap asks again
-
-    def _keep(self, event: Event) -> None:
-        """Note which descriptors there are. Their device closes them, after they are forgotten here."""
+    def _decode(self, event: Event) -> Iterable[LedgerEvent | Respond]:
+        """Return what the ledger is told about an event, and replies that it need not decide on."""
+        told: LedgerEvent | None = None
         match event:
-            case events.Allocated(ticket, _, descriptors) if descriptors:
-                self._descriptors[ticket] = descriptors
-            case events.Assembled(team, descriptors=descriptors) if descriptors:
-                self._descriptors[team] = descriptors
-            case events.Freed(number) | events.Dissolved(number):  # and was to be before it was known to be there
+            case BatchReceived(frames):
+                if self._requests.turns.paused and not self._gateway.send(()):  # it is not behind any more
+                    self._requests.turns.resume()
+                return self._requests.decode(frames)
+            case TurnDue():
+                return self._requests.turns.step()
+            case ClientGreeted(ping=True):
+                answer_ping(event, self._gateway.obstacle() or self._ledger.drain_reason)
+            case ClientGreeted():
+                opened = self.sessions.open(event, journal_full=bool(self._unwritten))
+                if isinstance(opened, CubrokerError):
+                    self._observer.counter.turned_away(opened.code)
+                else:
+                    told = opened
+                    if self._checks:
+                        self._checks.joined(event.peer.uid)
+            case GatewayStarted():
+                self._observer.counter.gateway_changed()
+                self.sessions.notify_all(GatewayChanged())
+            case Restored(news):
+                return news
+            case StoreReplied():
+                told = self.sessions.stored(event)
+                if told and event.error:
+                    self._observer.counter.turned_away(event.error.code)
+            case MappedCheckDue():
+                if self._checks:
+                    self._checks.begin(self._processes())
+            case MappedCheckDone():
+                if self._checks:
+                    self._checks.finish(event, self._processes())
+            case JournalRetryDue():
+                self._retry = None  # the end of every step tries to commit
+            case FdsDelivered():
+                pass  # noted by the step itself
+            case _:
+                self._take_note(event)
+                told = event
+        return () if told is None else (told,)
+
+    def _processes(self) -> Iterable[SessionProcess]:
+        return (SessionProcess(each.peer.pid, each.peer.uid, each.pidfd) for each in self._sessions.values())
+
+    def _take_note(self, event: LedgerEvent) -> None:
+        """Note what an event says to the broker itself, and not to the ledger alone."""
+        match event:
+            case events.ConnectionLost(number) | events.ProcessExited(number):
+                self._requests.hang_up(self._sessions[number])
+                if self._checks and isinstance(event, events.ProcessExited):
+                    self._checks.soon()
+            case events.TimerExpired(timer):
+                self._timers.pop(timer, None)
+            case events.Allocated(number, _, descriptors) | events.MulticastBound(number, descriptors=descriptors):
+                if descriptors:
+                    self._descriptors[number] = descriptors
+            case events.Freed(number) | events.MulticastUnbound(number):  # before its allocation was reported, perhaps
                 self._descriptors.pop(number, None)
 
-    def _respond_failed(self, at: Event | Effect, error: Exception) -> None:
-        if isinstance(at, Asked | events.Respond):
-            session = self._sessions.get(at.session)
-            if session and session.answers.is_pending(at.request):
-                message = f"the broker itself failed at this request: {error!r}; its log says more"
-                self._requests.respond(session, at.request, Failed(InternalFailure.code, message))
+    # -- decide ------------------------------------------------------------------------------------
 
-    def _carry_out(self, effect: Effect) -> None:
+    def _recover(self, told: LedgerEvent, error: Exception) -> Sequence[Effect]:
+        """Return the effects of an event that the ledger failed at."""
+        effects = list(self._recovery.recover())
+        match told:
+            case events.SessionOpened(number):
+                effects += self.sessions.not_opened(number, error)
+                self._observer.counter.turned_away(InternalFailure.code)
+            case events.ProcessExited(number):
+                if (session := self._sessions.get(number)) and not session.welcomed:  # so its client holds nothing
+                    effects.append(events.ForgetSession(number))
+            case RequestReceived(number, request):
+                if self._awaiting(number, request):
+                    effects.append(Respond(number, request, own_failure(error)))
+        return effects
+
+    # -- prepare -----------------------------------------------------------------------------------
+
+    def _prepare(self, told: LedgerEvent | Respond, effects: Iterable[Effect]) -> None:
+        """Encode replies, and note what is to be written down of the other effects."""
+        if self._checks and isinstance(told, RequestReceived) and isinstance(told.body, ENDS_LEASE):
+            self._checks.soon()
+        for effect in effects:
+            try:
+                if type(effect) is Respond:
+                    session, body = self._sessions[effect.session], effect.body
+                    if type(body) is Failed:
+                        self._note_refusal(effect, body)
+                    self._requests.respond(session, effect.request, body)
+                    continue
+                self._note_change(effect)
+            # Nor may one effect, a reply that no memory is left for, take the others with it: memory to be freed.
+            except Exception as error:
+                log.exception("the broker failed at %.500r", effect)
+                if isinstance(effect, Respond) and (waits := self._awaiting(effect.session, effect.request)):
+                    self._requests.respond(waits, effect.request, own_failure(error))
+
+    def _note_change(self, effect: Effect) -> None:
         match effect:
+            case events.SendFds(session, lease, rebound=False) if self._log:  # a next broker makes new multicast groups
+                self._log.undelivered(session, lease)
+            case events.CancelFds(_, lease) if self._log:
+                self._log.delivered(lease)
+            case events.ForgetSession(session):
+                self.sessions.end(session)
+        self._effects.append(effect)
+
+    def _note_refusal(self, effect: Respond, refusal: Failed) -> None:
+        if refusal.code == Denied.code:
+            self.sessions.rejections.log(self._sessions[effect.session].peer, refusal.message)
+        elif refusal.code == OverQuota.code and self._checks:
+            self._checks.soon()  # it may be for memory beyond leases; a client that is told to unmap asks again
+
+    def _awaiting(self, number: int, request: int) -> Session | None:
+        """Return the session of a request that is still to be answered, else None."""
+        session = self._sessions.get(number)
+        return session if session and session.replies.is_pending(request) else None
+
+    # -- execute -----------------------------------------------------------------------------------
+
+    def _execute(self, effect: Effect) -> None:
+        match effect:
+            case events.SendFds():
+                numbers = [ticket for _, ticket in effect.tickets] + [effect.group] * bool(effect.group)
+                readers = None if effect.writable else self._driver
+                transfer = FdTransfer(effect.lease, numbers, self._descriptors, rebound=effect.rebound, readers=readers)
+                self._sessions[effect.session].notify(transfer)
+            case events.CancelFds():
+                self._sessions[effect.session].cancel_fds(effect.lease)
             case events.Notify():
                 self._sessions[effect.session].notify(effect.notice)
             case events.Allocate():
@@ -388,44 +331,139 @@ class Broker:
             case events.Free():
                 self._descriptors.pop(effect.ticket, None)
                 self._memory[effect.device].submit(effect)
-            case events.Assemble():
-                self._assembly.submit(effect)
-            case events.Dissolve():
-                self._descriptors.pop(effect.team, None)
-                self._assembly.submit(effect)
-            case events.HandOver():
-                self._hand_over(effect)
-            case events.Withdraw():
-                self._sessions[effect.session].withdraw(effect.lease)
+            case events.BindMulticast():
+                self._multicast.submit(effect)
+            case events.UnbindMulticast():
+                self._descriptors.pop(effect.group, None)
+                self._multicast.submit(effect)
             case events.SetTimer():
-                self._timers[effect.timer] = self._loop.call_later(effect.seconds, self._elapse, effect.timer)
-            case events.DropTimer():
+                expired = events.TimerExpired(effect.timer)
+                self._timers[effect.timer] = self._loop.call_later(effect.seconds, self._queue.put, expired)
+            case events.CancelTimer():
                 if timer := self._timers.pop(effect.timer, None):  # it may run out before this is written down
                     timer.cancel()
-            case events.Drained():
+            case events.ForgetSession():
+                self.sessions.forget(effect.session)
+            case events.ShutdownReady():
                 self._drained.set()
-            case events.Forget():
-                self._forget(self._sessions.pop(effect.session))
 
-    def _hand_over(self, effect: events.HandOver) -> None:
-        numbers = [ticket for _, ticket in effect.allocations] + [effect.team] * bool(effect.team)
-        done = (lambda _: None) if effect.rebound else self._delivered
-        lend = nullcontext if effect.writable else self._driver.for_reading
-        parcel = Parcel(effect.lease, numbers, self._descriptors, done, rebound=effect.rebound, lend=lend)
-        self._sessions[effect.session].hand_over(parcel)
+    # -- from one broker to the next ---------------------------------------------------------------
 
-    def _delivered(self, lease: int) -> None:
-        if self._scribe:
-            self._scribe.sent(lease)
+    def adopt_fds(self, ticket: int, descriptors: tuple[int, ...]) -> None:
+        """Take over the descriptors of memory that an earlier broker allocated."""
+        self._descriptors[ticket] = descriptors
 
-    def _elapse(self, timer: int) -> None:
-        del self._timers[timer]
-        self.handle(events.Elapsed(timer))
+    def resume(self, news: Iterable[LedgerEvent], logged: Mapping[int, LoggedSession]) -> None:
+        """Tell the ledger what happened while no broker ran, and tell sessions again what they may not have heard."""
+        self._queue.put(Restored(tuple(news)))
+        for number, session in self._sessions.items():
+            before = logged[number]
+            if self._checks:
+                self._checks.joined(session.peer.uid)
+            if not before.welcomed:
+                self.sessions.welcome(session)
+            session.notify(Draining(self._ledger.drain_reason))  # it may have heard otherwise from the earlier broker
+            for lease in before.undelivered_fds:
+                grant = self._ledger.lease_grant(number, lease)
+                if grant is not None and grant.hand_over is not None:
+                    self._execute(grant.hand_over)
 
-    def _forget(self, session: Session) -> None:
-        session.close()
-        self._arrivals.drop(session)
+    def status(self) -> str:
+        """Return how it fares, in one line."""
+        return self._ledger.summary()
+
+    def holds(self, *, with_store: bool) -> bool:
+        """Whether a client holds something that would go with this broker, and ``with_store`` with the store."""
+        return self._ledger.shutdown_loses(with_store=with_store)
+
+    def drain(self, *, with_store: bool) -> None:
+        """Lend nothing more that would go with this broker, and ``with_store`` with the store."""
+        self._queue.put(events.ShutdownStarted(with_store))
+        log.info("draining; what is held: %s", self._ledger.holders_text)
+
+    async def drained(self) -> None:
+        """Return when no client holds anything any more that would go with this broker."""
+        await self._drained.wait()
+
+    def close(self, reason: str) -> None:
+        """Say farewell to every session, and forget them all; or leave them to the next broker, if there is a store.
+
+        Memory that a client holds is left as it is: it may be mapped.
+        """
+        if held := self._ledger.holders_text:
+            log.warning("still held, and left as it is: %s; memory of ipc pools ends with this process", held)
+        for each in self._ledger.held_memory():
+            if each.leases:
+                self._memory[each.device].leave(each.ticket)
+                self._multicast.leave(each.group)
+        for number, session in self._sessions.items():
+            if self._store is None:
+                session.notify(Farewell("; ".join(filter(None, (reason, self._ledger.last_words(number))))))
+                session.close()
+            else:
+                session.close(stored=True)
+        for timer in self._timers.values():
+            timer.cancel()
+        if self._retry:
+            self._retry.cancel()
+        self._requests.turns.close()
+        self._recovery.close()
+        if self._checks:
+            self._checks.stop()
+        self._closed = True
 
 
-def _may_end_lease(event: Event) -> bool:
-    return isinstance(event.body, Close | Seal) if isinstance(event, Asked) else isinstance(event, events.Gone)
+class Recovery:
+    """Serves the other clients after a mistake in the ledger, and logs what the mistake did to the ledger's tables.
+
+    What the event left half-done may contradict the rest of the tables. The next broker would drop such entries, or
+    refuse all of them, long after the cause; so this one looks at once.
+
+    Args:
+        ledger: made the mistake.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._loop = asyncio.get_running_loop()
+        self._due = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def recover(self) -> Sequence[Effect]:
+        """Return the effects of an event that an exception ended; an audit follows soon."""
+        if self._timer is None:
+            self._timer = self._loop.call_at(max(self._due, self._loop.time()), self._audit)
+        try:
+            return self._ledger.recover()
+        # As over the event itself: others are served.
+        except Exception:
+            log.exception("the broker failed at going on after that")
+            return self._ledger.take_effects()
+
+    def close(self) -> None:
+        """Make no more audits."""
+        if self._timer:
+            self._timer.cancel()
+
+    def _audit(self) -> None:
+        self._timer, began = None, self._loop.time()
+        try:
+            _tell(self._ledger.audit())
+        finally:
+            self._due = self._loop.time() + AUDIT_SHARE * (self._loop.time() - began)
+
+
+def _tell(audit: Audit) -> None:
+    if not (audit.disagreements or audit.given_up or audit.refused):
+        log.warning("the ledger's books agree after that mistake; report it, with its traceback")
+        return
+    for finding in audit.disagreements[:MOST_FINDINGS]:
+        log.error("after that mistake the ledger's books do not agree: %s", finding)
+    for finding in audit.given_up[:MOST_FINDINGS]:
+        log.error("the next broker would give up what contradicts the rest: %s", finding)
+    again = ", and publish anew what is lost then" if audit.given_up else ""
+    advice = f"restart the broker when that suits, which puts the books in order{again}"
+    if audit.refused:
+        log.error("the next broker would refuse all that this one has recorded: %s", audit.refused)
+        advice = "do not restart the broker before everything was given back"
+    log.error("what is held goes on being served; %s; report this, with the traceback", advice)

@@ -1,7 +1,7 @@
-"""The directory where a broker serves: one broker at a time, and none removes what another one made.
+"""The directory where a broker serves: one broker at a time, and none removes the files of another.
 
-A broker locks the file ``lock`` there. The lock alone does not prove that no other broker serves: somebody may have
-removed the file, and the next broker locks a new one. So a broker that has the lock also calls the session socket, and
+A broker locks the file ``lock`` there. The lock alone does not prove that no other broker serves: if the file was
+removed meanwhile, the next broker locks a new one. So a broker that has the lock also calls the session socket, and
 gives way to any process that listens there. At its end it removes the sockets that it made itself, by inode.
 """
 
@@ -18,36 +18,29 @@ from pathlib import Path
 from typing import Self
 
 from cubroker.protocol.directory import LOCK, REQUEST_SOCKET, SESSION_SOCKET, check, exposure
-from cubroker.protocol.errors import Denied, Unavailable
-from cubroker.protocol.system_errors import about, reason, remedy
-from cubroker.server.config import Access
-from cubroker.server.peers import outsider
-from cubroker.server.unix_sockets import BoundSocket, call, let_in
+from cubroker.protocol.errors import Denied, Unavailable, about, reason, remedy
+from cubroker.server.transport.peer_credentials import overflow_id
+from cubroker.server.transport.unix_sockets import Access, BoundSocket, probe, set_access
 
 SO_PASSRIGHTS = 83
 """Linux 6.16: whether a Unix socket takes descriptors (asm-generic/socket.h; Python does not name it)."""
 
-BACKLOG = 512
-"""Connections that may wait to be accepted."""
+BACKLOG = 512  #: Connections that may wait to be accepted.
 
-
-DOOR = "door"
-"""The name under which the listening session socket is handed over."""
-
-REQUESTS = "requests"
-"""That of the listening request socket."""
+LISTENERS = DOOR, REQUESTS = ("door", "requests")
+"""The names under which the listening sockets are handed over: that for sessions, and that for requests."""
 
 
 class Directory:
     """The directory, locked and with its two sockets listening, for as long as the context lasts.
 
     Args:
-        path: the directory; made if it is not there.
+        path: the directory; made if it does not exist.
         access: who may connect; by default the broker's own user (and root) alone. It does not change sockets that
-            others have made.
-        listening: sockets that listen there already, by name; owned by this object from now on.
+            another process has made.
+        listening: sockets that listen there already, by name; this object takes them over.
         own: the names of those that an earlier broker made.
-        lasting: leave the sockets in the directory at the end: others have them too, and clients may wait there.
+        lasting: leave the sockets in the directory at the end: another process has them too, and clients may wait.
 
     Attributes:
         sessions: the listening session socket.
@@ -57,7 +50,7 @@ class Directory:
     Raises:
         Invalid: no socket can have the path.
         Denied: the directory cannot be written, or another user could pose as the broker there.
-        Unavailable: another broker serves there, or the system refuses what is needed.
+        Unavailable: another broker serves there, or the system refuses a file or socket.
     """
 
     def __init__(
@@ -97,14 +90,14 @@ class Directory:
         self._undo.close()
 
     def _socket(self, name: str, path: Path, kind: int, undo: ExitStack) -> socket.socket:
-        """Return the socket that listens at ``path``: the one that was handed over, or a new one."""
-        answer = call(path, kind)
+        """Return the socket that listens at ``path``: the inherited one, or a new one."""
+        answer = probe(path, kind)
         if (descriptor := self._listening.pop(name, None)) is not None:
             listener = undo.enter_context(socket.socket(fileno=descriptor))
             if answer.came_from(listener, path):
                 listener.setblocking(False)
                 if name in self._own:
-                    let_in(path, self._access)
+                    set_access(path, self._access)
                 _refuse_descriptors(listener)
                 return listener
         # A store holds the session socket of a broker that is being started again. The request socket of one that was
@@ -130,21 +123,20 @@ def _refusal(path: Path, error: OSError) -> Denied | Unavailable:
 
 
 def _refuse_descriptors(listener: socket.socket) -> None:
-    """Have the system refuse descriptors that peers push at this socket; older systems deliver them, to be dropped.
+    """Let the system refuse descriptors that peers send to this socket; older systems deliver them, to be closed.
 
-    To drop one is to close it, which may take as long as the peer likes: a TCP socket that lingers, a file on a server
-    that does not answer.
+    To close one may take as long as the peer likes: a TCP socket that lingers, a file on a server that does not answer.
     """
     with suppress(OSError):
         listener.setsockopt(socket.SOL_SOCKET, SO_PASSRIGHTS, 0)
 
 
 def _make(path: Path) -> None:
-    """Make the directory if it is not there, and refuse one where another user could pose as the broker."""
+    """Make the directory if necessary, and refuse one where another user could pose as the broker."""
     check(path)
     _check_exposure(path)  # first, so that nothing is made below a folder that is refused
     before = os.umask(0o022)
-    os.umask(before | 0o022)  # what is made on the way is nobody else's to write either
+    os.umask(before | 0o022)  # parents that are made are not for others to write either
     try:
         path.mkdir(parents=True, exist_ok=True)
     finally:
@@ -153,7 +145,7 @@ def _make(path: Path) -> None:
 
 
 def _check_exposure(path: Path) -> None:
-    if exposed := exposure(path, os.geteuid(), outsider("uid")):
+    if exposed := exposure(path, os.geteuid(), overflow_id("uid")):
         raise Denied(exposed)
 
 
@@ -176,32 +168,23 @@ def _lock(path: Path, undo: ExitStack) -> int:
 
 
 def _open_lock(path: Path) -> int:
-    """Open the lock's file, with its content as it is; refuse any other file that may stand there."""
+    """Open the lock's file without changing it; refuse any other file, whose content may be precious to its owner."""
+    lock, fault = -1, "is no regular file"
     try:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):  # a symbolic link, a folder, a socket
-            raise _unfit(path, "is no regular file") from None
-        raise
-    if fault := _fault(os.fstat(lock)):
+        if error.errno not in (errno.ELOOP, errno.EISDIR, errno.ENXIO):  # a symbolic link, a folder, a socket
+            raise
+    else:
+        found = os.fstat(lock)
+        if stat.S_ISREG(found.st_mode):
+            if found.st_nlink == 1 and found.st_uid in (0, os.geteuid()):
+                return lock
+            fault = f"belongs to user {found.st_uid}"
+            if found.st_nlink > 1:
+                fault = f"has {found.st_nlink} hard links, and so may be another file as well"
         os.close(lock)
-        raise _unfit(path, fault)
-    return lock
-
-
-def _fault(lock: os.stat_result) -> str:
-    """Return why a file is no lock of a broker's; its content may be precious to somebody."""
-    if not stat.S_ISREG(lock.st_mode):
-        return "is no regular file"
-    if lock.st_nlink > 1:
-        return f"has {lock.st_nlink} hard links, and so may be another file as well"
-    if lock.st_uid not in (0, os.geteuid()):
-        return f"belongs to user {lock.st_uid}"
-    return ""
-
-
-def _unfit(path: Path, fault: str) -> Unavailable:
-    return Unavailable(f"cannot serve in {path.parent}: {path} {fault}; remove it, or choose another directory")
+    raise Unavailable(f"cannot serve in {path.parent}: {path} {fault}; remove it, or choose another directory")
 
 
 def _stands_at(path: Path, descriptor: int) -> bool:
@@ -219,7 +202,7 @@ def _sign(lock: int, path: Path) -> None:
 
 
 def _signed(lock: int) -> str:
-    """Return the process that holds a lock, by what it has written there."""
+    """Return the process that holds a lock, as it has written there."""
     text = os.pread(lock, 20, 0).strip()
     return text.decode() if text.isdigit() else "unknown"
 

@@ -1,94 +1,55 @@
 """The log on standard error, and lines on standard output: the broker never waits for a reader of either.
 
-It does not end either because the reader of a pipe is gone or a disk is full.
+It outlives the reader of a pipe, and a full disk. One event is one line: for a terminal, for the journal, or as JSON.
+The message has everything in words; its fields have the same for programs, and a logger gets them as ``extra``, by the
+names in :data:`FIELDS`.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from queue import Full, Queue
 from threading import Thread
+from typing import TextIO
 
-from cubroker.server import forms
+MAX_LINES = 4096  #: Lines that wait to be written; later ones are lost, and counted.
+FAREWELL = 1.0  #: Seconds that the last lines may take at the end.
 
-MAX_LINES = 4096
-"""Lines that wait to be written; later ones are lost, and counted."""
+FIELDS = ("session", "pid", "uid", "request", "pool", "version", "code", "why")
+"""The subject, the object and the reason of an event; a record has those that are known."""
 
-FAREWELL = 1.0
-"""Seconds that the last lines may take at the end."""
-
-
-@contextmanager
-def to_standard_error() -> Iterator[Callable[[str], None]]:
-    """Log what is worth knowing to standard error, if there is one; yields what writes a plain line there.
-
-    Until :func:`adjust` says otherwise it is in the form that suits where that leads, from ``info`` on.
-    """
-    _fill()
-    if sys.__stderr__ is None:  # it was closed when this process began
-        yield _nowhere
-        return
-    lines = Lines(sys.__stderr__.fileno())
-    lines.setFormatter(forms.choose("auto", lines.descriptor))
-    root = logging.getLogger()
-    root.addHandler(lines)
-    root.setLevel(logging.INFO)
-    try:
-        yield lines.say
-    finally:
-        root.removeHandler(lines)
-        lines.close()
+PRIORITIES = ((logging.CRITICAL, 2), (logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO, 6))
+"""The journal's numbers of the levels (sd-daemon(3)); below them is 7."""
 
 
-@contextmanager
-def to_standard_output() -> Iterator[Callable[[str], None]]:
-    """Yield what writes a plain line to standard output, if there is one, and never waits for a reader of it."""
-    _fill()
-    if sys.__stdout__ is None:  # it was closed when this process began
-        yield _nowhere
-        return
-    lines = Lines(sys.__stdout__.fileno())
-    try:
-        yield lines.say
-    finally:
-        lines.close()
-
-
-def adjust(form: str, level: str) -> None:
-    """Log in another form, ``auto``, ``text``, ``json`` or ``journal``, from another level on."""
-    root = logging.getLogger()
-    root.setLevel(level.upper())
-    for lines in root.handlers:
-        if isinstance(lines, Lines):
-            lines.setFormatter(forms.choose(form, lines.descriptor))
-
-
-class Lines(logging.Handler):
-    """Has lines written to a descriptor by a thread of its own, since writing to a pipe may block for ever."""
+class LogWriter(logging.Handler):
+    """Writes lines to a descriptor in a thread of its own, since a write to a pipe may block for ever."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__()
         self.descriptor = descriptor
         self._lines: Queue[str | None] = Queue(MAX_LINES)
         self._lost = 0
-        self._told = 0
+        self._reported = 0
         # A daemon, and no buffered file beneath it, so that the interpreter can exit while it blocks.
         self._thread = Thread(target=self._run, name="log", daemon=True)
         self._thread.start()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Have a record written."""
+        """Write a record, soon."""
         try:
             self.say(self.format(record))
         except Exception:  # noqa: BLE001  as every handler: logging must not fail
             self.handleError(record)
 
     def say(self, line: str) -> None:
-        """Have a line written, unless too many wait for that already."""
+        """Write a line, soon; it is lost if too many wait already."""
         try:
             self._lines.put_nowait(line)
         except Full:
@@ -104,28 +65,128 @@ class Lines(logging.Handler):
     def _run(self) -> None:
         while (line := self._lines.get()) is not None:
             self._write(line)
-            if lost := self._lost - self._told:
-                self._told += lost
-                self._write(self.format(_loss(lost)))
+            if lost := self._lost - self._reported:
+                self._reported += lost
+                message = "%d lines of the log were lost here: they were not read in time"
+                record = logging.LogRecord(__name__, logging.WARNING, __file__, 0, message, (lost,), None)
+                self._write(self.format(record))
 
     def _write(self, line: str) -> None:
         data = line.encode(errors="backslashreplace") + b"\n"
-        with suppress(OSError):  # nobody reads any more
+        with suppress(OSError):  # the reader is gone
             while data:
                 data = data[os.write(self.descriptor, data) :]
 
 
-def _loss(lines: int) -> logging.LogRecord:
-    message = "%d lines of the log were lost here: they were not read in time"
-    return logging.LogRecord(__name__, logging.WARNING, __file__, 0, message, (lines,), None)
+@contextmanager
+def to_standard_error() -> Iterator[Callable[[str], None]]:
+    """Log to standard error, if there is one; yield a function that writes a plain line there.
+
+    Until :func:`adjust` changes it, the format is ``auto`` and the level ``info``.
+    """
+    with _writing(sys.__stderr__) as writer:
+        if writer is None:
+            yield _nowhere
+            return
+        writer.setFormatter(choose("auto", writer.descriptor))
+        root = logging.getLogger()
+        root.addHandler(writer)
+        root.setLevel(logging.INFO)
+        try:
+            yield writer.say
+        finally:
+            root.removeHandler(writer)
 
 
-def _fill() -> None:
-    """Open what is closed of standard input, output and error, or the next socket or lock would get its number."""
+@contextmanager
+def to_standard_output() -> Iterator[Callable[[str], None]]:
+    """Yield a function that writes a plain line to standard output, if there is one, and never waits for a reader."""
+    with _writing(sys.__stdout__) as writer:
+        yield _nowhere if writer is None else writer.say
+
+
+@contextmanager
+def _writing(stream: TextIO | None) -> Iterator[LogWriter | None]:
+    """Yield a writer to a standard stream; None if that was closed when this process began."""
+    # Open all of 0, 1 and 2, or the next socket or lock would get such a number.
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
+    writer = None if stream is None else LogWriter(stream.fileno())
+    try:
+        yield writer
+    finally:
+        if writer:
+            writer.close()
 
 
 def _nowhere(line: str) -> None:
-    """There is no such stream."""
+    """Drop a line: there is no such stream."""
+
+
+def adjust(form: str, level: str) -> None:
+    """Log in another format, ``auto``, ``text``, ``json`` or ``journal``, from another level on."""
+    root = logging.getLogger()
+    root.setLevel(level.upper())
+    for writer in root.handlers:
+        if isinstance(writer, LogWriter):
+            writer.setFormatter(choose(form, writer.descriptor))
+
+
+class TextFormatter(logging.Formatter):
+    """``2026-11-22 02:41:00,123 INFO serving on /run/cubroker``."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(message)s")
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        return one_line(super().format(record))
+
+
+class JournalFormatter(logging.Formatter):
+    """``<6>serving on /run/cubroker``: the journal has its own clock, and reads the level from the beginning."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        priority = next((number for level, number in PRIORITIES if record.levelno >= level), 7)
+        return f"<{priority}>{one_line(super().format(record))}"
+
+
+class JsonFormatter(logging.Formatter):
+    """One object: ``time`` (UTC), ``level``, ``message``, the known fields, and ``traceback``."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        line: dict[str, object] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "message": record.getMessage(),
+        }
+        line |= {name: record.__dict__[name] for name in FIELDS if name in record.__dict__}
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+FORMATTERS: Mapping[str, type[logging.Formatter]] = {
+    "text": TextFormatter,
+    "json": JsonFormatter,
+    "journal": JournalFormatter,
+}
+
+
+def choose(form: str, descriptor: int) -> logging.Formatter:
+    """Return the formatter of a name; ``auto`` is ``journal`` where ``descriptor`` leads there, else ``text``."""
+    if form == "auto":
+        here, journal = os.fstat(descriptor), os.environ.get("JOURNAL_STREAM")  # systemd.exec(5)
+        form = "journal" if journal == f"{here.st_dev}:{here.st_ino}" else "text"
+    return FORMATTERS[form]()
+
+
+def one_line(text: str) -> str:
+    """Return a text in one line that does nothing to a terminal: parts of it come from other users."""
+    if text.isprintable():
+        return text
+    lines = " | ".join(filter(None, map(str.strip, text.splitlines())))
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in lines)

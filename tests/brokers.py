@@ -12,6 +12,9 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TypeVar
 
+from tests import forkserver
+from tests.forkserver import SERVER
+
 DEVICES = "host:2@64MiB"
 PATIENCE = 120.0
 """Seconds after which a condition that does not come true fails a test."""
@@ -60,7 +63,7 @@ class BrokerProcess:
 
     def spawn(self, log: int) -> subprocess.Popen[bytes]:
         """Start the process, with everything that it writes in its log."""
-        return subprocess.Popen(self.command(), stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        return forkserver.start(self.command(), preload=SERVER, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
     def command(self) -> list[str]:
         command = [sys.executable, "-m", "cubroker.server", str(self.directory), "--devices", self.devices]

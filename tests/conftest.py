@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests import forkserver, sampling
 from tests.brokers import BrokerProcess, serving
 
 # A shell starts what it runs in the background with SIGINT ignored, and so do our children then: no test of an
@@ -15,9 +17,23 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_report_header() -> str:
+    """Say what repeats today's samples."""
+    return "every sweep whole" if sampling.WHOLE else f"samples of sweeps: CUBROKER_TEST_SEED={sampling.SEED}"
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Have the slow ones run first, so that no worker is left with them alone at the end."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish() -> None:
+    """Do what takes time before pytest-xdist counts ten seconds and kills the worker, whose coverage would be lost."""
+    forkserver.close()
+    coverage = sys.modules.get("coverage")
+    if coverage and (measured := coverage.Coverage.current()):
+        measured.save()
 
 
 @pytest.fixture

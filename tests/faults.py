@@ -23,7 +23,9 @@ import pytest
 
 from cubroker.driver.host import memory
 from cubroker.server.__main__ import main as serve
+from tests import forkserver
 from tests.brokers import BrokerProcess, started
+from tests.forkserver import SERVER
 
 SYSTEM_CALLS = ("memfd_create", "ftruncate", "fcntl", "mmap", "mprotect", "madvise")
 """Those that host memory is made with."""
@@ -106,7 +108,7 @@ class _FaultyLibc:
         def call(*args: Any) -> Any:
             if error := self._plan.due(name):
                 ctypes.set_errno(error)
-                return -1 if name != "mmap" else ctypes.c_void_p(-1).value
+                return ctypes.c_void_p(-1).value if name in ("mmap", "mremap") else -1
             return function(*args)
 
         return call
@@ -114,12 +116,18 @@ class _FaultyLibc:
 
 def install(plan: Plan) -> None:
     """Have the host driver, the system calls beneath it and the sending of descriptors fail as ``plan`` says, here."""
-    loading: Any = importlib.import_module("cubroker.driver.load")
-    host_module = loading.host_module
-    loading.host_module = lambda *args: FaultyModule(host_module(*args), plan)
-    vars(memory)["_libc"] = _FaultyLibc(vars(memory)["_libc"], plan)
-    for module, name in ((os, "memfd_create"), (os, "ftruncate"), (fcntl, "fcntl"), (socket, "send_fds")):
-        setattr(module, name, _failing(getattr(module, name), name, plan))
+    host: Any = importlib.import_module("cubroker.driver.host.module")  # cubroker.driver.load asks it at each load
+    host_module = host.host_module
+    host.host_module = lambda *args: FaultyModule(host_module(*args), plan)
+    fail_system_calls(pytest.MonkeyPatch(), plan)
+    socket.send_fds = _failing(socket.send_fds, "send_fds", plan)
+
+
+def fail_system_calls(patch: pytest.MonkeyPatch, plan: Plan) -> None:
+    """Have the system calls beneath host memory fail as ``plan`` says, in this process."""
+    patch.setattr(memory, "_libc", _FaultyLibc(vars(memory)["_libc"], plan))
+    for module, name in ((os, "memfd_create"), (os, "ftruncate"), (os, "open"), (fcntl, "fcntl")):
+        patch.setattr(module, name, _failing(getattr(module, name), name, plan))
 
 
 def _failing(function: Callable[..., Any], name: str, plan: Plan) -> Callable[..., Any]:
@@ -138,7 +146,7 @@ class FaultyBroker(BrokerProcess):
         """As any broker's."""
         self._control, theirs = socket.socketpair()
         with theirs:
-            return subprocess.Popen(self.command(), stdin=theirs.fileno(), stdout=log, stderr=log)
+            return forkserver.start(self.command(), preload=SERVER, stdin=theirs.fileno(), stdout=log, stderr=log)
 
     def command(self) -> list[str]:
         return [sys.executable, "-m", "tests.faults", str(self.directory), "--devices", self.devices]

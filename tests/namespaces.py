@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests import forkserver
 from tests.brokers import DEVICES, PATIENCE, BrokerProcess, started
 
 GUEST = """
@@ -95,7 +96,7 @@ class Guest:
 def visiting(directory: Path, pool: str, before: Sequence[str] = ()) -> Iterator[Guest]:
     """Attach to a pool in another process, which ``before`` runs in namespaces of its own."""
     command = [*before, sys.executable, "-c", GUEST, str(directory), pool]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with forkserver.start(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
             yield Guest(process)
         finally:

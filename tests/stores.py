@@ -6,17 +6,19 @@ import os
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from socket import AF_UNIX, SCM_RIGHTS, SOCK_DGRAM, SOL_SOCKET, socket
 from threading import Event, Thread
 
-from cubroker.server.store import datagrams
-from cubroker.server.store.damaged import Damaged
-from cubroker.server.store.datagrams import close_all
-from cubroker.server.store.journal import Journal, _newest
+from cubroker.protocol.errors import CorruptJournal
+from cubroker.server.store import sd_notify
+from cubroker.server.store.journal import Journal, newest_slot
+from cubroker.server.store.sd_notify import close_all
+from tests import forkserver
 from tests.brokers import DEVICES, BrokerProcess, started
+from tests.forkserver import SERVER
 
 ATTEMPTS = 10
 """At reading a journal that is written meanwhile."""
@@ -38,6 +40,20 @@ os.execv(sys.argv[2 + count], sys.argv[2 + count:])
 """
 
 
+def launch(
+    command: Sequence[str], numbers: Sequence[int], log: int, environment: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    """Start a broker as a service manager does that has descriptors for it: at the numbers from 3 on, and counted."""
+    streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+    if command[0] == sys.executable and len(numbers) < forkserver.MOST - 10 and forkserver.like_ours():
+        counted = {"LISTEN_PID": forkserver.SELF, "LISTEN_FDS": str(len(numbers))}
+        placed = dict(enumerate(numbers, start=3))
+        env = {**os.environ, **counted, **environment}
+        return forkserver.Forked(command[1:], preload=SERVER, descriptors=placed, env=env, **streams)
+    before = [sys.executable, "-c", LAUNCH, str(len(numbers)), *map(str, numbers)]
+    return subprocess.Popen([*before, *command], pass_fds=numbers, env={**os.environ, **environment}, **streams)
+
+
 def fill(path: Path) -> None:
     """Leave no room in the queue of a socket that nobody reads, which may hold more than one sender may send."""
     sent = True
@@ -51,7 +67,7 @@ def fill(path: Path) -> None:
                 sent = True
 
 
-class Warehouse:
+class FdStore:
     """Keeps what is sent to ``path``, by name, until it is told to forget it. Whoever sends is believed.
 
     Attributes:
@@ -115,10 +131,10 @@ class Warehouse:
         (descriptor,) = self.stored["ledger"]
         for _ in range(ATTEMPTS):
             try:
-                journal = Journal(descriptor, _newest(descriptor))
+                journal = Journal(descriptor, newest_slot(descriptor))
                 journal._load()
                 return dict(journal.items())
-            except Damaged as error:
+            except CorruptJournal as error:
                 failure = error
         raise failure
 
@@ -127,7 +143,7 @@ class Warehouse:
         close_all(self.stored.pop(name, ()))
 
     def _listen(self) -> None:
-        self._channel = datagrams.listen(str(self.path))
+        self._channel = sd_notify.listen(str(self.path))
         self._channel.setblocking(True)
         self._thread = Thread(target=self._serve)
         self._thread.start()
@@ -139,8 +155,8 @@ class Warehouse:
         self._channel.close()
 
     def _serve(self) -> None:
-        while message := datagrams.receive(self._channel):
-            fields = datagrams.parse(message)
+        while message := sd_notify.receive(self._channel):
+            fields = sd_notify.parse(message)
             if "END" in fields:
                 return
             if "BARRIER" in fields:
@@ -162,40 +178,40 @@ class Warehouse:
 
 
 class StoredBroker(BrokerProcess):
-    """A broker process whose descriptors a :class:`Warehouse` keeps. Whatever is told to restart finds them.
+    """A broker process whose descriptors a :class:`FdStore` keeps. Whatever is told to restart finds them.
 
     Attributes:
         room: descriptors that the store says it takes.
     """
 
     def __init__(self, directory: Path, devices: str = DEVICES, budget: str | None = None, room: int = ROOM) -> None:
-        self.warehouse = Warehouse(directory.with_name("notify"))
+        self.fdstore = FdStore(directory.with_name("notify"))
         self.room = room
         try:
             super().__init__(directory, devices, budget)
         except BaseException:
-            self.warehouse.close()
+            self.fdstore.close()
             raise
 
     def kill(self) -> None:
         """Send SIGKILL, wait for its end, and for the store to act upon what it sent."""
         super().kill()
-        if self.warehouse.open:
+        if self.fdstore.open:
             self.settled()
 
     def stop(self) -> int:
         """Send SIGTERM, wait for its end, and for the store to act upon what it sent; return its exit status."""
         status = super().stop()
-        if self.warehouse.open:
+        if self.fdstore.open:
             self.settled()
         return status
 
     def start(self) -> None:
         """Start it (again), with all that was stored, and return when it serves and the store has what it made."""
-        if self.warehouse.open:
+        if self.fdstore.open:
             self.settled()
         super().start()
-        if self.warehouse.open:
+        if self.fdstore.open:
             self.settled()
 
     def restart(self) -> None:
@@ -205,22 +221,15 @@ class StoredBroker(BrokerProcess):
 
     def settled(self) -> None:
         """Return when the store has acted upon all that was sent to it."""
-        self.warehouse.settle()
+        self.fdstore.settle()
 
     def spawn(self, log: int) -> subprocess.Popen[bytes]:
         """Start the process, with what is stored."""
-        stored = [(name, each) for name, descriptors in self.warehouse.stored.items() for each in descriptors]
+        stored = [(name, each) for name, descriptors in self.fdstore.stored.items() for each in descriptors]
         numbers = [descriptor for _, descriptor in stored]
         names = ":".join(name for name, _ in stored)
-        environ = {"NOTIFY_SOCKET": str(self.warehouse.path), "FDSTORE": str(self.room), "LISTEN_FDNAMES": names}
-        return subprocess.Popen(
-            [sys.executable, "-c", LAUNCH, str(len(numbers)), *map(str, numbers), *self.command()],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            pass_fds=numbers,
-            env={**os.environ, **environ},
-        )
+        environ = {"NOTIFY_SOCKET": str(self.fdstore.path), "FDSTORE": str(self.room), "LISTEN_FDNAMES": names}
+        return launch(self.command(), numbers, log, environ)
 
 
 @contextmanager
@@ -233,4 +242,4 @@ def storing(devices: str = DEVICES, budget: str | None = None, room: int = ROOM)
             try:
                 broker.stop()
             finally:
-                broker.warehouse.close()
+                broker.fdstore.close()

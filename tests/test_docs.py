@@ -1,4 +1,4 @@
-"""The pages of docs/ say nothing of the tree that is not so."""
+"""The pages of docs/ agree with the tree, and keep the form of a page: short lines, short paragraphs, plain words."""
 
 from __future__ import annotations
 
@@ -15,8 +15,20 @@ import pytest
 from benchmarks import pages
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+DECISIONS = sorted((ROOT / "docs" / "decisions").glob("*.md"))
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *DECISIONS])
+PROSE = sorted([*PAGES, *map(ROOT.joinpath, ("CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md"))])
+"""Pages whose form is held here; the changelog is a list and may be longer."""
 SHARING = (ROOT / "docs" / "sharing.md").read_text()
+
+
+FOLDERS = "api|benchmarks|cli|client|deploy|docs|driver|examples|integrations|protocol|requirements|server|tests"
+CODE = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
+
+
+def str_of(page: Path) -> str:
+    """The name of a page, from the root of the tree."""
+    return str(page.relative_to(ROOT))
 
 
 def called(module: Path) -> set[str]:
@@ -76,13 +88,13 @@ def witnesses() -> dict[str, str]:
     for function, (*_, test, _) in rows().items():
         path, name = test.split()
         conformance = path.rpartition("/")[2].startswith("conformance")
-        found[function] = f"{'tests/driver/test_conformance.py' if conformance else path}::{name.strip('`')}"
+        found[function] = f"{'tests/unit/driver/test_conformance.py' if conformance else path}::{name.strip('`')}"
     return found
 
 
 def test_the_tests_of_the_table_call_their_functions(tmp_path: Path) -> None:
     tests, file = witnesses(), tmp_path / "calls.json"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.driver.recorder"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.unit.driver.recorder"]
     command += ["--record-calls", str(file), *sorted(set(tests.values()))]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
@@ -98,7 +110,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PROSE, ROOT / "CHANGELOG.md"], ids=str_of)
 def test_links_lead_somewhere(page: Path) -> None:
     for target, _, anchor in re.findall(r"\]\(([^)#\s]*)(#([^)\s]*))?\)", page.read_text()):
         if not target.startswith("http"):
@@ -107,11 +119,71 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert not anchor or anchor in anchors(other), f"{target}#{anchor}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PROSE, ids=str_of)
 def test_files_that_pages_name_are_there(page: Path) -> None:
-    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    for path in re.findall(r"\b((?:driver|client|server|protocol|cli|tests|docs|deploy)/[\w/]+\.\w+)", text):
+    text = CODE.sub("", page.read_text())
+    for path in re.findall(rf"\b((?:{FOLDERS})/[\w/]+\.\w+)", text):
         assert (ROOT / path).exists(), path
+    for pattern in re.findall(rf"`((?:{FOLDERS})/[\w/.*-]*)`", text):
+        assert list(ROOT.glob(pattern.rstrip("/"))), pattern
+
+
+# -- form ----------------------------------------------------------------------------------------------
+
+WIDTH = 120
+"""Characters of a line, its marks of figures left out."""
+
+PARAGRAPH = 6
+"""Lines of a paragraph or of an item of a list."""
+
+VAGUE = re.compile(r"\b(whoever|nobody|whatever)\b", re.IGNORECASE)
+"""Pronouns where the subject has a name."""
+
+
+def blocks(page: Path) -> list[list[str]]:
+    """The paragraphs and items of a page: no code, tables or headings; lines without the marks of figures."""
+    text = re.sub(r"<!--.*?-->", "", CODE.sub("", page.read_text()))
+    found: list[list[str]] = [[]]
+    for line in text.splitlines():
+        if not line.strip() or re.match(r" *(\||#)", line):
+            found.append([])
+        elif re.match(r" *([-*]|\d+\.) ", line):
+            found.append([line])
+        else:
+            found[-1].append(line)
+    return [block for block in found if block]
+
+
+@pytest.mark.parametrize("page", PROSE, ids=str_of)
+def test_lines_of_prose_are_short_enough_to_read(page: Path) -> None:
+    lines = [line for block in blocks(page) for line in block if len(line) > WIDTH]
+    assert [line for line in lines if not re.fullmatch(r"\W*\[[^\]]*\]\([^)]*\)\W*", line)] == []
+
+
+@pytest.mark.parametrize("page", PROSE, ids=str_of)
+def test_paragraphs_are_short_enough_to_read(page: Path) -> None:
+    assert [block[0] for block in blocks(page) if len(block) > PARAGRAPH] == []
+
+
+@pytest.mark.parametrize("page", PROSE, ids=str_of)
+def test_sentences_name_their_subject(page: Path) -> None:
+    text = re.sub(r"`[^`]*`|\w+\.py::\w+", "", CODE.sub("", page.read_text()))
+    assert [line for line in text.splitlines() if VAGUE.search(line)] == []
+
+
+def test_the_architecture_is_a_map_with_a_short_glossary() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    glossary = text.partition("## Glossary")[2].partition("\n## ")[0]
+    assert len(text.splitlines()) <= 150
+    assert len(re.findall(r"^\| ", glossary, re.MULTILINE)) - 2 <= 25
+
+
+@pytest.mark.parametrize("page", DECISIONS, ids=str_of)
+def test_a_decision_is_one_page_with_context_decision_and_consequences(page: Path) -> None:
+    text = page.read_text()
+    assert len(text.splitlines()) <= 60
+    assert re.findall(r"^## (.*)$", text, re.MULTILINE)[:3] == ["Context", "Decision", "Consequences"]
+    assert re.match(r"\d{3}-[a-z0-9-]+\.md", page.name)
 
 
 # -- boundaries ----------------------------------------------------------------------------------------

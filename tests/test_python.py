@@ -24,7 +24,7 @@ del os.memfd_create, os.pidfd_open
 WORKER = """
 import os, sys
 from cubroker.client import Broker
-from tests.kills.content import Form, check
+from tests.crash.content import Form, check
 
 assert not hasattr(os, "memfd_create")
 with Broker(sys.argv[1]) as broker:

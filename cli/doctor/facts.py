@@ -1,4 +1,4 @@
-"""What is found out about a machine, and what is made of it: plain data, which also travels between processes."""
+"""Facts about a machine, and the findings drawn from them: plain data, which also travels between processes."""
 
 from __future__ import annotations
 
@@ -12,73 +12,63 @@ Outcome = Literal["works", "refused", "differs", "writable", "silent", "died", "
 
 @dataclass(frozen=True)
 class Trial:
-    """What came of one trial, or of asking the driver at all.
+    """The outcome of one trial, or of a question to the driver."""
 
-    Attributes:
-        outcome: ``refused`` by the driver; other bytes were read than written (``differs``); what is read-only could be
-            written; no answer in time (``silent``); the process ``died``; not tried since an earlier one was silent
-            (``skipped``).
-        side: who met the refusal: the ``owner`` of the memory, as the broker is, or a ``worker``.
-        call: the driver's function that refused.
-        error: the name of its result; empty where the driver has no such function.
-        detail: more in words.
-    """
-
+    #: ``refused`` by the driver; other bytes were read than written (``differs``); what is read-only could be written;
+    #: no answer in time (``silent``); the process ``died``; not tried since an earlier one was silent (``skipped``).
     outcome: Outcome
+    #: Who met the refusal: the ``owner`` of the memory, as the broker is, or a ``worker``.
     side: str = ""
+    #: The driver's function that refused.
     call: str = ""
+    #: The name of its result; empty where the driver has no such function.
     error: str = ""
+    #: More in words.
     detail: str = ""
 
 
 @dataclass(frozen=True)
 class DriverFacts:
-    """How the driver that was asked for answered.
+    """The driver's answer to the survey."""
 
-    Attributes:
-        spec: what was asked for, ``"cuda:0,1"``.
-        trial: works, or why not.
-        version: the CUDA version it serves, 13000 for 13.0; 0 if unknown.
-        library: whether the driver's library, libcuda, is there.
-    """
-
+    #: What was asked for, ``"cuda:0,1"``.
     spec: str
+    #: Works, or why not.
     trial: Trial
+    #: The CUDA version it serves, 13000 for 13.0; 0 if unknown.
     version: int = 0
+    #: Whether the driver's library, libcuda, is there.
     library: bool = True
 
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """One device, as it describes itself; of attributes, None is one that nobody has heard of.
-
-    Attributes:
-        emulated: whether it is a host device.
-        compute_mode: 0 default, 2 prohibited, 3 one process at a time.
-        unified: whether it has unified addressing, which NVIDIA's pages require for handles of memory and events.
-        ipc: whether it has IPC events, by which those pages have programs find out whether there is any IPC.
-        virtual: whether it has virtual memory management.
-        descriptors: whether memory can be exported as descriptors.
-        fabric: whether the hardware has fabric handles, whatever the machine says.
-        multicast: whether the device says that it can be in a multicast object.
-        obstacle: why it can have no part in multicast all the same, in the driver package's words; None if nothing is.
-        peers: of each other device that was asked for, whether its memory is in direct reach.
-        links: works, or why the driver does not tell of links.
-    """
+    """One device as it describes itself; None is an attribute that the driver does not know."""
 
     index: int
     uuid: str
     name: str
+    #: Whether it is a host device.
     emulated: bool = False
+    #: 0 default, 2 prohibited, 3 one process at a time.
     compute_mode: int | None = 0
+    #: Whether it has unified addressing, which NVIDIA's pages require for handles of memory and events.
     unified: int | None = 1
+    #: Whether it has IPC events, by which those pages have programs find out whether there is any IPC.
     ipc: int | None = 1
+    #: Whether it has virtual memory management.
     virtual: int | None = 1
+    #: Whether memory can be exported as descriptors.
     descriptors: int | None = 1
+    #: Whether the hardware has fabric handles; the machine may refuse them.
     fabric: int | None = 0
+    #: Whether the device says that it can be in a multicast object.
     multicast: int | None = 0
+    #: Why it can have no part in multicast all the same, in the driver package's words; None if nothing is.
     obstacle: str | None = None
+    #: Of each other device that was asked for, whether its memory is in direct reach.
     peers: Mapping[int, bool] = field(default_factory=dict)
+    #: Works, or why the driver does not tell of links.
     links: Trial = Trial("works")
 
     @property
@@ -89,7 +79,7 @@ class DeviceFacts:
 
 @dataclass(frozen=True)
 class Survey:
-    """What a driver says when it is asked, with nothing tried yet."""
+    """The driver and its devices, before any trial."""
 
     driver: DriverFacts
     devices: tuple[DeviceFacts, ...] = ()
@@ -97,7 +87,7 @@ class Survey:
 
 @dataclass(frozen=True)
 class Examined:
-    """One device and what came of the trials on it, by kind."""
+    """One device, and the outcome of each trial on it by kind."""
 
     device: DeviceFacts
     trials: Mapping[str, Trial]
@@ -105,23 +95,20 @@ class Examined:
 
 @dataclass(frozen=True)
 class DirectoryFacts:
-    """The directory where a broker serves, or would.
-
-    Attributes:
-        invalid: why no socket can be there whatever is done; empty if one can.
-        state: what is there.
-        owner: its user id.
-        mode: its permissions.
-        exposed: why no broker serves there, since another user could pose as it, and what to do; as `serve` says it.
-        enter: whether this user may pass through.
-    """
+    """The directory where a broker serves, or would."""
 
     path: Path
+    #: Why no socket can ever be there; empty if one can.
     invalid: str = ""
+    #: What is there.
     state: Literal["directory", "absent", "something else", "hidden"] = "directory"
+    #: Its user id.
     owner: int = 0
+    #: Its permissions.
     mode: int = 0o755
+    #: Why no broker serves there, since another user could pose as it, and what to do; as `serve` says it.
     exposed: str = ""
+    #: Whether this user may pass through.
     enter: bool = True
 
 
@@ -135,46 +122,43 @@ class BrokerFacts:
 
 @dataclass(frozen=True)
 class HostFacts:
-    """The machine, or the container, that this process is in.
-
-    Attributes:
-        user: the user id of this process.
-        kernel: ``"6.18.1"``.
-        module: the version of the GPU driver's kernel module, ``"580.159.03"``; empty if none is loaded.
-        files: the driver's device files that are there, by name, and whether this user may open each.
-        channels: whether there is an IMEX channel.
-        container: what kind of container this is; empty if none was recognised.
-        visible: ``CUDA_VISIBLE_DEVICES``.
-        namespace: whether user ids are those of a namespace.
-        descriptors: the soft and the hard limit on open files; -1 is none.
-        locked: the limit on locked memory in bytes; -1 is none.
-        memfd: why files in memory cannot be made; empty if they can.
-        pidfd: why processes cannot be watched; empty if they can.
-        peer_pidfd: whether the kernel tells which process is at the other end of a socket.
-        unconfined: what the kernel lacks for keeping a gateway from the rest of the machine, a clause each.
-    """
+    """The machine, or the container, that this process is in."""
 
     directory: DirectoryFacts
     broker: BrokerFacts
+    #: The user id of this process.
     user: int = 0
+    #: ``"6.18.1"``.
     kernel: str = "6.18.1"
+    #: The version of the GPU driver's kernel module, ``"580.159.03"``; empty if none is loaded.
     module: str = ""
+    #: The driver's device files that are there, by name, and whether this user may open each.
     files: Mapping[str, bool] = field(default_factory=dict)
+    #: Whether there is an IMEX channel.
     channels: bool = False
+    #: What kind of container this is; empty if none was recognised.
     container: str = ""
+    #: ``CUDA_VISIBLE_DEVICES``.
     visible: str | None = None
+    #: Whether user ids are those of a namespace.
     namespace: bool = False
+    #: The soft and the hard limit on open files; -1 is none.
     descriptors: tuple[int, int] = (1024, 524288)
+    #: The limit on locked memory in bytes; -1 is none.
     locked: int = -1
+    #: Why files in memory cannot be made; empty if they can.
     memfd: str = ""
+    #: Why processes cannot be watched; empty if they can.
     pidfd: str = ""
+    #: Whether the kernel tells which process is at the other end of a socket.
     peer_pidfd: bool = True
+    #: What the kernel lacks for keeping a gateway from the rest of the machine, a clause each.
     unconfined: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Facts:
-    """Everything that was found out. ``devices`` are host devices where nobody named any and there is no GPU."""
+    """All facts. ``devices`` are host devices if none were named and there is no GPU."""
 
     driver: DriverFacts
     devices: tuple[Examined, ...]
@@ -182,8 +166,8 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What is made of facts: works, does not, or cannot be told (None); why; and what to do about it."""
+class Finding:
+    """A judgement of facts: works, does not work, or unknown (None); why; and what to do about it."""
 
     works: bool | None
     why: str

@@ -14,14 +14,18 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
+from typing import TypeVar
 
 import msgspec
 
-from cubroker.cli.doctor.children import command, read
 from cubroker.cli.doctor.facts import DeviceFacts, DriverFacts, Survey, Trial
-from cubroker.driver import Device, Driver, DriverError, load
-from cubroker.driver.sizes import round_up
+from cubroker.driver import Context, Device, Driver, DriverError, load
+from cubroker.driver.basics import round_up
+from cubroker.protocol.messages import IPC, VMM
+from cubroker.server.process import python_command
+
+R = TypeVar("R")
 
 SIZE = 2 << 20
 """Bytes that are shared."""
@@ -32,8 +36,8 @@ PR_SET_PDEATHSIG = 1
 DRIVER_LIBRARY = "libcuda.so.1"
 
 
-class _Shared(msgspec.Struct):
-    """What a worker is told on its standard input; a handle is a secret, and arguments are none."""
+class Shared(msgspec.Struct):
+    """What a worker is told on its standard input: a handle is a secret, which arguments are not."""
 
     seed: bytes
     size: int = SIZE
@@ -46,7 +50,7 @@ def main(parent: str, task: str, spec: str, index: str = "0") -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(parent):
         return  # it ended before it could be followed
-    result = survey(spec) if task == "survey" else _told(task, spec, int(index))
+    result = survey(spec) if task == "survey" else attempt(task, spec, int(index))
     sys.stdout.write(msgspec.json.encode(result).decode() + "\n")
 
 
@@ -60,7 +64,12 @@ def survey(spec: str) -> Survey:
             devices = tuple(_describe(driver, device) for device in driver.devices)
             return Survey(DriverFacts(spec, Trial("works"), driver.version), devices)
     except (DriverError, RuntimeError) as error:
-        return Survey(DriverFacts(spec, _refusal(error), library=_library()))
+        library = True
+        try:
+            ctypes.CDLL(DRIVER_LIBRARY)
+        except OSError:
+            library = False
+        return Survey(DriverFacts(spec, refusal(error), library=library))
 
 
 def _describe(driver: Driver, device: Device) -> DeviceFacts:
@@ -70,7 +79,7 @@ def _describe(driver: Driver, device: Device) -> DeviceFacts:
             if other is not device:
                 peers[other.index] = driver.peers.can_access(device.index, other.index)
     except DriverError as error:
-        links = _refusal(error)
+        links = refusal(error)
     multicast = driver.attribute(device.index, "MULTICAST_SUPPORTED")
     return DeviceFacts(
         device.index,
@@ -90,14 +99,6 @@ def _describe(driver: Driver, device: Device) -> DeviceFacts:
     )
 
 
-def _library() -> bool:
-    try:
-        ctypes.CDLL(DRIVER_LIBRARY)
-    except OSError:
-        return False
-    return True
-
-
 # -- owners ----------------------------------------------------------------------------------------
 
 
@@ -106,16 +107,16 @@ def _ipc(driver: Driver, index: int) -> Trial:
     context, seed = driver.context(index), secrets.token_bytes()
     pointer = context.allocate(SIZE)
     context.write(pointer, _pattern(seed, SIZE))
-    trial = _worker("ipc-reader", driver, index, _Shared(seed, handle=context.export(pointer)))
+    trial = ask_worker("ipc-reader", driver, index, Shared(seed, handle=context.export(pointer)))
     context.free(pointer)
     return trial
 
 
 def _vmm(driver: Driver, index: int) -> Trial:
     """Share memory by descriptor as a broker does, without a context."""
-    physical = driver.create(index, _size(driver, index))
+    physical = driver.create(index, round_up(SIZE, driver.granularity(index)))
     descriptor = physical.export()
-    trial = _lent(driver, index, _Shared(secrets.token_bytes(), physical.nbytes, descriptor=descriptor))
+    trial = _lent(driver, index, Shared(secrets.token_bytes(), physical.nbytes, descriptor=descriptor))
     os.close(descriptor)
     physical.release()
     return trial
@@ -123,11 +124,11 @@ def _vmm(driver: Driver, index: int) -> Trial:
 
 def _fabric(driver: Driver, index: int) -> Trial:
     """Share memory by fabric handle, if it gets one."""
-    physical = driver.create(index, _size(driver, index), fabric=True)
+    physical = driver.create(index, round_up(SIZE, driver.granularity(index)), fabric=True)
     handle = physical.export_fabric()
     trial = Trial("refused")
     if handle is not None:
-        trial = _lent(driver, index, _Shared(secrets.token_bytes(), physical.nbytes, handle))
+        trial = _lent(driver, index, Shared(secrets.token_bytes(), physical.nbytes, handle))
     physical.release()
     return trial
 
@@ -137,40 +138,33 @@ def _events(driver: Driver, index: int) -> Trial:
     context = driver.context(index)
     with context.event(shared=True) as event, context.stream() as stream:
         stream.record(event)
-        return _worker("event-waiter", driver, index, _Shared(b"", handle=event.export()))
+        return ask_worker("event-waiter", driver, index, Shared(b"", handle=event.export()))
 
 
-def _size(driver: Driver, index: int) -> int:
-    return round_up(SIZE, driver.granularity(index))
-
-
-def _lent(driver: Driver, index: int, order: _Shared) -> Trial:
+def _lent(driver: Driver, index: int, order: Shared) -> Trial:
     """Have a writer fill memory without an address, and then a reader read it."""
-    trial = _worker("vmm-writer", driver, index, order)
-    return _worker("vmm-reader", driver, index, order) if trial.outcome == "works" else trial
+    trial = ask_worker("vmm-writer", driver, index, order)
+    return ask_worker("vmm-reader", driver, index, order) if trial.outcome == "works" else trial
 
 
 # -- workers ---------------------------------------------------------------------------------------
 
 
-def _ipc_reader(driver: Driver, index: int) -> Trial:
-    order, context = _order(), driver.context(index)
+def _ipc_reader(context: Context, order: Shared) -> Trial:
     pointer = context.open(order.handle)
     same = context.read(pointer, order.size) == _pattern(order.seed, order.size)
     context.close(pointer)
     return Trial("works" if same else "differs")
 
 
-def _vmm_writer(driver: Driver, index: int) -> Trial:
-    order, context = _order(), driver.context(index)
+def _vmm_writer(context: Context, order: Shared) -> Trial:
     with context.reserve(order.size) as memory:
         memory.map(order.handle or order.descriptor, readonly=False)
         context.write(memory.pointer, _pattern(order.seed, order.size))
     return Trial("works")
 
 
-def _vmm_reader(driver: Driver, index: int) -> Trial:
-    order, context = _order(), driver.context(index)
+def _vmm_reader(context: Context, order: Shared) -> Trial:
     with context.reserve(order.size) as memory:
         memory.map(order.handle or order.descriptor, readonly=True)
         if context.read(memory.pointer, order.size) != _pattern(order.seed, order.size):
@@ -182,17 +176,16 @@ def _vmm_reader(driver: Driver, index: int) -> Trial:
     return Trial("writable")
 
 
-def _event_waiter(driver: Driver, index: int) -> Trial:
-    context = driver.context(index)
-    with context.open_event(_order().handle) as event, context.stream() as stream:
+def _event_waiter(context: Context, order: Shared) -> Trial:
+    with context.open_event(order.handle) as event, context.stream() as stream:
         stream.wait(event)
         stream.synchronize()
         event.wait()
     return Trial("works")
 
 
-_OWNERS: dict[str, Callable[[Driver, int], Trial]] = {"ipc": _ipc, "vmm": _vmm, "fabric": _fabric, "events": _events}
-_WORKERS: dict[str, Callable[[Driver, int], Trial]] = {
+OWNERS: dict[str, Callable[[Driver, int], Trial]] = {IPC: _ipc, VMM: _vmm, "fabric": _fabric, "events": _events}
+WORKERS: dict[str, Callable[[Context, Shared], Trial]] = {
     "ipc-reader": _ipc_reader,
     "vmm-writer": _vmm_writer,
     "vmm-reader": _vmm_reader,
@@ -200,40 +193,56 @@ _WORKERS: dict[str, Callable[[Driver, int], Trial]] = {
 }
 
 
-def _told(task: str, spec: str, index: int) -> Trial:
-    side = "owner" if task in _OWNERS else "worker"
+def attempt(task: str, spec: str, index: int) -> Trial:
+    """Run an owner's or a worker's part in this process."""
+    side = "owner" if task in OWNERS else "worker"
     try:
         with closing(load(spec)) as driver:
-            return (_OWNERS | _WORKERS)[task](driver, index)
+            if task in OWNERS:
+                return OWNERS[task](driver, index)
+            order = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Shared)
+            return WORKERS[task](driver.context(index), order)
     except (DriverError, RuntimeError) as error:
-        return _refusal(error, side)
+        return refusal(error, side)
 
 
-def _refusal(error: DriverError | RuntimeError, side: str = "") -> Trial:
-    """A RuntimeError is how the bindings say that the driver has no such function."""
+def refusal(error: DriverError | RuntimeError, side: str = "") -> Trial:
+    """Return a refusal as an outcome; a RuntimeError is how the bindings say that the driver has no such function."""
     if isinstance(error, DriverError):
         return Trial("refused", side, error.call, error.name, error.detail)
     return Trial("refused", side, detail=str(error))
 
 
-def _worker(task: str, driver: Driver, index: int, order: _Shared) -> Trial:
+def ask_worker(task: str, driver: Driver, index: int, order: Shared) -> Trial:
     """Have another process do its part; it ends with this one."""
     done = subprocess.run(  # noqa: S603
-        command(task, driver.spec, str(index)),
+        trial_command(task, driver.spec, str(index)),
         input=msgspec.msgpack.encode(order),
         capture_output=True,
         pass_fds=[] if order.descriptor < 0 else [order.descriptor],
         check=False,
     )
-    return read(done.returncode, done.stdout, done.stderr, Trial)
-
-
-def _order() -> _Shared:
-    return msgspec.msgpack.decode(sys.stdin.buffer.read(), type=_Shared)
+    return read_answer(done.returncode, done.stdout, done.stderr, Trial)
 
 
 def _pattern(seed: bytes, size: int) -> bytes:
     return hashlib.shake_128(seed).digest(size)
+
+
+def trial_command(*arguments: str) -> list[str]:
+    """Return the command line of a trial, which ends with this process if not before."""
+    return python_command("cubroker.cli.doctor.trials", str(os.getpid()), *arguments)
+
+
+def read_answer(status: int, out: bytes, errors: bytes, kind: type[R]) -> R | Trial:
+    """Return what a process printed last, or that it died of something; libraries may print before it."""
+    lines = out.splitlines()
+    if status == 0 and lines:
+        with suppress(msgspec.DecodeError):
+            return msgspec.json.decode(lines[-1], type=kind)
+    said = errors.decode(errors="replace").split("\n")
+    last = next((line.strip() for line in reversed(said) if line.strip()), "it said nothing")
+    return Trial("died", detail=f"{signal.Signals(-status).name}" if status < 0 else f"status {status}: {last}")
 
 
 if __name__ == "__main__":

@@ -1,23 +1,30 @@
-"""Host devices and their contexts."""
-
-# ruff: noqa: D102  (the functions are NVIDIA's, and described in the reference of the CUDA driver API)
+"""Host devices: what all functions share, their properties, contexts, and peer access between them."""
 
 from __future__ import annotations
 
 import ctypes
+import errno
+import functools
 import hashlib
 import itertools
 import os
+import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from cuda.bindings import driver as cuda
 
-from cubroker.driver.host.answers import Refusal, Result, answers
-from cubroker.driver.host.state import State
+from cubroker.driver.host.handle_server import HandleServer
+from cubroker.driver.host.memory import AddressMap, Block, Heap, OpenedRegion
+
+PEERS = "CUBROKER_HOST_PEERS"
+"""For tests: the environment variable with the number of peers that a device can have; unset, any number."""
 
 VERSION = 13000
 """The CUDA version whose behaviour is imitated: 13.0."""
+
+Result = cuda.CUresult
 
 _Attribute = cuda.CUdevice_attribute
 _SUPPORTED = frozenset(
@@ -32,22 +39,111 @@ _SUPPORTED = frozenset(
 )
 """The attributes that are 1 on every host device. Multicast depends on the island; all others are 0."""
 
-_CREATED = 1 << 20
-"""The number of the first context that is nobody's primary one."""
+_FIRST_NUMBER = 1 << 20
+"""The first number of a context, stream or handle that a call makes; those of primary contexts are less."""
 
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id").read_bytes()
+"""What makes UUIDs of host devices those of this boot alone."""
+
+# All by number: the bindings have names for the last attribute, and for atomic operations, only since CUDA 13.0.
+_PERFORMANCE_RANK, _ACCESS, _NATIVE_ATOMICS, _ARRAY_ACCESS, _ONLY_PARTIAL_NATIVE_ATOMICS = range(1, 6)
+_LINK = {_PERFORMANCE_RANK: 0, _ACCESS: 1, _NATIVE_ATOMICS: 1, _ARRAY_ACCESS: 1, _ONLY_PARTIAL_NATIVE_ATOMICS: 0}
+"""Between devices that reach each other, as between two H200s; between others all are 0."""
+
+_OPERATIONS = range(13)
+"""The atomic operations of 13.0, CU_ATOMIC_OPERATION_INTEGER_ADD to _FLOAT_MAX."""
+
+_NO_FORM = 0
+"""What two H200s answer for each operation (driver 580.159), although their link says that it has native atomics."""
+
+P = ParamSpec("P")
+F = TypeVar("F", bound="DeviceFunctions")
 
 
-class Devices(State):
-    """The functions that need no current context, and those that change it.
+class Refusal(Exception):
+    """The call ends with this ``CUresult``."""
 
-    A context that a program creates beside the primary one is only a second name for the device: what is
-    allocated in it does not end with it.
+    def __init__(self, status: Any) -> None:
+        super().__init__(status)
+        self.status = status
+
+
+def answers(
+    values: int,
+) -> Callable[[Callable[Concatenate[F, P], Any]], Callable[Concatenate[F, P], tuple[Any, ...]]]:
+    """Make a method answer as a binding, ``(status, value…)`` with ``values`` values, each ``None`` on failure.
+
+    ``Refusal``, ``MemoryError`` and the system's errors become the statuses that a GPU's driver gives for them.
+    """
+
+    def decorate(method: Callable[Concatenate[F, P], Any]) -> Callable[Concatenate[F, P], tuple[Any, ...]]:
+        @functools.wraps(method)
+        def answer(self: F, /, *args: P.args, **kwargs: P.kwargs) -> tuple[Any, ...]:
+            try:
+                self.check_call(method.__name__)
+                result = method(self, *args, **kwargs)
+            except (Refusal, MemoryError, OSError) as error:
+                return _status(error), *(None,) * values
+            if values == 1:
+                return Result.CUDA_SUCCESS, result
+            return Result.CUDA_SUCCESS, *(result or ())
+
+        return answer
+
+    return decorate
+
+
+def check(valid: object, status: Any = Result.CUDA_ERROR_INVALID_VALUE) -> None:
+    """Refuse the call unless ``valid`` is true."""
+    if not valid:
+        raise Refusal(status)
+
+
+def _status(error: Refusal | MemoryError | OSError) -> Any:
+    if isinstance(error, Refusal):
+        return error.status
+    if isinstance(error, TimeoutError):
+        return Result.CUDA_ERROR_TIMEOUT
+    if isinstance(error, MemoryError) or error.errno in (errno.ENOMEM, errno.ENOSPC):
+        return Result.CUDA_ERROR_OUT_OF_MEMORY
+    return Result.CUDA_ERROR_OPERATING_SYSTEM
+
+
+class DeviceFunctions:
+    """``count`` devices of ``size`` bytes each, as one process sees them, and the functions that change contexts.
+
+    Devices reach each other's memory in groups of ``island`` devices, counted from the first; by default all do. A
+    context that a program creates beside the primary one is only a second name for the device: memory allocated in it
+    does not end with it. Peer access is enabled in one direction at a time, from one context to another.
     """
 
     def __init__(self, count: int, size: int, island: int | None = None) -> None:
-        super().__init__(count, size, island)
-        self._numbers = itertools.count(_CREATED)
+        #: Guards the tables. It is never held while bytes are copied or another process is asked.
+        self.lock = threading.RLock()  # reentrant: a finalizer that copies may run in the middle of a call
+        #: The process id of ``cuInit``; 0 in a forked child, which stays refused.
+        self.initialised_by: int | None = None
+        self.addresses = AddressMap()
+        #: The memory of each device.
+        self.heaps = [Heap(device, size, self.addresses) for device in range(count)]
+        self.island = island or count
+        #: How often each device's primary context is retained.
+        self.retained = [0] * count
+        #: The numbers of what calls make.
+        self.numbers = itertools.count(_FIRST_NUMBER)
+        #: The devices of contexts other than the primary ones, by number.
+        self.created: dict[int, int] = {}
+        #: Other processes' memory that is open here, by device and handle.
+        self.opened: dict[tuple[int, bytes], OpenedRegion] = {}
+        #: Serves the handles of this process's memory and events, from the first handle on.
+        self.handle_server: HandleServer | None = None
+        self._enabled: dict[tuple[int, int], tuple[int, int]] = {}  # contexts, and their devices
+        self._thread = threading.local()
+
+    def check_call(self, name: str) -> None:
+        """Refuse every call before ``cuInit``, and in a forked child for good."""
+        check(self.initialised_by == os.getpid(), Result.CUDA_ERROR_NOT_INITIALIZED)
+
+    # -- devices -----------------------------------------------------------------------------------
 
     def cuInit(self, Flags: int) -> tuple[Any]:
         if Flags:
@@ -74,7 +170,7 @@ class Devices(State):
 
     @answers(1)
     def cuDeviceGetUuid(self, dev: Any) -> Any:
-        octets = hashlib.sha256(_BOOT_ID.read_bytes() + b"%d" % self.index(dev)).digest()[:16]
+        octets = hashlib.sha256(_BOOT_ID + b"%d" % self.index(dev)).digest()[:16]
         uuid = cuda.CUuuid()
         ctypes.memmove(uuid.getPtr(), octets, len(octets))
         return uuid
@@ -90,6 +186,12 @@ class Devices(State):
             return int(self.reached(device) > 1)
         return int(attrib in _SUPPORTED)
 
+    def index(self, dev: Any) -> int:
+        check(0 <= int(dev) < len(self.heaps), Result.CUDA_ERROR_INVALID_DEVICE)
+        return int(dev)
+
+    # -- contexts ----------------------------------------------------------------------------------
+
     @answers(1)
     def cuDevicePrimaryCtxRetain(self, dev: Any) -> Any:
         with self.lock:
@@ -100,33 +202,29 @@ class Devices(State):
     def cuDevicePrimaryCtxRelease(self, dev: Any) -> None:
         device = self.index(dev)
         with self.lock:
-            if not self.retained[device]:
-                raise Refusal(Result.CUDA_ERROR_INVALID_CONTEXT)
+            check(self.retained[device], Result.CUDA_ERROR_INVALID_CONTEXT)
             self.retained[device] -= 1
             if not self.retained[device]:
                 self.destroy(device)
-            unneeded = None if any(self.retained) else self.owner
+            unneeded = None if any(self.retained) else self.handle_server
             if unneeded:
-                self.owner = None
+                self.handle_server = None
         if unneeded:
-            unneeded.stop()  # which waits for its thread, so that nobody should wait for the lock meanwhile
+            unneeded.stop()  # which waits for its thread, so it must not hold the lock
 
     @answers(1)
     def cuCtxCreate(self, ctxCreateParams: Any, flags: int, dev: Any) -> Any:
-        device = self.index(dev)
+        device, number = self.index(dev), next(self.numbers)
         with self.lock:
-            number = next(self._numbers)
             self.created[number] = device
         self.stack.append(number)
         return cuda.CUcontext(number)
 
     @answers(0)
     def cuCtxDestroy(self, ctx: Any) -> None:
-        number = int(ctx)
         with self.lock:
-            if self.created.pop(number, None) is None:
-                raise Refusal(Result.CUDA_ERROR_INVALID_CONTEXT)
-        if self.stack[-1:] == [number]:
+            check(self.created.pop(int(ctx), None) is not None, Result.CUDA_ERROR_INVALID_CONTEXT)
+        if self.stack[-1:] == [int(ctx)]:
             self.stack.pop()
 
     @answers(0)
@@ -136,8 +234,7 @@ class Devices(State):
 
     @answers(1)
     def cuCtxPopCurrent(self) -> Any:
-        if not self.stack:
-            raise Refusal(Result.CUDA_ERROR_INVALID_CONTEXT)
+        check(self.stack, Result.CUDA_ERROR_INVALID_CONTEXT)
         return cuda.CUcontext(self.stack.pop())
 
     @answers(0)
@@ -154,7 +251,103 @@ class Devices(State):
     def cuCtxGetDevice(self) -> Any:
         return cuda.CUdevice(self.current())
 
+    @property
+    def stack(self) -> list[int]:
+        """The contexts that this thread has pushed, by number, the current one last."""
+        stack: list[int] = self._thread.__dict__.setdefault("stack", [])
+        return stack
+
+    def current(self) -> int:
+        return self.device_of(self.stack[-1] if self.stack else 0)
+
+    def device_of(self, context: Any) -> int:
+        """Return the device of a context. A primary context's number is its device's index plus 1."""
+        number = int(context)
+        if number in self.created:
+            return self.created[number]
+        retained = 0 < number <= len(self.retained) and self.retained[number - 1]
+        check(retained, Result.CUDA_ERROR_INVALID_CONTEXT)
+        return number - 1
+
+    def destroy(self, device: int) -> None:
+        """End everything in the context of a device, and access from and to it; the caller holds the lock."""
+        for region in tuple(self.opened.values()):
+            if region.device == device:
+                self.unmap(region)
+        for block in tuple(self.heaps[device].blocks.values()):
+            for pointer in tuple(block.allocations):
+                self.free(block, pointer)
+        self._enabled = {pair: devices for pair, devices in self._enabled.items() if device + 1 not in pair}
+
+    def free(self, block: Block, pointer: int) -> None:
+        """Free an allocation of a block; the caller holds the lock."""
+        if self.handle_server:
+            self.handle_server.withdraw(block.handles.pop(pointer, b""))
+        self.heaps[block.device].free(block, pointer)
+
+    def unmap(self, region: OpenedRegion) -> None:
+        """Unmap another process's memory; the caller holds the lock."""
+        del self.opened[region.device, region.handle]
+        self.addresses.remove(region)
+
+    # -- peers -------------------------------------------------------------------------------------
+
+    @answers(1)
+    def cuDeviceCanAccessPeer(self, dev: Any, peerDev: Any) -> int:
+        device, peer = self.index(dev), self.index(peerDev)
+        return int(device != peer and self.reaches(device, peer))
+
+    @answers(1)
+    def cuDeviceGetP2PAttribute(self, attrib: Any, srcDevice: Any, dstDevice: Any) -> int:
+        linked = self._linked(srcDevice, dstDevice)
+        check(int(attrib) in _LINK)
+        return _LINK[int(attrib)] if linked else 0
+
+    @answers(1)
+    def cuDeviceGetP2PAtomicCapabilities(
+        self, operations: Any, count: int, srcDevice: Any, dstDevice: Any
+    ) -> list[int]:
+        self._linked(srcDevice, dstDevice)
+        check(operations and count == len(operations) and all(int(item) in _OPERATIONS for item in operations))
+        return [_NO_FORM] * count
+
     @answers(0)
-    def cuCtxSynchronize(self) -> None:
+    def cuCtxEnablePeerAccess(self, peerContext: Any, Flags: int) -> None:
+        device, peer = self.current(), self.device_of(peerContext)
+        check(not Flags)
+        check(device != peer and self.reaches(device, peer), Result.CUDA_ERROR_PEER_ACCESS_UNSUPPORTED)
+        pair = self.stack[-1], int(peerContext)
+        with self.lock:
+            check(pair not in self._enabled, Result.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED)
+            self.admit(device, peer)
+            self._enabled[pair] = device, peer
+
+    @answers(0)
+    def cuCtxDisablePeerAccess(self, peerContext: Any) -> None:
         self.current()
-        self.captures.check_all()
+        self.device_of(peerContext)
+        pair = self.stack[-1], int(peerContext)
+        with self.lock:
+            check(self._enabled.pop(pair, None), Result.CUDA_ERROR_PEER_ACCESS_NOT_ENABLED)
+
+    def admit(self, device: int, peer: int) -> None:
+        """Refuse a peer that a device has no room for, beside those that it has; the caller holds the lock."""
+        opened = {region.owner for region in self.opened.values() if region.device == device}
+        enabled = {other for near, other in self._enabled.values() if near == device}
+        limit = os.environ.get(PEERS, "")
+        if limit.isdecimal():
+            room = len((opened | enabled | {peer}) - {device}) <= int(limit)
+            check(room, Result.CUDA_ERROR_TOO_MANY_PEERS)
+
+    def reaches(self, device: int, other: int) -> bool:
+        """Whether a device can access another's memory, or its own."""
+        return device // self.island == other // self.island
+
+    def reached(self, device: int) -> int:
+        """Return the number of devices in a device's group."""
+        return sum(self.reaches(device, other) for other in range(len(self.heaps)))
+
+    def _linked(self, source: Any, target: Any) -> bool:
+        device, peer = self.index(source), self.index(target)
+        check(device != peer, Result.CUDA_ERROR_INVALID_DEVICE)
+        return self.reaches(device, peer)

@@ -1,65 +1,109 @@
-"""Shared memory by address: memfds, mapped, cleared and unmapped through libc.
+"""Shared memory by address: memfds, mapped and unmapped through libc, and what of them is device memory here.
 
-``mmap.mmap`` would keep a descriptor of its own per mapping and could not unmap under a live buffer,
-which is exactly what a device pointer does.
+``mmap.mmap`` would keep a descriptor of its own per mapping, and could not unmap under a live buffer, which is what
+freeing device memory does.
+
+A forked child must not keep alive memory that its parent gives back: it closes every descriptor of :func:`fork_lock`.
+A descriptor is in that set from the moment that it is open until it is closed, whichever thread forks. Descriptors that
+the driver's functions return are the caller's, and not in it.
 """
 
 from __future__ import annotations
 
 import ctypes
-import errno
 import fcntl
 import mmap
 import os
+import socket
+import threading
+from bisect import bisect_right, insort
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from cubroker.driver import linux
-from cubroker.driver.host import descriptors
+from cubroker.driver.basics import round_up
 
 BLOCK = 2 << 20
 """Bytes: the granularity of device memory; larger allocations are multiples of it, small ones share one."""
+
+SMALL = 1 << 20
+"""Bytes: allocations up to this size share blocks."""
+
+ALIGNMENT = 512
+"""Bytes: the alignment of allocations within a block."""
 
 _SEALS = linux.F_SEAL_SHRINK | linux.F_SEAL_GROW | linux.F_SEAL_SEAL
 _MAP_NORESERVE = 0x4000
 _MAP_FIXED = 0x10
 _EMPTY = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+_MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
 _NO_ACCESS = 0
 _ALL_ACCESS = mmap.PROT_READ | mmap.PROT_WRITE
 _FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.argtypes = (
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_long,
-)
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
 _libc.mmap.restype = ctypes.c_void_p
+_libc.mremap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
+_libc.mremap.restype = ctypes.c_void_p
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
+_fork_lock = threading.RLock()
+_open: set[int | socket.socket] = set()
+
+# -- descriptors ---------------------------------------------------------------------------------------
+
+
+@contextmanager
+def fork_lock() -> Iterator[set[int | socket.socket]]:
+    """Keep other threads from forking, and yield the set that new descriptors are added to. The block must not wait."""
+    with _fork_lock:
+        yield _open
+
+
+def duplicate(fd: int) -> int:
+    """Return a duplicate of a descriptor."""
+    return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0)
+
+
+def close(*fds: int) -> None:
+    """Close descriptors of :func:`fork_lock`'s set."""
+    with fork_lock() as ours:
+        for fd in fds:
+            ours.discard(fd)
+            os.close(fd)
+
+
+def _close_all() -> None:
+    while _open:
+        inherited = _open.pop()
+        if isinstance(inherited, int):
+            os.close(inherited)
+        else:
+            inherited.close()
+
+
+os.register_at_fork(before=_fork_lock.acquire, after_in_parent=_fork_lock.release, after_in_child=_fork_lock.release)
+os.register_at_fork(after_in_child=_close_all)
+
+# -- files in memory -----------------------------------------------------------------------------------
+
 
 def create(nbytes: int, name: str = "cubroker-host") -> int:
-    """Return the descriptor of new shared memory, all zero; its size never changes, so no access to it can fault."""
-    with descriptors.books() as ours:
+    """Return the descriptor of new shared memory, all zero, sealed at its size, so that no access to it can fault."""
+    with fork_lock() as ours:
         ours.add(fd := linux.memfd_create(name, linux.MFD_CLOEXEC | linux.MFD_ALLOW_SEALING))
     try:
         os.ftruncate(fd, nbytes)
         fcntl.fcntl(fd, linux.F_ADD_SEALS, _SEALS)
     except OSError:
-        descriptors.close(fd)
+        close(fd)
         raise
     return fd
-
-
-def sealed_size(fd: int) -> int:
-    """Return the bytes of memory that came from another process; raises OSError unless they can never shrink."""
-    if not sealed(fd):
-        raise OSError(errno.EPERM, "the memory is not sealed")
-    return os.fstat(fd).st_size
 
 
 def sealed(fd: int) -> bool:
@@ -73,14 +117,11 @@ def writable(fd: int) -> bool:
 
 
 def name_of(fd: int) -> str:
-    """Return the name that shared memory was created with, in whichever process."""
+    """Return the name that shared memory was created with."""
     return str(Path(f"/proc/self/fd/{fd}").readlink()).removeprefix("/memfd:").removesuffix(" (deleted)")
 
 
-def identity(fd: int) -> object:
-    """Return what is the same for all descriptors of the same memory, and for those of no other while it exists."""
-    found = os.fstat(fd)
-    return found.st_dev, found.st_ino
+# -- mappings ------------------------------------------------------------------------------------------
 
 
 def map_shared(fd: int, nbytes: int) -> int:
@@ -88,9 +129,9 @@ def map_shared(fd: int, nbytes: int) -> int:
     return _map(fd, nbytes, _ALL_ACCESS, mmap.MAP_SHARED | _MAP_NORESERVE)
 
 
-def map_alone(fd: int, nbytes: int) -> int:
-    """Map the memory of ``fd`` and return its address, at which a forked child has nothing."""
-    with descriptors.books():
+def map_unforked(fd: int, nbytes: int) -> int:
+    """Map the memory of ``fd`` and return its address; forked children do not inherit the mapping."""
+    with fork_lock():
         pointer = map_shared(fd, nbytes)
         if _libc.madvise(pointer, nbytes, mmap.MADV_DONTFORK):
             error = _error("madvise")
@@ -105,7 +146,7 @@ def map_private(nbytes: int) -> int:
 
 
 def reserve(nbytes: int, alignment: int) -> int:
-    """Keep addresses free of anything else and return the first, a multiple of ``alignment``; nothing is there yet."""
+    """Reserve addresses, with nothing mapped there, and return the first, a multiple of ``alignment``."""
     whole = _map(-1, nbytes + alignment, _NO_ACCESS, _EMPTY)
     before = -whole % alignment
     for start, size in ((whole, before), (whole + before + nbytes, alignment - before)):
@@ -115,8 +156,28 @@ def reserve(nbytes: int, alignment: int) -> int:
 
 
 def map_at(pointer: int, fd: int, nbytes: int) -> None:
-    """Map the memory of ``fd`` at an address that is reserved; nobody has access to it yet."""
+    """Map the memory of ``fd`` at a reserved address, without access."""
     _map(fd, nbytes, _NO_ACCESS, mmap.MAP_SHARED | _MAP_NORESERVE | _MAP_FIXED, pointer)
+
+
+def map_again(pointer: int, nbytes: int, at: int | None = None) -> int:
+    """Map shared memory once more that is mapped at an address, without access; return where, or ``at`` there.
+
+    An old size of 0 has the kernel do so (mremap(2)), with no descriptor of the memory.
+    """
+    flags = _MREMAP_MAYMOVE if at is None else _MREMAP_MAYMOVE | _MREMAP_FIXED
+    again: int | None = _libc.mremap(pointer, 0, nbytes, flags, at)
+    if again is None or again == _FAILED:
+        raise _error("mremap")
+    try:
+        protect(again, nbytes, _NO_ACCESS)
+    except OSError:
+        if at is None:
+            unmap(again, nbytes)
+        else:
+            unmap_at(at, nbytes)
+        raise
+    return again
 
 
 def unmap_at(pointer: int, nbytes: int) -> None:
@@ -125,7 +186,7 @@ def unmap_at(pointer: int, nbytes: int) -> None:
 
 
 def protect(pointer: int, nbytes: int, access: int) -> None:
-    """Give access to what is mapped at an address: ``PROT_READ``, ``PROT_WRITE``, both or 0."""
+    """Set the access to mapped memory: ``PROT_READ``, ``PROT_WRITE``, both or 0."""
     if _libc.mprotect(pointer, nbytes, access):
         raise _error("mprotect")
 
@@ -155,3 +216,154 @@ def _map(fd: int, nbytes: int, access: int, flags: int, at: int | None = None) -
 def _error(call: str) -> OSError:
     number = ctypes.get_errno()
     return OSError(number, f"{call}: {os.strerror(number)}")
+
+
+# -- device memory as this process sees it; the driver holds its lock around every call -----------------
+
+
+@dataclass(eq=False)
+class Region:
+    """Mapped memory in one piece, in the context of one device."""
+
+    device: int
+    pointer: int
+    nbytes: int
+
+    @property
+    def end(self) -> int:
+        return self.pointer + self.nbytes
+
+    @property
+    def whole(self) -> object:
+        """The object that it is a part of: adjacent regions of the same one can be copied together."""
+        return self
+
+    def allows(self, device: int, *, writing: bool) -> bool:
+        """Whether the work of a device may read, or write, here."""
+        return True
+
+
+@dataclass(eq=False)
+class OpenedRegion(Region):
+    """A region that another process owns, opened by handle."""
+
+    handle: bytes = field(repr=False)
+    #: The pointer that opening returned.
+    opened: int
+    #: The device whose memory it is.
+    owner: int
+    #: How often it is open.
+    count: int = 1
+
+
+@dataclass(eq=False)
+class Block(Region):
+    """A region that this process owns, by descriptor too, and the allocations in it."""
+
+    fd: int
+    #: The bytes of each allocation, by pointer.
+    allocations: dict[int, int] = field(default_factory=dict)
+    #: The handles of those that were exported, by pointer.
+    handles: dict[int, bytes] = field(default_factory=dict, repr=False)
+
+    def holding(self, address: int) -> int | None:
+        """Return the pointer of the allocation that an address lies in."""
+        return next((start for start, size in self.allocations.items() if start <= address < start + size), None)
+
+    def gap(self, nbytes: int) -> int | None:
+        """Return the first address at which ``nbytes`` more fit."""
+        start = self.pointer
+        for pointer, taken in sorted(self.allocations.items()):
+            if pointer - start >= nbytes:
+                return start
+            start = round_up(pointer + taken, ALIGNMENT)
+        return start if self.pointer + self.nbytes - start >= nbytes else None
+
+
+class AddressMap:
+    """The regions of all devices, found by any address in them."""
+
+    def __init__(self) -> None:
+        self._regions: dict[int, Region] = {}
+        self._starts: list[int] = []
+
+    def add(self, region: Region) -> None:
+        self._regions[region.pointer] = region
+        insort(self._starts, region.pointer)
+
+    def remove(self, region: Region) -> None:
+        """Forget a region, then unmap it: other memory may be mapped at its address at once."""
+        self.forget(region)
+        unmap(region.pointer, region.nbytes)
+
+    def forget(self, region: Region) -> None:
+        del self._regions[region.pointer]
+        self._starts.remove(region.pointer)
+
+    def find(self, pointer: int, nbytes: int = 1) -> Region | None:
+        """Return the region in which all of the bytes lie."""
+        place = bisect_right(self._starts, pointer)
+        region = self._regions[self._starts[place - 1]] if place else None
+        return region if region and pointer + nbytes <= region.end else None
+
+    def allows(self, device: int, pointer: int, nbytes: int, *, writing: bool) -> bool:
+        """Whether the work of a device may read, or write, all of the bytes."""
+        region = self.find(pointer, 0)
+        while region and region.allows(device, writing=writing):
+            if pointer + nbytes <= region.end:
+                return True
+            following = self._regions.get(region.end)
+            region = following if following and following.whole is region.whole else None
+        return False
+
+
+class Heap:
+    """The memory that this process has allocated on one device, counted against the device's size."""
+
+    def __init__(self, device: int, total: int, addresses: AddressMap) -> None:
+        self.total = total
+        self.used = 0
+        self._device = device
+        self._addresses = addresses
+        #: By pointer.
+        self.blocks: dict[int, Block] = {}
+
+    def allocate(self, nbytes: int) -> int:
+        """Return a new allocation's pointer; raises MemoryError if the device is full, OSError if the system is."""
+        shared = (block for block in self.blocks.values() if nbytes <= SMALL and block.nbytes == BLOCK)
+        block = next((block for block in shared if block.gap(nbytes) is not None), None)
+        block = block or self._grow(round_up(nbytes, BLOCK))
+        pointer = block.gap(nbytes)
+        assert pointer is not None
+        block.allocations[pointer] = nbytes
+        return pointer
+
+    def free(self, block: Block, pointer: int) -> None:
+        """Free an allocation of this device, and its block with the last one in it.
+
+        Processes that have the block open keep its bytes until they close it.
+        """
+        del block.allocations[pointer]
+        if not block.allocations:
+            del self.blocks[block.pointer]
+            self.used -= block.nbytes
+            self._addresses.remove(block)
+            close(block.fd)
+
+    def require(self, nbytes: int) -> None:
+        """Raise MemoryError if the device has less than this left."""
+        if self.used + nbytes > self.total:
+            raise MemoryError
+
+    def _grow(self, nbytes: int) -> Block:
+        self.require(nbytes)
+        fd = create(nbytes)
+        try:
+            block = Block(self._device, map_shared(fd, nbytes), nbytes, fd)
+        except OSError:
+            close(fd)
+            raise
+        self._addresses.add(block)
+        self.blocks[block.pointer] = block
+        self.used += nbytes
+        return block

@@ -1,5 +1,8 @@
-"""The ledger: pure, events in and effects out, with no clock, no sockets and no device."""
+"""The ledger: pure, events in and effects out, with no clock, no sockets and no device.
 
-from cubroker.server.ledger.ledger import Budget, Held, Impossible, Ledger, Limits
+Imports ``protocol`` alone; every other folder of the server but the keeper and the store may import it.
+"""
 
-__all__ = ["Budget", "Held", "Impossible", "Ledger", "Limits"]
+from cubroker.server.ledger.ledger import Budget, HeldMemory, Impossible, Ledger, Limits
+
+__all__ = ["Budget", "HeldMemory", "Impossible", "Ledger", "Limits"]

@@ -1,8 +1,7 @@
-"""What the ledger is told, and what it wants done: the whole of its interface, as plain data.
+"""The ledger's interface: events in, effects out, as plain data.
 
-Events say what happened, and never what to do about it. Effects are carried out by the shell, in
-order; whatever comes of them returns as another event. One of each is made for every request, so they are structs,
-which are made faster than dataclasses.
+An event says what happened, never what to do about it. The broker executes the effects in order; their outcomes come
+back as events. Both are structs, since one of each is made for every request and structs are the cheapest to make.
 """
 
 from __future__ import annotations
@@ -13,280 +12,254 @@ from msgspec import Struct
 
 from cubroker.protocol.layout import Outline
 from cubroker.protocol.messages import Notice, Reply, Request
-from cubroker.server.ledger.entries import Limits
-from cubroker.server.ledger.policy import Policy
+from cubroker.server.ledger.policy import Limits, Policy
 
 # -- events ----------------------------------------------------------------------------------------
 
 
-class Joined(Struct, frozen=True):
-    """A process opened a session; the kernel says who it is. ``groups`` are its supplementary ones.
+class Event(Struct, frozen=True):
+    """What happened. Not to be confused with :class:`cubroker.driver.primary_context.Event`, a CUDA event."""
 
-    ``verified`` says that its number is worth something if it is root's or the broker's: see :func:`administers
-    <cubroker.server.ledger.permissions.administers>`.
-    """
+
+class SessionOpened(Event, frozen=True):
+    """A process opened a session."""
 
     session: int
+    #: Process id, as the kernel tells it; so are the three fields that follow.
     pid: int
     uid: int
     gid: int
+    #: Supplementary groups.
     groups: frozenset[int] = frozenset()
+    #: Whether the uid is one of the broker's own namespaces: see :func:`cubroker.server.ledger.access.is_admin`.
     verified: bool = False
 
 
-class Lost(Struct, frozen=True):
-    """A session's connection ended; its process may well be alive."""
+class ConnectionLost(Event, frozen=True):
+    """A session's connection ended. Its process may still live."""
 
     session: int
 
 
-class Gone(Struct, frozen=True):
-    """The kernel says that a session's process has ended, so nothing of it is mapped any more."""
+class ProcessExited(Event, frozen=True):
+    """A session's process ended, so it maps no memory any more."""
 
     session: int
 
 
-class Asked(Struct, frozen=True):
-    """A session sent request ``request``, for the first time. ``layout`` is that of a create, as it was checked."""
+class RequestReceived(Event, frozen=True):
+    """A session sent a request for the first time."""
 
     session: int
     request: int
     body: Request
+    #: The validated layout of a create.
     layout: Outline | None = None
 
 
-class Allocated(Struct, frozen=True):
-    """An :class:`Allocate` succeeded: cleared memory, one handle per size.
-
-    ``descriptors``, one per size of ``vmm`` memory, are for the shell alone; they stay open until the ticket is freed.
-    """
+class Allocated(Event, frozen=True):
+    """An :class:`Allocate` succeeded; the memory is zeroed."""
 
     ticket: int
+    #: One handle per size.
     handles: tuple[bytes, ...]
+    #: One per size for memory shared by descriptor, open until the ticket is freed. The ledger ignores them.
     descriptors: tuple[int, ...] = ()
 
 
-class NotAllocated(Struct, frozen=True):
-    """An :class:`Allocate` failed. What there was of it is freed, but for ``kept`` bytes that the device still has."""
+class AllocationFailed(Event, frozen=True):
+    """An :class:`Allocate` failed, and what it had allocated was freed again."""
 
     ticket: int
     code: str
     message: str
-    kept: int = 0
+    #: Bytes that could not be freed and remain allocated on the device.
+    unfreed: int = 0
 
 
-class Freed(Struct, frozen=True):
+class Freed(Event, frozen=True):
     """A :class:`Free` is done; the device has the bytes again."""
 
     ticket: int
 
 
-class Elapsed(Struct, frozen=True):
-    """A timer that :class:`SetTimer` asked for has run out."""
+class TimerExpired(Event, frozen=True):
+    """A timer set by :class:`SetTimer` expired."""
 
     timer: int
 
 
-class Assembled(Struct, frozen=True):
-    """An :class:`Assemble` is done: by ``multicast``, or, since that cannot be had, by ``copies``; ``why`` says why.
+class MulticastBound(Event, frozen=True):
+    """A :class:`BindMulticast` is done, by multicast objects or, where the device has none, by copies."""
 
-    ``sizes`` are those of the multicast objects, one per allocation, none if there are no such objects.
-    ``descriptors`` of them are for the shell alone; they stay open until the team is dissolved.
-    """
-
-    team: int
+    group: int
+    #: ``multicast`` or ``copies``.
     how: str
+    #: The reason for ``how``, as a clause.
     why: str
+    #: Size of each multicast object, one per allocation; empty without objects.
     sizes: tuple[int, ...] = ()
+    #: Descriptors of the objects, open until the group is unbound. The ledger ignores them.
     descriptors: tuple[int, ...] = ()
 
 
-class Dissolved(Struct, frozen=True):
-    """A :class:`Dissolve` is done; nothing is bound to the team's memory any more."""
+class MulticastUnbound(Event, frozen=True):
+    """An :class:`UnbindMulticast` is done; no object is bound to the group's memory any more."""
 
-    team: int
+    group: int
 
 
-class Reconfigured(Struct, frozen=True):
-    """The rules are others from now on; ``budgets`` has the bytes of every device, by UUID."""
+class Reconfigured(Event, frozen=True):
+    """The configuration was reloaded."""
 
     policy: Policy
     limits: Limits
+    #: Bytes that the broker may use of every device, by UUID.
     budgets: Mapping[str, int]
 
 
-class Vanished(Struct, frozen=True):
-    """The memory of a ticket that a restored ledger has cannot be reached any more; ``why`` is a clause for people."""
+class MemoryLost(Event, frozen=True):
+    """The memory of a ticket in a restored ledger cannot be reached any more."""
 
     ticket: int
+    #: The reason, as a clause.
     why: str
 
 
-class Measuring(Struct, frozen=True):
-    """What processes refer to begins to be looked at: what :class:`Measured` will say is of moments after this."""
+class ProcessScanStarted(Event, frozen=True):
+    """A scan of the memory that processes refer to begins; its :class:`ProcessScanFinished` describes later moments."""
 
 
-class Process(Struct, frozen=True):
-    """What one process of a user has mapped or open of the broker's memory: bytes by ticket, of freed ones as well.
-
-    None: the kernel does not tell.
-    """
+class ProcessMemory(Struct, frozen=True):
+    """The broker's memory that one process has mapped or open, freed memory included."""
 
     pid: int
     uid: int
+    #: Bytes by ticket; None where the kernel does not tell.
     memory: Mapping[int, int] | None
 
 
-class Measured(Struct, frozen=True):
-    """What processes refer to, every one that there is anything to tell of."""
+class ProcessScanFinished(Event, frozen=True):
+    """The scan is done; processes without anything to report are left out."""
 
-    processes: tuple[Process, ...]
+    processes: tuple[ProcessMemory, ...]
 
 
-class Ending(Struct, frozen=True):
-    """The broker was told to end: it lends nothing that would go with it, and waits for :class:`Drained`.
+class ShutdownStarted(Event, frozen=True):
+    """The broker was told to end: no new lease on memory that ends with it, until :class:`ShutdownReady`."""
 
-    ``with_store`` says whether what it stored goes, too: else a store leaves that to the next broker.
-    """
-
+    #: Whether the store ends, too. Otherwise the next broker takes the stored memory up.
     with_store: bool = False
 
 
-class Resumed(Struct, frozen=True):
-    """A restored ledger has been told of everything that is missing; the work goes on."""
+class Resumed(Event, frozen=True):
+    """A restored ledger has been told of all lost sessions and memory, and serves requests from now on."""
 
-
-Event = (
-    Joined
-    | Lost
-    | Gone
-    | Asked
-    | Allocated
-    | NotAllocated
-    | Freed
-    | Elapsed
-    | Assembled
-    | Dissolved
-    | Reconfigured
-    | Vanished
-    | Measuring
-    | Measured
-    | Ending
-    | Resumed
-)
 
 # -- effects ---------------------------------------------------------------------------------------
 
 
-class Respond(Struct, frozen=True):
-    """Answer request ``request`` of ``session``."""
+class Effect(Struct, frozen=True):
+    """What the broker is to do."""
+
+
+class Respond(Effect, frozen=True):
+    """Answer a request."""
 
     session: int
     request: int
     body: Reply
 
 
-class Notify(Struct, frozen=True):
+class Notify(Effect, frozen=True):
     """Send a notice on the session socket."""
 
     session: int
     notice: Notice
 
 
-class Allocate(Struct, frozen=True):
-    """Allocate, clear and export ``sizes`` bytes on device ``device`` (a UUID), known as ``ticket`` from now on.
+class Allocate(Effect, frozen=True):
+    """Allocate, zero and export memory on one device; the outcome is Allocated or AllocationFailed."""
 
-    ``share`` says how they are to be shared. If they are ``durable``, the store has them before they are reported.
-    """
-
+    #: The number by which the memory is known from now on.
     ticket: int
+    #: UUID of the device.
     device: str
+    #: Bytes of each allocation.
     sizes: tuple[int, ...]
+    #: Share kind: ``ipc``, ``vmm`` or ``multicast``.
     share: str
+    #: Whether the store must hold the descriptors before the outcome is reported.
     durable: bool = False
 
 
-class Free(Struct, frozen=True):
-    """Free everything that was allocated as ``ticket``; also asked for while that is under way, or once it vanished."""
+class Free(Effect, frozen=True):
+    """Free all memory of a ticket; may come while its Allocate is under way, or after the memory was lost."""
 
     ticket: int
+    #: UUID of the device.
     device: str
 
 
-class HandOver(Struct, frozen=True):
-    """Send a session the descriptors of a lease: those of each ``(device, ticket)``, in order, until ``Withdraw``.
+class SendFds(Effect, frozen=True):
+    """Send a session the descriptors of a lease, until :class:`CancelFds`.
 
-    Those of the multicast objects of ``team``, if there is one, come last. It comes before the answer that grants the
-    lease, or that says they are sent; or, ``rebound``, after the notice that says what they are. Memory that is not
-    ``writable`` is lent for reading: with descriptors that cannot be written, where the driver has such.
+    It precedes the answer that grants the lease or confirms the sending; a ``rebound`` one follows the notice instead.
     """
 
     session: int
     lease: int
-    allocations: tuple[tuple[str, int], ...]
-    team: int = 0
+    #: ``(device UUID, ticket)`` of the allocations, in the order in which the descriptors are sent.
+    tickets: tuple[tuple[str, int], ...]
+    #: Multicast group whose objects' descriptors come last; 0: none.
+    group: int = 0
+    #: Whether these replace the objects of a broker that ended.
     rebound: bool = False
+    #: Whether the lease may write. Otherwise read-only descriptors are sent, where the driver has such.
     writable: bool = False
 
 
-class Withdraw(Struct, frozen=True):
-    """A lease that was handed over has ended: send no more of its descriptors. It comes before they are closed."""
+class CancelFds(Effect, frozen=True):
+    """Send no more descriptors of a lease that ended; it precedes the Free that closes them."""
 
     session: int
     lease: int
 
 
-class Assemble(Struct, frozen=True):
-    """Make a multicast object per size and bind to it that allocation of every member, a ``(device, ticket)``.
+class BindMulticast(Effect, frozen=True):
+    """Make one multicast object per size and bind to it that allocation of every member."""
 
-    It is known as ``team`` from now on, a number that no ticket has.
-    """
-
-    team: int
+    #: The number by which the objects are known from now on; it differs from all tickets.
+    group: int
     sizes: tuple[int, ...]
+    #: ``(device UUID, ticket)`` of each member.
     members: tuple[tuple[str, int], ...]
 
 
-class Dissolve(Struct, frozen=True):
-    """Undo what was assembled as ``team``; also asked for while that is under way. No member is freed before."""
+class UnbindMulticast(Effect, frozen=True):
+    """Release the objects of a group; may come while its BindMulticast is under way. No member is freed before."""
 
-    team: int
+    group: int
 
 
-class SetTimer(Struct, frozen=True):
-    """Report :class:`Elapsed` in ``seconds``."""
+class SetTimer(Effect, frozen=True):
+    """Report :class:`TimerExpired` in ``seconds``."""
 
     timer: int
     seconds: float
 
 
-class DropTimer(Struct, frozen=True):
-    """The timer is not needed any more."""
+class CancelTimer(Effect, frozen=True):
+    """Drop a timer that is not needed any more."""
 
     timer: int
 
 
-class Forget(Struct, frozen=True):
-    """The session is over and holds nothing; the shell may drop what it keeps of it."""
+class ForgetSession(Effect, frozen=True):
+    """A session ended and holds nothing; the broker may drop its state."""
 
     session: int
 
 
-class Drained(Struct, frozen=True):
-    """The broker ends, and nobody holds what would go with it any more."""
-
-
-Effect = (
-    Respond
-    | Notify
-    | Allocate
-    | Free
-    | HandOver
-    | Withdraw
-    | Assemble
-    | Dissolve
-    | SetTimer
-    | DropTimer
-    | Forget
-    | Drained
-)
+class ShutdownReady(Effect, frozen=True):
+    """No lease is left on memory that ends with the broker; it may end."""

@@ -1,4 +1,4 @@
-"""What always holds of the ledger's books, as assertions; run after every step of a test, and at will elsewhere."""
+"""Invariants of the ledger's tables, as assertions; checked after every step of a test, and after mistakes."""
 
 from __future__ import annotations
 
@@ -8,36 +8,49 @@ from collections.abc import Callable, Iterator
 from dataclasses import astuple
 from functools import partial
 
-from cubroker.server.ledger.books import Books
-from cubroker.server.ledger.digests import fit
-from cubroker.server.ledger.draining import goes
-from cubroker.server.ledger.entries import BY_DESCRIPTOR, SESSION, Account, Lease, Pool, Session, User, Version
+from cubroker.protocol.messages import BY_DESCRIPTOR
+from cubroker.server.ledger.ipc_events import MAX_ENDED_REASONS
 from cubroker.server.ledger.leases import FABRIC, OUT_OF_SERVICE, is_kept, opened_by
-from cubroker.server.ledger.signals import EPITAPHS
-from cubroker.server.ledger.states import ALLOCATED, PROMISED, Bond, Stage, State
-from cubroker.server.ledger.waiters import Listener, Phase, Reader, Waiter, Writer
+from cubroker.server.ledger.model import (
+    SESSION_FDS,
+    Account,
+    AttachWaiter,
+    CreateWaiter,
+    EventWaiter,
+    Lease,
+    Phase,
+    Pool,
+    Session,
+    User,
+    Version,
+    Waiter,
+)
+from cubroker.server.ledger.policy import Limits, Quota
+from cubroker.server.ledger.publish import digests_fit
+from cubroker.server.ledger.tables import Tables
+from cubroker.server.ledger.transitions import ALLOCATED, PROMISED, GroupState, MemoryState, VersionState
 
 Part = tuple[str, Callable[[], None]]
 """Something to check, and what it is about."""
 
 MISTAKES = (AssertionError, LookupError, AttributeError, TypeError, ValueError)
-"""What checking books raises that do not agree."""
+"""What a check of contradictory tables raises."""
 
 
-def check(books: Books) -> None:
-    """Assert that all records agree, that nothing is left to do, and that nobody waits who could be served."""
-    assert not books.stirred_pools
-    assert not books.stirred_users
-    assert not books.stirred_accounts
-    assert not books.effects
-    for _, part in _parts(books):
+def check(tables: Tables) -> None:
+    """Assert that all records agree, that nothing is left to do, and that no request waits that could be served."""
+    assert not tables.recheck_pools
+    assert not tables.recheck_users
+    assert not tables.recheck_accounts
+    assert not tables.effects
+    for _, part in _parts(tables):
         part()
 
 
-def disagreements(books: Books) -> list[str]:
-    """Return every part of the books that contradicts itself or another, and the first thing that is not so there."""
+def disagreements(tables: Tables) -> list[str]:
+    """Return every part of the tables that contradicts itself or another, with the first failed assertion."""
     found = []
-    for label, part in _parts(books):
+    for label, part in _parts(tables):
         try:
             part()
         except MISTAKES as error:
@@ -46,276 +59,280 @@ def disagreements(books: Books) -> list[str]:
 
 
 def in_words(error: Exception) -> str:
-    """Return what is not so, as the line says it that found out."""
+    """Return the source line of the failed assertion."""
     (*_, frame) = traceback.extract_tb(error.__traceback__)
     return f"not so is {frame.line}"
 
 
-def _parts(books: Books) -> Iterator[Part]:
-    for account in (*books.accounts.values(), *books.absent.values()):
-        yield f"device {account.device.uuid}", partial(_check_account, books, account)
-    yield "devices that are not served", partial(_check_absent, books)
-    for user in books.users.values():
-        yield f"user {user.uid}", partial(_check_user, books, user)
-    for session in books.sessions.values():
-        yield session.label, partial(_check_session, books, session)
-    leases = Counter(lease.version for session in books.sessions.values() for lease in session.leases.values())
-    for name, pool in books.pools.items():
-        yield f"pool {name}", partial(_check_pool, books, pool, name)
+def _parts(tables: Tables) -> Iterator[Part]:
+    for account in (*tables.accounts.values(), *tables.absent.values()):
+        yield f"device {account.device.uuid}", partial(_check_account, tables, account)
+    yield "devices that are not served", partial(_check_absent, tables)
+    for user in tables.users.values():
+        yield f"user {user.uid}", partial(_check_user, tables, user)
+    for session in tables.sessions.values():
+        yield session.label, partial(_check_session, tables, session)
+    leases = Counter(lease.version for session in tables.sessions.values() for lease in session.leases.values())
+    for name, pool in tables.pools.items():
+        yield f"pool {name}", partial(_check_pool, tables, pool, name)
         for version in pool.versions.values():
-            yield f"version {version.label}", partial(_check_version, books, version, leases.pop(version, 0))
-    yield "leases", partial(_check_leases, books, leases)
-    yield "memory", partial(_check_memory, books)
-    yield "teams", partial(_check_teams, books)
-    yield "the store", partial(_check_store, books)
-    yield "draining", partial(_check_draining, books)
-    yield "events", partial(_check_events, books)
-    yield "timers", partial(_check_timers, books)
+            yield f"version {version.label}", partial(_check_version, tables, version, leases.pop(version, 0))
+    yield "leases", partial(_check_leases, tables, leases)
+    yield "memory", partial(_check_memory, tables)
+    yield "multicast groups", partial(_check_groups, tables)
+    yield "the store", partial(_check_store, tables)
+    yield "draining", partial(_check_draining, tables)
+    yield "events", partial(_check_events, tables)
+    yield "timers", partial(_check_timers, tables)
 
 
-def _check_leases(books: Books, elsewhere: Counter[Version]) -> None:
+def _check_leases(tables: Tables, elsewhere: Counter[Version]) -> None:
     assert not elsewhere, "a lease on a version that no pool has"
-    held = {lease for session in books.sessions.values() for lease in session.leases.values()}
-    assert held == {*books.leases.values()}
+    held = {lease for session in tables.sessions.values() for lease in session.leases.values()}
+    assert held == {*tables.leases.values()}
 
 
-def _check_memory(books: Books) -> None:
-    held = {a.ticket for p in books.pools.values() for v in p.versions.values() for a in v.replicas.values()}
-    for ticket, allocation in books.allocations.items():
-        ours = allocation.stage in (Stage.PROMISED, Stage.HELD)
-        assert ours == (ticket in held), "memory that no version has is not being freed, or the other way round"
+def _check_memory(tables: Tables) -> None:
+    held = {a.id for p in tables.pools.values() for v in p.versions.values() for a in v.replicas.values()}
+    for number, ticket in tables.tickets.items():
+        ours = ticket.state in (MemoryState.PROMISED, MemoryState.HELD)
+        assert ours == (number in held), "memory that no version has is not being freed, or the other way round"
 
 
-def _check_teams(books: Books) -> None:
-    bound = {version.team for pool in books.pools.values() for version in pool.versions.values()} - {None}
-    for number, team in books.teams.items():
-        assert team.id == number
-        assert (team.bond in (Bond.ASSEMBLING, Bond.READY)) == (team in bound)
-        for allocation in team.version.replicas.values():
-            assert books.allocations[allocation.ticket].stage in ALLOCATED, "a team's memory went before it"
-    assert bound <= set(books.teams.values())
+def _check_groups(tables: Tables) -> None:
+    bound = {version.multicast_group for pool in tables.pools.values() for version in pool.versions.values()} - {None}
+    for number, group in tables.multicast_groups.items():
+        assert group.id == number
+        assert (group.state in (GroupState.BINDING, GroupState.BOUND)) == (group in bound)
+        for ticket in group.version.replicas.values():
+            assert tables.tickets[ticket.id].state in ALLOCATED, "a group's memory went before it"
+    assert bound <= set(tables.multicast_groups.values())
 
 
-def _check_events(books: Books) -> None:
-    signals = [signal for session in books.sessions.values() for signal in session.signals.values()]
-    assert sorted(signals, key=lambda signal: signal.id) == list(books.signals.values())
+def _check_events(tables: Tables) -> None:
+    ipc_events = [ipc_event for session in tables.sessions.values() for ipc_event in session.ipc_events.values()]
+    assert sorted(ipc_events, key=lambda ipc_event: ipc_event.id) == list(tables.ipc_events.values())
 
 
-def _check_timers(books: Books) -> None:
-    for timer, waiter in books.timers.items():
+def _check_timers(tables: Tables) -> None:
+    for timer, waiter in tables.timers.items():
         assert waiter.timer == timer
         assert waiter.session.unfinished[waiter.request] is waiter
 
 
-def _check_draining(books: Books) -> None:
-    waiters = [waiter for session in books.sessions.values() for waiter in session.unfinished.values()]
-    assert not books.drained or all(isinstance(waiter, Listener) for waiter in waiters), "somebody waits in vain"
-    if books.awaited is not None:
-        assert all(books.leases[number] is lease for number, lease in books.awaited.items())
-        going = {lease.id for lease in books.leases.values() if goes(books, lease.version)}
-        assert going <= books.awaited.keys(), "a lease that goes with the broker was granted"
+def _check_draining(tables: Tables) -> None:
+    waiters = [waiter for session in tables.sessions.values() for waiter in session.unfinished.values()]
+    assert not tables.drained or all(isinstance(waiter, EventWaiter) for waiter in waiters), "a request waits in vain"
+    if tables.shutdown_leases is not None:
+        assert all(tables.leases[number] is lease for number, lease in tables.shutdown_leases.items())
+        going = {lease.id for lease in tables.leases.values() if tables.ends_with_broker(lease.version)}
+        assert going <= tables.shutdown_leases.keys(), "a lease that goes with the broker was granted"
 
 
-def _check_store(books: Books) -> None:
-    waiters = [waiter for session in books.sessions.values() for waiter in session.unfinished.values()]
-    waiting = sum(w.stored for w in waiters if isinstance(w, Writer) and w.phase is not Phase.MEMORY)
-    pieces = sum(allocation.stored for allocation in books.allocations.values())
-    assert books.stored == SESSION * len(books.sessions) + pieces + waiting
-    assert books.store is None or books.stored <= max(books.store, books.tolerated_store)
+def _check_store(tables: Tables) -> None:
+    waiters = [waiter for session in tables.sessions.values() for waiter in session.unfinished.values()]
+    waiting = sum(w.stored for w in waiters if isinstance(w, CreateWaiter) and w.phase is not Phase.MEMORY)
+    pieces = sum(ticket.stored for ticket in tables.tickets.values())
+    assert tables.stored == SESSION_FDS * len(tables.sessions) + pieces + waiting
+    assert tables.store is None or tables.stored <= max(tables.store, tables.grandfathered_store)
 
 
-def _check_account(books: Books, account: Account) -> None:
-    allocations = account.allocations.values()
-    assert all(books.allocations[allocation.ticket] is allocation for allocation in allocations)
-    assert all(allocation.account is account for allocation in allocations)
-    assert all(allocation.nbytes == sum(allocation.sizes) for allocation in allocations)
-    assert account.promised == sum(allocation.nbytes for allocation in allocations if allocation.stage in PROMISED)
-    held = sum(allocation.nbytes for allocation in allocations if allocation.stage in ALLOCATED)
+def _check_account(tables: Tables, account: Account) -> None:
+    tickets = account.tickets.values()
+    assert all(tables.tickets[ticket.id] is ticket for ticket in tickets)
+    assert all(ticket.account is account for ticket in tickets)
+    assert all(ticket.nbytes == sum(ticket.sizes) for ticket in tickets)
+    assert account.promised == sum(ticket.nbytes for ticket in tickets if ticket.state in PROMISED)
+    held = sum(ticket.nbytes for ticket in tickets if ticket.state in ALLOCATED)
     assert account.allocated == account.lost + held
-    most = max(account.device.budget, account.tolerated)
-    assert account.allocated + account.promised <= most, "more is allocated and promised than the budget allows"
-    assert account.line == sorted(account.line, key=lambda writer: writer.arrival)
-    for writer in account.line:
+    capacity = max(account.device.budget, account.grandfathered)
+    assert account.allocated + account.promised <= capacity, "more is allocated and promised than the budget allows"
+    assert account.queue == sorted(account.queue, key=lambda writer: writer.arrival)
+    for writer in account.queue:
         assert writer.phase is Phase.ROOM
         assert account in writer.accounts
-    if account.line:
-        first = account.line[0]
-        served = all(other.line[0] is first and other.room >= nbytes for other, nbytes in first.nbytes.items())
-        assert not served, "somebody waits for room that there is"
+    if account.queue:
+        first = account.queue[0]
+        served = all(other.queue[0] is first and other.available >= nbytes for other, nbytes in first.nbytes.items())
+        assert not served, "a create waits for room that there is"
 
 
-def _check_absent(books: Books) -> None:
-    for uuid, account in books.absent.items():
+def _check_absent(tables: Tables) -> None:
+    for uuid, account in tables.absent.items():
         assert account.device.uuid == uuid
-        assert uuid not in books.accounts
-        assert account.allocations, "nothing is on a device that is not served"
+        assert uuid not in tables.accounts
+        assert account.tickets, "nothing is on a device that is not served"
         assert not account.device.budget
-        there = {allocation.version.state for allocation in account.allocations.values()}
-        assert not books.resumed or there <= {State.LOST, State.ENDED}, "somebody is lent what is on no device"
+        there = {ticket.version.state for ticket in account.tickets.values()}
+        assert not tables.resumed or there <= {VersionState.LOST, VersionState.ENDED}, (
+            "a lease is on memory of a device that is not served"
+        )
 
 
-def _check_user(books: Books, user: User) -> None:
+def _check_user(tables: Tables, user: User) -> None:
     sessions, quota = user.sessions.values(), user.quota
     assert not user.idle
-    assert quota == books.policy.quota_of(user.uid)
-    assert list(sessions) == [session for session in books.sessions.values() if session.user is user]
-    assert list(user.allocations.values()) == [a for a in books.allocations.values() if a.version.user is user]
-    writers = [w for session in sessions for w in session.unfinished.values() if isinstance(w, Writer)]
-    aside = sum(writer.total for writer in writers if writer.phase is Phase.ROOM)
-    assert user.memory == aside + sum(allocation.nbytes for allocation in user.allocations.values())
+    assert quota == tables.policy.quota_of(user.uid)
+    assert list(sessions) == [session for session in tables.sessions.values() if session.user is user]
+    assert list(user.tickets.values()) == [a for a in tables.tickets.values() if a.version.user is user]
+    writers = [w for session in sessions for w in session.unfinished.values() if isinstance(w, CreateWaiter)]
+    parked = sum(writer.total for writer in writers if writer.phase is Phase.ROOM)
+    assert user.memory == parked + sum(ticket.nbytes for ticket in user.tickets.values())
     assert user.leases == sum(len(session.leases) for session in sessions)
     assert user.unfinished == sum(len(session.unfinished) for session in sessions)
     assert user.watches == sum(len(session.watches) for session in sessions)
-    assert user.events == sum(len(session.signals) for session in sessions)
-    versions = (v for pool in books.pools.values() for v in pool.versions.values() if v.user is user)
+    assert user.events == sum(len(session.ipc_events) for session in sessions)
+    versions = (v for pool in tables.pools.values() for v in pool.versions.values() if v.user is user)
     layouts = [v.layout for v in versions] + [w.body.layout for w in writers if w.phase is not Phase.MEMORY]
     assert user.layouts == sum(map(len, layouts))
-    pieces = sum(a.descriptors for a in user.allocations.values())
-    assert user.pieces == pieces + sum(w.descriptors for w in writers if w.phase is not Phase.MEMORY)
-    _check_quota(user)
-    assert user.line == sorted((w for w in writers if w.aside), key=lambda writer: writer.arrival)
-    if user.line:
-        assert not (user.line[0].pool.free and user.affords(user.line[0])), "somebody waits for a quota that there is"
+    pieces = sum(a.descriptors for a in user.tickets.values())
+    assert user.memory_descriptors == pieces + sum(w.descriptors for w in writers if w.phase is not Phase.MEMORY)
+    _check_usage(user.used, user.quota, user.grandfathered)
+    assert user.queue == sorted((w for w in writers if w.parked), key=lambda writer: writer.arrival)
+    if user.queue:
+        assert not (user.queue[0].pool.free and user.affords(user.queue[0])), "a create waits for a quota that has room"
 
 
-def _check_quota(user: User) -> None:
-    for used, limit, tolerated in zip(*map(astuple, (user.used, user.quota, user.tolerated)), strict=True):
-        assert limit is None or used <= max(limit, tolerated)
+def _check_usage(*usage: Limits | Quota) -> None:
+    """Check what is used against what is allowed, and what was used when less became allowed."""
+    for used, limit, grandfathered in zip(*map(astuple, usage), strict=True):
+        assert limit is None or used <= max(limit, grandfathered)
 
 
-def _check_session(books: Books, session: Session) -> None:
-    for used, limit, tolerated in zip(*map(astuple, (session.used, books.limits, session.tolerated)), strict=True):
-        assert used <= max(limit, tolerated)
+def _check_session(tables: Tables, session: Session) -> None:
+    _check_usage(session.used, tables.limits, session.grandfathered)
     if not session.connected:
-        assert session.leases or not books.resumed
+        assert session.leases or not tables.resumed
         assert not session.unfinished
         assert not session.watches
-    assert session.id <= books.last_session
+    assert session.id <= tables.last_session
     for number, lease in session.leases.items():
         assert lease.id == number
-        assert 0 < lease.id <= books.lease_ids.last
+        assert 0 < lease.id <= tables.lease_ids.last
         assert lease.session is session
         assert lease.version.holders[lease.id] is lease
-        assert all(allocation in lease.version.replicas.values() for allocation in lease.allocations)
-        assert lease.version.state not in (State.ALLOCATING, State.ENDED)
+        assert all(ticket in lease.version.replicas.values() for ticket in lease.tickets)
+        assert lease.version.state not in (VersionState.ALLOCATING, VersionState.ENDED)
         assert not lease.unsent or opened_by(lease.version) == FABRIC
-        _check_signals(books, lease)
-    assert session.signals == {event: s for lease in session.leases.values() for event, s in lease.signals.items()}
+        _check_ipc_events(tables, lease)
+    assert session.ipc_events == {
+        event: s for lease in session.leases.values() for event, s in lease.ipc_events.items()
+    }
     for name, pool in session.watches.items():
-        assert books.pools[name] is pool
+        assert tables.pools[name] is pool
         assert session in pool.watchers
     for request, waiter in session.unfinished.items():
         assert waiter.request == request
         assert waiter.session is session
-        assert books.pools[waiter.pool.name] is waiter.pool
+        assert tables.pools[waiter.pool.name] is waiter.pool
         match waiter:
-            case Reader():
-                _check_reader(books, waiter)
-            case Listener():
-                _check_listener(books, waiter)
+            case AttachWaiter():
+                _check_attach_waiter(tables, waiter)
+            case EventWaiter():
+                _check_event_waiter(tables, waiter)
             case _:
-                _check_writer(books, waiter)
+                _check_create_waiter(tables, waiter)
 
 
-def _check_signals(books: Books, lease: Lease) -> None:
+def _check_ipc_events(tables: Tables, lease: Lease) -> None:
     version = lease.version
-    for event, signal in lease.signals.items():
-        assert signal.id == event
-        assert signal.lease is lease
-        assert books.signals[event] is signal
-        assert version.signals[signal.name] is signal
-        assert all(listener.signal is signal for listener in signal.listeners)
-    assert version.writable or not (lease.signals or lease.listeners)
-    for listener in lease.listeners:
-        assert listener.lease is lease
-        assert lease.session.unfinished[listener.request] is listener
+    for event, ipc_event in lease.ipc_events.items():
+        assert ipc_event.id == event
+        assert ipc_event.lease is lease
+        assert tables.ipc_events[event] is ipc_event
+        assert version.ipc_events[ipc_event.name] is ipc_event
+        assert all(waiter.ipc_event is ipc_event for waiter in ipc_event.event_waiters)
+    assert version.writable or not (lease.ipc_events or lease.event_waiters)
+    for waiter in lease.event_waiters:
+        assert waiter.lease is lease
+        assert lease.session.unfinished[waiter.request] is waiter
 
 
-def _check_listener(books: Books, listener: Listener) -> None:
-    assert listener in listener.lease.listeners
-    assert listener in listener.line
-    assert books.timers[listener.timer] is listener
-    version, signal = listener.lease.version, listener.signal
-    if signal is None:
-        assert listener.name not in version.signals, "the event that it waits for is there"
+def _check_event_waiter(tables: Tables, waiter: EventWaiter) -> None:
+    assert waiter in waiter.lease.event_waiters
+    assert waiter in waiter.queue
+    assert tables.timers[waiter.timer] is waiter
+    version, ipc_event = waiter.lease.version, waiter.ipc_event
+    if ipc_event is None:
+        assert waiter.name not in version.ipc_events, "the event that it waits for is there"
     else:
-        assert signal.lease.version is version
-        assert version.signals[signal.name] is signal
-        assert signal.generation <= listener.after, "the generation that it waits for is there"
+        assert ipc_event.lease.version is version
+        assert version.ipc_events[ipc_event.name] is ipc_event
+        assert ipc_event.generation <= waiter.after, "the generation that it waits for is there"
 
 
-def _check_reader(books: Books, reader: Reader) -> None:
-    wanted = reader.body.version
-    assert reader in reader.pool.readers
-    assert books.timers[reader.timer] is reader
-    assert reader.blind == (0 < wanted <= reader.pool.last), "what it waits for will never be there"
-    assert wanted or reader.pool.current is None, "what it waits for is there"
+def _check_attach_waiter(tables: Tables, waiter: AttachWaiter) -> None:
+    wanted = waiter.body.version
+    assert waiter in waiter.pool.attach_waiters
+    assert tables.timers[waiter.timer] is waiter
+    assert waiter.blind == (0 < wanted <= waiter.pool.last), "what it waits for will never be there"
+    assert wanted or waiter.pool.current is None, "what it waits for is there"
 
 
-def _check_writer(books: Books, writer: Writer) -> None:
+def _check_create_waiter(tables: Tables, writer: CreateWaiter) -> None:
     pool = writer.pool
-    assert (writer.phase is Phase.TURN) == (writer in pool.line)
-    assert writer.phase is Phase.TURN or not writer.aside
+    assert (writer.phase is Phase.TURN) == (writer in pool.queue)
+    assert writer.phase is Phase.TURN or not writer.parked
     assert (writer.phase is not Phase.TURN) == (pool.writer is writer)
-    assert all((writer.phase is Phase.ROOM) == (writer in account.line) for account in writer.accounts)
+    assert all((writer.phase is Phase.ROOM) == (writer in account.queue) for account in writer.accounts)
     assert (writer.phase is Phase.MEMORY) == (writer.timer == 0)
-    assert writer.timer == 0 or books.timers[writer.timer] is writer
+    assert writer.timer == 0 or tables.timers[writer.timer] is writer
     assert writer.phase is Phase.MEMORY or writer.body.attach is None or pool.current is None
 
 
-def _check_pool(books: Books, pool: Pool, name: str) -> None:
+def _check_pool(tables: Tables, pool: Pool, name: str) -> None:
     assert name == pool.name
-    assert name not in books.numbers
+    assert name not in tables.past_names
     assert not pool.idle
     assert (pool.owner is None) == (not pool.versions)
-    current = [version for version in pool.versions.values() if version.state is State.CURRENT]
+    current = [version for version in pool.versions.values() if version.state is VersionState.CURRENT]
     assert current == ([] if pool.current is None else [pool.current])
     drafts = [version for version in pool.versions.values() if version.number > pool.last]
     assert drafts == ([] if pool.draft is None else [pool.draft])
-    assert not pool.free or all(writer.aside for writer in pool.line), "somebody waits for a turn that nobody has"
+    assert not pool.free or all(writer.parked for writer in pool.queue), "a create waits for a turn that is free"
     if pool.draft is not None:
         assert pool.draft.number == pool.last + 1
-        assert pool.draft.state in (State.ALLOCATING, State.DRAFT)
+        assert pool.draft.state in (VersionState.ALLOCATING, VersionState.DRAFT)
     if pool.writer is not None:
-        allocating = pool.draft is not None and pool.draft.state is State.ALLOCATING
+        allocating = pool.draft is not None and pool.draft.state is VersionState.ALLOCATING
         assert allocating == (pool.writer.phase is Phase.MEMORY)
-    waiters: list[Waiter] = [*pool.readers, *pool.line, *([pool.writer] if pool.writer else [])]
+    waiters: list[Waiter] = [*pool.attach_waiters, *pool.queue, *([pool.writer] if pool.writer else [])]
     for waiter in waiters:
         assert waiter.session.unfinished[waiter.request] is waiter
     assert all(session.watches[pool.name] is pool for session in pool.watchers)
-    assert all(books.sessions[session.id] is session for session in pool.watchers)
+    assert all(tables.sessions[session.id] is session for session in pool.watchers)
 
 
-def _check_version(books: Books, version: Version, leases: int) -> None:
+def _check_version(tables: Tables, version: Version, leases: int) -> None:
     pool, state = version.pool, version.state
-    assert not version.durable or (version.share in BY_DESCRIPTOR and books.store is not None)
-    assert state is not State.LOST or version.why
+    assert not version.durable or (version.share in BY_DESCRIPTOR and tables.store is not None)
+    assert state is not VersionState.LOST or version.why
     if version.digests is not None:
-        assert state not in (State.ALLOCATING, State.DRAFT)
+        assert state not in (VersionState.ALLOCATING, VersionState.DRAFT)
         assert not version.writable
-        assert fit(version, version.digests)
+        assert digests_fit(version, version.digests)
     assert pool.versions[version.number] is version
     assert version.leases == leases
-    kept = is_kept(books, version) or (state in OUT_OF_SERVICE and not books.resumed)
-    assert leases or state in (State.ALLOCATING, State.CURRENT) or kept, "nothing keeps a version"
-    assert state is not State.ALLOCATING or not leases
-    assert state is not State.DRAFT or leases == 1
+    kept = is_kept(tables, version) or (state in OUT_OF_SERVICE and not tables.resumed)
+    assert leases or state in (VersionState.ALLOCATING, VersionState.CURRENT) or kept, "nothing keeps a version"
+    assert state is not VersionState.ALLOCATING or not leases
+    assert state is not VersionState.DRAFT or leases == 1
     assert version.replicas
-    assert all(books.signals[signal.id] is signal for signal in version.signals.values())
-    assert len(version.epitaphs) <= EPITAPHS
-    assert all(listener.lease.version is version for listener in version.openers)
-    assert version.team is None or version.several
-    if version.several and state not in (State.ALLOCATING, State.LOST) and books.resumed:
-        assert version.team is not None
-        assert version.team.bond in (Bond.ASSEMBLING, Bond.READY)
+    assert all(tables.ipc_events[ipc_event.id] is ipc_event for ipc_event in version.ipc_events.values())
+    assert len(version.ended_reasons) <= MAX_ENDED_REASONS
+    assert all(waiter.lease.version is version for waiter in version.open_waiters)
+    assert version.multicast_group is None or version.is_multicast
+    if version.is_multicast and state not in (VersionState.ALLOCATING, VersionState.LOST) and tables.resumed:
+        assert version.multicast_group is not None
+        assert version.multicast_group.state in (GroupState.BINDING, GroupState.BOUND)
     assert version.plan is None or set(version.plan) == set(range(len(version.replicas)))
-    for uuid, allocation in version.replicas.items():
-        assert allocation.version is version
-        assert 0 < allocation.ticket <= books.tickets.last
-        assert allocation.account.device.uuid == uuid
-        if state is not State.ALLOCATING:
-            assert allocation.stage is Stage.HELD
-            assert len(allocation.sizes) == sum(map(bool, allocation.handles))
-    if version.plan is not None and state is not State.ALLOCATING:
-        copies = zip(*(allocation.handles for allocation in version.replicas.values()), strict=True)
+    for uuid, ticket in version.replicas.items():
+        assert ticket.version is version
+        assert 0 < ticket.id <= tables.ticket_ids.last
+        assert ticket.account.device.uuid == uuid
+        if state is not VersionState.ALLOCATING:
+            assert ticket.state is MemoryState.HELD
+            assert len(ticket.sizes) == sum(map(bool, ticket.handles))
+    if version.plan is not None and state is not VersionState.ALLOCATING:
+        copies = zip(*(ticket.handles for ticket in version.replicas.values()), strict=True)
         assert [[bool(handle) for handle in there].index(True) for there in copies] == list(version.plan)

@@ -1,168 +1,461 @@
-"""How leases begin and end, and what ends with them: the one path on which memory is released.
+"""Leases: how they are asked for, waited for, granted and ended; and how every request waits.
 
-A lease ends because its holder closed it, sealed its draft, or is gone. Whatever the cause, it ends
-in :func:`release`, after its events if it can have any (:mod:`cubroker.server.ledger.signals`); a version ends in
-:func:`end`, and nowhere else is memory freed.
+A lease ends because its holder closed it, sealed its draft, or exited. Whatever the cause, it ends in :func:`release`,
+after its events (:mod:`cubroker.server.ledger.ipc_events`). A version ends in :func:`end_version`, the one path on
+which memory is released. The policy may keep the newest superseded versions of each pool without leases, until a newer
+one takes their place or a user retires them.
 
-The policy may keep the newest superseded versions of each pool: as many as it says stay although they
-have no lease, until a newer one takes their place or somebody retires them.
+An attach waits for a publication; a create waits for its turn, for room, and for its memory; others wait for IPC
+events. All of them stop in :func:`stop_waiting`, whatever the cause: served, refused, timed out, cancelled, or their
+session ended. A request that waits is answered exactly once, unless its session ends.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cubroker.protocol.errors import Invalid, NotFound, OverQuota, Unavailable
-from cubroker.protocol.messages import DESCRIPTOR, Done
-from cubroker.server.ledger import mapped, shortages, teams, wording
-from cubroker.server.ledger.books import Books, Kind
-from cubroker.server.ledger.entries import BY_DESCRIPTOR, Allocation, Lease, Pool, Session, Version
-from cubroker.server.ledger.events import Drained, HandOver, Withdraw
+from cubroker.protocol import limits, messages
+from cubroker.protocol.errors import CubrokerError, Denied, Invalid, NotFound, OverQuota, Retired, TimedOut, Unavailable
+from cubroker.protocol.messages import BY_DESCRIPTOR, DESCRIPTOR, MULTICAST
+from cubroker.server.ledger import error_text, events, memory
+from cubroker.server.ledger.access import can_publish, can_read, visible_past
+from cubroker.server.ledger.memory import release_quota
+from cubroker.server.ledger.model import (
+    AttachWaiter,
+    CreateWaiter,
+    EventWaiter,
+    Lease,
+    Phase,
+    Pool,
+    Session,
+    Ticket,
+    Version,
+    Waiter,
+)
 from cubroker.server.ledger.policy import exceeds
-from cubroker.server.ledger.room import give_up
-from cubroker.server.ledger.states import Cause, State
+from cubroker.server.ledger.tables import Kind, Tables
+from cubroker.server.ledger.transitions import VersionEvent, VersionState
 
 FABRIC = "fabric handle"
 
-OUT_OF_SERVICE = (State.SUPERSEDED, State.RETIRED, State.LOST)
+PUBLISHED = (VersionState.CURRENT, VersionState.SUPERSEDED)
+"""The states of versions that can be attached to."""
+
+OUT_OF_SERVICE = (VersionState.SUPERSEDED, VersionState.RETIRED, VersionState.LOST)
 """The states of versions that end with their last lease."""
 
-
-def opened_by(version: Version) -> str:
-    """Return what opens a version: ``handle``, ``descriptor`` or ``FABRIC``; nothing until all its memory is there."""
-    if version.state is State.ALLOCATING:
-        return ""
-    if version.share not in BY_DESCRIPTOR:
-        return "handle"
-    by_descriptor = any(DESCRIPTOR in allocation.handles for allocation in version.replicas.values())
-    return "descriptor" if by_descriptor else FABRIC
+# -- asking for a lease on a published version -----------------------------------------------------------
 
 
-def grant(
-    books: Books, session: Session, version: Version, allocations: Sequence[Allocation], *, bound: bool = False
-) -> Lease:
-    """Give ``session`` a lease on ``version``, and the descriptors of ``allocations``.
+def attach(
+    tables: Tables, session: Session, body: messages.Attach, event: events.RequestReceived
+) -> messages.Attached | None:
+    """Lease a published version; None if the request waits for it. Raises like :func:`lend`."""
+    if not tables.lends(durable=True):
+        raise Unavailable(error_text.not_lending(tables))
+    pool = tables.pools.get(body.name)
+    if pool is not None:
+        version = pool.versions.get(body.version) if body.version else pool.current
+        if version is not None and version.state in PUBLISHED:
+            return lend(tables, session, version, body)
+        check_readable(tables, session, pool)
+        _check_owner(session, pool, body)
+    _check_expected(tables, session, pool, body)
+    admit(tables, session, event.request)
+    blind = 0 < body.version <= tables.past(body.name).last
+    waiter = AttachWaiter(next(tables.arrivals), session, event.request, tables.pool(body.name), body, blind)
+    enqueue(tables, waiter)
+    arm_timeout(tables, waiter)
+    return None
 
-    Those of the objects of the version's team as well, if it is ``bound`` to write all replicas at once. Where fabric
-    handles open the memory, descriptors are sent only if it asks for them.
+
+def check_readable(tables: Tables, session: Session, pool: Pool) -> None:
+    """Raise ``Denied`` if a session may not attach to, describe and watch a pool."""
+    if not can_read(tables, session, pool):
+        raise Denied(
+            f"user {session.uid} may not attach to {pool.name}, describe or watch it, as its mode says; ask its owner"
+            f" for one that lets you"
+        )
+
+
+def check_publishable(tables: Tables, session: Session, pool: Pool) -> None:
+    """Raise ``Denied`` if a session may not publish and retire versions of a pool."""
+    if not can_publish(tables, session, pool):
+        raise Denied(
+            f"user {session.uid} may not publish or retire versions of {pool.name},"
+            f" {error_text.belongs(tables, session, pool)}; use another name, or ask its owner for a mode that lets you"
+        )
+
+
+def _check_owner(session: Session, pool: Pool, where: messages.Attach | messages.Where) -> None:
+    """Raise ``Denied`` if the request names owners, and the pool's is none of them, nor the asker."""
+    if where.owners and pool.owner not in (None, session.uid, *where.owners):
+        raise Denied(
+            f"{pool.name} belongs to user {pool.owner}, and a pool of user {' or '.join(map(str, where.owners))} was"
+            f" asked for; have it retired, use another name, or name its owner (--owner, $CUBROKER_OWNER or, in Python,"
+            f" the argument `owner`)"
+        )
+
+
+def _check_expected(tables: Tables, session: Session, pool: Pool | None, body: messages.Attach) -> None:
+    """Raise unless the missing version can still be published, and the request may wait for it."""
+    limits.check_pool_name(body.name)
+    past = visible_past(tables, session, body.name)
+    if 0 < body.version <= past.last:
+        raise Retired(error_text.retired(body.name, body.version, pool, past.loss))
+    check_reachable(tables, body)
+    if not body.wait:
+        raise NotFound(error_text.missing(tables, session, body.name, body.version))
+
+
+def check_reachable(tables: Tables, where: messages.Attach | messages.Where) -> None:
+    """Raise ``NotFound`` if the request names a device that is not the broker's and reaches none that is."""
+    if where.device is not None and tables.accounts.keys().isdisjoint((where.device, *where.peers)):
+        raise NotFound(error_text.no_device(tables, where.device))
+
+
+# -- granting --------------------------------------------------------------------------------------------
+
+
+def lend(
+    tables: Tables, session: Session, version: Version, where: messages.Attach | messages.Where
+) -> messages.Attached:
+    """Give a session a lease on a published version, with the handles of one device or of all its shards.
 
     Raises:
-        OverQuota: it, or its user, has enough leases, or too much memory beyond them.
+        Denied: the session may not read the pool, or the request names other owners.
+        Invalid, NotFound: the device must be named, or has none of the version.
+        OverQuota: the session or its user has enough leases, or the user too much memory beyond them.
+        Unavailable: no leases are granted.
     """
-    check_quota(books, session)
-    lease = Lease(next(books.lease_ids), session, version, tuple(allocations), bound)
-    books.leases[lease.id] = session.leases[lease.id] = version.holders[lease.id] = lease
+    pool = version.pool
+    if pool.owner != session.user.uid:
+        check_readable(tables, session, pool)
+        _check_owner(session, pool, where)
+    if not tables.lends(durable=version.durable):
+        raise Unavailable(error_text.not_lending(tables))
+    chosen, written = _choose(version, where.device, where.peers), tuple[Ticket, ...]()
+    if version.share == MULTICAST:
+        written = memory.tickets_for(version, chosen, where.device)
+    check_quota(tables, session)
+    return attached(grant(tables, session, version, written or chosen, bound=bool(written)))
+
+
+def _choose(version: Version, device: str | None, peers: Sequence[str]) -> tuple[Ticket, ...]:
+    """Return the memory for a client on ``device`` that reaches ``peers``; raises ``Invalid`` or ``NotFound``."""
+    if device is None:
+        if version.plan is None and len(version.replicas) > 1:
+            there = ", ".join(version.replicas)
+            raise Invalid(f"{version.label} is on several devices, {there}; say which one to attach to")
+        return tuple(version.replicas.values())
+    # A shard on a peer holds other tensors, so it does not replace one here.
+    wanted = (device, *peers) if version.plan is None else (device,)
+    for uuid in wanted:
+        if uuid in version.replicas:
+            return (version.replicas[uuid],)
+    there = ", ".join(version.replicas)
+    if version.plan is not None:
+        raise NotFound(
+            f"{version.label} has no shard on device {device}: its shards are on {there}; name one, or none for all"
+        )
+    if peers:
+        raise NotFound(
+            f"{version.label} is not on device {device}, nor on one that it can reach ({', '.join(peers)}): it is on"
+            f" {there}; attach there, or load it here as well"
+        )
+    raise NotFound(
+        f"{version.label} is not on device {device}; it is on {there}: attach there, load it here as well, or reach it"
+        f" from here over peer access, where the hardware can"
+    )
+
+
+def check_quota(tables: Tables, session: Session) -> None:
+    """Raise ``OverQuota`` if a session or its user may have no more leases."""
+    user, quota = session.user, session.user.quota
+    if len(session.leases) >= tables.limits.leases or (quota.leases is not None and user.leases >= quota.leases):
+        raise error_text.too_many(session, tables.limits, error_text.LEASES)
+    if quota.mapped_beyond_leases is not None and (found := memory.excess(tables, user.uid)) is not None:
+        raise OverQuota(error_text.too_much_beyond(user.uid, *found))
+
+
+def grant(tables: Tables, session: Session, version: Version, tickets: tuple[Ticket, ...], *, bound: bool) -> Lease:
+    """Give a session, whose quota has room, a lease on ``tickets``, and the descriptors of that memory.
+
+    A ``bound`` one writes all replicas at once, and gets the multicast objects, too. Where fabric handles open the
+    memory, descriptors are sent only on request.
+    """
+    lease = Lease(next(tables.lease_ids), session, version, tickets, bound)
+    tables.leases[lease.id] = session.leases[lease.id] = version.holders[lease.id] = lease
     session.user.leases += 1
-    books.mark(Kind.LEASE, lease.id)
-    session.story.append(f"lease {lease.id} on {version.label} began")
+    tables.mark_dirty(Kind.LEASE, lease.id)
+    tables.note(session, f"lease {lease.id} on {version.label} began")
     if version.share in BY_DESCRIPTOR:
         lease.unsent = opened_by(version) == FABRIC
         if not lease.unsent:
-            books.effects.append(hand_over(lease))
+            tables.effects.append(send_fds(lease))
     return lease
 
 
-def hand_over(lease: Lease) -> HandOver:
-    """Return what hands all over that a lease by descriptors has been given."""
-    tickets = tuple((allocation.account.device.uuid, allocation.ticket) for allocation in lease.allocations)
-    team = lease.version.team if lease.bound else None
-    objects = team.id if team is not None and team.sizes else 0
-    return HandOver(lease.session.id, lease.id, tickets, objects, writable=lease.writable)
+def opened_by(version: Version) -> str:
+    """Return what opens a version: ``handle``, ``descriptor`` or ``FABRIC``; empty until all memory is allocated."""
+    if version.state is VersionState.ALLOCATING:
+        return ""
+    if version.share not in BY_DESCRIPTOR:
+        return "handle"
+    by_descriptor = any(DESCRIPTOR in ticket.handles for ticket in version.replicas.values())
+    return "descriptor" if by_descriptor else FABRIC
 
 
-def send_descriptors(books: Books, lease: Lease) -> Done:
-    """Send the descriptors of a lease whose holder cannot open its fabric handles.
+def send_fds(lease: Lease) -> events.SendFds:
+    """Return the effect that sends all descriptors of a lease."""
+    tickets = tuple((ticket.account.device.uuid, ticket.id) for ticket in lease.tickets)
+    group = lease.version.multicast_group if lease.bound else None
+    objects = group.id if group is not None and group.sizes else 0
+    writable = lease.version.writable or lease.version.state is VersionState.DRAFT
+    return events.SendFds(lease.session.id, lease.id, tickets, objects, writable=writable)
 
-    Each lease has them once, so nobody can have any number of them on their way.
+
+def send_descriptors(tables: Tables, session: Session, body: messages.SendDescriptors) -> messages.Done:
+    """Send the descriptors of a lease whose holder cannot open its fabric handles; once per lease.
 
     Raises:
-        Invalid: it had them.
-        Unavailable: they went with the memory.
+        NotFound: the session holds no such lease.
+        Invalid: they were sent.
+        Unavailable: the memory was lost.
     """
+    lease = own_lease(session, body.lease)
     if not lease.unsent:
         raise Invalid(f"lease {lease.id} on {lease.version.label} has no descriptors that were not sent")
-    if lease.version.state is State.LOST:
-        raise Unavailable(wording.lost(lease.version))
-    books.effects.append(hand_over(lease))
+    if lease.version.state is VersionState.LOST:
+        why = lease.version.why
+        raise Unavailable(f"{lease.version.label} was lost: {why}; close it, and attach to the next version")
+    tables.effects.append(send_fds(lease))
     lease.unsent = False
-    books.mark(Kind.LEASE, lease.id)
-    return Done()
+    tables.mark_dirty(Kind.LEASE, lease.id)
+    return messages.Done()
 
 
-def check_quota(books: Books, session: Session) -> None:
-    """Raise ``OverQuota`` if ``session`` or its user may have no more leases."""
-    if len(session.leases) >= books.limits.leases:
-        raise OverQuota(f"this session holds {books.limits.leases} leases, the most that one may; close some of them")
-    user = session.user
-    if exceeds(user.leases, 1, user.quota.leases):
-        raise OverQuota(shortages.too_many_leases(user))
-    mapped.check(books, user)
+def attached(lease: Lease) -> messages.Attached:
+    """Return the answer that grants a lease on a published version."""
+    version = lease.version
+    return messages.Attached(
+        lease=lease.id,
+        name=version.pool.name,
+        version=version.number,
+        share=version.share,
+        layout=version.layout,
+        replicas=tuple(map(_replica, lease.tickets)),
+        writable=version.writable,
+        team=memory.multicast_message(version, objects=lease.bound) if version.share == MULTICAST else None,
+    )
 
 
-def held(session: Session, lease: int) -> Lease:
-    """Return a lease of ``session``; raises ``NotFound`` alike for one of another session and for none at all."""
+def created(lease: Lease) -> messages.Created:
+    """Return the answer that grants the lease on a draft."""
+    version = lease.version
+    replicas, group = tuple(map(_replica, lease.tickets)), memory.multicast_message(version, objects=True)
+    return messages.Created(lease.id, version.pool.name, version.number, version.share, replicas, group)
+
+
+def _replica(ticket: Ticket) -> messages.Replica:
+    return messages.Replica(ticket.account.device.uuid, ticket.handles)
+
+
+# -- the end of leases and versions ----------------------------------------------------------------------
+
+
+def own_lease(session: Session, lease: int) -> Lease:
+    """Return a session's lease; raises ``NotFound``, also for a lease of another session."""
     found = session.leases.get(lease)
     if found is None:
-        raise NotFound(wording.no_lease(lease))
+        raise no_lease(lease)
     return found
 
 
-def release(books: Books, lease: Lease) -> None:
-    """End a lease, of which no event is left, and its version if nothing else keeps that."""
-    assert not lease.signals
-    assert not lease.listeners
+def no_lease(lease: int) -> NotFound:
+    """Return the error of a session that holds no such lease, whether or not another one does."""
+    return NotFound(f"this session holds no lease {lease}; it was closed already, or was never its own")
+
+
+def release(tables: Tables, lease: Lease) -> None:
+    """End a lease that has no events, and its version if nothing else keeps that."""
     version = lease.version
-    del books.leases[lease.id], lease.session.leases[lease.id], version.holders[lease.id]
+    del tables.leases[lease.id], lease.session.leases[lease.id], version.holders[lease.id]
     lease.session.user.leases -= 1
-    mapped.ended(books, lease)
-    books.mark(Kind.LEASE, lease.id)
-    lease.session.story.append(f"lease {lease.id} on {version.label} ended")
-    if books.awaited is not None and books.awaited.pop(lease.id, None) is not None and not books.awaited:
-        books.effects.append(Drained())
+    if tables.ended_in_scan is not None:
+        tables.ended_in_scan.update((lease.session.uid, ticket.id) for ticket in lease.tickets)
+    tables.mark_dirty(Kind.LEASE, lease.id)
+    tables.note(lease.session, f"lease {lease.id} on {version.label} ended")
+    awaited = tables.shutdown_leases
+    if awaited is not None and awaited.pop(lease.id, None) is not None and not awaited:
+        tables.effects.append(events.ShutdownReady())
     if version.share in BY_DESCRIPTOR:
-        books.effects.append(Withdraw(lease.session.id, lease.id))
-    if version.state is State.DRAFT:
-        end(books, version, Cause.DROPPED)
+        tables.effects.append(events.CancelFds(lease.session.id, lease.id))
+    if version.state is VersionState.DRAFT:
+        end_version(tables, version, VersionEvent.DROPPED)
     else:
-        end_if_empty(books, version)
+        end_if_unused(tables, version)
 
 
-def end_if_empty(books: Books, version: Version) -> None:
-    """End a version that is out of service once it has no lease, unless it is kept."""
-    if not version.holders and version.state in OUT_OF_SERVICE and not is_kept(books, version):
-        end(books, version, Cause.EMPTIED)
+def end_if_unused(tables: Tables, version: Version) -> None:
+    """End a version that is out of service and has no lease, unless the policy keeps it."""
+    if not version.holders and version.state in OUT_OF_SERVICE and not is_kept(tables, version):
+        end_version(tables, version, VersionEvent.UNUSED)
 
 
-def end_surplus(books: Books, pool: Pool) -> None:
-    """End the superseded versions of a pool that nobody holds, but for those that the policy keeps."""
-    old = superseded(pool)
-    for version in old[: max(0, len(old) - books.policy.keep)]:
+def end_surplus(tables: Tables, pool: Pool) -> None:
+    """End the superseded versions of a pool that have no lease and that the policy does not keep."""
+    old = _superseded(pool)
+    for version in old[: max(0, len(old) - tables.policy.keep)]:
         if not version.holders:
-            end(books, version, Cause.EMPTIED)
+            end_version(tables, version, VersionEvent.UNUSED)
 
 
-def is_kept(books: Books, version: Version) -> bool:
-    """Say whether a version is among the newest superseded ones of its pool that the policy keeps."""
-    keep = books.policy.keep
-    return keep > 0 and version in superseded(version.pool)[-keep:]
+def is_kept(tables: Tables, version: Version) -> bool:
+    """Whether a version is among the newest superseded ones of its pool, which the policy keeps."""
+    keep = tables.policy.keep
+    return keep > 0 and version in _superseded(version.pool)[-keep:]
 
 
-def superseded(pool: Pool) -> list[Version]:
-    """Return the superseded versions of a pool, the oldest first."""
-    return [version for version in pool.versions.values() if version.state is State.SUPERSEDED]
+def _superseded(pool: Pool) -> list[Version]:
+    """Return the superseded versions of a pool, oldest first."""
+    return [version for version in pool.versions.values() if version.state is VersionState.SUPERSEDED]
 
 
-def end(books: Books, version: Version, cause: Cause) -> None:
-    """End a version and have its memory freed, whatever of it there is already."""
-    books.move(version, cause)
+def end_version(tables: Tables, version: Version, event: VersionEvent) -> None:
+    """End a version and have its memory freed, allocated or still being allocated."""
+    tables.transition_version(version, event)
     pool = version.pool
     version.user.layouts -= len(version.layout)
     del pool.versions[version.number]
     if pool.draft is version:
         pool.draft = None
     if not pool.versions:
-        pool.owner, pool.heir = None, pool.owner
-    teams.give_up(books, version)
-    for allocation in version.replicas.values():
-        give_up(books, allocation)
-    books.stirred_pools[pool] = None
+        pool.owner, pool.previous_owner = None, pool.owner
+    memory.release_memory(tables, version)
+    tables.recheck_pools[pool] = None
+
+
+# -- requests that wait ----------------------------------------------------------------------------------
+
+
+def admit(tables: Tables, session: Session, request: int) -> None:
+    """Raise unless a session and its user may have one more request that waits."""
+    if request in session.unfinished:
+        raise Invalid(f"request {request} is unfinished; a new request needs a new id")
+    user = session.user
+    if len(session.unfinished) >= tables.limits.unfinished or exceeds(user.unfinished, 1, user.quota.requests):
+        raise error_text.too_many(session, tables.limits, error_text.REQUESTS)
+
+
+def enqueue(tables: Tables, waiter: Waiter) -> None:
+    """Let an admitted request wait."""
+    user = waiter.session.user
+    waiter.since = tables.now
+    waiter.session.unfinished[waiter.request] = waiter
+    user.unfinished += 1
+    if isinstance(waiter, AttachWaiter):
+        waiter.pool.attach_waiters[waiter] = None
+    elif isinstance(waiter, EventWaiter):
+        waiter.queue[waiter] = waiter.lease.event_waiters[waiter] = None
+    else:
+        waiter.pool.queue[waiter] = None
+        user.layouts += len(waiter.body.layout)
+        user.memory_descriptors += waiter.descriptors
+        tables.stored += waiter.stored
+    tables.note(waiter.pool, f"request {waiter.request} of {waiter.session.label} began to wait")
+
+
+def arm_timeout(tables: Tables, waiter: Waiter) -> None:
+    """Set the timer at which a waiting request is refused."""
+    waiter.timer = next(tables.timer_ids)
+    tables.timers[waiter.timer] = waiter
+    tables.effects.append(events.SetTimer(waiter.timer, waiter.body.wait))
+
+
+def cancel_timeout(tables: Tables, waiter: Waiter) -> None:
+    """Drop the timer of a request, if it has one."""
+    if waiter.timer:
+        del tables.timers[waiter.timer]
+        tables.effects.append(events.CancelTimer(waiter.timer))
+        waiter.timer = 0
+
+
+def timer_expired(tables: Tables, event: events.TimerExpired) -> None:
+    """Refuse the request that waited until now."""
+    waiter = tables.timers.pop(event.timer, None)
+    if waiter is not None:
+        waiter.timer = 0
+        refuse(tables, waiter, TimedOut(error_text.waited(tables, waiter)))
+
+
+def cancel(tables: Tables, session: Session, body: messages.Cancel) -> messages.Done:
+    """Refuse a request that waits, if it still does."""
+    waiter = session.unfinished.get(body.request)
+    if waiter is not None:
+        refuse(tables, waiter, TimedOut(f"request {body.request} was cancelled by its caller"))
+    return messages.Done()
+
+
+def stop_waiting(tables: Tables, waiter: Waiter) -> None:
+    """Stop a request that waits, and return all that it was given so far."""
+    del waiter.session.unfinished[waiter.request]
+    waiter.session.user.unfinished -= 1
+    cancel_timeout(tables, waiter)
+    if isinstance(waiter, AttachWaiter):
+        del waiter.pool.attach_waiters[waiter]
+    elif isinstance(waiter, EventWaiter):
+        del waiter.queue[waiter], waiter.lease.event_waiters[waiter]
+    else:
+        _remove_create(tables, waiter)
+    if waiter.pool.idle:
+        tables.recheck_pools[waiter.pool] = None
+    tables.note(waiter.pool, f"request {waiter.request} of {waiter.session.label} stopped waiting")
+
+
+def _remove_create(tables: Tables, waiter: CreateWaiter) -> None:
+    user = waiter.session.user
+    if waiter.phase is not Phase.MEMORY:
+        user.layouts -= len(waiter.body.layout)
+        user.memory_descriptors -= waiter.descriptors
+        tables.stored -= waiter.stored
+    if waiter.phase is Phase.TURN:
+        del waiter.pool.queue[waiter]
+        unpark(tables, waiter)
+        return
+    waiter.pool.writer = None
+    tables.recheck_pools[waiter.pool] = None
+    if waiter.phase is Phase.ROOM:
+        leave_device_queues(tables, waiter)
+        release_quota(tables, user, waiter.total)
+        return
+    draft = waiter.pool.draft
+    assert draft is not None
+    if draft.state is VersionState.ALLOCATING:
+        end_version(tables, draft, VersionEvent.DROPPED)
+
+
+def unpark(tables: Tables, waiter: CreateWaiter) -> None:
+    """Take a create out of its user's queue, if it is parked; the next one there may have room now."""
+    if waiter.parked:
+        user, waiter.parked = waiter.session.user, False
+        del user.queue[user.position(waiter)]
+        tables.recheck_user(user)
+
+
+def leave_device_queues(tables: Tables, waiter: CreateWaiter) -> None:
+    """Take a create out of the queues of its devices; the next ones there may have room now."""
+    for account in waiter.accounts:
+        del account.queue[account.position(waiter)]
+        tables.recheck_accounts[account] = None
+
+
+def answer(tables: Tables, waiter: Waiter, body: messages.Reply) -> None:
+    """Answer a request that stopped waiting."""
+    tables.effects.append(events.Respond(waiter.session.id, waiter.request, body))
+
+
+def refuse(tables: Tables, waiter: Waiter, error: CubrokerError) -> None:
+    """Stop a request that waits, with an error."""
+    stop_waiting(tables, waiter)
+    answer(tables, waiter, messages.Failed(error.code, error.message))

@@ -1,118 +1,102 @@
-"""The ledger: the only thing that decides who may use which memory, and when it is freed.
+"""The ledger: it alone decides who may use which memory, and when that is freed.
 
-It is sans-I/O: events in, effects out (:mod:`cubroker.server.ledger.events`), no clock, no sockets, no
-device. Time reaches it as timers that run out, devices as outcomes of what it asked for.
+One rule: events in, effects out, and nothing else. :meth:`Ledger.handle` takes one event, changes the tables, and
+returns the effects that the broker executes. There is no clock, socket or device in here: time comes as timers that
+expire, and devices report the outcomes of what the ledger asked for.
 
-A *session* asks; each request is answered exactly once, at once or after waiting, unless the session
-is lost first. Three lives are followed, as tables in :mod:`cubroker.server.ledger.states`: that of a version, that of
-a piece of memory, and that of a team of such pieces. What ends, ends on one path, whatever the cause:
+Theory of operation. A *session* sends requests; each is answered exactly once, at once or after waiting, unless the
+session ends first. Versions, their memory and multicast groups have state tables
+(:mod:`cubroker.server.ledger.transitions`). Everything that ends has one path, whatever the cause:
 
-    request   waiting.leave    answered, refused, out of time, cancelled, its session lost
-    lease     leases.release   closed, sealed, its session gone
-    event     signals.end      dropped, its lease closed, its session gone
-    version   leases.end       given up by its writer, or out of service and without leases
-    team      teams.dissolved  the shell reports that nothing is bound to its memory
-    memory    room.take_off    its device reports that it has the bytes again
-    session   sessions.end     its process is gone, or it is lost and holds nothing
+    request    leases.stop_waiting  answered, refused, timed out, cancelled, its session ended
+    lease      leases.release       closed, sealed, its session ended
+    IPC event  ipc_events.end_event closed, its lease ended
+    version    leases.end_version   dropped by its writer, or out of service and without leases
+    group      memory.unbound       nothing is bound to its memory any more
+    memory     memory.remove        its device has the bytes again
+    session    lifecycle.end        its process exited, or its connection ended and it has no leases
 
-A lost session (its connection ended, its process may live) keeps its leases, asks for nothing new
-and is told nothing; it may still close, seal and drop. It ends with its last lease, or with its process.
+A session without a connection, whose process may live, keeps its leases and gets no answers; it may still close, seal
+and drop. An ended thing marks its pool, user or device for a recheck, and after every event
+:func:`cubroker.server.ledger.create.serve_waiters` serves the creates that wait there, until none can be served.
 
-A ledger that has a store outlives the broker: :meth:`Ledger.changes` says what to record of every batch of events, and
-:meth:`Ledger.restore` builds a ledger out of that. It is then told what is missing, who is gone (``Gone``, ``Lost``)
-and which memory (``Vanished``), and goes on with ``Resumed``.
-
-Whatever ends stirs the pool or the device that it took part in, and after every event
-:func:`cubroker.server.ledger.drafts.settle` serves those who wait there, until nobody can be served.
+With a store, a ledger outlives the broker: :meth:`Ledger.changes` returns the snapshot entries of each batch of events,
+and :meth:`Ledger.restore` builds a ledger from them. That is told which sessions and memory are lost
+(``ProcessExited``, ``ConnectionLost``, ``MemoryLost``), and goes on with ``Resumed``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Self, assert_never
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
+from typing import Any, NamedTuple, Self
 
-from cubroker.protocol.errors import CubrokerError, TimedOut, Unavailable
-from cubroker.protocol.messages import (
-    LAST_WORDS,
-    Attach,
-    AwaitEvent,
-    Cancel,
-    Close,
-    Create,
-    Describe,
-    Done,
-    Drain,
-    DropEvent,
-    Failed,
-    Find,
-    ListClients,
-    ListDevices,
-    ListDigests,
-    ListPools,
-    Look,
-    OpenEvent,
-    Recorded,
-    Reply,
-    Retire,
-    Seal,
-    SendDescriptors,
-    ShareEvent,
-    Tell,
-    View,
-    Watch,
-)
+from cubroker.protocol import messages
+from cubroker.protocol.errors import CubrokerError, Unavailable
+from cubroker.protocol.infos import NOBODY
+from cubroker.protocol.limits import LATEST
+from cubroker.protocol.messages import BY_DESCRIPTOR, IPC, LAST_WORDS, Attached, Created, Failed, Reply, Request, View
 from cubroker.server.ledger import (
-    admitting,
-    attaching,
-    drafts,
-    draining,
+    create,
+    error_text,
+    events,
     invariants,
-    inventory,
+    ipc_events,
     leases,
-    mapped,
-    publishing,
-    reconfiguring,
-    reports,
-    sessions,
-    signals,
-    stories,
-    teams,
-    vanishing,
-    waiting,
-    wording,
+    lifecycle,
+    memory,
+    publish,
+    snapshot,
+    views,
 )
-from cubroker.server.ledger.auditing import Audit, audit
-from cubroker.server.ledger.books import Books
-from cubroker.server.ledger.entries import Budget, Limits, Session
-from cubroker.server.ledger.events import (
-    Allocated,
-    Asked,
-    Assembled,
-    Dissolved,
-    Effect,
-    Elapsed,
-    Ending,
-    Event,
-    Freed,
-    Gone,
-    Joined,
-    Lost,
-    Measured,
-    Measuring,
-    NotAllocated,
-    Reconfigured,
-    Respond,
-    Resumed,
-    Vanished,
-)
-from cubroker.server.ledger.inventory import Held, Lent
-from cubroker.server.ledger.policy import Policy
-from cubroker.server.ledger.record import Recorder, whole
-from cubroker.server.ledger.reports import Holder
-from cubroker.server.ledger.restoring import restore
-from cubroker.server.ledger.states import Impossible
+from cubroker.server.ledger.events import Effect, Event, RequestReceived, Respond, SendFds, SessionOpened
+from cubroker.server.ledger.model import Budget, Session, User
+from cubroker.server.ledger.policy import Limits, Policy, Quota
+from cubroker.server.ledger.snapshot import Audit, ChangeRecorder
+from cubroker.server.ledger.tables import Tables
+from cubroker.server.ledger.transitions import Impossible, MemoryState, VersionState
 
-__all__ = ["Budget", "Held", "Holder", "Impossible", "Ledger", "Lent", "Limits"]
+__all__ = ["Audit", "Budget", "HeldMemory", "Holder", "Impossible", "LeaseGrant", "Ledger", "Limits"]
+
+MAX_NAMED = 20
+"""Leases that a list of them names."""
+
+
+class Holder(NamedTuple):
+    """Who has a session, how many leases, and whether its connection is there."""
+
+    session: int
+    pid: int
+    uid: int
+    leases: int
+    connected: bool
+    label: str
+
+
+class HeldMemory(NamedTuple):
+    """Memory that a version has on one device."""
+
+    #: Of the version.
+    label: str
+    ticket: int
+    device: str
+    sizes: tuple[int, ...]
+    share: str
+    durable: bool
+    #: Leases on the version.
+    leases: int
+    #: Its multicast group; 0: none.
+    group: int
+    #: Whether the broker serves the device.
+    served: bool
+
+
+class LeaseGrant(NamedTuple):
+    """A lease: the answer that grants it, and what has its descriptors sent, if it has any."""
+
+    answer: Attached | Created
+    hand_over: SendFds | None
 
 
 class Ledger:
@@ -122,9 +106,9 @@ class Ledger:
         devices: the devices whose memory the broker lends, with their budgets.
         uid: the user that the broker runs as, who may change every pool.
         limits: what one session may have at once.
-        policy: what users may do and have; by default there are no quotas, and everybody may attach to everything.
-        store: how many descriptors of sessions and of durable memory the store has room for; None: there is no store,
-            nothing is recorded, and nothing can be durable.
+        policy: what users may do and have; by default there are no quotas, and every user may attach to everything.
+        store: places that the store has for descriptors of sessions and of durable memory; None: there is no store, no
+            snapshot is written, and nothing can be durable.
     """
 
     def __init__(
@@ -135,8 +119,8 @@ class Ledger:
         policy: Policy | None = None,
         store: int | None = None,
     ) -> None:
-        self._books = Books(devices, uid, limits or Limits(), policy or Policy(), store)
-        self._recorder = None if store is None else Recorder(self._books)
+        self._tables = Tables(devices, uid, limits or Limits(), policy or Policy(), store)
+        self._recorder = None if store is None else ChangeRecorder(self._tables)
 
     @classmethod
     def restore(
@@ -148,248 +132,260 @@ class Ledger:
         items: Iterable[tuple[bytes, bytes]],
         store: int,
     ) -> Self:
-        """Return the ledger whose record is among ``items``, a new one if there is none of a ledger.
+        """Return the ledger whose snapshot is among ``items``; a new one if there is none.
 
-        What is held stays, however little the rules allow now. The ledger waits for ``Resumed``. What contradicts the
-        rest of the record is given up, and is among its :attr:`findings`.
+        Leases stay, however little the rules allow now. Entries that contradict the rest are dropped, with
+        :attr:`findings`. The ledger waits for ``Resumed``.
 
         Raises:
-            Damaged: the record cannot be understood, or contradicts itself in a way that cannot be told apart.
+            CorruptJournal: the snapshot cannot be read, or its contradictions cannot be repaired.
         """
         ledger = cls(devices, uid, limits, policy, store)
-        counted = restore(ledger._books, items)
-        ledger._recorder = Recorder(ledger._books, counted)
+        counted = snapshot.load(ledger._tables, items)
+        ledger._recorder = ChangeRecorder(ledger._tables, counted)
         return ledger
 
     def changes(self) -> list[tuple[bytes, bytes | None]]:
-        """Return what is to be recorded anew since the last call (None: no more); nothing without a store."""
+        """Return the snapshot entries changed since the last call (None: gone); nothing without a store."""
         return [] if self._recorder is None else self._recorder.changes()
 
-    def record(self) -> dict[bytes, bytes]:
-        """Return all that there is to record; costs time in proportion to all that the ledger knows."""
-        return whole(self._books)
+    def snapshot(self) -> dict[bytes, bytes]:
+        """Return all snapshot entries; costs time in proportion to the ledger."""
+        return snapshot.full_snapshot(self._tables)
 
     @property
     def findings(self) -> Sequence[str]:
-        """What of its record contradicted the rest, and was given up, one sentence each."""
-        return self._books.findings
+        """What of the snapshot contradicted the rest and was dropped or lost, one sentence each."""
+        return self._tables.findings
 
     @property
     def last_session(self) -> int:
         """The highest number that a session had."""
-        return self._books.last_session
+        return self._tables.last_session
 
-    def sessions(self) -> tuple[Joined, ...]:
-        """Return all sessions, as they joined; some may have been detached since."""
-        return inventory.sessions(self._books)
+    def sessions(self) -> tuple[SessionOpened, ...]:
+        """Return the opening of every session; some may have lost their connection since."""
+        known = self._tables.sessions.values()
+        return tuple(SessionOpened(each.id, each.pid, each.uid, each.gid, each.groups, each.verified) for each in known)
 
-    def memory(self) -> tuple[Held, ...]:
+    def held_memory(self) -> tuple[HeldMemory, ...]:
         """Return all memory that versions have."""
-        return inventory.memory(self._books)
+        return tuple(
+            HeldMemory(
+                label=(version := ticket.version).label,
+                ticket=ticket.id,
+                device=ticket.account.device.uuid,
+                sizes=ticket.sizes,
+                share=version.share,
+                durable=version.durable,
+                leases=version.leases,
+                group=version.multicast_group.id if version.multicast_group else 0,
+                served=ticket.account.device.uuid in self._tables.accounts,
+            )
+            for ticket in self._tables.tickets.values()
+            if ticket.state is MemoryState.HELD
+        )
 
-    def lent(self, session: int, lease: int) -> Lent | None:
-        """Return the answer that grants a lease, as it would be given now; None if the session holds no such lease."""
-        return inventory.lent(self._books, session, lease)
+    def lease_grant(self, session: int, lease: int) -> LeaseGrant | None:
+        """Return the grant of a lease, as it would be now; None if the session has no such lease."""
+        known = self._tables.leases.get(lease)
+        if known is None or known.session.id != session:
+            return None
+        version = known.version
+        answer = leases.created(known) if version.state is VersionState.DRAFT else leases.attached(known)
+        sent = version.state is not VersionState.LOST and version.share in BY_DESCRIPTOR and not known.unsent
+        return LeaseGrant(answer, leases.send_fds(known) if sent else None)
 
-    def admit(self, uid: int, *, verified: bool = False) -> CubrokerError | None:
-        """Return why a user may open no session now, None if it may; to be asked before it has ``Joined``."""
-        return admitting.refusal(self._books, uid, verified=verified)
+    def admission_error(self, uid: int, *, verified: bool = False) -> CubrokerError | None:
+        """Return why a user may open no session now; None if it may."""
+        return lifecycle.admission_error(self._tables, uid, verified=verified)
 
     def handle(self, event: Event, now: float = 0.0) -> list[Effect]:
-        """Take one event, which came ``now``, in seconds since 1970; return what is to be done about it, in order.
+        """Take one event and return its effects, in order; ``now`` is in seconds since 1970.
 
         Raises:
-            Impossible: the event cannot follow from what was told before; nothing has changed. Effects
-                of an event that another exception ended half-way are those of :meth:`recover`, or of the next event.
+            Impossible: the event cannot follow from the earlier ones; nothing changed. After any other exception the
+                effects so far are those of :meth:`recover`, or of the next event.
         """
-        self._books.clock.set(now)
-        match event:
-            case Asked():
-                self._asked(event)
-            case Allocated():
-                drafts.allocated(self._books, event)
-            case NotAllocated():
-                drafts.not_allocated(self._books, event)
-            case Freed():
-                drafts.freed(self._books, event)
-            case Assembled():
-                drafts.assembled(self._books, event)
-            case Dissolved():
-                teams.dissolved(self._books, event)
-            case Elapsed():
-                self._elapsed(event)
-            case Joined():
-                sessions.joined(self._books, event)
-            case Lost():
-                sessions.lost(self._books, event)
-            case Gone():
-                sessions.gone(self._books, event)
-            case Reconfigured():
-                reconfiguring.reconfigure(self._books, event)
-            case Ending(with_store):
-                draining.end(self._books, with_store=with_store)
-            case Measuring():
-                mapped.begin(self._books)
-            case Measured():
-                mapped.measured(self._books, event)
-            case Vanished():
-                vanishing.vanished(self._books, event)
-            case Resumed():
-                vanishing.resumed(self._books)
-            case _:
-                assert_never(event)
+        tables = self._tables
+        tables.now = min(max(0.0, now), LATEST)  # a host's clock may show anything
+        if not isinstance(event, RequestReceived):
+            _EVENTS[type(event)](tables, event)
+        elif (session := tables.sessions.get(event.session)) is not None:
+            body = event.body
+            try:
+                if not session.connected and type(body) not in LAST_WORDS:
+                    raise Unavailable(f"the connection of session {session.id} has ended; open a new session")
+                if (may_wait := _MAY_WAIT.get(type(body))) is not None:
+                    answer = may_wait(tables, session, body, event)
+                else:
+                    answer = _AT_ONCE[type(body)](tables, session, body)
+            except CubrokerError as error:
+                answer = Failed(error.code, error.message)
+                tables.note(session, f"{type(body).__name__} was refused ({error.code}): {error.message}")
+            if answer is not None:
+                tables.effects.append(Respond(session.id, event.request, answer))
+            if not session.connected and not session.leases:
+                lifecycle.end(tables, session)
         return self.recover()
 
     def recover(self) -> list[Effect]:
-        """Serve those who wait and return what is to be done; to be called if an exception ended :meth:`handle`."""
-        drafts.settle(self._books)
-        return self.give_up()
+        """Serve waiting creates and return the effects; also called if an exception ended :meth:`handle`."""
+        tables = self._tables
+        if tables.recheck_pools or tables.recheck_users or tables.recheck_accounts:
+            create.serve_waiters(tables)
+        effects, tables.effects = tables.effects, []
+        return effects
 
-    def give_up(self) -> list[Effect]:
-        """Return what is to be done, and serve nobody; to be called if an exception ended :meth:`recover`, too.
+    def take_effects(self) -> list[Effect]:
+        """Return the effects and serve no create; called if an exception ended :meth:`recover`.
 
-        Whoever it was about waits, and is looked at again when something stirs them: not at every event of others.
+        Creates that the exception was about wait on, until something else marks them for a recheck.
         """
-        books = self._books
-        books.stirred_pools.clear()
-        books.stirred_users.clear()
-        books.stirred_accounts.clear()
-        effects, books.effects = books.effects, []
+        tables = self._tables
+        tables.recheck_pools.clear()
+        tables.recheck_users.clear()
+        tables.recheck_accounts.clear()
+        effects, tables.effects = tables.effects, []
         return effects
 
     def audit(self) -> Audit:
-        """Return what does not agree; costs time in proportion to all that the ledger knows."""
-        return audit(self._books)
+        """Return what a mistake left behind; costs time in proportion to the ledger."""
+        return snapshot.audit(self._tables)
 
     def check(self) -> None:
-        """Assert everything that always holds of the ledger; costs time in proportion to all that it knows."""
-        invariants.check(self._books)
-
-    def story(self, subject: str | int) -> tuple[str, ...]:
-        """Return the last events of a pool, by name, or of a session, by id, in words; none if it is unknown."""
-        story = stories.find(self._books, subject)
-        return () if story is None else tuple(story)
+        """Assert the invariants; costs time in proportion to the ledger."""
+        invariants.check(self._tables)
 
     def holder(self, session: int) -> Holder | None:
         """Return who has a session; None if there is no such session."""
-        found = self._books.sessions.get(session)
-        return None if found is None else reports.holder(found)
+        found = self._tables.sessions.get(session)
+        if found is None:
+            return None
+        return Holder(found.id, found.pid, found.uid, len(found.leases), found.connected, found.label)
 
-    def leased(self, session: int, lease: int) -> str:
-        """Return the name of the pool that a session's lease is on; none if it has no such lease."""
-        found = self._books.sessions.get(session)
-        held = None if found is None else found.leases.get(lease)
-        return "" if held is None else held.version.pool.name
-
-    @property
-    def stored(self) -> int:
-        """How many descriptors of sessions and of durable memory the store has, or is to have."""
-        return self._books.stored
+    def leased_pool(self, session: int, lease: int) -> str:
+        """Return the name of the pool that a lease is on; empty if the session has no such lease."""
+        found = self._tables.leases.get(lease)
+        return "" if found is None or found.session.id != session else found.version.pool.name
 
     @property
-    def draining(self) -> str:
-        """Why nobody gets a lease; nothing if that is not so."""
-        return draining.reason(self._books)
+    def stored_fds(self) -> int:
+        """Places of the store that sessions and durable memory take."""
+        return self._tables.stored
 
     @property
-    def held(self) -> str:
-        """Which versions that would go with the broker are held, and by whom, in words; nothing if none are."""
-        return draining.in_words(self._books)
+    def drain_reason(self) -> str:
+        """Why no leases are granted; empty if they are."""
+        return error_text.drain_reason(self._tables)
 
-    def takes_along(self, *, with_store: bool) -> bool:
-        """Say whether anything is held that would go with the broker, and ``with_store`` that does."""
-        return draining.takes_along(self._books, with_store=with_store)
+    @property
+    def holders_text(self) -> str:
+        """Which versions that end with the broker are leased, and by which sessions, in words; empty if none are."""
+        held = [lease for lease in self._tables.leases.values() if self._tables.ends_with_broker(lease.version)]
+        pairs = Counter(f"{lease.version.label} by {lease.session.label}" for lease in held)
+        named = [pair if times == 1 else f"{pair} {times} times" for pair, times in islice(pairs.items(), MAX_NAMED)]
+        if (more := len(pairs) - MAX_NAMED) > 0:
+            named.append(f"and {more} more")
+        return ", ".join(named)
+
+    def shutdown_loses(self, *, with_store: bool) -> bool:
+        """Whether a lease is on memory that ends with the broker, or ``with_store`` on any that is not lost."""
+        tables = self._tables
+        versions = (lease.version for lease in tables.leases.values())
+        return any(
+            tables.ends_with_broker(version) or (with_store and version.state is not VersionState.LOST)
+            for version in versions
+        )
 
     def last_words(self, session: int) -> str:
-        """Return what a session should know of what it holds as the broker ends; nothing if it holds nothing."""
-        found = self._books.sessions.get(session)
-        return "" if found is None else draining.last_words(found)
+        """Return what a session must know of its leases as the broker ends; empty if it has none."""
+        found = self._tables.sessions.get(session)
+        versions = {} if found is None else dict.fromkeys(lease.version for lease in found.leases.values())
+        if not versions:
+            return ""
+        held = ", ".join(version.label for version in islice(versions, MAX_NAMED))
+        doomed = ", ".join([version.label for version in versions if version.share == IPC][:MAX_NAMED])
+        advice = f"do not use {doomed} any more, whose memory ends with it" if doomed else "unmap it when done"
+        return f"this process still holds {held}: {advice}"
 
     def summary(self) -> str:
-        """Return in one line how much there is of everything."""
-        return reports.summary(self._books)
+        """Return the totals in one line."""
+        tables, accounts = self._tables, self._tables.accounts.values()
+        lent = sum(account.allocated for account in accounts)
+        budget = sum(account.device.budget for account in accounts)
+        versions = sum(len(pool.versions) for pool in tables.pools.values())
+        lends = "" if not tables.drained and tables.shutdown_leases is None else "draining; "
+        return (
+            f"{lends}{versions} versions, {len(tables.sessions)} sessions, {len(tables.leases)} leases;"
+            f" {lent >> 20} of {budget >> 20} MiB lent"
+        )
 
     def view(self, *, everything: bool) -> View:
-        """Return all that is known: ``everything``, or what somebody may see who is a stranger to every pool."""
-        return reports.view(self._books, reports.onlooker(self._books, everything=everything))
+        """Return ``everything``, or what a user may see who can read no private pool."""
+        uid = self._tables.uid if everything else NOBODY
+        return views.view(self._tables, Session(0, 0, User(uid, Quota()), NOBODY, verified=True))
 
     def beyond_leases(self) -> Mapping[int, int]:
-        """Return the bytes of memory that processes refer to beyond leases, by user of whom anything is known."""
-        return mapped.totals(self._books)
+        """Return the bytes that processes refer to beyond leases, by uid of the users of whom anything is known."""
+        return {
+            uid: footprint.nbytes
+            for uid, footprint in self._tables.footprints.items()
+            if any(memory is not None for memory in footprint.processes.values())
+        }
 
     def excesses(self) -> Mapping[int, str]:
-        """Return, by user, in words, who has more beyond leases than its quota allows."""
-        return mapped.excesses(self._books)
+        """Return the users with more beyond leases than their quota allows: by uid, in words."""
+        found = {uid: memory.excess(self._tables, uid) for uid in self._tables.footprints}
+        return {uid: error_text.too_much_beyond(uid, *pair) for uid, pair in found.items() if pair is not None}
 
-    def _asked(self, event: Asked) -> None:
-        session = self._books.sessions.get(event.session)
-        if session is None:
-            return
-        try:
-            answer = self._answer(session, event)
-        except CubrokerError as error:
-            answer = Failed(error.code, error.message)
-            session.story.append(f"{type(event.body).__name__} was refused ({error.code}): {error.message}")
-        if answer is not None:
-            self._books.effects.append(Respond(session.id, event.request, answer))
-        if not session.connected and not session.leases:
-            sessions.end(self._books, session)
 
-    def _answer(self, session: Session, event: Asked) -> Reply | None:
-        """Return the answer to a request, or None if it waits or was answered already."""
-        books, body = self._books, event.body
-        if not session.connected and type(body) not in LAST_WORDS:
-            raise Unavailable(f"the connection of session {session.id} has ended; open a new session")
-        match body:
-            case Attach():
-                return attaching.attach(books, session, event.request, body)
-            case Close():
-                signals.give_back(books, leases.held(session, body.lease), wording.GIVEN_BACK)
-                return Done()
-            case SendDescriptors():
-                return leases.send_descriptors(books, leases.held(session, body.lease))
-            case Create():
-                assert event.layout is not None
-                return drafts.create(books, session, event.request, body, event.layout)
-            case Seal():
-                return publishing.seal(books, session, body)
-            case Cancel():
-                return self._cancel(session, body)
-            case Retire():
-                return publishing.retire(books, session, body)
-            case Watch():
-                return publishing.watch(books, session, body)
-            case Find():
-                return publishing.find_current(books, session, body)
-            case Drain():
-                return draining.drain(books, session, body)
-            case Describe():
-                return reports.describe(books, session, body)
-            case ShareEvent() | OpenEvent() | Recorded() | AwaitEvent() | DropEvent():
-                return signals.asked(books, session, event.request, body)
-            case ListDigests():
-                return reports.list_digests(books, session, body)
-            case ListPools():
-                return reports.list_pools(books, session)
-            case ListClients():
-                return reports.list_clients(books, session)
-            case ListDevices():
-                return reports.list_devices(books)
-            case Look():
-                return reports.view(books, session)
-            case Tell():
-                return stories.tell(books, session, body)
-            case _:
-                assert_never(body)
+_EVENTS: Mapping[type[Event], Callable[[Tables, Any], None]] = {
+    events.Allocated: create.memory_allocated,
+    events.AllocationFailed: create.allocation_failed,
+    events.Freed: create.memory_freed,
+    events.MulticastBound: create.multicast_bound,
+    events.MulticastUnbound: memory.unbound,
+    events.TimerExpired: leases.timer_expired,
+    events.SessionOpened: lifecycle.opened,
+    events.ConnectionLost: lifecycle.connection_lost,
+    events.ProcessExited: lifecycle.process_exited,
+    events.Reconfigured: lifecycle.reconfigure,
+    events.ShutdownStarted: lifecycle.start_shutdown,
+    events.ProcessScanStarted: memory.scan_started,
+    events.ProcessScanFinished: memory.scan_finished,
+    events.MemoryLost: lifecycle.memory_lost,
+    events.Resumed: lifecycle.resume,
+}
+"""What changes the tables for each event but a request."""
 
-    def _cancel(self, session: Session, body: Cancel) -> Done:
-        waiter = session.unfinished.get(body.request)
-        if waiter is not None:
-            waiting.refuse(self._books, waiter, TimedOut(f"request {body.request} was cancelled by its caller"))
-        return Done()
+_AT_ONCE: Mapping[type[Request], Callable[[Tables, Session, Any], Reply]] = {
+    messages.Close: ipc_events.close,
+    messages.SendDescriptors: leases.send_descriptors,
+    messages.Seal: publish.seal,
+    messages.SealDigested: publish.seal,
+    messages.Cancel: leases.cancel,
+    messages.Retire: publish.retire,
+    messages.Watch: publish.watch,
+    messages.Find: publish.find_current,
+    messages.Drain: lifecycle.drain,
+    messages.ShareEvent: ipc_events.share,
+    messages.Recorded: ipc_events.recorded,
+    messages.DropEvent: ipc_events.drop,
+    messages.Describe: views.describe,
+    messages.ListDigests: views.list_digests,
+    messages.ListPools: views.list_pools,
+    messages.ListClients: views.list_clients,
+    messages.ListDevices: views.list_devices,
+    messages.Look: views.view,
+    messages.Tell: views.tell,
+}
+"""What answers each request that never waits."""
 
-    def _elapsed(self, event: Elapsed) -> None:
-        waiter = self._books.timers.pop(event.timer, None)
-        if waiter is not None:
-            waiter.timer = 0
-            waiting.refuse(self._books, waiter, TimedOut(wording.waited(self._books, waiter)))
+_MAY_WAIT: Mapping[type[Request], Callable[[Tables, Session, Any, RequestReceived], Reply | None]] = {
+    messages.Attach: leases.attach,
+    messages.Create: create.create,
+    messages.OpenEvent: ipc_events.open_event,
+    messages.AwaitEvent: ipc_events.await_event,
+}
+"""What answers each request that may wait; None: it waits, or was answered meanwhile."""

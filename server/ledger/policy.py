@@ -1,22 +1,22 @@
-"""What users may do and have, as plain data: quotas, administrators, and how pools begin and are kept."""
+"""What users may do and have, as plain data: quotas, administrators, defaults of pools, and how many versions stay."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from cubroker.protocol.messages import AUTO
 
 MODE = 0o644
-"""A pool that says nothing else: whoever reaches the broker may attach, its owner publishes and retires."""
+"""The default: every user may attach, the owner publishes and retires."""
 
 MAX_KEEP = 1000
 """The most superseded versions of a pool that can be asked to be kept."""
 
 
-HELD_BACK = 16
-"""Places of the store that only those get who may do everything, and for sessions alone: a full store must not keep
-them out. Of a small store it is a sixteenth."""
+ADMIN_RESERVE = 16
+"""Places of the store for sessions of administrators alone, so that a full store does not keep them out; of a small
+store a sixteenth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +51,32 @@ class Quota:
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Who may publish names of one prefix, by uid and by gid; administrators may besides."""
+    """Who may publish names of one prefix, by uid and by gid; administrators may besides.
+
+    Not to be confused with :class:`cubroker.driver.vmm.Reservation`.
+    """
 
     users: frozenset[int] = frozenset()
     groups: frozenset[int] = frozenset()
 
 
-NOTHING = Quota(0, 0, 0, 0, 0, 0, 0, 0, 0)
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one session may have at once, so that a flood of requests cannot grow the ledger.
+
+    Not to be confused with :class:`cubroker.server.keeper.run.Limits`.
+    """
+
+    leases: int = 4096
+    #: Requests that wait.
+    unfinished: int = 1024
+    watches: int = 1024
+    #: IPC events.
+    events: int = 1024
+
+
+NOTHING = Quota(**{each.name: 0 for each in fields(Quota)})
+NO_LIMITS = Limits(**{each.name: 0 for each in fields(Limits)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +84,7 @@ class Policy:
     """The rules of one broker.
 
     Attributes:
-        keep: superseded versions per pool, the newest ones, that stay although nobody has a lease on them.
+        keep: superseded versions per pool, the newest ones, that stay without leases.
         mode: the mode of a pool whose creator gave none.
         admins: users who may do everything, by their numbers alone.
         quota: what every user may have, but for those in ``quotas``.
@@ -90,11 +109,11 @@ class Policy:
         return self.quotas.get(uid, self.quota)
 
 
-def held_back(store: int | None) -> int:
-    """Return how many of so many places of the store are not for everybody."""
-    return min(HELD_BACK, (store or 0) // HELD_BACK)
+def admin_reserve(store: int | None) -> int:
+    """Return how many places of a store are reserved for administrators."""
+    return min(ADMIN_RESERVE, (store or 0) // ADMIN_RESERVE)
 
 
 def exceeds(used: int, more: int, limit: int | None) -> bool:
-    """Say whether ``more`` on top of ``used`` is over a limit (None: there is none); nothing more never is."""
+    """Whether ``more`` on top of ``used`` is over a limit (None: there is none); zero more never is."""
     return limit is not None and more > 0 and used + more > limit

@@ -10,6 +10,7 @@ import argparse
 import functools
 import hashlib
 import importlib.util
+import logging
 import multiprocessing
 import subprocess
 import sys
@@ -19,8 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.fuzz.mutate import MAX_INPUT, Finding, hunt
+from tests.fuzz.protocol_targets import TARGETS
 from tests.fuzz.target import CRASHES
-from tests.fuzz.targets import TARGETS
 
 CHUNK = 50_000
 """Inputs of one piece of work."""
@@ -89,6 +90,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="the first seed")
     parser.add_argument("--engine", choices=("atheris", "plain"), help="atheris if it is installed")
     options = parser.parse_args()
+    logging.getLogger("cubroker").addHandler(logging.NullHandler())  # else each refused input is a line of its own
     names = options.targets or list(TARGETS)
     chunks = -(-options.inputs // (CHUNK * len(names)))
     size = -(-options.inputs // (chunks * len(names)))

@@ -12,8 +12,8 @@ import atheris
 
 def main() -> None:
     with atheris.instrument_imports(include=["cubroker"]):
+        from tests.fuzz.protocol_targets import TARGETS
         from tests.fuzz.target import attempt
-        from tests.fuzz.targets import TARGETS
 
     program, name, *options = sys.argv
     target = TARGETS[name]

@@ -12,7 +12,7 @@ from pathlib import Path
 from cubroker.driver import load
 from cubroker.protocol.layout import Layout
 from cubroker.protocol.messages import DESCRIPTOR, Close, Done
-from tests.server.clients import session
+from tests.unit.server.clients import session
 
 
 def main(directory: str, name: str) -> None:

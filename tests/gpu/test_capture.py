@@ -10,8 +10,9 @@ import pytest
 
 from cubroker.client import Broker
 from cubroker.protocol import Layout
-from tests.client import capturing
 from tests.gpu.sharing import SHARES, gpu_broker
+from tests.unit.client import capturing
+from tests.unit.client.conftest import publish
 
 torch = pytest.importorskip("torch")
 
@@ -37,7 +38,7 @@ def test_a_graph_that_was_captured_beside_all_of_it_computes_what_it_should(
     broker: Broker, share: str, mode: str, tmp_path: Path
 ) -> None:
     file = capturing.write(tmp_path)
-    capturing.publish(broker, "m", share)
+    publish(broker, "m", share=share)
     x = torch.ones(1024, 1024, device="cuda")
     y = torch.zeros_like(x)
     torch.mm(x, x)  # what cuBLAS allocates with its first use, it must not allocate in the capture

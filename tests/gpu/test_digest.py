@@ -12,8 +12,8 @@ from cubroker.driver import Context, Driver, load
 from cubroker.driver.digest import PIECE, add, digest, finish, sums
 from cubroker.protocol import Layout
 from cubroker.protocol.errors import Corrupted
-from tests.client.conftest import content
 from tests.gpu.sharing import SHARES, gpu_broker
+from tests.unit.client.conftest import content
 
 GIB = 1 << 30
 BLOCK = 2 << 20

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 import pytest
 
 from cubroker.driver import Driver, load
-from tests.driver.conformance import *  # noqa: F403
-from tests.driver.conformance_capture import *  # noqa: F403
-from tests.driver.conformance_devices import *  # noqa: F403
-from tests.driver.conformance_digest import *  # noqa: F403
-from tests.driver.conformance_fabric import *  # noqa: F403
-from tests.driver.conformance_vmm import *  # noqa: F403
-from tests.driver.neighbour import Neighbour
+from tests.unit.driver.conformance import *  # noqa: F403
+from tests.unit.driver.conformance_capture import *  # noqa: F403
+from tests.unit.driver.conformance_devices import *  # noqa: F403
+from tests.unit.driver.conformance_digest import *  # noqa: F403
+from tests.unit.driver.conformance_fabric import *  # noqa: F403
+from tests.unit.driver.conformance_vmm import *  # noqa: F403
+from tests.unit.driver.other_process import OtherProcess
 
 
 @pytest.fixture(scope="module")
@@ -24,6 +24,6 @@ def driver() -> Iterator[Driver]:
 
 
 @pytest.fixture(scope="module")
-def neighbour() -> Iterator[Neighbour]:
-    with Neighbour("cuda") as neighbour:
-        yield neighbour
+def other_process() -> Iterator[OtherProcess]:
+    with OtherProcess("cuda") as other_process:
+        yield other_process

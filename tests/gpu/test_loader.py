@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from cubroker.client import Broker, loader, rings
-from cubroker.client.loader import load
-from cubroker.client.verify import verify
+from cubroker.client import Broker
+from cubroker.client.loading import copy, loader
+from cubroker.client.loading.loader import load
+from cubroker.client.loading.verify import verify
 from cubroker.protocol.errors import Invalid, OverBudget
 from tests import checkpoints
 from tests.brokers import BrokerProcess
@@ -69,7 +70,7 @@ def test_gaps_between_tensors_are_zero(gpu: tuple[BrokerProcess, Broker], path: 
     _, broker = gpu
     load(broker, "m", path, share=share)
     with broker.attach("m") as pool:
-        held = bytearray(pool.slabs[0].tobytes())
+        held = bytearray(pool.allocation_views[0].tobytes())
         for spec in pool.layout.tensors:
             held[spec.offset : spec.offset + spec.nbytes] = bytes(spec.nbytes)
     assert not any(held)
@@ -92,14 +93,14 @@ def test_a_file_cut_short_while_it_is_read_leaves_no_draft(
     path = checkpoints.write(tmp_path / "model.safetensors", TENSORS)
     devices = [device.uuid for device in broker.driver.devices]
     before = broker.pools()
-    fill = loader.fill
+    copy_checkpoint = loader.copy_checkpoint
 
     def cut(*arguments: object) -> float:
         with path.open("r+b") as file:
-            file.truncate(path.stat().st_size - rings.CHUNK)
-        return fill(*arguments)  # type: ignore[arg-type]
+            file.truncate(path.stat().st_size - copy.CHUNK)
+        return copy_checkpoint(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(loader, "fill", cut)
+    monkeypatch.setattr(loader, "copy_checkpoint", cut)
     with pytest.raises(Invalid, match="it ended at byte"):
         load(broker, "cut", path, devices=devices, share=share)
     assert broker.pools() == before

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from cubroker.client import Broker
-from cubroker.client.loader import load
+from cubroker.client.loading.loader import load
 from cubroker.driver import DriverError
 from cubroker.protocol import Layout
 from cubroker.protocol.errors import Retired
@@ -229,7 +229,7 @@ def test_replicas_are_the_same_byte_for_byte(gpu: Both, pair: tuple[int, int], s
     load(broker, "replicated", checkpoints.write(tmp_path / "m.safetensors", tensors), devices=pair, share=share)
     with broker.attach("replicated", device=pair[0]) as one, broker.attach("replicated", device=pair[1]) as two:
         assert (one.memory_device.index, two.memory_device.index) == pair
-        for ours, theirs in zip(one.slabs, two.slabs, strict=True):
+        for ours, theirs in zip(one.allocation_views, two.allocation_views, strict=True):
             assert ours.tobytes() == theirs.tobytes()
         assert {name: two[name].tobytes() for name in tensors} == {name: data for name, (_, _, data) in tensors.items()}
 

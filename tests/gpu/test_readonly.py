@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import pytest
 
 from cubroker.driver import Driver, load
-from tests.driver.conformance_vmm import GRANULE, lent, mapped
-from tests.driver.neighbour import ROOT, Neighbour
 from tests.gpu.offender import VALUE
+from tests.unit.driver.conformance_vmm import GRANULE, lent, mapped
+from tests.unit.driver.other_process import ROOT, OtherProcess
 
 
 @pytest.fixture
@@ -34,16 +34,16 @@ def test_a_kernel_that_writes_to_a_read_only_mapping_ends_its_own_context_alone(
         lent(driver) as descriptor,
         mapped(context, descriptor) as writer,
         mapped(context, descriptor, readonly=True) as reader,
-        Neighbour("cuda") as neighbour,
+        OtherProcess("cuda") as other_process,
     ):
         context.write(writer, b"\x11bytes")
-        theirs = neighbour.attach(descriptor, GRANULE, readonly=True)
+        theirs = other_process.attach(descriptor, GRANULE, readonly=True)
         before, error = offend(descriptor, "readonly")
         assert before == "11"
         assert error in ("cuCtxSynchronize CUDA_ERROR_ILLEGAL_ADDRESS", "cuLaunchKernel CUDA_ERROR_ILLEGAL_ADDRESS")
-        assert context.read(reader, 6) == neighbour.ask("read", theirs, 6) == b"\x11bytes"
+        assert context.read(reader, 6) == other_process.ask("read", theirs, 6) == b"\x11bytes"
         context.write(writer, b"\x12")
-        assert neighbour.ask("read", theirs, 1) == b"\x12"
+        assert other_process.ask("read", theirs, 1) == b"\x12"
         assert offend(descriptor, "writable") == ["12", f"{VALUE:02x}"], "the kernel does write where it may"
-        assert context.read(reader, 6) == neighbour.ask("read", theirs, 6) == bytes([VALUE]) + b"bytes"
-        neighbour.ask("detach", theirs)
+        assert context.read(reader, 6) == other_process.ask("read", theirs, 6) == bytes([VALUE]) + b"bytes"
+        other_process.ask("detach", theirs)

@@ -32,7 +32,7 @@ def kept() -> Iterator[tuple[StoredBroker, Broker]]:
             broker.retire(info.name, info.version)
         eventually(lambda: not any(d.allocated or d.promised for d in broker.devices()), "all memory to be free")
         process.settled()
-        assert not [name for name in process.warehouse.stored if name.startswith("m")]
+        assert not [name for name in process.fdstore.stored if name.startswith("m")]
 
 
 def publish(broker: Broker, share: str = "vmm", *, durable: bool = True) -> None:

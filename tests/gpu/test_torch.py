@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from cubroker.client import Broker
-from cubroker.client.loader import load
+from cubroker.client.loading.loader import load
 from cubroker.protocol import Layout
 from cubroker.protocol.errors import Invalid
 from tests import checkpoints
@@ -43,7 +43,7 @@ def test_torch_reads_the_files_bytes_in_two_other_processes(gpu: tuple[BrokerPro
 
 
 def test_views_are_the_shared_memory_itself(gpu: tuple[BrokerProcess, Broker]) -> None:
-    from cubroker.client.torch import DTYPES, state_dict
+    from cubroker.integrations.torch import DTYPES, state_dict
 
     _, broker = gpu
     with broker.attach("m") as pool:
@@ -66,7 +66,7 @@ def test_a_tensor_may_be_imported_by_itself(gpu: tuple[BrokerProcess, Broker]) -
 
 
 def test_tensors_outlive_the_pool_and_hold_the_lease(gpu: tuple[BrokerProcess, Broker]) -> None:
-    from cubroker.client.torch import state_dict
+    from cubroker.integrations.torch import state_dict
 
     _, broker = gpu
     with broker.attach("m") as pool:
@@ -80,7 +80,7 @@ def test_tensors_outlive_the_pool_and_hold_the_lease(gpu: tuple[BrokerProcess, B
 
 
 def test_each_tensor_is_saved_and_copied_alone_and_stays_in_the_pool(gpu: tuple[BrokerProcess, Broker]) -> None:
-    from cubroker.client.torch import state_dict
+    from cubroker.integrations.torch import state_dict
 
     _, broker = gpu
     with broker.attach("m") as pool:

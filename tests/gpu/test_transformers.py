@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cubroker.client import Broker
-from cubroker.client.loader import load
+from cubroker.client.loading.loader import load
 from tests.brokers import BrokerProcess
 from tests.gpu.sharing import SHARES, gpu_broker, worker
 from tests.gpu.worker import generated

@@ -49,7 +49,7 @@ class User:
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        from cubroker.client.transformers import attach_model
+        from cubroker.integrations.transformers import attach_model
 
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
@@ -95,7 +95,7 @@ class User:
         return "nobody minded"
 
     def state(self) -> dict[str, Any]:
-        from cubroker.client.torch import state_dict
+        from cubroker.integrations.torch import state_dict
 
         return state_dict(self.pool)
 

@@ -13,7 +13,7 @@ from tests.systemd.lab import ROOT, Lab
 from tests.systemd.service import SETTINGS
 
 VERSIONS = ("1.0.0", "1.1.0")
-FOLDERS = ("protocol", "driver", "server", "client", "cli", "deploy", "examples")
+FOLDERS = ("api", "protocol", "driver", "server", "client", "integrations", "cli", "deploy", "examples")
 SOURCES = (*FOLDERS, "pyproject.toml", "README.md", "LICENSE", "Makefile")
 
 

@@ -33,7 +33,7 @@ class Company(NamedTuple):
 
     holders: Sequence[Client]
     busy: Sequence[Client]
-    judge: Client
+    observer: Client
 
     @classmethod
     @contextmanager
@@ -43,14 +43,14 @@ class Company(NamedTuple):
             holders = [stack.enter_context(Client(service.lab, "hold", "held")) for _ in range(HOLDERS)]
             busy = [stack.enter_context(Client(service.lab, role, role_pool(role))) for role in BUSY]
             pids = [client.said for client in (*holders, *busy)]
-            yield cls(holders, busy, stack.enter_context(Client(service.lab, "judge", *pids)))
+            yield cls(holders, busy, stack.enter_context(Client(service.lab, "observer", *pids)))
 
     def settle(self, service: Service) -> list[tuple[float, float]]:
         """Stop the busy ones; nothing is lost, doubled or leaked. Return when their long turns began and ended."""
         told = [client.ask() for client in self.busy]
         assert all(turns for turns, _ in told)
         assert all(holder.ask() == ["held", 1] for holder in self.holders)
-        found, leases = self.judge.ask()
+        found, leases = self.observer.ask()
         assert found == []
         assert leases.pop("held@1") == HOLDERS
         assert list(leases.values()) == [0]  # the newest version of the other pool, and no other

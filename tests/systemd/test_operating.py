@@ -42,8 +42,8 @@ fi
 """
 """The host's python3. An environment that it makes has the packages that pip would fetch."""
 
-LOOKS = r"cubroker (clients|ls|ping|story)|curl|journalctl|promtool query|systemctl (show|status)"
-"""What a command begins with that may be given again until it shows what is on its way."""
+LOOKS = r"cubroker (clients|ls|ping|story)|curl|journalctl|promtool query|systemctl (show|status)|timeout"
+"""What a command begins with that may be given again until it shows what is on its way, or what was too slow once."""
 
 USER = "/run/user/$(id -u alice)"
 AS_USER = f"runuser -u alice -- env HOME={USER} XDG_RUNTIME_DIR={USER} "

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from threading import Event, Thread
 
 from cubroker.client import Broker
-from tests.kills.content import Form, check
-from tests.kills.judge import disagreements
+from tests.crash.consistency import disagreements
+from tests.crash.content import Form, check
 
 DIRECTORY = "/run/cubroker"
 LONG = 0.05
@@ -68,7 +68,7 @@ def publishing(name: str) -> None:
         assert versions == list(range(versions[0], versions[0] + len(versions))), versions
 
 
-def judge(*pids: str) -> None:
+def observer(*pids: str) -> None:
     """At every line, tell in what the broker's tables contradict each other, and the leases of every version.
 
     Besides this one, only ``pids`` should have sessions.
@@ -100,7 +100,7 @@ def _work(turn: Callable[[], None]) -> None:
     sys.stdin.readline()  # the session stays until everything was looked at
 
 
-ROLES = {each.__name__: each for each in (publish, hold, attaching, publishing, judge)}
+ROLES = {each.__name__: each for each in (publish, hold, attaching, publishing, observer)}
 
 if __name__ == "__main__":
     ROLES[sys.argv[1]](*sys.argv[2:])

@@ -1,0 +1,99 @@
+"""cubroker: a daemon that owns GPU memory and lends it to the processes of one host.
+
+This is the root of the package, and the short way to its public names::
+
+    from cubroker import Broker
+
+    with Broker() as broker, broker.attach("llama") as pool:
+        ...
+
+A name is imported with its first use, so that ``import cubroker`` loads neither ZeroMQ nor CUDA nor numpy. The packages
+below: ``protocol`` and ``driver`` (which import nothing else of ours), ``server`` and ``client`` (which never import
+each other), ``integrations`` (on ``client`` alone) and ``cli`` (which may import everything).
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cubroker.client.broker import Broker
+    from cubroker.client.pool import Draft, Pool
+    from cubroker.client.tensor import SharedTensor
+    from cubroker.protocol.errors import (
+        Corrupted,
+        CubrokerError,
+        Denied,
+        DeviceFailure,
+        Exists,
+        InternalFailure,
+        Invalid,
+        NotFound,
+        OutOfMemory,
+        OverBudget,
+        OverQuota,
+        Retired,
+        TimedOut,
+        Unavailable,
+        Unsupported,
+    )
+    from cubroker.protocol.layout import Layout, TensorSpec
+
+    __version__: str
+
+_ERRORS = (
+    "CubrokerError Corrupted Denied DeviceFailure Exists InternalFailure Invalid NotFound OutOfMemory OverBudget"
+    " OverQuota Retired TimedOut Unavailable Unsupported"
+)
+_MODULES = {
+    "Broker": "client.broker",
+    "Draft": "client.pool",
+    "Pool": "client.pool",
+    "SharedTensor": "client.tensor",
+    "Layout": "protocol.layout",
+    "TensorSpec": "protocol.layout",
+    **dict.fromkeys(_ERRORS.split(), "protocol.errors"),
+}
+"""The module of every public name."""
+
+__all__ = [
+    "Broker",
+    "Corrupted",
+    "CubrokerError",
+    "Denied",
+    "DeviceFailure",
+    "Draft",
+    "Exists",
+    "InternalFailure",
+    "Invalid",
+    "Layout",
+    "NotFound",
+    "OutOfMemory",
+    "OverBudget",
+    "OverQuota",
+    "Pool",
+    "Retired",
+    "SharedTensor",
+    "TensorSpec",
+    "TimedOut",
+    "Unavailable",
+    "Unsupported",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name with its first use."""
+    if name == "__version__":
+        from importlib.metadata import version
+
+        found: object = version("cubroker")
+    elif name in _MODULES:
+        found = getattr(import_module(f"cubroker.{_MODULES[name]}"), name)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

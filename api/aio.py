@@ -1,0 +1,508 @@
+"""The :class:`cubroker.Broker` for asyncio: its methods are awaited, and nothing that waits blocks the loop.
+
+::
+
+    from cubroker.aio import Broker
+
+    async with Broker() as broker, await broker.attach("llama", wait=60) as pool:
+        ...
+
+Every method does what the method of that name of the blocking class does, with the same arguments and errors: it goes
+through the same steps (:mod:`cubroker.client.transport.requests`). The session below has its two threads as ever, and
+no call that waits has a thread of its own. Cancelling an ``await`` gives the request up: the broker stops waiting, and
+a lease that comes all the same goes back.
+
+One object serves any number of tasks, and loops in several threads. Work with the devices that no other thread does
+runs in a thread of the loop: connecting, the first use of a device, and computing digests. Such a thread goes on when
+its ``await`` is cancelled, and what it brings is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from inspect import unwrap
+from pathlib import Path
+from typing import ParamSpec, Self, TypeVar, cast
+
+from cubroker.client import broker as blocking
+from cubroker.client import devices as local
+from cubroker.client import notices, pool
+from cubroker.client.broker import Owner
+from cubroker.client.devices import DeviceId, Plan
+from cubroker.client.follow import Follow
+from cubroker.client.tensor import SharedTensor
+from cubroker.client.transport.handshake import NotServing, Patience
+from cubroker.client.transport.requests import Steps, run_in_loop, seconds
+from cubroker.driver import Device, Driver
+from cubroker.protocol import messages
+from cubroker.protocol.errors import CubrokerError, Denied, Unavailable
+from cubroker.protocol.infos import ClientInfo, DeviceInfo, Line, PoolInfo
+from cubroker.protocol.layout import Layout, Tensors
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+__all__ = ["Broker", "Draft", "Pool", "Watch"]
+
+
+async def awaited(method: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Do what a method does that :func:`~cubroker.client.transport.requests.blocking` made."""
+    steps = cast("Callable[P, Steps[T]]", unwrap(method))
+    return await run_in_loop(steps(*args, **kwargs))
+
+
+class Broker:
+    """A session with the broker that serves ``directory``, for asyncio; see :class:`cubroker.Broker`.
+
+    It begins with ``async with``, or with :meth:`connect`.
+
+    Args:
+        directory: as for :class:`cubroker.Broker`.
+        timeout: as for :class:`cubroker.Broker`.
+        connect_timeout: as for :class:`cubroker.Broker`. A cancelled connect leaves its thread for this long at most.
+        wait: as for :class:`cubroker.Broker`.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str] | None = None,
+        *,
+        timeout: float = 30.0,
+        connect_timeout: float | None = None,
+        wait: float = 0.0,
+    ) -> None:
+        self._wait = seconds(wait)
+        self._connect = partial(_connect, directory, timeout, connect_timeout)
+        self._broker: blocking.Broker | None = None
+        #: Devices whose contexts were made.
+        self._used: set[DeviceId] = set()
+
+    async def connect(self) -> Self:
+        """Open the session and load the driver; raises as :class:`cubroker.Broker` does. Once more: do nothing."""
+        if self._broker is None:
+            connected = await _until_served(self._connect, self._wait)
+            if self._broker is None:  # else another task was faster
+                self._broker = connected
+        return self
+
+    async def __aenter__(self) -> Self:
+        return await self.connect()
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def __repr__(self) -> str:
+        return repr(self._broker) if self._broker else "<Broker that is not connected>"
+
+    @property
+    def blocking(self) -> blocking.Broker:
+        """The Broker below, for code that takes one and runs in a thread; it has the same session and pools.
+
+        Raises:
+            Unavailable: it is not connected yet.
+        """
+        if self._broker is None:
+            raise Unavailable("this Broker is not connected yet; use `async with`, or await connect()")
+        return self._broker
+
+    @property
+    def directory(self) -> Path:
+        """Where the broker listens."""
+        return self.blocking.directory
+
+    @property
+    def session(self) -> int:
+        """The number that the broker gave this session."""
+        return self.blocking.session
+
+    @property
+    def uid(self) -> int | None:
+        """The user that the broker runs as; None if it is too old to say so."""
+        return self.blocking.uid
+
+    @property
+    def driver(self) -> Driver:
+        """This process's driver for the broker's devices; raises as :attr:`cubroker.Broker.driver`."""
+        return self.blocking.driver
+
+    @property
+    def draining(self) -> str:
+        """Why the broker lends nothing new and wants back what it lent; nothing if that is not so."""
+        return self.blocking.draining
+
+    @property
+    def lost(self) -> str:
+        """Why the session is over; see :attr:`cubroker.Broker.lost`."""
+        return self.blocking.lost
+
+    async def reconnect(self, wait: float = 0.0) -> None:
+        """See :meth:`cubroker.Broker.reconnect`. Each attempt is made in a thread of the loop."""
+        await _until_served(self.blocking.reconnect, seconds(wait))
+
+    # -- pools -------------------------------------------------------------------------------------
+
+    async def attach(
+        self,
+        name: str,
+        *,
+        version: int | None = None,
+        device: DeviceId | None = None,
+        wait: float = 0.0,
+        peer: bool = False,
+        owner: Owner | Sequence[Owner] | None = None,
+    ) -> Pool:
+        """See :meth:`cubroker.Broker.attach`."""
+        if version is None and self.lost:
+            await self.reconnect()
+        await self._use(() if device is None else (device,))
+        attach = blocking.Broker.attach
+        return Pool(
+            await awaited(
+                attach, self.blocking, name, version=version, device=device, wait=wait, peer=peer, owner=owner
+            )
+        )
+
+    async def create(
+        self,
+        name: str,
+        layout: Layout | Tensors,
+        *,
+        devices: Sequence[DeviceId] | None = None,
+        share: str = messages.AUTO,
+        wait: float = 0.0,
+        mode: int | None = None,
+        plan: Plan | None = None,
+        writable: bool = False,
+        durable: bool | None = None,
+    ) -> Draft:
+        """See :meth:`cubroker.Broker.create`."""
+        await self._use(_places(devices, plan))
+        draft = await awaited(
+            blocking.Broker.create,
+            self.blocking,
+            name,
+            layout,
+            devices=devices,
+            share=share,
+            wait=wait,
+            mode=mode,
+            plan=plan,
+            writable=writable,
+            durable=durable,
+        )
+        return Draft(draft)
+
+    async def attach_or_create(
+        self,
+        name: str,
+        layout: Layout | Tensors,
+        *,
+        device: DeviceId | None = None,
+        devices: Sequence[DeviceId] | None = None,
+        share: str = messages.AUTO,
+        wait: float = 600.0,
+        mode: int | None = None,
+        plan: Plan | None = None,
+        writable: bool = False,
+        durable: bool | None = None,
+        peer: bool = False,
+        owner: Owner | Sequence[Owner] | None = None,
+    ) -> Pool | Draft:
+        """See :meth:`cubroker.Broker.attach_or_create`."""
+        await self._use(_places(devices, plan) if device is None else (device, *_places(devices, plan or {})))
+        found = await awaited(
+            blocking.Broker.attach_or_create,
+            self.blocking,
+            name,
+            layout,
+            device=device,
+            devices=devices,
+            share=share,
+            wait=wait,
+            mode=mode,
+            plan=plan,
+            writable=writable,
+            durable=durable,
+            peer=peer,
+            owner=owner,
+        )
+        return Draft(found) if isinstance(found, pool.Draft) else Pool(found)
+
+    async def publish(
+        self,
+        name: str,
+        source: object,
+        *,
+        devices: Sequence[DeviceId] | None = None,
+        share: str = messages.AUTO,
+        mode: int | None = None,
+        durable: bool | None = None,
+        plan: Plan | None = None,
+        wait: float = 0.0,
+        digest: bool = False,
+    ) -> int:
+        """See :meth:`cubroker.Broker.publish`. A thread of the loop waits for its turn and copies the arrays.
+
+        If this is cancelled, the thread goes on, and the version may be published.
+        """
+        return await asyncio.to_thread(
+            self.blocking.publish,
+            name,
+            source,
+            devices=devices,
+            share=share,
+            mode=mode,
+            durable=durable,
+            plan=plan,
+            wait=wait,
+            digest=digest,
+        )
+
+    async def retire(self, name: str, version: int | None = None) -> messages.Retirement:
+        """See :meth:`cubroker.Broker.retire`."""
+        return await awaited(blocking.Broker.retire, self.blocking, name, version)
+
+    async def watch(
+        self, name: str, *, owner: Owner | Sequence[Owner] | None = None, timeout: float | None = None
+    ) -> Watch:
+        """See :meth:`cubroker.Broker.watch`; to be iterated by ``async for``."""
+        return Watch(await awaited(blocking.Broker.watch, self.blocking, name, owner=owner, timeout=timeout))
+
+    def follow(
+        self, name: str, *, owner: Owner | Sequence[Owner] | None = None, timeout: float | None = None
+    ) -> Follow:
+        """See :meth:`cubroker.Broker.follow`; it returns at once, and is iterated by ``async for``."""
+        return self.blocking.follow(name, owner=owner, timeout=timeout)
+
+    # -- what there is -----------------------------------------------------------------------------
+
+    async def pools(self) -> tuple[PoolInfo, ...]:
+        """See :meth:`cubroker.Broker.pools`."""
+        return await awaited(blocking.Broker.pools, self.blocking)
+
+    async def clients(self) -> tuple[ClientInfo, ...]:
+        """See :meth:`cubroker.Broker.clients`."""
+        return await awaited(blocking.Broker.clients, self.blocking)
+
+    async def devices(self) -> tuple[DeviceInfo, ...]:
+        """See :meth:`cubroker.Broker.devices`."""
+        return await awaited(blocking.Broker.devices, self.blocking)
+
+    async def describe(self, name: str, version: int | None = None) -> tuple[PoolInfo, Layout, tuple[str, ...]]:
+        """See :meth:`cubroker.Broker.describe`."""
+        return await awaited(blocking.Broker.describe, self.blocking, name, version)
+
+    async def digests(self, name: str, version: int | None = None) -> messages.DigestList:
+        """See :meth:`cubroker.Broker.digests`."""
+        return await awaited(blocking.Broker.digests, self.blocking, name, version)
+
+    async def look(self) -> messages.View:
+        """See :meth:`cubroker.Broker.look`."""
+        return await awaited(blocking.Broker.look, self.blocking)
+
+    async def story(self, subject: str | int) -> tuple[Line, ...]:
+        """See :meth:`cubroker.Broker.story`."""
+        return await awaited(blocking.Broker.story, self.blocking, subject)
+
+    # -- draining, and the end ---------------------------------------------------------------------
+
+    async def wait_draining(self, timeout: float | None = None, *, over: bool = False) -> bool:
+        """See :meth:`cubroker.Broker.wait_draining`."""
+        return await awaited(blocking.Broker.wait_draining, self.blocking, timeout, over=over)
+
+    async def drain(self, *, on: bool = True) -> None:
+        """See :meth:`cubroker.Broker.drain`."""
+        await awaited(blocking.Broker.drain, self.blocking, on=on)
+
+    async def close(self) -> None:
+        """See :meth:`cubroker.Broker.close`. What other tasks wait for raises ``Unavailable``."""
+        await awaited(blocking.Broker.close, self.blocking)
+
+    async def _use(self, devices: Sequence[DeviceId]) -> None:
+        """Have contexts on devices made in a thread, which takes long where it is the first use of a GPU."""
+        for device in devices:
+            if device not in self._used:
+                await asyncio.to_thread(local.context, self.driver, device)
+                self._used.add(device)
+
+
+class Pool(Mapping[str, SharedTensor]):
+    """The tensors of one version, by name; see :class:`cubroker.Pool`. It is closed at the end of ``async with``.
+
+    Attributes:
+        blocking: the pool below, for code that takes one: ``state_dict(pool.blocking)``. What is not here is there.
+    """
+
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+    def __init__(self, below: pool.Pool) -> None:
+        self.blocking = below
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def __repr__(self) -> str:
+        return repr(self.blocking)
+
+    def __getitem__(self, name: str) -> SharedTensor:
+        return self.blocking[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.blocking)
+
+    def __len__(self) -> int:
+        return len(self.blocking)
+
+    @property
+    def name(self) -> str:
+        """The pool's name."""
+        return self.blocking.name
+
+    @property
+    def version(self) -> int:
+        """The version, from 1 on; :meth:`switch` changes it."""
+        return self.blocking.version
+
+    @property
+    def share(self) -> str:
+        """How its memory is shared."""
+        return self.blocking.share
+
+    @property
+    def layout(self) -> Layout:
+        """See :attr:`cubroker.Pool.layout`."""
+        return self.blocking.layout
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """The devices that use these tensors: several for a sharded version."""
+        return self.blocking.devices
+
+    @property
+    def lost(self) -> str:
+        """See :attr:`cubroker.Pool.lost`."""
+        return self.blocking.lost
+
+    @property
+    def asleep(self) -> bool:
+        """Whether :meth:`sleep` unmapped it."""
+        return self.blocking.asleep
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed, here or with the Broker."""
+        return self.blocking.closed
+
+    def follow(self, *, switch: bool = False, timeout: float | None = None) -> Follow:
+        """See :meth:`cubroker.Pool.follow`; it returns at once, and is iterated by ``async for``."""
+        return self.blocking.follow(switch=switch, timeout=timeout)
+
+    async def sleep(self) -> None:
+        """See :meth:`cubroker.Pool.sleep`. Once begun, it happens, even if this is cancelled."""
+        await awaited(pool.Pool.sleep, self.blocking)
+
+    async def wake(self, wait: float = 0.0) -> None:
+        """See :meth:`cubroker.Pool.wake`. Where two tasks wake it at once, each asks for a lease, and one goes back."""
+        await run_in_loop(self.blocking.waking(wait))
+
+    async def switch(self, version: int | None = None, wait: float = 0.0) -> int:
+        """See :meth:`cubroker.Pool.switch`. If it is cancelled, it ends when all of one version is mapped."""
+        request = self.blocking.switch_request()
+        try:
+            return await run_in_loop(self.blocking.switching(request, version, wait))
+        except BaseException:
+            await run_in_loop(request.settle())
+            raise
+
+    async def check(self) -> None:
+        """See :meth:`cubroker.Pool.check`. The digests are computed in a thread of the loop."""
+        await asyncio.to_thread(self.blocking.check)
+
+    async def close(self) -> None:
+        """See :meth:`cubroker.Pool.close`. Once begun, it happens, even if this is cancelled."""
+        await awaited(pool.Pool.close, self.blocking)
+
+
+class Draft(Pool):
+    """The tensors of an unpublished version; see :class:`cubroker.Draft`. ``async with`` discards it if not sealed."""
+
+    blocking: pool.Draft
+
+    @property
+    def replicas(self) -> tuple[Mapping[str, SharedTensor], ...]:
+        """The tensors on each device, in the order in which the devices were given."""
+        return self.blocking.replicas
+
+    async def seal(self, *, digest: bool = False) -> int:
+        """See :meth:`cubroker.Draft.seal`. Once begun, it happens, even if this is cancelled.
+
+        A ``digest`` is computed in a thread of the loop.
+        """
+        if digest:
+            return await asyncio.to_thread(self.blocking.seal, digest=True)
+        return await awaited(pool.Draft.seal, self.blocking)
+
+
+class Watch(AsyncIterator[int | None]):
+    """The current version of a pool, now and after every change, for ``async for``; see :class:`cubroker.client.Watch`.
+
+    ``async with`` closes it at the end.
+    """
+
+    def __init__(self, below: notices.Watch) -> None:
+        self.blocking = below
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def __anext__(self) -> int | None:
+        return await self.next()
+
+    async def next(self, timeout: float | None = None) -> int | None:
+        """See :meth:`cubroker.client.Watch.next`; at its end it raises ``StopAsyncIteration``."""
+        try:
+            return await run_in_loop(self.blocking.change(timeout))
+        except notices.WatchClosed:
+            raise StopAsyncIteration from None
+
+    async def close(self) -> None:
+        """Stop watching; iterations end."""
+        self.blocking.close()
+
+
+def _connect(
+    directory: str | os.PathLike[str] | None, timeout: float, connect_timeout: float | None
+) -> blocking.Broker:
+    broker = blocking.Broker(directory, timeout=timeout, connect_timeout=connect_timeout)
+    with suppress(CubrokerError):  # which is raised where a device is used
+        _ = broker.driver
+    return broker
+
+
+async def _until_served(attempt: Callable[[], T], wait: float) -> T:
+    """As :func:`cubroker.client.transport.handshake.until_served`, with each attempt in a thread of the loop."""
+    patience = Patience(wait)
+    while True:
+        try:
+            return await asyncio.to_thread(attempt)
+        except (NotServing, Denied) as error:
+            pause = patience.pause(error)
+        await asyncio.sleep(pause)
+
+
+def _places(devices: Sequence[DeviceId] | None, plan: Plan | None) -> tuple[DeviceId, ...]:
+    """Return the devices that a create uses, as :func:`cubroker.client.devices.place` chooses them."""
+    if devices is None:
+        return (0,) if plan is None else tuple(dict.fromkeys(plan.values()))
+    return () if isinstance(devices, str) else tuple(devices)

@@ -1,0 +1,458 @@
+"""What works on a device and on this machine, and if not, why and what to do: judged from facts alone, by tables.
+
+A check is a table of cases in order, and the first that applies is its finding. A refusal of the driver that no case
+explains speaks for itself (:func:`means`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from cubroker.cli import format
+from cubroker.cli.doctor.facts import DeviceFacts, DirectoryFacts, Examined, Facts, Finding, HostFacts, Trial
+from cubroker.driver.host.virtual_memory import CHANNEL
+from cubroker.protocol.messages import IPC, MULTICAST, VMM
+
+Cases = Sequence[tuple[object, bool | None, str, str]]
+"""Whether each case applies, and the finding if it does: whether it works, why, what to do."""
+
+OLDEST = 12000
+"""The oldest CUDA version of a driver that the bindings serve."""
+
+FABRIC_SINCE = 12030
+"""The CUDA version that first had fabric handles."""
+
+PROHIBITED, EXCLUSIVE = 2, 3
+"""Compute modes (CUcomputemode)."""
+
+ENOUGH_DESCRIPTORS = 4096
+ENOUGH_LOCKED = 64 << 20
+
+OUT_OF_MEMORY = "CUDA_ERROR_OUT_OF_MEMORY"
+
+UNTOUCHED = frozenset({OUT_OF_MEMORY, "CUDA_ERROR_SYSTEM_NOT_READY", "CUDA_ERROR_ILLEGAL_STATE"})
+"""Refusals that have nothing to do with how the device is set up."""
+
+
+def _first(cases: Cases) -> Finding | None:
+    return next((Finding(works, why, do) for applies, works, why, do in cases if applies), None)
+
+
+# -- what the driver's refusals mean ---------------------------------------------------------------
+
+LOOK = "look at `nvidia-smi`, and for Xid messages in `dmesg`"
+_MPS = "restart MPS: `echo quit | nvidia-cuda-mps-control`, then `nvidia-cuda-mps-control -d`"
+_UNMAPPED = (
+    "give containers their GPUs in the same way as the memory's owner has them (`--gpus all`, "
+    "NVIDIA_VISIBLE_DEVICES=all); between GPUs, see that BAR1 is large and the IOMMU off; on host devices, raise "
+    "`ulimit -v`"
+)
+_UPDATE = "install a newer NVIDIA driver: 525 is the first that will do, 580 serves CUDA 13"
+
+REFUSALS = {
+    OUT_OF_MEMORY: (
+        "the device has no room for the trial: 2 MiB, and about 520 MB for each process that has a context",
+        "free memory on the device (`nvidia-smi` shows who has it) and try again",
+    ),
+    "CUDA_ERROR_STUB_LIBRARY": (
+        "the library that was found is the stub for linking, and no driver",
+        "take the folder `stubs` of the CUDA toolkit out of LD_LIBRARY_PATH",
+    ),
+    "CUDA_ERROR_CALL_REQUIRES_NEWER_DRIVER": ("the driver is too old for it", _UPDATE),
+    "CUDA_ERROR_DEVICE_UNAVAILABLE": (
+        "the device takes no more processes: it is in exclusive use, or was lost",
+        "`nvidia-smi -q -d COMPUTE` tells the compute mode and `nvidia-smi` who uses the device",
+    ),
+    "CUDA_ERROR_INVALID_DEVICE": (
+        "there is no GPU of such a number",
+        "`nvidia-smi -L` lists them; numbers count from 0, among those in CUDA_VISIBLE_DEVICES",
+    ),
+    "CUDA_ERROR_DEVICE_NOT_LICENSED": (
+        "the virtual GPU has no licence",
+        "see the state of the NVIDIA vGPU licence with `nvidia-smi -q`",
+    ),
+    "CUDA_ERROR_OPERATING_SYSTEM": (
+        "the operating system refused the driver a system call or a device file",
+        "see which device files in /dev/nvidia* this user may open, and what a seccomp profile or cgroup forbids",
+    ),
+    "CUDA_ERROR_MAP_FAILED": (
+        "the driver could not map it, for which NVIDIA names no cause",
+        _UNMAPPED,
+    ),
+    "CUDA_ERROR_TOO_MANY_PEERS": (
+        "the device has as many peers as it can have: 8 on systems without NVSwitch, by NVIDIA's pages",
+        "end programs that have access from it to other devices, or hide devices with CUDA_VISIBLE_DEVICES",
+    ),
+    "CUDA_ERROR_NOT_PERMITTED": (
+        "this process may not do it",
+        "see what the container, its device cgroup or a seccomp profile forbids",
+    ),
+    "CUDA_ERROR_NOT_SUPPORTED": (
+        "this device, or this system, cannot do it (on WSL and on integrated GPUs some sharing is missing)",
+        "use another kind of sharing",
+    ),
+    "CUDA_ERROR_ILLEGAL_STATE": (
+        "the fabric manager is out of order, or lost a GPU",
+        "restart it: `systemctl restart nvidia-fabricmanager`, with no program on the GPUs",
+    ),
+    "CUDA_ERROR_SYSTEM_NOT_READY": (
+        "the system is not ready: as a rule the fabric manager of the NVSwitches does not run, or starts just now",
+        "start it: `systemctl start nvidia-fabricmanager`, and see its state with `nvidia-smi -q -i 0`",
+    ),
+    "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH": (
+        "libcuda is of another version than the kernel module: one was updated, or a container brought its own",
+        "reboot, or reload the kernel module; in a container use the host's libcuda",
+    ),
+    "CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE": (
+        "the compatibility libcuda that was found does not serve this GPU",
+        "take the folder `compat` of the CUDA toolkit out of LD_LIBRARY_PATH, or update the driver",
+    ),
+    "CUDA_ERROR_MPS_CONNECTION_FAILED": ("the MPS daemon cannot be reached", _MPS),
+    "CUDA_ERROR_MPS_RPC_FAILURE": ("the MPS server did not answer", _MPS),
+    "CUDA_ERROR_MPS_SERVER_NOT_READY": ("the MPS server is starting, or recovers from a fault", _MPS),
+    "CUDA_ERROR_MPS_MAX_CLIENTS_REACHED": (
+        "the MPS server has as many clients as it can",
+        "end some, or run this one without MPS",
+    ),
+    "CUDA_ERROR_MPS_MAX_CONNECTIONS_REACHED": (
+        "MPS has as many connections as the hardware takes",
+        "end some clients, or lower CUDA_DEVICE_MAX_CONNECTIONS",
+    ),
+    "CUDA_ERROR_UNKNOWN": (
+        "the driver does not know what went wrong; often a device file is missing, or the system was asleep",
+        "see that /dev/nvidia-uvm is there; `modprobe -r nvidia_uvm; modprobe nvidia_uvm` helps after sleep",
+    ),
+    "": ("the driver is too old: it has no such function", _UPDATE),
+}
+"""Why, and what to do, by the name of the result; an empty one stands for a function that the driver does not have."""
+
+_UNANSWERED = {
+    "silent": Finding(False, "the driver did not answer within {}", f"{LOOK}; a reboot may be needed"),
+    "skipped": Finding(None, "not tried: the driver did not answer the trial before"),
+    "died": Finding(False, "the process that tried it died ({})", LOOK),
+    "differs": Finding(False, "another process read other bytes than were written", LOOK),
+}
+
+
+def means(trial: Trial) -> Finding:
+    """Return what it means that a trial did not work."""
+    if found := _UNANSWERED.get(trial.outcome):
+        return replace(found, why=found.why.format(trial.detail))
+    why, do = REFUSALS.get(trial.error, ("the driver refused", LOOK))
+    who = f"the {trial.side}'s " if trial.side else ""
+    said = f"{who}{trial.call}: {trial.error}" if trial.error else trial.detail
+    return Finding(None if trial.error == OUT_OF_MEMORY else False, f"{why} ({said})", do)
+
+
+# -- devices ---------------------------------------------------------------------------------------
+
+_WORKS = {
+    IPC: "a process opened another's 2 MiB by handle and read the same bytes",
+    VMM: "a process mapped 2 MiB by descriptor, read what another wrote, and could not write",
+    "fabric": "a process mapped 2 MiB by fabric handle, read what another wrote, and could not write",
+    "events": "a process opened another's event by handle and waited for it",
+}
+"""The kinds that are tried, and what a trial that worked has shown."""
+
+_NOT_NEEDED = "nothing needs to be done: vmm pools use descriptors instead"
+_INSTEAD = "nothing needs to be done: replication over peer copies takes its place"
+
+
+def judge_device(examined: Examined, facts: Facts) -> dict[str, Finding]:
+    """Return a verdict on each kind of sharing, in the order of the report."""
+    tried = {kind: _tried(kind, examined, facts) for kind in _WORKS}
+    return tried | {"peers": _peers(examined.device), MULTICAST: _multicast(examined.device)}
+
+
+def usable(verdicts: Mapping[str, Finding]) -> bool:
+    """Whether memory of the device can be shared in one way at least."""
+    return bool(verdicts[IPC].works or verdicts[VMM].works)
+
+
+def _tried(kind: str, examined: Examined, facts: Facts) -> Finding:
+    trial, device = examined.trials[kind], examined.device
+    if trial.outcome == "works":
+        return Finding(True, _WORKS[kind])
+    if trial.outcome == "writable":
+        how = "descriptor" if kind == VMM else "fabric handle"
+        why = f"memory is shared by {how}, but what was mapped read-only could be written"
+        return Finding(None, why, f"{LOOK}; use ipc")
+    cases: Cases = ()
+    if trial.outcome == "refused":
+        if kind == VMM:
+            cases = (*_no_vmm(device), *_mode(device, trial))
+        elif kind != "fabric":
+            cases = (*_mode(device, trial), *_no_ipc(device, trial))
+        elif not trial.error:
+            cases = _no_fabric(device, facts)
+    return _first(cases) or means(trial)
+
+
+def _mode(device: DeviceFacts, trial: Trial) -> Cases:
+    """How the compute mode explains a refusal."""
+    mode = None if trial.error in UNTOUCHED else device.compute_mode
+    only_one = "one process at a time may use the device, so none can share"
+    do = f"`nvidia-smi -i {device.uuid} -c DEFAULT`, as root"
+    return (
+        (mode == PROHIBITED, False, "the compute mode is Prohibited: no process may have a context on the device", do),
+        (mode == EXCLUSIVE, False, f"the compute mode is Exclusive Process: {only_one}", do),
+    )
+
+
+def _no_ipc(device: DeviceFacts, trial: Trial) -> Cases:
+    """How the device itself explains that it refuses legacy handles, of memory or of events."""
+    no_reach = "handles reach no further than one GPU instance, if they work at all"
+    no_ipc = "the device says that it has no IPC (CU_DEVICE_ATTRIBUTE_IPC_EVENT_SUPPORTED)"
+    no_addressing = "the device has no unified addressing, which handles require"
+    switch = "use vmm, or switch MIG off: `nvidia-smi -mig 0`, as root"
+    return (
+        (device.mig and trial.error not in UNTOUCHED, False, f"the device is a MIG instance, and {no_reach}", switch),
+        (device.unified == 0, False, no_addressing, "use another device"),
+        (device.ipc == 0, False, no_ipc, "use vmm, without events between processes"),
+    )
+
+
+def _no_vmm(device: DeviceFacts) -> Cases:
+    no_descriptors = "the device says that its memory has no descriptors, as on WSL"
+    return (
+        (device.virtual == 0, False, "the device has no virtual memory management", "use ipc"),
+        (device.descriptors == 0, False, no_descriptors, "use ipc"),
+    )
+
+
+def _no_fabric(device: DeviceFacts, facts: Facts) -> Cases:
+    """Why the driver gives no fabric handles, which it refuses with results that do not tell."""
+    unset = f"host devices have no fabric handles unless {CHANNEL} is set, for tests"
+    older = "the driver is older than fabric handles, which came with CUDA 12.3 (driver 545)"
+    no_channel = "the device could, but there is no IMEX channel in /dev/nvidia-caps-imex-channels"
+    give = "give the container the channel: --device /dev/nvidia-caps-imex-channels/channel0"
+    make = "have the driver make one: `options nvidia NVreg_CreateImexChannel0=1` in /etc/modprobe.d, and reload it"
+    refused = "the device could and there is an IMEX channel, but the driver refused all the same"
+    services = "see that this user may open the channel, and that nvidia-imex and the fabric manager run"
+    return (
+        (device.emulated, False, unset, _NOT_NEEDED),
+        (0 < facts.driver.version < FABRIC_SINCE, False, older, _NOT_NEEDED),
+        (device.mig, False, "a MIG instance has no fabric handles", _NOT_NEEDED),
+        (not device.fabric, False, "the device has no fabric handles", _NOT_NEEDED),
+        (not facts.host.channels, False, no_channel, f"{give if facts.host.container else make}; {_NOT_NEEDED}"),
+        (True, False, refused, f"{services}; {_NOT_NEEDED}"),
+    )
+
+
+def _peers(device: DeviceFacts) -> Finding:
+    if device.links.outcome != "works":
+        return replace(means(device.links), works=None)
+    near, far = (
+        ", ".join(str(peer) for peer, access in device.peers.items() if access == reached) for reached in (True, False)
+    )
+    if not far:
+        return Finding(True, f"reaches {near}") if near else Finding(None, "there is no other device here")
+    if device.emulated:
+        apart = "host devices of different groups"
+    elif device.mig:
+        apart = "a MIG instance has no peers"
+    else:
+        apart = "no NVLink, and PCIe does not connect them directly; `nvidia-smi topo -p2p r` and `-m` show the ways"
+    reached = f"reaches {near}, but not {far}" if near else f"does not reach {far}"
+    return Finding(bool(near), f"{reached}: {apart}", "load a replica on each device: `cubroker load --device`")
+
+
+def _multicast(device: DeviceFacts) -> Finding:
+    """Judge by what the device and the settings say: it is never tried."""
+    if device.multicast is None:
+        return Finding(False, "the driver is too old to have heard of it", _INSTEAD)
+    if device.obstacle is not None:
+        change = "; to have it, change that setting" if device.multicast else ""
+        return Finding(False, device.obstacle, _INSTEAD + change)
+    if device.emulated:
+        return Finding(True, "emulated in host memory")
+    return Finding(None, "the device says that it supports it, and no setting forbids it; it is never tried")
+
+
+# -- the driver ------------------------------------------------------------------------------------
+
+_EMULATED = "`--devices host:2` serves devices in host memory instead"
+
+_CONTAINERS = {
+    "docker": "if the machine has any: `--gpus all`, with the NVIDIA Container Toolkit",
+    "podman": "if the machine has any: `--device nvidia.com/gpu=all`, with the NVIDIA Container Toolkit",
+    "kubernetes": "`nvidia.com/gpu` in the pod's limits, or runtimeClassName nvidia and NVIDIA_VISIBLE_DEVICES=all",
+}
+
+
+def _give(host: HostFacts) -> str:
+    """Return how a container gets the GPUs and the driver's library."""
+    return _CONTAINERS.get(host.container, "give it the host's /dev/nvidia* and its libcuda")
+
+
+def _driver(facts: Facts) -> Finding:
+    driver, host, trial = facts.driver, facts.host, facts.driver.trial
+    serves = f"serves CUDA {driver.version // 1000}.{driver.version % 1000 // 10}"
+    if trial.outcome == "works" and driver.version < OLDEST:
+        why = f"the driver {serves}, which is too old"
+        return Finding(False, why, "install driver 525 or newer, for CUDA 12.0 at least")
+    if trial.outcome == "works" and facts.devices:
+        if facts.devices[0].device.emulated:
+            return Finding(True, f"{driver.spec}: emulated in host memory")
+        return Finding(True, serves + (f", kernel module {host.module}" if host.module else ""))
+    cases: Cases = ()
+    if trial.outcome in ("works", "refused") and trial.error in ("CUDA_ERROR_NO_DEVICE", ""):
+        if not driver.library:
+            cases = _no_library(host)
+        elif trial.outcome == "works" or trial.error:
+            cases = _no_gpu(host)
+    verdict = _first(cases) or means(trial)
+    return Finding(False, f"no GPU to lend: {verdict.why}", f"{verdict.do}; {_EMULATED}")
+
+
+def _no_library(host: HostFacts) -> Cases:
+    module, install = f"the kernel module {host.module} is there", "install the driver's library of that version"
+    return (
+        (host.container, False, "this container has no libcuda", _give(host)),
+        (host.module, False, f"{module}, but no libcuda", f"{install}, {host.module}"),
+        (True, False, "no NVIDIA driver is installed", "install one if there is a GPU"),
+    )
+
+
+def _no_gpu(host: HostFacts) -> Cases:
+    hidden = host.visible is not None and host.visible.strip() in ("", "-1", "NoDevFiles")
+    hides, unset = f"CUDA_VISIBLE_DEVICES={host.visible} hides every GPU", "unset it, or name GPUs in it"
+    given = "nvidiactl" in host.files
+    not_loaded = "the driver's kernel module is not loaded, or there is no GPU"
+    see = "see `nvidia-smi -L`; one in MIG mode needs an instance (`nvidia-smi mig -cgi`); unset CUDA_VISIBLE_DEVICES"
+    return (
+        (hidden, False, hides, unset),
+        (not given and host.container, False, "this container was given none", _give(host)),
+        (not given, False, not_loaded, "`modprobe nvidia`; see `lspci -d 10de:`"),
+        (True, False, "the driver knows of none", see),
+    )
+
+
+# -- the machine -----------------------------------------------------------------------------------
+
+
+def judge_machine(facts: Facts) -> dict[str, Finding]:
+    """Return a verdict on each thing that sharing needs, in the order of the report."""
+    host, contained = facts.host, facts.host.container
+    soft, hard = ("any number of" if limit < 0 else str(limit) for limit in host.descriptors)
+    shared, the_way = "the broker's pid namespace", "the way the broker has them"
+    locked = "any amount" if host.locked < 0 else format.size(host.locked)
+    checks: dict[str, Cases] = {
+        "device files": _device_files(host),
+        "imex channel": (
+            (host.channels, True, "there is an IMEX channel, for fabric handles", ""),
+            (True, None, "no IMEX channel; only fabric handles need one", ""),
+        ),
+        "kernel": (
+            (
+                host.pidfd,
+                False,
+                f"processes cannot be watched on Linux {host.kernel} (pidfd_open: {host.pidfd})",
+                "allow pidfd_open in the container's seccomp profile" if contained else "use Linux 5.3 or newer",
+            ),
+            (
+                not host.peer_pidfd,
+                None,
+                f"Linux {host.kernel} watches processes, but does not say which one connects (SO_PEERPIDFD, since 6.5)",
+                f"serve only those whose process ids the broker sees: containers need {shared} (`--pid`)",
+            ),
+            (True, True, f"Linux {host.kernel} says which process connects, and when it ends", ""),
+        ),
+        "confinement": (
+            (
+                host.unconfined,
+                None,
+                f"{' and '.join(host.unconfined)}; a broker serves without, and its unit alone confines the gateway",
+                "allow landlock_create_ruleset, landlock_restrict_self and seccomp in the container's seccomp profile; "
+                "the host's kernel has to have them as well"
+                if contained
+                else "boot Linux 5.13 or newer, for x86_64 or aarch64, with CONFIG_SECCOMP_FILTER and "
+                "CONFIG_SECURITY_LANDLOCK, and with landlock in its parameter `lsm=` (see /sys/kernel/security/lsm)",
+            ),
+            (True, True, "Landlock and a system call filter keep the gateway from files, networks and processes", ""),
+        ),
+        "memfd": (
+            (
+                host.memfd,
+                False,
+                f"files in memory cannot be made (memfd_create: {host.memfd}): no host devices",
+                "allow memfd_create in the seccomp profile, and see the sysctl vm.memfd_noexec",
+            ),
+            (True, True, "files in memory can be made, for host devices", ""),
+        ),
+        "descriptors": (
+            (
+                0 <= host.descriptors[1] < ENOUGH_DESCRIPTORS,
+                False,
+                f"a process may open {hard} files; a broker needs two for each session and one for each vmm allocation",
+                "raise it: " + ("`--ulimit nofile=65536`" if contained else "LimitNOFILE=65536, `ulimit -Hn 65536`"),
+            ),
+            (True, True, f"a process may open {soft} files, and a broker raises that to {hard}", ""),
+        ),
+        "locked memory": (
+            (
+                0 <= host.locked < ENOUGH_LOCKED,
+                None,
+                f"{locked} may be locked; the GPU driver does not count, but RDMA and others may need more",
+                "should they fail: " + ("`--ulimit memlock=-1`" if contained else "LimitMEMLOCK=infinity"),
+            ),
+            (True, True, f"{locked} may be locked", ""),
+        ),
+        "container": (
+            (not contained, True, "this is no container, as far as can be told", ""),
+            (
+                True,
+                None,
+                f"this is a container ({contained}); memory is shared across containers on one host",
+                f"mount the broker's directory into each, and give each the GPUs that it uses in {the_way}",
+            ),
+        ),
+        "user namespace": (
+            (
+                host.namespace,
+                None,
+                "user ids are those of a namespace: users of others are one and the same to a broker here",
+                "run the broker outside of it if its owners, modes and quotas are to tell users apart",
+            ),
+            (True, True, "user ids are the machine's own", ""),
+        ),
+        "directory": _directory(host.directory),
+        "broker": ((True, {"": True, "absent": None}.get(host.broker.code, False), *_split(host.broker.message)),),
+    }
+    found = {name: _first(cases) for name, cases in checks.items()}
+    return {"driver": _driver(facts)} | {name: finding for name, finding in found.items() if finding}
+
+
+def _device_files(host: HostFacts) -> Cases:
+    shut = " and ".join(f"/dev/{name}" for name, opens in host.files.items() if not opens)
+    uvm = "there is no /dev/nvidia-uvm, without which no process can use a GPU"
+    make = f"{_give(host)}; or add `--device /dev/nvidia-uvm`" if host.container else "`nvidia-modprobe -u -c 0`"
+    see = "see their group and mode, NVreg_DeviceFileMode, and the container's device cgroup"
+    return (
+        ("nvidiactl" not in host.files, None, "no /dev/nvidiactl: there are no GPUs here", ""),
+        ("nvidia-uvm" not in host.files, False, uvm, make),
+        (shut, False, f"this user may not open {shut}", see),
+        (True, True, "/dev/nvidiactl and /dev/nvidia-uvm are there", ""),
+    )
+
+
+def _directory(here: DirectoryFacts) -> Cases:
+    unfit, remedy = _split(here.invalid or here.exposed)
+    another = "choose another with --directory or $CUBROKER_DIR"
+    ask = "ask for the group of the broker's sockets (its settings `sockets.group` and `sockets.mode`)"
+    owner = format.user(here.owner)
+    return (
+        (unfit, False, unfit, remedy),
+        (here.state == "absent", None, f"{here.path} is not there yet; `cubroker serve` makes it", ""),
+        (here.state == "something else", False, f"{here.path} is no directory", another),
+        (here.state == "hidden", False, f"this user may not pass through a folder above {here.path}", another),
+        (not here.enter, False, f"this user may not enter {here.path}, of {owner}", f"{ask}, or {another}"),
+        (True, True, f"{here.path}, mode {here.mode:03o}, of {owner}", ""),
+    )
+
+
+def _split(message: str) -> tuple[str, str]:
+    """Split what our own errors say: what stood in the way, and after the semicolon what to do."""
+    why, _, do = message.partition("; ")
+    return why, do

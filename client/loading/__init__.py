@@ -1,0 +1,5 @@
+"""Loading: checkpoints into a new version of a pool, and the comparison of a pool with files.
+
+Imports the client, its ``transport``, ``driver`` and ``protocol``. Imported by ``cli`` and by users; in ``client``
+``renamed`` alone names it.
+"""

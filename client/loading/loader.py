@@ -1,0 +1,113 @@
+"""Loading: safetensors files into a new version of a pool, in parallel, all of it or nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from cubroker.client.broker import Broker, Owner, uids
+from cubroker.client.devices import DeviceId, Plan, failure, resolve_plan
+from cubroker.client.loading.checkpoint import Checkpoint, Paths
+from cubroker.client.loading.copy import Progress, copy_checkpoint, target_of
+from cubroker.client.pool import Draft
+from cubroker.driver import DriverError
+from cubroker.protocol import Layout
+from cubroker.protocol.messages import AUTO
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What :func:`load` did."""
+
+    #: the pool
+    name: str
+    #: the version that the files are in
+    version: int
+    #: bytes of one device's copy, or of all shards, padding included
+    nbytes: int
+    #: how many tensors it has
+    tensors: int
+    #: from the call to the published version, everything included
+    seconds: float
+    #: the part of it that read and copied; opening, allocating and pinning were done before
+    copy_seconds: float
+    #: False if another session's version existed or was published while this call waited (``if_absent``)
+    loaded: bool
+
+
+def load(
+    broker: Broker,
+    name: str,
+    paths: Paths,
+    *,
+    devices: Sequence[DeviceId] | None = None,
+    plan: Plan | None = None,
+    share: str = AUTO,
+    if_absent: bool = False,
+    slab: int | None = None,
+    wait: float = 0.0,
+    mode: int | None = None,
+    durable: bool | None = None,
+    owner: Owner | Sequence[Owner] | None = None,
+    digest: bool = False,
+    progress: Progress | None = None,
+) -> Loaded:
+    """Load a checkpoint into a new version of pool ``name`` and publish it.
+
+    Args:
+        broker: the session to work in.
+        name: the pool; it is created if it does not exist.
+        paths: as :meth:`Checkpoint.open` takes them.
+        devices: where the tensors shall be, once on each: ordinals of this process or UUIDs; by default those of the
+            ``plan``, or the first one. The files are read once, into the first; from there the bytes go on from device
+            to device, where one can read the memory of the one before it.
+        plan: for tensors by name, or by a pattern as shells have them for files (``layers.1.*``), the one device on
+            which each lies: the pool is sharded, and each tensor read into its own device. A tensor's own name goes
+            before patterns; of these the first one that matches counts. Every tensor needs an entry.
+        share: how the memory is shared, as :meth:`Broker.create` has it.
+        if_absent: load only if the pool has no current version. Of many callers one loads while the others wait, up to
+            ``wait`` seconds; if it fails or is killed, the next one takes over.
+        slab: the most bytes of one allocation; by default there is one per device.
+        wait: seconds to wait for room and for the turn to write.
+        mode: who may attach and publish, as :meth:`Broker.create` has it.
+        durable: whether the version stays when the broker is started again, as :meth:`Broker.create` has it.
+        owner: users whose version is taken if it exists (``if_absent``), besides this user's, root's and the broker's
+            own user's; by default those of ``$CUBROKER_OWNER``. A version of any other user is ``Denied``.
+        digest: whether the version is published with digests, as :meth:`Draft.seal` has it.
+        progress: called by this thread, now and then, with bytes done and bytes in all.
+
+    Raises:
+        CubrokerError: of the files, as :meth:`Checkpoint.open` says, also if one is cut short or changed while it is
+            read; of the plan, ``Invalid`` if it has no device for a tensor, or an entry that matches none; of the
+            broker, as :meth:`Broker.create` says. No error leaves anything of the draft.
+    """
+    began = time.perf_counter()
+    with Checkpoint.open(paths) as checkpoint:
+        places = None if plan is None else resolve_plan(plan, (entry.name for entry in checkpoint.entries))
+        layout = Layout.pack(((e.name, e.dtype, e.shape) for e in checkpoint.entries), slab=slab, groups=places)
+        ask = partial(broker.attach_or_create, owner=_trusted(broker, owner)) if if_absent else broker.create
+        with ask(
+            name, layout, devices=devices, plan=places, share=share, wait=wait, mode=mode, durable=durable
+        ) as pool:
+            version, held, copying = pool.version, pool.layout, 0.0
+            if loaded := isinstance(pool, Draft):
+                copying = _fill(checkpoint, pool, progress)
+                checkpoint.check_unchanged()
+                version = pool.seal(digest=digest)
+    return Loaded(name, version, held.nbytes, len(held.tensors), time.perf_counter() - began, copying, loaded)
+
+
+def _trusted(broker: Broker, owner: Owner | Sequence[Owner] | None) -> tuple[int, ...]:
+    """Return the users whose version is taken: root and the broker's user, who may change every pool, and ``owner``."""
+    own = () if broker.uid is None else (broker.uid,)
+    return (0, *own, *uids(owner))
+
+
+def _fill(checkpoint: Checkpoint, draft: Draft, progress: Progress | None) -> float:
+    targets = [target_of(replica) for replica in draft.replicas]
+    try:
+        return copy_checkpoint(checkpoint, draft.layout, targets, progress)
+    except DriverError as error:
+        raise failure(error, f"copying files into a draft of {draft.name!r}") from error

@@ -1,0 +1,566 @@
+"""A lease, from its request to its return, through any interrupt of its caller in between.
+
+A :class:`LeaseHandle` is a value with a state; ``TRANSITIONS`` has every change of it. A :class:`LeaseRequest` brings a
+lease: the first one of a handle, and one more each time that its memory wakes, or gives way to that of another version
+at the same addresses. Its way, and the thread of each step:
+
+* the caller's: ``ask`` posts the request and waits;
+* the connection's: ``_answered`` takes the answer, and waits for descriptors where there are some;
+* the cleanup thread's: ``_open`` maps the memory and hands it to the caller. Where fabric handles are refused, the
+  request goes on with descriptors.
+
+No frame of a caller owns a lease at any time, so a time limit or a KeyboardInterrupt cannot lose one: a lease for
+which no caller waits is given back.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from enum import Enum
+from functools import partial
+
+from cubroker.client import devices
+from cubroker.client.cleanup_thread import Guard, Retry
+from cubroker.client.memory.mapping import AddressSpace, LeasedMemory, Source, Spot
+from cubroker.client.memory.multicast import MulticastMapping
+from cubroker.client.replica import decode, difference
+from cubroker.client.session import Asked, Held, Session
+from cubroker.client.transport import fd_receiver
+from cubroker.client.transport.requests import Future, Pending, Steps
+from cubroker.driver import CurrentContext, DriverError
+from cubroker.driver.vmm import HalfReplaced, import_refused
+from cubroker.protocol.errors import CubrokerError, DeviceFailure, Invalid, Unavailable, Unsupported
+from cubroker.protocol.layout import Layout
+from cubroker.protocol.messages import (
+    Attach,
+    Attached,
+    Close,
+    Create,
+    Created,
+    Digests,
+    Done,
+    Reply,
+    Seal,
+    SealDigested,
+    Sealed,
+    SendDescriptors,
+)
+
+log = logging.getLogger(__name__)
+
+Granted = tuple[Attached | Created, LeasedMemory]
+"""What a request for a lease brings: the broker's answer, and the memory."""
+
+
+class LeaseState(Enum):
+    """Where a lease stands in this process."""
+
+    ASKED = "its memory is not mapped yet"
+    HELD = "its memory is mapped"
+    ASLEEP = "its memory was unmapped and the lease given back; the addresses stay"
+    ENDING = "nothing uses its memory any more: it is unmapped, and the lease given back"
+    ENDED = "the broker has it back, or never granted it"
+
+
+class LeaseEvent(Enum):
+    """What moves a lease.
+
+    The cleanup thread says all but REFUSED and CLOSED, which the connection's thread does; of a lease that ends asleep
+    the broker knows no more, and the cleanup thread says CLOSED itself.
+    """
+
+    MAPPED = "its memory was mapped"
+    REFUSED = "the broker granted no lease, or was not asked"
+    UNWANTED = "its memory could not be mapped, or nobody waits for it"
+    SLEPT = "its memory was unmapped for a sleep"
+    WOKEN = "its memory was mapped again, under another lease"
+    SWITCHED = "the memory of another version was mapped in its place, under another lease"
+    DROPPED = "nothing refers to its memory any more, or its draft ended"
+    CLOSED = "the broker has answered, or held no lease any more"
+
+
+TRANSITIONS: Mapping[LeaseState, Mapping[LeaseEvent, LeaseState]] = {
+    LeaseState.ASKED: {
+        LeaseEvent.MAPPED: LeaseState.HELD,
+        LeaseEvent.REFUSED: LeaseState.ENDED,
+        LeaseEvent.UNWANTED: LeaseState.ENDING,
+    },
+    LeaseState.HELD: {
+        LeaseEvent.SLEPT: LeaseState.ASLEEP,
+        LeaseEvent.WOKEN: LeaseState.HELD,  # from a sleep that could not unmap everything
+        LeaseEvent.SWITCHED: LeaseState.HELD,
+        LeaseEvent.DROPPED: LeaseState.ENDING,
+    },
+    LeaseState.ASLEEP: {LeaseEvent.WOKEN: LeaseState.HELD, LeaseEvent.DROPPED: LeaseState.ENDING},
+    LeaseState.ENDING: {LeaseEvent.CLOSED: LeaseState.ENDED},
+    LeaseState.ENDED: {},
+}
+"""Every event that can come in a state, and the state after it; any other is a mistake of this module."""
+
+
+class LeaseHandle(Held):
+    """One lease of this process, and its memory."""
+
+    def __init__(self, session: Session, layout: Layout | None = None) -> None:
+        self.session = session
+        self.state = LeaseState.ASKED
+        #: The broker's, while the memory is mapped; 0 before, and while it sleeps.
+        self.number = 0
+        #: The version that it is on, or was on before it fell asleep; 0 before the memory is mapped.
+        self.version = 0
+        #: Called when the lease gives way to one on another version: what belonged to it has ended. Must not wait.
+        self.switched: Callable[[CubrokerError], None] | None = None
+        #: How all replicas are stored to; None for other share kinds.
+        self.multicast: MulticastMapping | None = None
+        self._layout = layout  # the memory's, if the broker's answer does not say it
+        self._space: AddressSpace | None = None
+        #: A lease on another version, whose memory a switch could neither map everywhere nor unmap again; mostly 0.
+        self._stuck = 0
+        self._guard: Guard[LeasedMemory] | None = None
+        self._dropped = False  # by a caller, so that the cleanup thread will say so
+        self._last: Callable[[int], Close | Seal] = Close
+        self._ended: Future[Reply] = Future()
+        self._unmapping = Retry(session.cleanup, self._unmap)
+
+    # -- on callers' threads -----------------------------------------------------------------------
+
+    @property
+    def ending(self) -> bool:
+        """Whether the memory is being given back."""
+        return self._dropped or (self._guard is not None and self._guard() is None)
+
+    def end(self) -> None:
+        """Have the memory unmapped and the lease closed, as happens with the last reference to the memory."""
+        assert self._guard is not None
+        self._dropped = True
+        self.session.cleanup.put(self._guard)
+
+    def seal(self, digests: Digests | None = None) -> None:
+        """As :meth:`end`, but the draft is published, with ``digests`` of it: it may not be written any more."""
+        self._last = Seal if digests is None else partial(SealDigested, digests=digests)
+        self.end()
+
+    def sleep(self) -> Future[Reply]:
+        """Have the memory unmapped and the lease closed; its addresses stay. The future is for :meth:`confirm`."""
+        slept: Future[Reply] = Future()
+        self.session.cleanup.put(lambda: self._sleep(slept))
+        return slept
+
+    def wake(self, body: Attach) -> Steps[None]:
+        """Lease the same version again, and return when it is mapped where it was; raises as :func:`acquire` does."""
+        yield from LeaseRequest(self).ask(body)
+
+    def switch(self, layout: Layout) -> LeaseRequest:
+        """Return a request for a lease on another version, of the same ``layout``, whose memory takes this one's place.
+
+        Asking it raises as :func:`acquire` does, or because the version cannot take the place of the one before, which
+        stays. Once it has raised, :meth:`LeaseRequest.settle` has to be waited for.
+        """
+        return LeaseRequest(self, layout)
+
+    def confirm(self, slept: Future[Reply] | None = None) -> Steps[Reply]:
+        """Wait until the broker has the lease back that ends or fell asleep (``slept``); return what it answered."""
+        return self.session.confirm(slept or self._ended, f"lease {self.number}")
+
+    # -- on the cleanup thread ---------------------------------------------------------------------
+
+    def map(
+        self, reply: Attached | Created, given: Sequence[Source], thread: CurrentContext | None, near: str | None
+    ) -> LeasedMemory:
+        """Map what a request brought: the first time anywhere, later where it was. Awake memory keeps its lease.
+
+        Args:
+            reply: the broker's answer.
+            given: what opens the allocations, in order; none for legacy handles.
+            thread: the context that the caller's thread works in, if any.
+            near: the UUID of the device that shall reach what is attached to; by default each replica's own.
+
+        Raises:
+            CubrokerError, DriverError, ValueError: nothing was mapped, unless unmapping failed as well.
+        """
+        if self.state is not LeaseState.ASKED:
+            return self._wake(reply, given)
+        if isinstance(reply, Attached):
+            readonly, layout = not reply.writable, decode(reply.layout).layout
+            own = reply.replicas[:1] if reply.team else reply.replicas
+        else:
+            assert self._layout is not None
+            readonly, layout, own, near = False, self._layout, reply.replicas, None
+        self._space = AddressSpace(readonly=readonly, thread=thread)
+        with self._space.all_or_none():
+            places = self._space.open(self.session.driver, own, layout.allocations, given, near)
+            memory = LeasedMemory(label_of(reply), places, reply.share, readonly=readonly, finish=self.end)
+            if reply.team:
+                version = reply.name, reply.version
+                self.multicast = MulticastMapping(self.session, memory, version, layout.allocations)
+                self.multicast.open(reply, given)
+        self.number, self.version = reply.lease, reply.version
+        self._move(LeaseEvent.MAPPED)
+        self.session.held.add(self)
+        self._guard = memory.guard = self.session.cleanup.guard(memory, self._drop)
+        return memory
+
+    def replace(self, reply: Attached, given: Sequence[Source], layout: Layout) -> LeasedMemory:
+        """Map the memory of another version where this one's is, or was before it fell asleep.
+
+        Args:
+            reply: the broker's answer.
+            given: what opens the allocations, in order.
+            layout: the one that the other version must have, too.
+
+        Raises:
+            CubrokerError, DriverError: the memory before is mapped and leased as it was. Where neither can be mapped
+                as a whole, it is asleep.
+        """
+        memory = self._memory()
+        if memory is None:
+            raise Invalid(f"pool {reply.name!r} was closed while it was switched to version {reply.version}")
+        if reply.version == self.version:
+            return self._wake(reply, given)
+        check_alike(memory, reply, layout)
+        opens = dict(zip(_spots(reply), given, strict=False))
+        given = [opens[spot] for spot in memory.spots()]
+        if self.multicast and self.multicast.outlet:
+            raise Unsupported(
+                f"{memory.label} is stored to on all its replicas at once, and cannot be switched: what stores to them"
+                f" would have to be replaced on all devices together; close it, and attach to version {reply.version}"
+            )
+        space = self._space
+        assert space
+        if self._partly_mapped():
+            self._unmap_all()
+        asleep = self.state is LeaseState.ASLEEP
+        with memory.switching():
+            if asleep:
+                space.wake(given)
+            else:
+                self._exchange(memory, reply, given)
+            memory.label, self.version = label_of(reply), reply.version
+            if self.multicast:
+                self.multicast.switch(reply)
+        before = self._renumber(LeaseEvent.WOKEN if asleep else LeaseEvent.SWITCHED, reply.lease)
+        if self.switched:
+            self.switched(Unavailable(f"{memory.label} took the place of the version whose event was waited for"))
+        memory.asleep = False
+        if before:
+            self.session.requests.submit(Close(before))
+        return memory
+
+    def holds(self, number: int) -> bool:
+        """Whether a lease is this one's, and so given back with it."""
+        return number in (self.number, self._stuck)
+
+    def give_back(self, number: int) -> None:
+        """Give back a lease that was granted first, and is not wanted or not mapped."""
+        self.number = number
+        self._move(LeaseEvent.UNWANTED)
+        self.session.held.add(self)
+        self._unmap()
+
+    def _memory(self) -> LeasedMemory | None:
+        return self._guard() if self._guard else None
+
+    def _sleep(self, slept: Future[Reply]) -> None:
+        memory = self._memory()
+        if memory is None or not memory.asleep:  # it has ended, or was woken again
+            return slept.set(Done())
+        assert self._space
+        try:
+            self._space.sleep()
+            if self.multicast:
+                self.multicast.sleep()
+        except DriverError as error:
+            return slept.fail(devices.failure(error, f"unmapping {memory.label}"))
+        if self.state is LeaseState.ASLEEP:
+            return slept.set(Done())
+        self._close_stuck()
+        return self.session.requests.send(Close(self._renumber(LeaseEvent.SLEPT, 0)), slept.settle)
+
+    def _wake(self, reply: Attached | Created, given: Sequence[Source]) -> LeasedMemory:
+        memory = self._memory()
+        if memory is None:
+            raise Invalid(f"pool {reply.name!r} version {reply.version} was closed while it was woken")
+        space, multicast = self._space, self.multicast
+        assert space
+        if self._stuck:
+            self._unmap_all()
+        if self.state is LeaseState.ASLEEP or self._partly_mapped():
+            space.wake(given)
+            try:
+                if multicast:
+                    multicast.wake(memory.label, reply, given)
+            except BaseException:
+                space.sleep()
+                raise
+            if before := self._renumber(LeaseEvent.WOKEN, reply.lease):  # not all of it was unmapped
+                self.session.requests.submit(Close(before))
+        memory.asleep = False
+        return memory
+
+    def _exchange(self, memory: LeasedMemory, reply: Attached, given: Sequence[Source]) -> None:
+        """Map another version's memory in the place of what is mapped; if not even the way back works, fall asleep."""
+        assert self._space
+        try:
+            self._space.replace(given)
+        except HalfReplaced as error:
+            why = f"switching to {label_of(reply)}: {error}"
+        else:
+            return
+        memory.asleep = True
+        self._stuck = reply.lease  # until all is unmapped
+        with suppress(DriverError):  # it is tried again by the next call that unmaps or maps
+            self._unmap_all()
+        raise DeviceFailure(f"{why}; nor could {memory.label} be mapped again: it is asleep; wake it, or close it")
+
+    def _partly_mapped(self) -> bool:
+        """Whether a sleep, or a switch, could not unmap everything, or put everything back."""
+        assert self._space
+        missing = self._space.asleep or bool(self.multicast and self.multicast.asleep)
+        return bool(self._stuck) or (self.state is LeaseState.HELD and missing)
+
+    def _unmap_all(self) -> None:
+        """Unmap what is left, and give back its leases; raises ``DriverError`` if some of it stays mapped."""
+        assert self._space
+        self._space.sleep()
+        if self.multicast:
+            self.multicast.sleep()
+        self._close_stuck()
+        if before := self._renumber(LeaseEvent.SLEPT, 0):
+            self.session.requests.submit(Close(before))
+
+    def _close_stuck(self) -> None:
+        stuck, self._stuck = self._stuck, 0
+        if stuck:
+            self.session.requests.submit(Close(stuck))
+
+    def _renumber(self, event: LeaseEvent, number: int) -> int:
+        """Note the lease whose memory is mapped now; returns the one before, to be given back."""
+        before, self.number = self.number, number
+        self._move(event)
+        return before
+
+    def _drop(self) -> None:
+        self._move(LeaseEvent.DROPPED)
+        self._unmap()
+
+    def _unmap(self) -> None:
+        """Unmap everything, last first, then give the lease back. While something stays mapped, so does the lease."""
+        try:
+            for each in (self.multicast, self._space):
+                if each:
+                    each.close()
+        except DriverError as error:
+            # A draft is discarded then: its writer hears of a failure.
+            failure = devices.failure(error, f"unmapping the memory of lease {self.number}")
+            if self._unmapping.first:
+                log.error("%s; the lease stays, and this process tries again until it succeeds", failure)
+            self._last = Close
+            self._ended.fail(failure)
+            self._unmapping.again()
+        else:
+            self._close_stuck()
+            if self.number:
+                self.session.requests.send(self._last(self.number), self._closed)
+            else:  # it was asleep
+                self._finish()
+                self._ended.set(Done())
+
+    # -- on the connection's thread ----------------------------------------------------------------
+
+    def refused(self) -> None:
+        """The broker granted no lease."""
+        if self.state is LeaseState.ASKED:
+            self._move(LeaseEvent.REFUSED)
+
+    def _closed(self, reply: Reply | CubrokerError) -> None:
+        if self._last is not Close and not isinstance(reply, Sealed):
+            self._last = Close  # the draft was not published, so it is discarded
+            self.session.requests.send(Close(self.number), lambda _: self._finish())
+        else:
+            self._finish()
+        self._ended.settle(reply)
+
+    def _finish(self) -> None:
+        self._move(LeaseEvent.CLOSED)
+        self.session.forget(self)
+
+    def _move(self, event: LeaseEvent) -> None:
+        self.state = TRANSITIONS[self.state][event]
+
+
+class LeaseRequest(Asked[Granted]):
+    """One request for a lease until its memory is mapped or the lease is on its way back.
+
+    Args:
+        lease: new, asleep, or to be switched to another version.
+        kept: the layout that it keeps if it is switched.
+    """
+
+    def __init__(self, lease: LeaseHandle, kept: Layout | None = None) -> None:
+        super().__init__()
+        self.lease = lease
+        self._kept = kept
+        self._session = lease.session
+        self._pending = Pending(self._answered)
+        self._near: str | None = None
+        self._thread: CurrentContext | None = None
+        self._opening: Future[None] | None = None
+
+    # -- on the caller's thread --------------------------------------------------------------------
+
+    def ask(self, body: Attach | Create) -> Steps[Granted]:
+        """Post the request and wait for the memory, which is given back if the caller gives up."""
+        where = body if isinstance(body, Attach) else body.attach
+        self._near = where.device if where else None
+        return self._session.obtain(self, lambda: self._post(body), type(body).__name__, body.wait)
+
+    def abandon(self, reason: CubrokerError) -> None:
+        """See :meth:`Held.abandon`. The broker is told; what was not posted ends at once."""
+        super().abandon(reason)
+        self._session.requests.cancel(self._pending)
+
+    def settle(self) -> Steps[None]:
+        """Once it was abandoned: wait until memory that is being mapped nevertheless is mapped whole.
+
+        That may wait for submitted work, and has no limit: a caller who goes on earlier would use memory that is about
+        to be unmapped.
+        """
+        if opening := self._opening:
+            yield opening, None
+
+    def _post(self, body: Attach | Create) -> None:
+        try:
+            self._thread = self._session.driver.current_context()
+        except DriverError as error:
+            raise devices.failure(error, "asking in which context this thread works") from error
+        self._session.requests.post(body, self._pending)
+
+    # -- on the connection's thread ----------------------------------------------------------------
+
+    def _answered(self, reply: Reply | CubrokerError) -> None:
+        if not isinstance(reply, Attached | Created):
+            strange = Unavailable(f"the broker answered a request for a lease with {type(reply).__name__}")
+            self.lease.refused()
+            self.fail(reply if isinstance(reply, CubrokerError) else strange)
+            return self._session.forget(self)
+        try:
+            handles = fd_receiver.fabric(reply)
+        except Unsupported as error:
+            return self._given(reply, error)
+        if count := fd_receiver.due(reply):
+            return self._expect(reply, count)
+        if handles and not self._session.fabric:
+            return self._exchange(reply)
+        return self._given(reply, handles)
+
+    def _exchange(self, reply: Attached | Created) -> None:
+        """Ask for descriptors where this process cannot open the fabric handles. Runs on the cleanup thread, too."""
+
+        def exchanged(sent: Reply | CubrokerError) -> None:
+            if isinstance(sent, CubrokerError):
+                self._given(reply, sent)
+            else:
+                self._expect(reply, len(fd_receiver.fabric(reply)))
+
+        self._session.requests.send(SendDescriptors(reply.lease), exchanged)
+
+    def _expect(self, reply: Attached | Created, count: int) -> None:
+        version = reply.name, reply.version
+        self._session.receiver.expect(reply.lease, count, lambda given: self._given(reply, given), version)
+
+    def _given(self, reply: Attached | Created, given: Sequence[Source] | CubrokerError) -> None:
+        if isinstance(given, CubrokerError):
+            self.fail(given)
+            self._session.cleanup.put(lambda: self._give_back(reply.lease))
+        else:
+            self._session.cleanup.put(lambda: self._open(reply, given))
+
+    # -- on the cleanup thread ---------------------------------------------------------------------
+
+    def _open(self, reply: Attached | Created, given: Sequence[Source]) -> None:
+        self._opening = opening = Future[None]()
+        try:
+            if self.abandoned:  # looked at last: who abandons it either is seen here, or sees that it is being opened
+                return self._give_back(reply.lease)
+            if self._kept and isinstance(reply, Attached):
+                memory = self.lease.replace(reply, given, self._kept)
+            else:
+                memory = self.lease.map(reply, given, self._thread, self._near)
+        except (CubrokerError, DriverError, ValueError) as error:
+            return self._unmapped(reply, given, error)
+        finally:
+            self._session.receiver.close(each for each in given if isinstance(each, int))
+            opening.set(None)
+        if self.lease.number == reply.lease:
+            self._session.forget(self)
+        else:
+            self._give_back(reply.lease)  # another call has woken it before
+        return self.hand_over((reply, memory))
+
+    def _unmapped(
+        self, reply: Attached | Created, given: Sequence[Source], error: CubrokerError | DriverError | ValueError
+    ) -> None:
+        """Try once more by descriptor where a fabric handle was refused, for any reason; else give up."""
+        by_fabric = any(isinstance(each, bytes) for each in given)
+        label = label_of(reply)
+        if by_fabric and isinstance(error, DriverError) and import_refused(error):
+            log.info("%s is mapped by descriptor, since its fabric handles are refused here: %s", label, error)
+            self._session.fabric = False
+            return self._exchange(reply)
+        new = self.lease.state is LeaseState.ASKED
+        doing = "switching to" if self._kept else "opening" if new else "waking"
+        self.fail(devices.failure(error, f"{doing} {label}").anew())  # without a traceback, which may keep the memory
+        return self._give_back(reply.lease)
+
+    def _give_back(self, number: int) -> None:
+        if self.lease.state is LeaseState.ASKED:
+            self.lease.give_back(number)
+            self._session.forget(self)
+        elif self.lease.holds(number):  # what it brought is mapped, and cannot be unmapped
+            self._session.forget(self)
+        else:
+            self._session.requests.send(Close(number), lambda _: self._session.forget(self))
+
+
+def acquire(
+    session: Session, body: Attach | Create, layout: Layout | None = None
+) -> Steps[tuple[LeaseHandle, Attached | Created, LeasedMemory]]:
+    """Ask for a lease and map its memory; ``layout`` is the memory's, if the answer does not say it."""
+    lease = LeaseHandle(session, layout)
+    return lease, *(yield from LeaseRequest(lease).ask(body))
+
+
+def check_alike(memory: LeasedMemory, reply: Attached, layout: Layout) -> None:
+    """Raise ``Unsupported`` unless a version can be mapped where ``memory`` of this ``layout`` is; it says why not."""
+    other = decode(reply.layout).layout
+    here = set(memory.spots())
+    elsewhere = sorted(here.symmetric_difference(_spots(reply)))
+    why = ""
+    if reply.share != memory.share:
+        why = f"it is shared as {reply.share}, and not as {memory.share}"
+    elif reply.writable == memory.readonly:
+        why = "its readers may write it" if reply.writable else "its readers may not write it"
+    elif other != layout:
+        why = difference(other, layout)
+    elif elsewhere:
+        device, allocation = elsewhere[0]
+        why = f"its allocation {allocation} lies {'not' if elsewhere[0] in here else 'also'} on device {device}"
+    if why:
+        raise Unsupported(
+            f"pool {reply.name!r} version {reply.version} cannot take the place of {memory.label}: {why}; close the"
+            f" pool, and attach to that version"
+        )
+
+
+def _spots(reply: Attached) -> list[Spot]:
+    """Return what was leased for this process's own use, in the order of what opens it."""
+    own = reply.replicas[:1] if reply.team else reply.replicas
+    return [(replica.device, number) for replica in own for number, handle in enumerate(replica.handles) if handle]
+
+
+def label_of(reply: Attached | Created) -> str:
+    """Return a name for messages."""
+    kind = "pool" if isinstance(reply, Attached) else "draft of pool"
+    return f"{kind} {reply.name!r} version {reply.version}"

@@ -1,0 +1,352 @@
+"""The memory of one lease in this process: its addresses, what is mapped there, and who uses it.
+
+:class:`AddressSpace` maps and unmaps, on the cleanup thread alone, so that nothing comes between a driver call and the
+note that it was made. :class:`LeasedMemory` is what pools and tensors refer to: the memory lives as long as it does.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from threading import RLock
+
+from cubroker.client import devices
+from cubroker.client.cleanup_thread import Guard
+from cubroker.client.process import OwnerProcess, WeakRefs
+from cubroker.driver import Context, CurrentContext, Device, Driver, DriverError
+from cubroker.driver.basics import round_up
+from cubroker.driver.vmm import Reservation, replace
+from cubroker.protocol.errors import Invalid, Unavailable
+from cubroker.protocol.messages import BY_DESCRIPTOR, Replica
+
+log = logging.getLogger(__name__)
+
+Source = int | bytes
+"""What opens memory without an address: a descriptor, or a fabric handle."""
+
+Piece = tuple[bytes, int, Source | None]
+"""An allocation: its handle, its bytes, and what opens it if that is no legacy handle."""
+
+
+Spot = tuple[str, int]
+"""One piece of a version's memory: the UUID of its device, and the number of the allocation."""
+
+
+class DeviceMapping:
+    """The memory of a version that one device uses."""
+
+    __slots__ = ("context", "memory", "pointers", "upstream")
+
+    def __init__(self, context: Context, memory: Device, pointers: tuple[int | None, ...]) -> None:
+        #: The context in which it is mapped.
+        self.context = context
+        #: The device in whose memory it lies.
+        self.memory = memory
+        #: The address of each allocation of the layout, in order; None for those on other devices.
+        self.pointers = pointers
+        #: Where this device reads the same allocations of the replica before it, if it reaches them directly.
+        self.upstream: tuple[int, ...] | None = None
+
+    def pointer(self, allocation: int) -> int:
+        """Return the address of an allocation that is here."""
+        pointer = self.pointers[allocation]
+        assert pointer is not None
+        return pointer
+
+
+class LeasedMemory:
+    """Mapped memory. It is unmapped, and the lease given back, with the last reference to this object.
+
+    ``finish`` starts the unmapping before the death of this object does; the first of the two counts.
+    """
+
+    def __init__(
+        self, label: str, places: tuple[DeviceMapping, ...], share: str, *, readonly: bool, finish: Callable[[], None]
+    ) -> None:
+        #: A name for messages: ``pool 'llama' version 2``.
+        self.label = label
+        #: One per device.
+        self.places = places
+        self.share = share
+        #: Whether this process may not write it: it was published, and not as writable.
+        self.readonly = readonly
+        self.asleep = False
+        #: Waits for the end of this object. The collector tells it before it calls finalizers, which may still use the
+        #: object then, or keep it; the memory does not wait for them.
+        self.guard: Guard[LeasedMemory] | None = None
+        self._finish = finish
+        self._owner = OwnerProcess()
+        self._ended = False
+        self._switching = False
+        self._lock = RLock()  # a finalizer or a signal handler may end it while it is held
+        self._uses: WeakRefs[TensorUse] = WeakRefs()
+
+    @property
+    def protected(self) -> bool:
+        """Whether the device refuses what is written here: a legacy handle has no read-only mapping."""
+        return self.readonly and self.share in BY_DESCRIPTOR
+
+    def spots(self) -> list[Spot]:
+        """Return what is mapped, in the order in which it was opened."""
+        return [
+            (place.memory.uuid, number)
+            for place in self.places
+            for number, pointer in enumerate(place.pointers)
+            if pointer is not None
+        ]
+
+    def check(self) -> None:
+        """Raise ``Invalid`` if the memory is not mapped, or in a forked child."""
+        self._owner.check()
+        if self._ended or (self.guard is not None and self.guard() is None):
+            raise Invalid(f"{self.label} was given back, and its tensors with it")
+        if self.asleep:
+            raise Invalid(f"{self.label} is asleep: its memory is not mapped; wake the pool before using its tensors")
+        if self._switching:
+            raise Invalid(f"{self.label} is being switched to another version in another thread; try again after that")
+
+    def lend(self, name: str, *, held: bool = False, storing: bool = False) -> TensorUse:
+        """Note a use of tensor ``name`` outside of this package, for as long as the returned object lives."""
+        self._owner.check()
+        with self._lock:
+            use = TensorUse(self, name, held=held, storing=storing)
+            self._uses.add(use)
+            try:
+                self.check()
+            except Invalid:
+                del use  # a traceback may keep this frame for long
+                raise
+        return use
+
+    def sleep(self) -> tuple[str, ...]:
+        """Set ``asleep``, which refuses every use, unless tensors are held; returns the names of those."""
+        with self._lock:
+            names = tuple(sorted({use.name for use in self._uses if use.held}))
+            if not names:
+                self.asleep = True
+        return names
+
+    @contextmanager
+    def switching(self) -> Iterator[None]:
+        """Refuse every use within a ``with`` block; raises ``Invalid`` if tensors are held. On the cleanup thread.
+
+        No lock is taken, which a signal handler may hold that waits for this thread: a use is noted before it looks
+        whether it is refused, and here it is the other way round.
+        """
+        self._switching = True
+        try:
+            if names := sorted({use.name for use in self._uses if use.held}):
+                held = ", ".join(names[:8])
+                raise Invalid(f"{self.label} cannot be switched while tensors of it are copied or held: {held}")
+            yield
+        finally:
+            self._switching = False
+
+    def holder(self) -> TensorUse | None:
+        """Return a use that holds a tensor, if there is one; a store to all replicas only if there is no other."""
+        held = [use for use in self._uses if use.held]
+        return min(held, key=lambda use: use.storing, default=None)
+
+    def end(self, prepare: Callable[[], Callable[[], None]] | None = None) -> tuple[str, ...]:
+        """Unmap now, even if objects refer to this one, unless tensors are in use outside; returns the names of those.
+
+        ``prepare`` is called just before, when no use can begin any more; if it fails, nothing has ended.
+        It returns what starts the unmapping instead of ``finish``. From that call on the end is not undone.
+        """
+        with self._lock:
+            names = tuple(sorted({use.name for use in self._uses}))
+            if not names:
+                self._ended = True
+                try:
+                    finish = prepare() if prepare else self._finish
+                except BaseException:
+                    self._ended = False
+                    raise
+                finish()
+        return names
+
+
+class TensorUse:
+    """A tensor in use outside of this package: under a numpy array, or behind a DLPack capsule."""
+
+    __slots__ = ("__array_interface__", "__weakref__", "held", "mapped", "name", "storing")
+
+    def __init__(self, mapped: LeasedMemory, name: str, *, held: bool, storing: bool) -> None:
+        self.mapped = mapped
+        self.name = name
+        #: Whether the memory may not even sleep meanwhile.
+        self.held = held
+        #: Whether it is held for a store to all replicas.
+        self.storing = storing
+        self.__array_interface__: dict[str, object] = {}
+
+
+class AddressSpace:
+    """What one lease has mapped. Sleeping memory keeps its addresses, and is mapped there again."""
+
+    def __init__(self, *, readonly: bool, thread: CurrentContext | None) -> None:
+        self._readonly = readonly  # where the driver can
+        self._thread = thread  # the context that the caller's thread works in, if any
+        #: What is mapped, in order: by a legacy handle, in a context and at an address; or in addresses that can sleep.
+        self._opened: list[tuple[Context, int] | Reservation] = []
+
+    def open(
+        self,
+        driver: Driver,
+        replicas: Sequence[Replica],
+        sizes: Sequence[int],
+        sources: Sequence[Source],
+        accessor: str | None,
+    ) -> tuple[DeviceMapping, ...]:
+        """Map the allocations of every replica of a lease. If this fails, :meth:`close` unmaps what was mapped.
+
+        Args:
+            driver: this process's.
+            replicas: those of the lease.
+            sizes: bytes of every allocation of the layout.
+            sources: what opens each of the allocations, in the order of the handles; none if legacy handles do.
+            accessor: the UUID of the device that shall reach the memory; by default each replica's own.
+        """
+        places: list[DeviceMapping] = []
+        left, before = iter(sources), tuple[Piece, ...]()
+        for replica in replicas:
+            given = tuple(next(left) if sources and handle else None for handle in replica.handles)
+            pieces = tuple(zip(replica.handles, sizes, given, strict=True))
+            places.append(self._replica(driver, replica.device, pieces, accessor))
+            if len(places) > 1 and not self._readonly:
+                places[-1].upstream = self._upstream(driver, places[-1], places[-2], before)
+            before = pieces
+        return tuple(places)
+
+    def adopt(self, reservation: Reservation) -> None:
+        """Look after addresses that were reserved elsewhere: unmap and wake them with the others."""
+        self._opened.append(reservation)
+
+    def reach(
+        self, driver: Driver, home: DeviceMapping, replica: Replica, sources: Sequence[Source], sizes: Sequence[int]
+    ) -> DeviceMapping:
+        """Map another replica for the device of ``home`` to write, or, if it does not reach it, for its own device."""
+        near = driver.peers.can_access(home.memory.index, devices.find(driver, replica.device).index)
+        pieces = tuple(zip(replica.handles, sizes, sources, strict=True))
+        return self._replica(driver, replica.device, pieces, home.memory.uuid if near else None)
+
+    @contextmanager
+    def all_or_none(self) -> Iterator[None]:
+        """Unmap what a failing block has mapped; raises ``DriverError`` if even that is refused."""
+        before = len(self._opened)
+        try:
+            yield
+        except BaseException:
+            self.close(before)
+            raise
+
+    @property
+    def asleep(self) -> bool:
+        """Whether memory is missing anywhere."""
+        return not all(reservation.mapped for reservation in self._reservations())
+
+    def sleep(self) -> None:
+        """Unmap the memory that is mapped, and keep the addresses; raises ``DriverError`` if some is still mapped."""
+        for reservation in self._reservations():
+            if reservation.mapped:
+                reservation.unmap()
+
+    def wake(self, sources: Sequence[Source]) -> None:
+        """Map the same memory where it was.
+
+        Args:
+            sources: what opens it, in the order in which it was opened. More than that is left alone.
+
+        Raises:
+            DriverError: it is asleep as before.
+            Unavailable: these do not open the same memory.
+        """
+        missing = [pair for pair in self._pairs(sources) if not pair[0].mapped]
+        try:
+            for reservation, source in missing:
+                reservation.map(source, readonly=self._readonly)
+        except BaseException:
+            for reservation, _ in missing:
+                if reservation.mapped:
+                    reservation.unmap()
+            raise
+
+    def replace(self, sources: Sequence[Source]) -> None:
+        """Map other memory of the same sizes where this is: all of it, or nothing changes.
+
+        Args:
+            sources: as for :meth:`wake`.
+
+        Raises:
+            HalfReplaced: some of either may be mapped.
+            DriverError: what was mapped still is.
+            Unavailable: there are too few sources.
+        """
+        replace(self._pairs(sources), readonly=self._readonly)
+
+    def close(self, keep: int = 0) -> None:
+        """Unmap all but the first, last first, and give the addresses back; raises ``DriverError`` if it is refused."""
+        while len(self._opened) > keep:
+            match self._opened[-1]:
+                case Reservation() as reservation:
+                    reservation.close()
+                case context, pointer:
+                    context.close(pointer)
+            del self._opened[-1]
+
+    def _pairs(self, sources: Sequence[Source]) -> list[tuple[Reservation, Source]]:
+        """Return each reservation with what opens its memory."""
+        reservations = self._reservations()
+        if len(reservations) > len(sources):
+            raise Unavailable(f"the broker sent what opens {len(sources)} allocations, for {len(reservations)}")
+        return list(zip(reservations, sources, strict=False))
+
+    def _reservations(self) -> list[Reservation]:
+        return [each for each in self._opened if isinstance(each, Reservation)]
+
+    def _replica(self, driver: Driver, device: str, pieces: Sequence[Piece], accessor: str | None) -> DeviceMapping:
+        context = devices.context(driver, accessor or device)
+        memory = devices.find(driver, device)
+        granule = _granule(driver, memory, pieces)
+        pointers = tuple(self._piece(context, piece, granule, readonly=self._readonly) for piece in pieces)
+        return DeviceMapping(context, memory, pointers)
+
+    def _upstream(
+        self, driver: Driver, place: DeviceMapping, before: DeviceMapping, pieces: Sequence[Piece]
+    ) -> tuple[int, ...] | None:
+        """Return where a replica's device reads the one before it; None if it has to be filled in another way.
+
+        It is mapped once more, for this device: what another device has opened is copied through host memory, at a
+        tenth of the speed (two H200, with and without peer access).
+        """
+        if None in before.pointers:  # a shard
+            return None
+        try:
+            if not driver.peers.can_access(place.memory.index, before.memory.index):
+                return None
+            granule = _granule(driver, before.memory, pieces)
+            pointers = (self._piece(place.context, piece, granule, readonly=True) for piece in pieces)
+            return tuple(pointer for pointer in pointers if pointer is not None)
+        except DriverError as error:
+            log.debug("device %d does not read from %d: %s", place.memory.index, before.memory.index, error)
+            return None
+
+    def _piece(self, context: Context, piece: Piece, granule: int, *, readonly: bool) -> int | None:
+        """Map an allocation, and return its address; None if it lies on another device."""
+        handle, size, source = piece
+        if source is not None:
+            reservation = context.reserve(round_up(size, granule))
+            self._opened.append(reservation)
+            reservation.map(source, readonly=readonly)
+            return reservation.pointer
+        if not handle:
+            return None
+        context.check_thread(self._thread)
+        pointer = context.open(handle)
+        self._opened.append((context, pointer))
+        return pointer
+
+
+def _granule(driver: Driver, memory: Device, pieces: Sequence[Piece]) -> int:
+    return driver.granularity(memory.index) if any(source is not None for _, _, source in pieces) else 1

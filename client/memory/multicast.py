@@ -1,0 +1,567 @@
+"""How one lease stores to all replicas of a multicast version at once: the one place in the client that knows of it.
+
+The broker found for all holders together whether a store goes through multicast objects, one per allocation
+(:class:`Windows`), or by a copy to each replica (:class:`Copies`). A restart of the broker takes the objects away:
+until new ones are mapped at the same addresses the outlet is :class:`Unbound`, and stores wait.
+
+:class:`MulticastMapping` has the outlet of one lease. The cleanup thread alone changes it; callers use it while they
+hold a tensor; the session brings it the notices of the broker.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import islice
+from threading import Event, Thread
+from typing import NamedTuple
+from weakref import ref
+
+from cubroker.client import devices
+from cubroker.client.memory.mapping import AddressSpace, DeviceMapping, LeasedMemory, Source, TensorUse
+from cubroker.client.session import Session
+from cubroker.client.transport.requests import UNWANTED, Future
+from cubroker.driver import Context, DriverError, Window
+from cubroker.driver.multicast import PIECE, unavailable
+from cubroker.protocol.errors import CubrokerError, Invalid, NotFound, TimedOut, Unavailable, Unsupported
+from cubroker.protocol.messages import Attached, Created, Rebound, Replica, Team
+
+log = logging.getLogger(__name__)
+
+STAGE = 8 << 20
+"""Bytes that are copied through host memory at a time."""
+
+MOMENT = 1.0
+"""Seconds within which a call returns that is not held up any more."""
+
+
+# -- outlets ---------------------------------------------------------------------------------------
+
+
+class Windows:
+    """Stores through multicast objects, one per allocation, that are mapped into windows of addresses."""
+
+    def __init__(self, home: Context, windows: Sequence[Window]) -> None:
+        self.windows = tuple(windows)
+        #: Bytes of the objects; empty where copies take their place.
+        self.sizes = tuple(window.nbytes for window in windows)
+        self._home = home
+
+    def pointer(self, allocation: int, offset: int) -> int:
+        """Return the address by which a place in every replica is stored to."""
+        return self.windows[allocation].pointer + offset
+
+    def store(self, source: int, allocation: int, offset: int, nbytes: int) -> None:
+        """Copy bytes at an address of the home device to a place in every replica; done when it returns.
+
+        The kernel stores whole pieces; copies through the same addresses store the rest. After a ``DriverError`` some
+        replicas may have the bytes.
+        """
+        window = self.windows[allocation]
+        target = self.pointer(allocation, offset)
+        alike = (source - target) % PIECE == 0
+        head = min(-target % PIECE, nbytes) if alike else nbytes
+        middle = (nbytes - head) // PIECE * PIECE
+        tail = nbytes - head - middle
+        self._home.synchronize()  # for the work that fills the source
+        if middle:
+            window.broadcast(source + head, target + head, middle)
+        with self._home.stream() as stream:
+            for start, length in ((0, head), (head + middle, tail)):
+                if length:
+                    stream.copy(target + start, source + start, length)
+            stream.synchronize()
+
+
+class Copies:
+    """Stores by a copy to each replica: from device to device where one reaches the other, else through host memory."""
+
+    def __init__(self, home: DeviceMapping, others: Sequence[DeviceMapping]) -> None:
+        self.sizes: tuple[int, ...] = ()
+        self._home = home
+        #: Each in the context in which it is mapped: the home device's where that reaches it.
+        self._others = tuple(others)
+
+    def store(self, source: int, allocation: int, offset: int, nbytes: int) -> None:
+        """Do as :meth:`Windows.store`: copy to the home device's replica, and on from there."""
+        home = self._home.context
+        home.synchronize()  # for the work that fills the source
+        first = self._home.pointer(allocation) + offset
+        with home.stream() as stream:
+            if source != first:
+                stream.copy(first, source, nbytes)
+                stream.synchronize()
+            for place in self._others:
+                if place.context is home:
+                    stream.copy(place.pointer(allocation) + offset, first, nbytes)
+            stream.synchronize()
+        for place in self._others:
+            if place.context is not home:
+                _stage(home, first, place.context, place.pointer(allocation) + offset, nbytes)
+
+
+class Refused:
+    """No stores: this process cannot do what other holders can, and ``why``.
+
+    Not to be confused with :class:`cubroker.protocol.messages.Refused`.
+    """
+
+    def __init__(self, why: str) -> None:
+        self.why = why
+
+
+class Unbound:
+    """No stores yet: the broker was started again, and binds the replicas together anew."""
+
+    def __init__(self, before: Windows | Copies | None = None) -> None:
+        #: The outlet until then, or one that was begun; its memory may not be mapped.
+        self.before = before
+        #: Settled as soon as this is over, or never will be.
+        self.over: Future[None] = Future()
+
+
+Outlet = Windows | Copies | Refused | Unbound
+
+
+class MulticastOffer(NamedTuple):
+    """What the broker gave a lease to store to all replicas by."""
+
+    #: How that is done.
+    team: Team
+    #: The replicas on other devices, for copies.
+    others: tuple[Replica, ...]
+    #: What opens the ``others``, in order, then what opens the multicast objects.
+    sources: Sequence[Source]
+    #: Whether its broker is gone, and such objects may be with it.
+    stale: Callable[[], bool]
+
+    @property
+    def unknown(self) -> bool:
+        """Whether the way to all replicas is not known yet: the broker will tell."""
+        return not self.team.how or self.stale()
+
+
+class AbandonableCall:
+    """A driver call that may never return, on a thread of its own; other threads can end the wait for it."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+        self._over: Future[DriverError | ValueError | None] = Future()
+        #: Set when the call has returned, though it was given up.
+        self.returned = Event()
+
+    def run(self) -> bool:
+        """Make the call, and return True once it has returned, or raise its error; False if it was given up."""
+        thread = Thread(target=self._run, name="cubroker-call", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # threads have run out
+            self._run()
+        try:
+            error = self._over.result()
+        except Unavailable:
+            return False
+        self._over.abandon()  # an error's traceback refers to this frame, so nothing here may refer to the error
+        try:
+            if error:
+                raise error
+        finally:
+            del error
+        return True
+
+    def give_up(self) -> None:
+        """Have :meth:`run` return. On any thread, at any time."""
+        self._over.fail(UNWANTED)
+
+    def _run(self) -> None:
+        try:
+            if not self._over.done():
+                self._call()
+        except (DriverError, ValueError) as error:
+            self._over.set(error)
+        else:
+            self._over.set(None)
+        finally:
+            self.returned.set()
+
+
+# -- the mapping of one lease ----------------------------------------------------------------------
+
+
+class MulticastMapping:
+    """What a lease has mapped to store to all replicas.
+
+    Args:
+        session: whose the lease is.
+        memory: what the lease has mapped anyway; its first place is on the device that stores.
+        version: name and version of the pool.
+        sizes: bytes of every allocation of the layout.
+    """
+
+    def __init__(self, session: Session, memory: LeasedMemory, version: tuple[str, int], sizes: Sequence[int]) -> None:
+        #: The lease's number; 0 while it sleeps.
+        self.lease = 0
+        #: The way to all replicas; None if this lease has none.
+        self.outlet: Outlet | None = None
+        #: What the broker said last: how all replicas are stored to (empty while that is not known), and why so.
+        self.team = Team("", "", ())
+        self._session = session
+        self._memory = ref(memory)
+        self._places = memory.places
+        self._version = version
+        self._sizes = tuple(sizes)
+        self._space = AddressSpace(readonly=False, thread=None)  # legacy handles open nothing of it
+        self._bound = self.team  # what the outlet was made for
+        self._news: tuple[Rebound, Sequence[int] | CubrokerError] | None = None
+        self._unbound: Unbound | None = None
+        self._leaving = False  # while stores under way still use the outlet before it
+        self._call: AbandonableCall | None = None
+        self._late: list[tuple[Window, AbandonableCall]] = []  # calls that were given up
+        self._failure: CubrokerError | None = None
+        self._closed = False
+
+    # -- on callers' threads -----------------------------------------------------------------------
+
+    @contextmanager
+    def hold(self, memory: Callable[[], LeasedMemory], name: str) -> Iterator[Windows | Copies]:
+        """Keep a tensor mapped, and the outlet, within a ``with`` block; ``memory`` returns it while it is mapped."""
+        while True:
+            outlet = self.usable(memory)
+            use = memory().lend(name, held=True, storing=True)
+            try:
+                if self.outlet is outlet:  # what it uses stays mapped from now on
+                    yield outlet
+                    return
+            finally:
+                del use  # a traceback may keep this frame for long
+
+    def usable(self, memory: Callable[[], LeasedMemory]) -> Windows | Copies:
+        """Return the outlet, once the replicas are bound together; raises as :meth:`Pool.broadcast` does."""
+        session, label = self._session, memory().label
+        while isinstance(outlet := self._checked(memory()), Unbound):
+            if lost := session.losses.get(self._version):
+                raise Unavailable(f"{label} is lost: {lost}; close it, and attach to the next version")
+            session.check_may_wait()
+            if not outlet.over.wait(session.timeout):
+                raise TimedOut(
+                    f"the replicas of {label} were not bound together again within {session.timeout:g} s of a"
+                    f" restart of the broker; try again, or see its log"
+                )
+            outlet.over.result()
+        return outlet
+
+    def pointer(self, memory: Callable[[], LeasedMemory], allocation: int, offset: int) -> int:
+        """Return the address by which a place in every replica is stored to; raises as :meth:`usable` does."""
+        outlet = self.usable(memory)
+        if isinstance(outlet, Copies):
+            raise Unsupported(
+                f"{memory().label} is written by copies: {self.team.why}; use broadcast, which does either"
+            )
+        return outlet.pointer(allocation, offset)
+
+    def _checked(self, memory: LeasedMemory) -> Windows | Copies | Unbound:
+        if memory.readonly:
+            raise Invalid(f"{memory.label} was published; create it with writable=True for its readers to broadcast")
+        if (outlet := self.outlet) is None:
+            device = self._places[0].context.device.index
+            raise Invalid(f"{memory.label} has no replica on device {device}; attach on one of its devices")
+        if isinstance(outlet, Refused):
+            raise Unsupported(f"this process cannot store to all replicas of {memory.label}: {outlet.why}")
+        return outlet
+
+    # -- on the cleanup thread ---------------------------------------------------------------------
+
+    @property
+    def asleep(self) -> bool:
+        """Whether memory is missing anywhere, and not because it is still to come."""
+        return self._space.asleep and (self._unbound is None or self._unbound.over.done())
+
+    def open(self, reply: Attached | Created, given: Sequence[Source]) -> None:
+        """Map what the lease brought to store by; nothing is mapped if it fails, unless unmapping does as well."""
+        offer = self._offer(reply, given)
+        self.lease, self.team = reply.lease, offer.team
+        self._session.rebindable.add(self)  # before it is mapped, so that a notice can end that
+        memory = self._memory()
+        if memory is not None and not memory.readonly:
+            self.outlet = self._find(offer)
+
+    def sleep(self) -> None:
+        """Unmap it, and keep the addresses; raises ``DriverError`` if some is still mapped."""
+        self._space.sleep()
+        self._look_again()
+        self.lease = 0
+
+    def wake(self, label: str, reply: Attached | Created, given: Sequence[Source]) -> None:
+        """Map it where it was; raises as :meth:`AddressSpace.wake`, or ``Unavailable`` if there is another way now."""
+        if reply.team is None:
+            raise _changed(label, "not at all")
+        offer = self._offer(reply, given)
+        before, self.lease = self.lease, reply.lease
+        try:
+            self.outlet = self._woken(label, self.outlet, offer)
+        except BaseException:
+            self.lease = before
+            raise
+        self.team = offer.team
+
+    def switch(self, reply: Attached) -> None:
+        """The lease is on another version now, which nothing here stores to, as to the one before."""
+        assert reply.team
+        assert self.outlet is None
+        self.lease, self.team, self._version = reply.lease, reply.team, (reply.name, reply.version)
+
+    def close(self) -> None:
+        """Unmap everything, last first; raises ``DriverError`` if something is still mapped."""
+        self._closed = True
+        self._look_again()
+        self._space.close()
+
+    def rebound(self, notice: Rebound, given: Sequence[int] | CubrokerError) -> None:
+        """Store as a notice says, once no tensor is held, and close its descriptors."""
+        self._drop_news()
+        self._news = notice, given
+        self._rebind()
+
+    def unreachable(self, reason: CubrokerError) -> None:
+        """See :meth:`Rebindable.unreachable`."""
+        self._failure = reason
+        if self._unbound:
+            self._unbound.over.fail(reason)
+
+    def give_up(self) -> None:
+        """See :meth:`Rebindable.give_up`."""
+        if call := self._call:
+            call.give_up()
+
+    def _offer(self, message: Attached | Created | Rebound, given: Sequence[Source]) -> MulticastOffer:
+        """Return what a message brings, until the next notice."""
+        receiver, lease, others = self._session.receiver, message.lease, message.replicas
+        notice = message if isinstance(message, Rebound) else None
+        if notice is None:
+            given, others = given[len(others[0].handles) :], others[1:]
+        assert message.team
+        return MulticastOffer(message.team, others, given, lambda: receiver.later(lease, notice))
+
+    def _rebind(self) -> None:
+        memory = self._memory()
+        if self._news is None:
+            return
+        notice, given = self._news
+        if memory is not None and self.lease == notice.lease:
+            offer = given if isinstance(given, CubrokerError) else self._offer(notice, given)
+            if holder := self._replace(memory, offer):
+                self._session.cleanup.guard(holder, self._rebind)
+                return
+            self.team = notice.team
+        self._drop_news()
+
+    def _drop_news(self) -> None:
+        if self._news and not isinstance(self._news[1], CubrokerError):
+            self._session.receiver.close(self._news[1])
+        self._news = None
+
+    def _find(self, offer: MulticastOffer) -> Outlet | None:
+        """Map what it takes; None if the lease has no replica on its own device."""
+        self._bound, home = offer.team, self._places[0]
+        return self._connect(offer) if home.context.device == home.memory else None
+
+    def _connect(self, offer: MulticastOffer) -> Outlet:
+        if offer.unknown:
+            return self._unbind()
+        why = ""
+        if offer.team.sizes:
+            try:
+                return self._windows(offer)
+            except DriverError as error:
+                if not unavailable(error):
+                    raise
+                why = str(error)
+        if why and not offer.others and len(self._places) == 1:  # the other replicas are not at hand
+            return Refused(why)
+        try:
+            return self._copies(offer)
+        except NotFound as error:
+            return Refused(error.message)
+
+    def _woken(self, label: str, outlet: Outlet | None, offer: MulticastOffer) -> Outlet | None:
+        if outlet is None or isinstance(outlet, Refused):
+            return outlet
+        before = outlet.before if isinstance(outlet, Unbound) else outlet
+        if before is None:
+            return self._find(offer)
+        if offer.unknown:
+            return self._unbind(before)
+        if before.sizes != offer.team.sizes:
+            raise _changed(label, f"{offer.team.how}: {offer.team.why}")
+        self._bound = offer.team
+        if isinstance(before, Copies):
+            self._space.wake(offer.sources)
+            return before
+        try:
+            return self._bind(before, offer)
+        except DriverError:
+            self._space.sleep()
+            raise
+
+    def _replace(self, memory: LeasedMemory, offer: MulticastOffer | CubrokerError) -> TensorUse | None:
+        """Have another outlet, or the same on other objects; unless it is in use: then return what holds a tensor."""
+        outlet = self.outlet
+        if outlet is None or self._closed:  # once the lease is given back, the addresses may be others'
+            return None
+        before = outlet.before if isinstance(outlet, Unbound) else outlet
+        used = self._leaving or outlet is before
+        if isinstance(offer, MulticastOffer) and offer.stale():
+            if used:
+                self._reopen(before)
+            return None
+        # Copies go to the same replicas as before.
+        unmaps = isinstance(before, Windows) or (isinstance(before, Copies) and not self._stays(offer))
+        if used and unmaps and (holder := self._shut(memory, before)):
+            return holder
+        self._leaving = False
+        unbound, self._unbound = self._unbound, None
+        self.outlet = self._replaced(before, offer, asleep=memory.asleep)
+        if unbound:
+            unbound.over.set(None)
+        return None
+
+    def _stays(self, offer: MulticastOffer | CubrokerError) -> bool:
+        """Whether copies are still to be made: also by a draft whose process, and not the broker, has no multicast."""
+        if isinstance(offer, CubrokerError):
+            return False
+        return not offer.team.sizes or bool(self._bound.sizes)
+
+    def _shut(self, memory: LeasedMemory, outlet: Outlet | None) -> TensorUse | None:
+        """Let no use of an outlet begin, unless a tensor is held: its holder would wait for itself.
+
+        A caller that stores notes it, and then looks at the outlet; this is the other way round.
+        """
+        assert isinstance(outlet, Windows | Copies)
+        if not self._leaving:
+            self.outlet, self._leaving = self._unbind(outlet), True
+        holder = memory.holder()
+        if holder and not holder.storing:
+            self._reopen(outlet)
+        return holder
+
+    def _reopen(self, outlet: Outlet | None) -> None:
+        self.outlet, self._leaving = outlet, False
+        self._look_again()
+
+    def _unbind(self, before: Windows | Copies | None = None) -> Unbound:
+        self._unbound = Unbound(before)
+        if self._failure:
+            self._unbound.over.fail(self._failure)
+        return self._unbound
+
+    def _look_again(self) -> None:
+        """Have callers that wait for an outlet look again."""
+        if self._unbound:
+            self._unbound.over.set(None)
+
+    def _replaced(self, before: Outlet | None, offer: MulticastOffer | CubrokerError, *, asleep: bool) -> Outlet | None:
+        # Only the words of errors are kept: their tracebacks keep what is mapped.
+        if isinstance(offer, CubrokerError):
+            why = offer.message
+        else:
+            try:
+                return self._found_again(before, offer, asleep=asleep)
+            except (CubrokerError, DriverError, ValueError) as error:
+                why = devices.failure(error, "mapping what its replicas were bound together by after a restart").message
+        log.error("no way to store to all replicas: %s", why)
+        try:
+            self._space.close()
+        except DriverError as error:
+            log.error("%s", str(error))  # it is tried again when the lease ends
+        return Refused(f"{why}; close it, and attach again")
+
+    def _found_again(self, before: Outlet | None, offer: MulticastOffer, *, asleep: bool) -> Outlet | None:
+        if isinstance(before, Windows) and before.sizes == offer.team.sizes:
+            outlet: Outlet = self._bind(before, offer, asleep=asleep)
+        elif isinstance(before, Copies) and self._stays(offer):
+            if self.asleep and not asleep:
+                self._space.wake(offer.sources)
+            outlet = before
+        else:
+            self._space.close()
+            return self._find(offer)
+        self._bound = offer.team
+        return outlet
+
+    def _windows(self, offer: MulticastOffer) -> Windows | Unbound:
+        """Reserve addresses for the objects, and map them there."""
+        context = self._places[0].context
+        with self._space.all_or_none():
+            windows = []
+            for size in offer.team.sizes:
+                windows.append(context.window(size))
+                self._space.adopt(windows[-1])
+            return self._bind(Windows(context, windows), offer)
+
+    def _bind(self, windows: Windows, offer: MulticastOffer, *, asleep: bool = False) -> Windows | Unbound:
+        """Map objects into windows, in the place of what is there; what sleeps stays so while the pool is ``asleep``.
+
+        Where the maker of an object is gone, the driver may wait for its devices for ever. So the call can be given up,
+        and the windows are there for the next offer, when that comes.
+        """
+        for window, source in zip(windows.windows, offer.sources[-len(windows.windows) :], strict=True):
+            if window.mapped:
+                window.unmap()
+            elif asleep:
+                continue
+            if not self._map(window, source, offer):
+                return self._unbind(windows)
+        return windows
+
+    def _map(self, window: Window, source: Source, offer: MulticastOffer) -> bool:
+        """Map an object; False if that was given up."""
+        self._call = call = AbandonableCall(partial(window.map, source))
+        try:
+            if offer.stale():
+                return False
+            if not call.run():
+                self._late.append((window, call))
+                return False
+        except DriverError:
+            if not self._vacate(window):
+                raise
+            return self._map(window, source, offer)
+        finally:
+            self._call = None
+        return True
+
+    def _vacate(self, window: Window) -> bool:
+        """Unmap an object of an earlier broker, if one was mapped after all by a call that was given up."""
+        self._late = [(each, call) for each, call in self._late if each is not window or not call.returned.wait(MOMENT)]
+        if window.mapped:
+            window.unmap()
+            return True
+        return False
+
+    def _copies(self, offer: MulticastOffer) -> Copies:
+        """Map the other replicas for the home device; a draft has them, if not for that device, and then does so."""
+        home, *rest = self._places
+        if offer.others:
+            left = iter(offer.sources)
+            pairs = [(replica, tuple(islice(left, len(replica.handles)))) for replica in offer.others]
+            with self._space.all_or_none():
+                rest = [self._space.reach(self._session.driver, home, *pair, self._sizes) for pair in pairs]
+        return Copies(home, rest)
+
+
+def _stage(source: Context, first: int, target: Context, second: int, nbytes: int) -> None:
+    """Copy from one device to another through host memory."""
+    buffer = bytearray(min(STAGE, nbytes))
+    for start in range(0, nbytes, STAGE):
+        piece = memoryview(buffer)[: min(STAGE, nbytes - start)]
+        source.read_into(first + start, piece)
+        target.write(second + start, piece)
+
+
+def _changed(label: str, now: str) -> Unavailable:
+    return Unavailable(
+        f"{label} is not stored to as when it fell asleep (now: {now}), so what used the addresses cannot go on; it"
+        f" stays asleep: close it, and attach again"
+    )

@@ -1,0 +1,246 @@
+"""Publishing from arrays: sources, their layout, and their way into a draft.
+
+Arrays on a GPU are copied from device to device, after all work of their device that was submitted before; those in
+host memory go the way of a checkpoint's bytes, as if each array were a file. Arrays that are one tensor by several
+names, as tied parameters are, are stored once. Nothing is copied before the draft is there, and arrays with gaps are
+made contiguous one by one, so that no second copy of a model is needed beside the draft.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from functools import partial
+from threading import Lock
+from typing import Self
+
+from cubroker.client.arrays import DeviceArray, HostArray
+from cubroker.client.devices import DeviceId, Plan, context, failure, resolve_plan
+from cubroker.client.loading.copy import Target, copy_files, hold_all, target_of
+from cubroker.client.loading.safetensors import StoredTensor
+from cubroker.client.pool import Draft
+from cubroker.client.tensor import described
+from cubroker.driver import Context, Driver, DriverError
+from cubroker.driver.basics import address
+from cubroker.protocol.errors import Invalid
+from cubroker.protocol.layout import Layout, TensorSpec
+
+MAX_COPIES = 256 << 20
+"""Bytes of arrays with gaps that a device has made contiguous and that may wait for their copy into the draft."""
+
+
+class Sources:
+    """The arrays of a new version, by name. Not to be confused with ``cubroker.server.config.load.Sources``."""
+
+    def __init__(self, driver: Driver, arrays: Mapping[str, HostArray | DeviceArray]) -> None:
+        self._driver = driver
+        self._arrays = arrays
+
+    @classmethod
+    def of(cls, source: object, driver: Driver) -> Self:
+        """Describe what is to be published.
+
+        Args:
+            source: a mapping of names to arrays, or an object with ``state_dict()``, such as a model.
+            driver: this process's driver of the broker's devices.
+
+        Raises:
+            Invalid: it is neither, or empty; or something in it is no array that can be read here.
+        """
+        if not isinstance(source, Mapping) and callable(state_dict := getattr(source, "state_dict", None)):
+            source = state_dict()
+        if not isinstance(source, Mapping):
+            raise Invalid(
+                f"this {type(source).__name__} cannot be published: pass a mapping of names to arrays, or an object"
+                f" that has state_dict(), such as a torch.nn.Module"
+            )
+        if not source:
+            raise Invalid("there is nothing to publish: the mapping, or the state_dict, has no tensor")
+        arrays: dict[str, HostArray | DeviceArray] = {}
+        for name, array in source.items():
+            if not isinstance(name, str):
+                raise Invalid(f"{name!r} is no name of a tensor, which has to be a str")
+            try:
+                arrays[name] = described(array, partial(_context, driver))
+            except Invalid as error:
+                raise Invalid(f"cannot publish {name!r}: {error.message}") from error
+        return cls(driver, arrays)
+
+    def placed(
+        self, devices: Sequence[DeviceId] | None, plan: Plan | None
+    ) -> tuple[Sequence[DeviceId] | None, dict[str, DeviceId] | None]:
+        """Return the devices and the plan of the version: by default each array stays on its device.
+
+        Arrays in host memory go to the first of these devices, or to that of the arrays.
+        """
+        if plan is not None:
+            return devices, resolve_plan(plan, self._arrays)
+        homes = {
+            name: array.context.device.index
+            for name, array in self._arrays.items()
+            if isinstance(array, DeviceArray) and array.context.device in self._driver.devices
+        }
+        several = tuple(dict.fromkeys(homes.values()))
+        if devices is not None or not several:
+            return devices, None
+        if len(several) == 1:
+            return several, None
+        return several, {name: homes.get(name, several[0]) for name in self._arrays}
+
+    def layout(self, plan: Plan | None, *, tie: bool = True) -> Layout:
+        """Lay the arrays out.
+
+        Args:
+            plan: the device of each, if not all are on all devices.
+            tie: whether names of one tensor are stored once, on each device.
+
+        Raises:
+            Invalid: as :meth:`Layout.pack`.
+        """
+        firsts: dict[Hashable, str] = {}
+        tied: dict[str, str] = {}
+        for name, array in self._arrays.items():
+            key = array.place, array.dtype, array.shape, None if plan is None else plan[name]
+            first = firsts.setdefault(key, name) if tie and 0 not in array.shape else name
+            if first != name:
+                tied[name] = first
+        tensors = ((name, array.dtype, array.shape) for name, array in self._arrays.items())
+        return Layout.pack(tensors, groups=plan, tied=tied)
+
+    def fill(self, draft: Draft) -> None:
+        """Copy the arrays to their places in a draft, on all its devices; all is there when this returns.
+
+        Raises:
+            Invalid: a source was given back meanwhile.
+            Unavailable: threads have run out.
+            OutOfMemory, DeviceFailure: the driver refused.
+        """
+        specs = {spec.name: spec for spec in draft.layout.tensors}
+        targets = [target_of(replica) for replica in draft.replicas]
+        files: list[_ArrayFile] = []
+        stored: list[tuple[StoredTensor, TensorSpec]] = []
+        near: list[tuple[DeviceArray, TensorSpec]] = []
+        filled: set[tuple[int, int]] = set()
+        for name, array in self._arrays.items():
+            spec = specs[name]
+            if not spec.nbytes or (spec.allocation, spec.offset) in filled:
+                continue
+            filled.add((spec.allocation, spec.offset))
+            if isinstance(array, DeviceArray) and self._reach(array, spec, targets):
+                near.append((array, spec))
+            else:
+                stored.append((StoredTensor(name, spec.dtype, spec.shape, 0, spec.nbytes, len(files)), spec))
+                files.append(_ArrayFile(array, spec.nbytes))
+        besides = partial(_copy_on_devices, self._driver, near) if near else None
+        try:
+            copy_files(
+                "cubroker-publish", files, stored, draft.layout.allocations, targets, in_turn=False, besides=besides
+            )
+        except DriverError as error:
+            raise failure(error, f"copying tensors into a draft of {draft.name!r}") from error
+
+    def _reach(self, array: DeviceArray, spec: TensorSpec, targets: Iterable[Target]) -> bool:
+        """Whether all devices that get the array from here, and not from another replica, read it where it is."""
+        return all(
+            target.context is array.context
+            or (
+                not array.lent
+                and self._driver.peers.can_access(target.context.device.index, array.context.device.index)
+            )
+            for target in targets
+            if not target.upstream and target.pointers[spec.allocation] is not None
+        )
+
+
+def _context(driver: Driver, ordinal: int) -> Context:
+    if driver.host:
+        raise Invalid(
+            f"it is on GPU {ordinal}, and the broker's devices are emulated in host memory; copy it to the host first"
+        )
+    return context(driver, ordinal)
+
+
+def _copy_on_devices(
+    driver: Driver, arrays: Sequence[tuple[DeviceArray, TensorSpec]], targets: Sequence[Target]
+) -> None:
+    """Copy arrays to their places on all targets, from device to device."""
+    kept: list[object] = []
+    copied = 0
+    with ExitStack() as undo:
+        undo.enter_context(hold_all(targets))
+        sources = {array.context for array, _ in arrays}
+        _enable_peers(driver, undo, targets, sources)
+        undo.callback(kept.clear)  # when the streams are finished
+        streams = [undo.enter_context(target.context.stream()) for target in targets]
+        for source in sources:
+            source.synchronize()
+        for array, spec in arrays:
+            pointer, keeper = array.contiguous()
+            kept.append(keeper)
+            if array.copies:
+                array.context.synchronize()
+                copied += spec.nbytes
+            for target, stream in zip(targets, streams, strict=True):
+                if (start := target.pointers[spec.allocation]) is not None:
+                    stream.copy(start + spec.offset, pointer, spec.nbytes)
+            if copied > MAX_COPIES:
+                for stream in streams:
+                    stream.synchronize()
+                kept.clear()
+                copied = 0
+        del keeper  # a traceback may keep this frame for long
+
+
+def _enable_peers(driver: Driver, undo: ExitStack, targets: Sequence[Target], sources: Iterable[Context]) -> None:
+    """Give devices direct access to the memory of other ones; without it the driver copies through host memory."""
+    for target in targets:
+        for source in sources:
+            peer = source.device.index
+            if source is not target.context and driver.peers.can_access(target.context.device.index, peer):
+                with suppress(DriverError):  # it can have no more peers
+                    driver.peers.enable(target.context, peer)
+                    undo.callback(driver.peers.disable, target.context, peer)
+
+
+class _ArrayFile:
+    """An array that threads read like a file. A copy without gaps is made for the first, and dropped after the last."""
+
+    def __init__(self, array: HostArray | DeviceArray, nbytes: int) -> None:
+        self._array = array
+        self._left = nbytes
+        self._lock = Lock()
+        self._read: Callable[[int, memoryview], None] | None = None
+
+    def read_into(self, buffers: list[memoryview], offset: int) -> None:
+        """Fill ``buffers``, in order, with the bytes from ``offset`` on."""
+        with self._lock:
+            read = self._read = self._read or _reader(self._array)
+        for buffer in buffers:
+            read(offset, buffer)
+            offset += len(buffer)
+        with self._lock:
+            self._left -= sum(map(len, buffers))
+            if not self._left:
+                self._read = None
+
+
+def _reader(array: HostArray | DeviceArray) -> Callable[[int, memoryview], None]:
+    """Return a function that copies an array's bytes, from one on, to a buffer in host memory."""
+    if isinstance(array, HostArray):
+        data = array.contiguous().cast("B")
+
+        def read(offset: int, buffer: memoryview) -> None:
+            with address(data[offset:]) as (source, _), address(buffer, writable=True) as (target, nbytes):
+                ctypes.memmove(target, source, nbytes)
+
+        return read
+    if array.copies:
+        array.context.synchronize()  # the copy is made in a stream of this thread, which waits for no other
+    pointer, keeper = array.contiguous()
+    array.context.synchronize()
+
+    def fetch(offset: int, buffer: memoryview, keeper: object = keeper) -> None:
+        array.context.read_into(pointer + offset, buffer)
+
+    return fetch

@@ -1,0 +1,41 @@
+"""Old names of modules, which work for one more version. Importing one gives a module that forwards and warns."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+NEW = {
+    "cubroker.client.loader": "cubroker.client.loading.loader",
+    "cubroker.client.torch": "cubroker.integrations.torch",
+    "cubroker.client.transformers": "cubroker.integrations.transformers",
+    "cubroker.client.verify": "cubroker.client.loading.verify",
+}
+
+
+class RenamedModules(MetaPathFinder, Loader):
+    """Finds the old names for ``import``; as the last entry of ``sys.meta_path`` it is asked for nothing else."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return how to load an old name; None for any other."""
+        return ModuleSpec(fullname, self) if fullname in NEW else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Have the module return what the module of its new name has."""
+        old, new = module.__name__, NEW[module.__name__]
+        module.__doc__ = f"Moved to ``{new}``."
+
+        def getattr_(name: str) -> object:
+            if name.startswith("__"):
+                raise AttributeError(f"module {old!r} has no attribute {name!r}")
+            message = f"{old} is now {new}; the old name goes with the next version"
+            warnings.warn(message, DeprecationWarning, stacklevel=2)
+            return getattr(import_module(new), name)
+
+        module.__getattr__ = getattr_  # type: ignore[method-assign]

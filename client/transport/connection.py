@@ -1,0 +1,271 @@
+"""The connection to a broker: the one thread that owns the request socket and listens on the session socket.
+
+The thread alone makes, uses and closes libzmq's objects. It numbers and sends requests, settles them with their
+answers, receives descriptors, and passes the broker's notices on. Other threads only wake it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections import deque
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from threading import Lock
+
+import zmq
+
+from cubroker.client.notices import Notices
+from cubroker.client.process import SessionThread
+from cubroker.client.transport import headroom
+from cubroker.client.transport.fd_receiver import FdReceiver
+from cubroker.client.transport.handshake import hang_up
+from cubroker.client.transport.requests import RESEND, Future, Requests, read_notice
+from cubroker.protocol import wire
+from cubroker.protocol.directory import REQUEST_SOCKET
+from cubroker.protocol.errors import CubrokerError, Unavailable, explain
+from cubroker.protocol.messages import Descriptors, Farewell, GatewayChanged, PoolLost
+
+BATCH = 256
+"""Answers that are read before requests get their turn."""
+
+BATCH_BYTES = 1 << 20
+"""Their bytes, without those of the last one."""
+
+
+class Waker:
+    """Wakes the connection's thread from any other while it sleeps; harmless once closed.
+
+    Nothing is locked: a signal handler that has interrupted :meth:`set` may wait for the session's own threads, and
+    they wake each other.
+    """
+
+    def __init__(self) -> None:
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._fds = [self.fd]  # until it is closed
+        #: Whether the thread sleeps; it alone says so.
+        self._asleep = True
+        self._open = True
+        #: One entry for each call that may be writing to the descriptor, and so keeps it open.
+        self._writing: deque[None] = deque()
+
+    def set(self) -> None:
+        """Wake the thread, unless it is awake: then it looks for work before it sleeps."""
+        if self._asleep:
+            try:
+                self._writing.append(None)  # in here: an interrupt can only come after the call
+                if self._open:  # looked at last: `close` either sees the entry, or is seen here
+                    os.eventfd_write(self.fd, 1)
+            finally:
+                self._writing.pop()
+                if not self._open:
+                    self.close()
+
+    def rest(self) -> None:
+        """The thread is going to sleep: it looks for work once more, and is woken for what comes later."""
+        self._asleep = True
+
+    def rise(self, *, woken: bool) -> None:
+        """The thread is awake, ``woken`` by :meth:`set` or by something else."""
+        if woken:
+            os.eventfd_read(self.fd)
+        self._asleep = False
+
+    def close(self) -> None:
+        """Close the descriptor, or have the last call do so that is writing to it."""
+        self._open = False
+        if not self._writing:
+            self.disown()
+
+    def disown(self) -> None:
+        """Close the descriptor, also in a forked child, where a lost thread may be writing to it for ever."""
+        self._open = False
+        with suppress(IndexError):
+            os.close(self._fds.pop())
+
+
+class Connection:
+    """A session's sockets and their thread, which closes the session socket ``channel`` and the ``waker``."""
+
+    def __init__(
+        self,
+        channel: socket.socket,
+        directory: Path,
+        waker: Waker,
+        requests: Requests,
+        receiver: FdReceiver,
+        notices: Notices,
+    ) -> None:
+        self._channel = channel
+        self._directory = directory
+        self._waker = waker
+        self._requests = requests
+        self._receiver = receiver
+        self._notices = notices
+        #: Why the session is over; empty while it lives, and when this process ended it.
+        self.lost = ""
+        self._stopping = False
+        self._quiet = False
+        self._poller = zmq.Poller()
+        self._poller.register(waker.fd, zmq.POLLIN)
+        self._poller.register(channel.fileno(), zmq.POLLIN)
+        self._ready: Future[None] = Future()
+        #: Delivered at the end of the thread.
+        self.ended: Future[None] = Future()
+        self._begun = Lock()  # taken by the thread, or by a caller that closes everything in its place
+        self._thread = SessionThread(target=self._run, name="cubroker-connection", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread, and return when it can send, or raise an error that says what it is short of."""
+        with headroom.turn():
+            headroom.try_memory(1)  # Thread.start() waits for ever for a thread without memory to run in
+            self._thread.start()
+        self._ready.result()
+
+    def discard(self) -> None:
+        """Undo a :meth:`start` that failed, was interrupted or never came: close everything."""
+        if self._begun.acquire(blocking=False):
+            self._close()
+        else:
+            self.stop()
+            self._thread.join()  # it polls what would be closed
+
+    def stop(self, *, quietly: bool = False) -> None:
+        """Tell the thread to close everything; returns at once. ``quietly``: threads that wait are left waiting."""
+        self._quiet = quietly
+        self._stopping = True
+        self._waker.set()
+
+    def join(self) -> None:
+        """Wait for the thread, which has ``ended``."""
+        self._thread.join()
+
+    def disown(self) -> None:
+        """Close the inherited descriptors in a forked child. libzmq's are left alone: its threads are not here."""
+        self._channel.close()
+        self._waker.disown()
+
+    def _dial(self) -> zmq.Socket[bytes]:
+        dealer = self._context.socket(zmq.DEALER)
+        dealer.linger = 0
+        dealer.immediate = True  # while there is no gateway, requests wait here, and are not queued twice
+        dealer.sndhwm = 0
+        dealer.rcvhwm = 0
+        dealer.maxmsgsize = wire.MAX_MESSAGE
+        dealer.connect(f"ipc://{self._directory / REQUEST_SOCKET}")
+        self._poller.register(dealer, zmq.POLLIN)
+        return dealer
+
+    def _run(self) -> None:
+        if not self._begun.acquire(blocking=False):
+            return
+        reason: CubrokerError = Unavailable("the thread of the connection to the broker has failed")
+        try:
+            reason = self._converse()
+        except CubrokerError as error:
+            reason = Unavailable(f"the broker on {self._directory} sent {error.message}")
+        except (zmq.ZMQError, OSError, headroom.Shortage) as error:
+            reason = Unavailable(f"no connection for requests to the broker on {self._directory}: {explain(error)}")
+        finally:
+            if self._ready.done() and not self._stopping:
+                self.lost = reason.message  # before those hear of it who wait
+            self._ready.fail(reason)
+            self._requests.close(reason, quietly=self._quiet)
+            if not self._quiet:
+                self._receiver.fail(reason)
+                self._notices.end(reason, lost=bool(self.lost))
+            self._close()
+            self.ended.set(None)
+
+    def _close(self) -> None:
+        self._waker.close()
+        hang_up(self._channel)
+
+    def _converse(self) -> CubrokerError:
+        with ExitStack() as undo:
+            with headroom.turn():
+                headroom.check()
+                self._context = zmq.Context()
+                undo.callback(self._context.destroy, linger=0)
+                self._dealer = self._dial()
+            self._ready.set(None)
+            return self._serve()
+
+    def _serve(self) -> CubrokerError:
+        while not self._stopping:
+            self._send()  # what was posted before this thread could be woken for it
+            ready = dict(self._poller.poll(int(RESEND * 1000) if self._requests.waiting() else None))
+            self._waker.rise(woken=self._waker.fd in ready)
+            if self._channel.fileno() not in ready:
+                self._receiver.drained()
+            elif reason := self._listen():
+                return reason
+            if self._dealer in ready:
+                self._receive()
+            self._requests.resend_overdue()
+            self._send()
+            self._waker.rest()  # from here on it is woken for everything, the end included
+        return Unavailable("the connection to the broker was closed by this process")
+
+    def _listen(self) -> CubrokerError | None:
+        try:
+            data, descriptors = self._receiver.receive(self._channel)
+        except ConnectionError:
+            data, descriptors = b"", []
+        if not data:
+            return Unavailable(f"the broker on {self._directory} is gone: the connection to it has ended")
+        match read_notice(data):
+            case None:
+                self._receiver.close(descriptors)
+            case Descriptors() as notice:
+                self._receiver.put(notice, descriptors)
+            case Farewell(reason):
+                return Unavailable(f"the broker on {self._directory} is gone: {reason}")
+            case GatewayChanged():
+                self._redial()
+            case notice:
+                if isinstance(notice, PoolLost):
+                    self._receiver.lose(notice)
+                self._notices.hear(notice)
+        return None
+
+    def _redial(self) -> None:
+        self._poller.unregister(self._dealer)
+        self._dealer.close()
+        self._dealer = self._dial()
+        self._requests.resend_all()
+
+    def _receive(self) -> None:
+        for data in self._read():
+            answer = self._requests.read(data)
+            if answer and (request := self._requests.answer(answer)):
+                self._receiver.settled(request, answer.body)
+
+    def _read(self) -> list[bytes]:
+        """Return the answers that are there, or as many as are read before requests get their turn.
+
+        All are read before any is settled: a thread that is woken by its answer would run in between, at every one.
+        """
+        found, room = list[bytes](), BATCH_BYTES
+        while room > 0 and len(found) < BATCH:
+            try:
+                data = self._dealer.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            if data:  # else it follows a large answer, for the gateway to count
+                found.append(data)
+                room -= len(data)
+        return found
+
+    def _send(self) -> None:
+        self._requests.take()
+        outbox = self._requests.outbox
+        events = zmq.POLLIN
+        while outbox:
+            try:
+                self._dealer.send(outbox[0], zmq.NOBLOCK)
+            except zmq.Again:
+                events |= zmq.POLLOUT
+                break
+            outbox.popleft()
+        self._poller.register(self._dealer, events)

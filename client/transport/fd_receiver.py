@@ -1,0 +1,240 @@
+"""Descriptors that the broker sends on the session socket, on their way to the thread that maps their memory.
+
+A descriptor keeps memory on its device, so none may be lost: this module notes each one from its receipt until it is
+closed, and a forked child closes its copies.
+"""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from socket import CMSG_SPACE, MSG_CMSG_CLOEXEC, MSG_DONTWAIT, SCM_RIGHTS, SOL_SOCKET, socket
+
+from cubroker.client.process import fork_lock
+from cubroker.protocol.errors import CubrokerError, DeviceFailure, NotFound, Unsupported
+from cubroker.protocol.limits import MAX_DESCRIPTORS, MAX_NOTICE
+from cubroker.protocol.messages import (
+    DESCRIPTOR,
+    SHARES,
+    VMM,
+    Attached,
+    Close,
+    Created,
+    Descriptors,
+    Done,
+    PoolLost,
+    Rebound,
+    Reply,
+    Request,
+    Seal,
+    Sealed,
+)
+
+SIZE = array("i").itemsize
+
+Deliver = Callable[[Sequence[int] | CubrokerError], None]
+"""Takes the descriptors of a lease, all and in order, or the reason for none. Must be quick."""
+
+
+def due(reply: Attached | Created) -> int:
+    """Return how many descriptors come with a lease."""
+    objects = len(reply.team.sizes) if reply.team else 0
+    return sum(replica.handles.count(DESCRIPTOR) for replica in reply.replicas) + objects
+
+
+def fabric(reply: Attached | Created) -> tuple[bytes, ...]:
+    """Return the fabric handles that come with a lease, in order; raises ``Unsupported`` for an unknown share kind."""
+    if reply.share not in SHARES:
+        raise Unsupported(
+            f"version {reply.version} of pool {reply.name!r} is shared as {reply.share[:16]!r}, and this client knows"
+            f" {', '.join(SHARES)}; use the client of the broker's release"
+        )
+    if reply.share != VMM:
+        return ()
+    handles = (handle for replica in reply.replicas for handle in replica.handles)
+    return tuple(handle for handle in handles if handle not in (b"", DESCRIPTOR))
+
+
+@dataclass(slots=True)
+class _Lease:
+    """The descriptors that came for one lease so far."""
+
+    #: those that came
+    descriptors: list[int] = field(default_factory=list)
+    #: how many were sent; the kernel may not have been able to give this process all of them
+    count: int = 0
+    #: how many will be sent in all, once the answer has said so
+    left: int = 0
+    #: takes them; None until the answer came
+    deliver: Deliver | None = None
+    #: name and version of the pool
+    version: tuple[str, int] = ("", 0)
+    #: the notice that they come with; None: they come with the lease
+    notice: Rebound | None = None
+
+
+class FdReceiver:
+    """The descriptors of one session. All but :meth:`close` and :meth:`disown` runs on the connection's thread."""
+
+    def __init__(self) -> None:
+        self._open: set[int] = set()
+        #: Leases whose descriptors are on their way.
+        self._leases: dict[int, _Lease] = {}
+        #: The lease that was expected last: an answer is settled right after it was dealt with.
+        self._claimed = 0
+        #: Leases whose descriptors are not waited for any more: those that come are closed.
+        self._over: set[int] = set()
+        #: Versions whose memory is lost, and why.
+        self._losses: dict[tuple[str, int], str] = {}
+        #: Members of ``_over`` that have ended, though some of their descriptors may still be unread.
+        self._ended: list[int] = []
+        #: What comes with the last notice of each lease.
+        self._rebound: dict[int, _Lease] = {}
+        self._failed = False
+
+    def empty(self) -> bool:
+        """Whether no received descriptor is open."""
+        return not self._open
+
+    def receive(self, channel: socket) -> tuple[bytes, list[int]]:
+        """Return the next message of a session socket, and the descriptors that came along; raises as ``recvmsg``."""
+        with fork_lock:
+            data, ancillary, _, _ = channel.recvmsg(
+                MAX_NOTICE, CMSG_SPACE(MAX_DESCRIPTORS * SIZE), MSG_DONTWAIT | MSG_CMSG_CLOEXEC
+            )
+            descriptors = [
+                descriptor
+                for level, kind, rights in ancillary
+                if (level, kind) == (SOL_SOCKET, SCM_RIGHTS)
+                for descriptor in array("i", rights[: len(rights) // SIZE * SIZE])
+            ]
+            self._open.update(descriptors)
+        return data, descriptors
+
+    def put(self, notice: Descriptors, descriptors: Sequence[int]) -> None:
+        """Deliver descriptors that came, or keep them until the lease's answer is there."""
+        lease = self._awaiting(notice)
+        if lease is None or notice.first < lease.count:  # a broker that was started again sends them once more
+            return self.close(descriptors)
+        lease.descriptors += descriptors
+        lease.count += notice.count
+        return self._deliver(notice.lease)
+
+    def expect(self, lease: int, count: int, deliver: Deliver, version: tuple[str, int] = ("", 0)) -> None:
+        """Deliver the ``count`` descriptors of a lease on ``version`` of a pool, one at least, once all are there."""
+        self._claimed = lease
+        self._over.discard(lease)  # it may be sent others
+        waiting = self._leases.setdefault(lease, _Lease())
+        waiting.left, waiting.deliver, waiting.version = count, deliver, version
+        self._deliver(lease)
+        if version in self._losses:
+            self._give_up(lease)
+
+    def lose(self, loss: PoolLost) -> None:
+        """The memory of a version went with an earlier broker: descriptors of it that did not come never will."""
+        self._losses[loss.name, loss.version] = loss.why
+        for number in [number for number, lease in self._leases.items() if lease.version == (loss.name, loss.version)]:
+            self._give_up(number)
+
+    def rebound(self, notice: Rebound, deliver: Deliver) -> None:
+        """Deliver the descriptors that come with a notice, and none of the notice before it.
+
+        Those that came with the lease itself go first, as far as they are there: no more of these come.
+        """
+        self._drop_rebound(notice.lease)
+        left = sum(len(replica.handles) for replica in notice.replicas) + len(notice.team.sizes)
+        self._rebound[notice.lease] = _Lease(left=left, deliver=deliver, notice=notice)
+        self._deliver(notice.lease)
+
+    def later(self, lease: int, notice: Rebound | None) -> bool:
+        """Whether another notice came for a lease after this one (None: after the answer). Safe in any thread."""
+        last = self._rebound.get(lease)
+        return self._failed or (last and last.notice) is not notice
+
+    def settled(self, request: Request, reply: Reply) -> None:
+        """An answer has come, and was dealt with: descriptors of it that are not expected by now never will be."""
+        if isinstance(reply, Attached | Created):
+            if reply.lease != self._claimed and due(reply):
+                self._over.add(reply.lease)
+                if early := self._leases.pop(reply.lease, None):
+                    self.close(early.descriptors)
+                self._deliver(reply.lease)
+        elif isinstance(request, Close | Seal) and isinstance(reply, Done | Sealed) and request.lease in self._over:
+            self._ended.append(request.lease)
+
+    def drained(self) -> None:
+        """The session socket had nothing to read: nothing comes any more for leases that ended before."""
+        self._over.difference_update(self._ended)
+        for lease in self._ended:
+            self._drop_rebound(lease)
+        self._ended.clear()
+
+    def fail(self, reason: CubrokerError) -> None:
+        """The connection is over: nothing comes any more."""
+        self._failed = True
+        leases = [*self._leases.values(), *self._rebound.values()]
+        self._leases, self._rebound = {}, {}
+        for lease in leases:
+            self.close(lease.descriptors)
+            if lease.deliver:
+                lease.deliver(reason.anew())
+
+    def close(self, descriptors: Iterable[int]) -> None:
+        """Close descriptors that were received, in any thread."""
+        for descriptor in descriptors:
+            with fork_lock:
+                os.close(descriptor)
+                self._open.discard(descriptor)
+
+    def disown(self) -> None:
+        """In a forked child: close what was inherited."""
+        while self._open:
+            os.close(self._open.pop())
+
+    def _give_up(self, number: int) -> None:
+        """Fail a lease whose descriptors are waited for, since its version is lost; nothing if they had come."""
+        if (lease := self._leases.pop(number, None)) is None:
+            return
+        assert lease.deliver
+        self._over.add(number)
+        self.close(lease.descriptors)
+        name, version = lease.version
+        lease.deliver(
+            NotFound(f"pool {name!r} version {version} was lost before it was mapped: {self._losses[lease.version]}")
+        )
+
+    def _awaiting(self, notice: Descriptors) -> _Lease | None:
+        """Return the lease that a notice brings more descriptors for; None if they are not waited for any more."""
+        if notice.rebound:
+            lease = self._rebound.get(notice.lease)
+            return lease if lease and lease.deliver else None
+        return None if notice.lease in self._over else self._leases.setdefault(notice.lease, _Lease())
+
+    def _deliver(self, number: int) -> None:
+        lease = self._leases.get(number)
+        if lease and lease.deliver and (lease.count >= lease.left or number in self._rebound):
+            del self._leases[number]
+            self._over.add(number)
+            self._hand_on(lease, lease.deliver)
+        lease = self._rebound.get(number)
+        if lease and lease.deliver and lease.count >= lease.left and number in self._over:
+            deliver, lease.deliver = lease.deliver, None
+            self._hand_on(lease, deliver)
+
+    def _hand_on(self, lease: _Lease, deliver: Deliver) -> None:
+        given, lease.descriptors = tuple(lease.descriptors), []
+        if len(given) == lease.count:
+            return deliver(given)
+        self.close(given)
+        return deliver(
+            DeviceFailure(
+                f"this process has no room for the {lease.count} descriptors of the memory that it asked for; raise its"
+                f" limit of open files (ulimit -n), or make pools of fewer and larger allocations"
+            )
+        )
+
+    def _drop_rebound(self, lease: int) -> None:
+        if dropped := self._rebound.pop(lease, None):
+            self.close(dropped.descriptors)

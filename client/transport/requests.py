@@ -1,0 +1,451 @@
+"""Requests on their way to the broker, and the futures that bring their answers. Nothing here touches a socket.
+
+What waits is written once, as *steps*: a generator that yields each future that it waits for. :func:`run` goes through
+them and blocks its thread; :func:`run_in_loop` lets an event loop run meanwhile.
+
+Any thread posts requests, by one call into C; the connection's thread numbers, encodes and settles them. So no lock is
+held while a request is made, and a signal handler that interrupts a request may make another.
+
+A request is sent again under its number when the gateway was replaced, and once a second while it is unanswered: the
+broker answers it again and does it once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Generator
+from contextlib import suppress
+from functools import partial, wraps
+from inspect import signature
+from itertools import islice
+from math import inf
+from threading import Lock
+from time import monotonic
+from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar, cast, get_args
+
+from msgspec import Struct
+
+from cubroker.client.process import NotPicklable, OwnerProcess
+from cubroker.protocol import wire
+from cubroker.protocol.errors import CubrokerError, Invalid, TimedOut, Unavailable, from_code
+from cubroker.protocol.limits import MAX_RECEIVED, MAX_WAIT
+from cubroker.protocol.messages import Answer, Cancel, Envelope, Failed, Notice, Reply, Request
+from cubroker.protocol.wire import Bearer
+
+log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+R = TypeVar("R", bound=Reply)
+T = TypeVar("T")
+
+RESEND = 1.0
+"""Seconds after which an unanswered request is sent again."""
+
+PART = 1.0
+"""Seconds: the longest part of a wait with a limit."""
+
+UNWANTED = Unavailable("nobody waits for it any more")
+
+Settle = Callable[[Reply | CubrokerError], None]
+"""Takes the answer of a request, or the reason for none. Runs on the connection's thread: it must be quick."""
+
+
+class Future(Generic[T]):
+    """A value or an error to come. Any thread may wait, and any may deliver; the first delivery counts.
+
+    It is made of bare locks, without a condition variable, since every request waits on one.
+    """
+
+    __slots__ = ("_abandoned", "_calls", "_done", "_error", "_gate", "_taken", "_value")
+
+    def __init__(self) -> None:
+        self._gate = Lock()  # held until the delivery
+        self._gate.acquire()
+        self._taken = Lock()  # held from the delivery on
+        self._done = False  # decides: a waiter that is interrupted while it passes the gate leaves it shut
+        self._value: T | None = None
+        self._error: CubrokerError | None = None
+        self._abandoned = False
+        self._calls: list[Callable[[], None]] = []  # for the delivery
+
+    def done(self) -> bool:
+        """Whether :meth:`result` would return or raise at once."""
+        return self._done
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait up to ``timeout`` seconds (None: without limit); returns whether there was a delivery.
+
+        Time in which this process is stopped hardly counts: the wait has parts, and a stop costs one of them.
+        """
+        left = inf if timeout is None else timeout
+        part = min(PART, left / 10)
+        while not self._done:
+            if self._gate.acquire(timeout=part):
+                self._gate.release()
+            else:
+                left -= part
+                if left <= 0:
+                    return self._done
+        return True
+
+    def result(self, timeout: float | None = None) -> T:
+        """Wait like :meth:`wait`; return the value or raise the error that came, or ``TimedOut``."""
+        if not self.wait(timeout):
+            raise TimedOut(f"no result within {timeout:g} s")
+        if self._error is not None:
+            raise self._error.anew()
+        return cast(T, self._value)
+
+    def set(self, value: T) -> None:
+        """Deliver the value, which an abandoned future does not keep."""
+        if self._taken.acquire(blocking=False):
+            self._value = value
+            if self._abandoned:
+                self._value = None
+            self._done = True
+            self._gate.release()
+            self._call()
+
+    def fail(self, error: CubrokerError) -> None:
+        """Deliver an error."""
+        if self._taken.acquire(blocking=False):
+            self._error = error
+            self._done = True
+            self._gate.release()
+            self._call()
+
+    def settle(self, outcome: T | CubrokerError) -> None:
+        """Deliver a value or an error."""
+        if isinstance(outcome, CubrokerError):
+            self.fail(outcome)
+        else:
+            self.set(outcome)
+
+    def abandon(self) -> None:
+        """Drop the value, now or when it comes. A traceback may keep this object alive for long."""
+        # The later one of this and `set` sees the first line of the other, so the value never stays.
+        self._abandoned = True
+        self._value = None
+
+    def when_done(self, call: Callable[[], None]) -> None:
+        """Make a quick call when there is a delivery: on the thread that delivers, or on this one, or on both."""
+        self._calls.append(call)
+        if self._done:  # looked at last: a delivery either sees the call, or is seen here
+            call()
+
+    def forget(self, call: Callable[[], None]) -> None:
+        """Undo :meth:`when_done`, unless the call is made by now."""
+        self._calls.remove(call)
+
+    def _call(self) -> None:
+        for call in self._calls.copy():
+            call()
+
+
+Steps: TypeAlias = Generator[tuple[Future[Any], float | None], bool, T]
+"""A call that waits, as a generator, which returns what the call does.
+
+It yields each future that it waits for, and for how many seconds (None: without limit), and is sent what
+:meth:`Future.wait` returns. Closing it gives the call up: it gives back what is on its way to it.
+"""
+
+
+def run(steps: Steps[T]) -> T:
+    """Go through steps, and block this thread while they wait."""
+    try:
+        future, limit = next(steps)
+        while True:
+            future, limit = steps.send(future.wait(limit))
+    except StopIteration as ended:
+        return cast(T, ended.value)
+    finally:
+        steps.close()  # an interrupt came while they waited, not in their own code
+
+
+async def run_in_loop(steps: Steps[T]) -> T:
+    """Go through steps, and let the event loop of this task run while they wait."""
+    try:
+        wanted = next(steps)
+        while True:
+            wanted = steps.send(await _arrives(*wanted))
+    except StopIteration as ended:
+        return cast(T, ended.value)
+    finally:
+        steps.close()  # this task was cancelled while they waited
+
+
+async def _arrives(future: Future[Any], timeout: float | None) -> bool:
+    """As :meth:`Future.wait`, in an event loop."""
+    import asyncio  # it takes as long as all of this package, and who awaits has it
+
+    loop = asyncio.get_running_loop()
+    arrived = loop.create_future()
+
+    def take() -> None:
+        if not arrived.done():
+            arrived.set_result(None)
+
+    def tell() -> None:
+        with suppress(RuntimeError):  # the loop was closed
+            loop.call_soon_threadsafe(take)
+
+    left = inf if timeout is None else timeout
+    part = None if left == inf else min(PART, left / 10)
+    future.when_done(tell)
+    try:
+        while not future.done() and left > 0:
+            await asyncio.wait((arrived,), timeout=part)
+            left -= part or 0
+    finally:
+        future.forget(tell)
+    return future.done()
+
+
+def blocking(steps: Callable[P, Steps[T]]) -> Callable[P, T]:
+    """Make a method that blocks of the one that returns its steps, which remains as ``__wrapped__``."""
+
+    @wraps(steps)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        return run(steps(*args, **kwargs))
+
+    # Without this, help() shows the steps as what the method returns.
+    returned = str(steps.__annotations__["return"]).removeprefix("Steps[").removesuffix("]")
+    call.__annotations__ = {**steps.__annotations__, "return": returned}
+    call.__signature__ = signature(steps).replace(return_annotation=returned)  # type: ignore[attr-defined]
+    return call
+
+
+class Pending:
+    """A request until it is settled."""
+
+    __slots__ = ("body", "number", "sent", "settle", "settled")
+
+    body: Request
+
+    def __init__(self, settle: Settle) -> None:
+        #: Its number, once it is on its way; 0 before.
+        self.number = 0
+        #: When it was sent last, by the monotonic clock.
+        self.sent = 0.0
+        self.settled = False
+        self.settle = settle
+
+    def end(self, outcome: Reply | CubrokerError) -> None:
+        """Settle it, once."""
+        if not self.settled:
+            self.settled = True
+            self.settle(outcome)
+
+
+class Requests(NotPicklable):
+    """All requests of one session.
+
+    Not to be confused with :class:`cubroker.server.transport.requests.Requests`.
+
+    Args:
+        authentication: authenticates the frames of this session.
+        owner: the process that opened the session; other processes are refused.
+        wake: wakes the connection's thread, which then calls :meth:`take`.
+    """
+
+    def __init__(self, authentication: Bearer, owner: OwnerProcess, wake: Callable[[], None]) -> None:
+        #: Encoded requests for the connection's thread to send, oldest first.
+        self.outbox: deque[bytes] = deque()
+        self._authentication = authentication
+        self._forged = 0
+        self._owner = owner
+        self._wake = wake
+        self._posted: deque[Pending | Callable[[], None]] = deque()
+        self._next = 1
+        self._pending: dict[int, Pending] = {}
+        self._received: deque[int] = deque()  # answered while an older request waits; the broker was not told yet
+        self._closed: CubrokerError | None = None
+        self._checked = 0.0
+
+    # -- on any thread -----------------------------------------------------------------------------
+
+    def submit(self, body: Request) -> Future[Reply]:
+        """Send a request without waiting. The future's result is the reply; :class:`Failed` is raised as its error.
+
+        A caller that asks for leases this way opens and closes them itself; their descriptors are closed.
+        """
+        future: Future[Reply] = Future()
+        self.post(body, Pending(future.settle))
+        return future
+
+    def send(self, body: Request, settle: Settle) -> None:
+        """Send a request; ``settle`` is called once, with its reply or an error."""
+        self.post(body, Pending(settle))
+
+    def post(self, body: Request, pending: Pending) -> None:
+        """Send a request whose ``pending`` the caller keeps, to :meth:`cancel` it."""
+        self._owner.check()
+        pending.body = body
+        self._put(pending)
+
+    def cancel(self, pending: Pending) -> None:
+        """Tell the broker that no caller waits for the answer, unless it came. What was never posted is settled."""
+        self._put(partial(self._cancel, pending))
+
+    def call(self, task: Callable[[], None]) -> None:
+        """Call ``task`` on the connection's thread, after what was posted before; on this one if that has ended."""
+        self._owner.check()
+        self._put(task)
+
+    def waiting(self) -> bool:
+        """Whether any request is unanswered."""
+        return bool(self._pending or self._posted)
+
+    def _put(self, posted: Pending | Callable[[], None]) -> None:
+        self._posted.append(posted)
+        self._wake()
+        if self._closed:  # looked at last: `close` either sees what was posted, or is seen here
+            try:
+                self._posted.remove(posted)  # it alone: each of the others may post again when it ends, and so on
+            except ValueError:  # `close` was faster
+                return
+            self._reject(posted, self._closed)
+
+    def _reject(self, posted: Pending | Callable[[], None], reason: CubrokerError) -> None:
+        if isinstance(posted, Pending):
+            posted.end(reason.anew())
+        else:
+            posted()
+
+    # -- on the connection's thread ----------------------------------------------------------------
+
+    def take(self) -> None:
+        """Put what was posted into the outbox, numbered in the order in which it came."""
+        while self._posted:
+            posted = self._posted.popleft()
+            if not isinstance(posted, Pending):
+                posted()
+            elif not posted.settled:
+                self._begin(posted)
+
+    def read(self, frame: bytes) -> Answer | None:
+        """Return the answer in a frame; None for a frame that is not the broker's: its request will be sent again."""
+        answer = self._authentication.read(frame)
+        if answer is None:
+            self._forged += 1
+            if self._forged == 1:
+                log.warning(
+                    "answers that the broker did not write are dropped, and what was asked is asked again: the gateway"
+                    " alters or forges them; have whoever runs the broker end its gateway, which starts another"
+                )
+        return answer
+
+    def answer(self, answer: Answer) -> Request | None:
+        """Settle the request of an answer, and return it; None if it was answered before."""
+        body = answer.body
+        pending = self._pending.pop(answer.id, None)
+        if pending is None:
+            return None
+        if next(iter(self._pending), answer.id) < answer.id:
+            self._received.append(answer.id)
+        pending.end(from_code(body.code, body.message) if isinstance(body, Failed) else body)
+        return pending.body
+
+    def resend_all(self) -> None:
+        """Put every unanswered request into the outbox, oldest first, and nothing else."""
+        self.outbox.clear()
+        self._resend(inf)
+
+    def resend_overdue(self) -> None:
+        """Put requests into the outbox that were sent long ago."""
+        now = monotonic()
+        if now >= self._checked + RESEND / 2 and not self.outbox:
+            self._checked = now
+            self._resend(now - RESEND)
+
+    def close(self, reason: CubrokerError, *, quietly: bool = False) -> None:
+        """Settle every request with ``reason``, and every later one too; ``quietly``: the later ones alone."""
+        self._closed = reason
+        self.outbox.clear()
+        if quietly:
+            self._posted.clear()
+            return
+        while self._posted:
+            try:
+                posted = self._posted.popleft()
+            except IndexError:  # another thread took its own back
+                break
+            self._reject(posted, reason)
+        pending, self._pending = self._pending, {}
+        for request in pending.values():
+            request.end(reason.anew())
+
+    def _begin(self, pending: Pending) -> None:
+        try:
+            data = self._pack(self._next, pending.body)
+        except CubrokerError as error:
+            return pending.end(error)
+        except (TypeError, ValueError) as error:
+            return pending.end(Invalid(f"a request that cannot be sent: {error}"))
+        pending.number, pending.sent = self._next, monotonic()
+        self._next += 1
+        self._pending[pending.number] = pending
+        return self.outbox.append(data)
+
+    def _cancel(self, pending: Pending) -> None:
+        if not pending.number:
+            pending.end(UNWANTED)
+        elif pending.number in self._pending:
+            request = Pending(lambda _: None)
+            request.body = Cancel(pending.number)
+            self._begin(request)
+
+    def _resend(self, before: float) -> None:
+        now = monotonic()
+        for number, pending in self._pending.items():
+            if pending.sent <= before:
+                pending.sent = now
+                self.outbox.append(self._pack(number, pending.body))
+
+    def _pack(self, number: int, body: Request) -> bytes:
+        """Encode a request, with the numbers of answers that came: the broker may wait for the room that this makes."""
+        oldest, received = next(iter(self._pending), number), tuple(islice(self._received, MAX_RECEIVED))
+        envelope = Envelope(self._authentication.secret, number, oldest, body, received)
+        data = self._authentication.request(envelope)
+        for _ in received:
+            self._received.popleft()
+        return data
+
+
+def seconds(wait: float) -> float:
+    """Return a wait as requests have it; raises ``Invalid`` if it is none."""
+    if not 0 <= wait <= MAX_WAIT:
+        raise Invalid(f"a wait of {wait} seconds; it can be 0 to {MAX_WAIT:g}")
+    return float(wait)
+
+
+def expect(reply: Reply, kind: type[R]) -> R:
+    """Return ``reply``, which the protocol says is a ``kind``."""
+    if not isinstance(reply, kind):
+        raise Unavailable(f"the broker answered with {type(reply).__name__} instead of {kind.__name__}")
+    return reply
+
+
+class _Kind(Struct, array_like=True):
+    """How a notice of any kind begins."""
+
+    name: str
+
+
+wire.prepare(_Kind)
+
+KNOWN = frozenset(kind.__name__ for kind in get_args(Notice))
+
+
+def read_notice(data: bytes) -> Notice | None:
+    """Return a notice of the session socket; None, and a line in the log, for a kind that a newer broker has added."""
+    try:
+        notice: Notice = wire.unpack(data, Notice)
+    except Invalid:
+        name = wire.unpack(data, _Kind).name
+        if name in KNOWN:
+            raise
+        log.warning("the broker says %.80r, which this version of cubroker does not know; it is skipped", name)
+        return None
+    return notice

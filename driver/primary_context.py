@@ -1,0 +1,454 @@
+"""The primary context of a device, and work in it: streams, events, copies, pinned memory and kernels.
+
+Two rules hold for every driver call made here and above:
+
+- Engines capture CUDA graphs for seconds, and a forbidden call of any thread of the process ends such a capture. Calls
+  are therefore made with the thread's capture mode RELAXED (:meth:`PrimaryContext.current`), and ``cuCtxSynchronize``,
+  which ends a capture in every mode, is never called (:meth:`PrimaryContext.synchronize`).
+- No call may use the legacy default stream while a blocking stream is being captured. Copies therefore go through a
+  stream of the context's own (:meth:`PrimaryContext.copies`).
+
+:class:`cubroker.driver.Context` adds memory to it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+from cubroker.driver.basics import address, handle_bytes, handle_of, keep_first
+from cubroker.driver.checked_calls import Calls, DriverError, explained, tolerated
+from cubroker.driver.errors import unmapped
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer, WriteableBuffer
+
+KERNEL_FOLDER = Path(__file__).parent
+"""Where the PTX files are."""
+
+_thread = threading.local()
+"""``context``: the one that the innermost :meth:`PrimaryContext.current` block of this thread made current."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """One GPU, or one emulated device."""
+
+    #: Its ordinal in this process; other processes may count differently.
+    index: int
+    #: Its name everywhere on this host: ``GPU-…`` or ``HOST-…``.
+    uuid: str
+    #: The product's name.
+    name: str
+    #: Its memory in bytes.
+    total: int
+
+
+class CurrentContext(NamedTuple):
+    """The context that is current on a thread."""
+
+    #: The driver's handle of it.
+    context: int
+    #: The ordinal of its device.
+    device: int
+
+
+def current_context(calls: Calls) -> CurrentContext | None:
+    """Return the context that is current on this thread, if any."""
+    current = int(calls.cuCtxGetCurrent())
+    return CurrentContext(current, int(calls.cuCtxGetDevice())) if current else None
+
+
+class PrimaryContext:
+    """The primary context of one device. Every method may be called from any thread.
+
+    A pointer is a device address as a plain int. On host devices it is an address of this process.
+    Every method raises :class:`DriverError` where the driver refuses.
+
+    A copy comes after all work that was submitted to the legacy default stream before; it does not wait for work in
+    other streams.
+    """
+
+    def __init__(self, calls: Calls, device: Device, *, host: bool) -> None:
+        self.calls = calls
+        self.device = device
+        #: Whether the device is emulated in host memory.
+        self.host = host
+        self._cudevice = calls.cuDeviceGet(device.index)
+        #: The driver's handle of the context.
+        self.handle = calls.cuDevicePrimaryCtxRetain(self._cudevice)
+        self._relaxed = calls.module.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        self._copies: dict[None, Stream] = {}
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Make the context current on this thread for a block, and restore the thread's own context afterwards.
+
+        Every method does so by itself. A thread that calls many of them puts one block around all, and saves four
+        driver calls each time; other code must not change the current context inside the block.
+
+        In the block the thread's capture mode is RELAXED: calls that the driver takes for unsafe during a capture, such
+        as allocating, freeing and waiting for a stream, leave captures alone. In the other two modes such a call ends
+        the captures of this thread, and in the default mode those that any thread began as GLOBAL.
+        """
+        outer = getattr(_thread, "context", None)
+        if outer is self:
+            yield
+            return
+        self.calls.cuCtxPushCurrent(self.handle)
+        try:
+            mode = self.calls.cuThreadExchangeStreamCaptureMode(self._relaxed)
+            _thread.context = self
+            try:
+                yield
+            finally:
+                _thread.context = outer
+                self.calls.cuThreadExchangeStreamCaptureMode(mode)
+        finally:
+            self.calls.cuCtxPopCurrent()
+
+    def release(self) -> None:
+        """Release the context. If the process holds it nowhere else, everything in it is gone."""
+        if copies := self._copies.pop(None, None):
+            with suppress(DriverError):  # a context that a failed kernel has ruined refuses everything
+                copies.close()
+        self.calls.cuDevicePrimaryCtxRelease(self._cudevice)
+
+    def synchronize(self) -> None:
+        """Return when all work submitted in the context is done, in all streams.
+
+        cuCtxSynchronize would end a capture of any thread, in any mode. Unregistering a page of host memory waits for
+        the same work and leaves captures alone (measured on H200s, driver 580.159; tests/gpu measures again). Freeing
+        device memory does the same, but a full device has none to allocate first.
+        """
+        page = mmap.mmap(-1, mmap.PAGESIZE)  # freed with its last reference, which after an interrupt is the traceback
+        with address(page, writable=True) as (pointer, nbytes), self.current():
+            try:
+                self.calls.cuMemHostRegister(pointer, nbytes, 0)
+                self.calls.cuMemHostUnregister(pointer)
+            except DriverError:
+                raise
+            except BaseException:  # an interrupt in either call: a page must not be unmapped while it is registered
+                with suppress(DriverError):
+                    self.calls.cuMemHostUnregister(pointer)
+                raise
+
+    # -- copies ------------------------------------------------------------------------------------
+
+    def write(self, pointer: int, data: ReadableBuffer) -> None:
+        """Copy all bytes of a contiguous buffer to ``pointer``; every process sees them when it returns."""
+        copies = self.copies()
+        with address(data) as (source, nbytes), self.current():
+            copies.copy_in(pointer, source, nbytes)
+            copies.synchronize()
+
+    def read(self, pointer: int, nbytes: int) -> bytes:
+        """Return ``nbytes`` bytes at ``pointer``."""
+        data = bytearray(nbytes)
+        self.read_into(pointer, data)
+        return bytes(data)
+
+    def read_into(self, pointer: int, buffer: WriteableBuffer) -> None:
+        """Fill a contiguous buffer with the bytes at ``pointer``."""
+        copies = self.copies()
+        with address(buffer, writable=True) as (target, nbytes), self.current():
+            copies.copy_out(target, pointer, nbytes)
+            copies.synchronize()
+
+    def copy(self, pointer: int, source: int, nbytes: int, *, after: PrimaryContext) -> None:
+        """Copy ``nbytes`` bytes of device memory from ``source`` to ``pointer``; done when it returns.
+
+        All work that was submitted before in the context ``after``, which fills the source, is waited for.
+        """
+        after.synchronize()
+        copies = self.copies()
+        with self.current():
+            copies.copy(pointer, source, nbytes)
+            copies.synchronize()
+
+    def clear(self, pointer: int, nbytes: int) -> None:
+        """Set ``nbytes`` bytes to zero; done when it returns."""
+        copies = self.copies()
+        with self.current():
+            copies.fill(pointer, 0, nbytes)
+            copies.synchronize()
+
+    def copies(self) -> Stream:
+        """Return the context's own stream, in which its copies are made; it is closed with the context."""
+        return keep_first(self._copies, None, lambda: Stream(self, after_default=True), Stream.close)
+
+    # -- what the caller closes --------------------------------------------------------------------
+
+    def stream(self) -> Stream:
+        """Make a stream."""
+        return Stream(self)
+
+    def event(self, *, shared: bool = False) -> Event:
+        """Make an event; if ``shared``, other processes can open its handle (:meth:`Event.export`)."""
+        flags = self.calls.module.CUevent_flags
+        chosen = flags.CU_EVENT_DISABLE_TIMING | flags.CU_EVENT_BLOCKING_SYNC
+        if shared:
+            chosen |= flags.CU_EVENT_INTERPROCESS
+        with self.current():
+            return Event(self, self.calls.cuEventCreate(int(chosen)))
+
+    def open_event(self, handle: bytes) -> Event:
+        """Open another process's event (:meth:`Event.export`).
+
+        The driver refuses the process that made it, and a device that does not reach the event's.
+        """
+        raw = handle_of(self.calls.module.CUipcEventHandle(), handle, "an event's handle")
+        with explained(unmapped(self.device.index, host=self.host)), self.current():
+            return Event(self, self.calls.cuIpcOpenEventHandle(raw))
+
+    def pin(self, nbytes: int) -> Pinned:
+        """Allocate ``nbytes`` bytes of pinned host memory, usable from every device."""
+        return Pinned(self, nbytes)
+
+
+class Closeable:
+    """A resource of a context with exactly one undo, which ``with`` calls.
+
+    Not to be confused with ``cubroker.client.process.Closeable``, the sessions and pools of a client.
+    """
+
+    def __init__(self, context: PrimaryContext) -> None:
+        self._context = context
+        self._calls = context.calls
+
+    def close(self) -> None:
+        """Give it back to the driver; to be called once."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Event(Closeable):
+    """A place in a stream; see :meth:`PrimaryContext.event` and :meth:`PrimaryContext.open_event`.
+
+    Not to be confused with ``cubroker.server.ledger.events.Event``, what the ledger is told.
+
+    :meth:`record` puts it there, and may move it later. All processes that have the event open record, query and wait
+    for the same place. Once the process that made it has closed it or has ended, the driver promises nothing about
+    calls of the others, which should only ``close`` it then; host devices refuse all other calls
+    (CUDA_ERROR_INVALID_HANDLE).
+    """
+
+    def __init__(self, context: PrimaryContext, handle: Any) -> None:
+        super().__init__(context)
+        self.handle = handle
+
+    def export(self) -> bytes:
+        """Return the handle, 64 bytes, with which other processes open this event.
+
+        Raises:
+            DriverError: the event was not made with ``shared=True``, or is another process's.
+        """
+        with self._context.current():
+            return handle_bytes(self._calls.cuIpcGetEventHandle(self.handle))
+
+    def record(self, stream: int = 0) -> None:
+        """Put it after all work submitted so far to a stream of its context, by handle; 0 is the default stream.
+
+        Raises:
+            DriverError: the driver refused; or the stream is being captured, or is the default one while a blocking
+                stream is being captured, and the capture would have ended.
+        """
+        with self._context.current():
+            self._calls.cuEventRecord(self.handle, self._outside_captures(stream))
+
+    def hold(self, stream: int) -> None:
+        """Have later work in a stream, by handle, wait until the event is reached, as :meth:`Stream.wait` does.
+
+        Raises:
+            DriverError: as :meth:`record`.
+        """
+        with self._context.current():
+            self._calls.cuStreamWaitEvent(self._outside_captures(stream), self.handle, 0)
+
+    def done(self) -> bool:
+        """Whether all work before the place is finished; True if the event was never recorded."""
+        with tolerated("CUDA_ERROR_NOT_READY"), self._context.current():
+            self._calls.cuEventQuery(self.handle)
+            return True
+        return False
+
+    def wait(self) -> None:
+        """Return when all work before the place is finished.
+
+        The thread sleeps meanwhile; for another process's event it may spin.
+        """
+        with self._context.current():
+            self._calls.cuEventSynchronize(self.handle)
+
+    def close(self) -> None:
+        """Give the event back; work before it goes on, and so does a stream that waits for it."""
+        with self._context.current():
+            self._calls.cuEventDestroy(self.handle)
+
+    def _outside_captures(self, stream: int) -> Any:
+        """Return a stream by its handle, unless using it now would end a capture; the query ends none."""
+        module = self._calls.module
+        handle = module.CUstream(stream)
+        with explained({"CUDA_ERROR_STREAM_CAPTURE_IMPLICIT": _DEFAULT_IN_CAPTURE}):
+            status = self._calls.cuStreamIsCapturing(handle)
+        if status != module.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE:
+            code = module.CUresult.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
+            raise DriverError("cuStreamIsCapturing", int(code), code.name, _EVENT_IN_CAPTURE)
+        return handle
+
+
+_DEFAULT_IN_CAPTURE = (
+    "a blocking stream of this process is being captured, and the default stream waits for all blocking streams: name"
+    " another stream, or capture in a non-blocking one"
+)
+
+_EVENT_IN_CAPTURE = (
+    "the stream is being captured, and an event that processes share has no place in a graph: record it, and wait for"
+    " it, before or after the graph is launched"
+)
+
+
+class Stream(Closeable):
+    """Work that is done in order, beside other streams; see :meth:`PrimaryContext.stream`.
+
+    Args:
+        context: the stream's.
+        after_default: whether its work is ordered with that of the legacy default stream, after what was submitted
+            there before and before what is submitted there later: in the driver's words a blocking stream.
+    """
+
+    def __init__(self, context: PrimaryContext, *, after_default: bool = False) -> None:
+        super().__init__(context)
+        flags = self._calls.module.CUstream_flags
+        chosen = flags.CU_STREAM_DEFAULT if after_default else flags.CU_STREAM_NON_BLOCKING
+        with context.current():
+            self._stream = self._calls.cuStreamCreate(int(chosen))
+
+    @property
+    def handle(self) -> int:
+        """The driver's handle, a ``CUstream``, as other libraries take it."""
+        return int(self._stream)
+
+    def copy_in(self, pointer: int, host_pointer: int, nbytes: int) -> None:
+        """Start a copy of ``nbytes`` bytes at host address ``host_pointer`` to device address ``pointer``.
+
+        The host memory must not change until the copy is done. The caller goes on meanwhile only if the memory is
+        :class:`Pinned`.
+        """
+        with self._context.current():
+            self._calls.cuMemcpyHtoDAsync(pointer, host_pointer, nbytes, self._stream)
+
+    def copy_out(self, host_pointer: int, pointer: int, nbytes: int) -> None:
+        """Start a copy of ``nbytes`` bytes at device address ``pointer`` to host address ``host_pointer``.
+
+        The bytes are there when the copy is done (:meth:`synchronize`).
+        """
+        with self._context.current():
+            self._calls.cuMemcpyDtoHAsync(host_pointer, pointer, nbytes, self._stream)
+
+    def fill(self, pointer: int, value: int, nbytes: int) -> None:
+        """Start to set ``nbytes`` bytes at device address ``pointer`` to ``value``, 0 to 255."""
+        with self._context.current():
+            self._calls.cuMemsetD8Async(pointer, value, nbytes, self._stream)
+
+    def copy(self, pointer: int, source: int, nbytes: int) -> None:
+        """Start a copy of ``nbytes`` bytes at device address ``source`` to device address ``pointer``.
+
+        Addresses are unified, so either may be on another device than the stream. The copy goes directly between two
+        devices if this stream's context has access to the other one (:meth:`Peers.enable`, :meth:`Context.open`
+        across devices), else through host memory, which is slower.
+        """
+        with self._context.current():
+            self._calls.cuMemcpyDtoDAsync(pointer, source, nbytes, self._stream)
+
+    def wait(self, event: Event) -> None:
+        """Hold all work submitted from now on until the work before ``event`` is done; the caller goes on.
+
+        The event may be of another device or process. What counts is where it was recorded last when this is called;
+        an event that was never recorded holds nothing.
+        """
+        with self._context.current():
+            self._calls.cuStreamWaitEvent(self._stream, event.handle, 0)
+
+    def record(self, event: Event) -> None:
+        """Put ``event``, of the same context, after all work submitted so far."""
+        with self._context.current():
+            self._calls.cuEventRecord(event.handle, self._stream)
+
+    def synchronize(self) -> None:
+        """Return when all work submitted so far is done."""
+        with self._context.current():
+            self._calls.cuStreamSynchronize(self._stream)
+
+    def close(self) -> None:
+        """Finish the submitted work, then give the stream back."""
+        self.synchronize()
+        with self._context.current():
+            self._calls.cuStreamDestroy(self._stream)
+
+
+class Pinned(Closeable):
+    """Host memory that a GPU copies from at full speed; see :meth:`PrimaryContext.pin`."""
+
+    def __init__(self, context: PrimaryContext, nbytes: int) -> None:
+        super().__init__(context)
+        with context.current():
+            #: Its address.
+            self.pointer: int = int(self._calls.cuMemHostAlloc(nbytes, self._calls.module.CU_MEMHOSTALLOC_PORTABLE))
+        self.nbytes = nbytes
+        #: The same memory as writable bytes.
+        self.view: memoryview = memoryview((ctypes.c_ubyte * nbytes).from_address(self.pointer)).cast("B")
+
+    def close(self) -> None:
+        """Free the memory; no copy may be reading it, and no slice of ``view`` may be used any more."""
+        self.view.release()
+        with self._context.current():
+            self._calls.cuMemFreeHost(self.pointer)
+
+
+class Kernel(Closeable):
+    """One entry of a PTX file of this package, which the driver compiles for the device when it is loaded.
+
+    The caller closes it before the context is released.
+
+    Args:
+        context: where it is loaded.
+        file: the name of the file.
+        entry: the name of the entry, all of whose arguments have 64 bits.
+
+    Raises:
+        DriverError: the driver cannot compile it for this device.
+    """
+
+    def __init__(self, context: PrimaryContext, file: str, entry: bytes) -> None:
+        super().__init__(context)
+        text = (KERNEL_FOLDER / file).read_bytes() + b"\0"
+        with context.current():
+            self._module = self._calls.cuModuleLoadData(text)
+            try:
+                self._function = self._calls.cuModuleGetFunction(self._module, entry)
+            except BaseException:
+                self._calls.cuModuleUnload(self._module)
+                raise
+
+    def launch(self, stream: Stream, blocks: int, threads: int, *arguments: int) -> None:
+        """Start it in a stream of its context, with ``blocks`` blocks of ``threads`` threads each."""
+        parameters = arguments, (ctypes.c_uint64,) * len(arguments)
+        with self._context.current():
+            self._calls.cuLaunchKernel(self._function, blocks, 1, 1, threads, 1, 1, 0, stream.handle, parameters, 0)
+
+    def close(self) -> None:
+        """Unload it; to be called once, when no launch of it is running."""
+        with self._context.current():
+            self._calls.cuModuleUnload(self._module)

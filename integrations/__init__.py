@@ -1,0 +1,4 @@
+"""Bridges to frameworks: torch and transformers.
+
+Imports ``client`` and ``protocol`` alone; imported by users.
+"""

@@ -1,0 +1,182 @@
+"""Models of the transformers library on the weights of a pool, without a copy."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
+
+from cubroker.client.pool import Pool
+from cubroker.protocol.errors import Invalid
+
+try:
+    import torch
+    from torch import nn
+
+    from cubroker.integrations.torch import state_dict
+except ImportError as error:
+    raise ImportError(
+        f"cubroker.integrations.transformers needs PyTorch ({error}): pip install 'cubroker[torch]'"
+    ) from error
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def attach_model(model: Model, pool: Pool, *, strict: bool = True) -> Model:
+    """Give a model that was made on the meta device the weights of ``pool``, without copying them.
+
+    ::
+
+        with torch.device("meta"):
+            model = AutoModel.from_config(AutoConfig.from_pretrained(folder))
+        attach_model(model, pool)
+
+    Parameters have the pool's dtypes, not the model's. Parameters that the model ties to each other stay tied, unless
+    the pool has different values for them, or the same in two dtypes or on two devices. Buffers that checkpoints lack
+    (rotary frequencies, position ids) are computed by the model's own ``_init_weights``, as ``from_pretrained`` does
+    it. Afterwards the model is in evaluation mode and no parameter requires a gradient: shared weights are not trained.
+
+    Args:
+        model: a model made under ``torch.device("meta")``; it is changed in place, also if this fails.
+        pool: its weights. The model keeps the memory mapped while it lives.
+        strict: whether a name that only one of the two has is an error. Otherwise the pool's other names are left out,
+            and tensors that the pool lacks must have been given a value before.
+
+    Returns:
+        ``model``, for convenience.
+
+    Raises:
+        Invalid: names or shapes of the two do not match, or a tensor would stay without data.
+    """
+    state = _prefixed(model, state_dict(pool))
+    twins = _complete_twins(model, state)
+    _rebuild_buffers(model, next(iter(state.values())).device if state else torch.device("cpu"))
+    model.requires_grad_(False)
+    try:
+        missing, unexpected = model.load_state_dict(state, strict=False, assign=True)
+    except RuntimeError as error:
+        raise Invalid(
+            f"pool {pool.name!r} does not fit {type(model).__name__}: {' '.join(str(error).split())}"
+        ) from error
+    _tie(model, twins)
+    if strict:
+        _refuse_differences(model, pool, missing, unexpected)
+    if left := list(_on_meta(model)):
+        raise Invalid(
+            f"{_some(left)} of {type(model).__name__} would stay on the meta device: pool {pool.name!r} lacks them and"
+            f" the model's _init_weights does not compute them; give them values before attaching"
+        )
+    return model.eval()
+
+
+def _prefixed(model: nn.Module, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Name the tensors as ``model`` does: a base model's file may meet a model with a head, or the reverse."""
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    names = model.state_dict().keys()
+    has, wants = (any(name.startswith(prefix) for name in side) for side in (state, names))
+    if has == wants:
+        return state
+    renamed = {name: prefix + name if wants else name.removeprefix(prefix) for name in state}
+    return {renamed[name] if renamed[name] in names else name: tensor for name, tensor in state.items()}
+
+
+def _complete_twins(model: nn.Module, state: dict[str, torch.Tensor]) -> list[list[str]]:
+    """Return the groups of names that share one parameter; where ``state`` has one name of a group, add the others."""
+    groups: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(name)
+    twins = []
+    for names in groups.values():
+        stored = [state[name] for name in names if name in state]
+        if len(names) > 1 and stored and all(_same(stored[0], other) for other in stored[1:]):
+            state.update(dict.fromkeys(names, stored[0]))
+            twins.append(names)
+    return twins
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether one may replace the other; torch does not compare tensors on two devices, as of a sharded pool."""
+    if (one.device, one.dtype, one.shape) != (other.device, other.dtype, other.shape):
+        return False
+    return one.data_ptr() == other.data_ptr() or torch.equal(one, other)
+
+
+def _tie(model: nn.Module, twins: list[list[str]]) -> None:
+    for first, *others in twins:
+        parameter = model.get_parameter(first)
+        for name in others:
+            parent, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, parameter)
+
+
+def _rebuild_buffers(model: nn.Module, device: torch.device) -> None:
+    """Compute the buffers that no checkpoint has.
+
+    ``_init_weights`` initialises parameters too. This runs while they are on the meta device, so that it cannot reach
+    the shared bytes. It computes on the CPU, as ``from_pretrained`` does, and copies the result in.
+    """
+    with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
+        for owner, module in _owned(model, None):
+            lost = {name: buffer for name, buffer in _non_persistent(module) if buffer.is_meta}
+            if not lost:
+                continue
+            made = {name: torch.empty_like(buffer, device=device) for name, buffer in lost.items()}
+            module._buffers.update(made)
+            owner._init_weights(module)
+            # A buffer that was neither written to nor replaced has no value: back to meta, to be reported.
+            for name, buffer in made.items():
+                if module._buffers[name] is buffer and buffer._version == 0:
+                    module._buffers[name] = lost[name]
+
+
+def _owned(module: nn.Module, owner: Any) -> Iterator[tuple[Any, nn.Module]]:
+    """Yield every module below a pretrained model, with the innermost such model that it belongs to."""
+    owner = module if hasattr(module, "_init_weights") else owner
+    if owner is not None:
+        yield owner, module
+    for child in module.children():
+        yield from _owned(child, owner)
+
+
+def _non_persistent(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for name in module._non_persistent_buffers_set:
+        buffer = module._buffers[name]
+        if buffer is not None:
+            yield name, buffer
+
+
+def _refuse_differences(model: nn.Module, pool: Pool, missing: Sequence[str], unexpected: Sequence[str]) -> None:
+    """Raise ``Invalid`` for names that one side lacks, except those that the model declares irrelevant."""
+    # Older versions of a library stored buffers that are computed today, some of them once per layer.
+    computed = {
+        ".".join(f"{path}.{name}".lstrip(".").split(".")[-2:])
+        for path, module in model.named_modules()
+        for name, _ in _non_persistent(module)
+    }
+    missing = _without(missing, getattr(model, "_keys_to_ignore_on_load_missing", None))
+    unexpected = _without(unexpected, getattr(model, "_keys_to_ignore_on_load_unexpected", None))
+    unexpected = [name for name in unexpected if ".".join(name.split(".")[-2:]) not in computed]
+    if missing or unexpected:
+        raise Invalid(
+            f"pool {pool.name!r} does not fit {type(model).__name__}: it lacks {_some(missing)}, and has besides"
+            f" {_some(unexpected)}; attach the pool of this model (of a checkpoint that transformers converts when it"
+            f" loads it, publish the loaded model's state_dict), or say strict=False"
+        )
+
+
+def _without(names: Sequence[str], patterns: Sequence[str] | None) -> list[str]:
+    return [name for name in names if not any(re.search(pattern, name) for pattern in patterns or ())]
+
+
+def _on_meta(model: nn.Module) -> Iterator[str]:
+    """Yield the names of all tensors without data: parameters, buffers and plain attributes."""
+    for path, module in model.named_modules():
+        for name, value in {**vars(module), **module._parameters, **module._buffers}.items():
+            if isinstance(value, torch.Tensor) and value.is_meta:
+                yield f"{path}.{name}".lstrip(".")
+
+
+def _some(names: Sequence[str]) -> str:
+    """Return the first names, and how many more there are."""
+    shown = ", ".join(repr(name) for name in names[:5])
+    return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown or "nothing"

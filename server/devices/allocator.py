@@ -1,0 +1,442 @@
+"""Device memory: an allocator for each device, and what binds the memory of several devices together.
+
+The event loop has no time for the driver: freeing 64 GB takes 46 ms. So each device has a thread, and multicast, which
+may wait, another. Requests go to the thread, and each outcome comes back through the broker's queue as an event of the
+ledger.
+
+Memory shared as ``ipc`` has an address and therefore needs a context of the device, which takes half a gigabyte of it:
+the first such allocation makes one. Other memory is not mapped here, and not cleared either: the driver hands it out
+filled with zeros.
+
+Multicast objects bind the memory of several devices together, here and nowhere else. Where one is refused, for any
+reason, copies replace it for all devices together: no pool is refused for want of one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
+from functools import cached_property
+from queue import SimpleQueue
+from typing import Generic, TypeVar
+
+from cubroker.driver import Context, Device, Driver, DriverError, Multicast, Physical
+from cubroker.driver.linux import FileId
+from cubroker.protocol.errors import InternalFailure, Invalid, Unavailable
+from cubroker.protocol.messages import BY_DESCRIPTOR, DESCRIPTOR, IPC, MULTICAST, VMM
+from cubroker.server.config.schema import DEFAULT_BUDGET, OTHERS, Budgets
+from cubroker.server.event_queue import EventQueue
+from cubroker.server.ledger.events import (
+    Allocate,
+    Allocated,
+    AllocationFailed,
+    BindMulticast,
+    Free,
+    Freed,
+    MulticastBound,
+    MulticastUnbound,
+    ProcessMemory,
+    UnbindMulticast,
+)
+from cubroker.server.ledger.memory import COPIES, rounded
+from cubroker.server.ledger.model import Budget
+from cubroker.server.sizes import parse_budget
+from cubroker.server.store.fdstore import Store
+
+log = logging.getLogger(__name__)
+
+Request = TypeVar("Request")
+
+
+class WorkerThread(ABC, Generic[Request]):
+    """A thread that executes requests one at a time, in the order of their submission."""
+
+    def __init__(self, name: str) -> None:
+        self._requests: SimpleQueue[Request | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name)
+        self._thread.start()
+
+    def submit(self, request: Request) -> None:
+        """Queue a request."""
+        self._requests.put(request)
+
+    def close(self) -> None:
+        """Finish what is queued, release everything that is not in use, and end the thread."""
+        self._requests.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (request := self._requests.get()) is not None:
+            self._execute(request)
+        self._release_all()
+
+    @abstractmethod
+    def _execute(self, request: Request) -> None:
+        """Execute a request, on the thread; an exception would end the thread."""
+
+    def _release_all(self) -> None:
+        """Release everything that is not in use, on the thread, after the last request."""
+
+
+class MemoryWatch:
+    """Hears from the devices' threads what becomes of memory, and tells another thread which processes refer to it.
+
+    This base class sees nothing.
+    """
+
+    def allocated(self, ticket: int, files: Mapping[FileId, int]) -> None:
+        """Note an allocation: its bytes by file, which only emulated devices have."""
+
+    def freed(self, ticket: int) -> None:
+        """Note that the broker frees a ticket's memory: a process that refers to it keeps it."""
+
+    def adjust(self, *, looked_at: bool) -> None:
+        """Note whether :meth:`look` will be called: work that only serves it is left out otherwise."""
+
+    def freeing(self, device: str, ticket: int) -> Callable[[int], None]:
+        """Prepare to free memory on a device, by UUID; the result is called with the bytes of each freed piece."""
+        return lambda _: None
+
+    def look(self, clients: Collection[tuple[int, int]], users: Collection[int]) -> list[ProcessMemory]:
+        """Return the memory that processes refer to.
+
+        Args:
+            clients: process id (0: unknown here) and user of each process that has a session.
+            users: users whose other processes count as well.
+        """
+        return []
+
+
+class IpcAllocation:
+    """An allocation with an address, which clients open with a handle."""
+
+    descriptor = -1
+
+    def __init__(self, context: Context, nbytes: int) -> None:
+        self._context = context
+        self.nbytes = nbytes
+        self._pointer = context.allocate(nbytes)
+
+    @property
+    def file(self) -> FileId | None:
+        """Its file on an emulated device."""
+        return self._context.file_id(self._pointer)
+
+    def share(self) -> bytes:
+        """Return the handle, after clearing the memory: no tenant reads another's bytes."""
+        self._context.clear(self._pointer, self.nbytes)
+        return self._context.export(self._pointer)
+
+    def release(self) -> None:
+        """Free the memory."""
+        self._context.free(self._pointer)
+
+
+class VmmAllocation:
+    """An allocation without an address here; clients map ``descriptor``, or import a fabric handle if ``fabric``."""
+
+    def __init__(self, driver: Driver, index: int, nbytes: int, *, fabric: bool) -> None:
+        self.nbytes = nbytes
+        self._driver = driver
+        self.physical = driver.create(index, nbytes, fabric=fabric)
+        self.descriptor = -1
+
+    @property
+    def file(self) -> FileId | None:
+        """Its file on an emulated device, once it is shared."""
+        return self._driver.file_id(self.descriptor)
+
+    def share(self) -> bytes:
+        """Make the descriptor; return the fabric handle, or the placeholder for a descriptor among handles."""
+        self.descriptor = self.physical.export()
+        return self.physical.export_fabric() or DESCRIPTOR
+
+    def release(self) -> None:
+        """Release the memory. The device gets it back when no client has it, mapped or as a descriptor, either."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+        self.physical.release()
+
+
+class AdoptedAllocation:
+    """An allocation of an earlier broker, of which only stored descriptors exist, or none."""
+
+    def __init__(self, driver: Driver, index: int, nbytes: int, descriptors: Sequence[int]) -> None:
+        self.nbytes = nbytes
+        self._driver = driver
+        self._index = index
+        self._descriptors = descriptors
+
+    @property
+    def file(self) -> FileId | None:
+        """Its file on an emulated device; None also without a descriptor."""
+        return self._driver.file_id(self._descriptors[0]) if self._descriptors else None
+
+    @cached_property
+    def physical(self) -> Physical:
+        """The memory, imported on first use."""
+        return self._driver.adopt(self._index, self.nbytes, self._descriptors[0])
+
+    def release(self) -> None:
+        """Release the memory, as :meth:`VmmAllocation.release` does."""
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        if "physical" in self.__dict__:
+            self.physical.release()
+
+
+def stored_as(ticket: int, number: int) -> str:
+    """Return the name under which the store keeps the descriptor of an allocation."""
+    return f"m{ticket}.{number}"
+
+
+class DeviceAllocator(WorkerThread[Allocate | Free]):
+    """The broker's memory on one device, and the thread that allocates, clears, exports and frees it.
+
+    A ``Free`` that is submitted before its ``Allocate`` has finished still finds it done.
+
+    Args:
+        driver: the device's; used on the thread alone.
+        device: the device.
+        queue: receives the outcome of each request.
+        store: keeps descriptors of durable memory beyond this broker's life, if there is one.
+        watch: is told what becomes of the memory.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        device: Device,
+        queue: EventQueue,
+        store: Store | None = None,
+        watch: MemoryWatch | None = None,
+    ) -> None:
+        self._driver = driver
+        self._device = device
+        self._queue = queue
+        self._store = store
+        self._watch = watch or MemoryWatch()
+        #: Tickets whose descriptors the store has.
+        self._stored: set[int] = set()
+        #: Tickets that stay allocated when this closes.
+        self._left: set[int] = set()
+        self._pieces: dict[int, list[IpcAllocation | VmmAllocation | AdoptedAllocation]] = {}
+        super().__init__(f"device-{device.index}")
+
+    def adopt(self, ticket: int, sizes: Sequence[int], descriptors: Sequence[Sequence[int]]) -> None:
+        """Take over the memory that an earlier broker allocated as ``ticket``; before any request is submitted."""
+        self._stored.add(ticket)
+        self._pieces[ticket] = [
+            AdoptedAllocation(self._driver, self._device.index, rounded(size), each)
+            for size, each in zip(sizes, descriptors, strict=True)
+        ]
+        self._note_files(ticket)
+
+    def leave(self, ticket: int) -> None:
+        """Keep a ticket's memory allocated when this closes: a client uses it. The end of the process may free it."""
+        self._left.add(ticket)
+
+    @property
+    def leaves(self) -> bool:
+        """Whether any memory stays allocated when this closes."""
+        return bool(self._left)
+
+    def physicals(self, ticket: int) -> tuple[Physical, ...]:
+        """Return the memory without addresses of a ticket that was reported allocated and is not to be freed yet."""
+        return tuple(piece.physical for piece in self._pieces[ticket] if not isinstance(piece, IpcAllocation))
+
+    def _execute(self, request: Allocate | Free) -> None:
+        if isinstance(request, Allocate):
+            self._queue.put_threadsafe(self._allocate(request))
+        elif not self._free(request.ticket):
+            self._queue.put_threadsafe(Freed(request.ticket))
+
+    def _release_all(self) -> None:
+        for ticket in self._pieces.keys() - self._stored - self._left:
+            self._free(ticket)
+
+    def _allocate(self, request: Allocate) -> Allocated | AllocationFailed:
+        """Allocate all sizes of a request, or none of them."""
+        self._pieces[request.ticket] = []
+        try:
+            return self._obtain(request)
+        except DriverError as error:
+            code, reason = "out_of_memory" if error.out_of_memory else "device", str(error)
+        except MemoryError:
+            code, reason = "out_of_memory", "the broker's host has no memory left"
+        except Unavailable as error:
+            code, reason = error.code, error.message
+        # If the thread ended here, this request and all later ones would wait for ever.
+        except Exception as error:
+            log.exception("%s failed in an unexpected way", request)
+            code, reason = InternalFailure.code, f"the broker itself failed: {error!r}; its log says more"
+        device = self._device
+        message = f"device {device.index} ({device.name}) cannot provide {sum(request.sizes)} bytes: {reason}"
+        log.warning("%s", message)
+        return AllocationFailed(request.ticket, code, message, self._free(request.ticket))
+
+    def _obtain(self, request: Allocate) -> Allocated:
+        pieces: list[IpcAllocation | VmmAllocation] = []
+        for size in request.sizes:
+            pieces.append(self._piece(request, rounded(size)))
+            self._pieces[request.ticket].append(pieces[-1])
+        handles = tuple(piece.share() for piece in pieces)
+        self._note_files(request.ticket)
+        descriptors = tuple(piece.descriptor for piece in pieces if piece.descriptor >= 0)
+        if request.durable and self._store:
+            self._stored.add(request.ticket)
+            for number, descriptor in enumerate(descriptors):
+                self._store.hold(stored_as(request.ticket, number), [descriptor])
+        return Allocated(request.ticket, handles, descriptors)
+
+    def _note_files(self, ticket: int) -> None:
+        files = ((piece.file, piece.nbytes) for piece in self._pieces[ticket])
+        self._watch.allocated(ticket, {file: nbytes for file, nbytes in files if file})
+
+    def _piece(self, request: Allocate, nbytes: int) -> IpcAllocation | VmmAllocation:
+        if request.share in BY_DESCRIPTOR:
+            fabric = request.share == VMM and not request.durable  # a fabric handle ends with the broker that made it
+            return VmmAllocation(self._driver, self._device.index, nbytes, fabric=fabric)
+        if request.share == IPC:
+            return IpcAllocation(self._driver.context(self._device.index), nbytes)
+        raise ValueError(f"unknown share kind {request.share!r}")
+
+    def _free(self, ticket: int) -> int:
+        """Free a ticket's memory; return the bytes that the driver does not take back, which stay counted."""
+        pieces = self._pieces.pop(ticket, [])
+        self._watch.freed(ticket)
+        if self._store and ticket in self._stored:
+            self._stored.remove(ticket)
+            for number in range(len(pieces)):
+                self._store.drop(stored_as(ticket, number))
+        freed = self._watch.freeing(self._device.uuid, ticket)
+        unfreed = [piece for piece in pieces if not self._release(piece, freed)]
+        if unfreed:
+            log.error("%d of %d allocations of ticket %d remain allocated", len(unfreed), len(pieces), ticket)
+        return sum(piece.nbytes for piece in unfreed)
+
+    def _release(self, piece: IpcAllocation | VmmAllocation | AdoptedAllocation, freed: Callable[[int], None]) -> bool:
+        try:
+            piece.release()
+        except DriverError as error:
+            log.error("device %d: %s", self._device.index, error)
+            return False
+        except Exception:  # the thread must go on, as after a failed allocation
+            log.exception("device %d: freeing failed in an unexpected way", self._device.index)
+            return False
+        freed(piece.nbytes)
+        return True
+
+
+# -- multicast ---------------------------------------------------------------------------------------
+
+WORKS = "every device takes part"
+
+
+class MulticastBinder(WorkerThread[BindMulticast | UnbindMulticast]):
+    """The broker's multicast objects, and the thread that makes and releases them.
+
+    An ``UnbindMulticast`` that is submitted before its ``BindMulticast`` has finished still finds it done.
+
+    Args:
+        driver: the devices'; used on the thread alone.
+        memory: the devices' allocators, by UUID; a member's memory stays until its group is unbound.
+        queue: receives the outcome of each request.
+    """
+
+    def __init__(self, driver: Driver, memory: Mapping[str, DeviceAllocator], queue: EventQueue) -> None:
+        self._driver = driver
+        self._memory = memory
+        self._queue = queue
+        #: By group, what unbinds its memory and releases its objects.
+        self._groups: dict[int, ExitStack] = {}
+        #: Groups that stay bound when this closes.
+        self._left: set[int] = set()
+        super().__init__("multicast")
+
+    def leave(self, group: int) -> None:
+        """Keep a group bound when this closes: a client uses its memory."""
+        self._left.add(group)
+
+    def _execute(self, request: BindMulticast | UnbindMulticast) -> None:
+        if isinstance(request, BindMulticast):
+            self._queue.put_threadsafe(self._bind(request))
+        else:
+            self._unbind(request.group)
+            self._queue.put_threadsafe(MulticastUnbound(request.group))
+
+    def _release_all(self) -> None:
+        for group in self._groups.keys() - self._left:
+            self._unbind(group)
+
+    def _bind(self, request: BindMulticast) -> MulticastBound:
+        """Make all objects of a request, or none of them."""
+        members = {uuid for uuid, _ in request.members}
+        devices = [device.index for device in self._driver.devices if device.uuid in members]
+        try:
+            obstacles = filter(None, map(self._driver.multicast_obstacle, devices))
+            why = next(obstacles, None)
+            return MulticastBound(request.group, COPIES, why) if why else self._make(request, devices)
+        except DriverError as error:
+            log.warning("multicast cannot be had for devices %s, copies take its place: %s", devices, error)
+            return MulticastBound(request.group, COPIES, str(error))
+        # If the thread ended here, this request and all later ones would wait for ever.
+        except Exception as error:
+            log.exception("%s failed in an unexpected way", request)
+            return MulticastBound(request.group, COPIES, repr(error))
+
+    def _make(self, request: BindMulticast, devices: Sequence[int]) -> MulticastBound:
+        """Make an object for each allocation of the pool, and bind the allocation of every device to it."""
+        memory = [self._memory[uuid].physicals(ticket) for uuid, ticket in request.members]
+        sizes, descriptors = [], []
+        with ExitStack() as undo:
+            for number, size in enumerate(request.sizes):
+                multicast: Multicast = self._driver.multicast(devices, size)
+                undo.callback(multicast.release)  # which unbinds the memory, too
+                for pieces in memory:
+                    multicast.bind(pieces[number], keep=True)
+                sizes.append(multicast.nbytes)
+                descriptors.append(multicast.export())
+                undo.callback(os.close, descriptors[-1])
+            self._groups[request.group] = undo.pop_all()
+        return MulticastBound(request.group, MULTICAST, WORKS, tuple(sizes), tuple(descriptors))
+
+    def _unbind(self, group: int) -> None:
+        """Release a group's objects, if it has any. What the driver refuses to release is logged and given up."""
+        try:
+            if (objects := self._groups.pop(group, None)) is not None:
+                objects.close()
+        except DriverError as error:
+            log.error("multicast group %d: %s", group, error)
+        except Exception:  # the thread must go on, as after a failed bind
+            log.exception("multicast group %d: unbinding failed in an unexpected way", group)
+
+
+# -- budgets -----------------------------------------------------------------------------------------
+
+
+def device_budgets(devices: Sequence[Device], budgets: Budgets) -> list[Budget]:
+    """Return the budget of every device, by the configuration's rules.
+
+    Raises:
+        Invalid: a budget names a device that is not served, or exceeds its device.
+    """
+    rules = budgets if isinstance(budgets, Mapping) else {OTHERS: budgets}
+    names = [(device.uuid, str(device.index)) for device in devices]
+    known = {OTHERS}.union(*names)
+    if unknown := [name for name in rules if name not in known]:
+        there = ", ".join(map(" or ".join, names))
+        raise Invalid(f"a budget for device {unknown[0]!r}, which is not served; there are {there}, and default")
+    granted = []
+    for device, known_as in zip(devices, names, strict=True):
+        rule = next((rules[name] for name in (*known_as, OTHERS) if name in rules), DEFAULT_BUDGET)
+        budget = parse_budget(rule, device.total)
+        granted.append(Budget(device.index, device.uuid, device.name, device.total, budget))
+    for each in granted:
+        sizes = each.budget >> 20, each.total >> 20
+        log.info("device %d: %s, %s, budget %d MiB of %d MiB", each.index, each.name, each.uuid, *sizes)
+    return granted

@@ -1,0 +1,335 @@
+"""A supervisor of one process, small enough to be trusted with what must outlive it: ``cubroker keep``.
+
+It answers systemd's notify protocol, keeps the descriptors that the process stores, and starts the process again with
+them when it ends. It has one thread and waits in one place. The order of the work there matters: hang-ups before
+messages, which may bring descriptors with the numbers of those that hung up; messages before the end of the process,
+whose last ones count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shlex
+import signal
+import socket
+import stat
+import tempfile
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cubroker.protocol.errors import Unavailable, explain
+from cubroker.server.keeper import child
+from cubroker.server.keeper.child import ENDING, Signals
+from cubroker.server.keeper.fd_set import NAMELESS, FdSet, make_room
+from cubroker.server.keeper.run import FORCED, LONGEST_PAUSE, Backoff, Limits, Phase, Run
+from cubroker.server.process import hide
+from cubroker.server.store import sd_notify
+from cubroker.server.store.sd_notify import Datagram, Malformed, close_all
+
+AT_ONCE = 512  #: Messages that are taken before signals and the watchdog have their turn.
+
+LEFT_BEHIND = 65536
+"""Messages that are looked for once the child has ended: more than any queue holds, but an end to a flood."""
+
+LONGEST_WAIT = 3600.0
+RETRY_PAUSE = 0.1  #: Seconds before the next attempt when the machine has no memory left.
+LONGEST_LINE = 1000  #: Characters of a line in the log: it has to fit in one page of a pipe.
+MOST_COMPLAINTS = 100  #: Complaints about one run of the child, which may misbehave for ever.
+
+NOWAIT: int = getattr(os, "RWF_NOWAIT", 0)
+"""0 in a Python that was built against an older C library: writes with it fail there, as to a terminal."""
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What is kept, and how."""
+
+    #: Program and arguments.
+    command: Sequence[str]
+    #: How many descriptors may be stored; None: 4096, or as many as the limit of open files allows.
+    descriptors: int | None = None
+    #: How long the process may take to start, to give a sign of life and to end.
+    limits: Limits = field(default_factory=Limits)
+    #: The longest time between two starts, in seconds.
+    pause: float = LONGEST_PAUSE
+
+
+def keep(terms: Terms, mask: Collection[int] | None = None) -> int:
+    """Run a command again and again, until a signal asks for the end; return its exit status, as a shell has it.
+
+    Args:
+        terms: what is kept, and how.
+        mask: signals that the command finds blocked; None: those that are blocked now.
+
+    Raises:
+        Invalid: the limit of open files is too low for so many descriptors.
+        Unavailable: there is no place for the socket.
+    """
+    hide()
+    limit = make_room(terms.descriptors)
+    with contextlib.ExitStack() as stack:
+        signals = stack.enter_context(contextlib.closing(Signals(mask)))
+        try:
+            # Others could flood a socket that they reach; and the user's runtime directory goes at their logout.
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="cubroker-keep-"))
+            path = str(Path(folder, "notify"))
+            channel = stack.enter_context(sd_notify.listen(path))
+        except OSError as error:
+            raise Unavailable(
+                f"there is no place for a socket ({explain(error)}): TMPDIR has to name a directory with a "
+                "short path that can be written, such as a tmpfs"
+            ) from error
+        return stack.enter_context(contextlib.closing(Keeper(terms, limit, path, channel, signals))).run()
+
+
+class Keeper:
+    """Keeps one process, and up to ``limit`` descriptors for it; its messages arrive at ``channel``, at ``path``."""
+
+    def __init__(self, terms: Terms, limit: int, path: str, channel: socket.socket, signals: Signals) -> None:
+        self._terms = terms
+        self._channel = channel
+        self._log = StderrLog(2)
+        self._signals = signals
+        self._deferred: set[signal.Signals] = set()
+        self._epoll = select.epoll()
+        for source in (channel, self._signals.wakeup):
+            self._epoll.register(source, select.EPOLLIN)
+        self._stored = FdSet(limit, self._epoll)
+        self._environ = {"NOTIFY_SOCKET": path, "FDSTORE": str(limit)}
+        if terms.limits.watchdog:
+            self._environ["WATCHDOG_USEC"] = str(round(terms.limits.watchdog * 1e6))
+        self._run: Run | None = None
+        self._next_start = 0.0
+        self._first = True
+        self._backoff = Backoff(terms.pause)
+        self._told_to_end = False
+        self._status = 0
+        self._over = False
+
+    def run(self) -> int:
+        """Keep the process until the end, and return its exit status."""
+        wait = True
+        while not self._over:
+            try:
+                due = self._run.due if self._run else self._next_start
+                self._step(min(max(due - time.monotonic(), 0.0), LONGEST_WAIT) if wait else 0.0)
+                wait = True
+            except (OSError, MemoryError) as error:  # stored descriptors must outlive a moment without memory
+                self._log.complain(f"cannot go on at the moment: {error}")
+                wait = False  # the wakeup for what is still undone does not come again
+                time.sleep(RETRY_PAUSE)
+        return self._status
+
+    def close(self) -> None:
+        """Close all stored descriptors."""
+        self._stored.close()
+        self._epoll.close()
+
+    def _step(self, wait: float) -> None:
+        for descriptor, _ in self._epoll.poll(wait):
+            if descriptor in self._stored:
+                self._stored.drop(descriptor)
+        self._forward_signals()
+        self._receive(AT_ONCE)
+        self._reap()
+        now, run = time.monotonic(), self._run
+        if run is None:
+            if now >= self._next_start and not self._over:
+                self._start(now)
+            return
+        if news := run.enforce(now):
+            self._log.say(f"process {run.pid} {news}")
+        if self._told_to_end and run.phase is Phase.STUCK:
+            self._status = 128 + signal.SIGKILL
+            self._over = True
+            self._report_loss(run)
+
+    def _forward_signals(self) -> None:
+        """Pass signals on to the process; without one, those that ask for the end are answered here.
+
+        The others wait until the process is ready: before that it may not have handlers, and they would end it.
+        """
+        for number in self._signals.take():
+            if number in ENDING:
+                self._told_to_end = True
+                self._over = self._run is None
+                self._log.say(f"{number.name}: {'ends' if self._over else 'waits for the end of the process'}")
+            if self._run and (number in ENDING or self._run.ready):
+                self._forward(number, self._run)
+            elif self._run:
+                self._deferred.add(number)
+
+    def _forward(self, number: signal.Signals, run: Run) -> None:
+        os.kill(run.pid, number)
+        if number in ENDING:
+            run.stop(time.monotonic())
+            os.kill(run.pid, signal.SIGCONT)  # a stopped process handles nothing
+
+    def _receive(self, most: int) -> None:
+        for _ in range(most):
+            message = sd_notify.receive(self._channel)
+            if message is None:
+                return
+            try:
+                self._handle(message)
+            except Malformed as error:
+                close_all(message.descriptors)
+                self._log.complain(f"a message of process {message.pid} is dropped: {error}")
+
+    def _handle(self, message: Datagram) -> None:
+        if self._run is None or message.pid != self._run.pid:
+            raise Malformed("only the process that is kept has a say; if a shell started it, let that exec it")
+        fields = sd_notify.parse(message)
+        if "BARRIER" in fields:
+            if len(fields) > 1:
+                raise Malformed("BARRIER has to come alone")
+            return close_all(message.descriptors)  # which is the answer
+        self._store(fields, message.descriptors)
+        for news in self._run.handle(fields, time.monotonic()):
+            self._log.say(f"process {self._run.pid} {news}")
+        while self._run.ready and self._deferred:
+            self._forward(self._deferred.pop(), self._run)
+        return None
+
+    def _store(self, fields: dict[str, str], descriptors: list[int]) -> None:
+        """Store or remove; a message that asks for both removes, as systemd has it."""
+        removes = fields.get("FDSTOREREMOVE") == "1"
+        if fields.get("FDSTORE") == "1" and not removes:
+            name, poll = fields.get("FDNAME", NAMELESS), fields.get("FDPOLL") != "0"
+            for complaint in self._stored.add(name, descriptors, poll=poll):
+                self._log.complain(complaint)
+            return
+        if descriptors or (removes and "FDNAME" not in fields):
+            raise Malformed("descriptors came without FDSTORE=1" if descriptors else "it removes nothing by name")
+        if removes:
+            self._stored.remove(fields["FDNAME"])
+
+    def _reap(self) -> None:
+        """Reap ended processes: the one that is kept, and orphans, which are children of the first process."""
+        with contextlib.suppress(ChildProcessError):
+            while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                if self._run and ended.si_pid == self._run.pid:
+                    self._end_run(self._run)
+                else:
+                    os.waitpid(ended.si_pid, 0)
+
+    def _end_run(self, run: Run) -> None:
+        """Go on after the process's end. Until it is reaped no other process gets its number."""
+        self._receive(LEFT_BEHIND)
+        with contextlib.suppress(OSError):  # all have ended
+            os.killpg(run.pid, signal.SIGKILL)  # the processes that it started and left running, as a service's
+        _, status = os.waitpid(run.pid, 0)
+        self._run = None
+        code = os.waitstatus_to_exitcode(status)
+        self._status = code if code >= 0 else 128 - code
+        how = f"ended with status {code}" if code >= 0 else f"was killed by {_signal_name(-code)}"
+        self._log.say(f"process {run.pid} {how}{_last_status(run)}")
+        self._plan_next(run, time.monotonic())
+
+    def _start(self, now: float) -> None:
+        again = "" if self._first else f" again, with {len(self._stored)} descriptors"
+        self._log.new_run()
+        self._deferred.clear()  # a start does what they ask for
+        try:
+            pid = child.start(self._terms.command, self._environ, self._stored.names, self._signals, self._log.say)
+        except OSError as error:
+            self._log.say(f"there cannot be another process: {error.strerror}")
+            self._status = child.NOT_EXECUTABLE
+            return self._plan_next(Run(0, now), now)
+        self._run = Run(pid, now, self._terms.limits)
+        self._log.say(f"process {pid} starts{again}: {shlex.join(self._terms.command)}")
+        return None
+
+    def _plan_next(self, run: Run, now: float) -> None:
+        """Decide what follows a run: the end, if that was asked for or nothing was ever won, else the next run."""
+        hopeless = self._first and not run.ready and not len(self._stored)
+        self._first = False
+        self._over = self._told_to_end or hopeless
+        if self._over:
+            if not self._told_to_end:
+                self._log.say("gives up: the first start did not get ready, and nothing is stored")
+            elif run.phase in FORCED:
+                self._report_loss(run)
+            return
+        delay = self._backoff.after(now - run.began)
+        self._next_start = now + delay
+        if delay:
+            self._log.say(f"the next start comes in {delay:.2f} s; {len(self._stored)} descriptors are kept")
+
+    def _report_loss(self, run: Run) -> None:
+        """Log what is left of a process that did not end in order."""
+        there = f" and is still there{_last_status(run)}" if run.phase is Phase.STUCK else ""
+        names = f": {', '.join(self._stored.names.values())}" if len(self._stored) else ""
+        self._log.say(
+            f"process {run.pid} did not end in order{there}: what it lent was not given back, and "
+            f"{len(self._stored)} stored descriptors are dropped{names}"
+        )
+
+
+def _last_status(run: Run) -> str:
+    return f" (it last said: {run.status})" if run.status else ""
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
+
+
+class StderrLog:
+    """Writes lines to a descriptor without ever waiting for its reader; lines that would have to wait are lost."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        if os.isatty(descriptor):
+            # A terminal knows no RWF_NOWAIT, and one that polls as writable may have room for a part of a line only.
+            with contextlib.suppress(OSError):
+                self._descriptor = os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
+        self._lost = 0
+        self._complaints = 0
+
+    def say(self, text: str) -> None:
+        """Write a line, and how many were lost before it."""
+        lost = f" ({self._lost} lines before this one were lost: they were not read in time)" if self._lost else ""
+        line = "".join(c if c.isprintable() else "?" for c in text[:LONGEST_LINE])
+        try:
+            _write(self._descriptor, f"cubroker keep: {line}{lost}\n".encode(errors="backslashreplace"))
+            self._lost = 0
+        except BlockingIOError:
+            self._lost += 1
+        except OSError:
+            pass  # the reader is gone
+
+    def complain(self, text: str) -> None:
+        """Write a line about the child's behaviour, up to a number of them."""
+        self._complaints += 1
+        if self._complaints < MOST_COMPLAINTS:
+            self.say(text)
+        elif self._complaints == MOST_COMPLAINTS:
+            self.say(f"{text}; whatever else is wrong will not be reported before the next start")
+
+    def new_run(self) -> None:
+        """Count the complaints of another run."""
+        self._complaints = 0
+
+
+def _write(descriptor: int, line: bytes) -> None:
+    """Write a line at once, or raise BlockingIOError. Others may have the file too, so its mode is left alone."""
+    try:
+        os.pwritev(descriptor, [line], -1, NOWAIT)
+    except BlockingIOError:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise
+        os.write(descriptor, line)  # XFS and btrfs never extend a file without waiting
+    except OSError:  # terminals and other files know no such flag
+        poll = select.poll()
+        poll.register(descriptor, select.POLLOUT)
+        if not poll.poll(0):
+            raise BlockingIOError from None
+        if os.write(descriptor, line) < len(line):
+            raise BlockingIOError from None

@@ -1,0 +1,398 @@
+"""Create: from the request to a draft with memory, through up to three queues.
+
+Each name has a queue for the turn as its waiter. Each device has a queue for room, which a create enters when it has
+its turn. Queues are in order of arrival at the broker, and no create is served before the one ahead: a small request
+does not overtake a large one on the same device.
+
+With its turn a create gets room in its user's quota, both at once or neither. The bytes are reserved from then on, so
+no device queue ever waits for a quota. A create that could have the turn, if its quota had room, is *parked*: it keeps
+its place in the name's queue, later creates of other users may go ahead, and it enters its user's queue, where it holds
+up that user alone.
+
+There is no deadlock: a create with a turn, and so with bytes of a quota, waits for devices only. There is no
+starvation: the oldest create that waits for devices is first in all its queues, since all have the same order. Of a
+user's parked creates take the oldest: nothing more is taken of that quota before it, so in time there is room and it
+stays; the next time that the name is free it is the first that can have the turn, except for older ones, which are
+finitely many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from heapq import heappop, heappush
+from itertools import count
+
+from msgspec import structs
+
+from cubroker.protocol import errors, limits, messages
+from cubroker.protocol.layout import Outline
+from cubroker.protocol.messages import AUTO, BY_DESCRIPTOR, DESCRIPTOR, IPC, MULTICAST, SHARES, VMM
+from cubroker.server.ledger import error_text, leases, memory
+from cubroker.server.ledger.access import can_administer, reserved_prefix
+from cubroker.server.ledger.error_text import size
+from cubroker.server.ledger.events import Allocated, AllocationFailed, Freed, MulticastBound, RequestReceived
+from cubroker.server.ledger.leases import check_publishable, check_quota, check_reachable, created, grant
+from cubroker.server.ledger.model import (
+    SESSION_FDS,
+    Account,
+    CreateWaiter,
+    Phase,
+    Pool,
+    Session,
+    Version,
+)
+from cubroker.server.ledger.policy import admin_reserve, exceeds
+from cubroker.server.ledger.tables import Kind, Tables
+from cubroker.server.ledger.transitions import MemoryEvent, MemoryState, VersionEvent, VersionState
+
+
+def create(tables: Tables, session: Session, body: messages.Create, event: RequestReceived) -> messages.Attached | None:
+    """Begin a create; with ``attach``, lease the current version if there is one. Raises what stands in the way."""
+    request, layout = event.request, event.layout
+    assert layout is not None
+    if not tables.lends(durable=True):
+        raise errors.Unavailable(error_text.not_lending(tables))
+    pool = tables.pools.get(body.name)
+    if body.attach is not None and pool is not None and pool.current is not None:
+        return leases.lend(tables, session, pool.current, body.attach)
+    body = _decided(tables, body, layout)
+    if not tables.lends(durable=bool(body.durable)):
+        raise errors.Unavailable(error_text.not_lending(tables))
+    sizes = _checked_sizes(tables, body, layout)
+    if body.attach is None:
+        _check_writable(tables, session, pool, body)
+    _check_quotas(tables, session, body, sizes)
+    check_quota(tables, session)
+    leases.admit(tables, session, request)
+    waiter = CreateWaiter(
+        arrival=next(tables.arrivals),
+        session=session,
+        request=request,
+        pool=tables.pool(body.name),
+        body=body,
+        sizes=sizes,
+        nbytes={account: sum(each) for account, each in sizes.items()},
+        outline=layout,
+    )
+    leases.enqueue(tables, waiter)
+    if waiter.pool.free:  # creates that wait there are parked
+        _offer_turn(tables, waiter)
+    serve_waiters(tables)
+    if session.unfinished.get(request) is waiter and waiter.phase is not Phase.MEMORY:
+        if body.wait:
+            leases.arm_timeout(tables, waiter)
+            return None
+        error: type[errors.CubrokerError] = errors.OverBudget
+        if waiter.phase is Phase.TURN:
+            error = errors.Exists if waiter.pool.draft or waiter.pool.writer else errors.OverQuota
+        leases.refuse(tables, waiter, error(error_text.blocked(tables, waiter)))
+    return None
+
+
+def _decided(tables: Tables, body: messages.Create, layout: Outline) -> messages.Create:
+    """Return a create of which nothing is left to the broker any more: neither its share kind nor its durability."""
+    share, durable = body.share, body.durable
+    if share == AUTO:  # only `vmm` can be what is to be durable
+        share = VMM if durable else tables.policy.share
+    if share == AUTO:  # of a device that there is not, the check tells
+        accounts = (tables.accounts.get(uuid) for uuid in body.devices)
+        share = VMM if all(account is None or account.device.vmm for account in accounts) else IPC
+    if durable is None:
+        pieces = len(layout.allocations) * (len(body.devices) if body.plan is None else 1)
+        durable = share in BY_DESCRIPTOR and _has_places(tables, pieces)
+    return structs.replace(body, share=share, durable=durable)
+
+
+def _has_places(tables: Tables, pieces: int) -> bool:
+    """Whether the store has room for ``pieces`` that may do without: half of its places are left to sessions."""
+    if tables.store is None or exceeds(tables.stored + admin_reserve(tables.store), pieces, tables.store):
+        return False
+    return tables.stored - SESSION_FDS * len(tables.sessions) + pieces <= tables.store // 2
+
+
+def _checked_sizes(tables: Tables, body: messages.Create, layout: Outline) -> dict[Account, tuple[int, ...]]:
+    """Return what a create allocates on each device; raise if it can never be granted, whatever else there is."""
+    limits.check_pool_name(body.name)
+    if body.share not in SHARES:
+        raise errors.Invalid(f"unknown share kind {body.share[:16]!r}; use {' or '.join((AUTO, *SHARES))}")
+    if body.durable and body.share not in BY_DESCRIPTOR:
+        raise errors.Unsupported(
+            f"{body.name} is to be durable, and memory that is shared as {body.share} ends with the broker;"
+            f" use {' or '.join(BY_DESCRIPTOR)}"
+        )
+    if body.durable and tables.store is None:
+        raise errors.Unsupported(
+            f"{body.name} is to be durable, and this broker has no store that keeps memory while it is down: have it"
+            f" run as the systemd service of deploy/systemd, or as `cubroker keep -- cubroker serve`; or make the pool"
+            f" not durable"
+        )
+    if not layout.allocations:
+        raise errors.Invalid(f"the layout of {body.name} has no memory; a pool needs at least one tensor")
+    if len(set(body.devices)) < len(body.devices):
+        raise errors.Invalid(f"create of {body.name} names a device twice: {', '.join(body.devices)}")
+    if body.plan is not None:
+        _check_plan(body, body.plan, len(layout.allocations))
+    for uuid in body.devices:
+        if uuid not in tables.accounts:
+            raise errors.NotFound(error_text.no_device(tables, uuid))
+    if body.attach is not None:
+        check_reachable(tables, body.attach)
+    sizes = {tables.accounts[uuid]: each for uuid, each in _sizes(body, layout).items()}
+    for account, each in sizes.items():
+        if sum(each) > account.capacity:
+            raise errors.OverBudget(error_text.never_fits(body.name, sum(each), account))
+    return sizes
+
+
+def _check_plan(body: messages.Create, plan: tuple[int, ...], allocations: int) -> None:
+    """Raise unless a plan has a device for every allocation, and an allocation for every device."""
+    if body.share == MULTICAST:
+        raise errors.Invalid(
+            f"{body.name} is to be sharded and {MULTICAST}, which writes all replicas at once; use {VMM}"
+        )
+    if len(plan) != allocations:
+        raise errors.Invalid(
+            f"the plan of {body.name} places {len(plan)} allocations, and its layout has {allocations}; place each once"
+        )
+    if max(plan) >= len(body.devices):
+        raise errors.Invalid(
+            f"the plan of {body.name} names device {max(plan)} of {len(body.devices)}; they are counted from 0"
+        )
+    used = set(plan)
+    if idle := [uuid for index, uuid in enumerate(body.devices) if index not in used]:
+        raise errors.Invalid(
+            f"the plan of {body.name} puts nothing on {', '.join(idle)}; leave out what has no part in it"
+        )
+
+
+def _sizes(body: messages.Create, layout: Outline) -> dict[str, tuple[int, ...]]:
+    """Return what a create allocates on each device."""
+    sizes = tuple(map(memory.rounded, layout.allocations))
+    if body.plan is None:
+        return dict.fromkeys(body.devices, sizes)
+    shards: list[list[int]] = [[] for _ in body.devices]
+    for index, nbytes in zip(body.plan, sizes, strict=True):
+        shards[index].append(nbytes)
+    return dict(zip(body.devices, map(tuple, shards), strict=True))
+
+
+def _check_writable(tables: Tables, session: Session, pool: Pool | None, body: messages.Create) -> None:
+    if (prefix := reserved_prefix(tables, session, body.name)) is not None:
+        raise errors.Denied(
+            f"user {session.uid} may not publish {body.name}: names that begin with {prefix!r} are reserved; use"
+            f" another name, or have this user added to [names] of the broker's settings"
+        )
+    if pool is None:
+        return
+    check_publishable(tables, session, pool)
+    if body.mode not in (None, pool.mode) and not can_administer(tables, session, pool):
+        raise errors.Denied(
+            f"user {session.uid} may not change the mode of {pool.name}, {error_text.belongs(tables, session, pool)};"
+            f" leave the mode out"
+        )
+
+
+def _check_quotas(
+    tables: Tables, session: Session, body: messages.Create, sizes: Mapping[Account, tuple[int, ...]]
+) -> None:
+    """Raise if there can never be room in the user's quota, or the store or that has none for what is asked now."""
+    user, quota = session.user, session.user.quota
+    nbytes = sum(map(sum, sizes.values()))
+    if exceeds(0, nbytes, quota.memory):
+        raise errors.OverQuota(error_text.never_affords(user, body.name, nbytes))
+    if quota.layouts is not None and user.layouts + len(body.layout) > quota.layouts:
+        raise errors.OverQuota(
+            f"this layout takes {size(len(body.layout))}, and those of user {user.uid} take {size(user.layouts)} of a"
+            f" quota of {size(quota.layouts)}; retire what is not needed, or describe fewer tensors"
+        )
+    descriptors = sum(len(each) * account.device.descriptors_of(body.share) for account, each in sizes.items())
+    if exceeds(user.descriptors, descriptors, quota.descriptors):
+        raise errors.OverQuota(error_text.too_many_descriptors(user.uid, descriptors, quota.descriptors, user))
+    pieces = sum(map(len, sizes.values())) if body.durable else 0
+    reserve = admin_reserve(tables.store)
+    if exceeds(tables.stored + reserve, pieces, tables.store):
+        raise errors.OverQuota(error_text.store_is_full(tables, pieces, reserve))
+
+
+def serve_waiters(tables: Tables) -> None:
+    """Give turns, then room, wherever something ended, until no create can be served.
+
+    Turns come first, so that creates that get one take part when room is given. Room is given to one at a time, in
+    order of arrival over all devices: where there will never be enough, a refusal hands the turn on, maybe to a create
+    that came before the rest.
+    """
+    while tables.recheck_pools or tables.recheck_users or tables.recheck_accounts:
+        _give_turns(tables)
+        heads = {account.queue[0] for account in tables.recheck_accounts if account.queue}
+        waiter = min(filter(_is_ready, heads), key=lambda waiter: waiter.arrival, default=None)
+        if waiter is None:
+            tables.recheck_accounts.clear()
+        elif (account := _too_small(waiter)) is not None:  # it had room for this create when that began to wait
+            why = error_text.never_fits(waiter.pool.name, waiter.nbytes[account], account)
+            leases.refuse(tables, waiter, errors.OverBudget(why))
+        else:
+            _begin_draft(tables, waiter)
+
+
+def _give_turns(tables: Tables) -> None:
+    """Offer the turn in every pool to recheck, and to the first parked create of every user to recheck.
+
+    Offers are in order of arrival over all of them, since they may share a quota.
+    """
+    offers: list[tuple[int, int, CreateWaiter, Iterator[CreateWaiter]]] = []
+    serials = count()
+
+    def offer(candidates: Iterator[CreateWaiter]) -> None:
+        waiter = next(candidates, None)
+        if waiter is not None:
+            heappush(offers, (waiter.arrival, next(serials), waiter, candidates))
+
+    while tables.recheck_pools or tables.recheck_users or offers:
+        while tables.recheck_users:
+            user, _ = tables.recheck_users.popitem()
+            offer(iter(user.queue[:1]))
+        while tables.recheck_pools:
+            pool, _ = tables.recheck_pools.popitem()
+            if pool.free:
+                offer(iter(tuple(pool.queue)))
+            if pool.idle and tables.pools.get(pool.name) is pool:
+                tables.drop_pool(pool)
+        if offers:
+            _, _, waiter, others = heappop(offers)
+            if waiter.pool.free:
+                _offer_turn(tables, waiter)
+                offer(others)
+
+
+def _offer_turn(tables: Tables, waiter: CreateWaiter) -> None:
+    if waiter not in waiter.pool.queue:
+        return  # offered by its pool and by its user, and refused the first time
+    session = waiter.session
+    try:
+        _check_writable(tables, session, waiter.pool, waiter.body)
+    except errors.Denied as error:
+        leases.refuse(tables, waiter, error)
+        return
+    if not session.user.affords(waiter):
+        if not waiter.parked:
+            waiter.parked = True
+            session.user.queue.insert(session.user.position(waiter), waiter)
+        return
+    del waiter.pool.queue[waiter]
+    leases.unpark(tables, waiter)
+    session.user.memory += waiter.total
+    waiter.pool.writer = waiter
+    waiter.phase = Phase.ROOM
+    for account in waiter.accounts:
+        account.queue.insert(account.position(waiter), waiter)
+        tables.recheck_accounts[account] = None
+
+
+def _is_ready(waiter: CreateWaiter) -> bool:
+    """Whether a create is first in all its queues and can be given room now, or never will be."""
+    if any(account.queue[0] is not waiter for account in waiter.accounts):
+        return False
+    fits = all(account.available >= nbytes for account, nbytes in waiter.nbytes.items())
+    return fits or _too_small(waiter) is not None
+
+
+def _too_small(waiter: CreateWaiter) -> Account | None:
+    """Return a device that never has room for a create."""
+    return next((account for account, nbytes in waiter.nbytes.items() if account.capacity < nbytes), None)
+
+
+def _begin_draft(tables: Tables, waiter: CreateWaiter) -> None:
+    leases.leave_device_queues(tables, waiter)
+    leases.cancel_timeout(tables, waiter)
+    waiter.phase = Phase.MEMORY
+    pool, session = waiter.pool, waiter.session
+    version = Version(
+        pool=pool,
+        number=pool.last + 1,
+        user=session.user,
+        writer=session.label,
+        mode=waiter.body.mode,
+        share=waiter.body.share,
+        plan=waiter.body.plan,
+        writable=waiter.body.writable,
+        durable=waiter.durable,
+        layout=waiter.body.layout,
+        tensors=waiter.outline.tensors,
+        nbytes=waiter.outline.nbytes,
+    )
+    pool.draft = pool.versions[version.number] = version
+    if pool.owner is None:
+        if pool.previous_owner not in (None, session.uid):
+            pool.log.clear()  # what happened before is not for the new owner to tell
+        pool.owner, pool.group = session.uid, session.gid
+        pool.mode = tables.policy.mode if version.mode is None else version.mode
+        tables.mark_dirty(Kind.NAME, name=pool.name)
+    for account, sizes in waiter.sizes.items():
+        memory.allocate(tables, version, account, sizes)
+
+
+def memory_allocated(tables: Tables, event: Allocated) -> None:
+    """Note memory that a device allocated; once all is there, fill the draft, or have it bound together first."""
+    ticket = memory.find_ticket(tables, event.ticket)
+    assert len(event.handles) == len(ticket.sizes)
+    memory.transition(tables, ticket, MemoryEvent.ALLOCATED)
+    version = ticket.version
+    if version.state is not VersionState.ALLOCATING:
+        return
+    ticket.handles = event.handles
+    if version.plan is not None:
+        here, handles = list(version.replicas).index(ticket.account.device.uuid), iter(event.handles)
+        ticket.handles = tuple(next(handles) if index == here else b"" for index in version.plan)
+    replicas = version.replicas.values()
+    if any(other.state is not MemoryState.HELD for other in replicas):
+        return
+    kinds = {handle for other in replicas for handle in other.handles}
+    if DESCRIPTOR in kinds and kinds - {DESCRIPTOR, b""}:  # so that a lease has handles of one kind
+        for other in replicas:
+            other.handles = tuple(handle and DESCRIPTOR for handle in other.handles)
+    if not memory.bind(tables, version):
+        _fill(tables, version)
+
+
+def multicast_bound(tables: Tables, event: MulticastBound) -> None:
+    """Note that memory was bound together, or has to do without: the waiter has its draft; or it was, once more."""
+    version = memory.bound(tables, event)
+    if version.state is VersionState.ALLOCATING:
+        _fill(tables, version)
+    elif version.state not in (VersionState.LOST, VersionState.ENDED):
+        memory.rebound(tables, version)
+
+
+def _fill(tables: Tables, version: Version) -> None:
+    waiter = version.pool.writer
+    assert waiter is not None
+    try:
+        check_quota(tables, waiter.session)
+    except errors.OverQuota as error:
+        leases.refuse(tables, waiter, error)
+        return
+    tables.transition_version(version, VersionEvent.FILLED)
+    leases.stop_waiting(tables, waiter)
+    lease = grant(tables, waiter.session, version, tuple(version.replicas.values()), bound=version.is_multicast)
+    leases.answer(tables, waiter, created(lease))
+
+
+def allocation_failed(tables: Tables, event: AllocationFailed) -> None:
+    """Note memory that a device could not allocate: its draft ends, and its waiter is told why."""
+    ticket = memory.find_ticket(tables, event.ticket)
+    memory.remove(tables, ticket, MemoryEvent.FAILED)
+    ticket.account.allocated += event.unfreed  # for good
+    ticket.account.lost += event.unfreed
+    version = ticket.version
+    if version.state is VersionState.ALLOCATING:
+        del version.replicas[ticket.account.device.uuid]
+        waiter = version.pool.writer
+        assert waiter is not None
+        leases.refuse(tables, waiter, errors.from_code(event.code, event.message))
+
+
+def memory_freed(tables: Tables, event: Freed) -> None:
+    """Note memory that a device has again; a ticket that was cancelled and then failed is gone already."""
+    ticket = tables.tickets.get(event.ticket)
+    if ticket is not None:
+        memory.remove(tables, ticket, MemoryEvent.FREED)

@@ -1,0 +1,351 @@
+"""The longer refusals in words, and those with several causes: what was asked, what is in the way, what to do.
+
+A text that one check alone raises stands there. What a text says of a pool depends on what its reader may know of it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
+from heapq import nlargest
+from itertools import islice
+from typing import NamedTuple
+
+from cubroker.protocol.errors import OverQuota
+from cubroker.server.ledger.access import can_read, can_read_history, visible_past
+from cubroker.server.ledger.model import (
+    SESSION_FDS,
+    Account,
+    AttachWaiter,
+    CreateWaiter,
+    EventWaiter,
+    Footprint,
+    Loss,
+    Past,
+    Phase,
+    Pool,
+    Session,
+    Ticket,
+    User,
+    Version,
+    Waiter,
+)
+from cubroker.server.ledger.policy import Limits
+from cubroker.server.ledger.tables import Tables
+from cubroker.server.ledger.transitions import MemoryState
+
+NEAR_NAMES = 32
+NEAR_LENGTH = 48
+"""Names that are compared with one that was not found, and characters of the longest of them.
+
+Comparing two names costs up to the product of their lengths, and any client may ask for what is not
+there: with these limits the worst names cost some milliseconds, usual ones a third of one.
+"""
+
+NEAR_POOLS = 1000
+"""Pools that are looked at for such names, whether or not the asker may see them."""
+
+SURVEY = 1000
+"""Sessions or tickets of one user that are looked at for its largest."""
+
+BY_HAND = "whoever runs it wants everything to be given back"
+ENDING = "it was told to end"
+"""Why a broker grants no leases."""
+
+
+def size(nbytes: int) -> str:
+    """Return bytes for people, exact as long as they are whole units: ``2 MiB``, ``1.50 GiB``."""
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= scale:
+            return f"{nbytes // scale} {unit}" if nbytes % scale == 0 else f"{nbytes / scale:.2f} {unit}"
+    return f"{nbytes} bytes"
+
+
+# -- the broker and its devices --------------------------------------------------------------------------
+
+
+def not_lending(tables: Tables) -> str:
+    """Say that no leases are granted."""
+    why, hint = (BY_HAND, "go on without, or ask again later") if tables.drained else (ENDING, "ask the next one")
+    return f"the broker lends nothing new: {why}; {hint}"
+
+
+def drain_reason(tables: Tables) -> str:
+    """Return why no leases are granted; empty if they are, or are on durable memory."""
+    return "" if tables.lends(durable=True) else (BY_HAND if tables.shutdown_leases is None else ENDING)
+
+
+def no_device(tables: Tables, uuid: str) -> str:
+    """Say that the broker has no such device."""
+    return f"this broker has no device {uuid}; it has {', '.join(tables.accounts)}"
+
+
+# -- versions that are not there -------------------------------------------------------------------------
+
+
+def missing(tables: Tables, session: Session, name: str, number: int) -> str:
+    """Say why there is no such version (0: no current one), and which name is near if there never was such a pool."""
+    pool, past = tables.pools.get(name), visible_past(tables, session, name)
+    if pool is not None and pool.versions:
+        return unpublished(tables, session, pool, number)
+    if past.last:
+        return f"no version of {name} is left: {past.last} was the last one, and {_fate(past)}; load it again"
+    looked_at = islice(tables.pools.values(), NEAR_POOLS)
+    visible = islice((other for other in looked_at if can_read(tables, session, other)), NEAR_NAMES)
+    names = [other.name for other in visible if other.versions and len(other.name) <= NEAR_LENGTH]
+    near = get_close_matches(name[:NEAR_LENGTH], names)
+    hint = f"did you mean {' or '.join(near)}?" if near else "the list of pools has the names there are"
+    return f"no pool is named {name!r}; {hint}"
+
+
+def unpublished(tables: Tables, session: Session, pool: Pool, number: int) -> str:
+    """Say why a version (0: the current one) is not there yet."""
+    past = visible_past(tables, session, pool.name)
+    draft = pool.draft if can_read(tables, session, pool) else None
+    if number:
+        if draft is not None and draft.number == number:
+            return f"{_being_written(draft)}; wait for it to be sealed"
+        last = f"the last published one is {past.last}" if past.last else "none was published that you may read"
+        return f"{pool.name} has no version {number}: {last}; wait for it, or ask for another"
+    if draft is not None:
+        why = f"{_being_written(draft)}; wait for it to be sealed"
+    elif past.last:
+        why = f"{_fate(past)}, and {past.last} was the last one; load it again"
+    else:
+        why = "none was published that you may read; wait for it, or load it"
+    return f"{pool.name} has no current version: {why}"
+
+
+def _being_written(draft: Version) -> str:
+    return f"{draft.label} is being written by {draft.writer}"
+
+
+def _fate(past: Past) -> str:
+    """What became of the last version of a name, which is not in service any more."""
+    if past.loss is not None and past.loss.number == past.last:
+        return f"it was lost ({past.loss.why})"
+    return "it was retired"
+
+
+def retired(name: str, number: int, pool: Pool | None, loss: Loss | None) -> str:
+    """Say that a version is out of service for good."""
+    current = None if pool is None else pool.current
+    hint = "no other one is current" if current is None else f"the current one is {current.number}"
+    if loss is not None and loss.number == number:
+        return f"{name}@{number} was lost: {loss.why}; {hint}"
+    return f"{name}@{number} was retired or replaced and is out of service; {hint}"
+
+
+def belongs(tables: Tables, session: Session, pool: Pool) -> str:
+    """Say whose a pool is, to those who may read that in the list of pools."""
+    if not can_read(tables, session, pool):
+        return "as its mode says"
+    return f"which belongs to user {pool.owner} and group {pool.group}, with mode {pool.mode:03o}"
+
+
+# -- what a request waits for ----------------------------------------------------------------------------
+
+
+def waited(tables: Tables, waiter: Waiter) -> str:
+    """Say what a request waited for in vain."""
+    name, seconds = waiter.pool.name, f"waited {waiter.body.wait:g} s"
+    if isinstance(waiter, AttachWaiter):
+        why = unpublished(tables, waiter.session, waiter.pool, waiter.body.version)
+        return f"attach to {name} {seconds} for it to be published: {why}"
+    if isinstance(waiter, EventWaiter):
+        return f"{seconds} in vain: {not_recorded(waiter)}"
+    return f"create of {name} {seconds} for {waiter.phase.value}: {blocked(tables, waiter)}"
+
+
+def no_event(version: Version, name: str) -> str:
+    """Say that an event does not exist, and which do."""
+    there = ", ".join(repr(known) for known in islice(version.ipc_events, NEAR_NAMES))
+    return f"{version.label} has no event {name!r}; it has {there or 'none'}; wait for somebody to make it"
+
+
+def not_recorded(waiter: EventWaiter) -> str:
+    """Say what a request for an event waits for."""
+    ipc_event = waiter.ipc_event
+    if ipc_event is None:
+        return no_event(waiter.lease.version, waiter.name)
+    maker = ipc_event.lease.session
+    lost = "" if maker.connected else ", which has lost its connection"
+    return f"{ipc_event.label} is at generation {ipc_event.generation}; {maker.label} makes the next one{lost}"
+
+
+def blocked(tables: Tables, waiter: CreateWaiter) -> str:
+    """Say what keeps a create from its draft: its quota, another writer, or a device."""
+    if waiter.phase is not Phase.TURN:
+        return _no_room(tables, waiter)
+    if not waiter.pool.free:
+        return _taken(tables, waiter.session, waiter.pool)
+    user = waiter.session.user
+    assert user.quota.memory is not None
+    ahead = user.position(waiter)
+    line = f", and {ahead} earlier creates of this user wait for room in it" if ahead else ""
+    largest = _largest(islice(user.tickets.values(), SURVEY), state)
+    return (
+        f"{waiter.pool.name} needs {size(waiter.total)} of the quota of user {user.uid}: of"
+        f" {size(user.quota.memory)}, {size(user.memory)} are used or set aside{largest}{line};"
+        f" retire what is not needed, or wait"
+    )
+
+
+def _taken(tables: Tables, session: Session, pool: Pool) -> str:
+    """Say who has the turn as the writer of a pool."""
+    if pool.draft is not None and can_read(tables, session, pool):
+        return f"{_being_written(pool.draft)}; wait for its turn to end, or use another name"
+    writer = pool.writer
+    if pool.draft is None and writer is not None:
+        known: Pool | Past = pool
+        if pool.owner is None:  # what decides once the pool exists decides now
+            mode = tables.policy.mode if writer.body.mode is None else writer.body.mode
+            known = Past(previous_owner=writer.session.uid, group=writer.session.gid, mode=mode)
+        if can_read_history(tables, session, known):
+            return (
+                f"the next version of {pool.name} is to be written by {writer.session.label}, which waits for room;"
+                f" wait as well, or use another name"
+            )
+    return f"somebody else is writing {pool.name}; wait for the end of that, or use another name"
+
+
+def _no_room(tables: Tables, waiter: CreateWaiter) -> str:
+    """Say which device has no room for a create, and what takes it."""
+    account = next((account for account, nbytes in waiter.nbytes.items() if account.available < nbytes), None)
+    if account is None:
+        account = next(account for account in waiter.accounts if account.queue[0] is not waiter)
+        return (
+            f"{waiter.pool.name} needs {size(waiter.nbytes[account])} on device {account.device.uuid}, where"
+            f" {account.position(waiter)} earlier requests wait for room; wait as well,"
+            f" or retire what is not needed"
+        )
+    there = account.tickets.values()
+    visible = [ticket for ticket in there if can_read(tables, waiter.session, ticket.version.pool)]
+    hidden = sum(ticket.nbytes for ticket in there) - sum(ticket.nbytes for ticket in visible)
+    private = f"; private pools have {size(hidden)}" if hidden else ""
+    largest = _largest(visible, lambda t: f"{state(t)}, user {t.version.owner}, {t.version.leases} leases")
+    return (
+        f"{waiter.pool.name} needs {size(waiter.nbytes[account])} on device {account.device.uuid}: of its budget of"
+        f" {size(account.device.budget)}, {size(account.allocated)} are allocated{_lost(account)} and"
+        f" {size(account.promised)} promised{largest}{private}; retire what is not needed, or wait"
+    )
+
+
+def never_fits(name: str, nbytes: int, account: Account) -> str:
+    """Say that a request is larger than a device's whole budget."""
+    device = account.device
+    return (
+        f"{name} needs {size(nbytes)} on device {device.uuid}, whose whole budget is"
+        f" {size(device.budget)}{_lost(account)};"
+        f" give the broker a larger budget, or spread the tensors over several pools and devices"
+    )
+
+
+def _lost(account: Account) -> str:
+    return f" ({size(account.lost)} of it lost to a failed allocation)" if account.lost else ""
+
+
+def state(ticket: Ticket) -> str:
+    """The state of a version, or of its memory as long as that comes or goes."""
+    return ticket.version.state.value if ticket.state is MemoryState.HELD else ticket.state.value
+
+
+def _largest(tickets: Iterable[Ticket], what: Callable[[Ticket], str]) -> str:
+    largest = nlargest(3, tickets, key=lambda ticket: ticket.nbytes)
+    words = ", ".join(f"{ticket.version.label} {size(ticket.nbytes)} ({what(ticket)})" for ticket in largest)
+    return f"; the largest are {words}" if words else ""
+
+
+# -- limits and quotas -----------------------------------------------------------------------------------
+
+
+class Countable(NamedTuple):
+    """Something of which a session may have a limited number, and its user another one, in words."""
+
+    #: The field of :class:`Limits` and of a user's record.
+    field: str
+    #: The field of the quota.
+    quota: str
+    #: What a session that has so many of them does, and what a user does.
+    of_session: str
+    of_user: str
+    #: How to get rid of some of them.
+    remedy: str
+
+
+LEASES = Countable("leases", "leases", "holds {} leases", "holds {} leases", "close")
+REQUESTS = Countable("unfinished", "requests", "has {} unfinished requests", "has {} unfinished requests", "cancel")
+WATCHES = Countable("watches", "watches", "watches {} pools", "has {} watches", "end")
+IPC_EVENTS = Countable("events", "events", "has {} events", "has {} events", "close")
+
+
+def too_many(session: Session, limits: Limits, kind: Countable) -> OverQuota:
+    """Return the refusal of one more to a session that has all that it may have, or whose user has."""
+    user, limit, quota = session.user, getattr(limits, kind.field), getattr(session.user.quota, kind.quota)
+
+    def count(session: Session) -> int:
+        return int(getattr(session.used, kind.field))
+
+    if count(session) >= limit:
+        has = kind.of_session.format(limit)
+        return OverQuota(f"this session {has}, the most that one may; {kind.remedy} some of them")
+    largest = nlargest(3, filter(count, islice(user.sessions.values(), SURVEY)), key=count)
+    words = ", ".join(f"session {each.id} (pid {each.pid}) {count(each)}" for each in largest)
+    most = f" ({words})" if words else ""
+    has = kind.of_user.format(getattr(user, kind.field))
+    return OverQuota(f"user {user.uid} {has} of a quota of {quota}{most}; {kind.remedy} some of them")
+
+
+def processes(user: User) -> str:
+    """Say which processes have most of a user's sessions."""
+    pids = Counter(session.pid for session in islice(user.sessions.values(), SURVEY))
+    return ", ".join(f"{number} of process {pid}" for pid, number in pids.most_common(3))
+
+
+def too_many_descriptors(uid: int, more: int, limit: int | None, user: User | None) -> str:
+    """Say that a user has all of the broker's descriptors that it may have, and what takes most of them."""
+    used, takers = 0, ""
+    if user:
+        largest = nlargest(3, islice(user.tickets.values(), SURVEY), key=lambda ticket: ticket.descriptors)
+        memory = (f"{each.version.label} {each.descriptors} ({state(each)})" for each in largest if each.descriptors)
+        kinds = ((f"{len(user.sessions)} sessions", processes(user)), ("memory", ", ".join(memory)))
+        words = "; ".join(f"{kind}, {which}" for kind, which in kinds if which)
+        used, takers = user.descriptors, f" ({words})" if words else ""
+    return (
+        f"this takes {more} of the broker's descriptors, and user {uid} has {used} of a quota of {limit}{takers};"
+        f" end some sessions, or retire memory that is not needed"
+    )
+
+
+def never_affords(user: User, name: str, nbytes: int) -> str:
+    """Say that a create is larger than its user's whole quota."""
+    assert user.quota.memory is not None
+    return (
+        f"{name} needs {size(nbytes)}, devices taken together, and the quota of user {user.uid} is"
+        f" {size(user.quota.memory)}; ask for a larger quota, or make it smaller"
+    )
+
+
+def store_is_full(tables: Tables, more: int, reserve: int) -> str:
+    """Say that the store has no room for so many more descriptors, where ``reserve`` are for administrators."""
+    sessions = SESSION_FDS * len(tables.sessions)
+    kept = f", {reserve} of them held back for root, administrators and the broker's own user" if reserve else ""
+    return (
+        f"this takes {more} places of the broker's store, which has {tables.store}{kept}: {sessions} are taken by"
+        f" {len(tables.sessions)} sessions, and {tables.stored - sessions} by durable memory; end some sessions, retire"
+        f" durable versions, or give it a larger store"
+    )
+
+
+def too_much_beyond(uid: int, footprint: Footprint, limit: int) -> str:
+    """Say that a user has more memory beyond its leases than it may, and which processes have it."""
+    sizes = ((sum((memory or {}).values()), pid) for pid, memory in footprint.processes.items())
+    largest = nlargest(3, (pair for pair in sizes if pair[0]))
+    who = ", ".join(f"process {pid} {size(nbytes)}" for nbytes, pid in largest)
+    pids = " ".join(str(pid) for _, pid in largest)
+    return (
+        f"processes of user {uid} have {size(footprint.nbytes)} of the broker's memory mapped or open that no lease of"
+        f" this user covers, of a quota of {size(limit)} ({who}); unmap it and close its descriptors there, or end"
+        f" these processes (kill {pids})"
+    )

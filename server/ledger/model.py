@@ -1,0 +1,568 @@
+"""The ledger's records: sessions, leases, pools, versions, memory, and the requests that wait for them.
+
+Records only. They refer to each other, and the modules that change them keep both ends of every reference in step;
+:mod:`cubroker.server.ledger.invariants` states what that means. Records have no repr: it would follow every reference.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+from operator import attrgetter
+from typing import NamedTuple
+
+from cubroker.protocol.layout import Outline
+from cubroker.protocol.messages import BY_DESCRIPTOR, MULTICAST, Attach, AwaitEvent, Create, Digests, OpenEvent
+from cubroker.server.ledger.policy import MODE, NO_LIMITS, NOTHING, Limits, Quota, exceeds
+from cubroker.server.ledger.transitions import (
+    GroupState,
+    MemoryState,
+    VersionState,
+)
+
+SESSION_FDS = 2
+"""Descriptors of the broker that a session takes: its connection and its pidfd."""
+
+EVENT_LOG_LINES = 32
+"""Events that the log of a pool or a session keeps."""
+
+# -- devices and users ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """One device, and how much of it the broker may use."""
+
+    #: The broker's index of the device; negative for a device that is not served.
+    index: int
+    uuid: str
+    name: str
+    #: Bytes that the device has.
+    total: int
+    #: Bytes that the broker may allocate.
+    budget: int
+    #: Descriptors that an ``ipc`` allocation takes: one on an emulated device, otherwise none.
+    descriptors: int = 0
+    #: Whether its memory can be shared as ``vmm``.
+    vmm: bool = True
+
+    def descriptors_of(self, share: str) -> int:
+        """Return the most descriptors that one allocation of a share kind takes.
+
+        An exported allocation takes one, and so does its multicast object, which all devices share. An emulated device
+        holds memory by a descriptor of its own, and the addresses of a multicast member by another.
+        """
+        exported, bound = share in BY_DESCRIPTOR, share == MULTICAST
+        return self.descriptors + exported + bound * (1 + 2 * self.descriptors)
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Account:
+    """The memory of one device: what is allocated and promised, and the creates that wait for room.
+
+    Not to be confused with :class:`cubroker.server.transport.reply_cache.Account`.
+    """
+
+    device: Budget
+    #: Bytes allocated, ``lost`` ones included.
+    allocated: int = 0
+    #: Bytes being allocated.
+    promised: int = 0
+    #: Bytes of failed allocations that could not be freed; no version has them.
+    lost: int = 0
+    #: Bytes allocated and promised when the budget changed last; they may exceed it.
+    grandfathered: int = 0
+    #: By number.
+    tickets: dict[int, Ticket] = field(default_factory=dict)
+    #: Creates that wait for room, in order of arrival.
+    queue: list[CreateWaiter] = field(default_factory=list)
+
+    @property
+    def capacity(self) -> int:
+        """Bytes that can be allocated and promised at all."""
+        return self.device.budget - self.lost
+
+    @property
+    def available(self) -> int:
+        """Bytes neither allocated nor promised."""
+        return self.device.budget - self.allocated - self.promised
+
+    def position(self, waiter: CreateWaiter) -> int:
+        """Return the index at which a create is, or belongs, in the queue."""
+        return bisect_left(self.queue, waiter.arrival, key=attrgetter("arrival"))
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class User:
+    """What one user has, all sessions together, and the creates that wait for room in its quota."""
+
+    uid: int
+    quota: Quota
+    #: Usage when the quota changed last; it may exceed the quota.
+    grandfathered: Quota = NOTHING
+    #: By number.
+    sessions: dict[int, Session] = field(default_factory=dict)
+    #: By number; a ticket stays here until its device has the bytes again.
+    tickets: dict[int, Ticket] = field(default_factory=dict)
+    #: Bytes of ``tickets``, and those reserved for creates that wait for a device.
+    memory: int = 0
+    leases: int = 0
+    #: Requests that wait.
+    unfinished: int = 0
+    watches: int = 0
+    #: IPC events.
+    events: int = 0
+    #: Bytes of the encoded layouts of its versions and waiting creates.
+    layouts: int = 0
+    #: Descriptors of its memory and of what its waiting creates ask for.
+    memory_descriptors: int = 0
+    #: Parked creates, in order of arrival.
+    queue: list[CreateWaiter] = field(default_factory=list)
+
+    @property
+    def idle(self) -> bool:
+        """Whether the user has nothing any more."""
+        return not (self.sessions or self.tickets)
+
+    def position(self, waiter: CreateWaiter) -> int:
+        """Return the index at which a create is, or belongs, in the queue."""
+        return bisect_left(self.queue, waiter.arrival, key=attrgetter("arrival"))
+
+    @property
+    def descriptors(self) -> int:
+        """Descriptors of the broker that the user takes."""
+        return SESSION_FDS * len(self.sessions) + self.memory_descriptors
+
+    @property
+    def used(self) -> Quota:
+        """Everything that counts against the quota."""
+        return Quota(
+            memory=self.memory,
+            sessions=len(self.sessions),
+            leases=self.leases,
+            requests=self.unfinished,
+            watches=self.watches,
+            events=self.events,
+            layouts=self.layouts,
+            descriptors=self.descriptors,
+            mapped_beyond_leases=0,  # taken, not granted: see Footprint
+        )
+
+    def affords(self, waiter: CreateWaiter) -> bool:
+        """Whether the quota has room for a create, and no earlier one waits for it."""
+        return self.position(waiter) == 0 and not exceeds(self.memory, waiter.total, self.quota.memory)
+
+
+@dataclass(slots=True, eq=False)
+class Footprint:
+    """The broker's memory that a user's processes refer to beyond the user's leases."""
+
+    #: Bytes by ticket, by process id; None where the kernel does not tell.
+    processes: dict[int, Mapping[int, int] | None] = field(default_factory=dict)
+    #: The sum, each piece of memory counted once.
+    nbytes: int = 0
+
+    def count(self) -> None:
+        """Compute ``nbytes`` anew."""
+        sizes: dict[int, int] = {}
+        for memory in self.processes.values():
+            for ticket, nbytes in (memory or {}).items():
+                sizes[ticket] = max(nbytes, sizes.get(ticket, 0))
+        self.nbytes = sum(sizes.values())
+
+
+# -- event logs ----------------------------------------------------------------------------------------
+
+
+EventLog = deque[tuple[float, str]]
+"""The last events of a pool or a session: their times, in seconds since 1970, and what happened, in words."""
+
+empty_log = partial(deque[tuple[float, str]], maxlen=EVENT_LOG_LINES)
+
+
+# -- sessions and what they hold -----------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Session:
+    """One client process.
+
+    Not to be confused with :class:`cubroker.client.session.Session` or
+    :class:`cubroker.server.transport.session.Session`.
+    """
+
+    id: int
+    pid: int
+    user: User
+    gid: int
+    #: Supplementary groups.
+    groups: frozenset[int] = frozenset()
+    #: False once its connection ended while it still holds leases.
+    connected: bool = True
+    #: By number.
+    leases: dict[int, Lease] = field(default_factory=dict)
+    #: Its requests that wait, by request number.
+    unfinished: dict[int, Waiter] = field(default_factory=dict)
+    #: Pools that it watches, by name.
+    watches: dict[str, Pool] = field(default_factory=dict)
+    #: Events that it made, by number.
+    ipc_events: dict[int, IpcEvent] = field(default_factory=dict)
+    log: EventLog = field(default_factory=empty_log)
+    #: Usage when the limits changed last; it may exceed them.
+    grandfathered: Limits = NO_LIMITS
+    #: Whether its uid and gid are those of the broker's own namespaces; decided once, at the handshake.
+    verified: bool = False
+
+    @property
+    def used(self) -> Limits:
+        """Everything that counts against the limits."""
+        return Limits(len(self.leases), len(self.unfinished), len(self.watches), len(self.ipc_events))
+
+    @property
+    def uid(self) -> int:
+        """The user of its process."""
+        return self.user.uid
+
+    @property
+    def label(self) -> str:
+        """The session in words."""
+        return f"session {self.id} (pid {self.pid}, uid {self.uid})"
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Lease:
+    """One session's reference to one version."""
+
+    id: int
+    session: Session
+    version: Version
+    #: The memory that it was given.
+    tickets: tuple[Ticket, ...]
+    #: Whether it writes all replicas at once, by the version's multicast group.
+    bound: bool
+    #: Events made by it, by number.
+    ipc_events: dict[int, IpcEvent] = field(default_factory=dict)
+    #: Requests that wait for events by it.
+    event_waiters: dict[EventWaiter, None] = field(default_factory=dict)
+    #: Whether it got fabric handles and may still ask for descriptors.
+    unsent: bool = False
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class IpcEvent:
+    """An interprocess event of a version."""
+
+    id: int
+    name: str
+    #: The lease by which it was made, and with which it ends.
+    lease: Lease
+    #: UUID of the device that it was made on.
+    device: str
+    handle: bytes
+    #: How often it was recorded.
+    generation: int = 0
+    event_waiters: dict[EventWaiter, None] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        """The event in words."""
+        return f"event {self.name!r} of {self.lease.version.label}"
+
+
+# -- pools, versions and memory ------------------------------------------------------------------------
+
+
+class Loss(NamedTuple):
+    """The last version of a name whose memory was lost."""
+
+    number: int
+    #: The reason, as a clause.
+    why: str
+
+
+class Past(NamedTuple):
+    """What the ledger remembers of a name without versions."""
+
+    #: Number of the last version.
+    last: int = 0
+    loss: Loss | None = None
+    #: The last owner; None: there was none, or it is not known.
+    previous_owner: int | None = None
+    group: int = 0
+    mode: int = 0
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Pool:
+    """One name: its versions, and the sessions that wait for it or watch it.
+
+    Not to be confused with :class:`cubroker.client.pool.Pool`.
+    """
+
+    name: str
+    #: Number of the last version that was published, or lost as a draft.
+    last: int
+    loss: Loss | None = None
+    #: User that the name belongs to while any version of it lives.
+    owner: int | None = None
+    previous_owner: int | None = None
+    #: Unix group whose members ``mode`` names.
+    group: int = 0
+    mode: int = MODE
+    #: By number, oldest first.
+    versions: dict[int, Version] = field(default_factory=dict)
+    current: Version | None = None
+    #: The version that is being allocated or filled.
+    draft: Version | None = None
+    #: The create whose turn it is, until its draft is granted.
+    writer: CreateWaiter | None = None
+    #: Creates that wait for their turn, in order of arrival.
+    queue: OrderedDict[CreateWaiter, None] = field(default_factory=OrderedDict)
+    attach_waiters: dict[AttachWaiter, None] = field(default_factory=dict)
+    watchers: dict[Session, None] = field(default_factory=dict)
+    log: EventLog = field(default_factory=empty_log)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no version of it lives, and no session waits for it or watches it."""
+        return not (self.versions or self.writer or self.queue or self.attach_waiters or self.watchers)
+
+    @property
+    def free(self) -> bool:
+        """Whether a create could have the turn."""
+        return self.writer is None and self.draft is None
+
+    @property
+    def past(self) -> Past:
+        """What is remembered of it once it is idle."""
+        return Past(self.last, self.loss, self.previous_owner, self.group, self.mode)
+
+    def remember(self, loss: Loss) -> None:
+        """Remember how a version was lost, unless a later one was."""
+        self.loss = max(self.loss or loss, loss)
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Version:
+    """One version of a pool."""
+
+    pool: Pool
+    number: int
+    #: The user that made it, to whose quota it counts.
+    user: User
+    #: Label of the session that fills or filled it.
+    writer: str
+    #: The pool's mode from its publication on; None: unchanged.
+    mode: int | None
+    #: Share kind.
+    share: str
+    #: Index in ``replicas`` of each allocation's device, which then has one shard; None: every device has all.
+    plan: tuple[int, ...] | None
+    #: Whether its readers may write it.
+    writable: bool
+    #: Whether its memory is in the store.
+    durable: bool
+    #: Encoded, as it travels.
+    layout: bytes
+    tensors: int
+    #: Bytes that the layout describes.
+    nbytes: int
+    #: Memory by device UUID.
+    replicas: dict[str, Ticket] = field(default_factory=dict)
+    state: VersionState = VersionState.ALLOCATING
+    #: How it was lost, as a clause.
+    why: str = ""
+    #: Digests that it was sealed with, in the order of ``replicas``.
+    digests: Digests | None = None
+    #: Leases on it, by number.
+    holders: dict[int, Lease] = field(default_factory=dict)
+    #: By name.
+    ipc_events: dict[str, IpcEvent] = field(default_factory=dict)
+    #: Requests that wait for an event that does not exist yet.
+    open_waiters: dict[EventWaiter, None] = field(default_factory=dict)
+    #: How its last events ended, by event number.
+    ended_reasons: dict[int, str] = field(default_factory=dict)
+    #: Binds its replicas; only :mod:`cubroker.server.ledger.memory` looks into it.
+    multicast_group: MulticastGroup | None = None
+    #: ``name@number``.
+    label: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.label = f"{self.pool.name}@{self.number}"
+
+    @property
+    def leases(self) -> int:
+        """Number of leases on it."""
+        return len(self.holders)
+
+    @property
+    def is_multicast(self) -> bool:
+        """Whether its replicas are bound together once their memory is there."""
+        return self.share == MULTICAST and len(self.replicas) > 1
+
+    @property
+    def owner(self) -> int:
+        """The uid of the user that made it."""
+        return self.user.uid
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Ticket:
+    """The allocations of one version on one device."""
+
+    id: int
+    account: Account
+    version: Version
+    #: Bytes of each allocation, rounded to the granularity.
+    sizes: tuple[int, ...]
+    #: Their sum.
+    nbytes: int
+    state: MemoryState = MemoryState.PROMISED
+    #: One per allocation of the version's layout once this is allocated; ``b""`` for those on other devices.
+    handles: tuple[bytes, ...] = ()
+
+    @property
+    def descriptors(self) -> int:
+        """Descriptors of the broker that it takes."""
+        return len(self.sizes) * self.account.device.descriptors_of(self.version.share)
+
+    @property
+    def stored(self) -> int:
+        """Places of the store that it takes."""
+        return len(self.sizes) if self.version.durable else 0
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class MulticastGroup:
+    """The replicas of a multicast version, bound together."""
+
+    id: int
+    version: Version
+    state: GroupState = GroupState.BINDING
+    #: ``multicast`` or ``copies``; empty until it is known.
+    how: str = ""
+    #: The reason for ``how``, as a clause.
+    why: str = ""
+    #: Size of each multicast object; empty without objects.
+    sizes: tuple[int, ...] = ()
+
+
+# -- requests that wait --------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class AttachWaiter:
+    """An attach that waits for its version to be published."""
+
+    #: Its rank among all requests that waited.
+    arrival: int
+    session: Session
+    request: int
+    pool: Pool
+    body: Attach
+    #: Whether its version was published in the past of a pool whose history its session may not read.
+    blind: bool = False
+    #: Its timer; 0: none is set.
+    timer: int = 0
+    #: When it began to wait, in seconds since 1970.
+    since: float = 0.0
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class EventWaiter:
+    """A request that waits for an event to be made, or to pass a generation."""
+
+    session: Session
+    request: int
+    #: The lease by which it waits.
+    lease: Lease
+    body: OpenEvent | AwaitEvent
+    #: Name of the event.
+    name: str
+    #: None: it waits for the event to be made.
+    ipc_event: IpcEvent | None = None
+    #: The generation that must be exceeded.
+    after: int = 0
+    #: Its timer.
+    timer: int = 0
+    #: When it began to wait, in seconds since 1970.
+    since: float = 0.0
+
+    @property
+    def pool(self) -> Pool:
+        """The pool of the event."""
+        return self.lease.version.pool
+
+    @property
+    def queue(self) -> dict[EventWaiter, None]:
+        """The requests that wait for the same, in order of arrival."""
+        return self.lease.version.open_waiters if self.ipc_event is None else self.ipc_event.event_waiters
+
+
+class Phase(Enum):
+    """What a create waits for.
+
+    Not to be confused with :class:`cubroker.server.keeper.run.Phase`.
+    """
+
+    TURN = "its turn as the writer"
+    ROOM = "room"
+    MEMORY = "its memory"
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class CreateWaiter:
+    """A create that waits for its turn, for room on its devices, or for its memory."""
+
+    #: Its rank among all requests that waited.
+    arrival: int
+    session: Session
+    request: int
+    pool: Pool
+    #: Share kind and durability are decided.
+    body: Create
+    #: Sizes of its allocations on each device, rounded to the granularity.
+    sizes: dict[Account, tuple[int, ...]]
+    #: Their sums: the bytes that it takes of each device.
+    nbytes: dict[Account, int]
+    outline: Outline
+    phase: Phase = Phase.TURN
+    #: Whether it is in its user's queue: it could have the turn, and its user's quota has no room.
+    parked: bool = False
+    #: Its timer; 0: none is set.
+    timer: int = 0
+    #: When it began to wait, in seconds since 1970.
+    since: float = 0.0
+
+    @property
+    def accounts(self) -> Iterable[Account]:
+        """Its devices, in the order of the request."""
+        return self.sizes
+
+    @property
+    def total(self) -> int:
+        """Bytes that it takes of its user's quota, all devices together."""
+        return sum(self.nbytes.values())
+
+    @property
+    def descriptors(self) -> int:
+        """Descriptors of the broker that its memory takes."""
+        share = self.body.share
+        return sum(len(sizes) * account.device.descriptors_of(share) for account, sizes in self.sizes.items())
+
+    @property
+    def durable(self) -> bool:
+        """Whether its memory outlives the broker."""
+        return self.body.durable is True
+
+    @property
+    def stored(self) -> int:
+        """Places of the store that its memory takes."""
+        return sum(map(len, self.sizes.values())) if self.durable else 0
+
+
+Waiter = AttachWaiter | CreateWaiter | EventWaiter

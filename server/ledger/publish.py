@@ -1,0 +1,198 @@
+"""Publication: seal, retire, watch, find. A version's way into service and out of it, and who is told.
+
+Digests that a version is sealed with are the writer's claim: the broker does not read what it lends. It checks only
+that there is one for each piece of memory.
+"""
+
+from __future__ import annotations
+
+from cubroker.protocol import errors, limits, messages
+from cubroker.protocol.limits import DIGEST_BYTES
+from cubroker.server.ledger import error_text, leases
+from cubroker.server.ledger.access import can_read, can_read_history, visible_past
+from cubroker.server.ledger.events import Notify
+from cubroker.server.ledger.leases import (
+    check_publishable,
+    check_readable,
+    end_if_unused,
+    end_surplus,
+    lend,
+    own_lease,
+    release,
+)
+from cubroker.server.ledger.model import AttachWaiter, CreateWaiter, Pool, Session, Version
+from cubroker.server.ledger.policy import exceeds
+from cubroker.server.ledger.tables import Kind, Tables
+from cubroker.server.ledger.transitions import VersionEvent, VersionState
+
+
+def seal(tables: Tables, session: Session, body: messages.Seal) -> messages.Sealed:
+    """Publish a draft, end its writer's lease, and serve the requests that wait for it.
+
+    Raises:
+        NotFound, Invalid, Unavailable: the session has no such lease, or it is on no draft, or on one that was lost.
+        Unsupported, Invalid: digests come with it, and the version has none, or others.
+    """
+    draft = own_lease(session, body.lease)
+    version = draft.version
+    if version.state is VersionState.LOST:
+        why = version.why
+        raise errors.Unavailable(f"{version.label} was lost before it was sealed: {why}; close it, and create it again")
+    if version.state is not VersionState.DRAFT:
+        raise errors.Invalid(
+            f"lease {body.lease} is on {version.label}, which is published; only a draft can be sealed"
+        )
+    sealed_with = sealed_digests(version, body)
+    pool = version.pool
+    tables.transition_version(version, VersionEvent.SEALED)
+    version.digests = sealed_with
+    previous, pool.current, pool.draft, pool.last = pool.current, version, None, version.number
+    if version.mode is not None:
+        pool.mode = version.mode
+    release(tables, draft)
+    if previous is not None:
+        tables.transition_version(previous, VersionEvent.REPLACED)
+    end_surplus(tables, pool)  # one more is superseded, so another may no longer be kept
+    announce(tables, pool)
+    _serve(tables, version)
+    tables.recheck_pools[pool] = None
+    return messages.Sealed(version.number)
+
+
+def _serve(tables: Tables, version: Version) -> None:
+    """Give leases to the requests that wait for a version just published, in order of arrival."""
+    pool = version.pool
+    waiters: list[tuple[AttachWaiter | CreateWaiter, messages.Attach | messages.Where]] = [
+        (waiter, waiter.body) for waiter in pool.attach_waiters if waiter.body.version in (0, version.number)
+    ]
+    waiters += [(waiter, waiter.body.attach) for waiter in pool.queue if waiter.body.attach is not None]
+    for waiter, where in sorted(waiters, key=lambda pair: pair[0].arrival):
+        leases.stop_waiting(tables, waiter)
+        try:
+            answer: messages.Reply = lend(tables, waiter.session, version, where)
+        except errors.CubrokerError as error:
+            answer = messages.Failed(error.code, error.message)
+        leases.answer(tables, waiter, answer)
+
+
+def retire(tables: Tables, session: Session, body: messages.Retire) -> messages.Retirement:
+    """Take a version out of service; it ends with its last lease. Repeated, it reports the leases that are left."""
+    known = tables.pools.get(body.name)
+    if known is not None:
+        check_publishable(tables, session, known)
+    version = find(tables, session, body.name, body.version)
+    pool = version.pool
+    if version is pool.draft:
+        writer = version.writer if can_read(tables, session, pool) else "another session"
+        raise errors.Invalid(
+            f"{version.label} is a draft of {writer}; it ends when that session closes it, or ends itself"
+        )
+    leases = version.leases
+    if version.state not in (VersionState.RETIRED, VersionState.LOST):
+        tables.note(pool, f"{session.label} retires version {version.number}")
+        tables.transition_version(version, VersionEvent.RETIRED)
+        end_if_unused(tables, version)
+        if pool.current is version:
+            pool.current = None
+            announce(tables, pool)
+    return messages.Retirement(version.number, leases)
+
+
+def find(tables: Tables, session: Session, name: str, number: int) -> Version:
+    """Return a live version, whatever its state (0: the current one); raises ``NotFound`` or ``Retired``."""
+    limits.check_pool_name(name)
+    pool = tables.pools.get(name)
+    if pool is not None:
+        version = pool.versions.get(number) if number else pool.current
+        if version is not None:
+            return version
+    past = visible_past(tables, session, name)
+    if 0 < number <= past.last:
+        raise errors.Retired(error_text.retired(name, number, pool, past.loss))
+    raise errors.NotFound(error_text.missing(tables, session, name, number))
+
+
+def watch(tables: Tables, session: Session, body: messages.Watch) -> messages.Done:
+    """Begin or end a watch, which tells a session of every change of a name's current version."""
+    limits.check_pool_name(body.name)
+    if not body.on:
+        unwatch(tables, session, body.name)
+        return messages.Done()
+    if (known := tables.pools.get(body.name)) is not None:
+        check_readable(tables, session, known)
+    if body.name not in session.watches:
+        user = session.user
+        if len(session.watches) >= tables.limits.watches or exceeds(user.watches, 1, user.quota.watches):
+            raise error_text.too_many(session, tables.limits, error_text.WATCHES)
+        pool = session.watches[body.name] = tables.pool(body.name)
+        pool.watchers[session] = None
+        user.watches += 1
+        tables.mark_dirty(Kind.WATCH, session.id, body.name)
+    tables.effects.append(_notice(session, tables.pools[body.name]))
+    return messages.Done()
+
+
+def find_current(tables: Tables, session: Session, body: messages.Find) -> messages.Found:
+    """Return the current version of a pool whose owner is the asker, or one of those asked for.
+
+    Raises:
+        Denied: ``session`` may not read the pool, which one of these owners has, or any owner that is asked for.
+    """
+    limits.check_pool_name(body.name)
+    pool = tables.pools.get(body.name)
+    if pool is None or (body.owners and pool.owner not in (session.uid, *body.owners)):
+        return messages.Found(0)
+    check_readable(tables, session, pool)
+    return messages.Found(pool.current.number if pool.current is not None else 0)
+
+
+def unwatch(tables: Tables, session: Session, name: str) -> None:
+    """End a watch, if there is one."""
+    pool = session.watches.pop(name, None)
+    if pool is not None:
+        del pool.watchers[session]
+        session.user.watches -= 1
+        tables.mark_dirty(Kind.WATCH, session.id, name)
+        tables.recheck_pools[pool] = None
+
+
+def announce(tables: Tables, pool: Pool) -> None:
+    """Tell the sessions that watch a pool, and may read its history, which version is current."""
+    unowned = pool.owner is pool.previous_owner is None  # so there is nothing but the name
+    for session in pool.watchers:
+        if unowned or can_read_history(tables, session, pool):
+            tables.effects.append(_notice(session, pool))
+
+
+def _notice(session: Session, pool: Pool) -> Notify:
+    return Notify(session.id, messages.PoolChanged(pool.name, 0 if pool.current is None else pool.current.number))
+
+
+# -- digests of what a version held when it was sealed -------------------------------------------------
+
+
+def sealed_digests(version: Version, body: messages.Seal) -> messages.Digests | None:
+    """Return the digests with which a draft is to be sealed, if it is with any.
+
+    Raises:
+        Unsupported: its readers may write it.
+        Invalid: they are not those of its allocations.
+    """
+    if not isinstance(body, messages.SealDigested):
+        return None
+    if version.writable:
+        raise errors.Unsupported(
+            f"{version.label} is writable by its readers, so a digest would not tell what it holds; seal it without"
+        )
+    if not digests_fit(version, body.digests):
+        raise errors.Invalid(
+            f"{version.label} was to be sealed with digests that are not one of {DIGEST_BYTES} bytes for each"
+            f" allocation of each of its {len(version.replicas)} replicas"
+        )
+    return body.digests
+
+
+def digests_fit(version: Version, digests: messages.Digests) -> bool:
+    """Say whether there is one digest for each piece of memory of a version, and no other."""
+    wanted = [[DIGEST_BYTES * bool(handle) for handle in there.handles] for there in version.replicas.values()]
+    return wanted == [list(map(len, replica)) for replica in digests.replicas]

@@ -1,0 +1,583 @@
+"""The ledger's snapshot: what the next broker has to know, as keys and values of the journal.
+
+Entries are outcomes, one for each thing that exists, never events that would be replayed. Waiting requests, memory that
+is being allocated or freed, and versions without memory have none: clients ask again, and memory without an entry
+belongs to no version.
+
+A change marks a key dirty (:meth:`Tables.mark_dirty`); the value is read from the tables when the changes are asked
+for. So a value is always that of the end of a batch of events, and a key marked too often does no harm.
+
+Reading guesses nothing. A value that cannot be decoded, or that no ledger writes, is corruption and refuses the whole
+snapshot. But a ledger that made a mistake over one event writes what it has: a lease without its session, two current
+versions. No entry is corrupt, and they cannot all be true. So
+
+- an entry that refers to something that does not exist is dropped;
+- a version whose state contradicts its leases, its name or the other versions is lost, as if its memory had gone; of
+  several current versions the one that the name calls the last stays.
+
+Each is a finding. The result must satisfy the invariants, and write the entries that it was made of, except for those
+that were repaired. Otherwise the snapshot is refused. A running ledger is audited in the same way after a mistake.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, NamedTuple, TypeVar
+
+from msgspec import DecodeError, Meta, Struct, msgpack
+from msgspec.structs import astuple
+
+from cubroker.protocol.errors import CorruptJournal
+from cubroker.protocol.limits import Encoded, EventHandle, Handles, Mode, Name, Plan, Uuid
+from cubroker.protocol.messages import Digests
+from cubroker.server.ledger import invariants
+from cubroker.server.ledger.leases import FABRIC, opened_by
+from cubroker.server.ledger.lifecycle import accept_present
+from cubroker.server.ledger.model import (
+    SESSION_FDS,
+    IpcEvent,
+    Lease,
+    Loss,
+    Past,
+    Pool,
+    Session,
+    Ticket,
+    Version,
+)
+from cubroker.server.ledger.tables import DirtyKey, Kind, Tables
+from cubroker.server.ledger.transitions import MemoryState, VersionState
+
+FORMAT = 2
+"""The format of everything below. Format 1 had no digests, and no owners of pools that have ended."""
+
+READABLE = (1, FORMAT)
+"""The formats that are read; any other is refused. What is written from then on has the newest."""
+
+PREFIX = b"l/"
+FORMAT_KEY = b"l/format"
+COUNTERS_KEY = b"l/counters"
+
+CONTRADICTED = "what the broker had written down of it contradicted itself"
+"""The reason that holders of a dropped version read; the log has the details."""
+
+UNRECORDED = (VersionState.ALLOCATING, VersionState.ENDED)
+"""States of versions without memory, which have no entry; after a mistake an ended one may still be in the tables."""
+
+_KEY = re.compile(rb"l/([a-z]+)/(0|[1-9][0-9]{0,18})/([!-~]*)")
+
+Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Uid = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
+Words = Annotated[str, Meta(max_length=1 << 16)]
+Sizes = Annotated[tuple[Number, ...], Meta(max_length=4096)]
+T = TypeVar("T")
+
+# -- values: arrays, so the order of the fields is the format ------------------------------------------
+
+
+class Entry(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Base of all values."""
+
+
+class Counters(Entry, frozen=True):
+    """The last numbers given out, and whether the broker is drained by hand."""
+
+    leases: Number = 0
+    events: Number = 0
+    tickets: Number = 0
+    sessions: Number = 0
+    drained: bool = False
+
+
+class SessionEntry(Entry, frozen=True):
+    """A session, by its number."""
+
+    pid: Number
+    uid: Uid
+    gid: Uid
+    groups: Annotated[tuple[Uid, ...], Meta(max_length=1 << 16)]
+    connected: bool
+    verified: bool = False
+
+
+class WatchEntry(Entry, frozen=True):
+    """A watch, by the session and the name."""
+
+
+class NameEntry(Entry, frozen=True):
+    """The past of a name, and its owner while a version of it lives."""
+
+    last: Number
+    #: Number of the version that was lost last; 0: none was.
+    lost: Number
+    why: Words
+    owner: Uid | None
+    #: Without a version, these are the last ones; format 1 had 0.
+    group: Uid
+    mode: Mode
+    previous_owner: Uid | None = None
+
+
+class Piece(Entry, frozen=True):
+    """The memory of a version on one device."""
+
+    device: Uuid
+    ticket: Number
+    sizes: Sizes
+    handles: Handles
+
+
+class VersionEntry(Entry, frozen=True):
+    """What never changes of a version, by number and name; the layout makes it large."""
+
+    uid: Uid
+    writer: Words
+    mode: Mode | None
+    share: Annotated[str, Meta(max_length=16)]
+    plan: Plan | None
+    writable: bool
+    durable: bool
+    tensors: Number
+    nbytes: Number
+    pieces: Annotated[tuple[Piece, ...], Meta(max_length=64)]
+    layout: Encoded
+
+
+class StateEntry(Entry, frozen=True):
+    """What changes of a version, by number and name."""
+
+    state: VersionState
+    why: Words
+    digests: Digests | None = None
+
+
+class LeaseEntry(Entry, frozen=True):
+    """A lease, by its number."""
+
+    session: Number
+    name: Name
+    version: Number
+    #: Indices of the version's pieces.
+    given: Annotated[tuple[Number, ...], Meta(max_length=64)]
+    bound: bool
+    unsent: bool
+
+
+class EventEntry(Entry, frozen=True):
+    """An IPC event, by its number."""
+
+    lease: Number
+    name: Name
+    device: Uuid
+    handle: EventHandle
+    generation: Number
+
+
+_COPIED = tuple(field for field in VersionEntry.__struct_fields__ if field not in ("uid", "pieces"))
+"""The fields that a version and its entry have in common."""
+
+# -- writing -------------------------------------------------------------------------------------------
+
+_encode = msgpack.Encoder().encode
+
+
+class ChangeRecorder:
+    """Encodes the entries that changed."""
+
+    def __init__(self, tables: Tables, counters: Counters | None = None) -> None:
+        self._tables = tables
+        self._counters = counters  # as they were written last
+
+    def changes(self) -> list[tuple[bytes, bytes | None]]:
+        """Return the keys changed since the last call, with their values; None: the entry is gone."""
+        tables = self._tables
+        keys, tables.dirty_keys = tables.dirty_keys, {}
+        assert keys is not None
+        found: list[tuple[bytes, bytes | None]] = []
+        for key in keys:
+            entry = _entry(tables, key)
+            found.append((encode_key(key), None if entry is None else _encode(entry)))
+        if (now := counters(tables)) != self._counters:
+            if self._counters is None:
+                found.append((FORMAT_KEY, _encode(FORMAT)))
+            self._counters = now
+            found.append((COUNTERS_KEY, _encode(now)))
+        return found
+
+
+def full_snapshot(tables: Tables) -> dict[bytes, bytes]:
+    """Return all keys and values; costs time in proportion to the tables."""
+    found = {encode_key(key): _encode(entry) for key, entry in entries(tables)}
+    return found | {FORMAT_KEY: _encode(FORMAT), COUNTERS_KEY: _encode(counters(tables))}
+
+
+def entries(tables: Tables) -> Iterator[tuple[DirtyKey, Entry]]:
+    """Return all entries but the counters."""
+    keys: list[DirtyKey] = []
+    for session in tables.sessions.values():
+        keys.append((Kind.SESSION, session.id, ""))
+        keys += [(Kind.WATCH, session.id, name) for name in session.watches]
+    keys += [(Kind.NAME, 0, name) for name in (*tables.past_names, *tables.pools)]
+    for name, pool in tables.pools.items():
+        keys += [(kind, number, name) for number in pool.versions for kind in (Kind.VERSION, Kind.STATE)]
+    keys += [(Kind.LEASE, number, "") for number in tables.leases]
+    keys += [(Kind.EVENT, number, "") for number in tables.ipc_events]
+    return ((key, found) for key in keys if (found := _entry(tables, key)) is not None)
+
+
+def encode_key(key: DirtyKey) -> bytes:
+    """Return the journal's key of an entry; names may contain slashes, and come last."""
+    kind, number, name = key
+    return f"l/{kind}/{number}/{name}".encode()
+
+
+def counters(tables: Tables) -> Counters:
+    """Return the last numbers given out, and whether the broker is drained."""
+    numbers = tables.lease_ids.last, tables.event_ids.last, tables.ticket_ids.last, tables.last_session
+    return Counters(*numbers, tables.drained)
+
+
+def _entry(tables: Tables, key: DirtyKey) -> Entry | None:
+    """Return the entry of a key; None if the thing does not exist any more."""
+    kind, number, name = key
+    return _CODECS[kind].write(tables, number, name)
+
+
+def _write_session(tables: Tables, number: int, _: str) -> SessionEntry | None:
+    session = tables.sessions.get(number)
+    if session is None:
+        return None
+    groups = tuple(sorted(session.groups))
+    return SessionEntry(session.pid, session.uid, session.gid, groups, session.connected, session.verified)
+
+
+def _write_watch(tables: Tables, number: int, name: str) -> WatchEntry | None:
+    session = tables.sessions.get(number)
+    return WatchEntry() if session is not None and name in session.watches else None
+
+
+def _write_name(tables: Tables, _: int, name: str) -> NameEntry | None:
+    last, loss, previous_owner, group, mode = tables.past(name)
+    pool, (lost, why) = tables.pools.get(name), loss or (0, "")
+    if pool is not None and any(version.state not in UNRECORDED for version in pool.versions.values()):
+        return NameEntry(last, lost, why, pool.owner, pool.group, pool.mode)
+    if pool is not None and pool.owner is not None:  # of a first draft without memory, which ends with the broker
+        previous_owner = pool.owner
+    return NameEntry(last, lost, why, None, group, mode, previous_owner) if last else None
+
+
+def _find_version(tables: Tables, name: str, number: int) -> Version | None:
+    pool = tables.pools.get(name)
+    return None if pool is None else pool.versions.get(number)
+
+
+def _write_version(tables: Tables, number: int, name: str) -> VersionEntry | None:
+    version = _find_version(tables, name, number)
+    if version is None or version.state in UNRECORDED:
+        return None
+    pieces = tuple(Piece(uuid, ticket.id, ticket.sizes, ticket.handles) for uuid, ticket in version.replicas.items())
+    copied: dict[str, Any] = {field: getattr(version, field) for field in _COPIED}
+    return VersionEntry(uid=version.owner, pieces=pieces, **copied)
+
+
+def _write_state(tables: Tables, number: int, name: str) -> StateEntry | None:
+    version = _find_version(tables, name, number)
+    if version is None or version.state in UNRECORDED:
+        return None
+    return StateEntry(version.state, version.why, version.digests)
+
+
+def _write_lease(tables: Tables, number: int, _: str) -> LeaseEntry | None:
+    lease = tables.leases.get(number)
+    if lease is None:
+        return None
+    version, pieces = lease.version, list(lease.version.replicas.values())
+    # Memory of another version is a mistake, which must not prevent the entry.
+    given = tuple(pieces.index(each) for each in lease.tickets if each in pieces)
+    return LeaseEntry(lease.session.id, version.pool.name, version.number, given, lease.bound, lease.unsent)
+
+
+def _write_event(tables: Tables, number: int, _: str) -> EventEntry | None:
+    event = tables.ipc_events.get(number)
+    if event is None:
+        return None
+    return EventEntry(event.lease.id, event.name, event.device, event.handle, event.generation)
+
+
+# -- reading -------------------------------------------------------------------------------------------
+
+
+def load(tables: Tables, items: Iterable[tuple[bytes, bytes]]) -> Counters | None:
+    """Fill empty tables from the items of a journal; return the counters, None if the head is to be written anew.
+
+    What was dropped or lost is among the findings, and dirty.
+
+    Raises:
+        CorruptJournal: the snapshot cannot be used, nor can the tables.
+    """
+    tables.resumed = False
+    values = {key: value for key, value in items if key.startswith(PREFIX)}
+    if not values:
+        return None
+    number = _decode(FORMAT_KEY, values.pop(FORMAT_KEY, b""), int)
+    if number not in READABLE:
+        known = " and ".join(map(str, READABLE))
+        raise CorruptJournal(
+            f"the ledger's record has format {number}, and this build knows {known}; start the build that wrote it"
+        )
+    found = _decode(COUNTERS_KEY, values.pop(COUNTERS_KEY, b""), Counters)
+    order = list(_CODECS)
+    loaded = dict(sorted((_read(*item) for item in values.items()), key=lambda e: (order.index(e[0][0]), e[0])))
+    tables.lease_ids.last, tables.event_ids.last = found.leases, found.events
+    tables.ticket_ids.last, tables.last_session = found.tickets, found.sessions
+    tables.drained = found.drained
+    for key, entry in loaded.items():
+        _CODECS[key[0]].read(tables, key, entry)
+    _repair(tables)
+    accept_present(tables)
+    tables.grandfathered_store = tables.stored
+    _check(tables, loaded)
+    return found if number == FORMAT else None
+
+
+def _decode(key: bytes, value: bytes, shape: type[T]) -> T:
+    try:
+        return msgpack.decode(value, type=shape)
+    except (DecodeError, UnicodeDecodeError) as error:
+        raise _corrupt(key, f"its value cannot be read: {error}") from None
+
+
+def _corrupt(key: bytes, reason: str) -> CorruptJournal:
+    return CorruptJournal(f"the ledger's record is damaged at {key.decode('ascii', 'replace')}: {reason}")
+
+
+def _read(key: bytes, value: bytes) -> tuple[DirtyKey, Entry]:
+    parts = _KEY.fullmatch(key)
+    kind, number, name = (part.decode() for part in parts.groups()) if parts else ("", "", "")
+    if kind not in _CODECS:
+        raise _corrupt(key, "this build does not know what that is")
+    return (Kind(kind), int(number), name), _decode(key, value, _CODECS[Kind(kind)].shape)
+
+
+def _check(tables: Tables, before: Mapping[DirtyKey, Entry]) -> None:
+    """Raise ``CorruptJournal`` unless the tables satisfy the invariants and write the entries that they came from."""
+    after = dict(entries(tables))
+    for key in sorted({*before, *after} - (tables.dirty_keys or {}).keys()):
+        if before.get(key) != after.get(key):
+            raise _corrupt(encode_key(key), "what was made of it would be recorded in another way")
+    try:
+        invariants.check(tables)
+    except invariants.MISTAKES as error:
+        raise CorruptJournal(f"the ledger's record contradicts itself: {invariants.in_words(error)}") from None
+
+
+def _lose(tables: Tables, version: Version, why: str) -> None:
+    """Lose a version that contradicts the rest; its memory stays until its last lease ends. Idempotent."""
+    if (version.state, version.why) == (VersionState.LOST, CONTRADICTED):
+        return
+    pool = version.pool
+    tables.findings.append(f"{version.label} is lost: {why}")
+    version.state, version.why = VersionState.LOST, CONTRADICTED
+    pool.remember(Loss(version.number, CONTRADICTED))
+    tables.mark_dirty(Kind.STATE, version.number, pool.name)
+    tables.mark_dirty(Kind.NAME, name=pool.name)
+
+
+def _drop(tables: Tables, key: DirtyKey, what: str) -> None:
+    """Leave out an entry that refers to something that does not exist."""
+    tables.mark_dirty(*key)
+    tables.findings.append(f"forgotten is {what}")
+
+
+def _read_session(tables: Tables, key: DirtyKey, entry: SessionEntry) -> None:
+    number, user = key[1], tables.user(entry.uid)
+    groups = frozenset(entry.groups)
+    session = Session(number, entry.pid, user, entry.gid, groups, entry.connected, verified=entry.verified)
+    tables.sessions[number] = user.sessions[number] = session
+    tables.stored += SESSION_FDS
+
+
+def _read_name(tables: Tables, key: DirtyKey, entry: NameEntry) -> None:
+    name = key[2]
+    loss = Loss(entry.lost, entry.why) if entry.lost else None
+    tables.past_names[name] = Past(entry.last, loss, entry.previous_owner, entry.group, entry.mode)
+    if entry.owner is not None:
+        pool = tables.pool(name)
+        pool.owner, pool.group, pool.mode = entry.owner, entry.group, entry.mode
+
+
+def _read_version(tables: Tables, key: DirtyKey, entry: VersionEntry) -> None:
+    _, number, name = key
+    pool, user = tables.pool(name), tables.user(entry.uid)
+    copied: dict[str, Any] = {field: getattr(entry, field) for field in _COPIED}
+    version = pool.versions[number] = Version(pool=pool, number=number, user=user, **copied)
+    user.layouts += len(version.layout)
+    for device, ticket_id, sizes, handles in map(astuple, entry.pieces):
+        if ticket_id in tables.tickets:
+            raise _corrupt(encode_key(key), f"memory {ticket_id} is another version's as well")
+        account = tables.account(device)
+        ticket = Ticket(ticket_id, account, version, sizes, sum(sizes), MemoryState.HELD, handles)
+        version.replicas[device] = ticket
+        tables.tickets[ticket_id] = account.tickets[ticket_id] = user.tickets[ticket_id] = ticket
+        account.allocated += ticket.nbytes
+        user.memory += ticket.nbytes
+        user.memory_descriptors += ticket.descriptors
+        tables.stored += ticket.stored
+
+
+def _read_state(tables: Tables, key: DirtyKey, entry: StateEntry) -> None:
+    _, number, name = key
+    if entry.state in UNRECORDED:
+        raise _corrupt(encode_key(key), f"no version that is {entry.state.value} is recorded")
+    version = _find_version(tables, name, number)
+    if version is None:
+        _drop(tables, key, f"a state of {name}@{number}, which there is not")
+    else:
+        version.state, version.why, version.digests = entry.state, entry.why, entry.digests
+
+
+def _read_lease(tables: Tables, key: DirtyKey, entry: LeaseEntry) -> None:
+    number, label = key[1], f"{entry.name}@{entry.version}"
+    session, version = tables.sessions.get(entry.session), _find_version(tables, entry.name, entry.version)
+    if session is None or version is None:
+        missing = label if version is None else f"session {entry.session}"
+        _drop(tables, key, f"lease {number} of session {entry.session} on {label}: {missing} is not there")
+        return
+    pieces = dict(enumerate(version.replicas.values()))
+    given = tuple(pieces[index] for index in entry.given if index in pieces)
+    lease = Lease(number, session, version, given, entry.bound, unsent=entry.unsent)
+    tables.leases[number] = session.leases[number] = version.holders[number] = lease
+    session.user.leases += 1
+    if not given or len(given) < len(entry.given):
+        tables.mark_dirty(*key)
+        _lose(tables, version, f"lease {number} is on memory that it has not")
+
+
+def _read_event(tables: Tables, key: DirtyKey, entry: EventEntry) -> None:
+    number, lease = key[1], tables.leases.get(entry.lease)
+    if lease is None or not lease.version.writable or entry.name in lease.version.ipc_events:
+        _drop(tables, key, f"event {number}, {entry.name!r}, which lease {entry.lease} cannot have")
+        return
+    event = IpcEvent(number, entry.name, lease, entry.device, entry.handle, entry.generation)
+    tables.ipc_events[number] = lease.ipc_events[number] = lease.session.ipc_events[number] = event
+    lease.version.ipc_events[entry.name] = event
+    lease.session.user.events += 1
+
+
+def _read_watch(tables: Tables, key: DirtyKey, _: WatchEntry) -> None:
+    number, name = key[1:]
+    session = tables.sessions.get(number)
+    if session is None or not session.connected:
+        _drop(tables, key, f"a watch on {name} of session {number}, which nobody can be told by")
+        return
+    pool = session.watches[name] = tables.pool(name)
+    pool.watchers[session] = None
+    session.user.watches += 1
+
+
+class _Codec(NamedTuple):
+    shape: type[Entry]
+    write: Callable[[Tables, int, str], Entry | None]
+    read: Callable[[Tables, DirtyKey, Any], None]
+
+
+_CODECS: Mapping[Kind, _Codec] = {
+    Kind.SESSION: _Codec(SessionEntry, _write_session, _read_session),
+    Kind.NAME: _Codec(NameEntry, _write_name, _read_name),
+    Kind.VERSION: _Codec(VersionEntry, _write_version, _read_version),
+    Kind.STATE: _Codec(StateEntry, _write_state, _read_state),
+    Kind.LEASE: _Codec(LeaseEntry, _write_lease, _read_lease),
+    Kind.EVENT: _Codec(EventEntry, _write_event, _read_event),
+    Kind.WATCH: _Codec(WatchEntry, _write_watch, _read_watch),
+}
+"""The kinds of entries, in the order in which the tables can be filled."""
+
+# -- repair --------------------------------------------------------------------------------------------
+
+
+def _repair(tables: Tables) -> None:
+    """Lose every version that contradicts the rest of the tables."""
+    for pool in tuple(tables.pools.values()):
+        if pool.owner is not None and not pool.versions:
+            tables.findings.append(f"{pool.name} belongs to nobody any more: there is no version of it")
+            pool.owner = None
+            tables.mark_dirty(Kind.NAME, name=pool.name)
+        elif pool.owner is None and pool.versions:
+            for version in pool.versions.values():
+                _lose(tables, version, "nothing says whose its name is")
+            pool.owner, pool.group, pool.mode = version.owner, 0, 0
+        for version in pool.versions.values():
+            _repair_version(tables, version)
+        _repair_numbers(tables, pool)
+        _repair_current(tables, pool)
+        if pool.idle:
+            tables.drop_pool(pool)
+
+
+def _repair_version(tables: Tables, version: Version) -> None:
+    """A version's state fits its leases."""
+    if version.state is VersionState.ALLOCATING:
+        _lose(tables, version, "nothing says what became of it")
+    elif version.state is VersionState.LOST and not version.why:
+        _lose(tables, version, "nothing says how")
+    elif version.state is VersionState.DRAFT and version.leases != 1:
+        _lose(tables, version, f"it is a draft, whose writer has the only lease, and there are {version.leases}")
+    for lease in version.holders.values():
+        if lease.unsent and opened_by(version) != FABRIC:
+            _lose(tables, version, f"lease {lease.id} got fabric handles, and it has none")
+            lease.unsent = False
+            tables.mark_dirty(Kind.LEASE, lease.id)
+
+
+def _repair_numbers(tables: Tables, pool: Pool) -> None:
+    """The only version past the last published one is the draft, if there is one."""
+    beyond = [version for version in pool.versions.values() if version.number > pool.last]
+    if [(version.number, version.state) for version in beyond] == [(pool.last + 1, VersionState.DRAFT)]:
+        pool.draft = beyond.pop()
+    for version in pool.versions.values():
+        if version.state is VersionState.DRAFT and version is not pool.draft:
+            why = f"it is a draft, and not the only one, or not the next after version {pool.last}"
+            _lose(tables, version, why)
+    for version in beyond:
+        _lose(tables, version, f"it is no draft, and {pool.last} was the last one that was published")
+        pool.last = max(pool.last, version.number)  # clients may know the number, so it is not given out again
+        tables.mark_dirty(Kind.NAME, name=pool.name)
+
+
+def _repair_current(tables: Tables, pool: Pool) -> None:
+    """At most one version is current."""
+    current = [version for version in pool.versions.values() if version.state is VersionState.CURRENT]
+    if len(current) > 1:
+        for version in current:
+            if version.number != pool.last:
+                why = f"{len(current)} versions are current, and {pool.last} was published last"
+                _lose(tables, version, why)
+    pool.current = next((version for version in current if version.state is VersionState.CURRENT), None)
+
+
+# -- audit ---------------------------------------------------------------------------------------------
+
+
+class Audit(NamedTuple):
+    """What a mistake left behind."""
+
+    #: Parts of the tables that contradict the rest.
+    disagreements: Sequence[str]
+    #: What the next broker would drop or lose if it loaded the snapshot now.
+    given_up: Sequence[str]
+    #: Why it would refuse the snapshot; empty if it would not.
+    refused: str
+
+
+def audit(tables: Tables) -> Audit:
+    """Check the tables, and load their snapshot on trial; costs time in proportion to the tables."""
+    disagreements = invariants.disagreements(tables)
+    if tables.store is None:
+        return Audit(disagreements, (), "")
+    devices = [account.device for account in tables.accounts.values()]
+    later = Tables(devices, tables.uid, tables.limits, tables.policy, tables.store)
+    try:
+        load(later, full_snapshot(tables).items())
+    except CorruptJournal as error:
+        return Audit(disagreements, (), str(error))
+    return Audit(disagreements, later.findings, "")

@@ -1,0 +1,242 @@
+"""The ledger's tables: every record by number and by name, and the effects of the event that is being handled."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+
+from cubroker.server.ledger.events import Effect
+from cubroker.server.ledger.model import (
+    Account,
+    Budget,
+    Footprint,
+    IpcEvent,
+    Lease,
+    MulticastGroup,
+    Past,
+    Pool,
+    Session,
+    Ticket,
+    User,
+    Version,
+    Waiter,
+)
+from cubroker.server.ledger.policy import Limits, Policy
+from cubroker.server.ledger.transitions import VERSION, E, S, VersionEvent, VersionState, step
+
+MAX_PAST_NAMES = 65_536
+"""Names without versions whose past is remembered; beyond it the oldest are forgotten."""
+
+MAX_PAST_LOGS = 512
+"""Ended pools, and ended sessions, whose event logs are kept; beyond it the oldest are dropped."""
+
+NO_INDEX = -1
+"""The index of a device that is not served."""
+
+
+class Kind(StrEnum):
+    """Kinds of snapshot entries; the value is part of the journal's key.
+
+    Not to be confused with :class:`cubroker.server.config.schema.Kind`.
+    """
+
+    SESSION = "session"
+    WATCH = "watch"
+    NAME = "name"
+    VERSION = "version"
+    STATE = "state"
+    LEASE = "lease"
+    EVENT = "event"
+
+
+DirtyKey = tuple[Kind, int, str]
+"""A snapshot entry that has to be written: its kind, number and name; 0 and empty where it has none."""
+
+
+class Counter:
+    """Numbers that rise by one."""
+
+    __slots__ = ("last",)
+
+    def __init__(self) -> None:
+        self.last = 0  # the last one given out
+
+    def __next__(self) -> int:
+        self.last += 1
+        return self.last
+
+
+class Tables:
+    """All records of a ledger. Only the modules of this package change them.
+
+    Args:
+        devices: the devices that the broker serves.
+        uid: the user that the broker runs as.
+        limits: what one session may have.
+        policy: what users may do and have.
+        store: places that the store has; None: there is no store.
+    """
+
+    def __init__(
+        self, devices: Sequence[Budget], uid: int, limits: Limits, policy: Policy, store: int | None = None
+    ) -> None:
+        self.uid = uid
+        self.limits = limits
+        self.policy = policy
+        #: The time of the event that is being handled, in seconds since 1970; messages can carry it.
+        self.now = 0.0
+        self.effects: list[Effect] = []
+
+        #: By device UUID.
+        self.accounts = {device.uuid: Account(device) for device in devices}
+        assert len(self.accounts) == len(devices), "two devices with one UUID"
+        #: Devices that an earlier broker served and this one does not, while memory on them is held.
+        self.absent: dict[str, Account] = {}
+        #: By uid; a user without anything has no record.
+        self.users: dict[int, User] = {}
+        self.sessions: dict[int, Session] = {}
+        self.pools: dict[str, Pool] = {}
+        #: By number.
+        self.tickets: dict[int, Ticket] = {}
+        self.leases: dict[int, Lease] = {}
+        self.ipc_events: dict[int, IpcEvent] = {}
+        self.multicast_groups: dict[int, MulticastGroup] = {}
+        self.timers: dict[int, Waiter] = {}
+        #: The past of names without a pool, oldest first.
+        self.past_names: dict[str, Past] = {}
+        #: Ended pools and sessions, for their event logs.
+        self.past_pools: OrderedDict[str, Pool] = OrderedDict()
+        self.past_sessions: OrderedDict[int, Session] = OrderedDict()
+
+        #: Pools, users and devices where something ended, so that a create that waits there may be served.
+        #: Each is looked at once after the event, however often it was added: many requests may end together.
+        self.recheck_pools: dict[Pool, None] = {}
+        self.recheck_users: dict[User, None] = {}
+        self.recheck_accounts: dict[Account, None] = {}
+
+        self.lease_ids = Counter()
+        self.event_ids = Counter()
+        #: Numbers of tickets and of multicast groups.
+        self.ticket_ids = Counter()
+        self.timer_ids = Counter()
+        self.arrivals = Counter()
+        #: The highest number that a session had.
+        self.last_session = 0
+
+        #: Places that the store has; None: there is no store.
+        self.store = store
+        #: Places that sessions and durable memory take, waiting creates included.
+        self.stored = 0
+        #: Places taken when the snapshot was loaded; they may exceed the store's.
+        self.grandfathered_store = 0
+        #: Entries changed since they were written last; None: nothing is written.
+        self.dirty_keys: dict[DirtyKey, None] | None = None if store is None else {}
+        #: False while a restored ledger is being told of lost sessions and memory.
+        self.resumed = True
+        #: What of the snapshot contradicted the rest and was dropped or lost, one sentence each.
+        self.findings: list[str] = []
+
+        #: Whether durable memory outlives the broker, in a store that does not end with it.
+        self.outlives_broker = store is not None
+        #: Whether an administrator drains the broker.
+        self.drained = False
+        #: Leases whose end the shutdown waits for; None: the broker was not told to end.
+        self.shutdown_leases: dict[int, Lease] | None = None
+
+        #: What processes refer to beyond leases, by uid.
+        self.footprints: dict[int, Footprint] = {}
+        #: (uid, ticket) of the leases that ended during the scan of processes; None: there is no scan.
+        self.ended_in_scan: set[tuple[int, int]] | None = None
+
+    def lends(self, *, durable: bool) -> bool:
+        """Whether new leases are granted, on ``durable`` memory or on other."""
+        return not self.drained and (self.shutdown_leases is None or (durable and self.outlives_broker))
+
+    def ends_with_broker(self, version: Version) -> bool:
+        """Whether the memory of a version ends with the broker; a lost version has none."""
+        return version.state is not VersionState.LOST and not (version.durable and self.outlives_broker)
+
+    def mark_dirty(self, kind: Kind, number: int = 0, name: str = "") -> None:
+        """Note that a snapshot entry changed, was added or is gone."""
+        if self.dirty_keys is not None:
+            self.dirty_keys[kind, number, name] = None
+
+    def note(self, record: Session | Pool, text: str) -> None:
+        """Add an event of now to the log of a session or a pool."""
+        record.log.append((self.now, text))
+
+    def advance(self, table: Mapping[S, Mapping[E, S]], state: S, event: E, pool: Pool, what: str) -> S:
+        """Return the state that the table has after ``event``, and note it of a pool; raises ``Impossible``."""
+        after = step(table, state, event, pool.log)
+        self.note(pool, f"{what} is {after.value}: {event.value}")
+        return after
+
+    def transition_version(self, version: Version, event: VersionEvent) -> None:
+        """Take a version one step, and mark its entries dirty."""
+        pool, name, number = version.pool, version.pool.name, version.number
+        version.state = self.advance(VERSION, version.state, event, pool, f"version {number}")
+        self.mark_dirty(Kind.NAME, name=name)
+        self.mark_dirty(Kind.STATE, number, name)
+        if version.state in (VersionState.DRAFT, VersionState.ENDED):
+            self.mark_dirty(Kind.VERSION, number, name)
+
+    def past(self, name: str) -> Past:
+        """Return what is remembered of a name, whether or not it has versions."""
+        pool = self.pools.get(name)
+        return self.past_names.get(name, Past()) if pool is None else pool.past
+
+    def pool(self, name: str) -> Pool:
+        """Return the record of a name; adds it if needed."""
+        pool = self.pools.get(name)
+        if pool is None:
+            pool = self.past_pools.pop(name, None) or Pool(name, 0)
+            if (past := self.past_names.pop(name, None)) is not None:
+                pool.last, pool.loss, pool.previous_owner, pool.group, pool.mode = past
+            self.pools[name] = pool
+        return pool
+
+    def account(self, uuid: str) -> Account:
+        """Return the account of a device; one that is not served is ``absent`` and has no budget."""
+        account = self.accounts.get(uuid) or self.absent.get(uuid)
+        if account is None:
+            account = self.absent[uuid] = Account(Budget(NO_INDEX, uuid, "", 0, 0))
+        return account
+
+    def user(self, uid: int) -> User:
+        """Return the record of a user; adds it if needed."""
+        user = self.users.get(uid)
+        if user is None:
+            user = self.users[uid] = User(uid, self.policy.quota_of(uid))
+        return user
+
+    def drop_idle_user(self, user: User) -> None:
+        """Drop the record of a user who has nothing any more."""
+        if user.idle:
+            self.users.pop(user.uid, None)
+
+    def recheck_user(self, user: User) -> None:
+        """Have the first create in a user's queue looked at after the event."""
+        if user.queue:
+            self.recheck_users[user] = None
+
+    def drop_session(self, session: Session) -> None:
+        """Drop the record of a session that has nothing any more."""
+        del self.sessions[session.id], session.user.sessions[session.id]
+        self.past_sessions[session.id] = session
+        if len(self.past_sessions) > MAX_PAST_LOGS:
+            self.past_sessions.popitem(last=False)
+        self.drop_idle_user(session.user)
+
+    def drop_pool(self, pool: Pool) -> None:
+        """Drop the record of an idle pool; its past stays, since numbers are not given out twice."""
+        del self.pools[pool.name]
+        self.past_pools[pool.name] = pool
+        if len(self.past_pools) > MAX_PAST_LOGS:
+            self.past_pools.popitem(last=False)
+        if pool.last:
+            self.past_names[pool.name] = pool.past
+            if len(self.past_names) > MAX_PAST_NAMES:
+                oldest = next(iter(self.past_names))
+                del self.past_names[oldest]
+                self.mark_dirty(Kind.NAME, name=oldest)

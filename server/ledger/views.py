@@ -1,0 +1,209 @@
+"""Views: listings and descriptions of what a session may see, and the event logs of pools and sessions."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from cubroker.protocol import limits, messages
+from cubroker.protocol.errors import Denied, NotFound
+from cubroker.protocol.infos import NOBODY, BlockInfo, ClientInfo, DeviceInfo, LeaseInfo, Line, PoolInfo, WaiterInfo
+from cubroker.protocol.messages import BY_DESCRIPTOR
+from cubroker.server.ledger import memory
+from cubroker.server.ledger.access import can_read, can_read_history, can_see_session
+from cubroker.server.ledger.leases import check_readable, opened_by
+from cubroker.server.ledger.model import AttachWaiter, CreateWaiter, EventWaiter, Session, Version, Waiter
+from cubroker.server.ledger.publish import find
+from cubroker.server.ledger.tables import Tables
+from cubroker.server.ledger.transitions import MemoryState, VersionState
+
+STAGES = {
+    MemoryState.PROMISED: "promised",
+    MemoryState.HELD: "held",
+    MemoryState.CANCELLED: "given up",
+    MemoryState.FREEING: "freeing",
+}
+"""What users read of the states of memory."""
+
+
+def list_pools(tables: Tables, session: Session, _: messages.ListPools | None = None) -> messages.Pools:
+    """Return every live version that ``session`` may see, by name and number."""
+    visible = (pool for pool in tables.pools.values() if can_read(tables, session, pool))
+    pools = sorted(visible, key=lambda pool: pool.name)
+    return messages.Pools(tuple(_pool(version) for pool in pools for version in pool.versions.values()))
+
+
+def list_clients(tables: Tables, session: Session, _: messages.ListClients | None = None) -> messages.Clients:
+    """Return the sessions that ``session`` may see, oldest first, with their leases on pools that it may read."""
+
+    def info(other: Session) -> ClientInfo:
+        versions = (lease.version for lease in other.leases.values())
+        return ClientInfo(
+            session=other.id,
+            pid=other.pid,
+            uid=other.uid,
+            state="connected" if other.connected else "detached",
+            leases=tuple(LeaseInfo(v.pool.name, v.number) for v in versions if can_read(tables, session, v.pool)),
+            mapped_beyond_leases=memory.bytes_beyond_leases(tables, other),
+        )
+
+    return messages.Clients(
+        tuple(info(each) for each in tables.sessions.values() if can_see_session(tables, session, each))
+    )
+
+
+def list_devices(tables: Tables, session: Session, _: messages.ListDevices | None = None) -> messages.DeviceList:
+    """Return every device, by index."""
+    infos = (
+        DeviceInfo(
+            index=(device := account.device).index,
+            uuid=device.uuid,
+            name=device.name,
+            total=device.total,
+            budget=device.budget,
+            allocated=account.allocated,
+            promised=account.promised,
+        )
+        for account in tables.accounts.values()
+    )
+    return messages.DeviceList(tuple(sorted(infos, key=lambda device: device.index)))
+
+
+def describe(tables: Tables, session: Session, body: messages.Describe) -> messages.Description:
+    """Return the state and layout of one version, a draft too if it is named.
+
+    Raises:
+        Denied: ``session`` may not read the pool.
+        NotFound, Retired: there is no such version, or not any more.
+    """
+    version = _readable(tables, session, body)
+    return messages.Description(_pool(version), version.layout, version.plan)
+
+
+def list_digests(tables: Tables, session: Session, body: messages.ListDigests) -> messages.DigestList:
+    """Return the digests that one version was sealed with; raises as :func:`describe` does."""
+    version = _readable(tables, session, body)
+    return messages.DigestList(version.number, tuple(version.replicas), version.digests)
+
+
+def _readable(tables: Tables, session: Session, body: messages.Describe | messages.ListDigests) -> Version:
+    pool = tables.pools.get(body.name)
+    if pool is not None:
+        check_readable(tables, session, pool)
+    return find(tables, session, body.name, body.version)
+
+
+def view(tables: Tables, session: Session, _: messages.Look | None = None) -> messages.View:
+    """Return everything that ``session`` may see; of memory that on the devices that are served."""
+    return messages.View(
+        devices=list_devices(tables, session).devices,
+        pools=list_pools(tables, session).pools,
+        clients=list_clients(tables, session).clients,
+        blocks=_blocks(tables, session),
+        waiters=_waiters(tables, session),
+    )
+
+
+def _blocks(tables: Tables, session: Session) -> tuple[BlockInfo, ...]:
+    """Return each piece of memory whose pool ``session`` may see, then of each device the sum of all others."""
+    seen, hidden = [], Counter[tuple[str, str]]()
+    for ticket in tables.tickets.values():
+        device, version, stage = ticket.account.device.uuid, ticket.version, STAGES.get(ticket.state)
+        if stage is None or device not in tables.accounts:  # after a mistake, memory that is gone may still be there
+            continue
+        if can_read(tables, session, version.pool):
+            state, nbytes = _state(version), ticket.nbytes
+            seen.append(BlockInfo(device, version.pool.name, version.number, state, stage, nbytes, version.owner))
+        else:
+            hidden[device, stage] += ticket.nbytes
+    others = [
+        BlockInfo(device, "", 0, VersionState.CURRENT.value, stage, nbytes, NOBODY)
+        for (device, stage), nbytes in hidden.items()
+    ]
+    return (*seen, *others)
+
+
+def _waiters(tables: Tables, session: Session) -> tuple[WaiterInfo, ...]:
+    return tuple(
+        WaiterInfo(
+            session=other.id,
+            pid=other.pid,
+            uid=other.uid,
+            request=waiter.request,
+            what=_KINDS[type(waiter)],
+            pool=waiter.pool.name if (visible := can_read(tables, session, waiter.pool)) else "",
+            awaits=_awaits(waiter) if visible else "",
+            nbytes=waiter.total if isinstance(waiter, CreateWaiter) else 0,
+            since=waiter.since,
+        )
+        for other in tables.sessions.values()
+        if can_see_session(tables, session, other)
+        for waiter in other.unfinished.values()
+    )
+
+
+_KINDS = {AttachWaiter: "attach", CreateWaiter: "create", EventWaiter: "event"}
+
+
+def _awaits(waiter: Waiter) -> str:
+    if isinstance(waiter, AttachWaiter):
+        return f"version {waiter.body.version}" if waiter.body.version else "a current version"
+    if isinstance(waiter, EventWaiter):
+        return f"event {waiter.name!r}" + (f" past generation {waiter.after}" if waiter.ipc_event else "")
+    return "room in its user's quota" if waiter.parked else waiter.phase.value
+
+
+def _state(version: Version) -> str:
+    """Return what users read of a version's state."""
+    state = VersionState.DRAFT if version.state is VersionState.ALLOCATING else version.state
+    return str(state.value)
+
+
+def _pool(version: Version) -> PoolInfo:
+    group = memory.multicast_message(version, objects=False)
+    return PoolInfo(
+        name=version.pool.name,
+        version=version.number,
+        state=_state(version),
+        nbytes=version.nbytes,
+        tensors=version.tensors,
+        share=version.share,
+        devices=tuple(version.replicas),
+        durable=version.durable,
+        leases=version.leases,
+        owner=version.owner,
+        group=version.pool.group,
+        mode=version.pool.mode,
+        sharded=version.plan is not None,
+        writable=version.writable,
+        how=group.how if group else "",
+        why=version.why or (group.why if group else ""),
+        opened_by=opened_by(version),
+        protected=version.share in BY_DESCRIPTOR and not version.writable,
+        digest=version.digests.algorithm if version.digests else "",
+    )
+
+
+def tell(tables: Tables, session: Session, body: messages.Tell) -> messages.Story:
+    """Tell the last events of a pool, or of a session; ended ones, too.
+
+    Raises:
+        Denied: ``session`` may not read the pool.
+        NotFound: nothing is known of it, or the other session is another user's.
+    """
+    if body.pool is None:
+        other = tables.sessions.get(body.session) or tables.past_sessions.get(body.session)
+        if other is None or not can_see_session(tables, session, other):
+            raise NotFound(
+                f"nothing is known of a session {body.session} of user {session.uid}; the list of clients has those"
+                f" that there are, and administrators may hear of all"
+            )
+        log = other.log
+    else:
+        limits.check_pool_name(body.pool)
+        pool = tables.pools.get(body.pool) or tables.past_pools.get(body.pool)
+        if pool is None or not can_read_history(tables, session, pool):
+            if pool is not None and pool.owner is not None:
+                raise Denied(f"user {session.uid} may not hear of {body.pool}; ask its owner for a mode that lets you")
+            raise NotFound(f"nothing is known of a pool {body.pool}; the list of pools has those that there are")
+        log = pool.log
+    return messages.Story(tuple(Line(time, text) for time, text in log))

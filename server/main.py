@@ -1,0 +1,362 @@
+"""The broker's process: configure it, build its parts, serve until a signal, and take everything down again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import resource
+import signal
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack, ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from cubroker.driver import Device, Driver, DriverError, load
+from cubroker.protocol.directory import REQUEST_SOCKET
+from cubroker.protocol.errors import DeviceFailure, Invalid
+from cubroker.protocol.messages import GatewayChanged
+from cubroker.server import logs, process
+from cubroker.server.broker import Broker
+from cubroker.server.config.load import Current, Sources
+from cubroker.server.config.schema import Config
+from cubroker.server.devices.allocator import DeviceAllocator, MulticastBinder, device_budgets
+from cubroker.server.devices.gpu_processes import NvmlWatch
+from cubroker.server.devices.mapped_memory import FileWatch, MappedChecks
+from cubroker.server.directory import DOOR, REQUESTS, Directory
+from cubroker.server.event_queue import EventQueue
+from cubroker.server.ledger import Ledger
+from cubroker.server.ledger.events import Reconfigured
+from cubroker.server.ledger.model import SESSION_FDS, Budget
+from cubroker.server.ledger.tables import NO_INDEX
+from cubroker.server.monitoring.observer import BrokerGauges, LedgerObserver
+from cubroker.server.store import sd_notify
+from cubroker.server.store.fdstore import JOURNAL, AsyncNotifier, Store
+from cubroker.server.takeover import InheritedFds, inherited, readable, restore
+from cubroker.server.transport.admission import Listener
+from cubroker.server.transport.gateway_process import GatewayProcess
+from cubroker.server.transport.session_log import SessionLog
+
+log = logging.getLogger(__name__)
+
+ENDING = (signal.SIGTERM, signal.SIGINT)
+"""The signals that tell a broker to end, and the store with it if there is one; so does SIGHUP where there is no file
+that could be read again."""
+
+HANDING_OVER = signal.SIGUSR1
+"""The signal that tells a broker to end, and to leave what the store has to the next one."""
+
+LAST_SECONDS = 60.0  #: Seconds that the end of a broker may take once it has waited for its leases.
+STATUS_PERIOD = 10.0  #: Seconds after which a changed status is sent, where no watchdog asks for more.
+OURS = (JOURNAL, DOOR, REQUESTS)  #: What the store has of every broker.
+
+
+def configure(file: Path | None, options: Mapping[str, str]) -> Current:
+    """Return the configuration of a broker, which this process is to be and so hides.
+
+    Args:
+        file: the settings, if there is one.
+        options: settings by key, which come before everything else.
+
+    Raises:
+        InvalidConfig: it makes no sense.
+        Invalid: nor does what a service manager says of its store.
+    """
+    process.hide()
+    _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))  # a session takes two
+    return Current(Sources(file, options, os.environ, min(files, sd_notify.places(os.environ) or files)))
+
+
+def serve(current: Current, ready: Callable[[], None] | None = None) -> int:
+    """Serve until SIGTERM or SIGINT, and return the exit status; SIGHUP reads the configuration again, if it is a file.
+
+    It ends when nothing is held any more that would go with it, at a second signal, or after a time. SIGUSR1 is for
+    where the next one goes on with what is stored: what lasts is not waited for then.
+
+    Args:
+        current: where to serve, which devices, and all the rest.
+        ready: called once when clients are served and the service manager knows; it must not block.
+
+    Raises:
+        CubrokerError: it cannot start, or another broker serves there.
+    """
+    config = current.config
+    logs.adjust(config.log.format, config.log.level)
+    process.return_freed_blocks()
+    with ExitStack() as undo:
+        fds = undo.enter_context(inherited(os.environ))
+        _check_room(fds.store)
+        place = Directory(config.directory, config.access, fds.listening, fds.own, lasting=fds.lasting)
+        undo.enter_context(place)
+        return asyncio.run(_run(place, current, fds, ready))
+
+
+def _check_room(store: Store | None) -> None:
+    """Raise ``Invalid`` if a store has no room for what every broker has and a single session."""
+    least = len(OURS) + SESSION_FDS
+    if store is not None and store.limit < least:
+        raise Invalid(
+            f"the store takes {store.limit} descriptors, and a broker needs {least} at least, {len(OURS)} of its own"
+            f" and {SESSION_FDS} for each session: raise FileDescriptorStoreMax= and CUBROKER_STORE of its unit, or"
+            f" `cubroker keep --descriptors`"
+        )
+
+
+class Signals:
+    """The signals that end a broker, in order, and the one that has it read its configuration again.
+
+    Not to be confused with ``cubroker.server.keeper.child.Signals``, those of the keeper.
+
+    A stop signal that is ignored stays so: shells start background work like that, and nohup. One that is blocked does
+    not: the parent left that by mistake, and nothing could stop the broker.
+
+    Args:
+        reloads: whether SIGHUP reads the configuration again; otherwise it ends the broker.
+    """
+
+    def __init__(self, *, reloads: bool) -> None:
+        loop = asyncio.get_running_loop()
+        self.stops: asyncio.Queue[signal.Signals] = asyncio.Queue()
+        self.reload = asyncio.Event()
+        if reloads:
+            loop.add_signal_handler(signal.SIGHUP, self.reload.set)
+        for number in (*ENDING, HANDING_OVER) if reloads else (*ENDING, HANDING_OVER, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                loop.add_signal_handler(number, self.stops.put_nowait, number)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (*ENDING, HANDING_OVER, signal.SIGHUP))
+
+
+class ServiceStatus:
+    """Reports to the service manager from the event loop that serves, so that a hanging loop falls silent.
+
+    Args:
+        notifier: sends to the service manager; None: there is none.
+        broker: the reports are about it.
+    """
+
+    def __init__(self, notifier: AsyncNotifier | None, broker: Broker) -> None:
+        self._notifier = notifier
+        self._broker = broker
+        self._sent = ""
+        self._stopping = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    def ready(self) -> None:
+        """Report that clients are served, and the status from now on."""
+        if self._notifier:
+            self._sent = self._broker.status()
+            self._notifier.say(sd_notify.ready(self._sent))
+            self._beat(self._notifier)
+
+    def reloading(self) -> None:
+        """Report that settings are read again; :meth:`ready` ends that."""
+        if self._notifier:
+            self._notifier.say(sd_notify.reloading())
+
+    def draining(self, seconds: float) -> None:
+        """Report an end that begins within ``seconds``, and the status until then."""
+        if self._notifier:
+            self._stopping = True
+            self._notifier.say(sd_notify.stopping(seconds + LAST_SECONDS))
+            self._beat(self._notifier)
+
+    def stopping(self) -> None:
+        """Report the end, and nothing more."""
+        if self._timer:
+            self._timer.cancel()
+        if self._notifier and not self._stopping:
+            self._notifier.say(sd_notify.stopping(LAST_SECONDS))
+
+    def _beat(self, notifier: AsyncNotifier) -> None:
+        if self._timer:
+            self._timer.cancel()
+        interval = notifier.manager.watchdog_interval
+        if interval:
+            notifier.say(sd_notify.WATCHDOG, "life")
+        if (status := self._broker.status()) != self._sent:
+            self._sent = status
+            notifier.say(sd_notify.status(status), "status")
+        self._timer = asyncio.get_running_loop().call_later(
+            min(interval or STATUS_PERIOD, STATUS_PERIOD), self._beat, notifier
+        )
+
+
+class Parts(NamedTuple):
+    """The parts of a running broker that its end and a new configuration concern."""
+
+    queue: EventQueue
+    broker: Broker
+    devices: tuple[Device, ...]
+    checks: MappedChecks
+
+    def reconfigure(self, config: Config) -> None:
+        """Put in force what can change while the broker runs.
+
+        Raises:
+            Invalid: a budget does not fit its device, or is of one that is not served; nothing has changed.
+        """
+        budgets = {budget.uuid: budget.budget for budget in device_budgets(self.devices, config.budget)}
+        self.queue.put(Reconfigured(config.policy, config.limits, budgets))
+        self.checks.adjust(config.mapped_check)
+        logs.adjust(config.log.format, config.log.level)
+
+
+async def _run(place: Directory, current: Current, fds: InheritedFds, ready: Callable[[], None] | None) -> int:
+    """Start, serve until the first stop signal, and take everything down again. A signal may also end the start."""
+    signals = Signals(reloads=current.sources.file is not None)
+    async with AsyncExitStack() as undo:
+        stop = asyncio.create_task(signals.stops.get())
+        starting = asyncio.create_task(_start(undo, place, current.config, fds))
+        await asyncio.wait((starting, stop), return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            parts = starting.result()
+            service = ServiceStatus(fds.notifier, parts.broker)
+            reloading = asyncio.create_task(_reload(current, signals, parts, service))
+            undo.callback(reloading.cancel)
+            service.ready()  # before any words: the next broker depends on no reader of the log
+            log.info("serving on %s", place.path)
+            if ready:
+                ready()
+            await _end(parts.broker, service, current, signals, with_store=await stop is not HANDING_OVER)
+        else:
+            starting.cancel()
+            await asyncio.wait((starting,))
+        log.info("shutting down")
+    return 0
+
+
+async def _end(broker: Broker, service: ServiceStatus, current: Current, signals: Signals, *, with_store: bool) -> None:
+    """Wait until nothing is held that would go with the broker, up to the configured time or the next stop signal.
+
+    ``with_store`` says whether the store ends, too, if there is one.
+    """
+    if broker.holds(with_store=with_store) and (limit := current.config.drain):
+        log.info("told to end: what is lent has %g s to come back, or until the next signal", limit)
+        broker.drain(with_store=with_store)
+        service.draining(limit)
+        waits = [asyncio.create_task(broker.drained()), asyncio.create_task(signals.stops.get())]
+        await asyncio.wait(waits, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+        for each in waits:
+            each.cancel()
+    service.stopping()
+
+
+async def _reload(current: Current, signals: Signals, parts: Parts, service: ServiceStatus) -> None:
+    """Read the configuration again at every SIGHUP."""
+    while await signals.reload.wait():
+        signals.reload.clear()
+        service.reloading()
+        try:
+            await current.reload(parts.reconfigure)
+        # Nor may a mistake in this end the broker, and with it the memory of all clients.
+        except Exception:
+            log.exception("the broker failed at reading its configuration again")
+        service.ready()
+
+
+async def _start(undo: AsyncExitStack, place: Directory, config: Config, fds: InheritedFds) -> Parts:
+    """Start everything; ``undo`` takes it down again, however far this came."""
+    queue = EventQueue()
+    gateway = GatewayProcess(place.requests, place.path / REQUEST_SOCKET)
+    undo.push_async_callback(gateway.stop)
+    gateway.start()  # it comes up while the driver does
+    parts = await _build(undo, queue, gateway, config, fds.store)
+    await gateway.connect(queue)
+    await asyncio.to_thread(fds.keep, place.fresh)
+    if fds.store and fds.store.inherited:
+        # The requests of the earlier broker's sessions may have gone with its gateway.
+        parts.broker.sessions.notify_all(GatewayChanged())
+    listener = Listener(place.sessions, queue)
+    undo.callback(listener.close)
+    listener.open()
+    return parts
+
+
+async def _build(
+    undo: AsyncExitStack, queue: EventQueue, gateway: GatewayProcess, config: Config, store: Store | None
+) -> Parts:
+    """Return a broker that has taken over from an earlier one; ``undo`` says farewell, frees memory and closes all."""
+    driver = await asyncio.to_thread(_load, config.devices)
+    memory: dict[str, DeviceAllocator] = {}
+    undo.callback(_close, driver, memory)
+    with readable():
+        items = dict(store.journal.items()) if store else {}
+        ledger = _ledger(driver, config, store, items)
+        session_log = SessionLog(items if store.inherited else None) if store else None
+    if store:
+        store.attend()
+    watch = FileWatch() if driver.host else NvmlWatch()
+    absent = dict.fromkeys(held.device for held in ledger.held_memory() if not held.served)  # it is only to be freed
+    for device in (*driver.devices, *(Device(NO_INDEX, uuid, "not served", 0) for uuid in absent)):
+        memory[device.uuid] = DeviceAllocator(driver, device, queue, store, watch)
+        undo.callback(memory[device.uuid].close)
+    multicast = MulticastBinder(driver, memory, queue)
+    undo.callback(multicast.close)
+    observer = _observe(undo, config, ledger, store, session_log)
+    checks = MappedChecks(queue, watch, config.mapped_check)
+    undo.callback(checks.close)
+    broker = Broker(queue, ledger, memory, multicast, driver, gateway, observer, store, session_log, checks)
+    undo.callback(broker.close, "the broker is shutting down")
+    if store is None or session_log is None:
+        log.warning("there is no store: if this broker dies, its pools and the record of leases go with it")
+    else:
+        with readable():
+            restore(broker, ledger, memory, store, session_log, items)
+    return Parts(queue, broker, driver.devices, checks)
+
+
+def _close(driver: Driver, memory: Mapping[str, DeviceAllocator]) -> None:
+    """Close the driver, unless memory is in use: that would go with its context, and so goes with the process."""
+    if not any(each.leaves for each in memory.values()):
+        driver.close()
+
+
+def _observe(
+    undo: AsyncExitStack, config: Config, ledger: Ledger, store: Store | None, session_log: SessionLog | None
+) -> LedgerObserver:
+    """Return the ledger's observer, and serve metrics where the configuration says; ``undo`` ends that."""
+    if config.metrics.listen is None:
+        return LedgerObserver(ledger)
+    # Imported only where metrics are on: it takes a twentieth of a second and 5 MiB.
+    from cubroker.server.monitoring import server
+    from cubroker.server.monitoring.metrics import BrokerCounters
+
+    counters = BrokerCounters()
+    gauges = BrokerGauges(session_log.restarts, len(OURS), store.limit) if store and session_log else None
+    observer = LedgerObserver(ledger, counters, gauges)
+    if (thread := server.start(config.metrics, observer, counters)) is not None:
+        undo.push_async_callback(asyncio.to_thread, thread.close)
+    return observer
+
+
+def _ledger(driver: Driver, config: Config, store: Store | None, items: Mapping[bytes, bytes]) -> Ledger:
+    """Return a ledger over the devices: an earlier broker's, if it left one."""
+    budgets = [_probed(driver, budget) for budget in device_budgets(driver.devices, config.budget)]
+    if store is None:
+        return Ledger(budgets, os.geteuid(), config.limits, config.policy)
+    room = store.limit - len(OURS)
+    return Ledger.restore(budgets, os.geteuid(), config.limits, config.policy, items.items(), room)
+
+
+def _probed(driver: Driver, budget: Budget) -> Budget:
+    """Return a budget that says what its device can do."""
+    obstacle = driver.vmm_obstacle(budget.index)
+    if obstacle:
+        log.warning(
+            "device %d cannot share memory as vmm: %s; a pool on it that names no share kind is ipc, which its readers"
+            " can write",
+            budget.index,
+            obstacle,
+        )
+    return replace(budget, descriptors=int(driver.host), vmm=obstacle is None)  # an emulated allocation is a file
+
+
+def _load(devices: str) -> Driver:
+    try:
+        return load(devices)
+    except ValueError as error:
+        raise Invalid(f"cannot use devices {devices!r}: {error}") from None
+    except DriverError as error:
+        raise DeviceFailure(f"cannot use devices {devices!r}: {error}") from None

@@ -1,0 +1,250 @@
+"""HTTP for metrics and a page: one GET a connection, a token, and limits on every reader.
+
+A reader may be slow, hostile or many, and must cost the broker nothing. So a reader has a bounded time to ask and to
+take each piece of the reply, and there are so many connections and streams at once. The standard library's
+``http.server`` has a time limit for each read and write alone, and a thread for each connection; prometheus_client
+serves by it. h11 parses and writes HTTP here, and asyncio keeps the time.
+
+Programs send the token as ``Authorization: Bearer TOKEN`` (RFC 6750), browsers as the password of HTTP Basic (RFC
+7617), with any user name. Browsers keep such a password for one scheme, host and port, so another user's port on this
+host gets none of it; a cookie would go to every port.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import hmac
+import ipaddress
+import logging
+import os
+import re
+import stat
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import h11
+
+from cubroker.protocol.errors import InternalFailure, Invalid, explain
+from cubroker.server.transport.peer_credentials import overflow_id
+
+log = logging.getLogger(__name__)
+
+MAX_HEAD = 8192  #: Bytes of a request: its line and its headers.
+MAX_CONNECTIONS = 32  #: Connections at once; more are closed as they come. Each takes a descriptor of the broker's.
+MAX_STREAMS = 8  #: Of these, those that an endless reply may have.
+TIMEOUT = 10.0  #: Seconds that a reader may take to send its request, and to take each piece of the reply.
+CHUNK = 64 << 10  #: Bytes of a piece.
+MAX_TOKEN_FILE = 1024  #: Bytes of a token file.
+TOKEN = re.compile(rb"[!-~]{16,}")  #: A token: printable, without spaces, and too long to be guessed if it is random.
+FORBIDDEN_MODE = stat.S_IRWXO | stat.S_IWGRP  #: Bits that the mode of a token file must not have.
+
+HEADERS = (
+    ("Cache-Control", "no-store"),
+    ("X-Content-Type-Options", "nosniff"),
+    ("Referrer-Policy", "no-referrer"),
+    ("Connection", "close"),
+)
+
+CHALLENGE = (("WWW-Authenticate", 'Basic realm="cubroker", charset="UTF-8"'), ("WWW-Authenticate", "Bearer"))
+"""Asks a reader for the token: a browser asks its user."""
+
+Body = bytes | AsyncIterator[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class HttpResponse:
+    """A response: a whole body, or a stream that ends when its reader goes."""
+
+    #: The media type.
+    kind: str
+    body: Body
+    status: int = 200
+    headers: tuple[tuple[str, str], ...] = ()
+
+
+Routes = Mapping[str, Callable[[], Awaitable[HttpResponse]]]
+"""What makes the response, by path."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCheck:
+    """Tells which routes a reader gets."""
+
+    #: Opens everything; None: no token is asked for.
+    token: bytes | None
+    #: For readers who show the token.
+    everything: Routes
+    #: For readers who show no token; None: they have to show it.
+    otherwise: Routes | None
+
+    def admit(self, headers: Mapping[bytes, bytes]) -> Routes | None:
+        """Return the routes for the sender of a request with these headers; None: it has to show the token."""
+        shown = headers.get(b"authorization")
+        if self.token is None or shown is None:
+            return self.otherwise
+        return self.everything if hmac.compare_digest(_token(shown), self.token) else None
+
+
+def _token(authorization: bytes) -> bytes:
+    """Return the token of a header, an empty one if it has none."""
+    scheme, _, credentials = authorization.partition(b" ")
+    if scheme.lower() == b"bearer":
+        return credentials.strip()
+    if scheme.lower() != b"basic":
+        return b""
+    try:
+        return base64.b64decode(credentials.strip(), validate=True).partition(b":")[2]
+    except binascii.Error:
+        return b""
+
+
+class HttpServer:
+    """Answers each connection with the response of its path's route, if ``check`` gives its reader that."""
+
+    def __init__(self, check: TokenCheck) -> None:
+        self._check = check
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._streams = 0
+        self._closed = False
+
+    def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer one connection, and close it."""
+        if self._closed or len(self._tasks) >= MAX_CONNECTIONS:
+            writer.transport.abort()
+        else:
+            task = asyncio.create_task(self._serve(reader, writer))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        """Close all connections, and those still to come: asyncio's server waits for all, and streams have no end."""
+        self._closed = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        http = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD)
+        try:
+            try:
+                async with asyncio.timeout(TIMEOUT):
+                    while (event := http.next_event()) is h11.NEED_DATA:
+                        http.receive_data(await reader.read(MAX_HEAD))
+            except h11.RemoteProtocolError as error:
+                await self._send(http, writer, _error(error.error_status_hint, str(error)))
+            else:
+                if isinstance(event, h11.Request):  # and not the end of a connection without one
+                    await self._send(http, writer, await self._respond(event), empty=event.method == b"HEAD")
+        except (OSError, TimeoutError, h11.ProtocolError) as error:
+            log.debug("a reader of metrics went: %r", error)
+        finally:
+            writer.transport.abort()
+
+    async def _respond(self, request: h11.Request) -> HttpResponse:
+        path = request.target.partition(b"?")[0].decode("ascii")
+        headers = dict(request.headers)
+        if not _is_here(headers.get(b"host", b"").decode("ascii", "replace")):
+            return _error(421, "this is read by the names of this host alone: localhost, 127.0.0.1, [::1]")
+        if _is_foreign(path, headers):
+            return _error(403, "a page of another origin has no access here; open / in a tab of its own")
+        routes = self._check.admit(headers)
+        if routes is None:
+            return _error(401, "this takes the token of this broker's metrics, as Bearer or as a password", CHALLENGE)
+        if request.method not in (b"GET", b"HEAD"):
+            return _error(405, "there is nothing here to change; use GET")
+        if path not in routes:
+            return _error(404, f"there is nothing there; there are {', '.join(routes)}")
+        try:
+            return await routes[path]()
+        except TimeoutError:
+            return _error(503, "the broker does not answer")
+        except InternalFailure as error:
+            return _error(500, error.message)
+
+    async def _send(
+        self, http: h11.Connection, writer: asyncio.StreamWriter, response: HttpResponse, *, empty: bool = False
+    ) -> None:
+        if not isinstance(response.body, bytes) and self._streams >= MAX_STREAMS:
+            response = _error(503, f"{MAX_STREAMS} watch already; close one of them")
+        body = response.body
+        length = [("Content-Length", str(len(body)))] if isinstance(body, bytes) else []
+        headers = [("Content-Type", response.kind), *length, *HEADERS, *response.headers]
+        await _write(writer, http.send(h11.Response(status_code=response.status, headers=headers)))
+        if isinstance(body, bytes):
+            for start in range(0, 0 if empty else len(body), CHUNK):
+                await _write(writer, http.send(h11.Data(body[start : start + CHUNK])))
+            await _write(writer, http.send(h11.EndOfMessage()))
+            with suppress(TimeoutError, OSError):  # closing at once would lose what is not read yet
+                async with asyncio.timeout(TIMEOUT):
+                    writer.close()
+                    await writer.wait_closed()
+        elif not empty:
+            self._streams += 1
+            try:
+                async for piece in body:
+                    await _write(writer, http.send(h11.Data(piece)))
+            finally:
+                self._streams -= 1
+
+
+def _error(status: int, reason: str, headers: tuple[tuple[str, str], ...] = ()) -> HttpResponse:
+    return HttpResponse("text/plain; charset=utf-8", f"{reason}\n".encode(), status, headers)
+
+
+async def _write(writer: asyncio.StreamWriter, data: bytes | None) -> None:
+    if data:
+        writer.write(data)
+        async with asyncio.timeout(TIMEOUT):  # and not wait_for, which may lose a cancellation in Python 3.11
+            await writer.drain()
+
+
+def _is_foreign(path: str, headers: Mapping[bytes, bytes]) -> bool:
+    """Whether a page of another origin had the browser send a request, and not the user, by a link to ``/`` in a tab.
+
+    Such a page cannot read the response, but each request holds a connection, and ``/events`` holds a stream for good.
+    Another port of this host is another origin, and may be another user's. Programs other than browsers send no
+    ``Sec-Fetch-Site`` (https://www.w3.org/TR/fetch-metadata/).
+    """
+    if headers.get(b"sec-fetch-site", b"none") in (b"none", b"same-origin"):
+        return False
+    into = (headers.get(b"sec-fetch-mode"), headers.get(b"sec-fetch-dest"))
+    return path != "/" or into != (b"navigate", b"document")
+
+
+def _is_here(host: str) -> bool:
+    """Whether a request names this host by a loopback address: a page elsewhere whose name leads here does not."""
+    name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
+    if name == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(name.removeprefix("[").removesuffix("]")).is_loopback
+    except ValueError:
+        return False
+
+
+def read_token(path: Path) -> bytes:
+    """Return the token in a file; raises ``Invalid`` without one, or where others than root and this user have it."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(descriptor, "rb") as file:
+            status = os.fstat(descriptor)
+            content = file.read(MAX_TOKEN_FILE + 1)
+    except OSError as error:
+        raise Invalid(f"cannot read the token in {path}: {explain(error, path)}") from None
+    if not stat.S_ISREG(status.st_mode):
+        raise Invalid(f"the token file {path} is no regular file")
+    if status.st_uid not in (0, os.geteuid(), overflow_id("uid")):
+        raise Invalid(f"the token file {path} belongs to user {status.st_uid}; have root or the broker's user own it")
+    if (mode := stat.S_IMODE(status.st_mode)) & FORBIDDEN_MODE:
+        raise Invalid(f"the token file {path} has mode {mode:03o}, which is for others too; `chmod 600 {path}`")
+    token = content.strip()
+    if len(content) > MAX_TOKEN_FILE or not TOKEN.fullmatch(token):
+        raise Invalid(
+            f"the token file {path} has no token of 16 to {MAX_TOKEN_FILE} printable characters without spaces;"
+            f" write one with `head -c 24 /dev/urandom | base64`"
+        )
+    return token

@@ -1,0 +1,196 @@
+"""Metrics, as Prometheus reads them: gauges of a snapshot of the broker, and counters of what happened."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter as Tally
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from importlib.metadata import version
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+
+from cubroker.protocol.errors import ERRORS
+from cubroker.protocol.infos import NOBODY
+from cubroker.protocol.messages import View
+from cubroker.server.monitoring.observer import BrokerGauges, EventCounter
+
+disable_created_metrics()  # type: ignore[no-untyped-call]  # no samples of when each counter began
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+DEVICE = ("index", "device")
+"""The labels of a device."""
+
+BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+"""Seconds. A request that is answered at once takes less than a millisecond; the rest wait for memory or a version."""
+
+COLUMNS = {
+    "total": "Bytes that a device has.",
+    "budget": "Bytes of a device that pools may take.",
+    "allocated": "Bytes of a device that are allocated, those that are being freed among them.",
+    "promised": "Bytes of a device that are granted and not allocated yet.",
+}
+"""What is told of each device, by the fields of :class:`DeviceInfo`."""
+
+FREEING = "freeing"  #: The state of memory that no version needs and that its device has not taken back yet.
+OTHER = "(other)"  #: Stands for all names without a label of their own. No pool can have this name.
+HIDDEN = "(private)"  #: Stands for pools and users whose names the reader may not know.
+MAX_NAMES = 200  #: Names that have a label at once.
+LINGER = 3600.0  #: Seconds for which a name that is gone keeps its label; only then another may have its place.
+
+
+class LabelLimiter:
+    """The names that have a label of their own: so many at once and per time, so that users cannot fill a database.
+
+    A name that has a label keeps it for as long as it exists.
+    """
+
+    def __init__(self) -> None:
+        #: By name, when it was seen last.
+        self._seen: dict[str, float] = {}
+
+    def update(self, names: Iterable[str], now: float) -> None:
+        """Note which names exist ``now``, in seconds from any beginning; the most important first."""
+        there = dict.fromkeys(names, now)
+        self._seen = {name: then for name, then in self._seen.items() if name in there or now - then < LINGER}
+        for name in there:
+            if name in self._seen or len(self._seen) < MAX_NAMES:
+                self._seen[name] = now
+
+    def label(self, name: str) -> str:
+        """Return the label for a name."""
+        if not name:
+            return HIDDEN
+        return name if name in self._seen else OTHER
+
+
+class BrokerCounters(EventCounter):
+    """Counters and times of one broker process, in a registry of their own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        histogram = partial(Histogram, registry=self.registry)
+        counter = partial(Counter, registry=self.registry)
+        words = "Time from a request's arrival at the ledger to its answer, waiting included."
+        self._seconds = histogram("cubroker_request_seconds", words, ["request"], buckets=BUCKETS)
+        self._refusals = counter("cubroker_refusals", "Requests that the ledger refused.", ["request", "code"])
+        self._turned_away = counter("cubroker_sessions_refused", "Sessions refused to who had greeted.", ["code"])
+        words = "Gateways that took the place of one that had died, or hung and was killed."
+        self._gateways = counter("cubroker_gateway_restarts", words)
+        ProcessCollector(registry=self.registry)
+
+    def request_answered(self, request: str, seconds: float, code: str = "") -> None:
+        """Count an answered request of a kind; ``code`` says why it was rejected, if it was."""
+        self._seconds.labels(request).observe(seconds)
+        if code:
+            self._refusals.labels(request, _known(code)).inc()
+
+    def turned_away(self, code: str) -> None:
+        """Count a session that was rejected."""
+        self._turned_away.labels(_known(code)).inc()
+
+    def gateway_changed(self) -> None:
+        """Count a gateway that is not the first."""
+        self._gateways.inc()
+
+
+def _known(code: str) -> str:
+    return code if code in ERRORS else "other"
+
+
+class MetricsWriter:
+    """Writes the text of all metrics; sessions, requests and ``counters`` only where views have ``everything``."""
+
+    def __init__(self, counters: CollectorRegistry, *, everything: bool = True) -> None:
+        self._everything = everything
+        self._counters = counters
+        self._pools = LabelLimiter()
+        self._users = LabelLimiter()
+
+    def text(self, view: View, gauges: BrokerGauges | None = None, now: float | None = None) -> bytes:
+        """Return the text for a view and gauges, at a time in seconds since 1970."""
+        gauges = gauges or BrokerGauges()
+        now = time.time() if now is None else now
+        sizes = Tally[str]()
+        for block in view.blocks:
+            sizes[block.pool] += block.nbytes
+        self._pools.update((name for name, _ in sizes.most_common() if name), time.monotonic())
+        owners = {block.owner for block in view.blocks} | {client.uid for client in view.clients}
+        if self._everything:
+            owners |= gauges.beyond_leases.keys()
+        self._users.update(sorted(map(str, owners - {NOBODY})), time.monotonic())
+        counters = self._counters.collect() if self._everything else ()
+        return bytes(generate_latest(_Families([*self._gauges(view, gauges, now), *counters])))
+
+    def _gauges(self, view: View, gauges: BrokerGauges, now: float) -> Iterator[Metric]:
+        yield _gauge("cubroker_build_info", "The version that runs.", ("version",), [((version("cubroker"),), 1)])
+        indexes = {device.uuid: str(device.index) for device in view.devices}
+        for column, words in COLUMNS.items():
+            of_devices = [((indexes[device.uuid], device.uuid), getattr(device, column)) for device in view.devices]
+            yield _gauge(f"cubroker_device_{column}_bytes", words, DEVICE, of_devices)
+        memory = []
+        for block in view.blocks:
+            state = block.state if block.stage in ("promised", "held") else FREEING
+            owner = HIDDEN if block.owner == NOBODY else self._users.label(str(block.owner))
+            key = (indexes[block.device], block.device, self._pools.label(block.pool), state, owner)
+            memory.append((key, block.nbytes))
+        labels = (*DEVICE, "pool", "state", "owner")
+        yield _gauge("cubroker_pool_bytes", "Bytes that pools have, allocated or promised.", labels, memory)
+        leases = [((self._pools.label(pool.name), pool.state), pool.leases) for pool in view.pools]
+        words = "Leases on pools, by the state of the version."
+        yield _gauge("cubroker_leases", words, ("pool", "state"), leases)
+        if self._everything:
+            yield from self._private(view, gauges, now)
+
+    def _private(self, view: View, gauges: BrokerGauges, now: float) -> Iterator[Metric]:
+        """Yield what is counted only where views have everything."""
+        sessions = [((client.state, self._users.label(str(client.uid))), 1) for client in view.clients]
+        words = "Sessions; those that are detached have lost their connection."
+        yield _gauge("cubroker_sessions", words, ("state", "user"), sessions)
+        waits = {what: [0.0] for what in ("attach", "create", "event")}
+        for waiter in view.waiters:
+            waits[waiter.what].append(now - waiter.since)
+        number = [((what,), len(times) - 1) for what, times in waits.items()]
+        longest = [((what,), max(times)) for what, times in waits.items()]  # at least 0: clocks are put back at times
+        yield _gauge("cubroker_waiting_requests", "Requests that wait.", ("what",), number)
+        yield _gauge("cubroker_longest_wait_seconds", "How long the first of them has waited.", ("what",), longest)
+        beyond = [((self._users.label(str(uid)),), nbytes) for uid, nbytes in gauges.beyond_leases.items()]
+        words = "Bytes that processes have mapped or open without a lease, of users of whom the broker can tell."
+        yield _gauge("cubroker_mapped_beyond_leases_bytes", words, ("user",), beyond)
+        words = "Brokers before this one whose pools and sessions it took over."
+        yield CounterMetricFamily("cubroker_restarts", words, gauges.restarts)
+        if gauges.stored is not None:
+            words = "Descriptors that the store has of this broker."
+            yield GaugeMetricFamily("cubroker_store_descriptors", words, gauges.stored)
+        if gauges.storable is not None:
+            words = "Descriptors that the store takes of this broker."
+            yield GaugeMetricFamily("cubroker_store_descriptors_limit", words, gauges.storable)
+
+
+class _Families(list[Metric]):
+    """Metrics that were collected, as a registry has them."""
+
+    def collect(self) -> Iterable[Metric]:
+        return self
+
+
+def _gauge(name: str, words: str, labels: Sequence[str], values: Iterable[tuple[tuple[str, ...], float]]) -> Metric:
+    """Return a gauge; values with the same labels are added up."""
+    sums: defaultdict[tuple[str, ...], float] = defaultdict(float)
+    for key, value in values:
+        sums[key] += value
+    family = GaugeMetricFamily(name, words, labels=labels)
+    for key, value in sums.items():
+        family.add_metric(key, value)
+    return family

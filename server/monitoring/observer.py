@@ -1,0 +1,260 @@
+"""What the broker does for its sessions, as operators see it: an audit log, counts, and snapshots of the ledger.
+
+The audit log says who did what, and why it went so, in one line each. Publications, ends and rejections are at
+``info``; everything else, which is most, at ``debug``. Users cause these lines, so each user has only so many of them
+at ``info``.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+
+from msgspec import Struct
+
+from cubroker.protocol.errors import Denied
+from cubroker.protocol.messages import (
+    Attach,
+    Attached,
+    Create,
+    Created,
+    Describe,
+    Done,
+    Drain,
+    Failed,
+    Find,
+    ListDigests,
+    Reply,
+    Request,
+    Retire,
+    Retirement,
+    Seal,
+    Sealed,
+    Tell,
+    View,
+    Watch,
+)
+from cubroker.server.ledger import Ledger
+from cubroker.server.ledger.events import (
+    ConnectionLost,
+    Effect,
+    Event,
+    ForgetSession,
+    ProcessExited,
+    ProcessScanFinished,
+    Reconfigured,
+    RequestReceived,
+    Respond,
+    SessionOpened,
+)
+from cubroker.server.ledger.ledger import Holder
+from cubroker.server.transport.peer_credentials import RateLimiter
+
+log = logging.getLogger(__name__)
+
+BURST, REFILL = 200, 1.0
+"""Lines at ``info`` that one user has at once, and seconds after which a user has one more."""
+
+PLAIN = frozenset((Failed, Created, Sealed, Retirement))  #: Replies that are worth a line at ``info``.
+FAILURE = "the broker failed at looking at what happens"
+
+Naming = Attach | Create | Describe | Retire | Find | ListDigests | Watch
+"""The requests that name their pool."""
+
+
+@dataclass(frozen=True, slots=True)
+class BrokerGauges:
+    """Facts about a broker that a view of its ledger does not have."""
+
+    #: Brokers before this one whose sessions and pools it took over.
+    restarts: int = 0
+    #: Descriptors that the store has of this broker; None without a store.
+    stored: int | None = None
+    #: Descriptors that the store takes of this broker; None without a store.
+    storable: int | None = None
+    #: Bytes that processes refer to beyond their leases, by user, as far as that is known.
+    beyond_leases: Mapping[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A broker at one moment, as metrics and the page show it."""
+
+    view: View
+    #: Rises with everything that happens.
+    revision: int
+    gauges: BrokerGauges = BrokerGauges()
+
+
+class EventCounter:
+    """Counts what happens. This base class does not: metrics are off."""
+
+    def request_answered(self, request: str, seconds: float, code: str = "") -> None:
+        """Count an answered request of a kind; ``code`` says why it was rejected, if it was."""
+
+    def turned_away(self, code: str) -> None:
+        """Count a session that was rejected."""
+
+    def gateway_changed(self) -> None:
+        """Count a gateway that is not the first."""
+
+
+class PendingRequest(Struct, frozen=True):
+    """A request without a reply yet."""
+
+    body: Request
+    #: The pool whose lease a ``Seal`` names.
+    leased: str
+    #: The time of its arrival, by the monotonic clock.
+    since: float
+
+    @property
+    def kind(self) -> str:
+        """The name of the request's type."""
+        return type(self.body).__name__
+
+    @property
+    def pool(self) -> str:
+        """The name of the pool that the request is about, if it says so."""
+        if isinstance(self.body, Naming):
+            return self.body.name
+        return self.body.pool or "" if isinstance(self.body, Tell) else self.leased
+
+
+def _count(leases: int) -> str:
+    return f"{leases} lease{'' if leases == 1 else 's'}"
+
+
+def _describe(request: PendingRequest, reply: Reply) -> tuple[int, str, dict[str, object]]:
+    """Return the level, the text and the fields of a reply's line."""
+    kind, pool = request.kind, request.pool
+    match reply:
+        case Failed(code, message):
+            asked = f"{kind} of {pool}" if pool else kind
+            return logging.INFO, f"{asked} was refused ({code}): {message}", {"code": code, "why": message}
+        case Created(version=version):
+            return logging.INFO, f"writes {pool}@{version}", {"version": version}
+        case Sealed(version):
+            return logging.INFO, f"published {pool}@{version}", {"version": version}
+        case Retirement(version, leases):
+            text = f"retired {pool}@{version}, with {_count(leases)} left on it"
+            return logging.INFO, text, {"version": version}
+        case Attached(version=version):
+            return logging.DEBUG, f"attached to {pool}@{version}, lease {reply.lease}", {"version": version}
+        case _:
+            return logging.DEBUG, f"{kind} was done", {}
+
+
+class LedgerObserver:
+    """Watches a ledger, for the log and for metrics. Only the broker's loop calls it, unless a method says otherwise.
+
+    ``counter`` is told besides what no event tells. ``gauges`` are the facts that do not change; of ``stored`` the
+    broker's own descriptors, without the ledger's.
+    """
+
+    def __init__(self, ledger: Ledger, counter: EventCounter | None = None, gauges: BrokerGauges | None = None) -> None:
+        #: Rises with everything that happens. Any thread may read it.
+        self.revision = 0
+        self._ledger = ledger
+        self.counter = counter or EventCounter()
+        self._gauges = gauges or BrokerGauges()
+        self._limiter = RateLimiter(BURST, REFILL)
+        self._excesses: Mapping[int, str] = {}
+        self._beyond_leases: Mapping[int, int] = {}
+        self._pending: defaultdict[int, dict[int, PendingRequest]] = defaultdict(dict)
+
+    def snapshot(self, *, everything: bool) -> Snapshot:
+        """Return how the broker fares, with ``everything`` or with what strangers to all pools may know."""
+        stored = self._gauges.stored
+        gauges = replace(
+            self._gauges,
+            stored=None if stored is None else stored + self._ledger.stored_fds,
+            beyond_leases=self._beyond_leases,
+        )
+        return Snapshot(self._ledger.view(everything=everything), self.revision, gauges)
+
+    def before(self, event: Event) -> None:
+        """Note an event that the ledger is about to handle."""
+        self.revision += 1
+        try:
+            self._before(event)
+        # A failure here must not keep a request, or the end of a process, from the ledger.
+        except Exception:
+            log.exception(FAILURE)
+
+    def after(self, event: Event, effects: Collection[Effect]) -> None:
+        """Note the effects of an event."""
+        try:
+            self._after(event, effects)
+        except Exception:
+            log.exception(FAILURE)
+
+    # Most events are requests, and most effects replies: they come first. `match` would cost more.
+    def _before(self, event: Event) -> None:
+        if isinstance(event, RequestReceived):
+            body = event.body
+            leased = self._ledger.leased_pool(event.session, body.lease) if isinstance(body, Seal) else ""
+            self._pending[event.session][event.request] = PendingRequest(body, leased, time.monotonic())
+        elif isinstance(event, ConnectionLost):
+            if (who := self._ledger.holder(event.session)) is not None and who.leases:
+                why = "the connection has ended"
+                self._log(logging.INFO, who, f"{why}; {_count(who.leases)} until the process does", why=why)
+            self._pending.pop(event.session, None)  # what waits of it is not answered any more
+        elif isinstance(event, ProcessExited) and (who := self._ledger.holder(event.session)) is not None:
+            why = "the process has ended"
+            if who.leases:
+                self._log(logging.INFO, who, f"{why}, and with it {_count(who.leases)}", why=why)
+            else:
+                self._log(logging.DEBUG, who, why, why=why)
+
+    def _after(self, event: Event, effects: Collection[Effect]) -> None:
+        if isinstance(event, RequestReceived):
+            if isinstance(event.body, Drain) and Respond(event.session, event.request, Done()) in effects:
+                lends = "drains the broker, which lends nothing new" if event.body.on else "has the broker lend again"
+                self._log(logging.INFO, self._ledger.holder(event.session), lends)
+        elif isinstance(event, SessionOpened):
+            self._log(logging.DEBUG, self._ledger.holder(event.session), "joined")
+        elif isinstance(event, ProcessScanFinished | Reconfigured):
+            self._measured()
+        for effect in effects:
+            if isinstance(effect, Respond):
+                self._answered(effect.session, effect.request, effect.body)
+            elif isinstance(effect, ForgetSession):
+                self._pending.pop(effect.session, None)
+
+    def _measured(self) -> None:
+        """Log once that a user has too much memory beyond leases, and once that it has no longer."""
+        before, self._excesses = self._excesses, self._ledger.excesses()
+        for uid in self._excesses.keys() - before.keys():
+            log.warning("user %d gets no leases: %s", uid, self._excesses[uid], extra={"uid": uid})
+        for uid in before.keys() - self._excesses.keys():
+            why = "its processes have let go of memory beyond them, or its quota has changed"
+            log.info("user %d gets leases again: %s", uid, why, extra={"uid": uid})
+        self._beyond_leases = self._ledger.beyond_leases()
+
+    def _answered(self, session: int, number: int, reply: Reply) -> None:
+        request = self._pending.get(session, {}).pop(number, None)
+        if request is None:  # an earlier broker received it
+            return
+        code = reply.code if isinstance(reply, Failed) else ""
+        self.counter.request_answered(request.kind, time.monotonic() - request.since, code)
+        # The log has a line already about what was denied.
+        if code != Denied.code and (type(reply) in PLAIN or log.isEnabledFor(logging.DEBUG)):
+            level, text, fields = _describe(request, reply)
+            if request.pool:
+                fields["pool"] = request.pool
+            self._log(level, self._ledger.holder(session), text, request=number, **fields)
+
+    def _log(self, level: int, who: Holder | None, text: str, **fields: object) -> None:
+        """Log what a session did, unless its user has had too many lines at ``info`` or the session is gone."""
+        if who is None or not log.isEnabledFor(level):
+            return
+        suppressed = self._limiter.take(who.uid) if level >= logging.INFO else 0
+        if suppressed is None:
+            return
+        more = f" ({suppressed} more lines about this user are not in the log)" if suppressed else ""
+        known = {"session": who.session, "pid": who.pid, "uid": who.uid, **fields}
+        log.log(level, "%s: %s%s", who.label, text, more, extra=known)

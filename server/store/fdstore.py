@@ -1,0 +1,255 @@
+"""What outlives the broker: descriptors in the hands of the service manager, and the journal among them.
+
+The event loop never waits for the manager: an :class:`AsyncNotifier` keeps its messages, in order, until there is room.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import select
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from cubroker.protocol.errors import CorruptJournal, Unavailable
+from cubroker.server.store import sd_notify
+from cubroker.server.store.journal import Journal
+from cubroker.server.store.sd_notify import Manager, close_all
+
+log = logging.getLogger(__name__)
+
+JOURNAL = "ledger"  #: The name under which the journal is stored.
+MOST = 256  #: Names whose descriptors may wait to be stored, with about two duplicates each.
+PAUSE = 0.05  #: Seconds between two attempts where the kernel does not report room.
+
+_OURS = re.compile(r"s[0-9]+|m[0-9]+\.[0-9]+")
+"""The names of sessions and of memory, neither of which is stored before the journal."""
+
+
+class StoreReplied(NamedTuple):
+    """Descriptors that had to wait for the store are stored, or will not be."""
+
+    #: The name under which they were to be stored.
+    name: str
+    #: Why they are not stored.
+    error: Unavailable | None
+
+
+class ReplyQueue(Protocol):
+    """Takes replies of the store: the broker's queue."""
+
+    def put(self, reply: StoreReplied, /) -> None:
+        """Add a reply."""
+
+
+@dataclass(slots=True)
+class _Message:
+    """A message that waits for room; one that stores descriptors has all fields."""
+
+    text: str
+    #: Duplicates, closed once they were sent.
+    descriptors: Sequence[int] = ()
+    #: Ends the wait.
+    timer: asyncio.TimerHandle | None = None
+    #: Gets the outcome, with the name under which they are stored.
+    replies: ReplyQueue | None = None
+    name: str = ""
+
+    def conclude(self, error: Unavailable | None) -> None:
+        """Tell what became of it."""
+        if self.replies:
+            self.replies.put(StoreReplied(self.name, error))
+        elif error:
+            log.warning("%s", error.message)
+
+
+class AsyncNotifier:
+    """Sends at once if the manager has room, and otherwise keeps messages until it has.
+
+    A newer sign of life or status replaces the one that waits. Descriptors wait a limited time; removals wait for ever,
+    since descriptors that are never removed would fill the store. Threads that may block use ``manager`` itself. The
+    two keep no order with each other, so neither stores or removes names of the other. Closes ``manager`` at its end.
+    """
+
+    def __init__(self, manager: Manager) -> None:
+        self.manager = manager
+        self._messages: dict[object, _Message] = {}
+        self._waits = False
+
+    def say(self, text: str, kind: str = "") -> None:
+        """Send a message; it replaces one of the same ``kind`` that waits. Failures are logged."""
+        if waiting := self._messages.get(kind):
+            waiting.text = text
+        else:
+            self._post(kind or object(), _Message(text))
+
+    def store(self, name: str, descriptors: Sequence[int], replies: ReplyQueue) -> bool:
+        """Store descriptors under a name, which is used once, until they hang up; return whether that was sent.
+
+        Otherwise ``replies`` gets the outcome later, unless :meth:`remove` comes before.
+
+        Raises:
+            Unavailable: the manager is gone, or too many messages wait.
+            OSError: no descriptors are left for the duplicates that wait.
+        """
+        text = sd_notify.storing(name, poll=True)
+        if not self._messages and self.manager.offer(text, descriptors):
+            return True
+        if sum(message.replies is not None for message in self._messages.values()) >= MOST:
+            raise Unavailable(f"{MOST} sessions wait for the service manager already, which hangs, or is flooded")
+        duplicates: list[int] = []
+        try:
+            duplicates.extend(os.dup(descriptor) for descriptor in descriptors)
+        except OSError:
+            close_all(duplicates)
+            raise
+        timer = asyncio.get_running_loop().call_later(sd_notify.PATIENCE, self._expire, name)
+        self._messages[name] = _Message(text, duplicates, timer, replies, name)
+        self._wait()
+        return False
+
+    def remove(self, name: str) -> None:
+        """Close all that is stored under a name, or forget it if it was not sent yet. Failures are logged."""
+        if name in self._messages:
+            self._take(name)
+        else:
+            self._post(object(), _Message(sd_notify.removing(name)))
+
+    def close(self) -> None:
+        """Forget unsent messages, and close the manager's socket."""
+        for key in list(self._messages):
+            self._take(key)
+        self.manager.close()
+
+    def _post(self, key: object, message: _Message) -> None:
+        self._messages[key] = message
+        if len(self._messages) == 1:
+            self._send()
+
+    def _send(self) -> None:
+        """Send messages while there is room, and the others when there is again."""
+        while self._messages:
+            key, message = next(iter(self._messages.items()))
+            error = None
+            try:
+                if not self.manager.offer(message.text, message.descriptors):
+                    self._wait()
+                    return
+            except Unavailable as failure:
+                error = failure
+            self._take(key)  # first: the outcome may remove the name
+            message.conclude(error)
+
+    def _wait(self) -> None:
+        """Resume when there is room. The loop reports none to descriptors, while too many are in flight."""
+        if self._waits:
+            return
+        self._waits = True
+        loop, poll = asyncio.get_running_loop(), select.poll()
+        poll.register(self.manager, select.POLLOUT)
+        try:
+            if not poll.poll(0):
+                loop.add_writer(self.manager, self._resume)
+                return
+        except OSError as error:
+            log.debug("this user may watch no more files: %s", error)
+        loop.call_later(PAUSE, self._resume)
+
+    def _resume(self) -> None:
+        asyncio.get_running_loop().remove_writer(self.manager)
+        self._waits = False
+        self._send()
+
+    def _expire(self, name: str) -> None:
+        message = self._take(name)
+        message.conclude(self.manager.late(message.text))
+
+    def _take(self, key: object) -> _Message:
+        message = self._messages.pop(key)
+        close_all(message.descriptors)
+        if message.timer:
+            message.timer.cancel()
+        return message
+
+
+class Store:
+    """The descriptors that an earlier broker left, and those for a later one.
+
+    The event loop stores and drops sessions by the ``notifier``; threads, which may wait for the manager, everything
+    else by this object. No name is stored by both, so neither overtakes the other; a name that a thread could not drop
+    in time is dropped from the event loop.
+
+    Args:
+        notifier: sends to the service manager, which has room for descriptors.
+        inherited: the stored descriptors, by name; this object owns them until they are taken.
+
+    Attributes:
+        limit: descriptors that the manager keeps.
+        inherited: whether an earlier broker left a journal.
+        journal: that one, or a new one. The caller closes it; it stays stored.
+
+    Raises:
+        CorruptJournal: the journal cannot be read, is missing, or there are two. Everything stays stored.
+    """
+
+    def __init__(self, notifier: AsyncNotifier, inherited: Mapping[str, Sequence[int]]) -> None:
+        assert notifier.manager.limit is not None
+        self.limit = notifier.manager.limit
+        self.notifier = notifier
+        self._manager = notifier.manager
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._left = {name: list(descriptors) for name, descriptors in inherited.items()}
+        journals = self._left.pop(JOURNAL, [])
+        if len(journals) > 1:
+            raise CorruptJournal(f"the store has {len(journals)} journals, and nothing says which of them is true")
+        if not journals and (orphans := sorted(filter(_OURS.fullmatch, self._left))):
+            raise CorruptJournal(f"the store has no journal, and nothing says whose {', '.join(orphans[:8])} may be")
+        self.inherited = bool(journals)
+        self.journal = Journal.open(journals[0]) if journals else Journal.create()
+
+    def begin(self) -> None:
+        """Store the journal, unless it is; before anything that is in it. Raises as :meth:`hold`."""
+        if not self.inherited:
+            self.hold(JOURNAL, [self.journal.descriptor])
+
+    def attend(self) -> None:
+        """Drop from the running event loop what threads cannot drop; the threads end before the loop does."""
+        self._loop = asyncio.get_running_loop()
+
+    def hold(self, name: str, descriptors: Sequence[int]) -> None:
+        """Store descriptors under a name. Any thread may call this; it waits while the manager has no room.
+
+        Raises ``Unavailable`` if the manager does not take them in time.
+        """
+        self._manager.say(sd_notify.storing(name, poll=False), descriptors)
+
+    def drop(self, name: str) -> None:
+        """Remove a name from the store; as :meth:`hold`.
+
+        A failure is logged. The event loop tries again, or else the next broker, which finds the name.
+        """
+        try:
+            self._manager.say(sd_notify.removing(name))
+        except Unavailable as error:
+            log.warning("the store was not told to forget %s: %s", name, error.message)
+            if self._loop:
+                self._loop.call_soon_threadsafe(self.notifier.remove, name)
+
+    def replace(self, name: str, descriptor: int) -> None:
+        """Store a descriptor in place of those with its name. Raises as :meth:`hold`."""
+        self._manager.say(sd_notify.removing(name))
+        self.hold(name, [descriptor])
+
+    def take(self, name: str) -> list[int]:
+        """Return the descriptors that an earlier broker stored under a name; the caller closes these duplicates."""
+        return self._left.pop(name, [])
+
+    def sweep(self) -> None:
+        """Close and drop the names that were not taken, from the event loop: their pool or session has ended."""
+        for name in list(self._left):
+            log.info("the store has %s, which belongs to nothing any more; it is dropped", name)
+            self.notifier.remove(name)
+            close_all(self._left.pop(name))

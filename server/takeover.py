@@ -1,0 +1,202 @@
+"""Taking over from an earlier broker: the manager, the store and the sockets, then its sessions and memory.
+
+The journal may differ from what is there by all that happened while no broker ran: processes exited, connections
+closed, memory that was not durable went. The ledger is told, as it would have been at the time. How the ledger reads
+its own part of the journal is another module's, :mod:`cubroker.server.ledger.snapshot`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import stat
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+
+from cubroker.protocol.errors import CorruptJournal, Unavailable
+from cubroker.server.broker import Broker
+from cubroker.server.devices.allocator import DeviceAllocator, stored_as
+from cubroker.server.directory import LISTENERS
+from cubroker.server.ledger import HeldMemory, Ledger
+from cubroker.server.ledger.events import ConnectionLost, Event, MemoryLost, ProcessExited, Resumed, SessionOpened
+from cubroker.server.store.fdstore import AsyncNotifier, Store
+from cubroker.server.store.sd_notify import VARIABLES, Manager, close_all, inherit
+from cubroker.server.transport.peer_credentials import Peer
+from cubroker.server.transport.session import label
+from cubroker.server.transport.session_log import LoggedSession, SessionLog, recall
+
+log = logging.getLogger(__name__)
+
+OWN = "own-"
+"""The prefix of the names of stored sockets that a broker made; those of socket units are not ours to change."""
+
+UNSTORED = "it was not durable, and its memory went with the broker"
+MISSING = "descriptors of its memory are missing from the store"
+
+
+@dataclass(frozen=True, slots=True)
+class InheritedFds:
+    """What a broker starts with."""
+
+    #: Sends to the service manager; None: there is none.
+    notifier: AsyncNotifier | None
+    #: Where descriptors outlive the broker; None: nowhere.
+    store: Store | None
+    #: Sockets that listen already, by name.
+    listening: Mapping[str, int]
+    #: The names of those that an earlier broker made, and no socket unit.
+    own: frozenset[str] = frozenset()
+
+    @property
+    def lasting(self) -> bool:
+        """Whether others have the listening sockets too, so that they outlive this broker."""
+        return self.store is not None or bool(self.listening)
+
+    def keep(self, fresh: Mapping[str, socket.socket]) -> None:
+        """Store the journal and sockets that this broker made, if there is a store. Blocks; not for the event loop.
+
+        It is called when the broker is about to serve: a first start that fails stores nothing, so that the keeper of
+        the store need not try for ever.
+
+        Raises:
+            Unavailable: the store does not take it.
+        """
+        if self.store:
+            self.store.begin()
+            for name, listener in fresh.items():
+                self.store.replace(OWN + name, listener.fileno())
+
+
+@contextmanager
+def inherited(environ: MutableMapping[str, str]) -> Iterator[InheritedFds]:
+    """Take over what this process inherits, while the context lasts; stored descriptors stay stored.
+
+    Args:
+        environ: the environment, which loses the variables of the protocol: the gateway need not know them.
+
+    Raises:
+        Unavailable: the stored journal cannot be read. Everything stays stored.
+    """
+    with ExitStack() as undo:
+        manager = Manager.from_environment(environ)
+        notifier = AsyncNotifier(manager) if manager else None
+        if notifier:
+            undo.callback(notifier.close)
+        stored = inherit(environ)
+        for name in VARIABLES:
+            environ.pop(name, None)
+        listening = {name: stored.pop(name)[0] for name in LISTENERS if name in stored}
+        if not (notifier and notifier.manager.limit):
+            for name, descriptors in stored.items():
+                log.warning("%s was handed over, and is closed: nothing is known of a store that it is from", name)
+                close_all(descriptors)
+            yield InheritedFds(notifier, None, listening)
+            return
+        made = [name for name in LISTENERS if OWN + name in stored and name not in listening]
+        own = {name: stored.pop(OWN + name)[0] for name in made}
+        with readable():
+            store = Store(notifier, stored)
+        undo.callback(store.journal.close)
+        yield InheritedFds(notifier, store, {**own, **listening}, frozenset(own))
+
+
+@contextmanager
+def readable() -> Iterator[None]:
+    """Turn an unreadable journal into an error that says what to do."""
+    try:
+        yield
+    except CorruptJournal as error:
+        raise Unavailable(
+            f"what an earlier broker left cannot be used, and nothing of it was changed: {error}; mend that, or start"
+            f" the version of cubroker that wrote it; or give up all sessions, leases and pools: end `cubroker keep`,"
+            f" or, under systemd, stop the service and its sockets, and from version 254 on also: systemctl clean"
+            f" --what=fdstore cubroker.service"
+        ) from error
+
+
+def restore(
+    broker: Broker,
+    ledger: Ledger,
+    memory: Mapping[str, DeviceAllocator],
+    store: Store,
+    session_log: SessionLog,
+    items: Mapping[bytes, bytes],
+) -> None:
+    """Have ``broker`` take over all that ``ledger`` knows, and drop what the store has beyond that.
+
+    Args:
+        broker: has no sessions yet.
+        ledger: restored from the journal.
+        memory: of every device that the ledger has memory on.
+        store: has the descriptors.
+        session_log: strikes out what belongs to no session.
+        items: the content of the journal.
+
+    Raises:
+        CorruptJournal: the journal cannot be understood. The store keeps everything.
+    """
+    for finding in ledger.findings:
+        log.error("the ledger's record contradicted itself: %s", finding)
+    sessions = ledger.sessions()
+    logged, stray = recall(items, [each.session for each in sessions])
+    if stray:
+        log.error("the journal has %d values of sessions that the ledger does not know, and forgets them", len(stray))
+        session_log.forget(stray)
+    news: list[Event] = []
+    for known in sessions:
+        news += _adopt_session(broker, ledger, known, logged[known.session], store)
+    for held in ledger.held_memory():
+        if why := _lost(held, memory[held.device], broker, store):
+            news.append(MemoryLost(held.ticket, why))
+    broker.resume([*news, Resumed()], logged)
+    store.sweep()
+
+
+def _adopt_session(
+    broker: Broker, ledger: Ledger, known: SessionOpened, logged: LoggedSession, store: Store
+) -> Iterator[Event]:
+    """Take a session over, and yield what happened to it meanwhile."""
+    connection, pidfd = _ends(store.take(label(known.session)))
+    if logged.no_secret:
+        log.error("session %d (pid %d) is detached: the journal has no secret of it", known.session, known.pid)
+        if connection is not None:
+            with connection, suppress(OSError):  # it has ended
+                connection.shutdown(socket.SHUT_RDWR)  # the store has it too
+        connection = None
+    peer = Peer(known.pid, known.uid, known.gid, pidfd, known.groups, known.verified)
+    broker.sessions.adopt(known.session, connection, peer, logged)
+    holder = ledger.holder(known.session)
+    assert holder
+    if pidfd < 0:
+        yield ProcessExited(known.session)
+    elif connection is None and (holder.connected or not holder.leases):  # without both it should have ended before
+        yield ConnectionLost(known.session)
+
+
+def _ends(descriptors: Sequence[int]) -> tuple[socket.socket | None, int]:
+    """Tell the connection of a session from the pidfd of its process; None and -1 if they are gone."""
+    connection, pidfd = None, -1
+    for descriptor in descriptors:
+        if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+            connection = socket.socket(fileno=descriptor)
+            connection.setblocking(False)
+        else:
+            pidfd = descriptor
+    return connection, pidfd
+
+
+def _lost(held: HeldMemory, memory: DeviceAllocator, broker: Broker, store: Store) -> str:
+    """Take memory over if it is there, else return why it is not. Parts that are there are kept until it is freed."""
+    if not held.durable:
+        log.warning("pool %s is lost: %s", held.label, UNSTORED)
+        return UNSTORED
+    stored = [store.take(stored_as(held.ticket, number)) for number in range(len(held.sizes))]
+    memory.adopt(held.ticket, held.sizes, stored)
+    if not held.served or not all(stored):
+        why = MISSING if held.served else f"its device {held.device} is not served any more"
+        log.error("pool %s is lost: %s", held.label, why)
+        return why
+    broker.adopt_fds(held.ticket, tuple(piece[0] for piece in stored))  # one of each, even if it was stored twice
+    return ""

@@ -1,0 +1,383 @@
+"""How a client comes to a session: its greeting on the session socket, its admission, its welcome, and its end.
+
+:class:`Listener` accepts connections, and passes on the clients that greet properly and in time. :class:`Sessions`
+admits each of them in steps: the ledger lets its user have one more, the loop watches its process and connection, the
+store (if there is one) has its descriptors, the ledger and the journal have it. Only then its client hears that it is
+open. A step that fails turns the client away with the reason, and undoes the steps before it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import itertools
+import logging
+import os
+import socket
+from collections import Counter
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from cubroker.protocol import wire
+from cubroker.protocol.errors import (
+    CubrokerError,
+    InternalFailure,
+    Invalid,
+    OverQuota,
+    TimedOut,
+    Unavailable,
+    Unsupported,
+    explain,
+    reason,
+)
+from cubroker.protocol.messages import VERSIONS, Attached, Created, Draining, Hello, Notice, Pong, Refused, Welcome
+from cubroker.server.event_queue import ClientGreeted, EventQueue
+from cubroker.server.ledger import Ledger
+from cubroker.server.ledger.events import ForgetSession, ProcessExited, SessionOpened
+from cubroker.server.transport.peer_credentials import CREDENTIALS, Peer, RejectionLog, identify, verify
+from cubroker.server.transport.requests import Requests
+from cubroker.server.transport.session import Session, label
+from cubroker.server.transport.session_log import LoggedSession, SessionLog
+
+if TYPE_CHECKING:
+    from cubroker.driver import Driver
+    from cubroker.server.store.fdstore import Store, StoreReplied
+
+log = logging.getLogger(__name__)
+
+MAX_HELLO = 4096  #: Bytes of a greeting.
+PATIENCE = 10.0  #: Seconds that a peer may take to greet.
+
+MAX_PENDING = 256
+"""Connections that have not greeted yet. A client that greets at once is served, however many others do not."""
+
+PAUSE = 1.0  #: Seconds without accepting after the system refused, mostly because no descriptors were left.
+
+EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+
+
+class Listener:
+    """Accepts connections, and puts those that have greeted into the queue.
+
+    Args:
+        listener: the listening session socket.
+        queue: gets ``ClientGreeted``.
+        patience: seconds that a peer may take to greet.
+    """
+
+    def __init__(self, listener: socket.socket, queue: EventQueue, patience: float = PATIENCE) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._listener = listener
+        self._queue = queue
+        self._patience = patience
+        self._rejections = RejectionLog()
+        self._pending: dict[socket.socket, tuple[Peer, asyncio.TimerHandle]] = {}
+        self._resume: asyncio.TimerHandle | None = None
+        self._paused = False
+
+    def open(self) -> None:
+        """Begin to accept."""
+        self._resume = None
+        try:
+            self._loop.add_reader(self._listener, self._accept)
+        except OSError as error:
+            self._pause(error)
+
+    def close(self) -> None:
+        """Accept no more, and refuse the connections that have not greeted yet."""
+        if self._resume:
+            self._resume.cancel()
+        self._loop.remove_reader(self._listener)
+        for connection in list(self._pending):
+            self._refuse(connection, Unavailable("the broker is shutting down"))
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return None
+        except OSError as error:
+            return self._pause(error)
+        connection.setblocking(False)
+        try:
+            peer = identify(connection)
+        except ProcessLookupError:
+            return connection.close()  # it holds nothing, so there is nothing to release
+        except CubrokerError as error:
+            _send(connection, error)
+            return connection.close()
+        except OSError as error:
+            _send(connection, Unavailable(f"the broker cannot identify the process that connects: {explain(error)}"))
+            connection.close()
+            return self._pause(error) if error.errno in EXHAUSTED else None
+        self._paused = False
+        late = TimedOut(f"no greeting came within {self._patience:g} seconds")
+        timer = self._loop.call_later(self._patience, self._refuse, connection, late)
+        self._pending[connection] = (peer, timer)
+        try:
+            self._loop.add_reader(connection, self._greet, connection)
+        except OSError as error:
+            return self._refuse(
+                connection, Unavailable(f"the broker cannot listen to this connection: {explain(error)}")
+            )
+        if len(self._pending) > MAX_PENDING:
+            self._make_room()
+        return None
+
+    def _pause(self, error: OSError) -> None:
+        """Leave connections in the backlog for a while: trying again at once would take all the time there is."""
+        if not self._paused:
+            log.error("no new sessions for now: %s", explain(error))
+        self._paused = True
+        self._loop.remove_reader(self._listener)
+        self._resume = self._loop.call_later(PAUSE, self.open)
+
+    def _make_room(self) -> None:
+        """Refuse the oldest pending connection of the user with the most, so that no user can keep others out."""
+        users = Counter(peer.uid for peer, _ in self._pending.values())
+        ((uid, count),) = users.most_common(1)
+        oldest = next(connection for connection, (peer, _) in self._pending.items() if peer.uid == uid)
+        reason = (
+            f"user {uid} has {count} connections of {MAX_PENDING} that may stand here without a greeting; greet at once"
+        )
+        self._refuse(oldest, OverQuota(reason))
+
+    def _greet(self, connection: socket.socket) -> None:
+        try:
+            data, named = _receive(connection)
+        except BlockingIOError:
+            return None
+        except ConnectionError:
+            data, named = b"", None
+        if not data:
+            return self._dismiss(connection)
+        try:
+            hello, version = _read(data)
+        except CubrokerError as error:
+            return self._refuse(connection, error)
+        peer, timer = self._pending.pop(connection)
+        timer.cancel()
+        self._loop.remove_reader(connection)
+        peer = replace(peer, verified=not hello.ping and verify(peer, named))
+        self._queue.put(ClientGreeted(connection, peer, version, hello.ping))
+        return None
+
+    def _refuse(self, connection: socket.socket, error: CubrokerError) -> None:
+        peer, _ = self._pending[connection]
+        self._rejections.log(peer, error.message)
+        _send(connection, error)
+        self._dismiss(connection)
+
+    def _dismiss(self, connection: socket.socket) -> None:
+        peer, timer = self._pending.pop(connection)
+        timer.cancel()
+        self._loop.remove_reader(connection)
+        os.close(peer.pidfd)
+        connection.close()
+
+
+def answer_ping(ping: ClientGreeted, obstacle: str) -> None:
+    """Tell a client that the broker serves, or the ``obstacle`` at the moment, and close its connection."""
+    with suppress(OSError):  # the client has gone
+        ping.connection.send(wire.pack(Pong(ping.version, obstacle)))
+    os.close(ping.peer.pidfd)
+    ping.connection.close()
+
+
+def _receive(connection: socket.socket) -> tuple[bytes, int | None]:
+    """Return a greeting, and the process that it names: in general its sender, as :func:`verify` explains.
+
+    The credentials come first and fill the room for what comes along: the kernel drops any descriptors, so that none is
+    ever held.
+    """
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+    data, along, _, _ = connection.recvmsg(MAX_HELLO + 1, socket.CMSG_LEN(CREDENTIALS.size))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 0)
+    for level, kind, value in along:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS) and len(value) == CREDENTIALS.size:
+            pid, _, _ = CREDENTIALS.unpack(value)
+            return data, pid
+    return data, None
+
+
+def _read(data: bytes) -> tuple[Hello, int]:
+    """Return a greeting, and the newest protocol version of it that is known here."""
+    if len(data) > MAX_HELLO:
+        raise Invalid(f"a greeting has at most {MAX_HELLO} bytes")
+    hello = wire.unpack(data, Hello)
+    common = set(hello.versions) & set(VERSIONS)
+    if not common:
+        raise Unsupported(
+            f"this broker speaks protocol versions {VERSIONS}, and none of the client's; upgrade the older"
+        )
+    return hello, max(common)
+
+
+def _send(connection: socket.socket, error: CubrokerError) -> None:
+    try:
+        connection.send(wire.pack(Refused(error.code, error.message)))
+        # A greeting that is unread when the connection closes would be an error, which comes before the refusal.
+        connection.recv(1)
+    except OSError as failure:
+        log.debug("a refusal was not delivered, or nothing came: %s", failure)
+
+
+class Sessions:
+    """Admits sessions, welcomes them, and forgets them.
+
+    Args:
+        queue: gets what happens to sessions.
+        ledger: says who may open a session.
+        requests: takes the requests of sessions.
+        driver: clients build theirs from its text.
+        store: keeps the descriptors of sessions, if there is one.
+        log: writes sessions down for the next broker, if there is a store.
+
+    Attributes:
+        by_number: the sessions, by number.
+        unwelcomed: those whose clients have not heard yet that they are open, by the name under which they are stored.
+        rejections: logs what clients are refused.
+    """
+
+    def __init__(
+        self,
+        queue: EventQueue,
+        ledger: Ledger,
+        requests: Requests,
+        driver: Driver,
+        store: Store | None,
+        log: SessionLog | None,
+    ) -> None:
+        self.by_number: dict[int, Session] = {}
+        self.unwelcomed: dict[str, Session] = {}
+        self.rejections = RejectionLog()
+        self._queue = queue
+        self._ledger = ledger
+        self._requests = requests
+        self._driver = driver
+        self._store = store
+        self._log = log
+        self._numbers = itertools.count(ledger.last_session + 1)
+        self._unstored: set[str] = set()
+
+    def open(self, greeted: ClientGreeted, *, journal_full: bool) -> SessionOpened | CubrokerError:
+        """Begin to admit a client; return what the ledger is to be told, or why the client was turned away."""
+        number, peer = next(self._numbers), greeted.peer
+        session = Session(number, greeted.connection, peer, self._queue, self.rejections, greeted.version)
+        refusal = self._ledger.admission_error(peer.uid, verified=peer.verified)
+        refusal = refusal or self._obstacle(session, journal_full=journal_full)
+        if refusal is not None:
+            self._turn_away(session, refusal)
+            session.close()
+            return refusal
+        self._enter(session)
+        if self._log:
+            self._log.opened(session, welcomed=False)
+        self.unwelcomed[label(number)] = session
+        return SessionOpened(number, peer.pid, peer.uid, peer.gid, peer.groups, peer.verified)
+
+    def adopt(self, number: int, connection: socket.socket | None, peer: Peer, logged: LoggedSession) -> None:
+        """Take over a session of an earlier broker, whose ``connection`` or process may be gone."""
+        replies = logged.reply_cache(partial(self._grant, number))
+        own = logged.version, logged.secret, replies
+        session = Session(number, connection, peer, self._queue, self.rejections, *own, welcomed=logged.welcomed)
+        session.watch()
+        self._enter(session)
+        if self._log and logged.no_secret:
+            self._log.opened(session, welcomed=True)
+
+    def stored(self, reply: StoreReplied) -> ProcessExited | None:
+        """Note what the store replied; return what the ledger is to be told of a session that is not stored."""
+        self._unstored.discard(reply.name)
+        session = self.unwelcomed.get(reply.name)
+        if reply.error is None or session is None:  # it is stored, or has ended since
+            return None
+        return self.reject(session, not_stored(reply.error))
+
+    def reject(self, session: Session, error: CubrokerError) -> ProcessExited:
+        """Turn away a client whose session the ledger may have; return what the ledger is to be told."""
+        self.unwelcomed.pop(label(session.number), None)
+        self._turn_away(session, error)
+        return ProcessExited(session.number)
+
+    def not_opened(self, number: int, error: Exception) -> list[ForgetSession]:
+        """Turn away a client whose session the ledger could not take, and undo what was done for it."""
+        reason = f"the broker itself failed at opening this session: {error!r}; its log says more"
+        exited = self.reject(self.by_number[number], InternalFailure(reason))
+        if self._ledger.holder(number) is None:
+            return [ForgetSession(number)]
+        self._queue.put(exited)
+        return []
+
+    def welcome_stored(self) -> None:
+        """Welcome the clients whose sessions are stored and written down."""
+        for name, session in list(self.unwelcomed.items()):
+            if name not in self._unstored:
+                del self.unwelcomed[name]
+                self.welcome(session)
+
+    def welcome(self, session: Session) -> None:
+        """Tell a client that its session is open."""
+        welcome = Welcome(session.version, session.number, session.secret, self._driver.spec, os.geteuid())
+        session.welcome(wire.pack(wire.for_version(welcome, session.version)))
+        if self._log:
+            self._log.opened(session, welcomed=True)
+        if why := self._ledger.drain_reason:
+            session.notify(Draining(why))
+
+    def end(self, number: int) -> None:
+        """Take no more requests of a session, and strike it out of the journal; :meth:`forget` follows."""
+        session = self.by_number[number]
+        self.unwelcomed.pop(label(number), None)
+        self._requests.leave(session)
+        if self._log:
+            self._log.closed(session)
+
+    def forget(self, number: int) -> None:
+        """Close a session that has ended, here and in the store."""
+        self.by_number.pop(number).close()
+        self._unstored.discard(label(number))
+        if self._store:
+            self._store.notifier.remove(label(number))
+
+    def notify_all(self, notice: Notice) -> None:
+        """Send every session a notice."""
+        for session in self.by_number.values():
+            session.notify(notice)
+
+    def _obstacle(self, session: Session, *, journal_full: bool) -> CubrokerError | None:
+        """Watch and store a session; return why the broker would not hear of its end, or would lose it, or None."""
+        if journal_full:  # nor has the store forgotten what ended, so it may be full
+            return Unavailable("the broker's host has no memory left for the journal; try again later")
+        name = label(session.number)
+        try:
+            session.watch()
+            if self._store and not self._store.notifier.store(name, session.descriptors, self._queue):
+                self._unstored.add(name)
+        except OSError as error:  # there is no memory, or this user may watch no more (fs.epoll.max_user_watches)
+            return Unavailable(f"the broker cannot watch process {session.peer.pid}: {reason(error)}; try again later")
+        except Unavailable as error:
+            return not_stored(error)
+        return None
+
+    def _grant(self, session: int, lease: int) -> Attached | Created | None:
+        grant = self._ledger.lease_grant(session, lease)
+        return None if grant is None else grant.answer
+
+    def _enter(self, session: Session) -> None:
+        self.by_number[session.number] = session
+        self._requests.enter(session)
+
+    def _turn_away(self, session: Session, error: CubrokerError) -> None:
+        self.rejections.log(session.peer, error.message)
+        session.send(wire.pack(Refused(error.code, error.message)))
+
+
+def not_stored(error: Unavailable) -> Unavailable:
+    """Return why a session is refused that the store does not take."""
+    return Unavailable(
+        f"this session would not outlive the broker: {error.message}; try again later, or have whoever runs the"
+        f" broker see to what keeps it, systemd or cubroker keep"
+    )

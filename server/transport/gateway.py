@@ -1,0 +1,247 @@
+"""The gateway: a process that holds the ZeroMQ socket and nothing else.
+
+It forwards whole requests to the broker, and the broker's replies to the clients, in batches. It is a process of its
+own since any permitted peer can bring libzmq down, by running it out of descriptors or memory or into one of its
+assertions, and GPU memory must not go down with it. Its cost is bounded: it has its own limits, reads no further
+request while the broker has not taken the last batch, and drops replies for a client that does not read. libzmq counts
+a client's replies, and not their bytes; so as many empty messages follow a large reply as make it count for its bytes.
+
+Small requests go first. libzmq takes one message after the other from all clients in turn, of any size, and a
+layout of ten megabytes is on its way to the broker for as long as thousands of other requests. So the gateway reads on
+while it forwards, and sets large requests aside: they go in pieces, one after each batch of small ones, and clients
+take turns with theirs. What a client has set aside is bounded; a request past that is dropped, and its client sends it
+again.
+
+:mod:`cubroker.server.transport.gateway_process` starts it as ``python -m cubroker.server.transport.gateway PIPE
+LISTENER PATH``; the first two are inherited descriptors. It ends when the broker's end of the pipe closes, and the
+kernel kills it when the broker dies: a gateway that hangs would not notice the end of a pipe.
+"""
+
+from __future__ import annotations
+
+import errno
+import resource
+import signal
+import socket
+import sys
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+
+import zmq
+
+from cubroker.protocol import wire
+from cubroker.server.process import PR_SET_NO_NEW_PRIVS, PR_SET_PDEATHSIG, hide, prctl
+from cubroker.server.transport import framing, sandbox
+
+MAX_DESCRIPTORS = 65_536
+MAX_MEMORY = 2 << 30
+"""Bytes of data. libzmq collects a multipart message without end in memory; past this it ends the process."""
+
+HIGH_WATER = 1024  #: Messages queued per client, each way.
+
+WEIGHT = 64 << 10
+"""Bytes of a reply that count as one message, so that a client which does not read has 64 MiB and one reply waiting."""
+
+HANDSHAKE = 10_000  #: Milliseconds that a peer may take to begin speaking ZMTP.
+
+NOT_LAST = zmq.SNDMORE | zmq.NOBLOCK
+READ_AND_WRITE = zmq.POLLIN | zmq.POLLOUT  #: Worked out once: joining two flags takes longer than sending a message.
+
+_READ = 1 << 20
+
+LARGE = 64 << 10  #: Bytes of a request past which it is set aside.
+MAX_ASIDE = 32 << 20  #: Bytes of requests that are set aside for one client.
+MAX_ALL_ASIDE = 256 << 20  #: Bytes of requests that are set aside for all clients together.
+
+Buffer = bytes | memoryview
+
+
+class Intake:
+    """Receives requests from a ROUTER, and puts them into batches."""
+
+    def __init__(self, router: zmq.Socket[bytes]) -> None:
+        self._router = router
+        self._small: list[bytes] = []  # routing ids and frames, as they travel
+        self._room = framing.FULL
+        self._large: dict[bytes, deque[zmq.Frame]] = {}  # by routing id, whose turn is next first
+        self._aside = 0
+        self._current: tuple[bytes, memoryview] | None = None  # the large one that is under way, and what is left of it
+        self._piece_is_next = False
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to forward."""
+        return bool(self._small or self._large or self._current)
+
+    @property
+    def full(self) -> bool:
+        """Whether the small requests that were received fill a batch."""
+        return self._room <= 0 or len(self._small) >= 2 * framing.MAX_MESSAGES
+
+    def receive(self) -> None:
+        """Receive the requests that are there, up to as many as a batch has."""
+        receive = self._router.recv
+        for _ in range(framing.MAX_MESSAGES):
+            if self.full:
+                return
+            try:
+                routing = receive(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            message = receive(copy=False)  # which says whether there is more, and sooner than the socket does
+            if message.more:
+                self._router.recv_multipart()  # requests have one frame: drop the rest and the whole
+            elif len(message) > LARGE:
+                self._set_aside(routing, message)
+            else:
+                frame = message.bytes
+                self._small += (routing, frame)
+                self._room -= len(frame)
+
+    def batch(self) -> Sequence[Buffer]:
+        """Return the next batch, which is empty if there is nothing: all small requests, or a piece of a large one."""
+        if self._piece_is_next or not self._small:
+            self._piece_is_next = False
+            if self._current or self._large:
+                return self._piece()
+        self._piece_is_next = True
+        batch, self._small, self._room = self._small, [], framing.FULL
+        return batch
+
+    def _set_aside(self, routing: bytes, message: zmq.Frame) -> None:
+        line = self._large.get(routing, ())
+        size = len(message)
+        if sum(map(len, line)) + size <= MAX_ASIDE and self._aside + size <= MAX_ALL_ASIDE:
+            self._large.setdefault(routing, deque()).append(message)  # as it is: copying it would take milliseconds
+            self._aside += size
+
+    def _piece(self) -> Sequence[Buffer]:
+        routing, left = self._current or self._next_large()
+        piece, left = left[: framing.PIECE], left[framing.PIECE :]
+        self._current = (routing, left) if left else None
+        return (routing, piece, framing.MORE if left else framing.LAST)
+
+    def _next_large(self) -> tuple[bytes, memoryview]:
+        routing = next(iter(self._large))
+        line = self._large.pop(routing)
+        frame = line.popleft()
+        self._aside -= len(frame)
+        if line:
+            self._large[routing] = line
+        return routing, frame.buffer
+
+
+class Gateway:
+    """The forwarding loop between one ROUTER socket and the broker."""
+
+    def __init__(self, pipe: socket.socket, router: zmq.Socket[bytes]) -> None:
+        self._pipe = pipe
+        self._router = router
+        self._intake = Intake(router)
+        self._inbound = framing.BatchDecoder()
+        self._unsent = memoryview(framing.encode(()))  # "I am listening"
+        self._poller = zmq.Poller()
+
+    def run(self) -> None:
+        """Forward until the broker's end closes."""
+        while True:
+            # While the broker has not taken a batch, the next one fills; then requests wait in bounded client pipes.
+            busy = bool(self._unsent or self._intake)
+            self._poller.register(self._pipe, READ_AND_WRITE if busy else zmq.POLLIN)
+            self._poller.register(self._router, 0 if self._intake.full else zmq.POLLIN)
+            ready = dict(self._poller.poll())
+            answered = ready.get(self._pipe.fileno(), zmq.POLLOUT) != zmq.POLLOUT
+            if answered and not self._read():
+                return
+            # A large reply comes in many pieces, and holds up all after it: its next piece precedes the next requests.
+            if self._router in ready and not (answered and self._inbound.within):
+                self._intake.receive()
+            if not self._unsent and (frames := self._intake.batch()):
+                self._unsent = memoryview(framing.encode(frames))
+            if self._unsent:
+                self._write()
+
+    def _read(self) -> bool:
+        """Deliver what the broker sent; False at its end."""
+        try:
+            data = self._pipe.recv(_READ)
+        except ConnectionError:
+            return False
+        for batch in self._inbound.feed(data):
+            self._deliver(batch)
+        return bool(data)
+
+    def _write(self) -> None:
+        # Full: there will be room. Broken: the broker is gone, which the next read shows.
+        with suppress(BlockingIOError, ConnectionError):
+            self._unsent = self._unsent[self._pipe.send(self._unsent) :]
+
+    def _deliver(self, batch: list[bytes]) -> None:
+        for routing, frame in framing.pairs(batch):
+            weight = len(frame) // WEIGHT
+            while self._send(routing, frame) and weight:
+                weight, frame = weight - 1, b""
+
+    def _send(self, routing: bytes, frame: bytes) -> bool:
+        """Send a message to a client; False if it has gone, or does not read: the broker keeps the reply."""
+        try:
+            self._router.send(routing, NOT_LAST)
+        except zmq.ZMQError as error:
+            if error.errno not in (errno.EHOSTUNREACH, errno.EAGAIN):
+                raise
+            return False
+        self._router.send(frame, zmq.NOBLOCK)
+        return True
+
+
+def bind(context: zmq.Context[zmq.Socket[bytes]], listener: int, path: str) -> zmq.Socket[bytes]:
+    """Return a ROUTER on ``listener``, a listening socket's descriptor, which it takes over."""
+    router = context.socket(zmq.ROUTER)
+    for option, value in (
+        (zmq.USE_FD, listener),
+        (zmq.MAXMSGSIZE, wire.MAX_MESSAGE),
+        (zmq.RCVHWM, HIGH_WATER),
+        (zmq.SNDHWM, HIGH_WATER),
+        (zmq.HANDSHAKE_IVL, HANDSHAKE),
+        (zmq.ROUTER_MANDATORY, 1),
+        (zmq.ROUTER_HANDOVER, 0),
+        (zmq.LINGER, 0),
+    ):
+        router.setsockopt(option, value)
+    router.bind(f"ipc://{path}")
+    return router
+
+
+def limit() -> None:
+    """Bound this process's descriptors, memory, life and rights, and leave signals to the broker."""
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    prctl(PR_SET_NO_NEW_PRIVS, 1)
+    # A terminal or service manager signals the whole group; the broker ends the gateway when it is done.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    for kind, value in ((resource.RLIMIT_NOFILE, MAX_DESCRIPTORS), (resource.RLIMIT_DATA, MAX_MEMORY)):
+        _, hard = resource.getrlimit(kind)
+        bound = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(kind, (bound, hard))
+
+
+def main() -> None:
+    """Run the gateway on the descriptors named on the command line."""
+    hide()
+    limit()
+    pipe, listener, path = sys.argv[1:]
+    with socket.socket(fileno=int(pipe)) as end, zmq.Context() as context:
+        end.setblocking(False)
+        sandbox.restrict_files()  # before the context has threads
+        with bind(context, int(listener), path) as router:
+            sandbox.filter_calls()
+            try:
+                Gateway(end, router).run()
+            except (MemoryError, zmq.ZMQError) as error:
+                if getattr(error, "errno", errno.ENOMEM) != errno.ENOMEM:
+                    raise
+                sys.exit("no memory is left to it; a peer sends without end, or does not read")
+
+
+if __name__ == "__main__":
+    main()

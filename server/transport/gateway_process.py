@@ -1,0 +1,493 @@
+"""The broker's side of its gateway: the process, the pipe to it, and the probes that tell whether it still forwards.
+
+A gateway that dies is replaced. The listening socket of ``broker.zmq`` belongs to the broker, and every gateway gets a
+duplicate of it: a client that connects while there is no gateway waits in the socket's backlog for the next one.
+
+A gateway may also hang and stay: stopped by a signal, or with libzmq stuck while its end of the pipe still answers.
+Nothing ends then, so nothing is noticed, and no request comes through. So the broker is a client of its own gateway.
+It sends a question to the request socket; libzmq and the gateway bring that to the broker, whose
+:class:`GatewayConnection` sends it back at once; and it has to come out of the request socket again. A gateway that
+brings none of several questions back is killed. Nothing but that answer counts, and a gateway is not blamed for others:
+
+* Time is counted in questions, one for each turn of the broker's own loop that is due. A broker that was stopped, or a
+  machine that was suspended, has one turn when it resumes, however long that took.
+* While the pipe has something that the broker has not read, the answer may wait for the broker. While the gateway is
+  behind with replies and takes some, it works (:meth:`GatewayConnection.waits`).
+* A flood may keep the broker out of the request socket's backlog, as it does others. Until the broker is in there, a
+  gateway has as long as for its start. The connection is kept from then on, and libzmq reads from each in turn.
+* A question that cannot be asked, for want of descriptors or of the socket's file, is not counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import select
+import signal
+import socket
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections import deque
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import cast
+
+from cubroker.protocol.errors import Unavailable, explain
+from cubroker.server.event_queue import BatchReceived, EventQueue, GatewayStarted
+from cubroker.server.process import python_command
+from cubroker.server.transport import framing, sandbox
+from cubroker.server.transport.unix_sockets import is_ready
+
+log = logging.getLogger(__name__)
+
+# -- the pipe ----------------------------------------------------------------------------------------
+
+HIGH_WATER = 4 << 20
+"""Bytes of replies that the gateway has not taken, past which it is behind: no large reply should follow."""
+
+MAX_READING = 32 << 20
+"""Bytes of them past which no further request is read, nor handed over, until the gateway is not behind any more."""
+
+MAX_UNSENT = 64 << 20  #: Bytes of them past which a reply is dropped. The broker keeps it, and the client asks again.
+
+AT_ONCE = framing.MAX_MESSAGES
+"""Requests that are handed over in one round of the loop, which then takes some milliseconds."""
+
+
+class GatewayConnection(asyncio.Protocol):
+    """Reads batches of requests and writes batches of replies; stops reading while the gateway is far behind."""
+
+    _transport: asyncio.Transport
+
+    def __init__(self, queue: EventQueue | None = None) -> None:
+        loop = asyncio.get_running_loop()
+        #: Receives requests as :class:`BatchReceived`; while None they are dropped. The frames of a batch end early,
+        #: after a whole request, where the replies to it are more than the gateway takes; the others come later.
+        self.queue = queue
+        #: Done once the gateway listens; cancelled if it never does.
+        self.listening: asyncio.Future[None] = loop.create_future()
+        #: Done once the connection has ended.
+        self.ended: asyncio.Future[None] = loop.create_future()
+        #: A frame that is sent back at once to its sender, before all that waits. No client knows it.
+        self.question = os.urandom(16)
+        self._batches = framing.BatchDecoder()
+        #: Frames of requests that are not handed over yet.
+        self._frames: deque[bytes] = deque()
+        #: Past HIGH_WATER, until the gateway has taken most of it.
+        self._behind = False
+        #: Past MAX_READING, until the gateway is not behind any more.
+        self._full = False
+        #: Bytes of replies that were written, and that the gateway had taken when :meth:`waits` looked last.
+        self._sent = self._taken = 0
+        self._resuming = False
+
+    def send(self, frames: Sequence[framing.Part]) -> bool:
+        """Send one batch, unless the gateway is gone or far behind: then it is not even encoded.
+
+        Returns whether the gateway is behind now; to find that out, send nothing. Once it is not behind any more, a
+        batch of requests follows, perhaps an empty one.
+        """
+        if frames and not self._transport.is_closing() and self._transport.get_write_buffer_size() < MAX_UNSENT:
+            data = framing.encode(frames)
+            self._sent += len(data)
+            self._transport.write(data)
+            if self._transport.get_write_buffer_size() > MAX_READING:
+                self._full = True
+                self._transport.pause_reading()
+        return self._behind
+
+    def waits(self) -> bool:
+        """Whether the next step is the gateway's: to bring something, or, if it is behind, to take the first replies.
+
+        A reply that it took since the last call was such a step.
+        """
+        before, self._taken = self._taken, self._sent - self._transport.get_write_buffer_size()
+        if self._behind and self._taken != before:
+            return False
+        if self._full:
+            return True
+        if self._frames or self._transport.is_closing():
+            return False
+        return not is_ready(self._transport.get_extra_info("socket").fileno(), select.POLLIN)
+
+    def close(self) -> None:
+        """Close at once; ``ended`` follows."""
+        self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Keep the transport."""
+        self._transport = cast(asyncio.Transport, transport)
+        self._transport.set_write_buffer_limits(HIGH_WATER)
+
+    def data_received(self, data: bytes) -> None:
+        """Hand over all whole batches as one, so that they are journaled and answered together.
+
+        Where these are too many, the rest follows in the next rounds of the loop, and nothing is read until it has.
+        """
+        try:
+            whole = self._batches.feed(data) if data else []
+        except ValueError as error:
+            log.error("the gateway sent what is no batch (%s); it is started again", error)
+            return self.close()
+        if not all(whole) and not self.listening.done():
+            self.listening.set_result(None)
+        self._frames.extend(chain.from_iterable(map(self._return_questions, whole)))
+        if self.queue is None:
+            self._frames.clear()
+        elif self._frames or not data:
+            try:
+                self.queue.put(BatchReceived(self._next_frames()))
+            except BaseException:
+                self.close()
+                raise
+            if self._frames and not self._full:
+                self._transport.pause_reading()
+                self._resume_soon()
+            elif not self._full:
+                self._transport.resume_reading()
+        return None
+
+    def _return_questions(self, batch: list[bytes]) -> list[bytes]:
+        """Send the questions of a batch back, and return the rest of it."""
+        if self.question not in batch:
+            return batch
+        rest: list[bytes] = []
+        for routing, frame in framing.pairs(batch):
+            if frame == self.question:
+                self.send((routing, frame))
+            else:
+                rest += (routing, frame)
+        return rest
+
+    def pause_writing(self) -> None:
+        """Note that the gateway is behind."""
+        self._behind = True
+
+    def resume_writing(self) -> None:
+        """Resume, after the transport has finished the call that leads here."""
+        self._behind = self._full = False
+        self._resume_soon()
+
+    def _resume_soon(self) -> None:
+        if not self._resuming:
+            self._resuming = True
+            asyncio.get_running_loop().call_soon(self._resume)
+
+    def _resume(self) -> None:
+        self._resuming = False
+        self.data_received(b"")
+
+    def _next_frames(self) -> Iterator[bytes]:
+        """Yield frames, in pairs, until the gateway is far behind."""
+        for _ in range(AT_ONCE):
+            if not self._frames or self._full:
+                return
+            yield self._frames.popleft()
+            yield self._frames.popleft()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Note that the gateway closed its end, or this side did."""
+        self.listening.cancel()
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+
+# -- probes ------------------------------------------------------------------------------------------
+
+INTERVAL = 0.5  #: Seconds between two questions.
+UNANSWERED = 4  #: Questions in a row after which a gateway hangs.
+UNANSWERED_AT_START = 40  #: The same for one that does not listen yet: it starts an interpreter and loads libzmq first.
+
+_READ = 4096  # the handshake has about 100 bytes, an answer 18
+_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+_READY = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER\x08Identity\x00\x00\x00\x00"
+_COMMAND, _MESSAGE = 4, 0
+
+
+class GatewayProbe:
+    """A client of the request socket that asks one question again and again, over another connection when one breaks.
+
+    The broker never loads libzmq, so what a DEALER says is written out here: ZMTP 3.0 (https://rfc.zeromq.org/spec/23/)
+    with the NULL mechanism. What comes back is not parsed: a question is random, so wherever it is found it is the
+    answer.
+
+    Args:
+        path: the request socket.
+        question: less than 256 random bytes.
+    """
+
+    def __init__(self, path: Path, question: bytes) -> None:
+        self._path = path
+        self._question = question
+        self._channel: socket.socket | None = None
+        self._ready = False
+        #: The end of what came since the last answer, or the gateway's greeting.
+        self._heard = b""
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a connection; the gateway may have to take it from the backlog yet."""
+        return self._channel is not None
+
+    def ask(self) -> bool:
+        """Ask once more; False if that is impossible for reasons that are not the gateway's."""
+        try:
+            if self._channel is None:
+                self._channel, self._ready, self._heard = self._dial(), False, b""
+            elif self._ready:
+                self._channel.send(_frame(_MESSAGE, self._question))
+            elif len(self._heard) >= len(_GREETING):  # libzmq 4.3.5 hangs up on a peer that does not wait for it
+                self._channel.send(_frame(_COMMAND, _READY) + _frame(_MESSAGE, self._question))
+                self._ready = True
+        except BlockingIOError:  # the gateway takes no connection from the backlog, or reads nothing from this one
+            return True
+        except (BrokenPipeError, ConnectionResetError):  # the gateway hung up
+            self.close()
+            return True
+        except OSError:
+            self.close()
+            return False
+        return True
+
+    def answered(self) -> bool:
+        """Whether an answer has come since the last call."""
+        if self._channel is None:
+            return False
+        try:
+            data = self._channel.recv(_READ)
+        except BlockingIOError:
+            return False
+        except ConnectionResetError:
+            data = b""
+        if not data:
+            self.close()
+        heard = self._heard + data
+        found = self._question in heard
+        self._heard = b"" if found else heard[-len(_GREETING) :]
+        return found
+
+    def close(self) -> None:
+        """Close the connection."""
+        if self._channel:
+            self._channel.close()
+            self._channel = None
+
+    def _dial(self) -> socket.socket:
+        channel = socket.socket(socket.AF_UNIX)
+        try:
+            channel.setblocking(False)
+            channel.connect(str(self._path))
+            channel.send(_GREETING)
+        except OSError:
+            channel.close()
+            raise
+        return channel
+
+
+def _frame(kind: int, body: bytes) -> bytes:
+    return bytes((kind, len(body))) + body
+
+
+async def watch(connection: GatewayConnection, path: Path) -> str:
+    """Wait until a gateway has ended, and return an empty text; or until it hangs, and return what it left undone.
+
+    Args:
+        connection: the pipe to the gateway.
+        path: the request socket.
+    """
+    with contextlib.closing(GatewayProbe(path, connection.question)) as probe:
+        unanswered, limit = 0, UNANSWERED_AT_START
+        while unanswered < limit:
+            asked = probe.ask()
+            await asyncio.wait((connection.ended,), timeout=INTERVAL)
+            if connection.ended.done():
+                return ""
+            if limit != UNANSWERED and probe.connected and connection.listening.done():
+                unanswered, limit = 0, UNANSWERED
+            elif probe.answered():
+                unanswered = 0
+            elif connection.waits() and asked:
+                unanswered += 1
+    return f"brought back none of {limit} questions in {limit * INTERVAL:g} s"
+
+
+# -- the process -------------------------------------------------------------------------------------
+
+STEADY = 10.0  #: Seconds that a gateway must have lived for the next one to be started at once.
+
+FIRST_DELAY, LONGEST_DELAY = 0.05, 2.0
+
+GRACE = 1.0  #: Seconds that a gateway may take to end once the pipe to it has closed: it may have to say why.
+LAST_WORDS = 4000  #: Bytes of a gateway's standard error that are kept for the log.
+
+ENVIRONMENT = ("PATH", "LANG", "LC_", "LD_", "PYTHON", "VIRTUAL_ENV", "GLIBC_TUNABLES", "MALLOC_")
+"""How the names of variables begin that a gateway is given: what an interpreter and its libraries need to start.
+
+The rest is not for a process that peers reach, and may hold secrets. What a variable starts in an interpreter besides,
+such as a measurement that is written to a file at its end, would fail in a process that can open no file.
+"""
+
+
+class GatewayProcess:
+    """The broker's gateway, whichever process it is at the time.
+
+    Args:
+        listener: the listening socket of ``path``.
+        path: the request socket.
+    """
+
+    def __init__(self, listener: socket.socket, path: Path) -> None:
+        self._listener = listener
+        self._path = path
+        self._queue: EventQueue | None = None
+        self._connection: GatewayConnection | None = None
+        self._stopping = asyncio.Event()
+        #: Why the first gateway ended before it listened; empty once it listens.
+        self._first: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Start the first gateway; :meth:`connect` waits for it."""
+        for obstacle in sandbox.obstacles():
+            log.warning("the gateway is confined less than it could be: %s", obstacle)
+        self._task = asyncio.create_task(self._keep_running())
+
+    async def connect(self, queue: EventQueue) -> None:
+        """Return when the first gateway listens. From now on ``queue`` gets requests, and hears of later gateways.
+
+        Earlier requests are dropped: there was no broker, and so no session that could be answered.
+
+        Raises:
+            Unavailable: the first gateway could not be started, or ended before it listened.
+        """
+        self._queue = queue
+        if self._connection:
+            self._connection.queue = queue
+        if failure := await self._first:
+            raise Unavailable(f"the gateway does not come up on {self._path}: {failure}")
+
+    def send(self, frames: Sequence[framing.Part]) -> bool:
+        """Send a batch of replies, and return whether the gateway is behind with them.
+
+        Without a gateway the batch is dropped: clients ask again, and are answered again.
+        """
+        return self._connection is not None and self._connection.send(frames)
+
+    def obstacle(self) -> str:
+        """Return why no request comes through at the moment, or an empty text."""
+        listens = self._connection is not None and self._connection.listening.done()
+        return "" if listens else "its gateway is being started again"
+
+    async def stop(self) -> None:
+        """End the gateway, and start no other."""
+        self._stopping.set()
+        if self._connection:
+            self._connection.close()
+        if self._task:
+            await self._task
+
+    async def _keep_running(self) -> None:
+        loop = asyncio.get_running_loop()
+        quick = 0
+        while not self._stopping.is_set():
+            started = loop.time()
+            ending = await self._run()
+            if self._stopping.is_set():
+                break
+            if not self._first.done():
+                return self._first.set_result(ending)
+            quick = quick + 1 if loop.time() - started < STEADY else 0
+            delay = min(FIRST_DELAY * 2 ** min(quick - 2, 10), LONGEST_DELAY) if quick > 1 else 0.0
+            log.warning("the gateway went: %s; the next one starts in %.2f s", ending, delay)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), delay)
+        return None
+
+    async def _run(self) -> str:
+        """Start a gateway, stay until it has ended, and return how."""
+        try:
+            process, connection = await self._spawn()
+        except (OSError, RuntimeError) as error:  # asyncio wants a thread to wait for the process, and may get none
+            return f"it cannot be started: {explain(error)}"
+        said = asyncio.create_task(_last_words(process))
+        self._connection = connection
+        connection.queue = self._queue  # the broker may have connected meanwhile
+        if self._stopping.is_set():
+            connection.close()
+        if undone := await watch(connection, self._path):
+            _kill(process)
+            connection.close()
+            undone += ", so it was killed, and "
+        await connection.ended
+        self._connection = None
+        return f"process {process.pid} {undone}{_ended(await _end(process))}{await said}"
+
+    async def _spawn(self) -> tuple[Process, GatewayConnection]:
+        loop = asyncio.get_running_loop()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            _, connection = await loop.create_unix_connection(lambda: GatewayConnection(self._queue), sock=ours)
+            connection.listening.add_done_callback(self._announce)
+            arguments = (theirs.fileno(), self._listener.fileno(), self._path)
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *python_command("cubroker.server.transport.gateway", *map(str, arguments)),
+                    env={name: text for name, text in os.environ.items() if name.startswith(ENVIRONMENT)},
+                    stdin=DEVNULL,
+                    stderr=PIPE,  # where ours leads may block, and a gateway that cannot say why it aborts does not end
+                    pass_fds=(theirs.fileno(), self._listener.fileno()),
+                )
+            except BaseException:
+                connection.close()
+                raise
+        return process, connection
+
+    def _announce(self, listening: asyncio.Future[None]) -> None:
+        if listening.cancelled():
+            return
+        if not self._first.done():
+            self._first.set_result("")
+        elif self._queue:
+            self._queue.put(GatewayStarted())
+
+
+async def _end(process: Process) -> int:
+    """Return the status of a gateway whose pipe has closed; it ends by itself, or is killed."""
+    try:
+        return await asyncio.wait_for(process.wait(), GRACE)
+    except TimeoutError:
+        _kill(process)
+        return await process.wait()
+
+
+def _kill(process: Process) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it has just ended
+        process.kill()
+
+
+def _ended(status: int) -> str:
+    """Say how a gateway ended. libzmq aborts where it cannot continue, and writes which call failed."""
+    if status != -signal.SIGABRT:
+        return f"ended with status {status}"
+    return (
+        "was aborted by libzmq, as a rule for want of threads, descriptors or memory; look at LimitNPROC=, TasksMax=,"
+        " LimitNOFILE= and LimitAS= of the broker's unit, or at ulimit -a"
+    )
+
+
+async def _last_words(process: Process) -> str:
+    """Log what a gateway writes to its standard error, and return the end of it, which says most.
+
+    All of it is read, since a gateway that cannot write would not end.
+    """
+    assert process.stderr
+    said = b""
+    while more := await process.stderr.read(LAST_WORDS):
+        said = (said + more)[-LAST_WORDS:]
+    text = said.decode(errors="replace").strip()
+    if not text:
+        return ""
+    log.error("the gateway said: %s", text)
+    return f" ({text.splitlines()[-1][:200]})"

@@ -1,0 +1,218 @@
+"""The process at the other end of a connection: its credentials, pidfd and namespaces, as the kernel tells them.
+
+What a process is refused is logged here, in a limited number of lines per user, so that no user can fill a disk.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import select
+import socket
+import struct
+from collections import OrderedDict
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from time import monotonic
+
+from cubroker.driver import linux
+from cubroker.protocol.errors import Denied, Unsupported
+from cubroker.server.transport.unix_sockets import is_ready
+
+log = logging.getLogger(__name__)
+
+SO_PEERPIDFD = 77  #: Linux 6.5: a pidfd of the process that connected (asm-generic/socket.h; Python does not name it).
+SO_PEERGROUPS = 59  #: Linux 4.13: the supplementary groups of the process that connected, as ``gid_t[]``.
+CREDENTIALS = struct.Struct("iII")  #: ``struct ucred``: pid, uid and gid.
+
+INIT = 1
+ROOT = 0
+
+_GROUPS_BYTES = 1024  # the most that Python asks a socket option for
+_EVERYBODY = 2**32 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """The process that connected, with the users and groups that it had then."""
+
+    #: 0 if it is in a pid namespace that is not visible here.
+    pid: int
+    uid: int
+    #: Its primary group.
+    gid: int
+    #: Turns readable when the process has ended. The owner of this record closes it.
+    pidfd: int
+    #: Its supplementary groups.
+    groups: frozenset[int] = frozenset()
+    #: Whether it is root, or of the broker's user, in the broker's own user and pid namespaces (:func:`verify`).
+    verified: bool = False
+
+
+def identify(connection: socket.socket) -> Peer:
+    """Ask the kernel who connected.
+
+    Raises:
+        ProcessLookupError: that process is gone.
+        Denied: its user or group is none of this user namespace.
+        Unsupported: it is in no pid namespace that is visible here, and the kernel is too old to name it nevertheless.
+        OSError: no descriptor is left.
+    """
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+    pid, uid, gid = CREDENTIALS.unpack(raw)
+    if uid == overflow_id("uid") or gid == overflow_id("gid"):
+        raise Denied(
+            f"the broker cannot tell who connects: to its user namespace this process is of user {uid} and group {gid},"
+            f" as is everybody whom that does not know; run the broker in the host's user namespace (hostUsers: true,"
+            f" --userns=host), or the process in that of the broker"
+        )
+    try:
+        raw = connection.getsockopt(socket.SOL_SOCKET, SO_PEERGROUPS, _GROUPS_BYTES)
+    except OSError:  # a kernel that does not tell, or more than 256 groups
+        raw = b""
+    groups = frozenset(group for (group,) in struct.iter_unpack("I", raw)) - {overflow_id("gid")}
+    return Peer(pid, uid, gid, _peer_pidfd(connection, pid), groups)
+
+
+def verify(peer: Peer, named: int | None) -> bool:
+    """Whether a peer with root's or the broker's number belongs to the broker's own user and pid namespaces.
+
+    The user who starts a container chooses its numbers, so these alone mean nothing. A peer of which this cannot be
+    established does not belong.
+
+    - *Root* names process 1 in the credentials of its greeting, and ``named`` is what the kernel made of that. It lets
+      a process name another one than itself only with CAP_SYS_ADMIN in the user namespace that owns its pid namespace,
+      and delivers 1 here only where that pid namespace is the broker's. So one number proves the capability and both
+      namespaces; no /proc is read, nor need the broker have any right over the peer.
+    - *The broker's own user* cannot do that. Its namespaces can be read, though, by a broker of the same user.
+
+    Args:
+        peer: the process that connected.
+        named: the process that the peer's greeting names; None if it names none.
+    """
+    if peer.uid == ROOT and named == INIT != peer.pid:
+        return True
+    return peer.uid == os.geteuid() and _shares_namespaces(peer)
+
+
+def _shares_namespaces(peer: Peer) -> bool:
+    """Whether a process is known to be in the user and pid namespaces of this one."""
+    if not peer.pid:
+        return False
+    try:
+        same = all(Path(f"/proc/{peer.pid}/ns/{kind}").samefile(f"/proc/self/ns/{kind}") for kind in ("user", "pid"))
+    except OSError:  # it has ended, or has more rights than this one
+        return False
+    # It was this process all along, and not another one with its number, if it has not ended yet.
+    return same and not is_ready(peer.pidfd, select.POLLIN)
+
+
+@cache
+def overflow_id(kind: str) -> int | None:
+    """Return the number that stands for every user (``uid``) or group (``gid``) that is not of this user namespace.
+
+    None if all of them are. A user of this namespace with the same number cannot be told apart.
+    """
+    counts = (int(line.split()[2]) for line in Path(f"/proc/self/{kind}_map").read_text().splitlines())
+    return None if sum(counts) >= _EVERYBODY else int(Path(f"/proc/sys/kernel/overflow{kind}").read_text())
+
+
+def _peer_pidfd(connection: socket.socket, pid: int) -> int:
+    try:
+        pidfd = connection.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
+    except OSError as error:
+        if error.errno == errno.ENOPROTOOPT and not pid:
+            raise Unsupported(
+                "the broker cannot see the process that connects, which is in another pid namespace, and Linux names it"
+                " nevertheless only from 6.5 on; run the broker in the host's pid namespace (hostPID: true, --pid=host)"
+                " or both in one"
+            ) from None
+        if error.errno == errno.ENOPROTOOPT:
+            return open_pidfd(connection, pid)
+        if error.errno == errno.EINVAL:  # Linux 6.5 to 6.7, of a process that is gone
+            raise ProcessLookupError(errno.ESRCH, "the process that connected is gone") from None
+        raise
+    os.set_inheritable(pidfd, False)
+    return pidfd
+
+
+def open_pidfd(connection: socket.socket, pid: int) -> int:
+    """Return a pidfd of the peer on kernels that hand none out with the connection.
+
+    Between connect and here the peer may have died and its pid may be another process's. A process
+    that ends closes its sockets before its pid is free, so a connection that has not hung up when
+    the pidfd is open proves that the pidfd is the peer's (or that the peer's child inherited the
+    connection, which the kernel gives no means to tell on these versions).
+    """
+    pidfd = linux.pidfd_open(pid)
+    if is_ready(connection, select.POLLRDHUP):
+        os.close(pidfd)
+        raise ProcessLookupError(errno.ESRCH, f"process {pid} hung up as it was identified")
+    return pidfd
+
+
+# -- refusals in the log -----------------------------------------------------------------------------
+
+BURST = 20  #: Lines about refusals that one user has at once.
+REFILL = 10.0  #: Seconds after which a user has one more.
+MAX_USERS = 1024  #: Users that are remembered; the least recently refused is forgotten first.
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """The lines of one user."""
+
+    #: Lines left, as of ``since``.
+    left: float
+    #: When ``left`` was counted, in seconds of the monotonic clock.
+    since: float
+    #: Lines dropped since the last one that was written.
+    suppressed: int = 0
+
+
+class RateLimiter:
+    """How many lines of the log each user may fill.
+
+    Args:
+        burst: lines that a user has at once.
+        refill: seconds after which a user has one more.
+    """
+
+    def __init__(self, burst: int, refill: float) -> None:
+        self._burst = burst
+        self._refill = refill
+        self._buckets: OrderedDict[int, _Bucket] = OrderedDict()
+
+    def take(self, uid: int) -> int | None:
+        """Take a line; return how many were suppressed since the last one, or None to suppress this one too."""
+        now = monotonic()
+        bucket = self._buckets.pop(uid, None) or _Bucket(self._burst, now)
+        self._buckets[uid] = bucket
+        if len(self._buckets) > MAX_USERS:
+            self._buckets.popitem(last=False)
+        bucket.left = min(self._burst, bucket.left + (now - bucket.since) / self._refill)
+        bucket.since = now
+        if bucket.left < 1:
+            bucket.suppressed += 1
+            return None
+        bucket.left -= 1
+        suppressed, bucket.suppressed = bucket.suppressed, 0
+        return suppressed
+
+
+class RejectionLog:
+    """Logs which process was refused what, within the limit of its user."""
+
+    def __init__(self) -> None:
+        self._limiter = RateLimiter(BURST, REFILL)
+
+    def log(self, peer: Peer, reason: str) -> None:
+        """Log that a process was refused something, unless its user had too many lines lately."""
+        suppressed = self._limiter.take(peer.uid)
+        if suppressed is None:
+            return
+        more = f" ({suppressed} more refusals of this user are not in the log)" if suppressed else ""
+        fields = {"pid": peer.pid, "uid": peer.uid, "why": reason}
+        log.warning("process %d (user %d) was refused: %s%s", peer.pid, peer.uid, reason, more, extra=fields)

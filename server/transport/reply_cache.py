@@ -1,0 +1,387 @@
+"""The requests of one session and their replies: a request that is sent again is answered again, not done again.
+
+Pure. A request is *pending* from its first arrival until its reply, which is *kept* until the client says that it has
+it: by its number (``received``), or with all before one (``oldest``). From then on only the number is remembered, as
+part of a span, since a copy may still be on its way. Of a reply that only tells something, such as a list, only the
+length is kept: a copy of the request is worked out anew. Where replies outlive the broker, :meth:`ReplyCache.changes`
+returns what is to be written down.
+
+All of it is bounded: for each session in number, and in bytes as they travel, so that a client which acknowledges
+nothing is not sent replies without end; for each user in the memory that it costs. That bound is the user's, so that
+more sessions are not more memory. A layout counts once for its user, however many requests and replies have it: a
+thousand workers that attach to one model, or offer the same one, cost its layout once. What a session has is given
+back when it ends.
+
+Past a bound further requests are refused, and so are their copies, however late. Of those only the highest number
+is remembered: what came before it and is not known was lost, or refused as well. A request that gives something back
+is not refused but ignored, and so done when it is sent again and there is room; so is a cancel that comes before the
+request that it is meant for.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Generator, Iterable, Mapping
+from enum import Enum
+
+from msgspec import Struct
+
+from cubroker.protocol import layout as layouts
+from cubroker.protocol.errors import InternalFailure, Invalid
+from cubroker.protocol.layout import Outline
+from cubroker.protocol.messages import DESCRIPTOR, Answer, Attached, Created, Failed
+
+MAX_BYTES = 64 << 20  #: Bytes that the requests and answers of one user may cost; some times the largest message.
+
+SHARE = 16 << 10
+"""Bytes of these that each session may always have, so that one session of a user does not stop the others."""
+
+OVERHEAD = 512  #: Bytes that a request or an answer counts beside its own, for what is known of it.
+MAX_REQUESTS = 4096  #: Requests of one session that are pending or whose answers are kept.
+
+Frame = bytes | Answer
+"""An answer: encoded, or a lease as it is, to be encoded whenever it is sent. All leases on a version share its layout,
+which can take megabytes, and any number of requests may wait for it."""
+
+LEASES = (Attached, Created)
+
+
+class SharedLayout:
+    """An encoded layout, and what came of checking it.
+
+    Attributes:
+        data: the layout as it travels.
+        holders: how many requests and answers of the user have it.
+    """
+
+    __slots__ = ("_outcome", "data", "holders")
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self.holders = 0
+        self._outcome: Outline | Failed | None = None
+
+    def check(self) -> Generator[None, None, Outline | Failed]:
+        """Check it in short steps, or say what was found before."""
+        if self._outcome is None:
+            try:
+                self._outcome = yield from layouts.outline(self.data)
+            except Invalid as error:
+                self._outcome = Failed(error.code, error.message)
+            except MemoryError:  # which passes, so that the same layout may be checked again
+                reason = f"the broker has no memory to check a layout of {len(self.data)} bytes; make it smaller"
+                return Failed(InternalFailure.code, reason)
+        return self._outcome
+
+
+class Account:
+    """What one user's requests and answers cost.
+
+    Not to be confused with ``cubroker.server.ledger.model.Account``, the memory of a device.
+
+    Attributes:
+        nbytes: what they cost together, in bytes.
+    """
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._layouts: dict[bytes, SharedLayout] = {}
+
+    def has_room(self, nbytes: int, layout: bytes) -> bool:
+        """Whether ``nbytes`` more may be kept, and a layout, which may be empty."""
+        new = 0 if layout in self._layouts else len(layout)
+        return self.nbytes + nbytes + new <= MAX_BYTES
+
+    def add(self, nbytes: int, layout: bytes) -> None:
+        """Count ``nbytes`` more, and one more holder of a layout."""
+        self.nbytes += nbytes
+        if layout:
+            shared = self._layouts.get(layout)
+            if shared is None:
+                shared = self._layouts[layout] = SharedLayout(layout)
+                self.nbytes += len(layout)
+            shared.holders += 1
+
+    def remove(self, nbytes: int, layout: bytes) -> None:
+        """Undo :meth:`add`."""
+        self.nbytes -= nbytes
+        if layout:
+            shared = self._layouts[layout]
+            shared.holders -= 1
+            if not shared.holders:
+                del self._layouts[layout]
+                self.nbytes -= len(layout)
+
+    def shared(self, layout: bytes) -> SharedLayout:
+        """Return the one copy of a layout that was added; an empty one is not shared."""
+        return self._layouts.get(layout) or SharedLayout(layout)
+
+
+class CachedReply(Struct, frozen=True, gc=False):
+    """An answer that its client may not have."""
+
+    #: The answer; None if it can be worked out anew.
+    frame: Frame | None
+    #: Bytes that count for its user, without the layout.
+    cost: int
+    #: The layout, which other answers may share; empty if it has none.
+    layout: bytes
+    #: Bytes on the request socket.
+    travelling: int
+
+
+def weight(answer: Frame) -> int:
+    """Return the bytes of an answer as it travels, or about so many."""
+    if isinstance(answer, bytes):
+        return len(answer)
+    own, layout = parts(answer)
+    return own + len(layout)
+
+
+def parts(answer: Frame) -> tuple[int, bytes]:
+    """Return about how many bytes an answer has of its own, and the layout that it shares with others, or nothing."""
+    if isinstance(answer, bytes):
+        return len(answer), b""
+    body = answer.body
+    assert isinstance(body, LEASES)
+    replicas = body.replicas
+    layout = body.layout if isinstance(body, Attached) else b""
+    # Each allocation has a handle of 64 bytes on one device, or what stands for a descriptor on each.
+    return len(replicas[0].handles) * (64 + (2 + len(DESCRIPTOR)) * len(replicas)), layout
+
+
+class Admission(Enum):
+    """What to do with a request that arrived."""
+
+    NEW = "do it"
+    PENDING = "it is being done; its answer goes to where it was asked from last"
+    STALE = "the client said that it has the answer: ignore it"
+    FULL = "refuse it, for good"
+    LATER = "ignore it until it is sent again"
+
+
+class Spans:
+    """A set of numbers that mostly follow each other, as the edges of its runs.
+
+    Attributes:
+        edges: the first number of a run and the one after its last, the first of the next run, …: they rise.
+    """
+
+    def __init__(self, edges: Iterable[int] = ()) -> None:
+        self.edges = list(edges)
+
+    def __contains__(self, number: int) -> bool:
+        return bisect_right(self.edges, number) % 2 == 1
+
+    def __len__(self) -> int:
+        return len(self.edges) // 2
+
+    def add(self, number: int) -> None:
+        """Add a number that is not in it."""
+        edges = self.edges
+        place = bisect_right(edges, number)
+        start = place - 1 if place and edges[place - 1] == number else place
+        end = place + 1 if place < len(edges) and edges[place] == number + 1 else place
+        edges[start:end] = [number] * (start == place) + [number + 1] * (end == place)
+
+    def drop_runs_before(self, number: int) -> None:
+        """Forget the runs that end before ``number``."""
+        place = bisect_right(self.edges, number)
+        del self.edges[: place - place % 2]
+
+
+class Receipts(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What a client has said that it has, and the highest number that it was refused for good."""
+
+    oldest: int
+    refused: int
+    received: tuple[int, ...]
+
+
+NO_RECEIPTS = Receipts(0, 0, ())
+
+
+class ReplyCache:
+    """The requests of one session that its client may send again.
+
+    Args:
+        receipts: those of the session, if it is an earlier broker's.
+        kept: the answers that are kept of it, in order of their numbers; None for those that are not to be kept any
+            more.
+    """
+
+    def __init__(self, receipts: Receipts | None = None, kept: Mapping[int, Frame | None] | None = None) -> None:
+        receipts, kept = receipts or NO_RECEIPTS, kept or {}
+        #: What the requests and answers count on.
+        self.account = Account()
+        self._nbytes = 0  # what is on the account, layouts apart
+        self._travelling = 0  # bytes of requests without an answer and of answers without a receipt
+        self._pending: dict[int, tuple[bytes, int, bytes]] = {}  # routing id, bytes and layout of the request
+        self._kept: dict[int, CachedReply] = {}
+        self._received = Spans(receipts.received)
+        self._oldest = receipts.oldest
+        self._refused = receipts.refused
+        for number, frame in kept.items():
+            if frame is not None:
+                self._keep(number, _kept(frame))
+        self._lasting: set[int] = set(self._kept)
+        self._changes: dict[int, Frame | None] = dict.fromkeys(kept.keys() - self._kept.keys())
+
+    @property
+    def receipts(self) -> Receipts:
+        """What the client has said that it has."""
+        return Receipts(self._oldest, self._refused, tuple(self._received.edges))
+
+    @property
+    def lasting(self) -> frozenset[int]:
+        """The requests whose answers are written down."""
+        return frozenset(self._lasting)
+
+    def changes(self) -> dict[int, Frame | None]:
+        """Return the lasting answers that came since the last call, and None for those that are not kept any more."""
+        changes, self._changes = self._changes, {}
+        return changes
+
+    @property
+    def crowded(self) -> bool:
+        """Whether more bytes have no answer or receipt than there may be: nothing more should be told for now."""
+        return self._travelling > MAX_BYTES
+
+    def move(self, account: Account) -> None:
+        """Count everything on another account from now on: that of the session's user."""
+        for nbytes, layout in (
+            *((cost, layout) for _, cost, layout in self._pending.values()),
+            *((answer.cost, answer.layout) for answer in self._kept.values()),
+        ):
+            self.account.remove(nbytes, layout)
+            account.add(nbytes, layout)
+        self.account = account
+
+    def abandon(self) -> None:
+        """Forget all requests that are pending: their client hears no answer any more."""
+        for number in tuple(self._pending):
+            self._answered(number)
+
+    def close(self) -> None:
+        """Forget everything."""
+        self.abandon()
+        for answer in self._kept.values():
+            self.account.remove(answer.cost, answer.layout)
+        self._kept.clear()
+
+    def admit(
+        self,
+        number: int,
+        oldest: int,
+        routing: bytes,
+        nbytes: int,
+        received: Iterable[int] = (),
+        *,
+        must_deliver: bool = False,
+        about: int = 0,
+        layout: bytes = b"",
+    ) -> Admission | Frame:
+        """Take note of request ``number``, ``nbytes`` long without its ``layout``; return the kept answer, if any.
+
+        ``must_deliver``: its client sends it until it is answered, and takes no refusal. ``about``: an earlier request
+        that it cancels. Where that was lost on the way, to an earlier broker's gateway, it is still to come.
+        """
+        for other in received:
+            if other in self._kept:
+                self._forget(other)
+                self._received.add(other)
+        if oldest > self._oldest:
+            self._acknowledge(oldest)
+        if (kept := self._kept.get(number)) is not None:
+            if kept.frame is not None:
+                return kept.frame
+            self._forget(number)
+        if number in self._pending:
+            self._pending[number] = (routing, *self._pending[number][1:])
+            return Admission.PENDING
+        edges = self._received.edges  # nearly always there are none
+        if number < self._oldest or (edges and number in self._received):
+            return Admission.STALE
+        if number <= self._refused and not must_deliver:
+            return Admission.FULL
+        known = len(self._pending) + len(self._kept) + len(edges) // 2
+        cost, travelling = nbytes + OVERHEAD, self._travelling + nbytes + len(layout)
+        room = self._nbytes + cost + len(layout) <= SHARE or self.account.has_room(cost, layout)
+        if known >= MAX_REQUESTS or (known and travelling > MAX_BYTES) or not room:
+            if must_deliver:
+                return Admission.LATER
+            self._refused = number
+            return Admission.FULL
+        if 0 < about < number and self._is_to_come(about):
+            return Admission.LATER
+        self._pending[number] = (routing, cost, layout)
+        self._nbytes += cost
+        self._travelling = travelling
+        self.account.add(cost, layout)
+        return Admission.NEW
+
+    def settle(self, number: int, answer: Frame, *, lasting: bool = False) -> bytes:
+        """Keep the answer of a pending request and return the routing id to send it to.
+
+        ``lasting``: it is to be written down, since the request must not be done again after a restart either.
+        """
+        routing = self._answered(number)
+        if number >= self._oldest:  # else the client gave it up
+            self._keep(number, _kept(answer))
+            if lasting:
+                self._lasting.add(number)
+                self._changes[number] = answer
+        return routing
+
+    def tell(self, number: int, nbytes: int) -> bytes:
+        """Forget a pending request whose answer, ``nbytes`` long, is not kept; return the routing id to send it to."""
+        routing = self._answered(number)
+        if number >= self._oldest:
+            self._keep(number, CachedReply(None, OVERHEAD, b"", nbytes))
+        return routing
+
+    def is_pending(self, number: int) -> bool:
+        """Whether the request is still to be answered."""
+        return number in self._pending
+
+    def _is_to_come(self, number: int) -> bool:
+        """Whether a request would be done if it came: it did not, and its client has no answer or refusal of it."""
+        there = number in self._pending or number in self._kept or number in self._received
+        return not there and number >= self._oldest and number > self._refused
+
+    def _acknowledge(self, oldest: int) -> None:
+        """Drop kept answers before ``oldest``, up to the first that stays; requests are answered about in order."""
+        self._oldest = oldest
+        if self._received.edges:
+            self._received.drop_runs_before(oldest)
+        kept = self._kept
+        while kept and (number := next(iter(kept))) < oldest:
+            self._forget(number)
+
+    def _forget(self, number: int) -> None:
+        answer = self._kept.pop(number)
+        self._nbytes -= answer.cost
+        self._travelling -= answer.travelling
+        self.account.remove(answer.cost, answer.layout)
+        if number in self._lasting:
+            self._lasting.remove(number)
+            self._changes[number] = None
+
+    def _keep(self, number: int, answer: CachedReply) -> None:
+        self._kept[number] = answer
+        self._nbytes += answer.cost
+        self._travelling += answer.travelling
+        self.account.add(answer.cost, answer.layout)
+
+    def _answered(self, number: int) -> bytes:
+        """Forget a pending request, and return the routing id that its answer goes to."""
+        routing, cost, layout = self._pending.pop(number)
+        self._nbytes -= cost
+        self._travelling -= cost - OVERHEAD + len(layout)
+        self.account.remove(cost, layout)
+        return routing
+
+
+def _kept(answer: Frame) -> CachedReply:
+    own, layout = parts(answer)
+    return CachedReply(answer, own + OVERHEAD, layout, own + len(layout))

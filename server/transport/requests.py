@@ -1,0 +1,344 @@
+"""From frames to requests, each passed on once, and from replies back to frames: both ends of the broker's line."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator
+from functools import partial
+from weakref import WeakValueDictionary
+
+import msgpack
+from msgspec.structs import replace
+
+from cubroker.protocol import wire
+from cubroker.protocol.errors import InternalFailure, Invalid
+from cubroker.protocol.layout import Outline
+from cubroker.protocol.messages import (
+    LAST_WORDS,
+    Answer,
+    Cancel,
+    Create,
+    Describe,
+    Envelope,
+    Failed,
+    ListClients,
+    ListDigests,
+    ListPools,
+    Look,
+    Reply,
+    Request,
+)
+from cubroker.protocol.wire import NUMBER, SECRET, Digest, complete, digest, session_of
+from cubroker.server.event_queue import EventQueue
+from cubroker.server.ledger.events import RequestReceived, Respond
+from cubroker.server.transport import framing
+from cubroker.server.transport.fair_queue import FairQueue, Job
+from cubroker.server.transport.reply_cache import LEASES, MAX_BYTES, MAX_REQUESTS, Account, Admission, Frame, weight
+from cubroker.server.transport.session import Session
+from cubroker.server.transport.session_log import LASTING, SessionLog
+
+log = logging.getLogger(__name__)
+
+TOLD = frozenset((Describe, ListClients, ListDigests, ListPools, Look))
+"""Requests whose replies are long, and are not kept."""
+
+EXPENSIVE = TOLD | {Create}
+"""Requests that may cost milliseconds, in the ledger or in encoding the reply: users take turns with them."""
+
+LARGE = 64 << 10
+"""Bytes of a lease, as it travels, that is sent in its user's turn: most is its layout, which is encoded by then."""
+
+TOO_LONG = Failed(
+    "over_quota", f"the answer has over {wire.MAX_MESSAGE} bytes, the most of a message; ask again when less is in use"
+)
+
+MAX_HASHED = 32 << 20
+"""Bytes of the layouts whose digests are remembered. Most of them are those of versions, which have them anyway."""
+
+HASH_STEP = 256 << 10  #: Bytes of a layout that are hashed between two looks at the clock.
+HEAD = 64  #: Bytes of a message that are looked at for its secret and its id, which take 28 at most.
+
+DENIED = Failed("denied", "no session has this secret: the broker was started again, or the session is over; open one")
+FULL = Failed(
+    "over_quota",
+    f"{MAX_REQUESTS} requests of this session, or {MAX_BYTES >> 20} MiB of requests and answers of it or of all its"
+    f" user's sessions, await an answer or its receipt, the most there may be; ask again when fewer are under way",
+)
+
+
+class LayoutHashes:
+    """The digests of the layouts used last, worked out once: the first one used is forgotten first.
+
+    Every reply with a layout of more than a few kilobytes is authenticated by the layout's digest. All leases on a
+    version have the same layout, of megabytes perhaps, and a digest takes a millisecond for each of them.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, bytes] = {}
+        self._nbytes = 0
+
+    def of(self, layout: bytes) -> bytes:
+        """Return a layout's digest, at once."""
+        deque(self.steps(layout), maxlen=0)
+        return self._known[layout]
+
+    def steps(self, layout: bytes) -> Generator[None, None, None]:
+        """Work out a layout's digest in short steps, unless it is known."""
+        if layout in self._known:
+            return
+        digest, view = Digest(), memoryview(layout)
+        for start in range(0, len(layout), HASH_STEP):
+            digest.add(view[start : start + HASH_STEP])
+            yield
+        if layout not in self._known:  # by another's steps
+            self._known[layout] = digest.done()
+            self._nbytes += len(layout)
+        while self._nbytes > MAX_HASHED and len(self._known) > 1:
+            oldest = next(iter(self._known))
+            del self._known[oldest]
+            self._nbytes -= len(oldest)
+
+
+class Requests:
+    """Decodes requests, each of them passed on once, and encodes their replies.
+
+    Not to be confused with the client's ``cubroker.client.transport.requests.Requests``, which sends them.
+
+    Args:
+        queue: gets :class:`~cubroker.server.event_queue.TurnDue` when ``turns.step()`` should be called.
+        loop: the event loop of ``queue``.
+        log: notes what is to be written to the journal, if there is one.
+
+    Attributes:
+        turns: the expensive requests; paused while the gateway is behind with the replies.
+    """
+
+    def __init__(self, queue: EventQueue, loop: asyncio.AbstractEventLoop, log: SessionLog | None = None) -> None:
+        self._log = log
+        self._sessions: dict[bytes, Session] = {}  # by what their requests begin with
+        self._layout_hashes = LayoutHashes()
+        self._batches: list[list[framing.Part]] = [[]]  # of replies; the last one is not full
+        self._unsent = 0  # bytes in the last batch
+        #: By user; an account stays as long as there is a reference to it.
+        self._accounts: WeakValueDictionary[int, Account] = WeakValueDictionary()
+        self.turns = FairQueue(queue, loop)
+
+    def enter(self, session: Session) -> None:
+        """Accept the requests of a session."""
+        session.replies.move(self._accounts.setdefault(session.peer.uid, Account()))
+        self._sessions[session.authentication.name] = session
+
+    def hang_up(self, session: Session) -> None:
+        """Drop the pending requests of a session whose connection has ended: it hears no reply."""
+        self.turns.drop(session.peer.uid, session)
+        session.replies.abandon()
+
+    def leave(self, session: Session) -> None:
+        """Accept no more requests of a session, and drop all that is kept for it."""
+        del self._sessions[session.authentication.name]
+        self.turns.drop(session.peer.uid, session)
+        session.replies.close()
+
+    def decode(self, frames: Iterable[bytes]) -> Iterator[RequestReceived]:
+        """Yield the requests of a batch that arrive for the first time and are cheap.
+
+        Expensive ones wait for their turn. What was asked before is answered again, and what is wrong is refused.
+        """
+        for routing, frame in framing.pairs(frames):
+            try:
+                request = self._accept(routing, frame)
+            # It would end the connection to the gateway, and that again when the same request is sent again.
+            except Exception as error:
+                log.exception("the broker failed at a request of %d bytes", len(frame))
+                self._reject(routing, frame, own_failure(error))
+                continue
+            if request is not None:
+                yield request
+
+    def respond(self, session: Session, request: int, body: Reply) -> None:
+        """Encode the reply to a pending request; it is kept for copies, unless it can be worked out anew.
+
+        A lease is encoded when it is sent. A reply that is longer than a client reads becomes a refusal.
+        """
+        answer = Answer(request, body)
+        reply: Frame = answer
+        if type(body) not in LEASES:
+            reply = session.authentication.reply(answer, self._layout_hashes.of)
+            if len(reply) > wire.MAX_MESSAGE:
+                reply = session.authentication.reply(Answer(request, TOO_LONG))
+        if self._log:
+            self._log.asked(session)
+        if type(body) in LASTING:
+            routing = session.replies.settle(request, reply, lasting=self._log is not None)
+        else:
+            routing = session.replies.tell(request, weight(reply))
+        self._deliver(session, request, routing, reply)
+
+    @property
+    def full(self) -> bool:
+        """Whether a whole batch of replies has gathered."""
+        return len(self._batches) > 1
+
+    def replies(self) -> Iterator[list[framing.Part]]:
+        """Return the batches of replies that have gathered, and forget them."""
+        batches, self._batches, self._unsent = self._batches, [[]], 0
+        return filter(None, batches)
+
+    def _accept(self, routing: bytes, frame: bytes) -> RequestReceived | None:
+        """Return a request that arrives for the first time, unless it waits for its turn."""
+        opened = self._opened(frame)
+        if opened is None:
+            return None
+        session, (data, beside) = opened
+        try:
+            envelope = wire.unpack(data, Envelope)
+            body: Request | None = envelope.body
+            if beside:
+                body = complete(envelope.body, beside, getattr(frame, "digest", b"") or digest(beside))
+        except Invalid as error:
+            self._reject(routing, frame, Failed(error.code, error.message))
+            return None
+        session = session or self._bearer(envelope.secret)
+        if session is None:
+            denial = wire.pack(Answer(envelope.id, DENIED))
+            self._put(routing, denial, len(denial))
+            return None
+        if body is None:
+            _suspect(session)
+            return None
+        if self._log:
+            self._log.asked(session)
+        layout = body.layout if isinstance(body, Create) else b""
+        admission = session.replies.admit(
+            envelope.id,
+            envelope.oldest,
+            routing,
+            len(frame) - len(layout),
+            envelope.received,
+            must_deliver=type(body) in LAST_WORDS,
+            about=body.request if type(body) is Cancel else 0,
+            layout=layout,
+        )
+        if admission is Admission.NEW:
+            uid = session.peer.uid
+            # A cancel must not overtake the request that it is meant for.
+            if type(body) in EXPENSIVE or (type(body) is Cancel and self.turns.has(uid, session, body.request)):
+                self.turns.put(uid, session, envelope.id, self._work(session, envelope.id, body))
+            else:
+                return RequestReceived(session.number, envelope.id, body)
+        elif admission is Admission.FULL:
+            self._refuse(session, envelope.id, routing, FULL)
+        elif not isinstance(admission, Admission):
+            self._deliver(session, envelope.id, routing, admission)
+        return None
+
+    def _opened(self, frame: bytes) -> tuple[Session | None, tuple[bytes, bytes]] | None:
+        """Return the session that a frame names, None if its secret does, and its message and the layout beside it.
+
+        None: its session did not write it, or is over; the sender hears nothing.
+        """
+        session = self._sessions.get(frame[:NUMBER])
+        if session is None:
+            return None if session_of(frame) else (None, (frame, b""))
+        opened = session.authentication.opened(frame)
+        if opened is None:
+            _suspect(session)
+            return None
+        return session, opened
+
+    def _bearer(self, secret: bytes) -> Session | None:
+        """Return the session of version 1 to 3 that has a secret.
+
+        Later ones are known by their number, which is no secret and shorter: it proves nothing.
+        """
+        return self._sessions.get(secret) if len(secret) == SECRET else None
+
+    def _reject(self, routing: bytes, frame: bytes, refusal: Failed) -> None:
+        """Tell a session what is wrong with its request. A stranger hears nothing, and is no line in the log."""
+        opened = self._opened(frame)
+        if opened is None:
+            return
+        session, (data, _) = opened
+        secret, request = head(data)
+        session = session or self._bearer(secret)
+        if session and request:
+            self._refuse(session, request, routing, refusal)
+
+    def _refuse(self, session: Session, request: int, routing: bytes, refusal: Failed) -> None:
+        """Send a refusal of which nothing is kept."""
+        frame = session.authentication.reply(Answer(request, refusal))
+        self._put(routing, frame, len(frame))
+
+    def _work(self, session: Session, request: int, body: Request) -> Job:
+        """Prepare an expensive request for the ledger: check the layout of a create."""
+        outline: Outline | Failed | None = None
+        try:
+            if isinstance(body, Create):
+                layout = session.replies.account.shared(body.layout)
+                body = replace(body, layout=layout.data)
+                outline = yield from layout.check()
+        # The request would stay unanswered otherwise.
+        except Exception as error:
+            log.exception("the broker failed at a %s", type(body).__name__)
+            outline = own_failure(error)
+        if isinstance(outline, Failed):
+            return Respond(session.number, request, outline)
+        if type(body) in TOLD and session.replies.crowded:  # as it would have been refused after the others
+            return Respond(session.number, request, FULL)
+        return RequestReceived(session.number, request, body, outline)
+
+    def _deliver(self, session: Session, request: int, routing: bytes, reply: Frame) -> None:
+        """Send a reply; a large lease, which costs next to nothing while it waits, in its user's turn."""
+        if isinstance(reply, bytes):
+            self._put(routing, reply, len(reply))
+        elif (nbytes := weight(reply)) > LARGE:
+            self.turns.put(session.peer.uid, session, request, self._delivery(session, routing, reply, nbytes))
+        else:
+            self._put(routing, session.authentication.reply(reply, self._layout_hashes.of), nbytes)
+
+    def _delivery(self, session: Session, routing: bytes, reply: Answer, nbytes: int) -> Job:
+        """Send a lease that is encoded with its batch: many that wait may have the same layout."""
+        if layout := session.authentication.bulk(reply.body):
+            yield from self._layout_hashes.steps(layout)
+        self._put(routing, partial(session.authentication.reply, reply, self._layout_hashes.of), nbytes)
+        return None
+
+    def _put(self, routing: bytes, frame: framing.Part, nbytes: int) -> None:
+        self._batches[-1] += (routing, frame)
+        self._unsent += nbytes
+        if self._unsent > framing.FULL:
+            self._batches.append([])
+            self._unsent = 0
+
+
+def own_failure(error: Exception) -> Failed:
+    """Return the answer to a request at which the broker itself failed."""
+    return Failed(InternalFailure.code, f"the broker itself failed at this request: {error!r}; its log says more")
+
+
+def _suspect(session: Session) -> None:
+    """Count a request in a session's name that its client did not write."""
+    session.forged += 1
+    if session.forged == 1:
+        log.warning(
+            "requests in the name of session %d (pid %d) that it did not write are dropped: a peer forges them, or one"
+            " has taken the gateway over",
+            session.number,
+            session.peer.pid,
+        )
+
+
+def head(data: bytes) -> tuple[bytes, int]:
+    """Return the secret and the id that a message begins with, without reading on; no secret and 0 if it has none."""
+    unpacker = msgpack.Unpacker(max_buffer_size=HEAD, max_array_len=0, max_map_len=0)
+    unpacker.feed(data[:HEAD])
+    try:
+        unpacker.read_array_header()
+        secret, request = unpacker.unpack(), unpacker.unpack()
+    except (msgpack.UnpackException, ValueError):
+        return b"", 0
+    # A bool is an int, and an id beyond what an answer can carry is none.
+    fits = type(secret) is bytes and type(request) is int and 0 < request < 1 << 63
+    return (secret, request) if fits else (b"", 0)

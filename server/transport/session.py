@@ -1,0 +1,310 @@
+"""One session: the client's connection and process, and what is sent on the session socket, descriptors included."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import select
+import socket
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from itertools import islice
+from typing import Protocol
+
+from cubroker.protocol import wire
+from cubroker.protocol.limits import MAX_DESCRIPTORS, MAX_NOTICE
+from cubroker.protocol.messages import Descriptors, Notice, PoolChanged, PoolLost, Rebound
+from cubroker.protocol.wire import authentication
+from cubroker.server.event_queue import EventQueue, FdsDelivered
+from cubroker.server.ledger.events import ConnectionLost, ProcessExited
+from cubroker.server.transport.peer_credentials import Peer, RejectionLog
+from cubroker.server.transport.reply_cache import ReplyCache
+
+log = logging.getLogger(__name__)
+
+SCARCE = (errno.ETOOMANYREFS, errno.ENOMEM, errno.ENOBUFS, errno.EAGAIN, errno.EMFILE, errno.ENFILE)
+"""What the system says while too many descriptors of the broker are in flight to all clients together, too many are
+open, or too little memory is left: that passes."""
+
+PAUSE = 0.05  #: Seconds after which a send that failed like that is tried again.
+
+
+def label(session: int) -> str:
+    """Return the name under which a session's descriptors are stored."""
+    return f"s{session}"
+
+
+class ReadersDriver(Protocol):
+    """The one method of :class:`cubroker.driver.Driver` that is needed here."""
+
+    def for_reading(self, descriptors: Sequence[int], /) -> AbstractContextManager[Sequence[int]]:
+        """Lend descriptors of the same memory that cannot write it."""
+
+
+class FdTransfer:
+    """All descriptors of one lease, in packets, each as large as a notice may be.
+
+    It holds ticket numbers and looks a descriptor up when it is sent, so it keeps nothing open.
+
+    Args:
+        lease: whose descriptors they are.
+        tickets: the tickets and multicast groups whose descriptors are sent, in order.
+        descriptors: the descriptors of every ticket and group.
+        rebound: whether they belong to the lease's ``Rebound``, and not to the reply that granted it.
+        readers: the driver that lends descriptors for reading in place of these; None for those who may write.
+    """
+
+    def __init__(
+        self,
+        lease: int,
+        tickets: Iterable[int],
+        descriptors: Mapping[int, tuple[int, ...]],
+        *,
+        rebound: bool = False,
+        readers: ReadersDriver | None = None,
+    ) -> None:
+        self.lease = lease
+        self.rebound = rebound
+        self._readers = readers
+        self._descriptors = descriptors
+        self._first = 0
+        self._places = ((ticket, place) for ticket in tickets for place in range(len(descriptors[ticket])))
+        self._next = list(islice(self._places, MAX_DESCRIPTORS))
+
+    def packet(self) -> tuple[bytes, list[int]] | None:
+        """Return the next notice and its descriptors, the same until it is :meth:`sent`; None after the last."""
+        if not self._next:
+            return None
+        notice = Descriptors(self.lease, len(self._next), self._first, self.rebound)
+        return wire.pack(notice), [self._descriptors[ticket][place] for ticket, place in self._next]
+
+    def lend(self, descriptors: Sequence[int]) -> AbstractContextManager[Sequence[int]]:
+        """Return what to send in place of a packet's descriptors, in a ``with`` block; it may raise ``OSError``."""
+        return self._readers.for_reading(descriptors) if self._readers else nullcontext(descriptors)
+
+    def sent(self) -> None:
+        """Go on to the next packet."""
+        self._first += len(self._next)
+        self._next = list(islice(self._places, MAX_DESCRIPTORS))
+
+
+class Session:
+    """Watches a client's connection and process, and sends it notices without ever waiting for it.
+
+    Not to be confused with ``cubroker.server.ledger.model.Session``, what the client holds.
+
+    Notices that the client does not read wait, only the latest for each pool and of each other kind, so a client that
+    does not read costs at most one notice for each pool that it watches. Descriptors that it does not take wait as
+    well, all of them: they are numbers here, and few are in flight at any time.
+
+    Args:
+        number: the session.
+        connection: the connection, owned by the session from now on, as ``peer.pidfd`` is; None if it ended.
+        peer: the process.
+        queue: gets ``ConnectionLost``, ``ProcessExited`` and ``FdsDelivered``, each of the first two at most once.
+        rejections: logs what the process is refused.
+        version: of the protocol, as agreed.
+        secret: authenticates its requests; by default a new one.
+        replies: the replies that an earlier broker kept.
+        welcomed: whether an earlier broker answered its greeting; notices wait until :meth:`welcome` does.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        connection: socket.socket | None,
+        peer: Peer,
+        queue: EventQueue,
+        rejections: RejectionLog,
+        version: int,
+        secret: bytes | None = None,
+        replies: ReplyCache | None = None,
+        *,
+        welcomed: bool = False,
+    ) -> None:
+        self.number = number
+        self.peer = peer
+        self.version = version
+        self.secret = secret or os.urandom(16)
+        self.authentication = authentication(version, number, self.secret)
+        self.forged = 0  # requests in its name that its client did not write
+        self.replies = replies or ReplyCache()
+        self.welcomed = welcomed
+        self.pidfd = peer.pidfd  # -1 once the process has exited
+        self._loop = asyncio.get_running_loop()
+        self._connection = connection
+        self._queue = queue
+        self._rejections = rejections
+        self._waiting: dict[str, Notice | FdTransfer] = {}
+        # The kernel's minimum: descriptors in flight count as open files, and a client that does not read keeps them.
+        if connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 0)
+
+    @property
+    def descriptors(self) -> list[int]:
+        """The descriptor of its connection, and the pidfd of its process."""
+        assert self._connection
+        return [self._connection.fileno(), self.pidfd]
+
+    def watch(self) -> None:
+        """Begin to watch for the end of the connection and of the process; raises ``OSError``."""
+        if self.pidfd >= 0:
+            self._loop.add_reader(self.pidfd, self._exited)
+        if self._connection:
+            self._loop.add_reader(self._connection, self._read)
+
+    def send(self, data: bytes) -> bool:
+        """Send one packet now; False if the client's buffer is full. A packet too long for clients is dropped."""
+        if self._connection is None:
+            return True
+        if len(data) > MAX_NOTICE:
+            log.error("session %d is not told %d bytes: a notice has %d at most", self.number, len(data), MAX_NOTICE)
+            return True
+        try:
+            _send(self._connection, data)
+        except BlockingIOError:
+            self._loop.add_writer(self._connection, self._resume, self._connection)
+            return False
+        except OSError as error:
+            # The end of the connection is reported once, when it is read.
+            log.debug("session %d: %s", self.number, error)
+        return True
+
+    def welcome(self, answer: bytes) -> None:
+        """Answer the greeting. The client takes the first packet for this answer, so no notice goes before it."""
+        self.send(answer)
+        self.welcomed = True
+        self._drain()
+
+    def notify(self, item: Notice | FdTransfer) -> None:
+        """Send a notice or descriptors now, or when the client was welcomed and has read what came before."""
+        # The names of pools begin with no dot, so the kinds cannot be taken for one.
+        match item:
+            case FdTransfer():
+                key = f".lease {item.lease}"
+                key = f".more of {key}" if key in self._waiting else key
+            case PoolChanged(name):
+                key = name
+            case PoolLost(name, version):
+                key = f".lost {name}@{version}"
+            case Rebound(lease):
+                key = f".rebound {lease}"
+            case _:
+                key = f".{type(item).__name__}"
+        blocked = bool(self._waiting)
+        self._waiting[key] = item
+        if self.welcomed and not blocked:
+            self._drain()
+
+    def cancel_fds(self, lease: int) -> None:
+        """Send no more descriptors of a lease."""
+        key = f".lease {lease}"
+        for each in (key, f".more of {key}", f".rebound {lease}"):
+            self._waiting.pop(each, None)
+
+    def close(self, *, stored: bool = False) -> None:
+        """End the connection, and forget the process; a ``stored`` connection stays open for the next broker."""
+        self._disconnect(stored=stored)
+        if self.pidfd >= 0:
+            self._loop.remove_reader(self.pidfd)
+            os.close(self.pidfd)
+            self.pidfd = -1
+
+    def _drain(self) -> None:
+        """Send the notices and descriptors that wait, up to the first that cannot be sent now."""
+        while self._waiting:
+            key, item = next(iter(self._waiting.items()))
+            if not isinstance(item, FdTransfer):
+                if not self.send(wire.pack(item)):
+                    return
+            else:
+                while packet := item.packet():
+                    if not self._send_descriptors(item, *packet):
+                        return
+                    item.sent()
+            del self._waiting[key]
+            if isinstance(item, FdTransfer) and not item.rebound:
+                self._queue.put(FdsDelivered(item.lease))
+
+    def _send_descriptors(self, transfer: FdTransfer, data: bytes, descriptors: list[int]) -> bool:
+        """Send one packet now; False if the client has not read those before, or the system is short of something."""
+        if self._connection is None:
+            return True
+        # The kernel calls it writable when no more than a quarter of its buffer is unread: one packet of descriptors.
+        poll = select.poll()
+        poll.register(self._connection, select.POLLOUT)
+        if not poll.poll(0):
+            self._loop.add_writer(self._connection, self._resume, self._connection)
+            return False
+        lent = False
+        try:
+            with transfer.lend(descriptors) as sent:
+                lent = True
+                socket.send_fds(self._connection, [data], sent)
+        except OSError as error:
+            if error.errno in SCARCE:
+                self._loop.call_later(PAUSE, self._drain)
+                return False
+            if lent:
+                log.debug("session %d: %s", self.number, error)  # as in send()
+            else:
+                log.error(
+                    "session %d is not sent the memory of lease %d, which this broker cannot open for reading: %s; if a"
+                    " broker of another user made it, publish it anew",
+                    self.number,
+                    transfer.lease,
+                    error,
+                )
+        return True
+
+    def _resume(self, connection: socket.socket) -> None:
+        self._loop.remove_writer(connection)
+        self._drain()
+
+    def _read(self) -> None:
+        """Take the end of the connection. A client says nothing after its greeting, so any data ends it too."""
+        assert self._connection
+        try:
+            # recv and not recvmsg: the kernel drops the descriptors that came along.
+            said = self._connection.recv(1)
+        except BlockingIOError:
+            return
+        except OSError:
+            said = b""
+        if said:
+            self._rejections.log(
+                self.peer, f"session {self.number} is cut off: it sent something on the session socket"
+            )
+        self._disconnect()
+        self._queue.put(ConnectionLost(self.number))
+
+    def _exited(self) -> None:
+        self.close()
+        self._queue.put(ProcessExited(self.number))
+
+    def _disconnect(self, *, stored: bool = False) -> None:
+        self._waiting.clear()
+        if self._connection:
+            self._loop.remove_reader(self._connection)
+            self._loop.remove_writer(self._connection)
+            if not stored:
+                with suppress(OSError):  # it has ended
+                    self._connection.shutdown(socket.SHUT_RDWR)  # a store may have it too
+            self._connection.close()
+            self._connection = None
+
+
+def _send(connection: socket.socket, data: bytes) -> None:
+    """Send a packet; one for which the minimal buffer is too small gets a larger one, for itself alone."""
+    try:
+        connection.send(data)
+    except OSError as error:
+        if error.errno != errno.EMSGSIZE:
+            raise
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, len(data))  # the kernel makes it twice that
+        try:
+            connection.send(data)
+        finally:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 0)

@@ -1,0 +1,243 @@
+"""What the broker writes to the journal beside the ledger, so that the next broker goes on with its sessions.
+
+Keys of the journal: ``s/SESSION`` the secret that its requests carry, or ``k/SESSION`` the one that they are
+authenticated by (since version 4), ``r/SESSION`` what its client has received, ``a/SESSION/REQUEST`` a reply that
+must not be worked out again, ``d/LEASE`` the session that may not have all descriptors of its lease yet; ``n`` is how
+many brokers went on with the journal; keys that begin with ``l/`` are the ledger's. Any other key is refused, so a new
+meaning gets another letter: a broker of another version then says that it does not know it.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from cubroker.protocol.errors import CorruptJournal
+from cubroker.protocol.messages import (
+    AUTHENTICATED,
+    Answer,
+    Attached,
+    Created,
+    Done,
+    EventOpened,
+    EventShared,
+    Failed,
+    Generation,
+    Reply,
+    Retirement,
+    Sealed,
+)
+from cubroker.server.ledger.snapshot import PREFIX
+from cubroker.server.transport.reply_cache import LEASES, NO_RECEIPTS, Frame, Receipts, ReplyCache
+from cubroker.server.transport.session import Session
+
+if TYPE_CHECKING:
+    pass
+
+log = logging.getLogger(__name__)
+
+LASTING = frozenset((Attached, Created, Sealed, Done, Retirement, EventShared, EventOpened, Generation, Failed))
+"""Replies of requests that changed something or were refused: a cancelled request must not be done when it comes again,
+since the cancel would not come again. Replies that only tell something are worked out anew."""
+
+RETRY = 0.5  #: Seconds after which changes that could not be written are written again.
+RESTARTS = b"n"  #: The key of how many brokers went on with the journal.
+
+_NUMBER = rb"/(?:0|[1-9][0-9]{0,18})"
+_KEY = re.compile(rb"([skrd])(%s)|(a)(%s%s)" % (_NUMBER, _NUMBER, _NUMBER))
+
+T = TypeVar("T")
+
+_encode = msgspec.msgpack.Encoder().encode
+
+Changes = list[tuple[bytes, bytes | None]]
+_Key = tuple[str, tuple[int, ...]]
+
+
+class _Session(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    secret: bytes
+    #: The protocol version.
+    version: int
+    #: Whether the welcome was sent.
+    welcomed: bool
+
+
+class _Reply(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    #: The encoded reply; empty if it grants a lease.
+    frame: bytes
+    #: The lease that it grants, of which the ledger knows the rest.
+    lease: int = 0
+
+
+class SessionLog:
+    """Gathers what the next commit writes beside the ledger's changes.
+
+    Args:
+        items: the content of the journal that this broker goes on with, if it does.
+
+    Attributes:
+        restarts: brokers before this one whose sessions and memory were taken over, one after the other.
+
+    Raises:
+        CorruptJournal: no broker can have written it.
+    """
+
+    def __init__(self, items: Mapping[bytes, bytes] | None = None) -> None:
+        self.restarts = 0
+        self._changes: dict[bytes, bytes | None] = {}
+        self._asked: dict[Session, None] = {}
+        if items is not None:
+            self.restarts = 1 + (_decode(items[RESTARTS], int) if RESTARTS in items else 0)
+            self._changes[RESTARTS] = _encode(self.restarts)
+
+    def opened(self, session: Session, *, welcomed: bool) -> None:
+        """Write a session down; its client knows that it is open once it is ``welcomed``."""
+        self._changes[_session_key(session)] = _encode(_Session(session.secret, session.version, welcomed))
+
+    def asked(self, session: Session) -> None:
+        """Note that a session's receipts or replies may have changed."""
+        self._asked[session] = None
+
+    def closed(self, session: Session) -> None:
+        """Strike a session out."""
+        self._asked.pop(session, None)
+        number = session.number
+        for key in (
+            _session_key(session),
+            _key("r", number),
+            *(_key("a", number, each) for each in (*session.replies.lasting, *session.replies.changes())),
+        ):
+            self._changes[key] = None
+
+    def forget(self, keys: Iterable[bytes]) -> None:
+        """Strike out keys that belong to no session."""
+        self._changes |= dict.fromkeys(keys)
+
+    def undelivered(self, session: int, lease: int) -> None:
+        """Note that the descriptors of a lease are yet to be sent."""
+        self._changes[_key("d", lease)] = _encode(session)
+
+    def delivered(self, lease: int) -> None:
+        """Note that all descriptors of a lease were sent, or are not to be sent any more."""
+        self._changes[_key("d", lease)] = None
+
+    def changes(self) -> Changes:
+        """Return the changes since the last call."""
+        for session in self._asked:
+            self._write(session)
+        self._asked.clear()
+        changes, self._changes = self._changes, {}
+        return list(changes.items())
+
+    def _write(self, session: Session) -> None:
+        number, changes = session.number, self._changes  # keys are formatted here and not by _key: this runs often
+        changes[b"r/%d" % number] = _encode(session.replies.receipts)
+        for request, reply in session.replies.changes().items():
+            changes[b"a/%d/%d" % (number, request)] = None if reply is None else _encode(_entry(reply))
+
+
+def _entry(reply: Frame) -> _Reply:
+    if isinstance(reply, bytes):
+        return _Reply(reply)
+    assert isinstance(reply.body, LEASES)
+    return _Reply(b"", reply.body.lease)
+
+
+@dataclass(slots=True)
+class LoggedSession:
+    """A session that an earlier broker wrote down."""
+
+    #: Empty if the journal has none.
+    secret: bytes = b""
+    #: The protocol version.
+    version: int = 0
+    #: Whether the welcome was sent.
+    welcomed: bool = True
+    #: What its client has received.
+    receipts: Receipts = NO_RECEIPTS
+    #: Replies by request.
+    replies: dict[int, _Reply] = field(default_factory=dict)
+    #: Leases whose descriptors the client may not have.
+    undelivered_fds: list[int] = field(default_factory=list)
+
+    @property
+    def no_secret(self) -> bool:
+        """Whether the journal has no secret for the session, so that it cannot send requests any more."""
+        return not self.secret
+
+    def reply_cache(self, grant: Callable[[int], Reply | None]) -> ReplyCache:
+        """Return its replies; ``grant`` returns the one that grants a lease, None if there is no such lease now."""
+        kept = {request: _frame(request, reply, grant) for request, reply in sorted(self.replies.items())}
+        return ReplyCache(self.receipts, kept)
+
+
+def _frame(request: int, reply: _Reply, grant: Callable[[int], Reply | None]) -> Frame | None:
+    if not reply.lease:
+        return reply.frame
+    body = grant(reply.lease)
+    return None if body is None else Answer(request, body)
+
+
+def recall(items: Mapping[bytes, bytes], known: Collection[int]) -> tuple[dict[int, LoggedSession], list[bytes]]:
+    """Return what a journal has of the sessions that the ledger ``known`` has, and the keys that belong to no session.
+
+    A session without a secret there is :attr:`~LoggedSession.no_secret`, and nothing else in the journal is believed
+    of it. Keys of a session that the ledger does not know belong to none.
+
+    Raises:
+        CorruptJournal: no broker can have written it.
+    """
+    entries = {_numbers(key): data for key, data in items.items() if key != RESTARTS and not key.startswith(PREFIX)}
+    sessions: dict[int, LoggedSession] = {}
+    owners: dict[_Key, int] = {}
+    for key, data in entries.items():
+        owners[key] = number = _decode(data, int) if key[0] == "d" else key[1][0]
+        _remember(sessions.setdefault(number, LoggedSession()), key, data)
+    whole = {number: sessions[number] for number in known if number in sessions and not sessions[number].no_secret}
+    stray = [_key(kind, *numbers) for (kind, numbers), owner in owners.items() if owner not in whole]
+    return {number: whole.get(number, LoggedSession()) for number in known}, stray
+
+
+def _remember(session: LoggedSession, key: _Key, data: bytes) -> None:
+    match key:
+        case "s" | "k", _:
+            opened = _decode(data, _Session)
+            session.secret, session.version, session.welcomed = opened.secret, opened.version, opened.welcomed
+        case "r", _:
+            session.receipts = _decode(data, Receipts)
+        case "a", (_, request):
+            session.replies[request] = _decode(data, _Reply)
+        case _, numbers:
+            session.undelivered_fds.append(numbers[0])
+
+
+def _session_key(session: Session) -> bytes:
+    return _key("k" if session.version >= AUTHENTICATED else "s", session.number)
+
+
+def _key(kind: str, *numbers: int) -> bytes:
+    return "/".join((kind, *map(str, numbers))).encode()
+
+
+def _numbers(key: bytes) -> _Key:
+    """Return the kind of a key, and the numbers in it."""
+    parts = _KEY.fullmatch(key)
+    if parts is None:
+        raise CorruptJournal(
+            f"the journal has {key.decode('ascii', 'replace')}, and this build does not know what that is"
+        )
+    kind, numbers = filter(None, parts.groups())
+    return kind.decode(), tuple(map(int, numbers[1:].split(b"/")))
+
+
+def _decode(data: bytes, kind: type[T]) -> T:
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except msgspec.DecodeError as error:
+        raise CorruptJournal(f"the journal has a {kind.__name__} that is none: {error}") from None

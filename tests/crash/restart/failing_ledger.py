@@ -1,0 +1,24 @@
+"""A broker whose ledger makes a mistake: it fails half-way over the seal of version 2 of a pool named ``mistake``."""
+
+from __future__ import annotations
+
+import sys
+
+from cubroker.server.__main__ import main
+from cubroker.server.ledger import publish
+from cubroker.server.ledger.model import Lease
+from cubroker.server.ledger.tables import Tables
+
+release = publish.release
+
+
+def fail(tables: Tables, lease: Lease) -> None:
+    """Release a lease, but that one."""
+    if lease.version.label == "mistake@2":
+        raise ZeroDivisionError("a mistake")
+    release(tables, lease)
+
+
+if __name__ == "__main__":
+    vars(publish)["release"] = fail
+    sys.exit(main())

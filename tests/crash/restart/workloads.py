@@ -1,0 +1,361 @@
+"""What workers do while the broker is killed: parts of scenes, each played in a process of its own.
+
+Every part ends with pools that it holds; then it answers each ``check`` with what it has, after it looked at every
+byte, and at any other word gives everything back and ends. Nothing that a part does may fail because of a kill, but for
+what is done with memory that is not durable: that is begun anew.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import count
+from pathlib import Path
+from threading import Thread
+
+from cubroker.client import Broker, Draft, Pool, SharedEvent
+from cubroker.client.loading.loader import load
+from cubroker.client.transport.requests import Pending, Requests
+from cubroker.protocol.errors import CubrokerError, DeviceFailure, Invalid, NotFound, Retired, TimedOut, Unavailable
+from cubroker.protocol.messages import Reply, Request
+from tests.brokers import eventually
+from tests.checkpoints import write
+from tests.crash.content import BOTH, LAYOUT, NBYTES, Form, check, content, fill
+from tests.crash.worker_pool import Channel
+
+WAIT = 600.0
+"""Seconds: longer than any test."""
+
+DURABLE = Form("vmm", durable=True)
+SPREAD = Form("vmm", BOTH, durable=True)
+SHARDED = Form("vmm", BOTH, sharded=True, durable=True)
+SCRATCH = Form("vmm", writable=True, durable=True)
+TEAM = Form("multicast", BOTH, writable=True, durable=True)
+IPC = Form("ipc")
+PASSING = Form("vmm")
+
+LOST = (NotFound, Retired, DeviceFailure, Invalid)
+"""What comes of using memory that goes meanwhile; and ``Unavailable``, if it says that."""
+
+
+class Tally:
+    """Counts the requests of this process, and how often each was answered."""
+
+    def __init__(self) -> None:
+        self.answers: dict[int, int] = {}
+        post, numbers = Requests.post, count()  # several threads ask
+
+        def counting(requests: Requests, body: Request, pending: Pending) -> None:
+            number, settle = next(numbers), pending.settle
+            self.answers[number] = 0
+
+            def settled(reply: Reply | CubrokerError) -> None:
+                self.answers[number] += 1
+                settle(reply)
+
+            pending.settle = settled
+            post(requests, body, pending)
+
+        Requests.post = counting  # type: ignore[method-assign]
+
+    def check(self) -> None:
+        """Wait until every request was answered, and check that none was twice."""
+        eventually(lambda: 0 not in list(self.answers.values()), "the answers of what was asked")
+        most = max(list(self.answers.values()))
+        assert most == 1, f"answered {most} times"
+
+
+class Workload:
+    """A process that plays: its session, the pool of its scene, and what it holds at the end."""
+
+    def __init__(self, line: Channel, directory: str, name: str) -> None:
+        self.line = line
+        self.directory = directory
+        self.name = name
+        self.tally = Tally()
+        self.broker = Broker(directory, timeout=WAIT)
+        self.held: list[Pool] = []
+        self.events: list[SharedEvent] = []
+
+    def keep(self, pool: Pool | Draft) -> Pool:
+        assert isinstance(pool, Pool)
+        check(pool)
+        self.held.append(pool)
+        return pool
+
+    def publish(self, form: Form, name: str = "") -> int:
+        with form.create(self.broker, name or self.name, WAIT) as draft:
+            fill(draft)
+            return draft.seal()
+
+    def remain(self) -> None:
+        """Tell what is held, as often as asked; then give it back."""
+        while True:
+            for pool in self.held:
+                if not pool.lost:
+                    check(pool)
+            eventually(lambda: self.broker._session.receiver.empty(), "the descriptors to be closed")
+            self.tally.check()
+            self.line.say(json.dumps([[pool.name, pool.version] for pool in self.held]))
+            if self.line.hear() != "check":
+                break
+        while self.held:
+            self.held.pop().close()
+        self.broker.close()
+        self.tally.check()
+
+
+def play(line: Channel, directory: str, part: str, name: str) -> None:
+    """Play a part, and stay until told to go."""
+    logging.disable(logging.WARNING)  # that what is lost is lost is no news here
+    actor = Workload(line, directory, name)
+    PARTS[part](actor)
+    actor.remain()
+
+
+def read(part: Workload) -> None:
+    """Attach and close, and attach again."""
+    for _ in range(2):
+        with part.broker.attach(part.name) as pool:
+            check(pool)
+    part.keep(part.broker.attach(part.name))
+
+
+def read_peer(part: Workload) -> None:
+    """Use the memory of one device on the other."""
+    part.keep(part.broker.attach(part.name, device=1, peer=True))
+
+
+def write_one(part: Workload) -> None:
+    part.publish(DURABLE)
+
+
+def write_spread(part: Workload) -> None:
+    part.publish(SPREAD)
+    part.keep(part.broker.attach(part.name, device=1))
+
+
+def write_shards(part: Workload) -> None:
+    part.publish(SHARDED)
+    part.keep(part.broker.attach(part.name))
+
+
+def await_publication(part: Workload) -> None:
+    """Stand in line for a version that is not there yet."""
+    part.keep(part.broker.attach(part.name, wait=WAIT))
+
+
+def attach_or_create(part: Workload) -> None:
+    """Be the first, or wait for who is."""
+    made = part.broker.attach_or_create(part.name, LAYOUT, share="vmm", durable=True, wait=WAIT)
+    with made:
+        if isinstance(made, Draft):
+            fill(made)
+            made.seal()
+    part.keep(part.broker.attach(part.name))
+
+
+def discard(part: Workload) -> None:
+    with DURABLE.create(part.broker, part.name, WAIT) as draft:
+        fill(draft)
+    with DURABLE.create(part.broker, part.name, WAIT) as draft:
+        draft["first"].copy_from(content(draft.name, draft.version, "first"))
+
+
+def supersede(part: Workload) -> None:
+    """Hold a version, publish the next and retire the one that is held."""
+    before = part.keep(part.broker.attach(part.name))
+    part.publish(DURABLE)
+    part.keep(part.broker.attach(part.name))
+    part.broker.retire(part.name, before.version)
+
+
+def produce(part: Workload) -> None:
+    """Tell others what was written, and wait for their answer; one event ends at once, the others with the pool."""
+    pool = part.keep(part.broker.attach(part.name))
+    with pool.event("spare") as spare:
+        spare.record()
+    full = pool.event("full")
+    pool["first"].copy_from(content(pool.name, pool.version, "first"))
+    full.record()
+    empty = pool.open_event("empty", wait=WAIT)
+    empty.wait()
+    part.events += full, empty
+
+
+def consume(part: Workload) -> None:
+    pool = part.keep(part.broker.attach(part.name))
+    full = pool.open_event("full", wait=WAIT)
+    full.wait()
+    check(pool)
+    empty = pool.event("empty")
+    empty.record()
+    part.events += full, empty
+
+
+def watch(part: Workload) -> None:
+    """Follow a pool until its second version."""
+    with part.broker.watch(part.name) as versions:
+        seen = [next(versions) or 0]
+        while seen[-1] < 2:
+            seen.append(next(versions) or 0)
+        assert seen == sorted(set(seen)), seen
+    part.keep(part.broker.attach(part.name))
+
+
+def write_twice(part: Workload) -> None:
+    assert [part.publish(DURABLE), part.publish(DURABLE)] == [1, 2]
+
+
+def sleep(part: Workload) -> None:
+    pool = part.keep(part.broker.attach(part.name))
+    pool.sleep()
+    pool.wake()
+    check(pool)
+
+
+def switch(part: Workload) -> None:
+    """Go on to the next version, and from a sleep to the one after."""
+    pool = part.keep(part.broker.attach(part.name))
+    part.publish(DURABLE)
+    pool.switch()
+    check(pool)
+    pool.sleep()
+    part.publish(DURABLE)
+    pool.switch()
+
+
+def come_and_go(part: Workload) -> None:
+    """Open and close sessions beside the own one."""
+    for _ in range(2):
+        with Broker(part.directory, timeout=WAIT) as another, another.attach(part.name) as pool:
+            check(pool)
+    part.keep(part.broker.attach(part.name))
+
+
+def hang_up(part: Workload) -> None:
+    """Lose the connection of a session, but not the lease, which ends with this process."""
+    part.broker.attach(part.name).close()
+    another = Broker(part.directory, timeout=WAIT)
+    part.held.append(another.attach(part.name))
+    another._session._connection._channel.shutdown(socket.SHUT_RDWR)
+
+
+def die(part: Workload) -> None:
+    """End in the middle, with a lease, a draft and a request that waits."""
+    part.keep(part.broker.attach(part.name))
+    draft = DURABLE.create(part.broker, f"{part.name}-draft")
+    Thread(target=lambda: part.broker.attach(f"{part.name}-never", wait=WAIT), daemon=True).start()
+    part.broker.devices()
+    assert draft
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def load_file(part: Workload) -> None:
+    """Load what others may be loading at the same time."""
+    shape = ("U8", (NBYTES,))
+    tensors = {name: (*shape, content(part.name, 1, name)) for name in ("first", "second")}
+    path = Path(part.directory).parent / f"{part.name}-{os.getpid()}.safetensors"
+    try:
+        loaded = load(
+            part.broker,
+            part.name,
+            write(path, tensors),
+            share="vmm",
+            durable=True,
+            if_absent=True,
+            wait=WAIT,
+            slab=NBYTES,
+        )
+    finally:
+        path.unlink()
+    assert loaded.version == 1
+    part.keep(part.broker.attach(part.name))
+
+
+def give_up(part: Workload) -> None:
+    """Wait in vain, once by the broker's time and once by one's own."""
+    with suppress(TimedOut):
+        part.broker.attach(f"{part.name}-never", wait=0.05)
+    with Broker(part.directory, timeout=WAIT) as another:
+        thread = Thread(target=_wait_in_vain, args=(another, f"{part.name}-never"))
+        thread.start()
+        while not another.requests.waiting():
+            another.devices()
+    thread.join()
+
+
+def _wait_in_vain(broker: Broker, name: str) -> None:
+    with suppress(Unavailable):  # the Broker is closed meanwhile
+        broker.attach(name, wait=WAIT)
+
+
+def team(part: Workload) -> None:
+    """Write all replicas at once, as a writer and as a reader."""
+    with TEAM.create(part.broker, part.name, WAIT) as draft:
+        for name in draft:
+            draft.broadcast(content(draft.name, draft.version, name), name)
+        draft.seal()
+    pool = part.keep(part.broker.attach(part.name, device=1))
+    pool.broadcast(content(pool.name, pool.version, "first"), "first")
+    check(pool)
+
+
+@contextmanager
+def losing(*refusals: type[CubrokerError]) -> Iterator[None]:
+    """Bear ``refusals``, and what comes of memory that was lost."""
+    try:
+        yield
+    except Unavailable as error:
+        if "lost" not in error.message:
+            raise
+    except (*LOST, *refusals):
+        pass
+
+
+def passing(part: Workload, form: Form) -> None:
+    """Publish and hold memory that goes with the broker; begin anew until it was there for long enough."""
+    name = f"{part.name}-passing"
+    while not part.held:
+        with losing():
+            version = part.publish(form, name)
+            pool = part.broker.attach(name, version=version)
+            check(pool)
+            part.held.append(pool)
+
+
+PARTS: dict[str, Callable[[Workload], None]] = {
+    **{
+        part.__name__: part
+        for part in (
+            read,
+            read_peer,
+            write_one,
+            write_spread,
+            write_shards,
+            await_publication,
+            attach_or_create,
+            discard,
+            supersede,
+            produce,
+            consume,
+            watch,
+            write_twice,
+            sleep,
+            switch,
+            come_and_go,
+            hang_up,
+            die,
+            load_file,
+            give_up,
+            team,
+        )
+    },
+    "ipc": lambda part: passing(part, IPC),
+    "passing": lambda part: passing(part, PASSING),
+}

@@ -1,0 +1,9 @@
+from __future__ import annotations
+
+from tests.crash.soak.stops import stops
+
+
+def test_stopped_clients_lose_nothing_and_disturb_nobody() -> None:
+    figures = stops(clients=6, stopped=2, seconds=0.3, pause=0.05)
+    assert len(figures.without) >= 4
+    assert len(figures.with_stopped) >= 4

@@ -1,0 +1,201 @@
+"""The ledger and the model side by side: every event goes to both, and what comes of it must be the same."""
+
+from __future__ import annotations
+
+import msgspec
+
+from cubroker.protocol import messages as m
+from cubroker.server.ledger import Budget, Ledger, Limits
+from cubroker.server.ledger import events as e
+from cubroker.server.ledger.policy import Policy
+from tests.fuzz.simulation import restart
+from tests.fuzz.simulation.model import Model
+from tests.fuzz.simulation.records import Block, Expected, MulticastGroup
+
+
+class Pair:
+    """A ledger and a model that have seen the same events."""
+
+    def __init__(
+        self, devices: tuple[Budget, ...], uid: int, limits: Limits, policy: Policy, store: int | None = None
+    ) -> None:
+        self.ledger = Ledger(devices, uid, limits, policy, store)
+        self.model = Model(devices, uid, limits, policy)
+        self.model.store = store
+        self.kept: dict[bytes, bytes] = {}  # the record, as it was committed change by change
+        self.under_way: list[Block] = []  # asked for and not reported
+        self.to_free: list[Block] = []  # to be freed and not reported
+        self.to_bind: list[MulticastGroup] = []  # asked for and not reported
+        self.to_unbind: list[MulticastGroup] = []
+        self.handed: dict[tuple[int, int], set[int]] = {}  # tickets and groups whose descriptors a session may be sent
+
+    def admits(self, uid: int, *, verified: bool) -> bool:
+        """Whether a user may open one more session, by both."""
+        refusal = self.ledger.admission_error(uid, verified=verified)
+        assert refusal is None or (refusal.code == "over_quota" and refusal.message)
+        assert (refusal is None) == self.model.admits(uid, verified=verified)
+        return refusal is None
+
+    def handle(self, event: e.Event) -> None:
+        """Give an event to both; raises ``AssertionError`` if the effects differ or the ledger contradicts itself."""
+        effects = self.ledger.handle(event)
+        self.ledger.check()
+        self._record()
+        expected = self.model.handle(event)
+        self._answers(expected, [effect for effect in effects if isinstance(effect, e.Respond)])
+        notices = [(effect.session, effect.notice) for effect in effects if isinstance(effect, e.Notify)]
+        assert _counted(notices) == _counted(expected.notices)
+        forgotten = [effect.session for effect in effects if isinstance(effect, e.ForgetSession)]
+        assert forgotten == expected.forgotten
+        assert sum(isinstance(effect, e.ShutdownReady) for effect in effects) == expected.drained
+        _check_order(effects)
+        self._memory(expected, effects)
+        self._multicast_groups(expected, effects)
+        self._descriptors(expected, effects)
+        self._timers(expected, effects)
+
+    def restart(self, devices: tuple[Budget, ...], limits: Limits, policy: Policy, store: int) -> None:
+        """Restore the ledger from its record; what the shell knew is gone but for the sessions and the memory."""
+        before = self.ledger
+        self.ledger = Ledger.restore(devices, self.model.uid, limits, policy, self.kept.items(), store)
+        self.ledger.check()
+        assert self.ledger.snapshot() == self.kept
+        assert not self.ledger.changes()
+        for lease in self.model.leases:
+            if lease.version.body.share != "multicast":  # whose group is to be put together again
+                lent = self.ledger.lease_grant(lease.session.id, lease.id)
+                assert lent is not None
+                assert lent == before.lease_grant(lease.session.id, lease.id)
+        restart.restart(self.model, devices, limits, policy, store)
+        assert bool(self.ledger.drain_reason) == self.model.drained
+        held = {(block.ticket, block.device, block.sizes, block.version.body.durable) for block in self.model.blocks}
+        assert {(held.ticket, held.device, held.sizes, held.durable) for held in self.ledger.held_memory()} == held
+        holders = [self.ledger.holder(session.session) for session in self.ledger.sessions()]
+        joined = {holder.session: not holder.connected for holder in holders if holder is not None}
+        assert joined == {session.id: not session.connected for session in self.model.sessions}
+        for pending in (self.under_way, self.to_free, self.to_bind, self.to_unbind):
+            pending.clear()
+
+    def _record(self) -> None:
+        """Commit what changed; then the record is that of the whole ledger."""
+        changes = self.ledger.changes()
+        assert self.model.store is not None or not changes
+        for key, value in changes:
+            self.kept.pop(key, None)
+            if value is not None:
+                self.kept[key] = value
+        assert self.model.store is None or self.kept == self.ledger.snapshot()
+
+    def _answers(self, expected: Expected, responses: list[e.Respond]) -> None:
+        answers = {(response.session, response.request): response.body for response in responses}
+        assert len(answers) == len(responses), "a request was answered twice"
+        assert answers.keys() == expected.answers.keys()
+        for key, body in answers.items():
+            wanted = expected.answers[key]
+            if isinstance(body, m.Attached | m.Created):
+                assert not isinstance(wanted, str), f"{body} instead of {wanted}"
+                expected.leases[key].id = body.lease
+                body = msgspec.structs.replace(body, lease=0)
+            elif isinstance(body, m.EventShared | m.EventOpened):
+                assert not isinstance(wanted, str), f"{body} instead of {wanted}"
+                signal = expected.signals[key]
+                signal.id = signal.id or body.event
+                assert signal.id == body.event
+                body = msgspec.structs.replace(body, event=0)
+            elif isinstance(body, m.Failed):
+                assert body.code == wanted, f"{body} instead of {wanted}"
+                assert body.message
+                continue
+            assert body == wanted
+
+    def _memory(self, expected: Expected, effects: list[e.Effect]) -> None:
+        allocates = [effect for effect in effects if isinstance(effect, e.Allocate)]
+        assert len(allocates) == len(expected.blocks)
+        for block in expected.blocks:  # on one device, in order
+            allocate = next(allocate for allocate in allocates if allocate.device == block.device)
+            allocates.remove(allocate)
+            assert allocate.sizes == block.sizes
+            block.ticket = allocate.ticket
+            self.under_way.append(block)
+        frees = [(effect.ticket, effect.device) for effect in effects if isinstance(effect, e.Free)]
+        assert sorted(frees) == sorted((block.ticket, block.device) for block in expected.frees)
+        self.to_free += expected.frees
+
+    def _multicast_groups(self, expected: Expected, effects: list[e.Effect]) -> None:
+        binds = [effect for effect in effects if isinstance(effect, e.BindMulticast)]
+        assert len(binds) == len(expected.bound)
+        for effect, group in zip(binds, expected.bound, strict=True):
+            blocks = self.model.in_order(group.version)
+            assert effect.members == tuple((block.device, block.ticket) for block in blocks)
+            assert {effect.sizes} == {block.sizes for block in blocks}
+            assert effect.group not in [block.ticket for block in self.model.blocks]
+            group.id = effect.group
+            self.to_bind.append(group)
+        unbound = [effect.group for effect in effects if isinstance(effect, e.UnbindMulticast)]
+        assert sorted(unbound) == sorted(group.id for group in expected.unbound)
+        self.to_unbind += expected.unbound
+        bound = [
+            block
+            for group in self.model.multicast_groups
+            for block in self.model.blocks
+            if block.version is group.version
+        ]
+        assert not [block for block in bound if block in self.to_free], "memory is freed that is still bound"
+
+    def _descriptors(self, expected: Expected, effects: list[e.Effect]) -> None:
+        """What is handed over comes before the answer, and stays until it is withdrawn; all of a lease, or nothing."""
+        handed = [effect for effect in effects if isinstance(effect, e.SendFds)]
+        assert sorted((o.session, o.lease, o.tickets, o.group, o.writable) for o in handed) == sorted(
+            (
+                lease.session.id,
+                lease.id,
+                tuple((b.device, b.ticket) for b in blocks),
+                group.id if group else 0,
+                lease.version.body.writable or lease.version.state == "draft",
+            )
+            for lease, blocks, group in expected.handed
+        )
+        withdrawn = [(effect.session, effect.lease) for effect in effects if isinstance(effect, e.CancelFds)]
+        assert sorted(withdrawn) == sorted(expected.withdrawn)
+        rebound: set[tuple[int, int]] = set()
+        for effect in effects:
+            match effect:
+                case e.SendFds(session, lease, tickets, group, again):
+                    known = self.handed.setdefault((session, lease), set())
+                    assert again == bool(known), "descriptors of a lease again, and nobody says why"
+                    assert again == ((session, lease) in rebound)
+                    known |= {ticket for _, ticket in tickets} | {group}
+                case e.Notify(session, m.Rebound(lease)):
+                    rebound.add((session, lease))
+                case e.CancelFds(session, lease):
+                    self.handed.pop((session, lease), None)
+                case e.Respond(session, _, m.Attached() | m.Created() as body):
+                    handles = {handle for replica in body.replicas for handle in replica.handles}
+                    assert (m.DESCRIPTOR in handles) == ((session, body.lease) in self.handed)
+                    assert m.DESCRIPTOR not in handles or handles <= {m.DESCRIPTOR, b""}
+                case e.Free(ticket) | e.UnbindMulticast(ticket):
+                    assert not any(ticket in tickets for tickets in self.handed.values())
+
+    def _timers(self, expected: Expected, effects: list[e.Effect]) -> None:
+        timers = [effect for effect in effects if isinstance(effect, e.SetTimer)]
+        if expected.timer is None:
+            assert not timers
+        else:
+            assert [timer.seconds for timer in timers] == [expected.timer.body.wait]
+            expected.timer.timer = timers[0].timer
+        dropped = [effect.timer for effect in effects if isinstance(effect, e.CancelTimer)]
+        assert sorted(dropped) == sorted(expected.dropped)
+
+
+def _check_order(effects: list[e.Effect]) -> None:
+    """A session that is forgotten is told nothing afterwards."""
+    forgotten: set[int] = set()
+    for effect in effects:
+        if isinstance(effect, e.ForgetSession):
+            forgotten.add(effect.session)
+        elif isinstance(effect, e.Respond | e.Notify | e.SendFds | e.CancelFds):
+            assert effect.session not in forgotten
+
+
+def _counted(notices: list[tuple[int, m.Notice]]) -> list[str]:
+    return sorted(map(repr, notices))

@@ -1,0 +1,86 @@
+"""What the model says of a broker that is killed and started again."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cubroker.protocol import messages as m
+from cubroker.server.ledger import Budget, Limits
+from cubroker.server.ledger import events as e
+from cubroker.server.ledger.policy import Policy
+from tests.fuzz.simulation.records import MulticastGroup, Version
+
+if TYPE_CHECKING:
+    from tests.fuzz.simulation.model import Model
+
+
+def restart(model: Model, devices: tuple[Budget, ...], limits: Limits, policy: Policy, store: int) -> None:
+    """Forget whatever waits, comes or goes; there may be other rules."""
+    model.devices, model.limits, model.policy, model.store = devices, limits, policy, store
+    model.restarting = True
+    model.requests.clear()
+    model.awaited = None
+    model.multicast_groups.clear()
+    model.versions = [version for version in model.versions if version.state != "allocating"]
+    model.blocks = [block for block in model.blocks if block.state == "held" and block.version in model.versions]
+    model.lost = dict.fromkeys(model.lost, 0)
+    for name in list(model.owners):
+        if not model.of(name):
+            model.disown(name)
+    for name in list(model.past):
+        if name not in model.last:  # nothing is recorded of it
+            del model.past[name]
+
+
+def vanished(model: Model, event: e.MemoryLost) -> None:
+    version = next(block.version for block in model.blocks if block.ticket == event.ticket)
+    if version.state in ("lost", "ended"):
+        return
+    was, version.state, version.why = version.state, "lost", event.why
+    if not model.restarting:
+        tell(model, version)
+    if was == "current":
+        model.announce(version.name)
+    if was == "draft":
+        model.last[version.name] = version.number
+        for request in list(model.requests):
+            body = request.body
+            late = isinstance(body, m.Attach) and body.name == version.name and 0 < body.version <= version.number
+            if late and model.hears(request.session, version.name):
+                model.refuse(request, "retired")
+    model.end_if_unused(version)
+
+
+def tell(model: Model, version: Version) -> None:
+    """Everybody who holds a version hears that it is lost."""
+    for session in model.sessions:
+        if session.connected and any((lease.session, lease.version) == (session, version) for lease in model.leases):
+            model.out.notices.append((session.id, m.PoolLost(version.name, version.number, version.why)))
+
+
+def resumed(model: Model) -> None:
+    """Go on. Who holds what is lost hears of it, perhaps not for the first time."""
+    model.restarting = False
+    for version in list(model.versions):
+        model.end_if_unused(version)
+    for version in sorted(model.versions, key=lambda version: (version.name, version.number)):
+        if version.state == "lost":
+            tell(model, version)
+        elif model.several(version):
+            model.multicast_groups.append(MulticastGroup(version))
+            model.out.bound.append(model.multicast_groups[-1])
+    for session, name in model.watches:
+        if model.hears(session, name):
+            model.notice(session, name)
+
+
+def rebound(model: Model, group: MulticastGroup) -> None:
+    """Everybody who writes all replicas is told how, and gets what that takes beside the own replica."""
+    for lease in model.leases:
+        if lease.version is group.version and lease.bound and lease.session.connected:
+            own = model.in_order(group.version) if group.version.state == "draft" else [lease.home]
+            others = [block for block in model.in_order(group.version) if block not in own and group.how == "copies"]
+            replicas, told = tuple(map(model.replica, others)), m.Team(group.how, group.why, group.sizes)
+            model.out.notices.append((lease.session.id, m.Rebound(lease.id, replicas, told)))
+            if others or group.sizes:
+                model.out.handed.append((lease, others, group if group.sizes else None))

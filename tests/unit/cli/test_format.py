@@ -1,0 +1,162 @@
+"""How figures read, and what happens when nobody reads them."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cubroker.cli import format
+from cubroker.cli.format import render_table
+from tests import checkpoints, forkserver
+from tests.forkserver import CLI
+from tests.unit.cli.processes import COMMAND, DEADLINE
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "expected"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (90_869_248, "86.7 MiB"),
+        ((1 << 30) - 1, "1.0 GiB"),
+        (150 << 30, "150.0 GiB"),
+        (3 << 40, "3.0 TiB"),
+    ],
+)
+def test_sizes_read_in_powers_of_1024(nbytes: int, expected: str) -> None:
+    assert format.size(nbytes) == expected
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        (0.000842, "0.842 ms"),
+        (0.0052, "5.20 ms"),
+        (0.0341, "34.1 ms"),
+        (1.271, "1.27 s"),
+        (45.34, "45.3 s"),
+        (312, "312 s"),
+    ],
+)
+def test_durations_have_about_three_digits(seconds: float, expected: str) -> None:
+    assert format.duration(seconds) == expected
+
+
+def test_a_rate_is_bytes_in_a_second() -> None:
+    assert format.rate(3 << 30, 2.0) == "1.5 GiB/s"
+    assert format.rate(5, 0.0) == "at once"
+
+
+def test_counts_agree_with_their_noun() -> None:
+    assert [format.count(number, "lease") for number in (0, 1, 1200)] == ["0 leases", "1 lease", "1,200 leases"]
+
+
+def test_users_have_names_and_strangers_numbers() -> None:
+    assert format.user(0) == "root"
+    assert format.user(3_999_999_999) == "3999999999"
+
+
+def test_what_would_move_the_cursor_is_escaped() -> None:
+    assert format.printable("w.\x1b[2Jx\ny") == r"w.\x1b[2Jx\ny"
+    assert format.printable("größe") == "größe"
+
+
+def test_a_reason_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    format.complain("first\n  second\x1b")
+    assert capsys.readouterr().err == "cubroker: first second\\x1b\n"
+
+
+def test_a_reader_that_went_away_ends_the_command_quietly() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    program = (
+        "import click, sys; from cubroker.cli import format, main\n"
+        "main.Commands.get_command = lambda *_: click.Command('ls', callback=lambda: format.say('a line'))\n"
+        "sys.argv = ['cubroker', 'ls']; main.main()"
+    )
+    with io.FileIO(writer, "w") as broken:
+        done = forkserver.run(["-c", program], preload=CLI, stdout=broken, stderr=subprocess.PIPE, timeout=DEADLINE)
+    assert (done.returncode, done.stderr) == (format.BROKEN_PIPE, b"")
+
+
+@pytest.mark.parametrize("closed", ["2>&-", "<&- >&- 2>&-"])
+def test_a_command_works_with_standard_streams_closed(directory: Path, closed: str) -> None:
+    script = f'"$0" -m cubroker.cli "$@" {closed}'
+    arguments = [sys.executable, "devices", "--directory", str(directory)]
+    done = subprocess.run(
+        ["sh", "-c", script, *arguments], capture_output=True, text=True, timeout=DEADLINE, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert ("HOST-" in done.stdout) == (closed == "2>&-")
+
+
+@pytest.mark.parametrize("lost", ["nobody reads it", "the disk is full"])
+def test_remarks_that_cannot_be_written_change_nothing(directory: Path, tmp_path: Path, name: str, lost: str) -> None:
+    path = checkpoints.write(tmp_path / "x.safetensors", checkpoints.filled([("x", "U8", (5,))]))
+    load = ["load", name, str(path), "--directory", str(directory)]
+    for words, status in ((load, 0), (["ls", "--directory", str(tmp_path / "nowhere")], 3), (["load"], 2)):
+        if lost == "nobody reads it":
+            reader, writer = os.pipe()
+            os.close(reader)
+        else:
+            writer = os.open("/dev/full", os.O_WRONLY)
+        with io.FileIO(writer, "w") as broken:
+            done = forkserver.run(
+                [*COMMAND[1:], *words], preload=CLI, stdout=subprocess.PIPE, stderr=broken, text=True, timeout=DEADLINE
+            )
+        assert done.returncode == status
+        assert done.stdout.startswith(f"{name}@1:") if words is load else done.stdout == ""
+
+
+def test_output_that_cannot_be_written_is_a_failure_in_one_line(directory: Path) -> None:
+    command = [*COMMAND[1:], "devices", "--directory", str(directory)]
+    with Path("/dev/full").open("w") as full:
+        done = forkserver.run(command, preload=CLI, stdout=full, stderr=subprocess.PIPE, text=True, timeout=DEADLINE)
+    assert (done.returncode, done.stderr) == (1, "cubroker: cannot write the output: No space left on device\n")
+
+
+POOLS = ("~POOL", ">SIZE", "OWNER")
+
+
+def test_columns_are_aligned_and_lines_end_where_their_text_does() -> None:
+    rows = [("llama@2", "14.9 GiB", "root"), ("bert@1", "9 B", "a-long-name")]
+    assert list(render_table(POOLS, rows)) == [
+        "POOL         SIZE  OWNER",
+        "llama@2  14.9 GiB  root",
+        "bert@1        9 B  a-long-name",
+    ]
+
+
+def test_a_narrow_terminal_folds_one_column_and_loses_nothing() -> None:
+    name = "models/" + "abcdefghij" * 5
+    lines = list(render_table(POOLS, [(name, "14.9 GiB", "root")], limit=50))
+    assert max(map(len, lines)) <= 50
+    assert lines[1].endswith("14.9 GiB  root")
+    assert "".join(line.split()[0] for line in lines[1:]) == name
+
+
+def test_nothing_is_folded_where_there_is_room_or_no_terminal() -> None:
+    name = "n" * 200
+    for limit in (None, 300):
+        assert list(render_table(POOLS, [(name, "9 B", "root")], limit))[1] == f"{name}   9 B  root"
+
+
+def test_a_column_keeps_a_readable_width_in_the_narrowest_terminal() -> None:
+    lines = list(render_table(POOLS, [("n" * 40, "9 B", "root")], limit=5))
+    assert [len(line.split()[0]) for line in lines[1:]] == [16, 16, 8]
+
+
+def test_a_cell_cannot_break_the_table() -> None:
+    lines = list(render_table(POOLS, [("evil\nname\x1b[0m", "9 B", "root")]))
+    assert len(lines) == 2
+    assert lines[1].startswith(r"evil\nname\x1b[0m")
+
+
+def test_an_empty_cell_keeps_its_place() -> None:
+    assert list(render_table(POOLS, [("", "9 B", "root")]))[1] == "       9 B  root"

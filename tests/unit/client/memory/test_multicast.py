@@ -1,0 +1,128 @@
+"""Driver calls that are given up, and objects that are mapped by such a call after all."""
+
+from __future__ import annotations
+
+import threading
+from typing import cast
+
+import pytest
+
+from cubroker.client.memory.mapping import LeasedMemory
+from cubroker.client.memory.multicast import AbandonableCall, MulticastMapping, MulticastOffer, Unbound, Windows
+from cubroker.client.session import Session
+from cubroker.driver import Context, DriverError, Window
+from cubroker.protocol.messages import Team
+
+TEAM = Team("multicast", "", (100,))
+
+
+class LateWindow:
+    """Addresses at which one object can be mapped; the object 1 is there only when it is told to be."""
+
+    nbytes, pointer = 100, 0
+
+    def __init__(self) -> None:
+        self.mapped = False
+        self.held: int | None = None
+        self.begun, self.told, self.done = (threading.Event() for _ in range(3))
+
+    def map(self, source: int) -> None:
+        if source == 1:
+            self.begun.set()
+            assert self.told.wait(60)
+        elif not self.told.is_set():
+            self.told.set()  # the driver goes on with the first in the very moment of the second
+            assert self.done.wait(60)
+        if self.held is not None:
+            raise DriverError("cuMemMap", 1, "CUDA_ERROR_INVALID_VALUE")
+        self.held, self.mapped = source, True
+        self.done.set()
+
+    def unmap(self) -> None:
+        self.held, self.mapped = None, False
+
+
+def offer(source: int) -> MulticastOffer:
+    return MulticastOffer(TEAM, (), (source,), lambda: False)
+
+
+def mapping() -> tuple[MulticastMapping, LeasedMemory]:
+    """What a lease without any memory has mapped."""
+    memory = LeasedMemory("pool 'p' version 1", (), "multicast", readonly=False, finish=lambda: None)
+    return MulticastMapping(cast(Session, None), memory, ("p", 1), ()), memory
+
+
+@pytest.mark.timeout(60)
+def test_an_object_that_is_mapped_late_gives_way_to_that_of_the_next_broker() -> None:
+    window = LateWindow()
+    windows = Windows(cast(Context, None), [cast(Window, window)])
+    multicast, _ = mapping()
+    outlets: list[object] = []
+    first = threading.Thread(target=lambda: outlets.append(multicast._bind(windows, offer(1))))
+    first.start()
+    assert window.begun.wait(60)
+    multicast.give_up()
+    first.join()
+    assert isinstance(outlets[0], Unbound)
+    assert multicast._bind(windows, offer(2)) is windows
+    assert window.held == 2
+
+
+def test_nothing_is_mapped_any_more_into_addresses_that_were_given_back() -> None:
+    window = LateWindow()
+    window.told.set()
+    window.done.set()
+    multicast, memory = mapping()
+    multicast.outlet = Windows(cast(Context, None), [cast(Window, window)])
+    multicast.close()
+    assert multicast._replace(memory, offer(2)) is None
+    assert window.held is None
+
+
+def test_what_a_call_raises_is_raised_and_what_returns_is_over() -> None:
+    done = []
+    abandonable = AbandonableCall(lambda: done.append(threading.current_thread().name))
+    assert abandonable.run()
+    abandonable.give_up()  # too late
+    assert done == ["cubroker-call"]
+    with pytest.raises(ValueError, match="no"):
+        AbandonableCall(lambda: int("no")).run()  # type: ignore[arg-type]
+
+    def fail() -> None:
+        raise DriverError("cuMemMap", 999, "CUDA_ERROR_UNKNOWN")
+
+    with pytest.raises(DriverError, match="CUDA_ERROR_UNKNOWN"):
+        AbandonableCall(fail).run()
+
+
+def test_a_call_that_is_given_up_holds_nobody_up() -> None:
+    begun, release = threading.Event(), threading.Event()
+    over: list[threading.Thread] = []
+
+    def call() -> None:
+        over.append(threading.current_thread())
+        begun.set()
+        release.wait()
+
+    abandonable = AbandonableCall(call)
+    giver = threading.Thread(target=lambda: begun.wait() and abandonable.give_up())
+    giver.start()
+    assert not abandonable.run()
+    release.set()
+    for thread in (giver, *over):
+        thread.join()
+    never = AbandonableCall(over.clear)
+    never.give_up()
+    assert not never.run()
+    assert over, "it was not even begun"
+
+
+def test_where_threads_have_run_out_the_call_is_made_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = []
+
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    assert AbandonableCall(lambda: done.append(threading.current_thread())).run()
+    assert done == [threading.current_thread()]

@@ -1,0 +1,649 @@
+"""The Broker for asyncio, on a real broker."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import re
+import signal
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+
+from cubroker import Broker as BlockingBroker
+from cubroker import Draft as BlockingDraft
+from cubroker import Pool as BlockingPool
+from cubroker.aio import Broker, Draft, Pool
+from cubroker.client.process import SessionThread
+from cubroker.protocol.errors import Invalid, NotFound, TimedOut, Unavailable, Unsupported
+from tests.brokers import PATIENCE, BrokerProcess, eventually
+from tests.unit.client.conftest import LAYOUT, begun, content, leases, publish
+
+PAGE = Path(__file__).parents[3] / "docs" / "live-weights.md"
+
+T = TypeVar("T")
+
+ELSEWHERE = {"requests"}
+"""What only the blocking Broker has: it returns futures, on which threads wait."""
+
+ITERATED = {"follow"}
+"""What returns an asynchronous iterator at once."""
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    """Run a test's coroutine, for as long as any test waits at most."""
+
+    async def limited() -> T:
+        async with asyncio.timeout(PATIENCE):
+            return await main
+
+    return asyncio.run(limited())
+
+
+async def until(condition: Callable[[], Awaitable[object]]) -> None:
+    """Ask again and again, while the loop goes on."""
+    while not await condition():
+        await asyncio.sleep(0)
+
+
+class Heart:
+    """Counts the turns of a loop."""
+
+    def __init__(self) -> None:
+        self.beats = 0
+
+    async def beat(self) -> None:
+        while True:
+            self.beats += 1
+            await asyncio.sleep(0)
+
+    async def more(self, count: int) -> None:
+        """Return when it has beaten so many times more."""
+        goal = self.beats + count
+        while self.beats < goal:
+            await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def beating() -> AsyncIterator[Heart]:
+    heart = Heart()
+    task = asyncio.create_task(heart.beat())
+    try:
+        yield heart
+    finally:
+        task.cancel()
+
+
+def session_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if isinstance(thread, SessionThread)]
+
+
+def public(kind: type) -> dict[str, Any]:
+    return {name: value for name, value in inspect.getmembers(kind) if not name.startswith("_")}
+
+
+def test_every_method_of_a_broker_is_awaitable_with_the_same_parameters() -> None:
+    ours, theirs = public(Broker), public(BlockingBroker)
+    assert theirs.keys() - ours.keys() == ELSEWHERE
+    for name, method in theirs.items():
+        if name in ELSEWHERE or not callable(method):
+            continue
+        assert inspect.iscoroutinefunction(ours[name]) or name in ITERATED, name
+        given, wanted = (inspect.signature(each).parameters.values() for each in (ours[name], method))
+        assert [(each.name, each.kind, each.default) for each in given] == [
+            (each.name, each.kind, each.default) for each in wanted
+        ], name
+
+
+@pytest.mark.parametrize(("kind", "below"), [(Pool, BlockingPool), (Draft, BlockingDraft)])
+def test_a_method_of_a_pool_has_the_same_parameters(kind: type, below: type) -> None:
+    for name, method in public(kind).items():
+        if inspect.isfunction(method):
+            assert [*inspect.signature(method).parameters] == [*inspect.signature(getattr(below, name)).parameters]
+
+
+@pytest.mark.parametrize("kind", [BlockingBroker, BlockingPool, BlockingDraft])
+def test_what_a_blocking_method_returns_is_said_by_its_signature(kind: type) -> None:
+    for name, method in public(kind).items():
+        if inspect.isfunction(method):
+            steps = name in {"confirming", "switching", "waking"}  # for those that wait in another way
+            assert ("Steps" in str(inspect.signature(method).return_annotation)) == steps, name
+
+
+def test_a_pool_is_published_read_and_retired(client: BlockingBroker, name: str) -> None:
+    async def main() -> None:
+        async with Broker(client.directory) as broker:
+            assert (broker.directory, broker.uid) == (client.directory, client.uid)
+            assert str(broker.session) in repr(broker)
+            assert broker.draining == ""
+            async with await broker.create(name, LAYOUT, devices=(0, 1)) as draft:
+                assert [info.state for info in await broker.pools()] == ["draft"]
+                for replica in draft.replicas:
+                    replica["weight"].copy_from_bytes(content("weight", 128))
+                assert await draft.seal() == 1
+            async with await broker.attach(name, device=1) as pool:
+                assert pool["weight"].tobytes() == content("weight", 128)
+                assert (pool.name, pool.version, pool.share, pool.lost) == (name, 1, "vmm", "")
+                assert (pool.layout, [device.index for device in pool.devices]) == (LAYOUT, [1])
+                assert (list(pool), len(pool)) == (list(client.attach(name, device=0)), 4)
+                assert repr(pool) == f"<Pool {name!r} version 1, 4 tensors>"
+                assert {pool: 1}[pool] == 1
+            assert pool.closed
+            info, layout, plan = await broker.describe(name)
+            assert (info.name, layout, plan) == (name, LAYOUT, ())
+            assert [device.index for device in await broker.devices()] == [0, 1]
+            assert broker.session in [each.session for each in await broker.clients()]
+            assert (await broker.digests(name)).digests is None
+            assert await broker.story(name)
+            assert (await broker.retire(name)).version == 1
+            with pytest.raises(NotFound, match="it was retired; load it again"):
+                await broker.attach(name)
+
+    run(main())
+
+
+def test_the_first_of_many_tasks_gets_the_draft_and_the_rest_wait_for_it(client: BlockingBroker, name: str) -> None:
+    async def work(broker: Broker) -> bytes:
+        async with await broker.attach_or_create(name, LAYOUT, device=0) as pool:
+            if isinstance(pool, Draft):
+                pool["weight"].copy_from_bytes(content("weight", 128))
+                assert await pool.seal() == 1
+                return b""
+            return pool["weight"].tobytes()
+
+    async def main() -> list[bytes]:
+        async with Broker(client.directory) as broker:
+            return await asyncio.gather(*(work(broker) for _ in range(20)))
+
+    assert sorted(run(main())) == [b"", *[content("weight", 128)] * 19]
+
+
+def test_a_draft_that_is_left_without_a_seal_is_discarded(client: BlockingBroker, name: str) -> None:
+    async def main() -> None:
+        async with Broker(client.directory) as broker:
+            async with await broker.create(name, LAYOUT, plan=dict.fromkeys((spec.name for spec in LAYOUT.tensors), 0)):
+                pass
+            assert await broker.pools() == ()
+            with pytest.raises(Invalid, match="no list of devices"):
+                await broker.create(name, LAYOUT, devices="0")
+
+    run(main())
+
+
+def test_arrays_are_published(client: BlockingBroker, name: str) -> None:
+    async def main() -> None:
+        async with Broker(client.directory) as broker:
+            assert await broker.publish(name, {"x": np.arange(4, dtype=np.float32)}) == 1
+            async with await broker.attach(name) as pool:
+                assert pool["x"].numpy().tolist() == [0, 1, 2, 3]
+
+    run(main())
+
+
+def test_digests_are_computed_and_checked(client: BlockingBroker, name: str) -> None:
+    async def main() -> None:
+        async with Broker(client.directory) as broker:
+            async with await broker.create(name, LAYOUT) as draft:
+                await draft.seal(digest=True)
+            async with await broker.attach(name) as pool:
+                await pool.check()
+            assert (await broker.digests(name)).digests is not None
+
+    run(main())
+
+
+def test_hundreds_of_attaches_wait_at_once_and_the_loop_goes_on(client: BlockingBroker, name: str) -> None:
+    async def main() -> None:
+        async with Broker(client.directory) as broker, beating() as heart:
+            threads = threading.enumerate()
+            attaching = [asyncio.create_task(broker.attach(name, wait=PATIENCE)) for _ in range(200)]
+
+            async def all_wait() -> bool:
+                return sum(waiter.pool == name for waiter in (await broker.look()).waiters) == 200
+
+            await until(all_wait)
+            await heart.more(1000)
+            assert not any(task.done() for task in attaching)
+            assert threading.enumerate() == threads
+            async with await broker.create(name, LAYOUT) as draft:
+                draft["weight"].copy_from_bytes(content("weight", 128))
+                await draft.seal()
+            pools = await asyncio.gather(*attaching)
+            assert leases(client, name) == 200
+            assert {pool["weight"].tobytes() for pool in pools} == {content("weight", 128)}
+            await asyncio.gather(*(pool.close() for pool in pools))
+            assert leases(client, name) == 0
+
+    run(main())
+
+
+def test_a_cancelled_attach_does_not_wait_at_the_broker_any_more(client: BlockingBroker, name: str) -> None:
+    async def main() -> None:
+        async with Broker(client.directory) as broker:
+
+            async def waits() -> bool:
+                return name in [waiter.pool for waiter in (await broker.look()).waiters]
+
+            async def waits_no_more() -> bool:
+                return not await waits()
+
+            attaching = asyncio.create_task(broker.attach(name, wait=PATIENCE))
+            await until(waits)
+            attaching.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await attaching
+            await until(waits_no_more)
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.01):
+                    await broker.attach(name, wait=PATIENCE)
+            await until(waits_no_more)
+
+    run(main())
+
+
+@pytest.mark.parametrize("turns", range(12))
+def test_an_attach_that_is_cancelled_in_the_middle_leaves_no_lease(
+    client: BlockingBroker, name: str, turns: int
+) -> None:
+    publish(client, name)
+
+    async def main() -> None:
+        async with Broker(client.directory) as broker:
+            for number in range(10):
+                attaching = asyncio.create_task(broker.attach(name))
+                if number % 2:  # until its memory is mapped, and this loop is told
+                    await broker.pools()
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                attaching.cancel()
+                with suppress(asyncio.CancelledError):
+                    await (await attaching).close()
+                del attaching
+
+            async def none_left() -> bool:
+                return not any(info.leases for info in await broker.pools())
+
+            await until(none_left)
+
+    run(main())
+
+
+def test_a_wait_that_the_broker_ends_raises_as_in_a_thread(client: BlockingBroker, name: str) -> None:
+    async def main() -> None:
+        async with Broker(client.directory) as broker:
+            with pytest.raises(TimedOut, match="for it to be published"):
+                await broker.attach(name, wait=0.01)
+            assert not await broker.wait_draining(0.01)
+            await broker.drain()
+            assert await broker.wait_draining()
+            assert broker.draining
+            await broker.drain(on=False)
+            assert await broker.wait_draining(over=True)
+
+    run(main())
+
+
+def test_a_broker_that_is_stopped_blocks_no_loop_and_is_not_waited_for_beyond_the_time_limit(
+    broker: BrokerProcess,
+) -> None:
+    async def main() -> None:
+        async with Broker(broker.directory, timeout=0.5) as client, beating() as heart:
+            broker.process.send_signal(signal.SIGSTOP)
+            try:
+                asking = asyncio.create_task(client.pools())
+                await heart.more(100)
+                with pytest.raises(TimedOut, match=r"did not answer the request ListPools within 0.5 s"):
+                    await asking
+            finally:
+                broker.process.send_signal(signal.SIGCONT)
+            assert await client.pools() == ()
+
+    run(main())
+
+
+def test_connecting_blocks_no_loop(broker: BrokerProcess) -> None:
+    async def main() -> None:
+        async with beating() as heart:
+            client = Broker(broker.directory)
+            broker.process.send_signal(signal.SIGSTOP)
+            try:
+                connecting = asyncio.create_task(client.connect())
+                await heart.more(1000)
+                assert not connecting.done()
+                with pytest.raises(Unavailable, match="not connected yet"):
+                    _ = client.session
+                assert repr(client) == "<Broker that is not connected>"
+            finally:
+                broker.process.send_signal(signal.SIGCONT)
+            assert await connecting is await client.connect() is client
+            await client.close()
+
+    run(main())
+
+
+def test_a_session_whose_connect_was_cancelled_ends(broker: BrokerProcess) -> None:
+    async def main() -> None:
+        broker.process.send_signal(signal.SIGSTOP)
+        try:
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.05):
+                    await Broker(broker.directory).connect()
+        finally:
+            broker.process.send_signal(signal.SIGCONT)
+
+    run(main())
+    with BlockingBroker(broker.directory) as observer:
+        eventually(lambda: len(observer.clients()) == 1, "the end of the session that no task waits for")
+
+
+def test_a_connect_to_no_broker_fails(tmp_path: Path) -> None:
+    async def main() -> None:
+        with pytest.raises(Unavailable, match="no broker serves"):
+            await Broker(tmp_path).connect()
+
+    run(main())
+
+
+def test_tasks_that_connect_at_once_share_a_session(client: BlockingBroker) -> None:
+    async def main() -> None:
+        broker = Broker(client.directory)
+        await asyncio.gather(*(broker.connect() for _ in range(5)))
+        session = broker.session
+        await broker.connect()
+        assert broker.session == session
+        await broker.close()
+
+    run(main())
+    eventually(lambda: len(client.clients()) == 1, "the end of the sessions that were too many")
+
+
+def test_a_broker_that_comes_later_is_waited_for_and_the_next_one_too(broker: BrokerProcess) -> None:
+    async def lost(client: Broker) -> bool:
+        return bool(client.lost)
+
+    async def main() -> None:
+        broker.kill()
+        with pytest.raises(TimedOut, match=r"waited 0.01 s for a broker: no broker serves"):
+            await Broker(broker.directory, wait=0.01).connect()
+        async with beating() as heart:
+            client = Broker(broker.directory, wait=PATIENCE)
+            connecting = asyncio.create_task(client.connect())
+            await heart.more(1000)
+            assert not connecting.done()
+            await asyncio.to_thread(broker.start)
+            await connecting
+            assert client.lost == ""
+            async with await client.create("pool", LAYOUT) as draft:
+                await draft.seal()
+            pool = await client.attach("pool")
+            broker.kill()
+            await until(lambda: lost(client))
+            assert pool.lost
+            with pytest.raises(Unavailable, match="no broker serves"):
+                await client.reconnect()
+            reconnecting = asyncio.create_task(client.reconnect(PATIENCE))
+            await heart.more(1000)
+            assert not reconnecting.done()
+            await asyncio.to_thread(broker.start)
+            await reconnecting
+            assert await client.pools() == ()
+            broker.kill()
+            await until(lambda: lost(client))
+            await asyncio.to_thread(broker.start)
+            with pytest.raises(NotFound, match="pool"):
+                await client.attach("pool")
+            assert client.lost == ""
+            await client.close()
+
+    run(main())
+
+
+def test_the_server_of_the_page_goes_from_version_to_version(
+    broker: BrokerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUBROKER_DIR", str(broker.directory))
+    sample = re.search(r"^## asyncio\n.*?^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    assert sample
+    program: dict[str, Any] = {}
+    exec(sample[1], program)
+    seen: list[int] = []
+
+    async def step(pools: list[Pool], extra: Pool, version: int) -> bool:
+        assert [pool["weight"].tobytes() for pool in (*pools, extra)] == [content("weight", 128)] * 3
+        seen.append(version)
+        if version == 1:
+            await asyncio.to_thread(publish, other, "adapter")
+        return version < 2
+
+    with BlockingBroker(broker.directory) as other:
+        for name in ("a", "b", "adapter"):
+            publish(other, name)
+        run(program["serve"](["a", "b"], step))
+        assert seen == [1, 2]
+        assert len(other.clients()) == 1
+
+
+def test_loops_in_two_threads_share_a_broker(client: BlockingBroker, name: str) -> None:
+    publish(client, name)
+    broker = Broker(client.directory)
+    run(broker.connect())
+
+    async def work() -> int:
+        for _ in range(20):
+            async with await broker.attach(name) as pool:
+                assert pool["weight"].tobytes() == content("weight", 128)
+        return len(await broker.pools())
+
+    others = [begun(lambda: run(work())) for _ in range(2)]
+    assert [each.result(PATIENCE) for each in others] == [1, 1]
+    run(broker.close())
+
+
+def test_a_loop_that_is_closed_while_it_waits_stands_in_no_other_loops_way(client: BlockingBroker, name: str) -> None:
+    broker = Broker(client.directory)
+    run(broker.connect())
+    loop = asyncio.new_event_loop()
+    attaching = loop.create_task(broker.attach(name, wait=PATIENCE))
+    loop.run_until_complete(asyncio.sleep(0.01))
+    loop.close()
+    publish(client, name)
+    eventually(lambda: leases(client, name), "the lease that no loop takes")
+    assert [info.name for info in run(broker.pools())] == [name]
+    with suppress(RuntimeError):  # it cleans up
+        attaching.get_coro().close()  # type: ignore[union-attr]
+    attaching._log_destroy_pending = False  # type: ignore[attr-defined]
+    run(broker.close())
+    del attaching
+    eventually(lambda: not leases(client, name), "the end of the lease")
+
+
+def test_closing_ends_what_other_tasks_wait_for(client: BlockingBroker, name: str) -> None:
+    async def main() -> None:
+        broker = await Broker(client.directory).connect()
+        changes = await broker.watch(name)
+        assert await anext(changes) is None
+        waiting: list[asyncio.Task[Any]] = [
+            asyncio.create_task(broker.attach(name, wait=PATIENCE)),
+            asyncio.create_task(broker.create(name, LAYOUT, wait=PATIENCE)),
+            asyncio.create_task(anext(changes)),  # type: ignore[arg-type]
+            asyncio.create_task(broker.wait_draining()),
+        ]
+        drafting = await waiting[1]
+        await broker.close()
+        assert drafting.closed
+        outcomes = await asyncio.gather(waiting[0], *waiting[2:], return_exceptions=True)
+        assert [type(outcome) for outcome in outcomes] == [Unavailable] * 3
+        with pytest.raises(Unavailable, match="this Broker is closed"):
+            await broker.pools()
+
+    before = session_threads()
+    run(main())
+    eventually(lambda: session_threads() == before, "the end of its threads")
+    assert client.pools() == ()
+
+
+def test_a_watch_is_iterated_and_its_end_ends_the_iteration(client: BlockingBroker, name: str) -> None:
+    async def main() -> None:
+        async with Broker(client.directory) as broker:
+            seen = []
+            async with await broker.watch(name, owner="root") as changes:
+                async for version in changes:
+                    seen.append(version)
+                    if version is None and len(seen) == 1:
+                        async with await broker.create(name, LAYOUT) as draft:
+                            await draft.seal()
+                    elif version:
+                        await broker.retire(name)
+                    else:
+                        await changes.close()
+            assert seen == [None, 1, None]
+
+    run(main())
+
+
+def test_a_pool_is_followed(client: BlockingBroker, name: str) -> None:
+    publish(client, name)
+
+    async def main() -> list[int]:
+        seen = []
+        async with Broker(client.directory) as broker, await broker.attach(name) as pool:
+            with broker.follow(name, timeout=PATIENCE) as versions, pool.follow(switch=True) as newer:
+                async for version in versions:
+                    seen.append(version)
+                    if version == 2:
+                        return [*seen, await anext(newer), pool.version]
+                    await asyncio.to_thread(publish, client, name)
+        return seen
+
+    assert run(main()) == [1, 2, 2, 2]
+
+
+def test_a_cancelled_iteration_goes_on_later(client: BlockingBroker, name: str) -> None:
+    async def main() -> None:
+        async with Broker(client.directory) as broker, await broker.watch(name) as changes:
+            assert await anext(changes) is None
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.01):
+                    await anext(changes)
+            with pytest.raises(TimedOut, match=r"did not change within 0.01 s"):
+                await changes.next(0.01)
+            publish(client, name)
+            assert await anext(changes) == 1
+
+    run(main())
+
+
+def test_tasks_that_wake_a_pool_at_once_leave_one_lease(client: BlockingBroker, name: str) -> None:
+    publish(client, name)
+
+    async def main() -> None:
+        async with Broker(client.directory) as broker, await broker.attach(name) as pool:
+            address = pool["weight"].pointer
+            await pool.sleep()
+            assert pool.asleep
+            assert leases(client, name) == 0
+            await asyncio.gather(*(pool.wake() for _ in range(10)))
+            assert not pool.asleep
+            assert (pool["weight"].pointer, pool["weight"].tobytes()) == (address, content("weight", 128))
+
+            async def one_left() -> bool:
+                return [info.leases for info in await broker.pools()] == [1]
+
+            await until(one_left)
+            await pool.wake()
+
+    run(main())
+
+
+def test_a_cancelled_wake_leaves_the_pool_asleep_or_awake_and_no_lease_more(client: BlockingBroker, name: str) -> None:
+    publish(client, name)
+
+    async def main() -> None:
+        async with Broker(client.directory) as broker, await broker.attach(name) as pool:
+            for turns in range(20):
+                await pool.sleep()
+                waking = asyncio.create_task(pool.wake())
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                waking.cancel()
+                with suppress(asyncio.CancelledError):
+                    await waking
+                await pool.wake()
+                assert pool["weight"].tobytes() == content("weight", 128)
+
+            async def one_left() -> bool:
+                return [info.leases for info in await broker.pools()] == [1]
+
+            await until(one_left)
+
+    run(main())
+
+
+def test_a_pool_is_switched(client: BlockingBroker, name: str) -> None:
+    publish(client, name)
+
+    async def main() -> None:
+        async with Broker(client.directory) as broker, await broker.attach(name) as pool:
+            address = pool["weight"].pointer
+            with pytest.raises(TimedOut):
+                await pool.switch(2, wait=0.01)
+            switching = asyncio.create_task(pool.switch(2, wait=PATIENCE))
+            await asyncio.to_thread(publish, client, name)
+            assert await switching == pool.version == 2
+            assert (pool["weight"].pointer, pool["weight"].tobytes()) == (address, content("weight", 128))
+
+    run(main())
+
+
+def test_a_cancelled_switch_leaves_one_version_or_the_other(client: BlockingBroker, name: str) -> None:
+    publish(client, name)
+
+    async def main() -> None:
+        async with Broker(client.directory) as broker, await broker.attach(name) as pool, beating() as heart:
+            keeping = [await broker.attach(name)]
+            await asyncio.to_thread(publish, client, name)
+            keeping.append(await broker.attach(name))
+            for number in range(20):
+                before = pool.version
+                switching = asyncio.create_task(pool.switch(3 - before))
+                await heart.more(number)
+                switching.cancel()
+                with suppress(asyncio.CancelledError):
+                    assert await switching == 3 - before
+                assert pool["weight"].tobytes() == content("weight", 128)
+                assert pool.version in (1, 2)
+
+            async def as_before() -> bool:
+                return sum([info.leases for info in await broker.pools()]) == 3
+
+            await until(as_before)
+            del keeping
+
+    run(main())
+
+
+def test_pools_that_cannot_sleep_say_so(client: BlockingBroker, name: str) -> None:
+    publish(client, name, share="ipc")
+
+    async def main() -> None:
+        async with Broker(client.directory) as broker, await broker.attach(name) as pool:
+            with pytest.raises(Unsupported, match="cannot sleep"):
+                await pool.sleep()
+
+    run(main())
+
+
+def test_the_pool_below_goes_into_code_that_takes_one(client: BlockingBroker, name: str) -> None:
+    publish(client, name)
+
+    async def main() -> None:
+        async with Broker(client.directory) as broker, await broker.attach(name) as pool:
+            assert isinstance(pool.blocking, BlockingPool)
+            assert (await asyncio.to_thread(broker.blocking.pools))[0].leases == 1
+
+    run(main())

@@ -1,0 +1,277 @@
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from cubroker.client import Broker, Draft, Pool
+from cubroker.protocol import Layout
+from cubroker.protocol.errors import Exists, Invalid, NotFound, OverBudget, TimedOut, Unavailable, Unsupported
+from tests.brokers import PATIENCE, BrokerProcess, eventually
+from tests.unit.client.conftest import LAYOUT, begun, content, leases, publish
+from tests.unit.client.scripts import run
+
+
+def test_what_one_process_publishes_another_one_reads(client: Broker, lender: BrokerProcess, name: str) -> None:
+    publish(client, name)
+    done = run(
+        lender,
+        """
+        with Broker(directory) as broker, broker.attach(sys.argv[2]) as pool:
+            print(list(pool), pool["weight"].tobytes().hex())
+        """,
+        name,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.split("]")[0] + "]" == "['weight', 'bias', 'scale', 'none']"
+    assert content("weight", 128).hex() in done.stdout
+
+
+def test_a_pool_knows_what_it_is(client: Broker, name: str) -> None:
+    publish(client, name)
+    with client.attach(name, device=0) as pool:
+        assert (pool.name, pool.version, pool.nbytes, len(pool)) == (name, 1, LAYOUT.nbytes, 4)
+        assert pool.layout == LAYOUT
+        assert pool.device == pool.context.device == client.driver.devices[0]
+        assert list(pool) == ["weight", "bias", "scale", "none"]
+        assert "weight" in pool
+        assert "other" not in pool
+        assert pool.lease > 0
+        assert f"{pool!r}" == f"<Pool {name!r} version 1, 4 tensors>"
+        assert pool == pool
+        with pytest.raises(KeyError, match="other"):
+            pool["other"]
+    assert pool.closed
+    assert "closed" in repr(pool)
+
+
+def test_slabs_are_the_allocations_as_bytes(client: Broker, name: str) -> None:
+    layout = Layout.pack([("a", "U8", (300,)), ("b", "U8", (300,))], slab=512)
+    publish(client, name, layout)
+    with client.attach(name) as pool:
+        assert [slab.shape for slab in pool.allocation_views] == [(512,), (512,)]
+        assert [slab.dtype for slab in pool.allocation_views] == ["U8", "U8"]
+        assert [slab.tobytes()[:300] for slab in pool.allocation_views] == [content("a", 300), content("b", 300)]
+        assert [slab.pointer for slab in pool.allocation_views] == [pool["a"].pointer, pool["b"].pointer]
+
+
+def test_each_attach_has_a_lease_of_its_own_on_the_same_mapping(client: Broker, name: str) -> None:
+    publish(client, name, share="ipc")
+    with client.attach(name) as one, client.attach(name) as two:
+        assert one.lease != two.lease
+        assert one["weight"].pointer == two["weight"].pointer
+        assert leases(client, name) == 2
+        one.close()
+        assert leases(client, name) == 1
+        assert two["weight"].tobytes() == content("weight", 128)
+
+
+def test_versions_are_attached_by_number_or_the_current_one(client: Broker, name: str) -> None:
+    publish(client, name)
+    old = client.attach(name)
+    assert publish(client, name, Layout.pack([("x", "U8", (5,))])) == 2
+    with client.attach(name) as new, client.attach(name, version=1) as same:
+        assert (old.version, new.version, same.version) == (1, 2, 1)
+        assert list(new) == ["x"]
+        assert list(same) == list(LAYOUT_NAMES)
+    old.close()
+
+
+LAYOUT_NAMES = ("weight", "bias", "scale", "none")
+
+
+def test_devices_are_named_by_ordinal_or_uuid(client: Broker, name: str) -> None:
+    first, second = client.driver.devices
+    publish(client, name, devices=(0, 1))
+    for device, expected in ((1, second), (second.uuid, second), (0, first)):
+        with client.attach(name, device=device) as pool:
+            assert pool.device == expected
+            assert pool["weight"].tobytes() == content("weight", 128)
+    with pytest.raises(Invalid, match=second.uuid):
+        client.attach(name)
+
+
+@pytest.mark.parametrize("device", [7, -1, "GPU-none", True])
+def test_a_device_that_is_not_there_is_answered_with_those_that_are(client: Broker, name: str, device: Any) -> None:
+    if device is True:
+        device = 2
+    with pytest.raises(NotFound, match=rf"no device {device!r}; it sees 0 \(HOST-.*\), 1 \(HOST-"):
+        client.attach(name, device=device)
+
+
+def test_a_pool_that_is_not_there_is_not_found_or_waited_for(client: Broker, name: str) -> None:
+    with pytest.raises(NotFound, match=name):
+        client.attach(name)
+    with pytest.raises(TimedOut):
+        client.attach(name, wait=0.01)
+    found: list[Pool] = []
+    reader = threading.Thread(target=lambda: found.append(client.attach(name, wait=60)))
+    reader.start()
+    publish(client, name)
+    reader.join()
+    assert found[0].version == 1
+    found[0].close()
+
+
+def test_there_is_one_writer_at_a_time(client: Broker, name: str) -> None:
+    with client.create(name, LAYOUT):
+        with pytest.raises(Exists):
+            client.create(name, LAYOUT)
+        found: list[Draft] = []
+        next_one = threading.Thread(target=lambda: found.append(client.create(name, LAYOUT, wait=60)))
+        next_one.start()
+    next_one.join()
+    assert found[0].version == 1
+    found[0].close()
+
+
+def test_the_first_of_many_creates_and_the_others_attach(client: Broker, name: str) -> None:
+    first = client.attach_or_create(name, LAYOUT)
+    assert isinstance(first, Draft)
+    found: list[Pool | Draft] = []
+    others = [
+        threading.Thread(target=lambda: found.append(client.attach_or_create(name, LAYOUT, device=0))) for _ in range(4)
+    ]
+    for other in others:
+        other.start()
+    first.seal()
+    for other in others:
+        other.join()
+    assert [type(pool) for pool in found] == [Pool] * 4
+    assert {pool.version for pool in found} == {1}
+    for pool in found:
+        pool.close()
+
+
+def test_the_next_in_line_takes_over_from_a_writer_that_fails(client: Broker, name: str) -> None:
+    first = client.attach_or_create(name, LAYOUT, devices=(0, 1), device=1)
+    found: list[Pool | Draft] = []
+    other = threading.Thread(target=lambda: found.append(client.attach_or_create(name, LAYOUT)))
+    other.start()
+    first.close()
+    other.join()
+    assert isinstance(found[0], Draft)
+    found[0].close()
+
+
+def test_what_there_is_can_be_listed(client: Broker, name: str) -> None:
+    publish(client, name)
+    info, layout, places = client.describe(name)
+    assert (layout, places) == (LAYOUT, ())
+    assert info in client.pools()
+    assert (info.name, info.version, info.state, info.leases) == (name, 1, "current", 0)
+    assert client.session in [session.session for session in client.clients()]
+    assert [device.uuid for device in client.devices()] == [device.uuid for device in client.driver.devices]
+    assert repr(client) == f"<Broker on {client.directory}, session {client.session}>"
+
+
+def test_a_retired_version_stays_with_who_holds_it(client: Broker, name: str) -> None:
+    publish(client, name)
+    with client.attach(name) as pool:
+        retirement = client.retire(name)
+        assert (retirement.version, retirement.leases) == (1, 1)
+        with pytest.raises(NotFound):
+            client.attach(name)
+        assert pool["weight"].tobytes() == content("weight", 128)
+    eventually(lambda: name not in [info.name for info in client.pools()], "the end of the retired version")
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "complaint"),
+    [
+        (lambda broker: broker.attach("no name!"), Invalid, "cannot name a pool"),
+        (lambda broker: broker.attach("x", version=0), Invalid, "count from 1"),
+        (lambda broker: broker.attach("x", wait=-1), Invalid, "wait of -1"),
+        (lambda broker: broker.attach("x", wait=float("nan")), Invalid, "wait of nan"),
+        (lambda broker: broker.create("x", LAYOUT, share="wish"), Invalid, "unknown share kind"),
+        (lambda broker: broker.create("x", LAYOUT, share="ipc", durable=True), Unsupported, "use vmm or multicast"),
+        (lambda broker: broker.create("x", LAYOUT, durable=True), Unsupported, "no store"),
+        (lambda broker: broker.attach_or_create("x", LAYOUT, share="vmm", durable=True), Unsupported, "no store"),
+        (lambda broker: broker.create("x", LAYOUT, devices=()), Invalid, "no list of devices"),
+        (lambda broker: broker.create("x", LAYOUT, devices="GPU-1"), Invalid, "no list of devices.*'GPU-1'"),
+        (lambda broker: broker.attach_or_create("x", LAYOUT, devices=()), Invalid, "no list of devices"),
+        (lambda broker: broker.create("x", Layout.pack([("a", "U8", (1 << 30,))])), OverBudget, "budget"),
+        (lambda broker: broker.describe("x"), NotFound, "x"),
+        (lambda broker: broker.retire("x", version=3), NotFound, "x"),
+    ],
+)
+def test_a_mistake_is_named(client: Broker, call: Any, error: type[Exception], complaint: str) -> None:
+    with pytest.raises(error, match=complaint):
+        call(client)
+
+
+@pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf")])
+def test_a_timeout_must_be_some_time(lender: BrokerProcess, timeout: float) -> None:
+    with pytest.raises(Invalid, match="timeout"):
+        Broker(lender.directory, timeout=timeout)
+
+
+def test_the_directory_comes_from_the_environment(lender: BrokerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBROKER_DIR", str(lender.directory))
+    with Broker() as broker:
+        assert broker.directory == lender.directory
+
+
+def test_a_relative_directory_survives_a_change_of_the_working_directory(
+    lender: BrokerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(lender.directory.parent)
+    with Broker(lender.directory.name) as broker:
+        monkeypatch.chdir("/")
+        assert broker.directory == lender.directory
+        assert broker.devices()
+
+
+def test_a_closed_broker_says_so_and_can_be_closed_again(lender: BrokerProcess) -> None:
+    broker = Broker(lender.directory)
+    broker.close()
+    broker.close()
+    with pytest.raises(Unavailable, match="closed"):
+        broker.pools()
+    with pytest.raises(Unavailable, match="closed"):
+        broker.attach("x")
+    with pytest.raises(Unavailable, match="closed"):
+        broker.watch("x")
+
+
+def test_closing_a_broker_closes_its_pools_and_drafts(client: Broker, name: str) -> None:
+    publish(client, name)
+    with Broker(client.directory) as other:
+        pool, draft = other.attach(name), other.create(name, LAYOUT)
+    assert pool.closed
+    assert draft.closed
+    assert leases(client, name) == 0
+
+
+def test_closing_a_broker_ends_what_other_threads_wait_for(client: Broker, name: str) -> None:
+    other = Broker(client.directory)
+    waiting = begun(lambda: other.attach(name, wait=3600))
+    eventually(other.requests.waiting, "the request")
+    other.close()
+    with pytest.raises(Unavailable, match="closed while it waited"):
+        waiting.result(PATIENCE)
+    eventually(lambda: other.session not in [info.session for info in client.clients()], "the end of the session")
+
+
+def test_a_broker_that_is_dropped_ends_its_session(client: Broker) -> None:
+    number = Broker(client.directory).session
+    eventually(lambda: number not in [info.session for info in client.clients()], "the end of the session")
+
+
+def test_a_broker_that_is_dropped_leaves_its_pools_alone(client: Broker, name: str) -> None:
+    publish(client, name)
+    pool = Broker(client.directory).attach(name)
+    assert pool["weight"].tobytes() == content("weight", 128)
+    assert leases(client, name) == 1
+    pool.close()
+    eventually(lambda: len(client.clients()) == 1, "the end of the session")
+
+
+def test_a_mode_is_the_pools_and_one_that_cannot_be_is_refused(client: Broker, name: str) -> None:
+    with pytest.raises(Invalid, match="0o1000"):
+        client.create(name, LAYOUT, mode=0o1000)
+    with client.attach_or_create(name, LAYOUT, mode=0o604) as draft:
+        assert isinstance(draft, Draft)
+        draft.seal()
+    assert client.describe(name)[0].mode == 0o604

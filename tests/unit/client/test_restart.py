@@ -1,0 +1,168 @@
+"""The broker is killed under its clients and started again, with what was stored; they notice nothing, or are told."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from cubroker.client import Broker
+from cubroker.protocol import Layout
+from cubroker.protocol.errors import NotFound, Unavailable
+from tests.brokers import eventually
+from tests.stores import StoredBroker, storing
+from tests.unit.client.conftest import content, leases, publish
+from tests.unit.client.scripts import start
+
+LAYOUT = Layout.pack([("weight", "U8", (300,)), ("bias", "F32", (4,))], slab=512)
+
+
+@pytest.fixture(scope="module")
+def kept() -> Iterator[StoredBroker]:
+    with storing() as broker:
+        yield broker
+
+
+@pytest.fixture
+def client(kept: StoredBroker) -> Iterator[Broker]:
+    with Broker(kept.directory) as broker:
+        yield broker
+    with Broker(kept.directory) as broker:
+        for pool in broker.pools():
+            if pool.state == "current":
+                broker.retire(pool.name, pool.version)
+        eventually(lambda: not broker.pools(), f"the end of {broker.pools()}")
+        eventually(lambda: not any(device.allocated for device in broker.devices()), "their memory to leave the store")
+
+
+def test_readers_and_their_memory_outlive_the_broker(client: Broker, kept: StoredBroker, name: str) -> None:
+    publish(client, name, LAYOUT, share="vmm", durable=True)
+    with client.attach(name) as pool:
+        kept.restart()
+        assert pool["weight"].tobytes() == content("weight", 300)
+        assert [(each.pid, each.session) for each in client.clients()] == [(os.getpid(), client.session)]
+        with Broker(kept.directory) as other, other.attach(name) as again:
+            assert all(again[each].tobytes() == content(each, again[each].nbytes) for each in again)
+            assert leases(client, name) == 2
+        eventually(lambda: leases(client, name) == 1, "the end of the second lease")
+    eventually(lambda: leases(client, name) == 0, "the end of the first lease")
+
+
+def test_a_draft_outlives_the_broker_and_is_published_by_the_next_one(
+    client: Broker, kept: StoredBroker, name: str
+) -> None:
+    with client.create(name, LAYOUT, share="vmm", durable=True) as draft:
+        draft["weight"].copy_from_bytes(content("weight", 300))
+        kept.restart()
+        draft["bias"].copy_from_bytes(content("bias", 16))
+        assert draft.seal() == 1
+    kept.restart()
+    with client.attach(name) as pool:
+        assert all(pool[each].tobytes() == content(each, pool[each].nbytes) for each in pool)
+
+
+def test_whoever_waits_waits_on_and_is_served_by_the_next_broker(client: Broker, kept: StoredBroker, name: str) -> None:
+    came: list[bytes] = []
+
+    def wait() -> None:
+        with Broker(kept.directory) as broker, broker.attach(name, wait=600) as pool:
+            came.append(pool["weight"].tobytes())
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    eventually(lambda: len(client.clients()) == 2, "the one who waits")
+    kept.restart()
+    publish(client, name, LAYOUT, share="vmm", durable=True)
+    thread.join()
+    assert came == [content("weight", 300)]
+
+
+def test_a_worker_that_died_while_no_broker_ran_is_found_and_its_lease_falls(
+    client: Broker, kept: StoredBroker, name: str
+) -> None:
+    publish(client, name, LAYOUT, share="vmm", durable=True)
+    worker = start(kept, "pool = Broker(directory).attach(sys.argv[2]); print(flush=True); sys.stdin.read()", name)
+    with worker:
+        assert worker.stdout is not None
+        worker.stdout.readline()
+        assert leases(client, name) == 1
+        kept.kill()
+        worker.kill()
+    kept.start()
+    eventually(lambda: leases(client, name) == 0, "the end of its lease")
+
+
+def test_memory_that_was_not_durable_is_lost_and_its_holders_are_told(
+    client: Broker, kept: StoredBroker, name: str
+) -> None:
+    publish(client, name, durable=False)
+    with client.attach(name) as pool:
+        kept.restart()
+        (info,) = [info for info in client.pools() if info.name == name]
+        assert (info.state, info.leases) == ("lost", 1)
+        with pytest.raises(NotFound, match="lost"):
+            client.attach(name)
+        eventually(lambda: pool.lost, "the notice")
+        assert "ipc" in pool.lost or "durable" in pool.lost
+    eventually(lambda: not client.pools(), "the end of what is lost")
+    publish(client, name)
+    with client.attach(name) as pool:
+        assert pool.version == 2
+        assert not pool.lost
+
+
+def test_a_draft_that_was_lost_is_given_back_when_its_seal_is_refused(
+    client: Broker, kept: StoredBroker, name: str
+) -> None:
+    with client.create(name, LAYOUT, durable=False) as draft:
+        kept.restart()
+        with pytest.raises(Unavailable, match="lost before it was sealed"):
+            draft.seal()
+    eventually(lambda: not client.pools(), "the end of what is lost")
+
+
+def test_a_missing_descriptor_costs_the_pool_that_it_belonged_to(client: Broker, kept: StoredBroker, name: str) -> None:
+    for each in (name, f"{name}-other"):
+        publish(client, each, LAYOUT, share="vmm", durable=True)
+    kept.kill()
+    mine = sorted(each for each in kept.fdstore.stored if each.startswith("m"))
+    assert len(mine) == 4
+    kept.fdstore.forget(mine[0])
+    kept.start()
+    states = {info.name: info.state for info in client.pools()}
+    assert states == {f"{name}-other": "current"}
+    assert f"{name}@1" in kept.log()
+    with client.attach(f"{name}-other") as pool:
+        assert pool["weight"].tobytes() == content("weight", 300)
+
+
+def test_nothing_stays_stored_of_what_is_over(client: Broker, kept: StoredBroker, name: str) -> None:
+    ours = {"ledger": 1, "own-door": 1, "own-requests": 1, f"s{client.session}": 2}
+    publish(client, name, LAYOUT, share="vmm", durable=True)
+    with Broker(kept.directory) as other, other.attach(name):
+        kept.restart()
+        assert {each: len(stored) for each, stored in kept.fdstore.stored.items()} == {
+            **ours,
+            f"s{other.session}": 2,
+            **{each: 1 for each in kept.fdstore.stored if each.startswith("m")},
+        }
+    client.retire(name)
+    eventually(lambda: not client.pools(), "its end")
+
+    def stored() -> dict[str, int]:
+        kept.settled()
+        return {each: len(descriptors) for each, descriptors in kept.fdstore.stored.items()}
+
+    eventually(lambda: stored() == ours, f"{ours}, not {stored()}")
+
+
+def test_a_watch_goes_on_without_telling_anything_twice(client: Broker, kept: StoredBroker, name: str) -> None:
+    with client.watch(name) as watch:
+        assert next(watch) is None
+        publish(client, name, LAYOUT, share="vmm", durable=True)
+        assert next(watch) == 1
+        kept.restart()
+        publish(client, name, LAYOUT, share="vmm", durable=True)
+        assert next(watch) == 2

@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from cubroker.client import Broker
+from cubroker.protocol.errors import Invalid, TimedOut, Unavailable
+from tests.brokers import PATIENCE, serving
+from tests.unit.client.conftest import publish
+
+
+def test_a_watch_tells_of_now_and_of_every_change(client: Broker, name: str) -> None:
+    with client.watch(name) as watch:
+        assert next(watch) is None
+        publish(client, name)
+        assert next(watch) == 1
+        publish(client, name)
+        assert next(watch) == 2
+        client.retire(name)
+        assert next(watch) is None
+
+
+def test_changes_that_nobody_reads_are_seen_as_one(client: Broker, name: str) -> None:
+    with client.watch(name) as watch, client.watch(name) as marker:
+        assert next(watch) is None
+        for _ in range(3):
+            publish(client, name)
+        while next(marker) != 3:
+            pass
+        assert next(watch) == 3
+
+
+def test_a_second_watch_begins_with_the_state_now_and_repeats_nothing_to_the_first(client: Broker, name: str) -> None:
+    publish(client, name)
+    with client.watch(name) as one:
+        assert next(one) == 1
+        with client.watch(name) as two:
+            assert next(two) == 1
+        publish(client, name)
+        assert next(one) == 2
+
+
+def test_closing_from_another_thread_ends_the_iteration(client: Broker, name: str) -> None:
+    watch = client.watch(name)
+    seen: list[int | None] = []
+    begun = threading.Event()
+
+    def read(versions: Iterator[int | None]) -> None:
+        for version in versions:
+            seen.append(version)
+            begun.set()
+
+    reader = threading.Thread(target=read, args=(watch,))
+    reader.start()
+    assert begun.wait(60)
+    watch.close()
+    watch.close()
+    reader.join()
+    assert seen == [None]
+
+
+def test_a_watch_that_is_dropped_is_forgotten(client: Broker, name: str) -> None:
+    client.watch(name)
+    with client.watch(name) as watch:
+        assert next(watch) is None
+        publish(client, name)
+        assert next(watch) == 1
+
+
+def test_a_finalizer_may_close_a_watch_or_a_pool_while_another_is_made(client: Broker, name: str) -> None:
+    publish(client, name)
+    watch, pool = client.watch(name), client.attach(name)
+    busy = threading.Event()
+    client.requests.call(lambda: busy.wait(PATIENCE) and None)  # the connection's thread can do nothing now
+    pool.let_go()
+    watch.close()
+    busy.set()
+    assert list(watch) == []
+    pool.confirm()
+
+
+def test_a_watch_ends_with_the_broker() -> None:
+    with serving() as process, Broker(process.directory) as broker:
+        watch = broker.watch("pool")
+        assert next(watch) is None
+        process.stop()
+        with pytest.raises(Unavailable, match="is gone"):
+            next(watch)
+        with pytest.raises(Unavailable, match="is gone"):
+            broker.watch("other")
+
+
+def test_a_name_that_no_pool_can_have_is_not_watched(client: Broker) -> None:
+    with pytest.raises(Invalid, match="cannot name a pool"):
+        client.watch("no name!")
+
+
+def test_a_wait_that_takes_too_long_is_told_and_the_watch_goes_on(client: Broker, name: str) -> None:
+    with client.watch(name, timeout=0.05) as watch:
+        assert next(watch) is None
+        for call, seconds in (
+            (watch.__next__, "0.05"),
+            (lambda: watch.next(0), "0"),
+            (lambda: watch.next(0.01), "0.01"),
+        ):
+            with pytest.raises(TimedOut, match=rf"{name!r} did not change within {seconds} s"):
+                call()
+        publish(client, name)
+        assert watch.next(PATIENCE) == 1
+        publish(client, name)
+        with client.watch(name) as other:
+            assert other.next() == 2, "the first one was told before"
+        assert watch.next(timeout=0) == 2
+    with pytest.raises(StopIteration):
+        watch.next(0)
+
+
+@pytest.mark.parametrize("timeout", [-1, float("nan"), float("inf")])
+def test_a_timeout_of_a_watch_must_be_some_time(client: Broker, name: str, timeout: float) -> None:
+    with pytest.raises(Invalid, match="wait of"):
+        client.watch(name, timeout=timeout)
+    with client.watch(name) as watch, pytest.raises(Invalid, match="wait of"):
+        watch.next(timeout)

@@ -1,0 +1,55 @@
+"""The kernels as files: they are shipped, and every assembler that is here takes them."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import subprocess
+import tomllib
+from importlib import resources
+from pathlib import Path
+
+import pytest
+
+from cubroker.driver.digest import add, digest, finish
+from cubroker.driver.primary_context import KERNEL_FOLDER as HERE
+from tests.unit.driver.ptx import PAIR, Program
+
+ROOT = Path(__file__).parents[3]
+KERNELS = {"multimem.ptx": ("sm_90", "sm_100"), "digest.ptx": ("sm_75", "sm_80", "sm_90", "sm_100", "sm_120")}
+"""The files, and architectures that each is for."""
+
+
+def test_the_kernels_are_a_part_of_the_package() -> None:
+    assert {path.name for path in HERE.glob("*.ptx")} == {path.name for path in (ROOT / "driver").glob("*.ptx")}
+    for name in KERNELS:
+        assert resources.files("cubroker.driver").joinpath(name).read_bytes() == (HERE / name).read_bytes()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert "*.ptx" in project["tool"]["setuptools"]["package-data"]["*"]
+
+
+@pytest.mark.parametrize(("name", "architecture"), [(name, each) for name, found in KERNELS.items() for each in found])
+def test_a_kernel_assembles(name: str, architecture: str, tmp_path: Path) -> None:
+    ptxas = shutil.which("ptxas")
+    if ptxas is None:
+        pytest.skip("there is no ptxas here")
+    command = [
+        ptxas,
+        f"-arch={architecture}",
+        "-Werror",
+        "-o",
+        str(tmp_path / "kernel.cubin"),
+        str(HERE / name),
+    ]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(("blocks", "threads"), [(1, 1), (1, 8), (3, 4), (2, 16), (1, 256)])
+@pytest.mark.parametrize("pieces", [1, 2, 5, 63, 64, 65, 300])
+def test_the_kernel_of_digests_adds_up_every_piece_whatever_the_grid(blocks: int, threads: int, pieces: int) -> None:
+    data, sums = random.Random(pieces).randbytes(16 * pieces), 1 << 40
+    parameters = {"source": 0, "pieces": pieces, "sums": sums}
+    stored = Program(HERE / "digest.ptx").run(data, parameters, blocks, threads)
+    assert sorted(stored) == [sums + PAIR.size * block for block in range(blocks)]
+    assert finish(add(*stored.values()), len(data)) == digest(data)

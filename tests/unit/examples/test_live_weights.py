@@ -1,0 +1,134 @@
+"""Weights that change: the trainer and its rollout workers, and the ways that docs/live-weights.md tells apart."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from cubroker import Broker, NotFound, Retired, Unsupported
+from tests.brokers import PATIENCE, BrokerProcess, eventually
+from tests.sampling import WHOLE
+from tests.unit.examples.test_examples import EXAMPLES, Here, here
+from tests.unit.server.configured import configured
+
+__all__ = ["here"]
+
+POLICY = "examples/policy"
+VERSIONS = 20 if WHOLE else 5
+
+
+def started_example(broker: BrokerProcess, example: str, argument: str) -> subprocess.Popen[str]:
+    measured = {variable for variable in os.environ if variable.startswith("COVERAGE")}  # torch is slow if measured
+    environment = {variable: value for variable, value in os.environ.items() if variable not in measured}
+    environment["CUBROKER_DIR"] = str(broker.directory)
+    command = [sys.executable, str(EXAMPLES / example), argument]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+
+
+def said(process: subprocess.Popen[str]) -> list[str]:
+    out, _ = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, out
+    return out.splitlines()
+
+
+@pytest.mark.slow
+def test_two_workers_take_each_version_of_a_trainer_in_place(lender: BrokerProcess, client: Broker) -> None:
+    processes = [started_example(lender, "rollout.py", worker) for worker in "ab"]
+    try:
+        eventually(lambda: len(client.look().waiters) == 2, "both workers to wait for the first version")
+        processes.append(started_example(lender, "trainer.py", str(VERSIONS)))
+        *workers, trainer = map(said, processes)
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    *rounds, end = trainer
+    published = [re.match(r"version (\d+): loss", line) for line in rounds]
+    numbers = [int(match[1]) for match in published if match]
+    assert len(numbers) == len(rounds) == VERSIONS
+    assert end == f"{POLICY}@{numbers[-1]} is current; versions held at a time: 2 at most"
+    for worker, lines in zip("ab", workers, strict=True):
+        assert lines == [
+            *(f"{worker}: version {number}, 50 batches as the trainer's" for number in numbers),
+            f"{worker}: {VERSIONS} versions, one model, the same addresses",
+        ]
+
+
+def test_a_worker_ends_when_its_outputs_are_those_of_other_weights(
+    lender: BrokerProcess, client: Broker, here: Here
+) -> None:
+    shapes = {"0.weight": (512, 64), "0.bias": (512,), "2.weight": (8, 512), "2.bias": (8,)}
+    shapes |= {"probe.input": (4, 64), "probe.output": (4, 8)}
+    arrays = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
+    version = client.publish(POLICY, arrays | {"probe.left": np.array(0)})
+    with pytest.raises(SystemExit, match=f"^a: version {version}: the outputs are not the trainer's"):
+        here.run(lender, EXAMPLES / "rollout.py", "a")
+    gc.collect()  # the traceback has the worker's tensors
+
+
+# -- which way -----------------------------------------------------------------------------------------
+
+
+def weights(number: float) -> dict[str, np.ndarray[tuple[int], np.dtype[np.float32]]]:
+    return {"weight": np.full(8, number, np.float32)}
+
+
+def test_a_rolling_update_has_both_versions_until_the_old_one_is_closed(client: Broker, name: str) -> None:
+    client.publish(name, weights(1))
+    with client.attach(name) as old:
+        client.publish(name, {"weight": np.zeros(3, np.float32), "bias": np.zeros(1, np.float32)})  # another layout
+        with client.attach(name) as fresh:
+            assert (old.version, fresh.version) == (1, 2)
+            assert old["weight"].numpy().tolist() == [1] * 8
+            assert sorted(fresh) == ["bias", "weight"]
+
+
+def test_an_adapter_in_a_pool_of_its_own_changes_under_a_base_that_stays(client: Broker, name: str) -> None:
+    client.publish(f"{name}/base", weights(1))
+    client.publish(f"{name}/adapter", {"lora": np.zeros(2, np.float32)})
+    with client.attach(f"{name}/base") as base, client.attach(f"{name}/adapter") as adapter:
+        weight, lora = base["weight"].numpy(), adapter["lora"].numpy()
+        client.publish(f"{name}/adapter", {"lora": np.ones(2, np.float32)})
+        assert next(adapter.follow(switch=True)) == 2
+        assert (lora.tolist(), weight.tolist(), base.version) == ([1, 1], [1] * 8, 1)
+        client.publish(f"{name}/adapter", {"lora": np.ones(4, np.float32)})
+        with pytest.raises(Unsupported, match="lora"):
+            adapter.switch()
+        del weight, lora
+
+
+def test_a_canary_uses_the_new_version_and_goes_back_while_new_workers_attach_to_the_old_one(name: str) -> None:
+    with configured("keep = 1") as lender, Broker(lender.directory) as broker:
+        broker.publish(name, weights(1))
+        with broker.attach(name, version=1) as canary:
+            weight = canary["weight"].numpy()
+            broker.publish(name, weights(2))
+            assert (canary.switch(2), weight[0]) == (2, 2)
+            with broker.attach(name, version=1) as worker:  # kept by the setting alone
+                assert worker["weight"].numpy()[0] == 1
+            assert (canary.switch(1), weight[0]) == (1, 1)
+            del weight
+
+
+def test_without_a_lease_or_the_setting_an_older_version_is_gone(client: Broker, name: str) -> None:
+    for number in (1, 2):
+        client.publish(name, weights(number))
+    with pytest.raises((NotFound, Retired)):
+        client.attach(name, version=1)
+
+
+def test_an_older_version_that_is_published_again_reaches_those_who_follow(client: Broker, name: str) -> None:
+    client.publish(name, weights(1))
+    with client.attach(name) as good, client.attach(name) as follower:
+        weight, versions = follower["weight"].numpy(), follower.follow(switch=True)
+        client.publish(name, weights(2))
+        assert (next(versions), weight[0]) == (2, 2)
+        assert client.publish(name, good) == 3
+        assert (next(versions), weight[0]) == (3, 1)
+        del weight

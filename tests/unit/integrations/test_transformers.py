@@ -1,0 +1,265 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from transformers import (
+    AutoModel,
+    BertConfig,
+    BertForMaskedLM,
+    BertModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPT2Model,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+from transformers.utils import logging
+
+from cubroker.client import Broker, Pool
+from cubroker.client.loading.loader import load
+from cubroker.client.loading.verify import verify
+from cubroker.integrations.transformers import attach_model
+from cubroker.protocol.errors import Invalid
+from tests.brokers import PATIENCE, serving
+from tests.unit.integrations.embed_process import embed, meta_model
+
+SIZES = {
+    "vocab_size": 99,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+GPT2 = GPT2Config(vocab_size=99, n_embd=32, n_layer=2, n_head=4, n_positions=64)
+MODELS: list[tuple[Callable[[Any], PreTrainedModel], Any]] = [
+    (BertModel, BertConfig(**SIZES)),
+    (BertForMaskedLM, BertConfig(**SIZES)),
+    (GPT2LMHeadModel, GPT2),
+    (LlamaForCausalLM, LlamaConfig(**SIZES, num_key_value_heads=2, rope_scaling=ROPE)),
+    (Qwen2ForCausalLM, Qwen2Config(**SIZES, num_key_value_heads=2, tie_word_embeddings=True)),
+]
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> None:
+    logging.disable_progress_bar()
+
+
+def made(kind: Callable[[Any], PreTrainedModel], config: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    return kind(config).eval()
+
+
+def empty(kind: Callable[[Any], PreTrainedModel], config: Any) -> PreTrainedModel:
+    with torch.device("meta"):
+        return kind(config)
+
+
+def share(client: Broker, model: PreTrainedModel, folder: Path) -> Pool:
+    model.save_pretrained(folder)
+    load(client, "m", folder)
+    return client.attach("m")
+
+
+def twins(model: nn.Module) -> set[tuple[str, ...]]:
+    """Return the groups of names that stand for one parameter."""
+    groups: dict[int, tuple[str, ...]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        groups[id(parameter)] = (*groups.get(id(parameter), ()), name)
+    return set(groups.values())
+
+
+@pytest.mark.parametrize(("kind", "config"), MODELS)
+def test_an_attached_model_is_the_saved_one(
+    client: Broker, tmp_path: Path, kind: Callable[[Any], PreTrainedModel], config: Any
+) -> None:
+    original = made(kind, config)
+    with share(client, original, tmp_path) as pool:
+        model = empty(kind, config)
+        assert attach_model(model, pool) is model
+        theirs, ours = dict(original.named_parameters()), dict(model.named_parameters())
+        assert all(torch.equal(theirs[name], ours[name]) for name in theirs | ours)
+        theirs, ours = dict(original.named_buffers()), dict(model.named_buffers())
+        assert all(torch.equal(theirs[name], ours[name]) for name in theirs | ours)
+        assert twins(model) == twins(original)
+        assert {parameter.data_ptr() for parameter in model.parameters()} <= {t.pointer for t in pool.values()}
+        assert not model.training
+        assert not any(parameter.requires_grad for parameter in model.parameters())
+        tokens = torch.arange(48).reshape(2, 24)
+        with torch.no_grad():
+            assert torch.equal(original(tokens)[0], model(tokens)[0])
+        del model, ours
+    assert [info.leases for info in client.pools()] == [0]
+
+
+def test_attaching_in_inference_mode_or_on_meta_changes_nothing(client: Broker, tmp_path: Path) -> None:
+    kind, config = MODELS[3]
+    original = made(kind, config)
+    with share(client, original, tmp_path) as pool, torch.inference_mode(), torch.device("meta"):
+        model = attach_model(kind(config), pool)
+    theirs, ours = dict(original.named_buffers()), dict(model.named_buffers())
+    assert all(torch.equal(theirs[name], ours[name]) for name in theirs)
+
+
+def test_a_base_models_file_fits_a_model_with_a_head_and_the_reverse(client: Broker, tmp_path: Path) -> None:
+    headed = made(GPT2LMHeadModel, GPT2)
+    with share(client, headed.transformer, tmp_path / "base") as pool:
+        assert twins(attach_model(empty(GPT2LMHeadModel, GPT2), pool)) == twins(headed)
+    with share(client, headed, tmp_path / "headed") as pool:
+        base = attach_model(empty(GPT2Model, GPT2), pool)
+    assert torch.equal(base.wte.weight, headed.transformer.wte.weight)
+
+
+def test_a_checkpoint_with_different_bytes_for_tied_parameters_unties_them(client: Broker, tmp_path: Path) -> None:
+    state = {name: tensor.clone() for name, tensor in made(GPT2LMHeadModel, GPT2).state_dict().items()}
+    state["lm_head.weight"] += 1
+    save_file(state, tmp_path / "m.safetensors")
+    load(client, "m", tmp_path)
+    with client.attach("m") as pool:
+        model = attach_model(empty(GPT2LMHeadModel, GPT2), pool)
+    assert torch.equal(model.lm_head.weight, state["lm_head.weight"])
+    assert torch.equal(model.transformer.wte.weight, state["transformer.wte.weight"])
+
+
+def test_tied_parameters_that_are_stored_in_two_dtypes_keep_both(client: Broker, tmp_path: Path) -> None:
+    state = {name: tensor.clone() for name, tensor in made(GPT2LMHeadModel, GPT2).state_dict().items()}
+    state["lm_head.weight"] = state["lm_head.weight"].double()
+    save_file(state, tmp_path / "m.safetensors")
+    load(client, "m", tmp_path)
+    with client.attach("m") as pool:
+        model = attach_model(empty(GPT2LMHeadModel, GPT2), pool)
+    assert (model.lm_head.weight.dtype, model.transformer.wte.weight.dtype) == (torch.float64, torch.float32)
+
+
+def test_names_that_only_one_side_has_are_refused_unless_told_otherwise(client: Broker, tmp_path: Path) -> None:
+    state = made(GPT2LMHeadModel, GPT2).state_dict()
+    del state["lm_head.weight"]
+    bias = state.pop("transformer.ln_f.bias")
+    save_file(state | {f"extra.{n}": torch.zeros(1) for n in range(6)}, tmp_path / "m.safetensors")
+    load(client, "m", tmp_path)
+    with client.attach("m") as pool:
+        says = r"pool 'm' does not fit GPT2LMHeadModel: it lacks 'transformer.ln_f.bias', and has besides .* and 1 more"
+        with pytest.raises(Invalid, match=says):
+            attach_model(empty(GPT2LMHeadModel, GPT2), pool)
+        with pytest.raises(Invalid, match=r"'transformer.ln_f.bias' of GPT2LMHeadModel would stay on the meta device"):
+            attach_model(empty(GPT2LMHeadModel, GPT2), pool, strict=False)
+        prepared = empty(GPT2LMHeadModel, GPT2)
+        prepared.transformer.ln_f.bias = nn.Parameter(bias)
+        assert torch.equal(attach_model(prepared, pool, strict=False).transformer.ln_f.bias, bias)
+
+
+def test_another_shape_is_refused(client: Broker, tmp_path: Path) -> None:
+    with share(client, made(GPT2LMHeadModel, GPT2), tmp_path) as pool:
+        other = GPT2Config(vocab_size=98, n_embd=32, n_layer=2, n_head=4, n_positions=64)
+        with pytest.raises(Invalid, match=r"pool 'm' does not fit GPT2LMHeadModel: .*size mismatch"):
+            attach_model(empty(GPT2LMHeadModel, other), pool)
+
+
+class Frozen(nn.Module):
+    """A module whose buffer nothing can compute again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3))
+        self.register_buffer("table", torch.arange(3.0), persistent=False)
+        self.register_buffer("unused", None, persistent=False)
+        self.scale = torch.ones(())
+
+
+class Forgetful(Frozen):
+    def _init_weights(self, module: nn.Module) -> None:
+        """Leave the buffer as it is."""
+
+
+@pytest.mark.parametrize("kind", [Frozen, Forgetful])
+def test_what_nobody_computes_again_is_named(client: Broker, tmp_path: Path, kind: type[Frozen]) -> None:
+    save_file({"weight": torch.ones(3)}, tmp_path / "m.safetensors")
+    load(client, "m", tmp_path)
+    with client.attach("m") as pool:
+        with torch.device("meta"):
+            model = kind()
+        with pytest.raises(Invalid, match=rf"'scale', 'table' of {kind.__name__} would stay on the meta device"):
+            attach_model(model, pool)
+        ready = kind()
+        assert torch.equal(attach_model(ready, pool).weight, torch.ones(3))
+        assert torch.equal(ready.table, torch.arange(3.0))
+
+
+def test_a_pool_may_have_buffers_that_the_model_computes(client: Broker, tmp_path: Path) -> None:
+    save_file({"weight": torch.ones(3), "table": torch.zeros(3)}, tmp_path / "m.safetensors")
+    load(client, "m", tmp_path)
+    with client.attach("m") as pool:
+        assert torch.equal(attach_model(Frozen(), pool).table, torch.arange(3.0))
+
+
+def test_a_checkpoint_that_is_converted_when_it_is_loaded_is_published_converted(
+    client: Broker, tmp_path: Path
+) -> None:
+    config = MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=2)
+    original = made(MixtralForCausalLM, config)
+    with (
+        share(client, original, tmp_path) as pool,
+        pytest.raises(Invalid, match="publish the loaded model's state_dict"),
+    ):
+        attach_model(empty(MixtralForCausalLM, config), pool)
+    save_file(original.state_dict(), tmp_path / "converted.safetensors")
+    load(client, "m", tmp_path / "converted.safetensors")
+    with client.attach("m") as pool:
+        model = attach_model(empty(MixtralForCausalLM, config), pool)
+        tokens = torch.arange(24).reshape(1, 24)
+        with torch.no_grad():
+            assert torch.equal(original(tokens)[0], model(tokens)[0])
+        del model
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_two_processes_embed_with_shared_weights_exactly_as_with_the_file(minilm: Path) -> None:
+    expected = embed(AutoModel.from_pretrained(minilm).eval(), minilm).numpy().tobytes()
+    with serving("host:1@256MiB") as broker, Broker(broker.directory) as client, ExitStack() as undo:
+        load(client, "minilm", minilm)
+        command = [sys.executable, "-m", "tests.unit.integrations.embed_process"]
+        other = subprocess.Popen(
+            [*command, str(broker.directory), "minilm", str(minilm)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).parents[3],
+            env={name: value for name, value in os.environ.items() if not name.startswith("COVERAGE")},
+        )
+        undo.enter_context(other)
+        undo.callback(other.kill)
+        with client.attach("minilm") as pool:
+            model = attach_model(meta_model(minilm), pool)
+            assert embed(model, minilm).numpy().tobytes() == expected
+            assert other.stdout is not None
+            assert other.stdout.readline().strip() == expected.hex()
+            (info,) = client.pools()
+            assert (info.leases, info.version) == (2, 1)
+            del model
+        assert other.communicate(timeout=PATIENCE)[0] == ""
+        assert other.returncode == 0
+        assert verify(client, "minilm", minilm).differences == ()

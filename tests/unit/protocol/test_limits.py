@@ -1,0 +1,37 @@
+"""Names of pools."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cubroker.protocol import limits
+from cubroker.protocol.errors import Invalid
+from cubroker.protocol.limits import Name
+
+
+@pytest.mark.parametrize("name", ["llama", "_x", "7", "meta-llama/Llama-3.1:fp8+lora", "a" * 255])
+def test_usual_names_are_taken(name: str) -> None:
+    limits.check_pool_name(name)
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "-x", "/x", "a b", "a@2", "a\n", "\na", "ä", "a\0", "a" * 256, "\ud800", "٣"], ids=ascii
+)
+def test_other_names_are_refused_with_the_rule(name: str) -> None:
+    with pytest.raises(Invalid, match="use 1 to 255 letters"):
+        limits.check_pool_name(name)
+
+
+def test_the_message_stays_short_however_long_the_name() -> None:
+    with pytest.raises(Invalid) as caught:
+        limits.check_pool_name("!" * 1_000_000)
+    assert len(caught.value.message) < 300
+
+
+@given(st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9_.:/+-]{0,254}", fullmatch=True))
+def test_every_name_that_passes_fits_into_the_messages(name: str) -> None:
+    limits.check_pool_name(name)
+    assert msgspec.convert(name, Name) == name

@@ -1,0 +1,59 @@
+"""What a keeper says, wherever its standard error leads."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from cubroker.server.keeper.keeper import StderrLog
+
+
+@pytest.mark.parametrize("number", [errno.EAGAIN, errno.EOPNOTSUPP])
+def test_a_file_gets_every_line_whatever_its_file_system_says_of_writing_without_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refuse(*_: object) -> int:  # as XFS and btrfs do with a file that grows, and ext4 with any
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "pwritev", refuse)
+    with open(tmp_path / "log", "wb") as log:
+        remarks = StderrLog(log.fileno())
+        for text in ("one", "two"):
+            remarks.say(text)
+    assert (tmp_path / "log").read_text() == "cubroker keep: one\ncubroker keep: two\n"
+
+
+def test_what_a_full_pipe_does_not_take_is_counted() -> None:
+    reading, writing = os.pipe()
+    with open(reading, "rb", 0) as reader, open(writing, "wb", 0) as writer:
+        os.set_blocking(writing, False)
+        while writer.write(b"x" * 4096):
+            pass
+        remarks = StderrLog(writing)
+        remarks.say("lost")
+        os.set_blocking(reading, False)
+        while reader.read(1 << 16):
+            pass
+        remarks.say("here")
+        assert reader.read() == (
+            b"cubroker keep: here (1 lines before this one were lost: they were not read in time)\n"
+        )
+
+
+def test_a_terminal_that_nobody_reads_takes_what_it_has_room_for() -> None:
+    master, terminal = os.openpty()
+    with open(master, "rb", 0) as reader, open(terminal, "wb", 0):
+        remarks = StderrLog(terminal)
+        for _ in range(1000):
+            remarks.say("x" * 1000)
+        os.set_blocking(master, False)
+        with contextlib.suppress(BlockingIOError):
+            while reader.read(1 << 16):
+                pass
+        remarks.say("here")
+        assert re.search(rb"cubroker keep: here \(\d+ lines before this one were lost", reader.read() or b"")

@@ -1,0 +1,143 @@
+"""How much the ledger does over one event, counted in opcodes: what others have or wait for must not make it slow."""
+
+from __future__ import annotations
+
+import sys
+import tracemalloc
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from cubroker.protocol import messages as m
+from cubroker.server.ledger import Budget
+from cubroker.server.ledger import events as e
+from cubroker.server.ledger.policy import Policy, Quota
+from tests.unit.server.ledger.story import ALICE, BOB, MIB, Story, asks, attaches, creates, handle, refused
+
+FEW, MANY = 100, 400
+ALIKE = 1.5
+IN_PROPORTION = ALIKE * MANY / FEW
+Trace = Callable[[FrameType, str, object], Any]
+LARGE = Budget(0, "GPU-0", "first", 16384 * MIB, 16384 * MIB)
+
+
+def effort(story: Story, event: e.Event) -> int:
+    """Return how many opcodes the ledger runs over an event, whose effects the story has from then on."""
+    opcodes = 0
+
+    def count(frame: FrameType, kind: str, _: object) -> Trace:
+        nonlocal opcodes
+        frame.f_trace_lines, frame.f_trace_opcodes = False, True
+        opcodes += kind == "opcode"
+        return count
+
+    before = sys.gettrace()  # that of whoever measures coverage
+    sys.settrace(count)
+    try:
+        effects = story.ledger.handle(event)
+    finally:
+        sys.settrace(before)
+    story.ledger.check()
+    story.effects.extend(effects)
+    return opcodes
+
+
+def told(quota: Quota | None = None) -> Story:
+    """Sessions 1 and 2 are Alice's, 3 is Bob's."""
+    story = Story(LARGE, policy=Policy(quotas={ALICE: quota or Quota()}))
+    story.joins(1, 2, uid=ALICE)
+    story.joins(3, uid=BOB)
+    return story
+
+
+def used_up() -> Story:
+    """Alice has nothing left of her quota."""
+    story = told(Quota(memory=8 * MIB))
+    story.publishes(1, "full", nbytes=8 * MIB)
+    return story
+
+
+def waits(story: Story, session: int, requests: int, *, attach: str | None = None) -> None:
+    """Have a session ask so many times for a draft of ``a``."""
+    for request in range(1, 1 + requests):
+        assert len(story.ledger.handle(creates(session, request, "a", MIB, wait=9.0, attach=attach))) == 1
+
+
+@pytest.mark.parametrize("ends", [e.ProcessExited(2), e.ConnectionLost(2)])
+def test_the_end_of_a_session_costs_in_proportion_to_what_it_waits_for_in_a_quota(ends: e.Event) -> None:
+    def cost(requests: int) -> int:
+        story = used_up()
+        waits(story, 1, requests)
+        waits(story, 2, requests)
+        return effort(story, ends)
+
+    assert cost(MANY) < cost(FEW) * IN_PROPORTION
+
+
+@pytest.mark.parametrize("event", [creates(2, 1, "a", MIB, wait=9.0), asks(1, 9000, m.Cancel(FEW))])
+def test_one_who_comes_or_goes_costs_the_same_however_many_wait_in_a_quota(event: e.Event) -> None:
+    def cost(requests: int) -> int:
+        story = used_up()
+        waits(story, 1, requests)
+        return effort(story, event)
+
+    assert cost(MANY) < cost(FEW) * ALIKE
+
+
+def test_refusing_all_who_may_not_write_a_pool_costs_in_proportion_to_them() -> None:
+    def cost(requests: int) -> int:
+        story = told()
+        story.publishes(1, "a", mode=0o600)  # under lease 1
+        story.quietly(attaches(1, 801, "a"), asks(1, 802, m.Retire("a", 1)))  # lease 2
+        story.quietly(creates(1, 803, "a", MIB), e.Allocated(2, (handle(2),)))  # lease 3
+        waits(story, 3, requests, attach="GPU-0")
+        opcodes = effort(story, asks(1, 804, m.Close(3)))
+        assert story.effects.count(refused(3, requests, "denied")) == 1
+        return opcodes
+
+    assert cost(MANY) < cost(FEW) * IN_PROPORTION
+
+
+def test_a_publication_takes_memory_in_proportion_to_those_who_wait_for_it_and_for_the_turn() -> None:
+    def peak(requests: int) -> int:
+        story = told()
+        story.quietly(creates(1, 901, "a", MIB), e.Allocated(1, (handle(1),)))
+        waits(story, 2, requests)
+        for request in range(1, 1 + requests):
+            story.ledger.handle(attaches(1, request, "a", wait=9.0))
+        tracemalloc.start()
+        try:
+            story.ledger.handle(asks(1, 9000, m.Seal(1)))
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    assert peak(1000) < peak(250) * ALIKE * 4
+
+
+def test_a_publication_costs_in_proportion_to_the_versions_that_are_kept() -> None:
+    def cost(kept: int) -> int:
+        story = Story(LARGE, policy=Policy(keep=kept))
+        story.joins(1)
+        for _ in range(kept + 1):
+            story.publishes(1, "a")
+        story.quietly(creates(1, 1, "a", MIB), e.Allocated(kept + 2, (handle(kept + 2),)))
+        opcodes = effort(story, asks(1, 2, m.Seal(kept + 2)))
+        assert story.effects.popleft() == e.Free(1, "GPU-0")
+        return opcodes
+
+    assert cost(200) < cost(50) * ALIKE * 4
+
+
+def test_asking_for_what_is_not_there_costs_the_same_however_many_pools_are_not_for_the_asker_to_see() -> None:
+    def cost(pools: int) -> int:
+        story = told()
+        for number in range(pools):
+            story.ledger.handle(creates(1, 3 * number + 1, f"p{number}", MIB, mode=0o600))
+            story.ledger.handle(e.Allocated(number + 1, (handle(number + 1),)))
+            story.ledger.handle(asks(1, 3 * number + 2, m.Seal(number + 1)))
+        return effort(story, attaches(3, 1, "nothing"))
+
+    assert cost(4000) < cost(1000) * ALIKE

@@ -1,0 +1,485 @@
+"""Ledgers that were restored from their record, and records that no ledger can be restored from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from cubroker.protocol import messages as m
+from cubroker.protocol.errors import CorruptJournal
+from cubroker.server.ledger import Budget, Impossible, Ledger, Limits, invariants, snapshot, tables
+from cubroker.server.ledger import events as e
+from cubroker.server.ledger.policy import Policy, Quota
+from tests.unit.server.ledger.story import (
+    ALICE,
+    BOB,
+    BROKER,
+    GPU0,
+    GPU1,
+    MIB,
+    Story,
+    answer,
+    asks,
+    attached,
+    attaches,
+    changed,
+    creates,
+    done,
+    layout,
+    refused,
+)
+
+BOTH = ("GPU-0", "GPU-1")
+D = m.DESCRIPTOR
+
+
+def multicast(group: e.MulticastBound) -> Story:
+    """Version 1 of ``a`` on both devices, tickets 1 and 2, group 3; session 2 may write it by lease 2, from GPU-1."""
+    story = Story(store=100)
+    story.joins(1, 2)
+    story.quietly(
+        creates(1, 1, "a", MIB, devices=BOTH, share="multicast", writable=True, durable=True),
+        e.Allocated(1, (D,)),
+        e.Allocated(2, (D,)),
+        group,
+        asks(1, 2, m.Seal(1)),
+        attaches(2, 1, "a", device="GPU-1"),
+    )
+    return story
+
+
+def replicas(*devices: str) -> tuple[m.Replica, ...]:
+    return tuple(m.Replica(device, (D,)) for device in devices)
+
+
+def with_multicast(group: int) -> e.MulticastBound:
+    return e.MulticastBound(group, "multicast", "it works", (4 * MIB,), (77,))
+
+
+def by_copies(group: int) -> e.MulticastBound:
+    return e.MulticastBound(group, "copies", "no slots left")
+
+
+def varied() -> Story:
+    """A ledger that has something of everything."""
+    story = multicast(with_multicast(3))
+    story.joins(3, uid=BOB, groups=(7, 5))
+    story.publishes(3, "b", mode=0o600)
+    story.publishes(3, "b")
+    story.quietly(
+        attaches(3, 1, "b"),
+        asks(2, 2, m.ShareEvent(2, "ready", "GPU-1", bytes(64))),
+        asks(2, 3, m.Recorded(1)),
+        asks(1, 3, m.Watch("a/b", True)),
+        creates(1, 4, "c", MIB, MIB, devices=BOTH, share="vmm", plan=(1, 0), durable=True),
+        e.Allocated(6, (D,)),
+        e.Allocated(7, (D,)),
+        e.ConnectionLost(3),
+    )
+    story.publishes(1, "gone")
+    story.quietly(asks(1, 5, m.Retire("gone", 1)), e.Freed(8), e.Freed(4))
+    return story
+
+
+def seen(story: Story) -> tuple[m.Reply, ...]:
+    return (
+        story.tells(1, m.ListPools(), m.Pools),
+        story.tells(1, m.ListClients(), m.Clients),
+        story.tells(1, m.ListDevices(), m.DeviceList),
+    )
+
+
+def restored(items: dict[bytes, bytes], *devices: Budget) -> Ledger:
+    return Ledger.restore(devices or (GPU0, GPU1), BROKER, Limits(), Policy(), items.items(), 100)
+
+
+def test_a_restored_ledger_knows_all_that_there_was_and_goes_on() -> None:
+    story = varied()
+    before = seen(story)
+    items = story.ledger.snapshot()
+    story.ledger = restored(items)
+    assert story.ledger.snapshot() == items
+    assert story.ledger.last_session == 3
+    assert [(known.session, not story.ledger.holder(known.session).connected) for known in story.ledger.sessions()] == [
+        (1, False),
+        (2, False),
+        (3, True),
+    ]
+    assert story.ledger.sessions()[2] == e.SessionOpened(3, 103, BOB, 100, frozenset((5, 7)), verified=True)
+    story >> e.Resumed() << e.BindMulticast(9, (2 * MIB,), (("GPU-0", 1), ("GPU-1", 2))) << changed(1, "a/b", 0)
+    story.quietly(with_multicast(9))
+    assert seen(story) == before
+    story >> asks(2, 4, m.Recorded(1)) << answer(2, 4, m.Generation(2))
+    story >> asks(3, 2, m.Close(5)) << done(3, 2) << e.ForgetSession(3)
+    story >> attaches(1, 6, "gone", 1) << refused(1, 6, "retired", "gone@1")
+    assert story.publishes(1, "gone") == 2
+
+
+def test_ids_are_not_given_out_twice() -> None:
+    story = Story(store=100)
+    story.joins(1)
+    story.publishes(1, "a")
+    story.quietly(attaches(1, 1, "a"), asks(1, 2, m.Close(2)), creates(1, 3, "b", MIB))
+    story.restarts()
+    story >> attaches(1, 4, "a") << attached(1, 4, 3, "a", 1, ticket=1)
+    story >> creates(1, 3, "b", MIB) << e.Allocate(3, "GPU-0", (2 * MIB,), "ipc")
+    with pytest.raises(Impossible, match="session 1 joined twice"):
+        story >> e.SessionOpened(1, 1, ALICE, 100)
+
+
+def test_what_waited_is_forgotten_and_can_be_asked_again() -> None:
+    story = Story(store=100)
+    story.joins(1, 2)
+    story.quietly(creates(1, 1, "a", 8 * MIB), attaches(2, 1, "a", wait=5.0), creates(2, 2, "b", 8 * MIB, wait=5.0))
+    story.restarts()
+    assert not story.ledger.held_memory()
+    assert story.tells(1, m.ListPools(), m.Pools).pools == ()
+    story >> attaches(2, 1, "a", wait=5.0) << e.SetTimer(1, 5.0)
+    story >> creates(2, 2, "b", 8 * MIB, wait=5.0) << e.Allocate(2, "GPU-0", (8 * MIB,), "ipc")
+
+
+def test_memory_and_leases_can_be_asked_for_as_they_are() -> None:
+    story = multicast(by_copies(3))
+    story.joins(3)
+    story.publishes(3, "b")
+    story.quietly(attaches(3, 1, "b"), creates(3, 2, "c", MIB, share="vmm"), e.Allocated(5, (b"fabric",)))
+    assert [(held.ticket, held.device, held.share, held.durable) for held in story.ledger.held_memory()] == [
+        (1, "GPU-0", "multicast", True),
+        (2, "GPU-1", "multicast", True),
+        (4, "GPU-0", "ipc", False),
+        (5, "GPU-0", "vmm", False),
+    ]
+    lent = story.ledger.lease_grant(2, 2)
+    assert lent is not None
+    assert isinstance(lent.answer, m.Attached)
+    assert lent.answer.replicas == replicas("GPU-1", "GPU-0")
+    assert lent.hand_over == e.SendFds(2, 2, (("GPU-1", 2), ("GPU-0", 1)), writable=True)
+    assert (ipc := story.ledger.lease_grant(3, 4)) is not None
+    assert ipc.hand_over is None
+    assert (draft := story.ledger.lease_grant(3, 5)) is not None
+    assert draft == (m.Created(5, "c", 1, "vmm", (m.Replica("GPU-0", (b"fabric",)),)), None)
+    story.quietly(asks(3, 3, m.SendDescriptors(5)))
+    assert (draft := story.ledger.lease_grant(3, 5)) is not None
+    assert draft.hand_over == e.SendFds(3, 5, (("GPU-0", 5),), writable=True)
+    assert story.ledger.lease_grant(3, 2) is None
+    assert story.ledger.lease_grant(3, 99) is None
+
+
+def test_a_group_is_bound_again_and_its_writers_get_its_new_objects() -> None:
+    story = multicast(with_multicast(3))
+    story.restarts()
+    story >> attaches(1, 3, "a", device="GPU-0") << e.SendFds(1, 3, (("GPU-0", 1),), writable=True)
+    body = m.Attached(3, "a", 1, "multicast", layout(MIB).encode(), replicas("GPU-0"), True, m.Team("", ""))
+    story << answer(1, 3, body)
+    story >> attaches(1, 4, "a", device="GPU-9", wait=0) << refused(1, 4, "not_found")
+    group = m.Team("multicast", "it works", (4 * MIB,))
+    story >> with_multicast(4)
+    story << e.Notify(2, m.Rebound(2, (), group)) << e.SendFds(2, 2, (), 4, rebound=True, writable=True)
+    story << e.Notify(1, m.Rebound(3, (), group)) << e.SendFds(1, 3, (), 4, rebound=True, writable=True)
+    lent = story.ledger.lease_grant(2, 2)
+    assert lent is not None
+    assert lent.hand_over == e.SendFds(2, 2, (("GPU-1", 2),), 4, writable=True)
+
+
+def test_writers_get_the_other_replicas_where_copies_take_the_place_of_a_group() -> None:
+    story = multicast(with_multicast(3))
+    story.restarts()
+    story >> by_copies(4)
+    story << e.Notify(2, m.Rebound(2, replicas("GPU-0"), m.Team("copies", "no slots left")))
+    story << e.SendFds(2, 2, (("GPU-0", 1),), rebound=True, writable=True)
+    story.restarts()
+    story.quietly(e.ConnectionLost(2))
+    story >> with_multicast(5)
+    lent = story.ledger.lease_grant(2, 2)
+    assert lent is not None
+    assert lent.hand_over == e.SendFds(2, 2, (("GPU-1", 2),), 5, writable=True)
+
+
+@pytest.mark.parametrize("anew", [with_multicast, by_copies])
+def test_the_writer_of_a_draft_has_all_replicas_already(anew: Callable[[int], e.MulticastBound]) -> None:
+    story = Story(store=100)
+    story.joins(1)
+    story.quietly(
+        creates(1, 1, "a", MIB, devices=BOTH, share="multicast", durable=True),
+        e.Allocated(1, (D,)),
+        e.Allocated(2, (D,)),
+        with_multicast(3),
+    )
+    story.restarts()
+    event = anew(4)
+    story >> event << e.Notify(1, m.Rebound(1, (), m.Team(event.how, event.why, event.sizes)))
+    if event.sizes:
+        story << e.SendFds(1, 1, (), 4, rebound=True, writable=True)
+    story >> asks(1, 2, m.Seal(1)) << e.CancelFds(1, 1) << answer(1, 2, m.Sealed(1))
+
+
+def test_who_only_reads_a_multicast_version_is_not_told_of_its_new_group() -> None:
+    story = multicast(with_multicast(3))
+    story.quietly(asks(2, 2, m.Close(2)), attaches(2, 3, "a", device="GPU-9"))
+    story.quietly(e.RequestReceived(2, 4, m.Attach("a", 0, "GPU-9", 0.0, ("GPU-1",))))
+    story.restarts()
+    story >> with_multicast(4)
+
+
+def test_a_version_that_ends_before_its_group_is_bound_again_ends_as_ever() -> None:
+    story = multicast(with_multicast(3))
+    story.restarts()
+    story.quietly(asks(1, 3, m.Retire("a", 1)))
+    story >> e.ProcessExited(2) << e.CancelFds(2, 2) << e.UnbindMulticast(4) << e.ForgetSession(2)
+    story >> with_multicast(4)
+    story >> e.MulticastUnbound(4) << e.Free(1, "GPU-0") << e.Free(2, "GPU-1")
+
+
+def test_who_cannot_open_the_fabric_handles_of_a_version_that_was_lost_gets_no_descriptors_instead() -> None:
+    story = Story(store=100)
+    story.joins(1)
+    story.quietly(creates(1, 1, "a", MIB, share="vmm"), e.Allocated(1, (b"fabric",), (7,)))
+    story.restarts(1)
+    story >> asks(1, 2, m.SendDescriptors(1))
+    story << refused(1, 2, "unavailable", "a@1 was lost: it went with the broker", "close it")
+
+
+def test_how_the_last_version_of_a_name_was_lost_is_remembered_whatever_is_lost_after_it() -> None:
+    story = Story(store=100)
+    story.joins(1)
+    story.quietly(creates(1, 1, "a", MIB, share="vmm", durable=True), e.Allocated(1, (D,)), asks(1, 2, m.Seal(1)))
+    story.quietly(attaches(1, 3, "a"), creates(1, 4, "a", MIB), e.Allocated(2, (b"handle",)), asks(1, 5, m.Seal(3)))
+    story.restarts(2)
+    story.restarts(1)
+    story >> attaches(1, 6, "a", 2) << refused(1, 6, "retired", "a@2 was lost: it went with the broker")
+    story >> attaches(1, 7, "a") << refused(1, 7, "not_found", "it was lost", "2 was the last one")
+
+
+def test_a_multicast_version_that_is_lost_gets_no_group() -> None:
+    story = multicast(with_multicast(3))
+    story.restarts(2)
+    story >> asks(2, 2, m.Close(2)) << e.CancelFds(2, 2) << e.Free(1, "GPU-0") << e.Free(2, "GPU-1") << done(2, 2)
+
+
+def test_a_version_that_is_lost_while_its_group_is_bound_has_no_use_for_it() -> None:
+    story = multicast(with_multicast(3))
+    story.restarts()
+    story >> e.MemoryLost(1, "it went") << e.Notify(2, m.PoolLost("a", 1, "it went"))
+    story >> with_multicast(4)
+    story >> asks(2, 2, m.Close(2)) << e.CancelFds(2, 2) << e.UnbindMulticast(4) << done(2, 2)
+
+
+def test_more_than_the_rules_allow_now_stays_and_nothing_is_granted_until_enough_has_ended() -> None:
+    story = Story(store=100)
+    story.joins(1)
+    story.publishes(1, "a", nbytes=6 * MIB)
+    story.devices = (replace(GPU0, budget=4 * MIB), GPU1)
+    story.restarts(policy=Policy(quotas={ALICE: Quota(memory=4 * MIB, sessions=1)}), store=1)
+    story >> creates(1, 1, "b", MIB) << refused(1, 1, "over_quota", "6 MiB are used")
+    assert story.ledger.admission_error(ALICE) is not None
+    assert story.ledger.admission_error(BOB) is not None
+    story >> asks(1, 2, m.Retire("a", 1)) << e.Free(1, "GPU-0") << answer(1, 2, m.Retirement(1, 0))
+
+
+def test_versions_that_other_rules_kept_end_when_the_ledger_goes_on() -> None:
+    story = Story(store=100, policy=Policy(keep=2))
+    story.joins(1)
+    for _ in range(3):
+        story.publishes(1, "a")
+    ledger = Ledger.restore(story.devices, BROKER, Limits(), Policy(keep=1), story.ledger.snapshot().items(), 100)
+    ledger.check()
+    assert ledger.handle(e.Resumed()) == [e.Free(1, "GPU-0")]
+    ledger.check()
+
+
+def test_the_stories_of_a_restored_ledger_say_that_it_was() -> None:
+    story = Story(store=100)
+    story.joins(1)
+    story.publishes(1, "a")
+    story.restarts()
+    assert story.log(1, "a") == story.log(1, 1) == ["the broker was started again"]
+
+
+def test_without_a_record_there_is_a_new_ledger() -> None:
+    ledger = Ledger.restore((GPU0,), BROKER, Limits(), Policy(), [(b"a/1/2", b"somebody else's")], 100)
+    assert ledger.handle(e.Resumed()) == []
+    assert dict(ledger.changes()) == ledger.snapshot()
+    with pytest.raises(Impossible, match="goes on already"):
+        ledger.handle(e.Resumed())
+
+
+def test_names_that_are_forgotten_leave_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "MAX_PAST_NAMES", 1)
+    story = Story(store=100)
+    story.joins(1)
+    kept: dict[bytes, bytes | None] = {}
+    for ticket, name in enumerate(("a", "b"), 1):
+        story.publishes(1, name)
+        story.quietly(asks(1, ticket, m.Retire(name, 1)), e.Freed(ticket))
+        kept |= dict(story.ledger.changes())
+    assert {key: value for key, value in kept.items() if value is not None} == story.ledger.snapshot()
+    assert b"l/name/0/a" not in story.ledger.snapshot()
+
+
+def test_a_batch_is_recorded_as_it_ended() -> None:
+    story = Story(store=100)
+    story.joins(1)
+    story.publishes(1, "a")
+    story.quietly(asks(1, 1, m.Retire("a", 1)), e.Freed(1))
+    changes = dict(story.ledger.changes())
+    assert changes[b"l/version/1/a"] is changes[b"l/state/1/a"] is changes[b"l/lease/1/"] is None
+    assert story.ledger.changes() == []
+    story.quietly(e.ProcessExited(1))
+    assert story.ledger.changes() == [(b"l/session/1/", None)]
+
+
+# -- devices that are not there any more -----------------------------------------------------------
+
+
+def test_memory_on_a_device_that_is_not_served_is_kept_apart_until_it_is_freed() -> None:
+    story = Story(store=100)
+    story.joins(1)
+    story.publishes(1, "a")
+    story.publishes(1, "b", devices=BOTH)
+    story.quietly(attaches(1, 1, "b", device="GPU-1"))
+    story.devices = (GPU0,)
+    story.restarts(3)
+    assert [(held.ticket, held.device, held.served) for held in story.ledger.held_memory()] == [
+        (1, "GPU-0", True),
+        (2, "GPU-0", True),
+        (3, "GPU-1", False),
+    ]
+    assert [info.state for info in story.tells(1, m.ListPools(), m.Pools).pools] == ["current", "lost"]
+    assert [info.allocated for info in story.tells(1, m.ListDevices(), m.DeviceList).devices] == [4 * MIB]
+    assert {block.device for block in story.tells(1, m.Look(), m.View).blocks} == {"GPU-0"}
+    story >> creates(1, 2, "c", MIB, devices=("GPU-1",)) << refused(1, 2, "not_found", "GPU-1", "GPU-0")
+    story >> e.Reconfigured(Policy(), Limits(), {"GPU-0": MIB})
+    story >> asks(1, 3, m.Close(3)) << e.Free(2, "GPU-0") << e.Free(3, "GPU-1") << done(1, 3)
+    story >> e.Freed(3)
+    story >> e.Freed(2)
+
+
+def test_a_device_that_comes_back_has_what_was_lost_with_it_and_is_lent_again() -> None:
+    story = Story(store=100)
+    story.joins(1)
+    story.publishes(1, "a", devices=("GPU-1",))
+    story.quietly(attaches(1, 1, "a"))
+    story.devices = (GPU0,)
+    story.restarts(1)
+    story.devices = (GPU0, GPU1)
+    story.restarts()
+    assert [info.allocated for info in story.tells(1, m.ListDevices(), m.DeviceList).devices] == [0, 2 * MIB]
+    assert story.publishes(1, "a", devices=("GPU-1",)) == 2
+    story >> asks(1, 3, m.Close(2)) << e.Free(1, "GPU-1") << done(1, 3)
+    story >> e.Freed(1)
+    assert [info.allocated for info in story.tells(1, m.ListDevices(), m.DeviceList).devices] == [0, 2 * MIB]
+
+
+# -- damage ----------------------------------------------------------------------------------------
+
+
+def test_of_a_restored_multicast_pool_nothing_is_known_until_it_is_bound_again() -> None:
+    story = multicast(with_multicast(3))
+    ledger = restored(story.ledger.snapshot())
+    assert [(pool.how, pool.why) for pool in ledger.view(everything=True).pools] == [("", "")]
+
+
+def test_the_pool_of_a_lease_is_known_by_name() -> None:
+    story = varied()
+    assert story.ledger.holder(99) is None
+    assert [story.ledger.leased_pool(2, 2), story.ledger.leased_pool(2, 99), story.ledger.leased_pool(99, 2)] == [
+        "a",
+        "",
+        "",
+    ]
+
+
+def test_a_record_of_an_unknown_format_is_refused() -> None:
+    items = varied().ledger.snapshot() | {b"l/format": msgspec.msgpack.encode(3)}
+    with pytest.raises(CorruptJournal, match="format 3, and this build knows 1 and 2"):
+        restored(items)
+
+
+def test_a_record_of_format_1_is_taken_up_and_has_the_newest_format_from_the_next_change_on() -> None:
+    story = varied()
+    items = story.ledger.snapshot() | {b"l/format": msgspec.msgpack.encode(1)}
+    ledger = restored(items)
+    written = dict(ledger.changes())
+    assert written[b"l/format"] == msgspec.msgpack.encode(2)
+    assert {**items, **written} == ledger.snapshot()
+
+
+@pytest.mark.parametrize("key", [b"l/format", b"l/counters"])
+def test_a_record_without_its_head_is_refused(key: bytes) -> None:
+    items = varied().ledger.snapshot()
+    del items[key]
+    with pytest.raises(CorruptJournal, match=key.decode()):
+        restored(items)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        b"l/",
+        b"l/session/1",
+        b"l/session/01/",
+        b"l/session/1/name",
+        b"l/session/x/",
+        b"l/lease/99999999999999999999/",
+        b"l/name/1/a",
+        b"l/wish/1/",
+        b"l/name/0/\xff",
+        b"l/counters/0/",
+    ],
+)
+def test_a_record_with_a_key_that_is_not_known_is_refused(key: bytes) -> None:
+    items = varied().ledger.snapshot()
+    like = next((known for known in items if known.split(b"/")[1] == key.split(b"/")[1]), b"l/format")
+    items[key] = items[like]
+    with pytest.raises(CorruptJournal):
+        restored(items)
+
+
+def test_a_record_that_the_check_itself_cannot_bear_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(tables: object) -> None:
+        raise KeyError("m7")
+
+    items = varied().ledger.snapshot()
+    monkeypatch.setattr(invariants, "check", lost)
+    with pytest.raises(CorruptJournal, match=r"contradicts itself: .*m7"):
+        restored(items)
+
+
+def test_a_record_that_contradicts_itself_is_refused() -> None:
+    story = varied()
+    items = story.ledger.snapshot()
+    items[b"l/counters"] = msgspec.msgpack.encode(snapshot.Counters(leases=1, events=9, tickets=99, sessions=9))
+    with pytest.raises(CorruptJournal, match=r"contradicts itself: not so is .*lease_ids.last"):
+        restored(items)
+
+
+def test_whatever_is_wrong_with_a_value_it_is_damage_or_what_contradicts_it_is_named_and_given_up() -> None:
+    items = varied().ledger.snapshot()
+    values = [*items.values(), b"", b"\xc1", b"\x90", b"\xa1\xff"]
+    refused = 0
+    for key, value in items.items():
+        for other in (*values, value[:-1], value[1:]):
+            try:
+                ledger = restored(items | {key: other})
+            except CorruptJournal:
+                refused += 1
+            else:
+                given_up = ledger.changes()
+                assert bool(given_up) <= bool(ledger.findings)
+                kept = items | {key: other} | dict(given_up)
+                assert ledger.snapshot() == {key: value for key, value in kept.items() if value is not None}
+    assert refused > len(items) * len(items) // 2
+
+
+def test_whatever_is_missing_the_rest_goes_on() -> None:
+    items = varied().ledger.snapshot()
+    for missing in items.keys() - {b"l/format", b"l/counters"}:
+        ledger = restored({key: value for key, value in items.items() if key != missing})
+        for joined in ledger.sessions():
+            if not ledger.holder(joined.session).connected:
+                ledger.handle(e.ConnectionLost(joined.session))
+        ledger.handle(e.Resumed())
+        ledger.check()

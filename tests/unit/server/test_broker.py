@@ -1,0 +1,292 @@
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from typing import cast
+
+import pytest
+
+from cubroker.driver import load
+from cubroker.protocol import wire
+from cubroker.protocol.layout import Layout
+from cubroker.protocol.messages import (
+    DESCRIPTOR,
+    VERSIONS,
+    Answer,
+    Attach,
+    Attached,
+    Close,
+    Create,
+    Done,
+    Envelope,
+    Failed,
+    GatewayChanged,
+    Greeting,
+    ListDevices,
+    Welcome,
+)
+from cubroker.protocol.wire import authentication
+from cubroker.server.broker import Broker
+from cubroker.server.devices.allocator import DeviceAllocator, MulticastBinder
+from cubroker.server.event_queue import BatchReceived, ClientGreeted, EventQueue
+from cubroker.server.ledger import HeldMemory, Ledger
+from cubroker.server.ledger.events import (
+    Allocate,
+    Allocated,
+    Effect,
+    Event,
+    ForgetSession,
+    Free,
+    Freed,
+    Notify,
+    ProcessExited,
+    RequestReceived,
+    Respond,
+    SessionOpened,
+)
+from cubroker.server.ledger.snapshot import Audit
+from cubroker.server.monitoring.observer import EventCounter, LedgerObserver
+from cubroker.server.transport import framing
+from cubroker.server.transport.gateway_process import GatewayProcess
+from cubroker.server.transport.peer_credentials import Peer
+from tests.brokers import BrokerProcess, eventually, serving
+from tests.unit.server.clients import RawClient, session
+from tests.unit.server.loops import Gateway, run
+
+MIB = 1 << 20
+
+
+def used(client: RawClient) -> int:
+    return sum(device.allocated + device.promised for device in client.devices())
+
+
+def test_memory_is_counted_in_whole_blocks_and_comes_back(broker: BrokerProcess, client: RawClient) -> None:
+    created = client.create("pool", Layout.pack([("x", "U8", (3 * MIB,))]))
+    assert used(client) == 4 * MIB
+    client.ask(Close(created.lease), Done)
+    eventually(lambda: used(client) == 0, "the discarded draft's memory")
+
+
+def test_a_wait_ends_with_a_publication_or_with_its_time(broker: BrokerProcess, client: RawClient) -> None:
+    soon, never = client.send(Attach("soon", 0, None, 60.0)), client.send(Attach("never", 0, None, 0.05))
+    timed_out = client.answer(never)
+    assert isinstance(timed_out, Failed)
+    assert timed_out.code == "timeout"
+    with session(broker.directory) as writer:
+        writer.publish("soon")
+        assert isinstance(client.answer(soon), Attached)
+
+
+def test_what_does_not_fit_is_refused_and_costs_nothing() -> None:
+    with serving("host:1@8MiB", "100%") as broker, session(broker.directory) as client:
+        client.publish("one", Layout.pack([("x", "U8", (6 * MIB,))]))
+        device = client.devices()[0].uuid
+        too_much = Create("two", Layout.pack([("x", "U8", (6 * MIB,))]).encode(), (device,), "ipc", 0.0, None)
+        assert client.ask(too_much, Failed).code == "over_budget"
+        assert used(client) == 6 * MIB
+
+
+# -- without processes -----------------------------------------------------------------------------
+
+
+class Memory:
+    """Device memory that only notes what it is asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[Allocate | Free] = []
+
+    def submit(self, request: Allocate | Free) -> None:
+        self.asked.append(request)
+
+
+WAITS = 6
+"""The one request that is not answered at once."""
+
+
+class Idle:
+    """A ledger that nobody holds anything of."""
+
+    last_session = 0
+    drain_reason = holders_text = ""
+
+    def held_memory(self) -> tuple[HeldMemory, ...]:
+        """It has none."""
+        return ()
+
+    def shutdown_loses(self, *, with_store: bool) -> bool:
+        """It lent nothing."""
+        return False
+
+    def last_words(self, session: int) -> str:
+        """It has nothing to say."""
+        return ""
+
+
+class Mistaken(Idle):
+    """A ledger that fails at whatever is asked, and goes on; of some events it says what cannot be carried out."""
+
+    def admission_error(self, uid: int, *, verified: bool) -> None:
+        """Everybody may come in."""
+
+    def holder(self, session: int) -> None:
+        """It has no records."""
+
+    def recover(self) -> list[Effect]:
+        """Nothing came of what failed."""
+        return []
+
+    def audit(self) -> Audit:
+        """It has no books."""
+        return Audit((), (), "")
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        match event:
+            case SessionOpened():
+                return []
+            case RequestReceived(request=number) if number == WAITS:
+                return []
+            case RequestReceived():
+                raise ZeroDivisionError("a mistake")
+            case ProcessExited():
+                return [ForgetSession(event.session)]
+            case Freed(ticket):
+                return [
+                    Notify(7, GatewayChanged()),  # there is no such session
+                    Respond(1, ticket, Failed("invalid", "\ud800")),  # no text
+                    Free(ticket, "device"),
+                ]
+        raise KeyError(event)
+
+
+class Obedient(Idle):
+    """A ledger that wants the same whatever happens."""
+
+    def __init__(self, effects: list[Effect]) -> None:
+        self._effects = effects
+
+    def handle(self, _: Event, now: float) -> list[Effect]:
+        return self._effects
+
+
+class Counter(EventCounter):
+    """Notes the codes of what was answered."""
+
+    def __init__(self) -> None:
+        self.answered: list[tuple[str, str]] = []
+
+    def request_answered(self, request: str, seconds: float, code: str = "") -> None:
+        self.answered.append((request, code))
+
+
+class Stage:
+    """A broker with one session over a socketpair, on a ledger that fails."""
+
+    def __init__(self) -> None:
+        ours, self.client = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        self.gateway = Gateway()
+        self.sent = self.gateway.sent
+        self.memory = Memory()
+        memory = {"device": cast(DeviceAllocator, self.memory)}
+        self.queue = EventQueue()
+        self.counter = Counter()
+        ledger = cast(Ledger, Mistaken())
+        self.broker = Broker(
+            self.queue,
+            ledger,
+            memory,
+            cast(MulticastBinder, None),
+            load("host:1"),
+            cast(GatewayProcess, self.gateway),
+            LedgerObserver(ledger, self.counter),
+        )
+        self.queue.put(ClientGreeted(ours, Peer(os.getpid(), 0, 0, os.pidfd_open(os.getpid())), VERSIONS[-1]))
+        welcome = wire.unpack(self.client.recv(1000), Greeting)
+        assert isinstance(welcome, Welcome)
+        self.authentication = authentication(welcome.version, welcome.session, welcome.secret)
+
+    def ask(self, number: int) -> list[Answer]:
+        self.sent.clear()
+        envelope = Envelope(self.authentication.secret, number, 1, ListDevices())
+        self.queue.put(BatchReceived([b"id", self.authentication.request(envelope)]))
+        return self.answers()
+
+    def answers(self) -> list[Answer]:
+        frames = [frame for batch in self.sent for _, frame in framing.pairs(batch)]
+        return [self.authentication.read(frame) or wire.unpack(frame, Answer) for frame in frames]
+
+
+def test_an_effect_that_fails_keeps_none_of_the_others_from_being_carried_out(caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        stage = Stage()
+        stage.queue.put(Freed(5))  # nobody waits for this answer
+        assert stage.memory.asked == [Free(5, "device")]
+        assert stage.sent == []
+        assert stage.ask(WAITS) == []
+        stage.queue.put(Freed(WAITS))
+        (answer,) = stage.answers()
+        assert isinstance(answer.body, Failed)
+        assert (answer.id, answer.body.code) == (WAITS, "internal")
+        assert "surrogates not allowed" in answer.body.message
+        stage.broker.close("the end")
+        stage.client.close()
+
+    with caplog.at_level(logging.ERROR):
+        run(test())
+    assert caplog.text.count("the broker failed at Notify") == 2
+    assert caplog.text.count("the broker failed at Respond") == 2
+
+
+def test_descriptors_are_known_for_as_long_as_they_are_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        stage = Stage()
+        known = stage.broker._descriptors
+        for effects in ([], [Free(1, "device")], []):
+            monkeypatch.setattr(stage.broker, "_ledger", Obedient(effects))
+            stage.queue.put(Allocated(1, (DESCRIPTOR,), (77,)))
+            assert known == ({} if effects else {1: (77,)})
+        stage.queue.put(Freed(1))  # as it is told of a free that overtook the outcome of its allocation
+        assert known == {}
+        stage.broker.close("the end")
+        stage.client.close()
+
+    run(test())
+
+
+def test_what_comes_after_the_end_is_for_the_next_broker(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        stage = Stage()
+        stage.broker.close("the end")
+        monkeypatch.setattr(stage.broker, "_ledger", Obedient([Free(1, "device")]))
+        stage.queue.put(Allocated(1, (DESCRIPTOR,), (77,)))
+        assert stage.ask(1) == []
+        assert stage.memory.asked == []
+        stage.client.close()
+
+    run(test())
+
+
+def test_a_mistake_in_the_ledger_is_logged_answered_and_survived(caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        stage = Stage()
+        for number in (1, 2):
+            (answer,) = stage.ask(number)
+            assert isinstance(answer.body, Failed)
+            assert (answer.id, answer.body.code) == (number, "internal")
+            assert answer.body.message.startswith(
+                "the broker itself failed at this request: ZeroDivisionError('a mistake');"
+            )
+        assert stage.counter.answered == [("ListDevices", "internal")] * 2, "a request that failed was answered"
+        stage.queue.put(RequestReceived(1, 99, ListDevices()))  # never admitted, so there is nobody to tell
+        stage.queue.put(RequestReceived(2, 1, ListDevices()))
+        assert len(stage.sent) == 1
+        stage.queue.put(ProcessExited(1))
+        assert stage.ask(3) == [], "nobody is there who could know that an answer is the broker's"
+        stage.broker.close("the end")
+        stage.client.close()
+
+    with caplog.at_level(logging.ERROR):
+        run(test())
+    assert "the broker failed at RequestReceived(session=1, request=1, body=ListDevices()" in caplog.text
+    assert caplog.text.count("Traceback") == 4  # one for each of those events

@@ -1,0 +1,83 @@
+"""What the service manager hears of a broker, in real datagrams."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cubroker.server.main import ServiceStatus
+from cubroker.server.store.fdstore import AsyncNotifier
+from cubroker.server.store.sd_notify import Manager
+from tests.stores import FdStore
+from tests.unit.server.loops import run, until
+
+
+class Statuses:
+    """Says one after another, and then the last one."""
+
+    def __init__(self, *statuses: str) -> None:
+        self._statuses = list(statuses)
+
+    def status(self) -> str:
+        return self._statuses.pop(0) if len(self._statuses) > 1 else self._statuses[0]
+
+
+@pytest.fixture
+def fdstore(tmp_path: Path) -> Iterator[FdStore]:
+    house = FdStore(tmp_path / "notify")
+    yield house
+    house.close()
+
+
+def test_a_broker_without_a_manager_says_nothing() -> None:
+    async def test() -> None:
+        alone = ServiceStatus(None, Statuses("fine"))
+        alone.ready()
+        alone.reloading()
+        alone.stopping()
+
+    run(test())
+
+
+def test_the_status_follows_when_it_changes_and_the_watchdog_is_fed_by_the_loop(fdstore: FdStore) -> None:
+    async def test() -> None:
+        notifier = AsyncNotifier(Manager(str(fdstore.path), watchdog_interval=0.01))
+        told = ServiceStatus(notifier, Statuses("fine", "fine", "better"))
+        told.ready()
+        await until(lambda: fdstore.said.count(("WATCHDOG", "1")) > 3)
+        told.reloading()
+        told.ready()
+        told.stopping()
+        await until(lambda: ("STOPPING", "1") in fdstore.said)
+        notifier.close()
+
+    run(test())
+    said = [each for each in fdstore.said if each[0] not in ("WATCHDOG", "MONOTONIC_USEC")]
+    assert said == [
+        ("READY", "1"),
+        ("STATUS", "fine"),
+        ("STATUS", "better"),
+        ("RELOADING", "1"),
+        ("READY", "1"),
+        ("STATUS", "better"),
+        ("STOPPING", "1"),
+        ("EXTEND_TIMEOUT_USEC", "60000000"),
+    ]
+    assert fdstore.said[-2] == ("STOPPING", "1")
+
+
+def test_a_manager_that_is_gone_is_a_line_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        notifier = AsyncNotifier(Manager(str(tmp_path / "nobody")))
+        told = ServiceStatus(notifier, Statuses("fine"))
+        with caplog.at_level(logging.WARNING):
+            told.ready()
+            told.stopping()
+        notifier.close()
+
+    run(test())
+    assert "READY=1" in caplog.text
+    assert "STOPPING=1" in caplog.text

@@ -1,0 +1,147 @@
+"""Brokers and clients in different namespaces, as in containers: what works, and what is said where it cannot."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from cubroker.client import Broker
+from cubroker.protocol.errors import Denied, Unsupported
+from cubroker.protocol.layout import Layout
+from cubroker.server.transport import peer_credentials
+from tests.brokers import BrokerProcess, eventually
+from tests.namespaces import contained, unshare, visiting
+from tests.unit.server import visitor
+from tests.unit.server.transport.test_peer_credentials import Without
+
+LAYOUT = Layout.pack([("x", "U8", (4096,))])
+CONTENT = 7
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user, or mount")
+
+
+def publish(directory: Path, share: str = "vmm") -> None:
+    with Broker(directory) as broker, broker.create("llama", LAYOUT, share=share) as draft:
+        draft["x"].copy_from(bytes([CONTENT]) * 4096)
+        draft.seal()
+
+
+def held(directory: Path) -> int:
+    with Broker(directory) as broker:
+        return broker.pools()[0].leases
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(["--pid", "--fork", "--kill-child"], id="pid"),
+        pytest.param(["--ipc"], id="ipc"),
+        pytest.param(["--net"], id="net"),
+        pytest.param(["--mount"], id="mount"),
+        pytest.param(["--user", "--map-root-user"], id="user"),
+        pytest.param(["--user"], id="unmapped-user"),
+        pytest.param(
+            ["--pid", "--fork", "--kill-child", "--ipc", "--net", "--mount", "--uts", "--cgroup"], id="container"
+        ),
+    ],
+)
+def test_a_client_in_namespaces_below_the_brokers_is_known_by_its_process_and_its_death_is_seen(
+    broker: BrokerProcess, options: list[str]
+) -> None:
+    before = unshare(*options)
+    publish(broker.directory)
+    with visiting(broker.directory, "llama", before) as guest:
+        assert guest.said == CONTENT
+        with Broker(broker.directory) as observer:
+            (client,) = [each for each in observer.clients() if each.leases]
+        assert client.uid == os.getuid()
+        assert Path(f"/proc/{client.pid}/cmdline").read_bytes().endswith(b"\0llama\0")
+        guest.kill()
+        eventually(lambda: held(broker.directory) == 0, "the lease to end")
+
+
+def test_a_client_outside_the_pid_namespace_of_the_broker_has_no_number_and_its_death_is_seen() -> None:
+    with contained("--pid") as broker:
+        publish(broker.directory)
+        with visiting(broker.directory, "llama") as guest:
+            assert guest.said == CONTENT
+            with Broker(broker.directory) as observer:
+                assert {client.pid for client in observer.clients()} == {0}
+            guest.kill()
+            eventually(lambda: held(broker.directory) == 0, "the lease to end")
+
+
+def test_on_a_kernel_that_cannot_name_such_a_client_it_is_told_what_to_do(tmp_path: Path) -> None:
+    class Old(Without):
+        def getsockopt(self, level: int, option: int, *size: int) -> bytes | int:
+            answer = super().getsockopt(level, option, *size)
+            return bytes(4) + answer[4:] if option == socket.SO_PEERCRED and isinstance(answer, bytes) else answer
+
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs, pytest.raises(Unsupported, match=r"Linux .* 6\.5 on; run the broker in .* \(hostPID: true"):
+        peer_credentials.identify(Old(ours, 92))  # type: ignore[arg-type]
+
+
+@needs_root
+def test_a_user_whom_the_brokers_user_namespace_does_not_know_is_told_so_and_others_are_served() -> None:
+    with contained("--user", "--map-root-user") as broker:
+        publish(broker.directory)
+        broker.directory.parent.chmod(0o711)
+        broker.directory.chmod(0o711)
+        (broker.directory / "session.sock").chmod(0o666)
+        with visitor.visiting(broker.directory, 4001, 4001) as stranger:
+            code, message = stranger.refused("hello")
+        assert code == Denied.code
+        assert "user 65534 and group 65534" in message
+        assert "run the broker in the host's user namespace" in message
+        with visiting(broker.directory, "llama") as guest:
+            assert guest.said == CONTENT
+
+
+def test_in_the_first_user_namespace_nobody_is_a_user_like_others() -> None:
+    maps = Path("/proc/self/uid_map").read_text().split()
+    if maps != ["0", "0", str(2**32 - 1)]:
+        pytest.skip("this is not the first user namespace")
+    assert peer_credentials.overflow_id("uid") is None
+    assert peer_credentials.overflow_id("gid") is None
+
+
+def test_emulated_ipc_memory_needs_a_common_network_namespace_and_says_so(broker: BrokerProcess) -> None:
+    before = unshare("--net")
+    publish(broker.directory, "ipc")
+    with visiting(broker.directory, "llama", before) as guest:
+        assert guest.said[0] == "device"
+        assert guest.said[1].endswith(
+            "its owner in another network namespace, as in a container; there it has to be shared as vmm"
+        )
+
+
+def test_ipc_memory_of_a_process_with_the_same_number_elsewhere_is_refused_and_vmm_is_not() -> None:
+    before = unshare("--pid", "--fork", "--kill-child")
+    with contained("--pid") as broker:  # which is process 1 there, as the client is in its own namespace
+        publish(broker.directory, "ipc")
+        with visiting(broker.directory, "llama", before) as guest:
+            assert guest.said[0] == "device"
+            assert "CUDA_ERROR_INVALID_CONTEXT" in guest.said[1]
+            assert guest.said[1].endswith("run one of the two in the host's pid namespace, or share it as vmm")
+        publish(broker.directory)
+        with visiting(broker.directory, "llama", before) as guest:
+            assert guest.said == CONTENT
+
+
+@needs_root
+def test_a_client_reaches_the_directory_where_it_is_mounted_read_only_too(
+    broker: BrokerProcess, tmp_path: Path
+) -> None:
+    publish(broker.directory)
+    elsewhere = tmp_path / "run"
+    elsewhere.mkdir()
+    mount = 'mount --bind "$1" "$2" && mount -o remount,bind,ro "$2" && shift 2 && exec "$@"'
+    before = [*unshare("--mount"), "sh", "-c", mount, "sh", str(broker.directory), str(elsewhere)]
+    with visiting(elsewhere, "llama", before) as guest:
+        assert guest.said == CONTENT
+    assert subprocess.run(["mountpoint", "-q", elsewhere], check=False).returncode

@@ -1,0 +1,190 @@
+from __future__ import annotations
+
+import errno
+import os
+import select
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cubroker.server.transport import peer_credentials
+from cubroker.server.transport.peer_credentials import BURST, REFILL, Peer, RateLimiter, RejectionLog
+from tests.brokers import eventually
+from tests.namespaces import unshare
+
+CONNECT = "import socket, sys; s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); s.connect(sys.argv[1])"
+
+
+@pytest.fixture
+def listener(tmp_path: Path) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
+        listening.bind(str(tmp_path / "s"))
+        listening.listen()
+        yield listening
+
+
+def visitor(listener: socket.socket, then: str = "sys.stdin.read()") -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-c", f"{CONNECT}; {then}", listener.getsockname()]
+    return subprocess.Popen(command, stdin=subprocess.PIPE)
+
+
+def ended(pidfd: int) -> bool:
+    return bool(select.select([pidfd], [], [], 0)[0])
+
+
+class Without:
+    """A connection on a kernel without an option, or where asking for it fails."""
+
+    def __init__(self, connection: socket.socket, failure: int, option: int = peer_credentials.SO_PEERPIDFD) -> None:
+        self._connection = connection
+        self._failure = failure
+        self._option = option
+
+    def fileno(self) -> int:
+        return self._connection.fileno()
+
+    def getsockopt(self, level: int, option: int, *size: int) -> bytes | int:
+        if option == self._option:
+            raise OSError(self._failure, os.strerror(self._failure))
+        return self._connection.getsockopt(level, option, *size)
+
+
+@pytest.mark.parametrize("old_kernel", [False, True])
+def test_the_kernel_says_who_connected_and_when_it_ends(listener: socket.socket, old_kernel: bool) -> None:
+    with visitor(listener) as process:
+        connection, _ = listener.accept()
+        with connection:
+            asked = Without(connection, errno.ENOPROTOOPT) if old_kernel else connection
+            peer = peer_credentials.identify(asked)  # type: ignore[arg-type]
+            assert (peer.pid, peer.uid, peer.gid) == (process.pid, os.getuid(), os.getgid())
+            assert not os.get_inheritable(peer.pidfd)
+            assert not ended(peer.pidfd)
+            process.kill()
+            process.wait()
+            assert ended(peer.pidfd)
+            os.close(peer.pidfd)
+
+
+def test_a_process_that_is_gone_is_told_from_one_that_took_its_pid(listener: socket.socket) -> None:
+    visitor(listener, "pass").communicate()
+    connection, _ = listener.accept()
+    # This process stands for one that was given the dead one's pid.
+    with connection, pytest.raises(ProcessLookupError, match="hung up"):
+        peer_credentials.open_pidfd(connection, os.getpid())
+
+
+def test_a_process_that_is_gone_is_reported_as_such(listener: socket.socket) -> None:
+    visitor(listener, "pass").communicate()
+    connection, _ = listener.accept()
+    with connection:
+        for failure in (errno.ENOPROTOOPT, errno.EINVAL, errno.ESRCH):
+            with pytest.raises(ProcessLookupError):
+                peer_credentials.identify(Without(connection, failure))  # type: ignore[arg-type]
+        with pytest.raises(OSError, match="Too many open files"):
+            peer_credentials.identify(Without(connection, errno.EMFILE))  # type: ignore[arg-type]
+
+
+def test_the_groups_of_a_process_are_known_where_the_kernel_tells_them(listener: socket.socket) -> None:
+    with visitor(listener) as process:
+        connection, _ = listener.accept()
+        with connection:
+            peer = peer_credentials.identify(connection)
+            assert peer.groups == frozenset(os.getgroups())
+            os.close(peer.pidfd)
+            silent = Without(connection, errno.ENOPROTOOPT, peer_credentials.SO_PEERGROUPS)
+            peer = peer_credentials.identify(silent)  # type: ignore[arg-type]
+            assert peer.groups == frozenset()
+            os.close(peer.pidfd)
+        process.kill()
+
+
+@pytest.mark.parametrize(
+    ("options", "verified"),
+    [
+        pytest.param((), True, id="none"),
+        pytest.param(("--mount",), True, id="mount"),
+        pytest.param(("--pid", "--fork", "--kill-child"), False, id="pid"),
+        pytest.param(("--user", "--map-root-user"), False, id="user"),
+    ],
+)
+def test_a_process_of_the_brokers_user_is_verified_in_its_namespaces_alone(
+    listener: socket.socket, options: tuple[str, ...], verified: bool
+) -> None:
+    before = unshare(*options) if options else []
+    command = [*before, sys.executable, "-c", f"{CONNECT}; sys.stdin.read()", listener.getsockname()]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+        connection, _ = listener.accept()
+        with connection:
+            peer = peer_credentials.identify(connection)
+            assert peer_credentials.verify(peer, peer.pid) == verified
+            assert not peer_credentials.verify(replace(peer, uid=peer.uid + 1), peer.pid)
+            assert not peer_credentials.verify(replace(peer, pid=0), None)
+            assert process.stdin
+            process.stdin.close()
+            eventually(lambda: ended(peer.pidfd), "the end of the process")
+            assert not peer_credentials.verify(peer, peer.pid)
+            assert not peer_credentials.verify(replace(peer, pid=os.getpid()), peer.pid), (
+                "another process has its number"
+            )
+            os.close(peer.pidfd)
+
+
+def test_root_is_verified_by_naming_the_first_process_and_others_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 4900)
+    root, other = peer_credentials.Peer(17, 0, 0, -1), peer_credentials.Peer(17, 4901, 4901, -1)
+    assert peer_credentials.verify(root, peer_credentials.INIT)
+    for peer, named in (
+        (root, 17),
+        (root, None),
+        (other, peer_credentials.INIT),
+        (replace(root, pid=peer_credentials.INIT), peer_credentials.INIT),
+    ):
+        assert not peer_credentials.verify(peer, named)
+
+
+# -- refusals in the log -----------------------------------------------------------------------------
+
+
+def peer(uid: int) -> Peer:
+    return Peer(4711, uid, uid, -1)
+
+
+def test_a_refusal_is_one_line_that_says_who_and_what(caplog: pytest.LogCaptureFixture) -> None:
+    RejectionLog().log(peer(1001), "user 1001 may not attach to a")
+    assert caplog.messages == ["process 4711 (user 1001) was refused: user 1001 may not attach to a"]
+
+
+def test_a_user_that_is_refused_all_the_time_has_few_lines_and_others_have_theirs(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(peer_credentials, "monotonic", lambda: now)
+    log = RejectionLog()
+    for _ in range(1000):
+        log.log(peer(1001), "no")
+    assert len(caplog.messages) == BURST
+    log.log(peer(1002), "no")
+    assert len(caplog.messages) == BURST + 1
+    now += REFILL
+    log.log(peer(1001), "no")
+    log.log(peer(1001), "no")
+    assert caplog.messages[BURST + 1 :] == [
+        f"process 4711 (user 1001) was refused: no ({1000 - BURST} more refusals of this user are not in the log)"
+    ]
+    now += 1000 * REFILL
+    for _ in range(1000):
+        log.log(peer(1001), "no")
+    assert len(caplog.messages) == 2 * BURST + 2
+
+
+def test_only_so_many_users_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_credentials, "MAX_USERS", 3)
+    limiter = RateLimiter(1, 1000.0)
+    assert [limiter.take(uid) for uid in (1, 2, 3, 4)] == [0] * 4
+    assert limiter.take(4) is None
+    assert limiter.take(1) == 0, "the least recently refused was forgotten"

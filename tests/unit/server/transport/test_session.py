@@ -1,0 +1,399 @@
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cubroker.protocol import wire
+from cubroker.protocol.limits import MAX_DESCRIPTORS, MAX_NOTICE
+from cubroker.protocol.messages import (
+    Close,
+    Descriptors,
+    Done,
+    Farewell,
+    GatewayChanged,
+    ListPools,
+    Notice,
+    PoolChanged,
+    Pools,
+    Rebound,
+    Seal,
+    Sealed,
+    Team,
+    Watch,
+)
+from cubroker.server.event_queue import FdsDelivered
+from cubroker.server.ledger.events import ConnectionLost, ProcessExited
+from cubroker.server.transport.peer_credentials import Peer, RejectionLog
+from cubroker.server.transport.session import FdTransfer, Session
+from tests.brokers import BrokerProcess, eventually
+from tests.unit.server.clients import RawClient, holder, session
+from tests.unit.server.loops import Recorder, run, until
+
+
+def leases(client: RawClient) -> list[tuple[str, int]]:
+    """State and number of leases of every other session."""
+    others = [other for other in client.clients() if other.session != client.welcome.session]
+    return [(other.state, len(other.leases)) for other in others]
+
+
+def test_a_lease_falls_when_its_holder_is_killed(broker: BrokerProcess, client: RawClient) -> None:
+    client.publish("pool")
+    with holder(broker.directory, "pool") as process:
+        assert leases(client) == [("connected", 1)]
+        process.send_signal(signal.SIGKILL)
+        eventually(lambda: leases(client) == [], "the lease to fall")
+
+
+def test_a_holder_that_hangs_up_keeps_its_lease_until_it_ends(broker: BrokerProcess, client: RawClient) -> None:
+    client.publish("pool")
+    with holder(broker.directory, "pool") as process:
+        assert process.stdin
+        process.stdin.write("hang up\n")
+        process.stdin.flush()
+        eventually(lambda: leases(client) == [("detached", 1)], "the session to be detached")
+        process.stdin.close()
+        eventually(lambda: leases(client) == [], "the session to end with its process")
+
+
+def test_a_detached_holder_may_still_give_its_lease_back(broker: BrokerProcess, client: RawClient) -> None:
+    client.publish("pool")
+    with session(broker.directory) as detached:
+        lease = detached.attach("pool").lease
+        detached.connection.close()
+        eventually(lambda: leases(client) == [("detached", 1)], "the session to be detached")
+        detached.ask(Close(lease), Done)
+        assert leases(client) == []
+
+
+def test_whatever_a_client_says_after_its_greeting_ends_the_connection(broker: BrokerProcess) -> None:
+    for said in (b"", b"anything"):
+        assert "sent something on the session socket" not in broker.log()
+        with session(broker.directory) as talker:
+            talker.connection.send(said)
+            assert talker.connection.recv(1) == b""
+    eventually(lambda: "sent something on the session socket" in broker.log(), "a line in the log")
+
+
+def test_a_watcher_hears_of_every_publication(broker: BrokerProcess, client: RawClient) -> None:
+    client.ask(Watch("pool", True), Done)
+    assert client.notice() == PoolChanged("pool", 0)
+    client.publish("pool")
+    assert client.notice() == PoolChanged("pool", 1)
+
+
+def test_sealing_twice_is_answered_twice_and_published_once(broker: BrokerProcess, client: RawClient) -> None:
+    assert client.publish("pool") == 1
+    lease = client.create("pool").lease
+    number = client.send(Seal(lease))
+    client.send(Seal(lease), number)
+    assert [client.receive().body for _ in range(2)] == [Sealed(2), Sealed(2)]
+    assert [pool.version for pool in client.ask(ListPools(), Pools).pools] == [2]
+
+
+# -- a session alone -------------------------------------------------------------------------------
+
+
+class Ends:
+    """A session over a socketpair, the client's end of it, and what it reported."""
+
+    def __init__(self, pid: int) -> None:
+        ours, self.client = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        self.client.setblocking(False)
+        self.recorder = Recorder()
+        self.events = self.recorder.events
+        peer = Peer(pid, os.getuid(), os.getgid(), os.pidfd_open(pid))
+        self.session = Session(1, ours, peer, self.recorder.queue, RejectionLog(), 4, welcomed=True)
+        self.session.watch()
+
+    def heard(self) -> list[Notice]:
+        return [notice for notice, _ in self.received()]
+
+    def received(self) -> list[tuple[Notice, list[str]]]:
+        """All that can be read now; descriptors as what they are open on, and closed."""
+        notices: list[tuple[Notice, list[str]]] = []
+        while True:
+            try:
+                data, descriptors, *_ = socket.recv_fds(self.client, 1 << 16, MAX_DESCRIPTORS)
+            except BlockingIOError:
+                return notices
+            notices.append(
+                (wire.unpack(data, Notice), [str(Path(f"/proc/self/fd/{fd}").readlink()) for fd in descriptors])
+            )
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+
+@asynccontextmanager
+async def ends(pid: int | None = None) -> AsyncIterator[Ends]:
+    pair = Ends(pid or os.getpid())
+    try:
+        yield pair
+    finally:
+        pair.session.close()
+        pair.client.close()
+
+
+def test_notices_that_are_not_read_are_merged_and_lose_nothing_that_matters() -> None:
+    async def test() -> None:
+        async with ends() as pair:
+            for version in range(20_000):
+                pair.session.notify(PoolChanged(f"pool-{version % 3}", version))
+            pair.session.notify(GatewayChanged())
+            heard: list[Notice] = []
+            while GatewayChanged() not in heard:
+                heard += pair.heard()
+                await asyncio.sleep(0)
+            assert len(heard) < 20_000
+            last = {notice.name: notice.version for notice in heard if isinstance(notice, PoolChanged)}
+            assert last == {"pool-0": 19_998, "pool-1": 19_999, "pool-2": 19_997}
+            pair.session.notify(PoolChanged("late", 1))
+            assert pair.heard() == [PoolChanged("late", 1)]
+
+    run(test())
+
+
+def test_the_end_of_a_connection_is_reported_once_and_notices_after_it_go_nowhere() -> None:
+    async def test() -> None:
+        async with ends() as pair:
+            pair.client.close()
+            pair.session.notify(GatewayChanged())
+            await until(lambda: pair.events)
+            pair.session.notify(GatewayChanged())
+            await asyncio.sleep(0)
+            assert pair.events == [ConnectionLost(1)]
+
+    run(test())
+
+
+def test_the_end_of_a_process_is_reported_even_if_its_connection_lives_on() -> None:
+    async def test() -> None:
+        with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+            async with ends(process.pid) as pair:
+                process.kill()
+                await until(lambda: pair.events)
+                assert pair.events == [ProcessExited(1)]
+                assert pair.client.recv(1) == b""
+
+    run(test())
+
+
+def test_a_connection_that_breaks_is_lost() -> None:
+    async def test() -> None:
+        async with ends() as pair:
+            pair.session.notify(GatewayChanged())
+            pair.client.close()  # with a notice unread, so that reading fails with ECONNRESET
+            await until(lambda: pair.events)
+            assert pair.events == [ConnectionLost(1)]
+
+    run(test())
+
+
+def test_a_notice_is_heard_however_long_it_is_and_long_ones_wait_for_whoever_does_not_read() -> None:
+    def rebound(lease: int) -> Rebound:
+        return Rebound(lease, (), Team("multicast", "it works", (1 << 40,) * 4096))
+
+    async def test() -> None:
+        async with ends() as pair:
+            for lease in range(1, 101):
+                pair.session.notify(rebound(lease))
+            pair.session.notify(Farewell("x" * 20_000))
+            heard = pair.heard()
+            assert 1 <= len(heard) < 10
+            while Farewell("x" * 20_000) not in heard:
+                heard += pair.heard()
+                await asyncio.sleep(0)
+            assert heard == [*map(rebound, range(1, 101)), Farewell("x" * 20_000)]
+
+    run(test())
+
+
+def test_a_notice_that_no_client_reads_whole_is_a_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        async with ends() as pair:
+            pair.session.notify(Farewell("x" * MAX_NOTICE))
+            pair.session.notify(GatewayChanged())
+            assert pair.heard() == [GatewayChanged()]
+            assert "session 1 is not told 655" in caplog.text
+
+    run(test())
+
+
+# -- descriptors -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def files() -> Iterator[dict[int, tuple[int, ...]]]:
+    """Descriptors of two tickets: 3 of the first, 40 of the second."""
+    made = {ticket: tuple(map(_file, range(ticket, ticket + count))) for ticket, count in ((100, 3), (200, 40))}
+    yield made
+    for descriptors in made.values():
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _file(number: int) -> int:
+    return os.memfd_create(f"file-{number}")
+
+
+def named(*numbers: int) -> list[str]:
+    return [f"/memfd:file-{number} (deleted)" for number in numbers]
+
+
+def test_descriptors_come_in_order_in_packets_and_between_the_notices_around_them(
+    files: dict[int, tuple[int, ...]],
+) -> None:
+    async def test() -> None:
+        async with ends() as pair:
+            pair.session.notify(PoolChanged("before", 1))
+            pair.session.notify(FdTransfer(7, (200, 100), files))
+            pair.session.notify(PoolChanged("after", 1))
+            received: list[tuple[Notice, list[str]]] = []
+            while not received or received[-1][0] != PoolChanged("after", 1):
+                received += pair.received()
+                await asyncio.sleep(0)
+            assert received == [
+                (PoolChanged("before", 1), []),
+                (Descriptors(7, 16), named(*range(200, 216))),
+                (Descriptors(7, 16, 16), named(*range(216, 232))),
+                (Descriptors(7, 11, 32), named(*range(232, 240), 100, 101, 102)),
+                (PoolChanged("after", 1), []),
+            ]
+
+    run(test())
+
+
+def test_two_packets_of_descriptors_are_on_their_way_to_a_client_that_does_not_read_and_none_is_lost(
+    files: dict[int, tuple[int, ...]],
+) -> None:
+    async def test() -> None:
+        async with ends() as pair:
+            for lease in range(1, 101):
+                pair.session.notify(FdTransfer(lease, (200,), files))
+                await asyncio.sleep(0)
+            assert pair.heard() == [Descriptors(1, 16), Descriptors(1, 16, 16)]
+            received: list[tuple[Notice, list[str]]] = []
+            while len(received) < 298:
+                received += pair.received()
+                await asyncio.sleep(0)
+            assert received[0] == (Descriptors(1, 8, 32), named(*range(232, 240)))
+            assert [notice for notice, _ in received[1:]] == [
+                Descriptors(lease, count, first)
+                for lease in range(2, 101)
+                for count, first in ((16, 0), (16, 16), (8, 32))
+            ]
+            assert sum(len(descriptors) for _, descriptors in received) == 40 * 100 - 32
+
+    run(test())
+
+
+def test_descriptors_of_a_lease_that_has_ended_are_not_sent(files: dict[int, tuple[int, ...]]) -> None:
+    async def test() -> None:
+        async with ends() as pair:
+            for lease in (1, 2, 3):
+                pair.session.notify(FdTransfer(lease, (200,), files))
+            pair.session.cancel_fds(1)  # of which two packets are on their way
+            pair.session.cancel_fds(2)
+            pair.session.cancel_fds(9)
+            received: list[Notice] = []
+            while len(received) < 5:
+                received += pair.heard()
+                await asyncio.sleep(0)
+            assert received == [
+                Descriptors(lease, count, first)
+                for lease, count, first in ((1, 16, 0), (1, 16, 16), (3, 16, 0), (3, 16, 16), (3, 8, 32))
+            ]
+
+    run(test())
+
+
+def test_a_shortage_of_the_system_delays_descriptors_and_what_comes_after_them(
+    files: dict[int, tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send_fds, refusals = socket.send_fds, [errno.ETOOMANYREFS, errno.ENOMEM]
+
+    def short(*arguments: Any) -> int:
+        if refusals:
+            raise OSError(refusals.pop(), "short of something")
+        return send_fds(*arguments)
+
+    async def test() -> None:
+        async with ends() as pair:
+            pair.session.notify(FdTransfer(1, (100,), files))
+            pair.session.notify(GatewayChanged())
+            received: list[tuple[Notice, list[str]]] = []
+            while len(received) < 2:
+                received += pair.received()
+                await asyncio.sleep(0.001)
+            assert received == [(Descriptors(1, 3), named(100, 101, 102)), (GatewayChanged(), [])]
+
+    monkeypatch.setattr(socket, "send_fds", short)
+    run(test())
+
+
+def test_what_is_lent_in_the_place_of_descriptors_is_opened_for_each_packet_and_closed(
+    files: dict[int, tuple[int, ...]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A shortage at opening delays it; what this process may not open is in the log, and nobody waits behind it."""
+    refusals = [errno.EMFILE, errno.ENFILE]
+    lent: set[int] = set()
+
+    @contextmanager
+    def lend(descriptors: Sequence[int]) -> Iterator[Sequence[int]]:
+        if refusals:
+            raise OSError(refusals.pop(), "short of something")
+        opened = [_file(900 + place) for place in range(len(descriptors))]
+        lent.update(opened)
+        try:
+            yield opened
+        finally:
+            lent.difference_update(opened)
+            for descriptor in opened:
+                os.close(descriptor)
+
+    async def test() -> None:
+        async with ends() as pair:
+            pair.session.notify(FdTransfer(1, (100, 200), files, readers=SimpleNamespace(for_reading=lend)))
+            received: list[tuple[Notice, list[str]]] = []
+            while len(received) < 3:
+                received += pair.received()
+                await asyncio.sleep(0.001)
+            assert [names for _, names in received] == [
+                named(*range(900, 916)),
+                named(*range(900, 916)),
+                named(*range(900, 911)),
+            ]
+            assert not lent
+            for lease, failure in ((2, errno.EACCES), (3, errno.ENOENT)):
+                refusals.append(failure)
+                pair.session.notify(FdTransfer(lease, (100,), files, readers=SimpleNamespace(for_reading=lend)))
+                pair.session.notify(GatewayChanged())
+                assert pair.heard() == [GatewayChanged()]
+                assert f"session 1 is not sent the memory of lease {lease}, which this broker cannot" in caplog.text
+
+    run(test())
+
+
+def test_descriptors_for_whoever_has_hung_up_go_nowhere(files: dict[int, tuple[int, ...]]) -> None:
+    async def test() -> None:
+        async with ends() as pair:
+            pair.client.close()
+            pair.session.notify(FdTransfer(1, (200,), files))
+            await until(lambda: pair.events)
+            pair.session.notify(FdTransfer(2, (200,), files))
+            await until(lambda: ConnectionLost(1) in pair.events)
+            assert [each for each in pair.events if not isinstance(each, FdsDelivered)] == [ConnectionLost(1)]
+
+    run(test())
