@@ -132,6 +132,7 @@ _UNANSWERED = {
     "skipped": Finding(None, "not tried: the driver did not answer the trial before"),
     "died": Finding(False, "the process that tried it died ({})", LOOK),
     "differs": Finding(False, "another process read other bytes than were written", LOOK),
+    "writable": Finding(False, "another process could write what it had mapped read-only", LOOK),
 }
 
 
@@ -155,6 +156,9 @@ _WORKS = {
 }
 """The kinds that are tried, and what a trial that worked has shown."""
 
+_MAPPED_BY = {VMM: "descriptor", "fabric": "fabric handle"}
+"""What a process maps memory by that it may only read."""
+
 _NOT_NEEDED = "nothing needs to be done: vmm pools use descriptors instead"
 _INSTEAD = "nothing needs to be done: replication over peer copies takes its place"
 
@@ -174,9 +178,8 @@ def _tried(kind: str, examined: Examined, facts: Facts) -> Finding:
     trial, device = examined.trials[kind], examined.device
     if trial.outcome == "works":
         return Finding(True, _WORKS[kind])
-    if trial.outcome == "writable":
-        how = "descriptor" if kind == VMM else "fabric handle"
-        why = f"memory is shared by {how}, but what was mapped read-only could be written"
+    if trial.outcome == "writable" and kind in _MAPPED_BY:
+        why = f"memory is shared by {_MAPPED_BY[kind]}, but what was mapped read-only could be written"
         return Finding(None, why, f"{LOOK}; use ipc")
     cases: Cases = ()
     if trial.outcome == "refused":
@@ -334,44 +337,15 @@ def _no_gpu(host: HostFacts) -> Cases:
 
 def judge_machine(facts: Facts) -> dict[str, Finding]:
     """Return a verdict on each thing that sharing needs, in the order of the report."""
-    host, contained = facts.host, facts.host.container
-    soft, hard = ("any number of" if limit < 0 else str(limit) for limit in host.descriptors)
-    shared, the_way = "the broker's pid namespace", "the way the broker has them"
-    locked = "any amount" if host.locked < 0 else format.size(host.locked)
+    host = facts.host
     checks: dict[str, Cases] = {
         "device files": _device_files(host),
         "imex channel": (
             (host.channels, True, "there is an IMEX channel, for fabric handles", ""),
             (True, None, "no IMEX channel; only fabric handles need one", ""),
         ),
-        "kernel": (
-            (
-                host.pidfd,
-                False,
-                f"processes cannot be watched on Linux {host.kernel} (pidfd_open: {host.pidfd})",
-                "allow pidfd_open in the container's seccomp profile" if contained else "use Linux 5.3 or newer",
-            ),
-            (
-                not host.peer_pidfd,
-                None,
-                f"Linux {host.kernel} watches processes, but does not say which one connects (SO_PEERPIDFD, since 6.5)",
-                f"serve only those whose process ids the broker sees: containers need {shared} (`--pid`)",
-            ),
-            (True, True, f"Linux {host.kernel} says which process connects, and when it ends", ""),
-        ),
-        "confinement": (
-            (
-                host.unconfined,
-                None,
-                f"{' and '.join(host.unconfined)}; a broker serves without, and its unit alone confines the gateway",
-                "allow landlock_create_ruleset, landlock_restrict_self and seccomp in the container's seccomp profile; "
-                "the host's kernel has to have them as well"
-                if contained
-                else "boot Linux 5.13 or newer, for x86_64 or aarch64, with CONFIG_SECCOMP_FILTER and "
-                "CONFIG_SECURITY_LANDLOCK, and with landlock in its parameter `lsm=` (see /sys/kernel/security/lsm)",
-            ),
-            (True, True, "Landlock and a system call filter keep the gateway from files, networks and processes", ""),
-        ),
+        "kernel": _kernel(host),
+        "confinement": _confinement(host),
         "memfd": (
             (
                 host.memfd,
@@ -381,33 +355,9 @@ def judge_machine(facts: Facts) -> dict[str, Finding]:
             ),
             (True, True, "files in memory can be made, for host devices", ""),
         ),
-        "descriptors": (
-            (
-                0 <= host.descriptors[1] < ENOUGH_DESCRIPTORS,
-                False,
-                f"a process may open {hard} files; a broker needs two for each session and one for each vmm allocation",
-                "raise it: " + ("`--ulimit nofile=65536`" if contained else "LimitNOFILE=65536, `ulimit -Hn 65536`"),
-            ),
-            (True, True, f"a process may open {soft} files, and a broker raises that to {hard}", ""),
-        ),
-        "locked memory": (
-            (
-                0 <= host.locked < ENOUGH_LOCKED,
-                None,
-                f"{locked} may be locked; the GPU driver does not count, but RDMA and others may need more",
-                "should they fail: " + ("`--ulimit memlock=-1`" if contained else "LimitMEMLOCK=infinity"),
-            ),
-            (True, True, f"{locked} may be locked", ""),
-        ),
-        "container": (
-            (not contained, True, "this is no container, as far as can be told", ""),
-            (
-                True,
-                None,
-                f"this is a container ({contained}); memory is shared across containers on one host",
-                f"mount the broker's directory into each, and give each the GPUs that it uses in {the_way}",
-            ),
-        ),
+        "descriptors": _descriptors(host),
+        "locked memory": _locked_memory(host),
+        "container": _container(host),
         "user namespace": (
             (
                 host.namespace,
@@ -434,6 +384,69 @@ def _device_files(host: HostFacts) -> Cases:
         ("nvidia-uvm" not in host.files, False, uvm, make),
         (shut, False, f"this user may not open {shut}", see),
         (True, True, "/dev/nvidiactl and /dev/nvidia-uvm are there", ""),
+    )
+
+
+def _kernel(host: HostFacts) -> Cases:
+    """Whether the kernel tells which process connects, and when it ends."""
+    unwatched = f"processes cannot be watched on Linux {host.kernel} (pidfd_open: {host.pidfd})"
+    watch = "allow pidfd_open in the container's seccomp profile" if host.container else "use Linux 5.3 or newer"
+    watches = f"Linux {host.kernel} watches processes, but does not say which one connects (SO_PEERPIDFD, since 6.5)"
+    seen = "serve only those whose process ids the broker sees: containers need the broker's pid namespace (`--pid`)"
+    return (
+        (host.pidfd, False, unwatched, watch),
+        (not host.peer_pidfd, None, watches, seen),
+        (True, True, f"Linux {host.kernel} says which process connects, and when it ends", ""),
+    )
+
+
+def _confinement(host: HostFacts) -> Cases:
+    """Whether the kernel can keep a gateway from the rest of the machine."""
+    lacks = f"{' and '.join(host.unconfined)}; a broker serves without, and its unit alone confines the gateway"
+    allow = (
+        "allow landlock_create_ruleset, landlock_restrict_self and seccomp in the container's seccomp profile; "
+        "the host's kernel has to have them as well"
+    )
+    boot = (
+        "boot Linux 5.13 or newer, for x86_64 or aarch64, with CONFIG_SECCOMP_FILTER and "
+        "CONFIG_SECURITY_LANDLOCK, and with landlock in its parameter `lsm=` (see /sys/kernel/security/lsm)"
+    )
+    confines = "Landlock and a system call filter keep the gateway from files, networks and processes"
+    return (
+        (host.unconfined, None, lacks, allow if host.container else boot),
+        (True, True, confines, ""),
+    )
+
+
+def _descriptors(host: HostFacts) -> Cases:
+    """Whether a broker can have as many files open as it needs."""
+    soft, hard = ("any number of" if limit < 0 else str(limit) for limit in host.descriptors)
+    few = f"a process may open {hard} files; a broker needs two for each session and one for each vmm allocation"
+    how = "`--ulimit nofile=65536`" if host.container else "LimitNOFILE=65536, `ulimit -Hn 65536`"
+    return (
+        (0 <= host.descriptors[1] < ENOUGH_DESCRIPTORS, False, few, f"raise it: {how}"),
+        (True, True, f"a process may open {soft} files, and a broker raises that to {hard}", ""),
+    )
+
+
+def _locked_memory(host: HostFacts) -> Cases:
+    """Whether a process may lock as much memory as sharing besides cubroker's needs."""
+    locked = "any amount" if host.locked < 0 else format.size(host.locked)
+    little = f"{locked} may be locked; the GPU driver does not count, but RDMA and others may need more"
+    how = "`--ulimit memlock=-1`" if host.container else "LimitMEMLOCK=infinity"
+    return (
+        (0 <= host.locked < ENOUGH_LOCKED, None, little, f"should they fail: {how}"),
+        (True, True, f"{locked} may be locked", ""),
+    )
+
+
+def _container(host: HostFacts) -> Cases:
+    """What has to be arranged if this is a container."""
+    is_one = f"this is a container ({host.container}); memory is shared across containers on one host"
+    mount = "mount the broker's directory into each, and give each the GPUs that it uses in the way the broker has them"
+    return (
+        (not host.container, True, "this is no container, as far as can be told", ""),
+        (True, None, is_one, mount),
     )
 
 

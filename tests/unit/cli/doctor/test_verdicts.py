@@ -150,7 +150,15 @@ def test_an_open_that_could_not_be_mapped_is_explained(error: str, why: str, do:
 
 @pytest.mark.parametrize("kind", ["vmm", "fabric"])
 def test_read_only_memory_that_could_be_written_is_told(kind: str) -> None:
-    check(judge_trial(kind, Trial("writable")), None, "read-only could be written", "use ipc")
+    how = {"vmm": "descriptor", "fabric": "fabric handle"}[kind]
+    check(judge_trial(kind, Trial("writable")), None, f"by {how}, but what .* read-only could be written", "use ipc")
+
+
+@pytest.mark.parametrize("kind", ["ipc", "events"])
+@pytest.mark.parametrize("error", ["", "CUDA_ERROR_UNKNOWN"])
+def test_handles_that_are_never_read_only_are_not_told_to_be_shared_otherwise(kind: str, error: str) -> None:
+    found = judge_trial(kind, Trial("writable", "worker", "cuX", error))
+    check(found, False, "^another process could write what it had mapped read-only$", "^look at .*`dmesg`$")
 
 
 @pytest.mark.parametrize(
