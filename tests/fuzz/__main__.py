@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.fuzz.checkpoint_targets import scratch
 from tests.fuzz.mutate import MAX_INPUT, Finding, hunt
 from tests.fuzz.protocol_targets import TARGETS
 from tests.fuzz.target import CRASHES
@@ -96,8 +97,9 @@ def main() -> int:
     size = -(-options.inputs // (chunks * len(names)))
     jobs = [(name, size, options.seed + number) for number in range(chunks) for name in names]
     if (options.engine or ("atheris" if importlib.util.find_spec("atheris") else "plain")) == "plain":
-        return work(plain, jobs, options.jobs)
-    with tempfile.TemporaryDirectory(prefix="cubroker-fuzz-") as corpora:
+        with scratch():
+            return work(plain, jobs, options.jobs)
+    with scratch(), tempfile.TemporaryDirectory(prefix="cubroker-fuzz-") as corpora:
         prepare(Path(corpora), names)
         return work(functools.partial(guided, Path(corpora)), jobs, options.jobs)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from io import FileIO
 from itertools import pairwise
@@ -15,6 +17,9 @@ from cubroker.client.loading.checkpoint import Checkpoint
 from cubroker.client.loading.safetensors import INDEX
 
 SHARD = "model-00001.safetensors"
+
+PLACE = "CUBROKER_FUZZ_DIR"
+"""The variable that says where folders are made."""
 
 
 def _file(sections: object, data: int) -> bytes:
@@ -88,6 +93,23 @@ def checkpoint(data: bytes) -> None:
 
 @cache
 def _folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="cubroker-fuzz-", dir=_place())
+
+
+@contextmanager
+def scratch() -> Iterator[None]:
+    """Have the folders of all processes that are started meanwhile in one, which is removed at the end.
+
+    A process of multiprocessing, and one that atheris ends, removes nothing itself.
+    """
+    with tempfile.TemporaryDirectory(prefix="cubroker-fuzz-", dir=_place()) as folder:
+        os.environ[PLACE] = folder
+        try:
+            yield
+        finally:
+            del os.environ[PLACE]
+
+
+def _place() -> str | None:
     # In memory where there is such a place: it is written millions of times.
-    memory = Path("/dev/shm")
-    return tempfile.TemporaryDirectory(prefix="cubroker-fuzz-", dir=memory if memory.is_dir() else None)
+    return os.environ.get(PLACE) or ("/dev/shm" if Path("/dev/shm").is_dir() else None)

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -57,3 +60,11 @@ def test_an_input_that_takes_much_memory_is_found() -> None:
     finding = hunt(target, 1, seed=1)
     assert finding is not None
     assert finding.error.startswith("Greedy: 8")
+
+
+def test_the_long_form_leaves_no_folder(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.fuzz", "--engine", "plain", "--jobs", "2", "--inputs", "50", "checkpoint"]
+    environment = os.environ | {"CUBROKER_FUZZ_DIR": str(tmp_path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout[:9]) == (0, "50 inputs"), done.stderr
+    assert not [*tmp_path.iterdir()]
