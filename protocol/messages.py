@@ -43,7 +43,7 @@ from cubroker.protocol.limits import (
     Uuid,
 )
 
-VERSIONS = (1, 2, 3, 4)
+VERSIONS = (1, 2, 3, 4, 5)
 """Protocol versions that this build speaks, oldest first."""
 
 CHOOSES = 2
@@ -63,6 +63,9 @@ DIGESTS = 4
 
 TIES = 4
 """The first version in which a tensor of a layout may have several names."""
+
+IN_PLACE = 5
+"""The first version with :class:`SetLayout` and :class:`SealInPlace`."""
 
 AUTO = "auto"
 """The share kind of a :class:`Create` that leaves it to the broker."""
@@ -298,6 +301,24 @@ class SealDigested(Seal, frozen=True):
     digests: Digests
 
 
+class SealInPlace(Message, frozen=True):
+    """Publish a draft that its writer cannot write any more, and keep its lease. Answer: :class:`Sealed`.
+
+    The draft's replicas are all that the lease has: one, or all shards. It is not ``multicast``.
+    """
+
+    lease: Identifier
+    #: As in :class:`SealDigested`; None: without.
+    digests: Digests | None = None
+
+
+class SetLayout(Message, frozen=True):
+    """Give a draft another layout of the same memory: as many allocations, of the same sizes. Answer: :class:`Done`."""
+
+    lease: Identifier
+    layout: Encoded
+
+
 class Close(Message, frozen=True):
     """End a lease whose memory its holder has unmapped; an unsealed draft is discarded. Answer: :class:`Done`."""
 
@@ -442,6 +463,8 @@ Request = (
     | Create
     | Seal
     | SealDigested
+    | SealInPlace
+    | SetLayout
     | Close
     | SendDescriptors
     | Cancel

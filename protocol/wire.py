@@ -50,6 +50,7 @@ from cubroker.protocol.messages import (
     Notice,
     Reply,
     Request,
+    SetLayout,
     ShareEvent,
     Since,
 )
@@ -171,7 +172,7 @@ _LENGTH = 4
 
 _LEASES = frozenset((Attached, Created))
 _EVENTS = frozenset((EventOpened, ShareEvent))
-_LAYOUTS = frozenset((Attached, Description, Create))
+_LAYOUTS = frozenset((Attached, Description, Create, SetLayout))
 _LONG = _LEASES | _EVENTS | _LAYOUTS
 _handles = attrgetter("handles")
 _opens_nothing = frozenset((b"", DESCRIPTOR)).issuperset

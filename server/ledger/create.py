@@ -39,11 +39,15 @@ from cubroker.server.ledger.model import (
     Phase,
     Pool,
     Session,
+    User,
     Version,
 )
 from cubroker.server.ledger.policy import admin_reserve, exceeds
 from cubroker.server.ledger.tables import Kind, Tables
 from cubroker.server.ledger.transitions import MemoryEvent, MemoryState, VersionEvent, VersionState
+
+MAX_LISTED = 4
+"""Sizes of allocations that a message lists."""
 
 
 def create(tables: Tables, session: Session, body: messages.Create, event: RequestReceived) -> messages.Attached | None:
@@ -201,10 +205,7 @@ def _check_quotas(
     if exceeds(0, nbytes, quota.memory):
         raise errors.OverQuota(error_text.never_affords(user, body.name, nbytes))
     if quota.layouts is not None and user.layouts + len(body.layout) > quota.layouts:
-        raise errors.OverQuota(
-            f"this layout takes {size(len(body.layout))}, and those of user {user.uid} take {size(user.layouts)} of a"
-            f" quota of {size(quota.layouts)}; retire what is not needed, or describe fewer tensors"
-        )
+        raise errors.OverQuota(_too_long(user, len(body.layout)))
     descriptors = sum(len(each) * account.device.descriptors_of(body.share) for account, each in sizes.items())
     if exceeds(user.descriptors, descriptors, quota.descriptors):
         raise errors.OverQuota(error_text.too_many_descriptors(user.uid, descriptors, quota.descriptors, user))
@@ -212,6 +213,14 @@ def _check_quotas(
     reserve = admin_reserve(tables.store)
     if exceeds(tables.stored + reserve, pieces, tables.store):
         raise errors.OverQuota(error_text.store_is_full(tables, pieces, reserve))
+
+
+def _too_long(user: User, nbytes: int) -> str:
+    assert user.quota.layouts is not None
+    return (
+        f"this layout takes {size(nbytes)}, and those of user {user.uid} take {size(user.layouts)} of a quota of"
+        f" {size(user.quota.layouts)}; retire what is not needed, or describe fewer tensors"
+    )
 
 
 def serve_waiters(tables: Tables) -> None:
@@ -375,6 +384,36 @@ def _fill(tables: Tables, version: Version) -> None:
     leases.stop_waiting(tables, waiter)
     lease = grant(tables, waiter.session, version, tuple(version.replicas.values()), bound=version.is_multicast)
     leases.answer(tables, waiter, created(lease))
+
+
+def set_layout(tables: Tables, session: Session, body: messages.SetLayout, event: RequestReceived) -> messages.Done:
+    """Give a draft another layout of the same memory.
+
+    Raises:
+        NotFound, Invalid, Unavailable: the session has no such lease, or it is on no draft, or on one that was lost.
+        Invalid: it is a layout of other memory.
+        OverQuota: it takes more bytes than the user's quota has room for.
+    """
+    layout = event.layout
+    assert layout is not None
+    version = leases.own_draft(session, body.lease, "get another layout").version
+    user, sizes = version.user, memory.sizes_of(version)
+    if tuple(map(memory.rounded, layout.allocations)) != sizes:
+        raise errors.Invalid(
+            f"the layout of {version.label} cannot be set: it has allocations of {_listed(layout.allocations)} bytes,"
+            f" and the draft's memory is {_listed(sizes)}; keep the allocations of the layout that it was created with"
+        )
+    if exceeds(user.layouts, len(body.layout) - len(version.layout), user.quota.layouts):
+        raise errors.OverQuota(_too_long(user, len(body.layout)))
+    user.layouts += len(body.layout) - len(version.layout)
+    version.layout, version.tensors, version.nbytes = body.layout, layout.tensors, layout.nbytes
+    tables.mark_dirty(Kind.VERSION, version.number, version.pool.name)
+    tables.note(version.pool, f"version {version.number} has another layout, of {layout.tensors} tensors")
+    return messages.Done()
+
+
+def _listed(sizes: tuple[int, ...]) -> str:
+    return ", ".join(map(str, sizes[:MAX_LISTED])) + (f", … ({len(sizes)})" if len(sizes) > MAX_LISTED else "")
 
 
 def allocation_failed(tables: Tables, event: AllocationFailed) -> None:

@@ -53,7 +53,7 @@ class RequestReceived(Event, frozen=True):
     session: int
     request: int
     body: Request
-    #: The validated layout of a create.
+    #: The validated layout of a request that has one.
     layout: Outline | None = None
 
 

@@ -272,6 +272,18 @@ def own_lease(session: Session, lease: int) -> Lease:
     return found
 
 
+def own_draft(session: Session, lease: int, what: str = "be sealed") -> Lease:
+    """Return a session's lease on a draft that it fills; raises ``NotFound``, ``Invalid`` or ``Unavailable``."""
+    found = own_lease(session, lease)
+    version = found.version
+    if version.state is VersionState.LOST:
+        why = version.why
+        raise Unavailable(f"{version.label} was lost before it was sealed: {why}; close it, and create it again")
+    if version.state is not VersionState.DRAFT:
+        raise Invalid(f"lease {lease} is on {version.label}, which is published; only a draft can {what}")
+    return found
+
+
 def no_lease(lease: int) -> NotFound:
     """Return the error of a session that holds no such lease, whether or not another one does."""
     return NotFound(f"this session holds no lease {lease}; it was closed already, or was never its own")

@@ -364,6 +364,7 @@ _AT_ONCE: Mapping[type[Request], Callable[[Tables, Session, Any], Reply]] = {
     messages.SendDescriptors: leases.send_descriptors,
     messages.Seal: publish.seal,
     messages.SealDigested: publish.seal,
+    messages.SealInPlace: publish.seal,
     messages.Cancel: leases.cancel,
     messages.Retire: publish.retire,
     messages.Watch: publish.watch,
@@ -385,7 +386,8 @@ _AT_ONCE: Mapping[type[Request], Callable[[Tables, Session, Any], Reply]] = {
 _MAY_WAIT: Mapping[type[Request], Callable[[Tables, Session, Any, RequestReceived], Reply | None]] = {
     messages.Attach: leases.attach,
     messages.Create: create.create,
+    messages.SetLayout: create.set_layout,
     messages.OpenEvent: ipc_events.open_event,
     messages.AwaitEvent: ipc_events.await_event,
 }
-"""What answers each request that may wait; None: it waits, or was answered meanwhile."""
+"""What answers each request that may wait, or has a layout; None: it waits, or was answered meanwhile."""

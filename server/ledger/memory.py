@@ -43,6 +43,12 @@ def rounded(nbytes: int) -> int:
     return round_up(nbytes, GRANULARITY)
 
 
+def sizes_of(version: Version) -> tuple[int, ...]:
+    """Return the bytes that each allocation of a version takes of a device, in the order of its layout."""
+    shards = [iter(ticket.sizes) for ticket in version.replicas.values()]
+    return tuple(shards[0]) if version.plan is None else tuple(next(shards[index]) for index in version.plan)
+
+
 # -- tickets -------------------------------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from cubroker.protocol import errors, limits, messages
 from cubroker.protocol.limits import DIGEST_BYTES
+from cubroker.protocol.messages import MULTICAST
 from cubroker.server.ledger import error_text, leases
 from cubroker.server.ledger.access import can_read, can_read_history, visible_past
 from cubroker.server.ledger.events import Notify
@@ -17,7 +18,7 @@ from cubroker.server.ledger.leases import (
     end_if_unused,
     end_surplus,
     lend,
-    own_lease,
+    own_draft,
     release,
 )
 from cubroker.server.ledger.model import AttachWaiter, CreateWaiter, Pool, Session, Version
@@ -26,22 +27,18 @@ from cubroker.server.ledger.tables import Kind, Tables
 from cubroker.server.ledger.transitions import VersionEvent, VersionState
 
 
-def seal(tables: Tables, session: Session, body: messages.Seal) -> messages.Sealed:
-    """Publish a draft, end its writer's lease, and serve the requests that wait for it.
+def seal(tables: Tables, session: Session, body: messages.Seal | messages.SealInPlace) -> messages.Sealed:
+    """Publish a draft, end its writer's lease unless it is sealed in place, and serve the requests that wait for it.
 
     Raises:
         NotFound, Invalid, Unavailable: the session has no such lease, or it is on no draft, or on one that was lost.
-        Unsupported, Invalid: digests come with it, and the version has none, or others.
+        Unsupported, Invalid: digests come with it, and the version has none, or others; or a lease on the version would
+            not have the memory of the draft's.
     """
-    draft = own_lease(session, body.lease)
+    draft = own_draft(session, body.lease)
     version = draft.version
-    if version.state is VersionState.LOST:
-        why = version.why
-        raise errors.Unavailable(f"{version.label} was lost before it was sealed: {why}; close it, and create it again")
-    if version.state is not VersionState.DRAFT:
-        raise errors.Invalid(
-            f"lease {body.lease} is on {version.label}, which is published; only a draft can be sealed"
-        )
+    if isinstance(body, messages.SealInPlace):
+        _check_stays(version)
     sealed_with = sealed_digests(version, body)
     pool = version.pool
     tables.transition_version(version, VersionEvent.SEALED)
@@ -49,7 +46,10 @@ def seal(tables: Tables, session: Session, body: messages.Seal) -> messages.Seal
     previous, pool.current, pool.draft, pool.last = pool.current, version, None, version.number
     if version.mode is not None:
         pool.mode = version.mode
-    release(tables, draft)
+    if isinstance(body, messages.Seal):
+        release(tables, draft)
+    else:
+        tables.note(session, f"lease {draft.id} stays, and {version.label} is published")
     if previous is not None:
         tables.transition_version(previous, VersionEvent.REPLACED)
     end_surplus(tables, pool)  # one more is superseded, so another may no longer be kept
@@ -57,6 +57,15 @@ def seal(tables: Tables, session: Session, body: messages.Seal) -> messages.Seal
     _serve(tables, version)
     tables.recheck_pools[pool] = None
     return messages.Sealed(version.number)
+
+
+def _check_stays(version: Version) -> None:
+    """Raise ``Unsupported`` unless a reader's lease has as much of a version as its writer's, and in the same way."""
+    if version.share == MULTICAST or (version.plan is None and len(version.replicas) > 1):
+        raise errors.Unsupported(
+            f"{version.label} cannot be sealed in place: it is shared as {version.share}, and has"
+            f" {len(version.replicas)} replicas, of which a reader has one; seal it, and attach to it"
+        )
 
 
 def _serve(tables: Tables, version: Version) -> None:
@@ -171,25 +180,26 @@ def _notice(session: Session, pool: Pool) -> Notify:
 # -- digests of what a version held when it was sealed -------------------------------------------------
 
 
-def sealed_digests(version: Version, body: messages.Seal) -> messages.Digests | None:
+def sealed_digests(version: Version, body: messages.Seal | messages.SealInPlace) -> messages.Digests | None:
     """Return the digests with which a draft is to be sealed, if it is with any.
 
     Raises:
         Unsupported: its readers may write it.
         Invalid: they are not those of its allocations.
     """
-    if not isinstance(body, messages.SealDigested):
+    digests = body.digests if isinstance(body, messages.SealDigested | messages.SealInPlace) else None
+    if digests is None:
         return None
     if version.writable:
         raise errors.Unsupported(
             f"{version.label} is writable by its readers, so a digest would not tell what it holds; seal it without"
         )
-    if not digests_fit(version, body.digests):
+    if not digests_fit(version, digests):
         raise errors.Invalid(
             f"{version.label} was to be sealed with digests that are not one of {DIGEST_BYTES} bytes for each"
             f" allocation of each of its {len(version.replicas)} replicas"
         )
-    return body.digests
+    return digests
 
 
 def digests_fit(version: Version, digests: messages.Digests) -> bool:

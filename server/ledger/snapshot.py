@@ -128,7 +128,7 @@ class Piece(Entry, frozen=True):
 
 
 class VersionEntry(Entry, frozen=True):
-    """What never changes of a version, by number and name; the layout makes it large."""
+    """What does not change of a published version, by number and name; the layout makes it large."""
 
     uid: Uid
     writer: Words

@@ -33,6 +33,8 @@ from cubroker.protocol.messages import (
     Retirement,
     Seal,
     Sealed,
+    SealInPlace,
+    SetLayout,
     Tell,
     View,
     Watch,
@@ -63,6 +65,9 @@ FAILURE = "the broker failed at looking at what happens"
 
 Naming = Attach | Create | Describe | Retire | Find | ListDigests | Watch
 """The requests that name their pool."""
+
+OF_DRAFTS = (Seal, SealInPlace, SetLayout)
+"""The requests that name a draft, by its lease."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +111,7 @@ class PendingRequest(Struct, frozen=True):
     """A request without a reply yet."""
 
     body: Request
-    #: The pool whose lease a ``Seal`` names.
+    #: The pool whose draft the request is about, by its lease.
     leased: str
     #: The time of its arrival, by the monotonic clock.
     since: float
@@ -196,7 +201,7 @@ class LedgerObserver:
     def _before(self, event: Event) -> None:
         if isinstance(event, RequestReceived):
             body = event.body
-            leased = self._ledger.leased_pool(event.session, body.lease) if isinstance(body, Seal) else ""
+            leased = self._ledger.leased_pool(event.session, body.lease) if isinstance(body, OF_DRAFTS) else ""
             self._pending[event.session][event.request] = PendingRequest(body, leased, time.monotonic())
         elif isinstance(event, ConnectionLost):
             if (who := self._ledger.holder(event.session)) is not None and who.leases:

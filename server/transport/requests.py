@@ -29,6 +29,7 @@ from cubroker.protocol.messages import (
     Look,
     Reply,
     Request,
+    SetLayout,
 )
 from cubroker.protocol.wire import NUMBER, SECRET, Digest, complete, digest, session_of
 from cubroker.server.event_queue import EventQueue
@@ -44,7 +45,10 @@ log = logging.getLogger(__name__)
 TOLD = frozenset((Describe, ListClients, ListDigests, ListPools, Look))
 """Requests whose replies are long, and are not kept."""
 
-EXPENSIVE = TOLD | {Create}
+LAID_OUT = (Create, SetLayout)
+"""Requests with a layout, which is checked before the ledger hears of them."""
+
+EXPENSIVE = TOLD.union(LAID_OUT)
 """Requests that may cost milliseconds, in the ledger or in encoding the reply: users take turns with them."""
 
 LARGE = 64 << 10
@@ -210,7 +214,7 @@ class Requests:
             return None
         if self._log:
             self._log.asked(session)
-        layout = body.layout if isinstance(body, Create) else b""
+        layout = body.layout if isinstance(body, LAID_OUT) else b""
         admission = session.replies.admit(
             envelope.id,
             envelope.oldest,
@@ -272,10 +276,10 @@ class Requests:
         self._put(routing, frame, len(frame))
 
     def _work(self, session: Session, request: int, body: Request) -> Job:
-        """Prepare an expensive request for the ledger: check the layout of a create."""
+        """Prepare an expensive request for the ledger: check its layout, if it has one."""
         outline: Outline | Failed | None = None
         try:
-            if isinstance(body, Create):
+            if isinstance(body, LAID_OUT):
                 layout = session.replies.account.shared(body.layout)
                 body = replace(body, layout=layout.data)
                 outline = yield from layout.check()

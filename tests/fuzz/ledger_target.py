@@ -291,6 +291,8 @@ TOKENS = (
                 *(_create(name, layout, 5.0) for name in "ab" for layout in (SMALL, LARGE)),
                 *(_shard(name, 5.0) for name in "ab"),
                 *(kind(lease) for lease in (1, 2, 3) for kind in (m.Seal, m.Close)),
+                *(m.SealInPlace(lease) for lease in (1, 2, 3)),
+                *(m.SetLayout(lease, layout) for lease in (1, 2) for layout in (SMALL, LARGE)),
                 *(m.SealDigested(lease, m.Digests("x", ((bytes(16),),))) for lease in (1, 2, 3)),
                 *(m.Retire(name, 0) for name in "ab"),
                 *(m.Watch(name, True) for name in "ab"),

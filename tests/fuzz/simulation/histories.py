@@ -87,6 +87,8 @@ WEIGHTS = {
     "create": 36,
     "shard": 12,
     "seal": 24,
+    "seal_in_place": 4,
+    "set_layout": 4,
     "close": 12,
     "send_descriptors": 5,
     "cancel": 3,
@@ -236,15 +238,15 @@ class Play:
         return number // 4 % 20 == 0 if cannot else number // 4 % 4 != 0
 
     def _with_lease(
-        self, number: int, body: Callable[[int], m.Seal | m.Close | m.SendDescriptors], *, draft: bool
+        self, number: int, body: Callable[[int], m.Request], *, draft: bool, layout: Outline | None = None
     ) -> None:
         """Ask with a lease, a draft or not; in rare cases with one that the session does not hold."""
         leases = [lease for lease in self.pair.model.leases if draft == (lease.version.state == "draft")]
         if number % 23 == 0:
-            self.ask(self.user(number), body(number % 50))
+            self.ask(self.user(number), body(number % 50), layout)
         elif leases:
             lease = leases[number % len(leases)]
-            self.ask(lease.session.id, body(lease.id))
+            self.ask(lease.session.id, body(lease.id), layout)
 
     def seal(self, number: int, digested: int, *_: int) -> None:
         self._with_lease(number, self._digested if digested % 3 else m.Seal, draft=number % 11 != 0)
@@ -257,6 +259,22 @@ class Play:
         if self.requests % 19 == 0:
             rows = [row[1:] for row in rows]
         return m.SealDigested(lease, m.Digests("cubroker-128-1", tuple(rows)))
+
+    def seal_in_place(self, number: int, digested: int, *_: int) -> None:
+        def body(lease: int) -> m.SealInPlace:
+            return m.SealInPlace(lease, self._digested(lease).digests if digested % 3 else None)
+
+        self._with_lease(number, body, draft=number % 11 != 0)
+
+    def set_layout(self, number: int, less: int, other: int, *_: int) -> None:
+        """Give a draft a layout of allocations that are a little smaller; in rare cases one of any other."""
+        drafts = [lease for lease in self.pair.model.leases if lease.version.state == "draft"]
+        sizes = choose(LAYOUTS, other)
+        if drafts and other % 7:
+            known = drafts[number % len(drafts)].version.layout.allocations
+            sizes = tuple(max(1, size - less % 3) for size in known)
+        made, encoded = layout(sizes)
+        self._with_lease(number, lambda lease: m.SetLayout(lease, encoded), draft=number % 11 != 0, layout=made)
 
     def close(self, number: int, *_: int) -> None:
         self._with_lease(number, m.Close, draft=number % 11 == 0)

@@ -114,6 +114,10 @@ class Model(Facts):
             case m.Create():
                 assert event.layout is not None
                 self.create(session, number, body, event.layout)
+            case m.SetLayout():
+                assert event.layout is not None
+                self.set_layout(self.own(session, body.lease).version, body, event.layout)
+                self.out.answers[session.id, number] = m.Done()
             case m.ShareEvent():
                 self.share(session, number, body)
             case m.OpenEvent():
@@ -130,7 +134,7 @@ class Model(Facts):
                 return m.Done()
             case m.SendDescriptors():
                 return self.send_descriptors(self.own(session, body.lease))
-            case m.Seal():
+            case m.Seal() | m.SealInPlace():
                 return self.seal(self.own(session, body.lease), body)
             case m.Cancel():
                 for request in list(self.requests):
@@ -281,11 +285,28 @@ class Model(Facts):
         if request.body.wait and request.waits in ("publication", "event", "generation"):
             self.out.timer, request.timed = request, True
 
-    def seal(self, lease: Lease, body: m.Seal) -> m.Sealed:
+    def set_layout(self, version: Version, body: m.SetLayout, layout: Outline) -> None:
+        if version.state != "draft":
+            raise Refusal("unavailable" if version.state == "lost" else "invalid")
+        same = len(layout.allocations) == len(version.layout.allocations)
+        blocks = self.blocks_of(version)
+        if not same or any(block.sizes != self.sizes(version.body, layout, block.device) for block in blocks):
+            raise Refusal("invalid")
+        limit, more = self.quota(version.owner).layouts, len(body.layout) - len(version.body.layout)
+        if limit is not None and more > 0 and self.layouts_of(version.owner) + more > limit:
+            raise Refusal("over_quota")
+        version.body, version.layout = msgspec.structs.replace(version.body, layout=body.layout), layout
+
+    def seal(self, lease: Lease, body: m.Seal | m.SealInPlace) -> m.Sealed:
         version = lease.version
         if version.state != "draft":
             raise Refusal("unavailable" if version.state == "lost" else "invalid")
-        if isinstance(body, m.SealDigested):
+        stays = isinstance(body, m.SealInPlace)
+        if stays and (
+            version.body.share == "multicast" or (version.body.plan is None and len(version.body.devices) > 1)
+        ):
+            raise Refusal("unsupported")
+        if isinstance(body, m.SealDigested | m.SealInPlace) and body.digests is not None:
             if version.body.writable:
                 raise Refusal("unsupported")
             handles = [self.replica(block).handles for block in self.blocks_of(version)]
@@ -297,7 +318,8 @@ class Model(Facts):
         if version.body.mode is not None:
             self.modes[version.name] = version.body.mode
         self.last[version.name] = version.number
-        self.give_back(lease)
+        if not stays:
+            self.give_back(lease)
         if previous is not None:
             previous.state = "superseded"
         for old in self.of(version.name):

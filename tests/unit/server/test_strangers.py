@@ -36,6 +36,8 @@ BODIES: dict[type[m.Request], tuple[m.Request, ...]] = {
     m.Create: (make(),),
     m.Seal: (m.Seal(1), m.Seal(2)),
     m.SealDigested: tuple(m.SealDigested(lease, m.Digests("x", ((bytes(16),),))) for lease in (1, 2)),
+    m.SealInPlace: (m.SealInPlace(1), m.SealInPlace(2)),
+    m.SetLayout: (m.SetLayout(1, layout(MIB).encode()), m.SetLayout(2, layout(MIB).encode())),
     m.Close: (m.Close(1), m.Close(2)),
     m.SendDescriptors: (m.SendDescriptors(1), m.SendDescriptors(2)),
     m.Cancel: (m.Cancel(900),),
@@ -75,7 +77,7 @@ def known(body: m.Reply) -> m.Reply:
 
 def hears(story: Story, session: int, body: m.Request) -> list[bytes]:
     """All that a session hears of a request, up to its time's end."""
-    made = layout(MIB).outline if isinstance(body, m.Create) else None
+    made = layout(MIB).outline if isinstance(body, m.Create | m.SetLayout) else None
     effects = story.quietly(e.RequestReceived(session, 700, body, made))
     for timer in [effect.timer for effect in effects if isinstance(effect, e.SetTimer)]:
         effects += story.quietly(e.TimerExpired(timer))
@@ -243,6 +245,8 @@ OUTCOMES: dict[type[m.Request], tuple[Outcome, Outcome]] = {
     m.Create: (None, "denied"),
     m.Seal: ("not_found", "not_found"),
     m.SealDigested: ("not_found", "not_found"),
+    m.SealInPlace: ("not_found", "not_found"),
+    m.SetLayout: ("not_found", "not_found"),
     m.Close: ("not_found", "not_found"),
     m.SendDescriptors: ("not_found", "not_found"),
     m.Cancel: (m.Done, m.Done),
@@ -270,7 +274,7 @@ OUTCOMES: dict[type[m.Request], tuple[Outcome, Outcome]] = {
 def test_the_owner_and_the_readers_of_a_private_pool_are_served(kind: type[m.Request]) -> None:
     for session, expected in zip((OWNER, MATE), OUTCOMES[kind], strict=True):
         body = BODIES[kind][0]
-        made = layout(MIB).outline if isinstance(body, m.Create) else None
+        made = layout(MIB).outline if isinstance(body, m.Create | m.SetLayout) else None
         effects = current().quietly(e.RequestReceived(session, 700, body, made))
         said = [effect.body for effect in effects if isinstance(effect, e.Respond) and effect.session == session]
         came = [each.code if isinstance(each, m.Failed) else type(each) for each in said]

@@ -9,9 +9,10 @@ import pytest
 
 from cubroker.protocol import messages as m
 from cubroker.protocol.errors import CorruptJournal
+from cubroker.protocol.layout import Layout, TensorSpec
 from cubroker.server.ledger import Ledger, Limits
 from cubroker.server.ledger import events as e
-from cubroker.server.ledger.policy import Policy
+from cubroker.server.ledger.policy import Policy, Quota
 from cubroker.server.ledger.snapshot import StateEntry
 from cubroker.server.ledger.transitions import VersionState
 from tests.unit.server.ledger.story import (
@@ -306,3 +307,115 @@ def test_a_pool_without_a_current_version_is_found_as_0_and_a_private_one_is_den
     published >> asks(2, 9, m.Find("a"))
     published << answer(2, 9, m.Found(0))
     published.end()
+
+
+# -- another layout, and seals in place ----------------------------------------------------------------
+
+
+def lays_out(session: int, request: int, lease: int, *sizes: int, tensors: int = 0) -> e.RequestReceived:
+    made = Layout(tuple(TensorSpec(f"t{each}", "U8", (1,), 0, 256 * each) for each in range(tensors)), sizes)
+    return e.RequestReceived(session, request, m.SetLayout(lease, made.encode()), made.outline)
+
+
+def described(story: Story, version: int) -> tuple[Layout, m.Description]:
+    told = story.tells(1, m.Describe("a", version), m.Description)
+    return Layout.decode(told.layout), told
+
+
+def test_a_draft_gets_another_layout_of_its_memory_which_its_readers_see(story: Story) -> None:
+    drafts(story)
+    story >> lays_out(1, 2, 1, MIB, MIB - 256, tensors=3) << done(1, 2)
+    layout, told = described(story, 1)
+    assert [tensor.name for tensor in layout.tensors] == ["t0", "t1", "t2"]
+    assert (told.info.tensors, told.info.nbytes) == (3, 2 * MIB - 256)
+    assert any("another layout, of 3 tensors" in line for line in story.log(1, "a"))
+    story.quietly(asks(1, 3, m.Seal(1)))
+    (granted,) = [
+        each.body for each in story.quietly(attaches(2, 1, "a", device="GPU-0")) if isinstance(each, e.Respond)
+    ]
+    assert isinstance(granted, m.Attached)
+    assert Layout.decode(granted.layout) == layout
+
+
+@pytest.mark.parametrize("sizes", [(MIB,), (MIB, MIB, MIB), (MIB, 3 * MIB), (3 * MIB, MIB)])
+def test_a_layout_of_other_memory_is_refused_and_the_draft_stays(story: Story, sizes: tuple[int, ...]) -> None:
+    drafts(story)
+    story >> lays_out(1, 2, 1, *sizes) << refused(1, 2, "invalid", "a@1", "the draft's memory is 2097152, 2097152")
+    assert described(story, 1)[0].allocations == (MIB, MIB)
+
+
+def test_a_long_list_of_allocations_is_cut_short(story: Story) -> None:
+    drafts(story)
+    story >> lays_out(1, 2, 1, 1, 2, 3, 4, 5) << refused(1, 2, "invalid", "1, 2, 3, 4, … (5) bytes")
+
+
+def test_a_layout_of_shards_is_that_of_each_device(story: Story) -> None:
+    sizes = (MIB, 3 * MIB, MIB)
+    story.quietly(creates(1, 1, "a", *sizes, devices=BOTH, share="vmm", plan=(0, 1, 0)))
+    story.quietly(e.Allocated(1, (D, D)), e.Allocated(2, (D,)))
+    story >> lays_out(1, 2, 1, 3 * MIB, MIB, MIB) << refused(1, 2, "invalid", "2097152, 4194304, 2097152")
+    story >> lays_out(1, 3, 1, MIB, 4 * MIB, MIB) << done(1, 3)
+
+
+def test_only_the_writer_of_a_draft_gives_it_a_layout(story: Story) -> None:
+    drafts(story)
+    story >> lays_out(2, 1, 1, MIB, MIB) << refused(2, 1, "not_found")
+    story.quietly(asks(1, 2, m.Seal(1)), attaches(1, 3, "a", device="GPU-0"))
+    story >> lays_out(1, 4, 2, MIB, MIB) << refused(1, 4, "invalid", "published; only a draft can get another layout")
+
+
+def test_a_longer_layout_counts_for_the_quota_and_a_shorter_one_gives_back() -> None:
+    story = Story(policy=Policy(quota=Quota(layouts=80)))
+    story.joins(1)
+    story.quietly(creates(1, 1, "a", MIB), e.Allocated(1, (b"handle",)))
+    story >> lays_out(1, 2, 1, MIB, tensors=9) << refused(1, 2, "over_quota", "of a quota of 80")
+    story >> lays_out(1, 3, 1, MIB, tensors=5) << done(1, 3)
+    story >> creates(1, 4, "b", MIB, MIB, MIB, MIB) << refused(1, 4, "over_quota")
+    story >> lays_out(1, 5, 1, MIB) << done(1, 5)
+    story.quietly(creates(1, 6, "b", MIB, MIB, MIB, MIB))
+    assert [info.name for info in story.tells(1, m.ListPools(), m.Pools).pools] == ["a", "b"]
+
+
+def test_a_version_that_is_sealed_in_place_stays_leased_by_its_writer(story: Story) -> None:
+    story.quietly(
+        creates(1, 1, "a", MIB, share="vmm", durable=True), e.Allocated(1, (D,)), attaches(2, 1, "a", wait=5.0)
+    )
+    effects = story.quietly(asks(1, 2, m.SealInPlace(1)))
+    assert answer(1, 2, m.Sealed(1)) in effects
+    assert not any(isinstance(effect, e.CancelFds | e.Free) for effect in effects)
+    assert any(isinstance(effect, e.Respond) and isinstance(effect.body, m.Attached) for effect in effects)
+    assert described(story, 1)[1].info.leases == 2
+    story >> asks(1, 3, m.SealInPlace(1)) << refused(1, 3, "invalid", "published")
+    story.quietly(asks(1, 4, m.Retire("a", 1)), asks(2, 2, m.Close(2)))
+    assert described(story, 1)[1].info.leases == 1
+    story >> asks(1, 5, m.Close(1)) << e.CancelFds(1, 1) << e.Free(1, "GPU-0") << done(1, 5)
+
+
+def test_a_version_is_sealed_in_place_with_its_digests(story: Story) -> None:
+    story.quietly(creates(1, 1, "a", MIB, share="vmm", durable=True), e.Allocated(1, (D,)))
+    story >> asks(1, 2, m.SealInPlace(1, digests((ONE, TWO)))) << refused(1, 2, "invalid", "digests")
+    story.quietly(asks(1, 3, m.SealInPlace(1, digests((ONE,)))))
+    assert listed(story).digests == digests((ONE,))
+
+
+def test_all_shards_are_sealed_in_place_and_replicas_and_multicast_pools_are_not(story: Story) -> None:
+    drafts(story)
+    story >> asks(1, 2, m.SealInPlace(1)) << refused(1, 2, "unsupported", "a@1", "2 replicas")
+    story.quietly(creates(1, 3, "b", MIB, share="multicast"), e.Allocated(3, (D,)))
+    story >> asks(1, 4, m.SealInPlace(2)) << refused(1, 4, "unsupported", "shared as multicast")
+    story.quietly(creates(1, 5, "c", MIB, MIB, devices=BOTH, share="vmm", plan=(0, 1)))
+    story.quietly(e.Allocated(4, (D,)), e.Allocated(5, (D,)), asks(1, 6, m.SealInPlace(3)))
+    assert story.tells(1, m.Describe("c", 1), m.Description).info.leases == 1
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+def test_the_next_broker_knows_the_layout_and_the_lease(story: Story, *, sealed: bool) -> None:
+    story.quietly(creates(1, 1, "a", MIB, share="vmm", durable=True), e.Allocated(1, (D,)))
+    story.quietly(lays_out(1, 2, 1, MIB, tensors=2))
+    if sealed:
+        story.quietly(asks(1, 3, m.SealInPlace(1)))
+    story.restarts()
+    assert described(story, 1)[1].info.tensors == 2
+    assert described(story, 1)[1].info.leases == 1
+    story.quietly(asks(1, 4, m.Close(1) if sealed else m.SealInPlace(1)))
+    assert described(story, 1)[1].info.state == "current"
