@@ -248,12 +248,7 @@ class Broker(NotPicklable, Closeable):
             OutOfMemory, DeviceFailure: the memory could not be allocated or mapped.
         """
         layout = _laid_out(layout, plan)
-        placed = place(self.driver, layout, devices, plan)
-        draft = yield from self._create(
-            name, layout, placed, None, share, wait, mode, writable=writable, durable=durable
-        )
-        assert isinstance(draft, Draft)
-        return draft
+        return self._drafted(name, layout, devices, plan, share, wait, mode, writable=writable, durable=durable)
 
     @blocking
     def attach_or_create(
@@ -348,9 +343,8 @@ class Broker(NotPicklable, Closeable):
         sources = Sources.of(source, self.driver)
         devices, places = sources.placed(devices, plan)
         layout = sources.layout(places, tie=self._session.version >= messages.TIES)
-        with self.create(
-            name, layout, devices=devices, share=share, wait=wait, mode=mode, plan=places, durable=durable
-        ) as draft:
+        drafting = self._drafted(name, layout, devices, places, share, wait, mode, writable=False, durable=durable)
+        with run(drafting) as draft:
             sources.fill(draft)
             return draft.seal(digest=digest)
 
@@ -561,6 +555,27 @@ class Broker(NotPicklable, Closeable):
         if self._closed.done():
             raise Unavailable("this Broker is closed; open another")
 
+    def _drafted(
+        self,
+        name: str,
+        layout: Layout,
+        devices: Sequence[DeviceId] | None,
+        plan: Plan | None,
+        share: str,
+        wait: float,
+        mode: int | None,
+        *,
+        writable: bool,
+        durable: bool | None,
+    ) -> Steps[Draft]:
+        """As :meth:`create`, with a layout that is checked."""
+        placed = place(self.driver, layout, devices, plan)
+        draft = yield from self._create(
+            name, layout, placed, None, share, wait, mode, writable=writable, durable=durable
+        )
+        assert isinstance(draft, Draft)
+        return draft
+
     def _create(
         self,
         name: str,
@@ -576,7 +591,6 @@ class Broker(NotPicklable, Closeable):
     ) -> Steps[Pool | Draft]:
         """Ask for a draft; or, with ``attach``, for the current version if there is one."""
         limits.check_pool_name(name)
-        layout.check()
         if mode is not None and not 0 <= mode <= 0o777:
             raise Invalid(f"a mode of 0o{mode:o}; it can be 0 to 0o777")
         if self._session.version < messages.CHOOSES:  # such a broker has to be told
@@ -644,7 +658,11 @@ def _uid(owner: Owner) -> int:
 
 
 def _laid_out(layout: Layout | Tensors, plan: Plan | None) -> Layout:
-    return layout if isinstance(layout, Layout) else Layout.pack(layout, groups=plan)
+    """Return a layout that is checked."""
+    if not isinstance(layout, Layout):
+        return Layout.pack(layout, groups=plan)
+    layout.check()
+    return layout
 
 
 def _version(version: int | None) -> int:

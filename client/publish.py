@@ -9,9 +9,9 @@ made contiguous one by one, so that no second copy of a model is needed beside t
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from functools import partial
+from functools import cache, lru_cache, partial
 from threading import Lock
 from typing import Self
 
@@ -21,13 +21,20 @@ from cubroker.client.loading.copy import Target, copy_files, hold_all, target_of
 from cubroker.client.loading.safetensors import StoredTensor
 from cubroker.client.pool import Draft
 from cubroker.client.tensor import described
-from cubroker.driver import Context, Driver, DriverError
+from cubroker.driver import Context, Driver, DriverError, Stream
 from cubroker.driver.basics import address
+from cubroker.driver.gather import Segment
 from cubroker.protocol.errors import Invalid
 from cubroker.protocol.layout import Layout, TensorSpec
 
 MAX_COPIES = 256 << 20
 """Bytes of arrays with gaps that a device has made contiguous and that may wait for their copy into the draft."""
+
+_Near = tuple[DeviceArray, TensorSpec, int]
+"""An array that is copied from device to device, its place, and its bytes."""
+
+_Piece = tuple[Context, int, TensorSpec, int]
+"""The same once it is contiguous: the context of its device, and its address there."""
 
 
 class Sources:
@@ -58,11 +65,12 @@ class Sources:
         if not source:
             raise Invalid("there is nothing to publish: the mapping, or the state_dict, has no tensor")
         arrays: dict[str, HostArray | DeviceArray] = {}
+        context_of = cache(partial(_context, driver))
         for name, array in source.items():
             if not isinstance(name, str):
                 raise Invalid(f"{name!r} is no name of a tensor, which has to be a str")
             try:
-                arrays[name] = described(array, partial(_context, driver))
+                arrays[name] = described(array, context_of)
             except Invalid as error:
                 raise Invalid(f"cannot publish {name!r}: {error.message}") from error
         return cls(driver, arrays)
@@ -105,8 +113,9 @@ class Sources:
             first = firsts.setdefault(key, name) if tie and 0 not in array.shape else name
             if first != name:
                 tied[name] = first
-        tensors = ((name, array.dtype, array.shape) for name, array in self._arrays.items())
-        return Layout.pack(tensors, groups=plan, tied=tied)
+        tensors = tuple((name, array.dtype, array.shape) for name, array in self._arrays.items())
+        groups = None if plan is None else tuple(plan[name] for name in self._arrays)
+        return _packed(tensors, groups, tuple(tied.items()))
 
     def fill(self, draft: Draft) -> None:
         """Copy the arrays to their places in a draft, on all its devices; all is there when this returns.
@@ -118,20 +127,22 @@ class Sources:
         """
         specs = {spec.name: spec for spec in draft.layout.tensors}
         targets = [target_of(replica) for replica in draft.replicas]
+        reach = cache(partial(self._reach, targets))
         files: list[_ArrayFile] = []
         stored: list[tuple[StoredTensor, TensorSpec]] = []
-        near: list[tuple[DeviceArray, TensorSpec]] = []
+        near: list[_Near] = []
         filled: set[tuple[int, int]] = set()
         for name, array in self._arrays.items():
             spec = specs[name]
-            if not spec.nbytes or (spec.allocation, spec.offset) in filled:
+            place, nbytes = (spec.allocation, spec.offset), spec.nbytes
+            if not nbytes or place in filled:
                 continue
-            filled.add((spec.allocation, spec.offset))
-            if isinstance(array, DeviceArray) and self._reach(array, spec, targets):
-                near.append((array, spec))
+            filled.add(place)
+            if isinstance(array, DeviceArray) and reach(array.context, array.lent, spec.allocation):
+                near.append((array, spec, nbytes))
             else:
-                stored.append((StoredTensor(name, spec.dtype, spec.shape, 0, spec.nbytes, len(files)), spec))
-                files.append(_ArrayFile(array, spec.nbytes))
+                stored.append((StoredTensor(name, spec.dtype, spec.shape, 0, nbytes, len(files)), spec))
+                files.append(_ArrayFile(array, nbytes))
         besides = partial(_copy_on_devices, self._driver, near) if near else None
         try:
             copy_files(
@@ -140,17 +151,25 @@ class Sources:
         except DriverError as error:
             raise failure(error, f"copying tensors into a draft of {draft.name!r}") from error
 
-    def _reach(self, array: DeviceArray, spec: TensorSpec, targets: Iterable[Target]) -> bool:
-        """Whether all devices that get the array from here, and not from another replica, read it where it is."""
+    def _reach(self, targets: Iterable[Target], home: Context, lent: bool, allocation: int) -> bool:
+        """Whether all devices that get an array from here, and not from another replica, read it where it is."""
         return all(
-            target.context is array.context
-            or (
-                not array.lent
-                and self._driver.peers.can_access(target.context.device.index, array.context.device.index)
-            )
+            target.context is home
+            or (not lent and self._driver.peers.can_access(target.context.device.index, home.device.index))
             for target in targets
-            if not target.upstream and target.pointers[spec.allocation] is not None
+            if not target.upstream and target.pointers[allocation] is not None
         )
+
+
+@lru_cache(maxsize=8)
+def _packed(
+    tensors: tuple[tuple[str, str, tuple[int, ...]], ...],
+    groups: tuple[DeviceId, ...] | None,
+    tied: tuple[tuple[str, str], ...],
+) -> Layout:
+    """As :meth:`Layout.pack`; the last few layouts are cached, since the same model is published again and again."""
+    named = None if groups is None else {name: group for (name, _, _), group in zip(tensors, groups, strict=True)}
+    return Layout.pack(tensors, groups=named, tied=dict(tied))
 
 
 def _context(driver: Driver, ordinal: int) -> Context:
@@ -161,35 +180,63 @@ def _context(driver: Driver, ordinal: int) -> Context:
     return context(driver, ordinal)
 
 
-def _copy_on_devices(
-    driver: Driver, arrays: Sequence[tuple[DeviceArray, TensorSpec]], targets: Sequence[Target]
-) -> None:
+def _copy_on_devices(driver: Driver, arrays: Sequence[_Near], targets: Sequence[Target]) -> None:
     """Copy arrays to their places on all targets, from device to device."""
     kept: list[object] = []
-    copied = 0
     with ExitStack() as undo:
         undo.enter_context(hold_all(targets))
-        sources = {array.context for array, _ in arrays}
+        sources = {array.context for array, _, _ in arrays}
         _enable_peers(driver, undo, targets, sources)
         undo.callback(kept.clear)  # when the streams are finished
         streams = [undo.enter_context(target.context.stream()) for target in targets]
         for source in sources:
             source.synchronize()
-        for array, spec in arrays:
-            pointer, keeper = array.contiguous()
-            kept.append(keeper)
-            if array.copies:
-                array.context.synchronize()
-                copied += spec.nbytes
+        for batch in _batches(arrays):
+            pieces: list[_Piece] = []
+            for array, spec, nbytes in batch:
+                pointer, keeper = array.contiguous()
+                kept.append(keeper)
+                pieces.append((array.context, pointer, spec, nbytes))
+            del keeper  # a traceback may keep this frame for long
+            for source in {array.context for array, _, _ in batch if array.copies}:
+                source.synchronize()
             for target, stream in zip(targets, streams, strict=True):
-                if (start := target.pointers[spec.allocation]) is not None:
-                    stream.copy(start + spec.offset, pointer, spec.nbytes)
-            if copied > MAX_COPIES:
+                _start(target, stream, pieces)
+            if batch[-1] is not arrays[-1]:
                 for stream in streams:
                     stream.synchronize()
                 kept.clear()
-                copied = 0
-        del keeper  # a traceback may keep this frame for long
+
+
+def _batches(arrays: Iterable[_Near]) -> Iterator[list[_Near]]:
+    """Cut arrays into runs, in which not much more than ``MAX_COPIES`` bytes have to be made contiguous."""
+    batch: list[_Near] = []
+    copied = 0
+    for each in arrays:
+        batch.append(each)
+        copied += each[2] if each[0].copies else 0
+        if copied > MAX_COPIES:
+            yield batch
+            batch, copied = [], 0
+    if batch:
+        yield batch
+
+
+def _start(target: Target, stream: Stream, pieces: Iterable[_Piece]) -> None:
+    """Start the copies of all pieces that a target takes.
+
+    A kernel copies what lies on the target's own device. What is on another one may be memory that kernels do not reach
+    and copies do, and a kernel's fault would cost the context.
+    """
+    near: list[Segment] = []
+    far: list[Segment] = []
+    for home, pointer, spec, nbytes in pieces:
+        if (start := target.pointers[spec.allocation]) is not None:
+            (near if home is target.context else far).append((start + spec.offset, pointer, nbytes))
+    with target.context.current():
+        target.context.gather(stream, near)
+        for segment in far:
+            stream.copy(*segment)
 
 
 def _enable_peers(driver: Driver, undo: ExitStack, targets: Sequence[Target], sources: Iterable[Context]) -> None:

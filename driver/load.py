@@ -14,10 +14,11 @@ from cubroker.driver.basics import handle_bytes, handle_of, keep_first
 from cubroker.driver.checked_calls import Calls, DriverError, explained, tolerated
 from cubroker.driver.digest import Digester
 from cubroker.driver.errors import unmapped
+from cubroker.driver.gather import Gatherer, Segment
 from cubroker.driver.host.memory import BLOCK
 from cubroker.driver.multicast import Granularity, Multicast, Window, granularity, obstacle
 from cubroker.driver.peers import Peers
-from cubroker.driver.primary_context import CurrentContext, Device, PrimaryContext, current_context
+from cubroker.driver.primary_context import CurrentContext, Device, PrimaryContext, Stream, current_context
 
 MAX_HOST_DEVICES = 64
 
@@ -170,12 +171,14 @@ class Context(PrimaryContext):
     def __init__(self, calls: Calls, device: Device, *, host: bool) -> None:
         super().__init__(calls, device, host=host)
         self._digester: dict[None, Digester] = {}
+        self._gatherer: dict[None, Gatherer] = {}
 
     def release(self) -> None:
         """Release the context. If the process holds it nowhere else, everything in it is gone."""
-        if digester := self._digester.pop(None, None):
-            with suppress(DriverError):  # a context that a failed kernel has ruined refuses everything
-                digester.close()
+        for made in (self._digester.pop(None, None), self._gatherer.pop(None, None)):
+            if made:
+                with suppress(DriverError):  # a context that a failed kernel has ruined refuses everything
+                    made.close()
         super().release()
 
     # -- memory that this process owns -------------------------------------------------------------
@@ -218,6 +221,24 @@ class Context(PrimaryContext):
         """
         digester = keep_first(self._digester, None, lambda: Digester(self), Digester.close)
         return digester.digests(ranges)
+
+    def gather(self, stream: Stream, segments: Sequence[Segment]) -> None:
+        """Start copies of memory that this device reads and writes, in a stream of this context.
+
+        The segments may be of any number, size and alignment; 16 bytes are copied at a time where both addresses are
+        multiples of 16. They overlap nothing. A kernel does the work, which is loaded by the first call, and a wrong
+        address costs the context; one segment, or any number where no kernel can be loaded, is copied by the driver.
+        """
+        found = [segment for segment in segments if segment[2]]
+        with self.current():
+            if len(found) > 1:
+                with suppress(DriverError):  # no compiler, or no memory, for the kernel
+                    keep_first(self._gatherer, None, lambda: Gatherer(self), Gatherer.close)
+            if len(found) > 1 and (gatherer := self._gatherer.get(None)):
+                gatherer.start(stream, found)
+                return
+            for segment in found:
+                stream.copy(*segment)
 
     # -- memory shared between processes -----------------------------------------------------------
 

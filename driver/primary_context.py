@@ -425,7 +425,7 @@ class Kernel(Closeable):
     Args:
         context: where it is loaded.
         file: the name of the file.
-        entry: the name of the entry, all of whose arguments have 64 bits.
+        entry: the name of the entry. Its arguments are integers of 64 bits, or arrays of them.
 
     Raises:
         DriverError: the driver cannot compile it for this device.
@@ -442,11 +442,18 @@ class Kernel(Closeable):
                 self._calls.cuModuleUnload(self._module)
                 raise
 
-    def launch(self, stream: Stream, blocks: int, threads: int, *arguments: int) -> None:
-        """Start it in a stream of its context, with ``blocks`` blocks of ``threads`` threads each."""
-        parameters = arguments, (ctypes.c_uint64,) * len(arguments)
+    def launch(
+        self, stream: Stream, blocks: int, threads: int, *arguments: int | ctypes.Array[ctypes.c_uint64]
+    ) -> None:
+        """Start it in a stream of its context, with ``blocks`` blocks of ``threads`` threads each.
+
+        The arguments are copied before this returns.
+        """
+        values = [each if isinstance(each, ctypes.Array) else ctypes.c_uint64(each) for each in arguments]
+        pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+        at = ctypes.addressof(pointers)
         with self._context.current():
-            self._calls.cuLaunchKernel(self._function, blocks, 1, 1, threads, 1, 1, 0, stream.handle, parameters, 0)
+            self._calls.cuLaunchKernel(self._function, blocks, 1, 1, threads, 1, 1, 0, stream.handle, at, 0)
 
     def close(self) -> None:
         """Unload it; to be called once, when no launch of it is running."""

@@ -15,13 +15,17 @@ from typing import Any
 
 from cuda.bindings import driver as cuda
 
-from cubroker.driver import digest
-from cubroker.driver.basics import keep_first
+from cubroker.driver import digest, gather
+from cubroker.driver.basics import keep_first, round_up
 from cubroker.driver.host.devices import Refusal, Result, answers, check
 from cubroker.driver.host.multicast import MulticastFunctions
 
 _ENTRY = re.compile(rb"\.visible \.entry (\w+)\(")
 _PIECE = 16
+_WORD = (1 << 64) - 1
+
+_SIZES = {b"cubroker_broadcast": (1, 1, 1), b"cubroker_digest": (1, 1, 1), b"cubroker_gather": (1, 3 * gather.ENTRIES)}
+"""The arguments of each entry that is known, in words of 64 bits."""
 
 
 class HostModule(MulticastFunctions):
@@ -82,10 +86,11 @@ class HostModule(MulticastFunctions):
         known: dict[bytes, Callable[..., None]] = {
             b"cubroker_broadcast": self._broadcast,
             b"cubroker_digest": partial(self._digest, gridDimX),
+            b"cubroker_gather": partial(self._gather, gridDimX, blockDimX),
         }
         check(entry in known, Result.CUDA_ERROR_NOT_SUPPORTED)
         if not self.records(hStream):
-            known[entry](*kernelParams[0])
+            known[entry](*_arguments(kernelParams, _SIZES[entry]))
 
     def _of_module(self, module: Any) -> list[int]:
         """Return the numbers of the functions of a module; refuse an unknown one."""
@@ -115,6 +120,29 @@ class HostModule(MulticastFunctions):
         stored = (ctypes.c_uint64 * (2 * blocks)).from_address(sums)
         stored[:] = [*digest.sums(read), *[0] * (2 * blocks - 2)]
 
+    def _gather(self, blocks: int, threads: int, count: int, *table: int) -> None:
+        """Copy the chunks that there are blocks for, segment by segment."""
+        check(threads == gather.THREADS and 0 < count <= gather.ENTRIES)
+        start = 0
+        for entry in range(count):
+            target, source, end = table[3 * entry : 3 * entry + 3]
+            end = min(end, blocks * gather.CHUNK)
+            self._copy_segment((target + start) & _WORD, (source + start) & _WORD, end - start)
+            start = round_up(end, gather.CHUNK)
+
+    def _copy_segment(self, target: int, source: int, nbytes: int) -> None:
+        """Copy by ordinary loads and stores, which go from one region on to the next."""
+        while nbytes > 0:
+            with self.lock:
+                ends = [region.end - at for at in (target, source) if (region := self.addresses.find(at))]
+            check(len(ends) == 2, Result.CUDA_ERROR_ILLEGAL_ADDRESS)
+            count = min(nbytes, *ends)
+            try:
+                ctypes.memmove(self._checked(target, count, writing=True), self.readable(source, count), count)
+            except Refusal:
+                raise Refusal(Result.CUDA_ERROR_ILLEGAL_ADDRESS) from None
+            target, source, nbytes = target + count, source + count, nbytes - count
+
     def forked(self) -> None:
         """Refuse all calls in a forked child, if the parent used the driver. The parent's mappings stay readable."""
         if self.initialised_by:
@@ -124,6 +152,18 @@ class HostModule(MulticastFunctions):
         if name.startswith("CU"):
             return getattr(cuda, name)
         raise AttributeError(f"the host driver has no {name}")
+
+
+def _arguments(given: Any, sizes: tuple[int, ...]) -> list[int]:
+    """Return the words of arguments as the bindings take them: values and their types, or the address of pointers."""
+    if not isinstance(given, int):
+        return list(given[0])
+    pointers = (ctypes.c_void_p * len(sizes)).from_address(given)
+    return [
+        word
+        for at, size in zip(pointers, sizes, strict=True)
+        for word in (ctypes.c_uint64 * size).from_address(at or 0)
+    ]
 
 
 _modules: dict[tuple[int, int, int], HostModule] = {}

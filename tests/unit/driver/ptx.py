@@ -1,6 +1,6 @@
-"""Runs the PTX of ``digest.ptx`` in Python, thread by thread: what it computes can be looked at without a GPU.
+"""Runs the PTX of the kernels in Python, thread by thread: what they compute can be looked at without a GPU.
 
-It knows the instructions that this kernel has, and no others.
+It knows the instructions that ``digest.ptx`` and ``gather.ptx`` have, and no others.
 """
 
 from __future__ import annotations
@@ -25,18 +25,26 @@ _ARITHMETIC: dict[str, Callable[..., int]] = {
     "mul": lambda a, b: a * b,
     "shl": lambda a, b: a << b,
     "shr": lambda a, b: a >> b,
+    "and": lambda a, b: a & b,
+    "min": min,
+    "or": lambda a, b: a | b,
+    "sub": lambda a, b: a - b,
     "xor": lambda a, b: a ^ b,
     "mov": lambda a: a,
     "cvt": lambda a: a,
     "cvta": lambda a: a,
     "ge": lambda a, b: a >= b,
     "eq": lambda a, b: a == b,
+    "gt": lambda a, b: a > b,
+    "lt": lambda a, b: a < b,
     "ne": lambda a, b: a != b,
 }
 
+_FORMATS = {"v2.u64": "<2Q", "v4.u32": "<4I", "u64": "<Q", "u32": "<I", "u16": "<H", "u8": "<B"}
+
 
 class Program:
-    """One entry of a PTX file, whose only vectors are pairs of 64 bits."""
+    """One entry of a PTX file."""
 
     def __init__(self, file: Path) -> None:
         text = re.sub(r"//.*", "", file.read_text())
@@ -51,14 +59,25 @@ class Program:
                 assert found, line
                 self.code.append((found["guard"] or "", found["operation"], _OPERAND.findall(found["operands"])))
 
-    def run(self, memory: bytes, parameters: dict[str, int], blocks: int, threads: int) -> dict[int, tuple[int, int]]:
-        """Run a grid on some global memory, which begins at address 0; return what was stored, by address."""
-        stored: dict[int, tuple[int, int]] = {}
+    def run(
+        self, memory: bytes, parameters: dict[str, int], blocks: int, threads: int, table: bytes = b""
+    ) -> list[tuple[int, bytes]]:
+        """Run a grid on some global memory, which begins at address 0; return what was stored where, in order.
+
+        Args:
+            memory: what is loaded from; a load beyond it fails.
+            parameters: those that are numbers.
+            blocks: of the grid.
+            threads: of a block.
+            table: the parameter of that name, an array.
+        """
+        stored: list[tuple[int, bytes]] = []
         for block in range(blocks):
             shared = bytearray(SHARED)
             ids = {"%ntid.x": threads, "%ctaid.x": block, "%nctaid.x": blocks}
+            spaces = {"global": memory, "shared": shared, "param": table}
             running = [
-                self._thread(memory, shared, stored, parameters | ids | {"%tid.x": thread, "partial": 0})
+                self._thread(spaces, stored, parameters | ids | {"%tid.x": thread, "partial": 0, "table": 0})
                 for thread in range(threads)
             ]
             while running:
@@ -68,15 +87,15 @@ class Program:
         return stored
 
     def _thread(
-        self, memory: bytes, shared: bytearray, stored: dict[int, tuple[int, int]], registers: dict[str, int]
+        self, spaces: dict[str, bytes | bytearray], stored: list[tuple[int, bytes]], registers: dict[str, int]
     ) -> Iterator[bool]:
         """Run one thread; stops at each barrier."""
 
         def value(operand: str) -> int:
-            name = operand.strip("[] ")
-            return registers[name] if name in registers else int(name, 0)
+            name, _, offset = operand.strip("[] ").partition("+")
+            return (registers[name] if name in registers else int(name, 0)) + int(offset or 0)
 
-        def pair(operand: str) -> list[str]:
+        def names(operand: str) -> list[str]:
             return [name.strip() for name in operand.strip("{}").split(",")]
 
         place = 0
@@ -92,18 +111,22 @@ class Program:
                 yield True
             elif kind == "bra":
                 place = self.labels[operands[0]]
-            elif kind == "ld" and more[0] == "param":
+            elif kind == "ld" and more[0] == "param" and not operands[1].startswith("[%"):
                 registers[operands[0]] = value(operands[1])
             elif kind == "ld":
-                source, address = shared if more[0] == "shared" else memory, value(operands[1])
-                registers.update(zip(pair(operands[0]), PAIR.unpack_from(source, address), strict=True))
+                form = struct.Struct(_FORMATS[".".join(more[1:]).removeprefix("nc.")])
+                address = value(operands[1])
+                assert address % form.size == 0, "a load beside its alignment"
+                registers.update(zip(names(operands[0]), form.unpack_from(spaces[more[0]], address), strict=True))
             elif kind == "st":
-                first, second = map(value, pair(operands[1]))
+                form = struct.Struct(_FORMATS[".".join(more[1:])])
+                address, data = value(operands[0]), form.pack(*map(value, names(operands[1])))
+                assert address % form.size == 0, "a store beside its alignment"
                 if more[0] == "shared":
-                    PAIR.pack_into(shared, value(operands[0]), first, second)
+                    spaces["shared"][address : address + form.size] = data  # type: ignore[index]
                 else:
-                    stored[value(operands[0])] = first, second
+                    stored.append((address, data))
             else:
                 compute = _ARITHMETIC[more[0] if kind == "setp" else kind]
-                width = "64" if "wide" in more else operation[-2:]
+                width = "64" if "wide" in more else more[0][-2:] if kind == "cvt" else operation[-2:]
                 registers[operands[0]] = int(compute(*map(value, operands[1:]))) & WIDTH[width]

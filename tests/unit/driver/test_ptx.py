@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import shutil
 import subprocess
 import tomllib
@@ -12,12 +13,17 @@ from pathlib import Path
 import pytest
 
 from cubroker.driver.digest import add, digest, finish
+from cubroker.driver.gather import CHUNK, THREADS, table_of
 from cubroker.driver.primary_context import KERNEL_FOLDER as HERE
 from tests.unit.driver.ptx import PAIR, Program
 
 ROOT = Path(__file__).parents[3]
-KERNELS = {"multimem.ptx": ("sm_90", "sm_100"), "digest.ptx": ("sm_75", "sm_80", "sm_90", "sm_100", "sm_120")}
+SINCE_VOLTA = ("sm_75", "sm_80", "sm_90", "sm_100", "sm_120")
+KERNELS = {"multimem.ptx": ("sm_90", "sm_100"), "digest.ptx": SINCE_VOLTA, "gather.ptx": SINCE_VOLTA}
 """The files, and architectures that each is for."""
+
+BASE = 1 << 40
+"""Where the targets of copies begin."""
 
 
 def test_the_kernels_are_a_part_of_the_package() -> None:
@@ -51,5 +57,30 @@ def test_the_kernel_of_digests_adds_up_every_piece_whatever_the_grid(blocks: int
     data, sums = random.Random(pieces).randbytes(16 * pieces), 1 << 40
     parameters = {"source": 0, "pieces": pieces, "sums": sums}
     stored = Program(HERE / "digest.ptx").run(data, parameters, blocks, threads)
-    assert sorted(stored) == [sums + PAIR.size * block for block in range(blocks)]
-    assert finish(add(*stored.values()), len(data)) == digest(data)
+    assert [address for address, _ in stored] == [sums + PAIR.size * block for block in range(blocks)]
+    assert finish(add(*(PAIR.unpack(pair) for _, pair in stored)), len(data)) == digest(data)
+
+
+@pytest.mark.parametrize("beside", [0, 1, 2, 4, 8])
+@pytest.mark.parametrize("sizes", [[1], [16, 100], [17, 5, CHUNK + 9, 1, 2000], [3, 2 * CHUNK, 40_000]])
+def test_the_kernel_of_copies_stores_every_byte_once(beside: int, sizes: list[int]) -> None:
+    segments, start = [], beside
+    for nbytes in sizes:
+        segments.append((BASE + 2 * start, start, nbytes))
+        start += -(-nbytes // 16) * 16 + 32
+    end = sum(segments[-1][1:])  # no byte beyond the last segment may be loaded
+    data = random.Random(beside).randbytes(end)
+    table, row = table_of(segments)
+    program, count = Program(HERE / "gather.ptx"), {"count": len(segments)}
+    found: dict[int, int] = {}
+    for address, stored in program.run(data, count, row // CHUNK, THREADS, bytes(table)):
+        for place, byte in enumerate(stored, address):
+            assert place not in found, "a byte is stored twice"
+            found[place] = byte
+    assert found == {to + place: data[at + place] for to, at, nbytes in segments for place in range(nbytes)}
+
+
+def test_a_table_has_the_size_that_the_kernel_declares() -> None:
+    declared = re.search(r"\.b8 table\[(\d+)\]", (HERE / "gather.ptx").read_text())
+    assert declared
+    assert len(bytes(table_of([])[0])) == int(declared[1]) <= 4096 - 8

@@ -1,0 +1,89 @@
+"""Copies of many segments at once, whose bytes arrive whatever their number, size and alignment."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from cubroker.driver import Context, DriverError
+from cubroker.driver.gather import CHUNK, ENTRIES
+from cubroker.driver.primary_context import Kernel
+from tests.unit.driver.conformance import BLOCK
+
+ROOM = 8 * BLOCK
+MARK = 0xEE
+
+# Around what a unit of each width, a block's loads of them, and a chunk have.
+SIZES = (1, 2, 3, 4, 5, 15, 16, 17, 31, 255, 256, 4095, 4096, 8191, 8192, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 7)
+
+
+@pytest.fixture
+def ends(context: Context) -> Iterator[tuple[int, int, bytes]]:
+    """A target that is full of marks, a source of random bytes, and these bytes."""
+    data = random.Random(1).randbytes(ROOM)
+    target, source = context.allocate(ROOM), context.allocate(ROOM)
+    context.write(target, bytes([MARK]) * ROOM)
+    context.write(source, data)
+    yield target, source, data
+    context.free(target)
+    context.free(source)
+
+
+def check(context: Context, ends: tuple[int, int, bytes], places: list[tuple[int, int, int]]) -> None:
+    """Copy segments, by their places in both, and compare all bytes of the target."""
+    target, source, data = ends
+    expected = bytearray([MARK]) * ROOM
+    for to, at, nbytes in places:
+        expected[to : to + nbytes] = data[at : at + nbytes]
+    with context.stream() as stream:
+        context.gather(stream, [(target + to, source + at, nbytes) for to, at, nbytes in places])
+        stream.synchronize()
+    assert context.read(target, ROOM) == expected
+
+
+def in_a_row(sizes: list[int], to: int, at: int, gap: int) -> list[tuple[int, int, int]]:
+    """Return segments one after the other, the first of them at ``to`` and ``at``, with gaps that are multiples."""
+    places = []
+    for nbytes in sizes:
+        places.append((to, at, nbytes))
+        to, at = (place + (nbytes // gap + 1) * gap for place in (to, at))
+    return places
+
+
+@pytest.mark.parametrize("to", [0, 1, 2, 4, 8])
+@pytest.mark.parametrize("at", [0, 1, 2, 3, 4, 6, 8, 15])
+def test_segments_arrive_whatever_their_size_and_alignment(
+    context: Context, ends: tuple[int, int, bytes], to: int, at: int
+) -> None:
+    check(context, ends, in_a_row(list(SIZES), to, at, gap=256))
+
+
+@pytest.mark.parametrize("count", [1, 2, ENTRIES - 1, ENTRIES, ENTRIES + 1, 5000])
+def test_any_number_of_segments_arrives(context: Context, ends: tuple[int, int, bytes], count: int) -> None:
+    sizes = random.Random(count).choices((0, 1, 16, 100, 512, 1000, 2048), k=count)
+    places = in_a_row(sizes, 0, 16, gap=256)
+    random.Random(count).shuffle(places)
+    check(context, ends, places)
+
+
+def test_a_large_segment_between_small_ones_arrives(context: Context, ends: tuple[int, int, bytes]) -> None:
+    check(context, ends, in_a_row([1, 100, 5 * BLOCK + 13, 7, 0, 64], 32, 64, gap=16))
+
+
+def test_segments_that_adjoin_and_none_at_all(context: Context, ends: tuple[int, int, bytes]) -> None:
+    check(context, ends, [])
+    check(context, ends, [(0, 0, 0), (10, 20, 0)])
+    check(context, ends, [(5, 9, 100), (105, 109, 1), (106, 110, 0), (106, 110, CHUNK), (BLOCK, BLOCK, 3)])
+
+
+def test_segments_without_a_kernel_are_copied_by_the_driver(
+    context: Context, ends: tuple[int, int, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(*_: object) -> None:
+        raise DriverError("cuModuleLoadData", 221, "CUDA_ERROR_JIT_COMPILER_NOT_FOUND")
+
+    monkeypatch.setattr(Kernel, "__init__", missing)
+    monkeypatch.setattr(context, "_gatherer", {})
+    check(context, ends, in_a_row([1, 100, CHUNK], 32, 64, gap=16))
