@@ -30,7 +30,7 @@ from typing import ParamSpec, Self, TypeVar, cast
 
 from cubroker.client import broker as blocking
 from cubroker.client import devices as local
-from cubroker.client import notices, pool
+from cubroker.client import locks, notices, pool
 from cubroker.client.broker import Owner
 from cubroker.client.devices import DeviceId, Plan
 from cubroker.client.follow import Follow
@@ -46,7 +46,7 @@ from cubroker.protocol.layout import Layout, Tensors
 P = ParamSpec("P")
 T = TypeVar("T")
 
-__all__ = ["Broker", "Draft", "Pool", "Watch"]
+__all__ = ["Broker", "Draft", "NameLock", "Pool", "Watch"]
 
 
 async def awaited(method: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -278,6 +278,10 @@ class Broker:
         """See :meth:`cubroker.Broker.follow`; it returns at once, and is iterated by ``async for``."""
         return self.blocking.follow(name, owner=owner, timeout=timeout)
 
+    async def lock(self, name: str, *, timeout: float = 600.0) -> NameLock:
+        """See :meth:`cubroker.Broker.lock`: ``async with await broker.lock(name):``."""
+        return NameLock(await awaited(blocking.Broker.lock, self.blocking, name, timeout=timeout))
+
     # -- what there is -----------------------------------------------------------------------------
 
     async def pools(self) -> tuple[PoolInfo, ...]:
@@ -449,6 +453,45 @@ class Draft(Pool):
         if digest:
             return await asyncio.to_thread(self.blocking.seal, digest=True)
         return await awaited(pool.Draft.seal, self.blocking)
+
+
+class NameLock:
+    """The lock of a pool's name; see :class:`cubroker.client.NameLock`. It goes back at the end of ``async with``.
+
+    Attributes:
+        blocking: the lock below.
+    """
+
+    def __init__(self, below: locks.NameLock) -> None:
+        self.blocking = below
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def __repr__(self) -> str:
+        return repr(self.blocking)
+
+    @property
+    def name(self) -> str:
+        """The name."""
+        return self.blocking.name
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was given back."""
+        return self.blocking.closed
+
+    @property
+    def lost(self) -> str:
+        """See :attr:`cubroker.client.NameLock.lost`."""
+        return self.blocking.lost
+
+    async def close(self) -> None:
+        """See :meth:`cubroker.client.NameLock.close`. Once begun, it happens, even if this is cancelled."""
+        await awaited(locks.NameLock.close, self.blocking)
 
 
 class Watch(AsyncIterator[int | None]):

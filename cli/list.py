@@ -172,6 +172,8 @@ def clients(directory: Path, as_json: bool) -> None:
             "STATE": lambda client: client.state,
             "~LEASES": lambda client: format.leases(client) or "none",
         }
+        if any(client.locks for client in clients):
+            columns |= {"~LOCKS": lambda client: ", ".join(client.locks) or "none"}
         if any(client.mapped_beyond_leases for client in clients):
             columns |= {">BEYOND LEASES": _beyond}
         format.print_table(clients, columns)

@@ -15,17 +15,19 @@ if TYPE_CHECKING:
     from cubroker.client.broker import Broker
     from cubroker.client.events import SharedEvent
     from cubroker.client.follow import Follow
+    from cubroker.client.locks import NameLock
     from cubroker.client.notices import Watch
     from cubroker.client.pool import Draft, Pool
     from cubroker.client.replica import Replica
     from cubroker.client.tensor import SharedTensor
 
-__all__ = ["Broker", "Draft", "Follow", "Pool", "Replica", "SharedEvent", "SharedTensor", "Watch"]
+__all__ = ["Broker", "Draft", "Follow", "NameLock", "Pool", "Replica", "SharedEvent", "SharedTensor", "Watch"]
 
 _MODULES = {
     "Broker": "broker",
     "Draft": "pool",
     "Follow": "follow",
+    "NameLock": "locks",
     "Pool": "pool",
     "Replica": "replica",
     "SharedEvent": "events",

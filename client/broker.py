@@ -14,6 +14,7 @@ from typing import TypeVar
 from cubroker.client import devices as local
 from cubroker.client.devices import DeviceId, Placed, Plan, place
 from cubroker.client.follow import Follow
+from cubroker.client.locks import NameLock, obtain
 from cubroker.client.memory.lease import LeaseHandle, acquire
 from cubroker.client.memory.mapping import LeasedMemory
 from cubroker.client.notices import Watch, time_limit
@@ -84,6 +85,7 @@ class Broker(NotPicklable, Closeable):
         self._closed: Future[None] = Future()
         self._pools: WeakRefs[Pool] = WeakRefs()
         self._follows: WeakRefs[Follow] = WeakRefs()
+        self._locks: WeakRefs[NameLock] = WeakRefs()
         self._reopening = RLock()  # a signal handler or a finalizer may reopen in the middle
         session = until_served(lambda: Session(place, timeout, greeting), seconds(wait), self._closed.wait)
         self._owner = session.owner
@@ -407,6 +409,40 @@ class Broker(NotPicklable, Closeable):
             follow.close()
         return follow
 
+    @blocking
+    def lock(self, name: str, *, timeout: float = 600.0) -> Steps[NameLock]:
+        """Take the lock of a pool's name, which one session has at a time, in the order in which they asked.
+
+        ::
+
+            with broker.lock("llama"):
+                ...                    # look whether it is there; else load, and publish
+
+        It is for work that begins before :meth:`create` can, such as loading what says only then how it is laid out. It
+        is advice: it keeps no process from publishing. It ends with ``with``, with :meth:`NameLock.close`, with this
+        Broker, and with this process, however that ends; a connection that is lost does not end it. Its holder does
+        not get it twice: a second request waits for the first.
+
+        Args:
+            name: the pool, which need not exist.
+            timeout: seconds to wait for it; 0: do not wait.
+
+        Raises:
+            TimedOut: another holder has it, and had it for ``timeout`` seconds.
+            Denied: this user may not publish that pool.
+            OverQuota: this session, or this user, has as many locks as it may.
+            Unsupported: the broker is too old to have locks.
+        """
+        limits.check_pool_name(name)
+        if self._session.version < messages.LOCKS:
+            raise Unsupported(f"the lock of {name!r}: the broker is too old to have locks; upgrade it")
+        held = yield from obtain(self._session, name, seconds(timeout))
+        self._locks.add(held)
+        if self._closed.done() and held.let_go():  # by another thread, since it was asked for
+            yield from held.confirming()
+        self._check_open()
+        return held
+
     # -- what there is -----------------------------------------------------------------------------
 
     @blocking
@@ -507,7 +543,7 @@ class Broker(NotPicklable, Closeable):
 
     @blocking
     def close(self) -> Steps[None]:
-        """Close all pools, discard all drafts, end what follows pools, and end the session.
+        """Close all pools, discard all drafts, give back all locks, end what follows pools, and end the session.
 
         Where tensors of a pool are still alive, the connection stays until the last of them is gone. A signal handler
         does better to raise an exception: while one runs, the call that it came into cannot go on.
@@ -522,8 +558,9 @@ class Broker(NotPicklable, Closeable):
         for follow in self._follows:
             follow.close()
         try:
-            for pool in [pool for pool in self._pools if pool.let_go()]:  # none waits for another
-                yield from pool.confirming()
+            held: list[Pool | NameLock] = [*self._pools, *self._locks]
+            for each in [each for each in held if each.let_go()]:  # none waits for another
+                yield from each.confirming()
         finally:
             session.cleanup.put(guard)
         yield from session.left()

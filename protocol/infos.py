@@ -72,6 +72,8 @@ class ClientInfo(Struct, frozen=True):
     leases: Annotated[tuple[LeaseInfo, ...], Meta(max_length=MAX_ITEMS)]
     #: Bytes of the broker's memory that its process has mapped or open without a lease of its user; None: unknown.
     mapped_beyond_leases: int | None = None
+    #: Names whose locks it has, of those that the receiver may read.
+    locks: Annotated[tuple[str, ...], Meta(max_length=MAX_ITEMS)] = ()
 
 
 class DeviceInfo(Struct, frozen=True):
@@ -115,7 +117,7 @@ class WaiterInfo(Struct, frozen=True):
     uid: int
     #: The request's id.
     request: int
-    #: ``attach``, ``create`` or ``event``.
+    #: ``attach``, ``create``, ``event`` or ``lock``.
     what: str
     #: Empty if the receiver may not know it.
     pool: str

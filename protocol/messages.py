@@ -67,6 +67,9 @@ TIES = 4
 IN_PLACE = 5
 """The first version with :class:`SetLayout` and :class:`SealInPlace`."""
 
+LOCKS = 5
+"""The first version with :class:`Lock` and :class:`Unlock`."""
+
 AUTO = "auto"
 """The share kind of a :class:`Create` that leaves it to the broker."""
 
@@ -358,6 +361,22 @@ class Watch(Message, frozen=True):
     on: bool
 
 
+class Lock(Message, frozen=True):
+    """Take the lock of a pool's name, which one session has at a time; waits for it in line. Answer: :class:`Locked`.
+
+    It stays with the session until :class:`Unlock`, or the end of the session's process.
+    """
+
+    name: Name
+    wait: Seconds
+
+
+class Unlock(Message, frozen=True):
+    """Give back a lock; the next request in line gets it. Answer: :class:`Done`."""
+
+    lock: Identifier
+
+
 class Find(Message, frozen=True):
     """Ask for the current version of ``name``. Answer: :class:`Found`."""
 
@@ -470,6 +489,8 @@ Request = (
     | Cancel
     | Retire
     | Watch
+    | Lock
+    | Unlock
     | Find
     | ListPools
     | ListClients
@@ -486,7 +507,7 @@ Request = (
     | DropEvent
 )
 
-LAST_WORDS = frozenset((Close, Seal, SealDigested, Cancel, DropEvent))
+LAST_WORDS = frozenset((Close, Seal, SealDigested, Unlock, Cancel, DropEvent))
 """Requests that give something back. A session may make them after its connection has ended, and a broker without room
 for one more request lets them wait where it refuses others: the client sends them again until they are answered."""
 
@@ -575,6 +596,12 @@ class Retirement(Message, frozen=True):
     version: Natural
     #: How many leases must end before its memory is freed.
     leases: Natural
+
+
+class Locked(Message, frozen=True):
+    """The number of a lock that the session has."""
+
+    lock: Identifier
 
 
 class Found(Message, frozen=True):
@@ -674,6 +701,7 @@ Reply = (
     | Sealed
     | Done
     | Retirement
+    | Locked
     | Found
     | Pools
     | Clients

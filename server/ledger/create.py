@@ -28,10 +28,17 @@ from cubroker.protocol import errors, limits, messages
 from cubroker.protocol.layout import Outline
 from cubroker.protocol.messages import AUTO, BY_DESCRIPTOR, DESCRIPTOR, IPC, MULTICAST, SHARES, VMM
 from cubroker.server.ledger import error_text, leases, memory
-from cubroker.server.ledger.access import can_administer, reserved_prefix
+from cubroker.server.ledger.access import can_administer
 from cubroker.server.ledger.error_text import size
 from cubroker.server.ledger.events import Allocated, AllocationFailed, Freed, MulticastBound, RequestReceived
-from cubroker.server.ledger.leases import check_publishable, check_quota, check_reachable, created, grant
+from cubroker.server.ledger.leases import (
+    check_publishable,
+    check_quota,
+    check_reachable,
+    check_reserved,
+    created,
+    grant,
+)
 from cubroker.server.ledger.model import (
     SESSION_FDS,
     Account,
@@ -181,11 +188,7 @@ def _sizes(body: messages.Create, layout: Outline) -> dict[str, tuple[int, ...]]
 
 
 def _check_writable(tables: Tables, session: Session, pool: Pool | None, body: messages.Create) -> None:
-    if (prefix := reserved_prefix(tables, session, body.name)) is not None:
-        raise errors.Denied(
-            f"user {session.uid} may not publish {body.name}: names that begin with {prefix!r} are reserved; use"
-            f" another name, or have this user added to [names] of the broker's settings"
-        )
+    check_reserved(tables, session, body.name)
     if pool is None:
         return
     check_publishable(tables, session, pool)

@@ -13,7 +13,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from cubroker.protocol.errors import OverQuota
-from cubroker.server.ledger.access import can_read, can_read_history, visible_past
+from cubroker.server.ledger.access import can_read, can_read_history, can_see_session, visible_past
 from cubroker.server.ledger.model import (
     SESSION_FDS,
     Account,
@@ -21,10 +21,12 @@ from cubroker.server.ledger.model import (
     CreateWaiter,
     EventWaiter,
     Footprint,
+    LockWaiter,
     Loss,
     Past,
     Phase,
     Pool,
+    PoolLock,
     Session,
     Ticket,
     User,
@@ -155,6 +157,9 @@ def waited(tables: Tables, waiter: Waiter) -> str:
         return f"attach to {name} {seconds} for it to be published: {why}"
     if isinstance(waiter, EventWaiter):
         return f"{seconds} in vain: {not_recorded(waiter)}"
+    if isinstance(waiter, LockWaiter):
+        assert waiter.pool.lock is not None
+        return f"{seconds} in vain: {locked(tables, waiter.session, waiter.pool.lock)}"
     return f"create of {name} {seconds} for {waiter.phase.value}: {blocked(tables, waiter)}"
 
 
@@ -172,6 +177,14 @@ def not_recorded(waiter: EventWaiter) -> str:
     maker = ipc_event.lease.session
     lost = "" if maker.connected else ", which has lost its connection"
     return f"{ipc_event.label} is at generation {ipc_event.generation}; {maker.label} makes the next one{lost}"
+
+
+def locked(tables: Tables, session: Session, held: PoolLock) -> str:
+    """Say which session has the lock of a name, if the one that asks may see that."""
+    holder = held.session
+    who = holder.label if can_see_session(tables, session, holder) else "a session of another user"
+    lost = "" if holder.connected else ", which has lost its connection and whose process lives"
+    return f"{who} has the lock of {held.pool.name}{lost}; wait until it is given back, or use another name"
 
 
 def blocked(tables: Tables, waiter: CreateWaiter) -> str:
@@ -277,6 +290,7 @@ class Countable(NamedTuple):
 LEASES = Countable("leases", "leases", "holds {} leases", "holds {} leases", "close")
 REQUESTS = Countable("unfinished", "requests", "has {} unfinished requests", "has {} unfinished requests", "cancel")
 WATCHES = Countable("watches", "watches", "watches {} pools", "has {} watches", "end")
+LOCKS = Countable("locks", "locks", "has {} locks", "has {} locks", "release")
 IPC_EVENTS = Countable("events", "events", "has {} events", "has {} events", "close")
 
 

@@ -18,6 +18,7 @@ from cubroker.server.ledger.model import (
     CreateWaiter,
     EventWaiter,
     Lease,
+    LockWaiter,
     Phase,
     Pool,
     Session,
@@ -83,6 +84,7 @@ def _parts(tables: Tables) -> Iterator[Part]:
     yield "the store", partial(_check_store, tables)
     yield "draining", partial(_check_draining, tables)
     yield "events", partial(_check_events, tables)
+    yield "locks", partial(_check_locks, tables)
     yield "timers", partial(_check_timers, tables)
 
 
@@ -112,6 +114,17 @@ def _check_groups(tables: Tables) -> None:
 def _check_events(tables: Tables) -> None:
     ipc_events = [ipc_event for session in tables.sessions.values() for ipc_event in session.ipc_events.values()]
     assert sorted(ipc_events, key=lambda ipc_event: ipc_event.id) == list(tables.ipc_events.values())
+
+
+def _check_locks(tables: Tables) -> None:
+    held = {lock.id: lock for session in tables.sessions.values() for lock in session.locks.values()}
+    assert held == tables.locks
+    for number, lock in held.items():
+        assert lock.id == number
+        assert 0 < number <= tables.lock_ids.last
+        assert lock.session.locks[number] is lock
+        assert tables.pools[lock.pool.name].lock is lock
+    assert sum(pool.lock is not None for pool in tables.pools.values()) == len(held)
 
 
 def _check_timers(tables: Tables) -> None:
@@ -182,6 +195,7 @@ def _check_user(tables: Tables, user: User) -> None:
     assert user.unfinished == sum(len(session.unfinished) for session in sessions)
     assert user.watches == sum(len(session.watches) for session in sessions)
     assert user.events == sum(len(session.ipc_events) for session in sessions)
+    assert user.locks == sum(len(session.locks) for session in sessions)
     versions = (v for pool in tables.pools.values() for v in pool.versions.values() if v.user is user)
     layouts = [v.layout for v in versions] + [w.body.layout for w in writers if w.phase is not Phase.MEMORY]
     assert user.layouts == sum(map(len, layouts))
@@ -202,7 +216,7 @@ def _check_usage(*usage: Limits | Quota) -> None:
 def _check_session(tables: Tables, session: Session) -> None:
     _check_usage(session.used, tables.limits, session.grandfathered)
     if not session.connected:
-        assert session.leases or not tables.resumed
+        assert session.held or not tables.resumed
         assert not session.unfinished
         assert not session.watches
     assert session.id <= tables.last_session
@@ -230,6 +244,9 @@ def _check_session(tables: Tables, session: Session) -> None:
                 _check_attach_waiter(tables, waiter)
             case EventWaiter():
                 _check_event_waiter(tables, waiter)
+            case LockWaiter():
+                assert waiter in waiter.pool.lock_waiters
+                assert tables.timers[waiter.timer] is waiter
             case _:
                 _check_create_waiter(tables, waiter)
 
@@ -296,7 +313,13 @@ def _check_pool(tables: Tables, pool: Pool, name: str) -> None:
     if pool.writer is not None:
         allocating = pool.draft is not None and pool.draft.state is VersionState.ALLOCATING
         assert allocating == (pool.writer.phase is Phase.MEMORY)
-    waiters: list[Waiter] = [*pool.attach_waiters, *pool.queue, *([pool.writer] if pool.writer else [])]
+    assert pool.lock is not None or not pool.lock_waiters, "a request waits for a lock that is free"
+    waiters: list[Waiter] = [
+        *pool.lock_waiters,
+        *pool.attach_waiters,
+        *pool.queue,
+        *([pool.writer] if pool.writer else []),
+    ]
     for waiter in waiters:
         assert waiter.session.unfinished[waiter.request] is waiter
     assert all(session.watches[pool.name] is pool for session in pool.watchers)

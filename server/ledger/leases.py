@@ -6,8 +6,8 @@ which memory is released. The policy may keep the newest superseded versions of 
 one takes their place or a user retires them.
 
 An attach waits for a publication; a create waits for its turn, for room, and for its memory; others wait for IPC
-events. All of them stop in :func:`stop_waiting`, whatever the cause: served, refused, timed out, cancelled, or their
-session ended. A request that waits is answered exactly once, unless its session ends.
+events and for locks. All of them stop in :func:`stop_waiting`, whatever the cause: served, refused, timed out,
+cancelled, or their session ended. A request that waits is answered exactly once, unless its session ends.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from cubroker.protocol import limits, messages
 from cubroker.protocol.errors import CubrokerError, Denied, Invalid, NotFound, OverQuota, Retired, TimedOut, Unavailable
 from cubroker.protocol.messages import BY_DESCRIPTOR, DESCRIPTOR, MULTICAST
 from cubroker.server.ledger import error_text, events, memory
-from cubroker.server.ledger.access import can_publish, can_read, visible_past
+from cubroker.server.ledger.access import can_publish, can_read, reserved_prefix, visible_past
 from cubroker.server.ledger.memory import release_quota
 from cubroker.server.ledger.model import (
     AttachWaiter,
     CreateWaiter,
     EventWaiter,
     Lease,
+    LockWaiter,
     Phase,
     Pool,
     Session,
@@ -75,6 +76,15 @@ def check_readable(tables: Tables, session: Session, pool: Pool) -> None:
         raise Denied(
             f"user {session.uid} may not attach to {pool.name}, describe or watch it, as its mode says; ask its owner"
             f" for one that lets you"
+        )
+
+
+def check_reserved(tables: Tables, session: Session, name: str) -> None:
+    """Raise ``Denied`` if a name is reserved for the pools of others."""
+    if (prefix := reserved_prefix(tables, session, name)) is not None:
+        raise Denied(
+            f"user {session.uid} may not publish {name}: names that begin with {prefix!r} are reserved; use"
+            f" another name, or have this user added to [names] of the broker's settings"
         )
 
 
@@ -370,6 +380,8 @@ def enqueue(tables: Tables, waiter: Waiter) -> None:
         waiter.pool.attach_waiters[waiter] = None
     elif isinstance(waiter, EventWaiter):
         waiter.queue[waiter] = waiter.lease.event_waiters[waiter] = None
+    elif isinstance(waiter, LockWaiter):
+        waiter.pool.lock_waiters[waiter] = None
     else:
         waiter.pool.queue[waiter] = None
         user.layouts += len(waiter.body.layout)
@@ -418,6 +430,8 @@ def stop_waiting(tables: Tables, waiter: Waiter) -> None:
         del waiter.pool.attach_waiters[waiter]
     elif isinstance(waiter, EventWaiter):
         del waiter.queue[waiter], waiter.lease.event_waiters[waiter]
+    elif isinstance(waiter, LockWaiter):
+        del waiter.pool.lock_waiters[waiter]
     else:
         _remove_create(tables, waiter)
     if waiter.pool.idle:

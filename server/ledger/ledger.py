@@ -11,13 +11,14 @@ session ends first. Versions, their memory and multicast groups have state table
     request    leases.stop_waiting  answered, refused, timed out, cancelled, its session ended
     lease      leases.release       closed, sealed, its session ended
     IPC event  ipc_events.end_event closed, its lease ended
+    lock       locks.release        given back, its session ended
     version    leases.end_version   dropped by its writer, or out of service and without leases
     group      memory.unbound       nothing is bound to its memory any more
     memory     memory.remove        its device has the bytes again
-    session    lifecycle.end        its process exited, or its connection ended and it has no leases
+    session    lifecycle.end        its process exited, or its connection ended and it has no leases and locks
 
-A session without a connection, whose process may live, keeps its leases and gets no answers; it may still close, seal
-and drop. An ended thing marks its pool, user or device for a recheck, and after every event
+A session without a connection, whose process may live, keeps its leases and locks and gets no answers; it may still
+close, seal, unlock and drop. An ended thing marks its pool, user or device for a recheck, and after every event
 :func:`cubroker.server.ledger.create.serve_waiters` serves the creates that wait there, until none can be served.
 
 With a store, a ledger outlives the broker: :meth:`Ledger.changes` returns the snapshot entries of each batch of events,
@@ -45,6 +46,7 @@ from cubroker.server.ledger import (
     ipc_events,
     leases,
     lifecycle,
+    locks,
     memory,
     publish,
     snapshot,
@@ -225,7 +227,7 @@ class Ledger:
                 tables.note(session, f"{type(body).__name__} was refused ({error.code}): {error.message}")
             if answer is not None:
                 tables.effects.append(Respond(session.id, event.request, answer))
-            if not session.connected and not session.leases:
+            if not session.connected and not session.held:
                 lifecycle.end(tables, session)
         return self.recover()
 
@@ -365,6 +367,7 @@ _AT_ONCE: Mapping[type[Request], Callable[[Tables, Session, Any], Reply]] = {
     messages.Seal: publish.seal,
     messages.SealDigested: publish.seal,
     messages.SealInPlace: publish.seal,
+    messages.Unlock: locks.unlock,
     messages.Cancel: leases.cancel,
     messages.Retire: publish.retire,
     messages.Watch: publish.watch,
@@ -387,6 +390,7 @@ _MAY_WAIT: Mapping[type[Request], Callable[[Tables, Session, Any, RequestReceive
     messages.Attach: leases.attach,
     messages.Create: create.create,
     messages.SetLayout: create.set_layout,
+    messages.Lock: locks.lock,
     messages.OpenEvent: ipc_events.open_event,
     messages.AwaitEvent: ipc_events.await_event,
 }

@@ -1,6 +1,6 @@
 """What begins and ends beside requests: sessions, draining, the broker's own end and its restart, and new rules.
 
-A *session* ends with its process, or, once its connection ended, with its last lease.
+A *session* ends with its process, or, once its connection ended, with its last lease and lock.
 
 *Draining* by hand refuses all new leases and the requests that wait for one, until it is taken back; with a store, the
 next broker goes on with it. A broker that was told to end refuses leases on memory that ends with it: all memory, or
@@ -22,7 +22,7 @@ from dataclasses import replace
 
 from cubroker.protocol.errors import Denied, OverQuota, Retired, Unavailable
 from cubroker.protocol.messages import Done, Drain, Draining, PoolLost
-from cubroker.server.ledger import error_text, events, ipc_events, leases, memory, publish
+from cubroker.server.ledger import error_text, events, ipc_events, leases, locks, memory, publish
 from cubroker.server.ledger.access import ROOT, can_read_history, is_admin, is_privileged
 from cubroker.server.ledger.leases import end_if_unused, end_surplus
 from cubroker.server.ledger.model import (
@@ -60,7 +60,7 @@ def opened(tables: Tables, event: events.SessionOpened) -> None:
 
 
 def connection_lost(tables: Tables, event: events.ConnectionLost) -> None:
-    """Drop what a session waits for and watches; without leases it ends."""
+    """Drop what a session waits for and watches; without leases and locks it ends."""
     session = tables.sessions.get(event.session)
     if session is None:
         return
@@ -68,7 +68,7 @@ def connection_lost(tables: Tables, event: events.ConnectionLost) -> None:
     tables.mark_dirty(Kind.SESSION, session.id)
     tables.note(session, "the connection ended")
     _stop(tables, session)
-    if not session.leases:
+    if not session.held:
         end(tables, session)
 
 
@@ -88,6 +88,8 @@ def end(tables: Tables, session: Session) -> None:
     _stop(tables, session)
     for lease in tuple(session.leases.values()):
         ipc_events.end_lease(tables, lease, "has ended")
+    for lock in tuple(session.locks.values()):
+        locks.release(tables, lock)
     tables.note(session, "it ended")
     tables.drop_session(session)
     tables.stored -= SESSION_FDS

@@ -16,7 +16,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from cubroker.protocol.layout import Outline
-from cubroker.protocol.messages import BY_DESCRIPTOR, MULTICAST, Attach, AwaitEvent, Create, Digests, OpenEvent
+from cubroker.protocol.messages import BY_DESCRIPTOR, MULTICAST, Attach, AwaitEvent, Create, Digests, Lock, OpenEvent
 from cubroker.server.ledger.policy import MODE, NO_LIMITS, NOTHING, Limits, Quota, exceeds
 from cubroker.server.ledger.transitions import (
     GroupState,
@@ -116,6 +116,7 @@ class User:
     watches: int = 0
     #: IPC events.
     events: int = 0
+    locks: int = 0
     #: Bytes of the encoded layouts of its versions and waiting creates.
     layouts: int = 0
     #: Descriptors of its memory and of what its waiting creates ask for.
@@ -147,6 +148,7 @@ class User:
             requests=self.unfinished,
             watches=self.watches,
             events=self.events,
+            locks=self.locks,
             layouts=self.layouts,
             descriptors=self.descriptors,
             mapped_beyond_leases=0,  # taken, not granted: see Footprint
@@ -201,7 +203,7 @@ class Session:
     gid: int
     #: Supplementary groups.
     groups: frozenset[int] = frozenset()
-    #: False once its connection ended while it still holds leases.
+    #: False once its connection ended while it still has leases or locks.
     connected: bool = True
     #: By number.
     leases: dict[int, Lease] = field(default_factory=dict)
@@ -211,6 +213,8 @@ class Session:
     watches: dict[str, Pool] = field(default_factory=dict)
     #: Events that it made, by number.
     ipc_events: dict[int, IpcEvent] = field(default_factory=dict)
+    #: By number.
+    locks: dict[int, PoolLock] = field(default_factory=dict)
     log: EventLog = field(default_factory=empty_log)
     #: Usage when the limits changed last; it may exceed them.
     grandfathered: Limits = NO_LIMITS
@@ -220,7 +224,12 @@ class Session:
     @property
     def used(self) -> Limits:
         """Everything that counts against the limits."""
-        return Limits(len(self.leases), len(self.unfinished), len(self.watches), len(self.ipc_events))
+        return Limits(len(self.leases), len(self.unfinished), len(self.watches), len(self.ipc_events), len(self.locks))
+
+    @property
+    def held(self) -> bool:
+        """Whether it has what stays until its process ends: leases or locks."""
+        return bool(self.leases or self.locks)
 
     @property
     def uid(self) -> int:
@@ -271,6 +280,15 @@ class IpcEvent:
     def label(self) -> str:
         """The event in words."""
         return f"event {self.name!r} of {self.lease.version.label}"
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class PoolLock:
+    """The lock of a pool's name, while a session has it."""
+
+    id: int
+    session: Session
+    pool: Pool
 
 
 # -- pools, versions and memory ------------------------------------------------------------------------
@@ -324,12 +342,16 @@ class Pool:
     queue: OrderedDict[CreateWaiter, None] = field(default_factory=OrderedDict)
     attach_waiters: dict[AttachWaiter, None] = field(default_factory=dict)
     watchers: dict[Session, None] = field(default_factory=dict)
+    #: None: no session has the lock of the name, and none waits for it.
+    lock: PoolLock | None = None
+    #: Requests that wait for the lock, in order of arrival.
+    lock_waiters: dict[LockWaiter, None] = field(default_factory=dict)
     log: EventLog = field(default_factory=empty_log)
 
     @property
     def idle(self) -> bool:
-        """Whether no version of it lives, and no session waits for it or watches it."""
-        return not (self.versions or self.writer or self.queue or self.attach_waiters or self.watchers)
+        """Whether no version of it lives, and no session waits for it, watches it or has its lock."""
+        return not (self.versions or self.writer or self.queue or self.attach_waiters or self.watchers or self.lock)
 
     @property
     def free(self) -> bool:
@@ -503,6 +525,20 @@ class EventWaiter:
         return self.lease.version.open_waiters if self.ipc_event is None else self.ipc_event.event_waiters
 
 
+@dataclass(slots=True, eq=False, repr=False)
+class LockWaiter:
+    """A request that waits for the lock of a name."""
+
+    session: Session
+    request: int
+    pool: Pool
+    body: Lock
+    #: Its timer.
+    timer: int = 0
+    #: When it began to wait, in seconds since 1970.
+    since: float = 0.0
+
+
 class Phase(Enum):
     """What a create waits for.
 
@@ -565,4 +601,4 @@ class CreateWaiter:
         return sum(map(len, self.sizes.values())) if self.durable else 0
 
 
-Waiter = AttachWaiter | CreateWaiter | EventWaiter
+Waiter = AttachWaiter | CreateWaiter | EventWaiter | LockWaiter

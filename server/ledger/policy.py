@@ -31,6 +31,7 @@ class Quota:
         requests: requests that wait.
         watches: watched names.
         events: events that its sessions made.
+        locks: locks of names.
         layouts: bytes of the encoded layouts of the user's versions and waiting creates, in the broker's own memory.
         descriptors: descriptors of the broker's: two for every session, and those of memory that is emulated or
             shared by descriptor.
@@ -44,6 +45,7 @@ class Quota:
     requests: int | None = None
     watches: int | None = None
     events: int | None = None
+    locks: int | None = None
     layouts: int | None = None
     descriptors: int | None = None
     mapped_beyond_leases: int | None = None
@@ -73,6 +75,7 @@ class Limits:
     watches: int = 1024
     #: IPC events.
     events: int = 1024
+    locks: int = 1024
 
 
 NOTHING = Quota(**{each.name: 0 for each in fields(Quota)})

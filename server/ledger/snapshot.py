@@ -41,6 +41,7 @@ from cubroker.server.ledger.model import (
     Loss,
     Past,
     Pool,
+    PoolLock,
     Session,
     Ticket,
     Version,
@@ -48,10 +49,10 @@ from cubroker.server.ledger.model import (
 from cubroker.server.ledger.tables import DirtyKey, Kind, Tables
 from cubroker.server.ledger.transitions import MemoryState, VersionState
 
-FORMAT = 2
-"""The format of everything below. Format 1 had no digests, and no owners of pools that have ended."""
+FORMAT = 3
+"""The format of everything below. Format 1 had no digests, and no owners of pools that have ended; 2 had no locks."""
 
-READABLE = (1, FORMAT)
+READABLE = (1, 2, FORMAT)
 """The formats that are read; any other is refused. What is written from then on has the newest."""
 
 PREFIX = b"l/"
@@ -87,6 +88,7 @@ class Counters(Entry, frozen=True):
     tickets: Number = 0
     sessions: Number = 0
     drained: bool = False
+    locks: Number = 0
 
 
 class SessionEntry(Entry, frozen=True):
@@ -173,6 +175,12 @@ class EventEntry(Entry, frozen=True):
     generation: Number
 
 
+class LockEntry(Entry, frozen=True):
+    """A lock, by its number and the name."""
+
+    session: Number
+
+
 _COPIED = tuple(field for field in VersionEntry.__struct_fields__ if field not in ("uid", "pieces"))
 """The fields that a version and its entry have in common."""
 
@@ -222,6 +230,7 @@ def entries(tables: Tables) -> Iterator[tuple[DirtyKey, Entry]]:
         keys += [(kind, number, name) for number in pool.versions for kind in (Kind.VERSION, Kind.STATE)]
     keys += [(Kind.LEASE, number, "") for number in tables.leases]
     keys += [(Kind.EVENT, number, "") for number in tables.ipc_events]
+    keys += [(Kind.LOCK, number, held.pool.name) for number, held in tables.locks.items()]
     return ((key, found) for key in keys if (found := _entry(tables, key)) is not None)
 
 
@@ -234,7 +243,7 @@ def encode_key(key: DirtyKey) -> bytes:
 def counters(tables: Tables) -> Counters:
     """Return the last numbers given out, and whether the broker is drained."""
     numbers = tables.lease_ids.last, tables.event_ids.last, tables.ticket_ids.last, tables.last_session
-    return Counters(*numbers, tables.drained)
+    return Counters(*numbers, tables.drained, tables.lock_ids.last)
 
 
 def _entry(tables: Tables, key: DirtyKey) -> Entry | None:
@@ -304,6 +313,11 @@ def _write_event(tables: Tables, number: int, _: str) -> EventEntry | None:
     return EventEntry(event.lease.id, event.name, event.device, event.handle, event.generation)
 
 
+def _write_lock(tables: Tables, number: int, _: str) -> LockEntry | None:
+    held = tables.locks.get(number)
+    return None if held is None else LockEntry(held.session.id)
+
+
 # -- reading -------------------------------------------------------------------------------------------
 
 
@@ -330,6 +344,7 @@ def load(tables: Tables, items: Iterable[tuple[bytes, bytes]]) -> Counters | Non
     loaded = dict(sorted((_read(*item) for item in values.items()), key=lambda e: (order.index(e[0][0]), e[0])))
     tables.lease_ids.last, tables.event_ids.last = found.leases, found.events
     tables.ticket_ids.last, tables.last_session = found.tickets, found.sessions
+    tables.lock_ids.last = found.locks
     tables.drained = found.drained
     for key, entry in loaded.items():
         _CODECS[key[0]].read(tables, key, entry)
@@ -475,6 +490,19 @@ def _read_watch(tables: Tables, key: DirtyKey, _: WatchEntry) -> None:
     session.user.watches += 1
 
 
+def _read_lock(tables: Tables, key: DirtyKey, entry: LockEntry) -> None:
+    _, number, name = key
+    session, pool = tables.sessions.get(entry.session), tables.pools.get(name)
+    if session is None or (pool is not None and pool.lock is not None):
+        why = "which is not there" if session is None else "while another one is there"
+        _drop(tables, key, f"lock {number} of {name}, of session {entry.session}, {why}")
+        return
+    pool = tables.pool(name)
+    held = pool.lock = PoolLock(number, session, pool)
+    tables.locks[number] = session.locks[number] = held
+    session.user.locks += 1
+
+
 class _Codec(NamedTuple):
     shape: type[Entry]
     write: Callable[[Tables, int, str], Entry | None]
@@ -489,6 +517,7 @@ _CODECS: Mapping[Kind, _Codec] = {
     Kind.LEASE: _Codec(LeaseEntry, _write_lease, _read_lease),
     Kind.EVENT: _Codec(EventEntry, _write_event, _read_event),
     Kind.WATCH: _Codec(WatchEntry, _write_watch, _read_watch),
+    Kind.LOCK: _Codec(LockEntry, _write_lock, _read_lock),
 }
 """The kinds of entries, in the order in which the tables can be filled."""
 

@@ -16,6 +16,7 @@ from cubroker.server.ledger.model import (
     MulticastGroup,
     Past,
     Pool,
+    PoolLock,
     Session,
     Ticket,
     User,
@@ -48,6 +49,7 @@ class Kind(StrEnum):
     STATE = "state"
     LEASE = "lease"
     EVENT = "event"
+    LOCK = "lock"
 
 
 DirtyKey = tuple[Kind, int, str]
@@ -101,6 +103,7 @@ class Tables:
         self.tickets: dict[int, Ticket] = {}
         self.leases: dict[int, Lease] = {}
         self.ipc_events: dict[int, IpcEvent] = {}
+        self.locks: dict[int, PoolLock] = {}
         self.multicast_groups: dict[int, MulticastGroup] = {}
         self.timers: dict[int, Waiter] = {}
         #: The past of names without a pool, oldest first.
@@ -117,6 +120,7 @@ class Tables:
 
         self.lease_ids = Counter()
         self.event_ids = Counter()
+        self.lock_ids = Counter()
         #: Numbers of tickets and of multicast groups.
         self.ticket_ids = Counter()
         self.timer_ids = Counter()

@@ -11,7 +11,7 @@ from cubroker.protocol.messages import BY_DESCRIPTOR
 from cubroker.server.ledger import memory
 from cubroker.server.ledger.access import can_read, can_read_history, can_see_session
 from cubroker.server.ledger.leases import check_readable, opened_by
-from cubroker.server.ledger.model import AttachWaiter, CreateWaiter, EventWaiter, Session, Version, Waiter
+from cubroker.server.ledger.model import AttachWaiter, CreateWaiter, EventWaiter, LockWaiter, Session, Version, Waiter
 from cubroker.server.ledger.publish import find
 from cubroker.server.ledger.tables import Tables
 from cubroker.server.ledger.transitions import MemoryState, VersionState
@@ -44,6 +44,7 @@ def list_clients(tables: Tables, session: Session, _: messages.ListClients | Non
             state="connected" if other.connected else "detached",
             leases=tuple(LeaseInfo(v.pool.name, v.number) for v in versions if can_read(tables, session, v.pool)),
             mapped_beyond_leases=memory.bytes_beyond_leases(tables, other),
+            locks=tuple(held.pool.name for held in other.locks.values() if can_read(tables, session, held.pool)),
         )
 
     return messages.Clients(
@@ -141,7 +142,7 @@ def _waiters(tables: Tables, session: Session) -> tuple[WaiterInfo, ...]:
     )
 
 
-_KINDS = {AttachWaiter: "attach", CreateWaiter: "create", EventWaiter: "event"}
+_KINDS = {AttachWaiter: "attach", CreateWaiter: "create", EventWaiter: "event", LockWaiter: "lock"}
 
 
 def _awaits(waiter: Waiter) -> str:
@@ -149,6 +150,8 @@ def _awaits(waiter: Waiter) -> str:
         return f"version {waiter.body.version}" if waiter.body.version else "a current version"
     if isinstance(waiter, EventWaiter):
         return f"event {waiter.name!r}" + (f" past generation {waiter.after}" if waiter.ipc_event else "")
+    if isinstance(waiter, LockWaiter):
+        return "the lock of the name"
     return "room in its user's quota" if waiter.parked else waiter.phase.value
 
 

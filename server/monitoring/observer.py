@@ -27,6 +27,7 @@ from cubroker.protocol.messages import (
     Failed,
     Find,
     ListDigests,
+    Lock,
     Reply,
     Request,
     Retire,
@@ -63,7 +64,7 @@ BURST, REFILL = 200, 1.0
 PLAIN = frozenset((Failed, Created, Sealed, Retirement))  #: Replies that are worth a line at ``info``.
 FAILURE = "the broker failed at looking at what happens"
 
-Naming = Attach | Create | Describe | Retire | Find | ListDigests | Watch
+Naming = Attach | Create | Describe | Retire | Find | ListDigests | Lock | Watch
 """The requests that name their pool."""
 
 OF_DRAFTS = (Seal, SealInPlace, SetLayout)

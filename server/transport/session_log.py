@@ -29,6 +29,7 @@ from cubroker.protocol.messages import (
     EventShared,
     Failed,
     Generation,
+    Locked,
     Reply,
     Retirement,
     Sealed,
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LASTING = frozenset((Attached, Created, Sealed, Done, Retirement, EventShared, EventOpened, Generation, Failed))
+LASTING = frozenset((Attached, Created, Sealed, Done, Retirement, Locked, EventShared, EventOpened, Generation, Failed))
 """Replies of requests that changed something or were refused: a cancelled request must not be done when it comes again,
 since the cancel would not come again. Replies that only tell something are worked out anew."""
 

@@ -102,6 +102,10 @@ class Pair:
                 signal.id = signal.id or body.event
                 assert signal.id == body.event
                 body = msgspec.structs.replace(body, event=0)
+            elif isinstance(body, m.Locked):
+                assert not isinstance(wanted, str), f"{body} instead of {wanted}"
+                expected.locks[key].id = body.lock
+                body = msgspec.structs.replace(body, lock=0)
             elif isinstance(body, m.Failed):
                 assert body.code == wanted, f"{body} instead of {wanted}"
                 assert body.message

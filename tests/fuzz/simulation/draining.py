@@ -66,7 +66,7 @@ def given_back(model: Model, lease: Lease) -> None:
 
 def refuse_waiters(model: Model) -> None:
     for request in list(model.requests):
-        if isinstance(request.body, m.Attach) and refuses(model, durable=True):
+        if isinstance(request.body, m.Attach | m.Lock) and refuses(model, durable=True):
             model.refuse(request, "unavailable")
         if isinstance(request.body, m.Create) and refuses(model, durable=bool(request.body.durable)):
             model.refuse(request, "unavailable")

@@ -7,7 +7,7 @@ from cubroker.protocol import messages as m
 from cubroker.protocol.layout import Outline
 from cubroker.server.ledger import Budget, Limits
 from cubroker.server.ledger.policy import Policy, Quota
-from tests.fuzz.simulation.records import Block, Lease, MulticastGroup, Request, Session, Signal, Version
+from tests.fuzz.simulation.records import Block, Lease, Lock, MulticastGroup, Request, Session, Signal, Version
 
 
 class Facts:
@@ -21,6 +21,7 @@ class Facts:
         self.multicast_groups: list[MulticastGroup] = []
         self.leases: list[Lease] = []
         self.signals: list[Signal] = []
+        self.locks: list[Lock] = []
         self.requests: list[Request] = []  # in order of arrival
         self.watches: list[tuple[Session, str]] = []
         self.last: dict[str, int] = {}
@@ -74,6 +75,10 @@ class Facts:
             return "handle"
         handles = [handle for block in self.blocks_of(version) for handle in block.handles]
         return "descriptor" if m.DESCRIPTOR in handles else "fabric handle"
+
+    def keeps(self, session: Session) -> bool:
+        """Whether a session has what stays until its process ends."""
+        return any(each.session is session for each in (*self.leases, *self.locks))
 
     def holds(self, version: Version) -> int:
         return sum(lease.version is version for lease in self.leases)
@@ -243,7 +248,8 @@ class Facts:
         state = "connected" if session.connected else "detached"
         leases = [lease.version for lease in self.leases if lease.session is session]
         held = tuple(infos.LeaseInfo(v.name, v.number) for v in leases if self.may("r", asking, v.name))
-        return infos.ClientInfo(session.id, session.pid, session.uid, state, held)
+        locks = tuple(each.name for each in self.locks if each.session is session and self.may("r", asking, each.name))
+        return infos.ClientInfo(session.id, session.pid, session.uid, state, held, locks=locks)
 
     def device(self, device: Budget) -> infos.DeviceInfo:
         allocated, promised = (

@@ -29,8 +29,10 @@ DEVICES = (
     Budget(0, "GPU-0", "first", 16 * MIB, 12 * MIB),
     Budget(1, "GPU-1", "second", 16 * MIB, 8 * MIB, 1, vmm=False),
 )
-LIMITS = (Limits(), Limits(leases=3, unfinished=3, watches=1, events=1))
-SCARCE = Quota(memory=8 * MIB, sessions=4, leases=5, requests=4, watches=2, events=2, layouts=60, descriptors=9)
+LIMITS = (Limits(), Limits(leases=3, unfinished=3, watches=1, events=1, locks=1))
+SCARCE = Quota(
+    memory=8 * MIB, sessions=4, leases=5, requests=4, watches=2, events=2, locks=2, layouts=60, descriptors=9
+)
 RESERVED = {"b": Reservation(frozenset((1001,)), frozenset((200,)))}
 POLICIES = (
     Policy(),
@@ -100,6 +102,8 @@ WEIGHTS = {
     "record": 14,
     "listen": 20,
     "drop_event": 3,
+    "lock": 10,
+    "unlock": 7,
     "list": 2,
     "allocated": 40,
     "failed": 3,
@@ -353,6 +357,18 @@ class Play:
     def drop_event(self, number: int, *_: int) -> None:
         self._of_maker(number, m.DropEvent)
 
+    def lock(self, session: int, name: int, wait: int, *_: int) -> None:
+        self.ask(self.user(session), m.Lock(choose(NAMES, name), choose(WAITS, wait)))
+
+    def unlock(self, number: int, *_: int) -> None:
+        """Give a lock back; in rare cases one that the session does not have."""
+        locks = self.pair.model.locks
+        if number % 17 == 0:
+            self.ask(self.user(number), m.Unlock(1 + number % 20))
+        elif locks:
+            held = locks[number % len(locks)]
+            self.ask(held.session.id, m.Unlock(held.id))
+
     def list(self, session: int, *_: int) -> None:
         self.observe()
         for body in (m.ListPools(), m.ListClients()):
@@ -482,6 +498,7 @@ class Play:
             model.multicast_groups,
             model.leases,
             model.signals,
+            model.locks,
             model.requests,
             self.pair.under_way,
         )

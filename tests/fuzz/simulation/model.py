@@ -16,7 +16,7 @@ from cubroker.protocol.layout import Outline
 from cubroker.server.ledger import Budget, Limits
 from cubroker.server.ledger import events as e
 from cubroker.server.ledger.policy import Policy
-from tests.fuzz.simulation import draining, restart
+from tests.fuzz.simulation import draining, locks, restart
 from tests.fuzz.simulation.facts import Facts
 from tests.fuzz.simulation.records import (
     Block,
@@ -100,13 +100,13 @@ class Model(Facts):
             self.answered(session, event.request, event)
         except Refusal as refusal:
             self.out.answers[session.id, event.request] = refusal.code
-        if not session.connected and not any(lease.session is session for lease in self.leases):
+        if not session.connected and not self.keeps(session):
             self.sessions.remove(session)
             self.out.forgotten.append(session.id)
 
     def answered(self, session: Session, number: int, event: e.RequestReceived) -> None:
         body = event.body
-        if not session.connected and not isinstance(body, m.Close | m.Seal | m.Cancel | m.DropEvent):
+        if not session.connected and not isinstance(body, m.Close | m.Seal | m.Unlock | m.Cancel | m.DropEvent):
             raise Refusal("unavailable")
         match body:
             case m.Attach():
@@ -124,6 +124,8 @@ class Model(Facts):
                 self.open(session, number, body)
             case m.AwaitEvent():
                 self.listen(session, number, body)
+            case m.Lock():
+                locks.lock(self, session, number, body)
             case _:
                 self.out.answers[session.id, number] = self.simple(session, body)
 
@@ -146,6 +148,8 @@ class Model(Facts):
             case m.DropEvent():
                 self.drop(self.made(session, body.event))
                 return m.Done()
+            case m.Unlock():
+                return locks.unlock(self, session, body.lock)
             case m.Retire():
                 self.permit("w", session, body.name)
                 return self.retire(self.find(session, body.name, body.version))
@@ -282,7 +286,7 @@ class Model(Facts):
         if self.full(sum(other.session.uid == uid for other in self.requests), self.quota(uid).requests):
             raise Refusal("over_quota")
         self.requests.append(request)
-        if request.body.wait and request.waits in ("publication", "event", "generation"):
+        if request.body.wait and request.waits in ("publication", "event", "generation", "lock"):
             self.out.timer, request.timed = request, True
 
     def set_layout(self, version: Version, body: m.SetLayout, layout: Outline) -> None:
@@ -638,7 +642,10 @@ class Model(Facts):
             for lease in list(self.leases):
                 if lease.session is session:
                     self.close(lease)
-        if not any(lease.session is session for lease in self.leases):
+            for held in list(self.locks):
+                if held.session is session:
+                    locks.release(self, held)
+        if not self.keeps(session):
             self.sessions.remove(session)
             self.out.forgotten.append(session.id)
 

@@ -79,8 +79,17 @@ class Signal:
 
 
 @dataclass(eq=False)
+class Lock:
+    """The lock of a name, while a session has it."""
+
+    session: Session
+    name: str
+    id: int = 0
+
+
+@dataclass(eq=False)
 class Request:
-    """A request that is not answered; ``waits`` for publication, turn, room, memory, event or generation.
+    """A request that is not answered; ``waits`` for publication, turn, room, memory, event, generation or lock.
 
     ``lease`` and ``signal`` are what it waits with for events. ``aside`` says that it could have had its turn but for
     its user's quota.
@@ -88,7 +97,7 @@ class Request:
 
     session: Session
     id: int
-    body: m.Attach | m.Create | m.OpenEvent | m.AwaitEvent
+    body: m.Attach | m.Create | m.OpenEvent | m.AwaitEvent | m.Lock
     waits: str
     layout: Outline | None = None
     version: Version | None = None
@@ -106,6 +115,7 @@ class Expected:
     answers: dict[tuple[int, int], m.Reply | str] = field(default_factory=dict)
     leases: dict[tuple[int, int], Lease] = field(default_factory=dict)
     signals: dict[tuple[int, int], Signal] = field(default_factory=dict)
+    locks: dict[tuple[int, int], Lock] = field(default_factory=dict)
     notices: list[tuple[int, m.Notice]] = field(default_factory=list)
     blocks: list[Block] = field(default_factory=list)
     frees: list[Block] = field(default_factory=list)

@@ -43,6 +43,8 @@ BODIES: dict[type[m.Request], tuple[m.Request, ...]] = {
     m.Cancel: (m.Cancel(900),),
     m.Retire: tuple(m.Retire("a", version) for version in (0, 1, 2, 9)),
     m.Watch: (m.Watch("a", on=True), m.Watch("a", on=False)),
+    m.Lock: (m.Lock("a", 0.0), m.Lock("a", WAIT)),
+    m.Unlock: (m.Unlock(1),),
     m.Find: (m.Find("a"), m.Find("a", (ALICE,)), m.Find("a", (BOB,))),
     m.ListPools: (m.ListPools(),),
     m.ListClients: (m.ListClients(),),
@@ -214,7 +216,7 @@ def test_the_turn_to_create_a_private_pool_tells_strangers_no_more_than_that_it_
     assert b"is to be written by session 1 (pid 101, uid 1001), which waits for room" in told
 
 
-NAMED = (m.Attach, m.Create, m.Retire, m.Watch, m.Find, m.Describe, m.ListDigests, m.Tell)
+NAMED = (m.Attach, m.Create, m.Retire, m.Watch, m.Lock, m.Find, m.Describe, m.ListDigests, m.Tell)
 """Requests that name a pool: of one that lives a stranger hears that it is not for strangers."""
 
 
@@ -252,6 +254,8 @@ OUTCOMES: dict[type[m.Request], tuple[Outcome, Outcome]] = {
     m.Cancel: (m.Done, m.Done),
     m.Retire: (m.Retirement, "denied"),
     m.Watch: (m.Done, m.Done),
+    m.Lock: (m.Locked, "denied"),
+    m.Unlock: ("not_found", "not_found"),
     m.Find: (m.Found, m.Found),
     m.ListPools: (m.Pools, m.Pools),
     m.ListClients: (m.Clients, m.Clients),

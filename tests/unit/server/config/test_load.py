@@ -15,7 +15,14 @@ from cubroker.server.transport.unix_sockets import Access
 
 USER, GROUP = pwd.getpwuid(0).pw_name, grp.getgrgid(0).gr_name  # whoever runs the tests may have no account
 USUAL = Quota(
-    sessions=250, leases=1_000_000, requests=65_536, watches=65_536, events=65_536, layouts=1 << 30, descriptors=500
+    sessions=250,
+    leases=1_000_000,
+    requests=65_536,
+    watches=65_536,
+    events=65_536,
+    locks=65_536,
+    layouts=1 << 30,
+    descriptors=500,
 )
 
 
@@ -75,6 +82,7 @@ EVERYTHING = f"""
     memory = "unlimited"
     watches = 7
     events = 8
+    locks = 9
     layouts = 4096
     mapped_beyond_leases = 0
     [quotas.{USER}]
@@ -84,6 +92,7 @@ EVERYTHING = f"""
     requests = 2
     watches = 3
     events = 4
+    locks = 5
     mapped_check_seconds = 2.5
     [log]
     level = "debug"
@@ -100,7 +109,7 @@ EVERYTHING = f"""
 
 
 def test_everything_can_be_set(tmp_path: Path) -> None:
-    quota = Quota(2 << 30, 10, None, 0, 65_536, 65_536, 1 << 30, 300, 64 << 20)
+    quota = Quota(2 << 30, 10, None, 0, 65_536, 65_536, 65_536, 1 << 30, 300, 64 << 20)
     assert read(tmp_path, EVERYTHING).config == Config(
         directory=Path("/srv/cubroker"),
         devices="host:2",
@@ -112,11 +121,11 @@ def test_everything_can_be_set(tmp_path: Path) -> None:
             admins=frozenset((0, 4711)),
             quota=quota,
             quotas={
-                4711: Quota(None, 10, None, 0, 7, 8, 4096, 300, 0),
-                0: Quota(2 << 30, None, None, 0, 65_536, 65_536, 1 << 30, 300, 64 << 20),
+                4711: Quota(None, 10, None, 0, 7, 8, 9, 4096, 300, 0),
+                0: Quota(2 << 30, None, None, 0, 65_536, 65_536, 65_536, 1 << 30, 300, 64 << 20),
             },
         ),
-        limits=Limits(1, 2, 3, 4),
+        limits=Limits(1, 2, 3, 4, 5),
         log=Log("debug", "json"),
         metrics=Metrics(Address("127.0.0.1", 9464), Access(0o640, 0), Path("/etc/cubroker/metrics.token"), True),
         drain=2.5,

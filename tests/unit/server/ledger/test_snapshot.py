@@ -393,8 +393,8 @@ def test_the_pool_of_a_lease_is_known_by_name() -> None:
 
 
 def test_a_record_of_an_unknown_format_is_refused() -> None:
-    items = varied().ledger.snapshot() | {b"l/format": msgspec.msgpack.encode(3)}
-    with pytest.raises(CorruptJournal, match="format 3, and this build knows 1 and 2"):
+    items = varied().ledger.snapshot() | {b"l/format": msgspec.msgpack.encode(4)}
+    with pytest.raises(CorruptJournal, match="format 4, and this build knows 1 and 2 and 3"):
         restored(items)
 
 
@@ -403,7 +403,7 @@ def test_a_record_of_format_1_is_taken_up_and_has_the_newest_format_from_the_nex
     items = story.ledger.snapshot() | {b"l/format": msgspec.msgpack.encode(1)}
     ledger = restored(items)
     written = dict(ledger.changes())
-    assert written[b"l/format"] == msgspec.msgpack.encode(2)
+    assert written[b"l/format"] == msgspec.msgpack.encode(snapshot.FORMAT)
     assert {**items, **written} == ledger.snapshot()
 
 

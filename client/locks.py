@@ -1,0 +1,147 @@
+"""Locks of names, for work that one process at a time shall do: see :meth:`cubroker.client.broker.Broker.lock`.
+
+A :class:`LockHandle` is one lock in this process, from its request to its end, through any interrupt of its caller. As
+with leases, no frame of the caller owns a lock: with the last reference to its :class:`LockRef` it goes back.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from cubroker.client.cleanup_thread import Guard
+from cubroker.client.process import Closeable, NotPicklable
+from cubroker.client.session import Asked, Session
+from cubroker.client.transport.requests import Future, Pending, Steps, blocking
+from cubroker.protocol.errors import CubrokerError, Unavailable
+from cubroker.protocol.messages import Lock, Locked, Reply, Unlock
+
+
+class LockRef:
+    """What stands for a lock in this process; the lock goes back with the last reference to it."""
+
+    __slots__ = ("__weakref__",)
+
+
+class LockHandle(Asked[LockRef]):
+    """The lock of a name: asked for, held, or on its way back."""
+
+    def __init__(self, session: Session, name: str, wait: float) -> None:
+        super().__init__()
+        self.label = f"the lock of {name!r}"
+        self._session = session
+        self._body = Lock(name, wait)
+        self._pending = Pending(self._answered)
+        self._posted = False
+        self._number = 0
+        self._guard: Guard[LockRef] | None = None
+        self._ended: Future[None] = Future()
+
+    # -- on callers' threads -----------------------------------------------------------------------
+
+    def obtain(self) -> Steps[LockRef]:
+        """Ask for it and wait. If the caller gives up, by time or by interrupt, it goes back."""
+        return self._session.obtain(self, self._put, "Lock", self._body.wait)
+
+    def abandon(self, reason: CubrokerError) -> None:
+        """See :meth:`Held.abandon`. What was not asked for ends at once."""
+        super().abandon(reason)
+        self._put()
+
+    @property
+    def ending(self) -> bool:
+        """Whether it was handed over, and nothing refers to it any more."""
+        return self._guard is not None and self._guard() is None
+
+    def confirm(self) -> Steps[None]:
+        """Wait until the broker has taken back a lock that is ending."""
+        with suppress(Unavailable):  # a broker that is gone knows of no lock
+            yield from self._session.confirm(self._ended, self.label)
+
+    def _put(self) -> None:
+        self._session.cleanup.put(self._ask)
+
+    # -- on the cleanup thread ---------------------------------------------------------------------
+
+    def _ask(self) -> None:
+        if self.abandoned:
+            if self._posted:
+                self._session.requests.cancel(self._pending)
+            else:
+                self._forget()
+        elif not self._posted:
+            self._posted = True
+            self._session.requests.post(self._body, self._pending)
+
+    def _release(self) -> None:
+        self._session.requests.send(Unlock(self._number), lambda _: self._forget())
+
+    # -- on the connection's thread ----------------------------------------------------------------
+
+    def _answered(self, reply: Reply | CubrokerError) -> None:
+        if isinstance(reply, Locked):
+            self._number = reply.lock
+            ref = LockRef()
+            self._guard = self._session.cleanup.guard(ref, self._release)
+            self.hand_over(ref)
+        else:
+            strange = Unavailable(f"the broker answered the request Lock with {type(reply).__name__}")
+            self.fail(reply if isinstance(reply, CubrokerError) else strange)
+            self._forget()
+
+    def _forget(self) -> None:
+        self._session.forget(self)
+        self._ended.set(None)
+
+
+class NameLock(NotPicklable, Closeable):
+    """The lock of a pool's name, which this process has until :meth:`close`, or the end of ``with``.
+
+    Attributes:
+        name: the name.
+    """
+
+    def __init__(self, handle: LockHandle, ref: LockRef, session: Session, name: str) -> None:
+        self._ref: LockRef | None = ref
+        self.name = name
+        self._handle = handle
+        self._session = session
+        self._owner = session.owner
+
+    def __repr__(self) -> str:
+        return f"<NameLock of {self.name!r}, {'given back' if self.closed else self.lost or 'held'}>"
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was given back, here or with the Broker."""
+        return self._ref is None
+
+    @property
+    def lost(self) -> str:
+        """Why the session is over, and with it the lock; empty while the broker knows of it. See ``Broker.lost``."""
+        return self._session.lost
+
+    @blocking
+    def close(self) -> Steps[None]:
+        """Give it back; the next process in line has it then.
+
+        Raises:
+            TimedOut: it is on its way back, and the broker has not confirmed that in time.
+        """
+        if self.let_go():
+            yield from self._handle.confirm()
+
+    def let_go(self) -> bool:
+        """Begin to give it back, without waiting; returns whether it is on its way."""
+        self._owner.check()
+        self._ref = None
+        return self._handle.ending
+
+    def confirming(self) -> Steps[None]:
+        """Wait until a lock that was let go is back."""
+        return self._handle.confirm()
+
+
+def obtain(session: Session, name: str, wait: float) -> Steps[NameLock]:
+    """Take the lock of a name; see :meth:`cubroker.client.broker.Broker.lock`."""
+    handle = LockHandle(session, name, wait)
+    return NameLock(handle, (yield from handle.obtain()), session, name)
