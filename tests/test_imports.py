@@ -224,9 +224,10 @@ def test_the_broker_process_never_loads_the_client_or_zeromq() -> None:
     assert not under(loaded, "cubroker.client", "cubroker.cli", "zmq", "torch", "numpy")
 
 
-def test_the_gateway_process_loads_no_device_and_no_event_loop() -> None:
+def test_the_gateway_process_loads_no_device_no_event_loop_and_no_messages() -> None:
     loaded = loaded_by("cubroker.server.transport.gateway")
     assert "zmq" in loaded
+    assert not under(loaded, "cubroker.protocol", "msgspec")
     assert not under(loaded, "cuda", "cubroker.driver", "cubroker.client", "cubroker.cli", "asyncio", "torch", "numpy")
 
 

@@ -30,7 +30,6 @@ from contextlib import suppress
 
 import zmq
 
-from cubroker.protocol import wire
 from cubroker.server.process import PR_SET_NO_NEW_PRIVS, PR_SET_PDEATHSIG, hide, prctl
 from cubroker.server.transport import framing, sandbox
 
@@ -199,7 +198,7 @@ def bind(context: zmq.Context[zmq.Socket[bytes]], listener: int, path: str) -> z
     router = context.socket(zmq.ROUTER)
     for option, value in (
         (zmq.USE_FD, listener),
-        (zmq.MAXMSGSIZE, wire.MAX_MESSAGE),
+        (zmq.MAXMSGSIZE, framing.MAX_FRAME),
         (zmq.RCVHWM, HIGH_WATER),
         (zmq.SNDHWM, HIGH_WATER),
         (zmq.HANDSHAKE_IVL, HANDSHAKE),

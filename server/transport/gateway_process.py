@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import cast
 
 from cubroker.protocol.errors import Unavailable, explain
+from cubroker.protocol.wire import MAX_MESSAGE, Digest, layout_start, session_of
 from cubroker.server.event_queue import BatchReceived, EventQueue, GatewayStarted
 from cubroker.server.process import python_command
 from cubroker.server.transport import framing, sandbox
@@ -52,8 +53,61 @@ MAX_READING = 32 << 20
 
 MAX_UNSENT = 64 << 20  #: Bytes of them past which a reply is dropped. The broker keeps it, and the client asks again.
 
+assert framing.MAX_FRAME == MAX_MESSAGE, "the gateway forwards as much as a message may have"
+
 AT_ONCE = framing.MAX_MESSAGES
 """Requests that are handed over in one round of the loop, which then takes some milliseconds."""
+
+
+class Gathered(bytes):
+    """A request that came in pieces.
+
+    Attributes:
+        digest: the digest of the layout beside its message, if there is one.
+    """
+
+    digest: bytes = b""
+
+
+class RequestDecoder(framing.BatchDecoder):
+    """Cuts the gateway's stream into batches; a request that comes in pieces is a batch once it is whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._pieces: list[bytes] = []  # of the request that comes in pieces now
+        self._gathered = 0  # bytes of those
+        self._digest: Digest | None = None  # of the layout in it
+        self._start = 0  # where that begins
+
+    def feed(self, data: bytes) -> list[list[bytes]]:
+        """Add received bytes and return the batches that are whole now.
+
+        Raises:
+            ValueError: these are no batches; the stream cannot be used any more.
+        """
+        return [whole for batch in super().feed(data) if (whole := self._put_together(batch)) is not None]
+
+    def _put_together(self, batch: list[bytes]) -> list[bytes] | None:
+        """Return a batch, or the request that it ends; None after any other piece of a request."""
+        if len(batch) != 3:
+            return batch
+        routing, piece, which = batch
+        if not self._pieces:
+            self._start = layout_start(piece) if session_of(piece) else 0
+            self._digest = Digest() if self._start else None
+        if self._digest:  # while it comes: 12 MiB at once would take the broker's loop for 20 milliseconds
+            self._digest.add(memoryview(piece)[max(0, self._start - self._gathered) :])
+        self._pieces.append(piece)
+        self._gathered += len(piece)
+        if self._gathered > framing.MAX_FRAME:
+            raise ValueError(f"no batches: pieces of {self._gathered} bytes; a request has {framing.MAX_FRAME} at most")
+        if which != framing.LAST:
+            return None
+        pieces, self._pieces, self._gathered = self._pieces, [], 0
+        whole = Gathered(b"".join(pieces))
+        if self._digest:
+            whole.digest = self._digest.done()
+        return [routing, whole]
 
 
 class GatewayConnection(asyncio.Protocol):
@@ -72,7 +126,7 @@ class GatewayConnection(asyncio.Protocol):
         self.ended: asyncio.Future[None] = loop.create_future()
         #: A frame that is sent back at once to its sender, before all that waits. No client knows it.
         self.question = os.urandom(16)
-        self._batches = framing.BatchDecoder()
+        self._batches = RequestDecoder()
         #: Frames of requests that are not handed over yet.
         self._frames: deque[bytes] = deque()
         #: Past HIGH_WATER, until the gateway has taken most of it.

@@ -11,7 +11,8 @@ from cubroker.protocol.layout import Layout
 from cubroker.protocol.messages import VERSIONS, Answer, Envelope, Greeting, Hello, Notice
 from cubroker.protocol.wire import MAX_REQUEST, NUMBER, Digest, Keyed, complete, session_of
 from cubroker.server.transport import admission
-from cubroker.server.transport.framing import BatchDecoder, encode, pairs
+from cubroker.server.transport.framing import encode, pairs
+from cubroker.server.transport.gateway_process import RequestDecoder
 from tests.fuzz import checkpoint_targets, journal_targets, ledger_target
 from tests.fuzz.target import Target
 from tests.unit.protocol.samples import GREETINGS, LAYOUT, NOTICES, SAMPLES
@@ -84,7 +85,7 @@ def batches(data: bytes) -> None:
 
 def _read(parts: list[bytes]) -> list[list[bytes]] | None:
     """Return the batches of a stream; None if it is none, which ends the gateway that wrote it."""
-    stream = BatchDecoder()
+    stream = RequestDecoder()
     try:
         return [batch for part in parts for batch in stream.feed(part)]
     except ValueError:

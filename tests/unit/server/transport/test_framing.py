@@ -2,11 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from cubroker.protocol import wire
-from cubroker.protocol.messages import Create, Envelope
-from cubroker.protocol.wire import Digest, Keyed
 from cubroker.server.transport import framing
-from cubroker.server.transport.framing import BatchDecoder, Gathered, encode, pairs
+from cubroker.server.transport.framing import BatchDecoder, encode, pairs
 
 FRAMES = [b"id", b"frame", b"", b"x" * 70_000]
 
@@ -19,36 +16,6 @@ def test_batches_come_out_as_they_went_in_however_the_stream_is_cut() -> None:
         reader = BatchDecoder()
         cut = [stream[start : start + size] for start in range(0, len(stream), size)]
         assert [batch for piece in cut for batch in reader.feed(piece)] == whole
-
-
-def test_a_request_in_pieces_is_put_together_and_others_may_come_in_between() -> None:
-    stream = [[b"id", b"a", framing.MORE], FRAMES, [b"id", b"b", framing.MORE], [], [b"id", b"c", framing.LAST]]
-    for _ in range(2):
-        assert BatchDecoder().feed(b"".join(map(encode, stream))) == [FRAMES, [], [b"id", b"abc"]]
-    reader = BatchDecoder()
-    assert [reader.feed(encode(each)) for each in stream] == [[], [FRAMES], [], [[]], [[b"id", b"abc"]]]
-
-
-@pytest.mark.parametrize("size", [1, 20, 1000, framing.PIECE])
-def test_the_layout_in_a_request_is_hashed_while_its_pieces_come(size: int) -> None:
-    layout = bytes(range(256)) * 40
-    body = Create("pool", layout, ("device",), "ipc", 0.0, None)
-    frame = Keyed(5, bytes(16)).request(Envelope(b"", 1, 1, body))
-    pieces = [frame[:64], *(frame[start : start + size] for start in range(64, len(frame), size))]
-    for first in (pieces, [wire.pack(Envelope(bytes(16), 1, 1, body))]):  # a version before has none to be hashed
-        reader, which = BatchDecoder(), [framing.MORE] * (len(first) - 1) + [framing.LAST]
-        ((_, whole),) = [b for p, w in zip(first, which, strict=True) for b in reader.feed(encode([b"id", p, w]))]
-        assert whole == b"".join(first)
-        assert isinstance(whole, Gathered)
-        assert whole.digest == (Digest(layout).done() if first is pieces else b"")
-
-
-def test_pieces_without_end_are_an_error_before_they_fill_memory() -> None:
-    reader, piece = BatchDecoder(), encode([b"id", bytes(1 << 20), framing.MORE])
-    for _ in range(wire.MAX_MESSAGE >> 20):
-        assert reader.feed(piece) == []
-    with pytest.raises(ValueError, match="no batches: pieces of"):
-        reader.feed(piece)
 
 
 def test_batches_larger_than_most_come_out_whole_and_leave_no_buffer_behind() -> None:

@@ -9,6 +9,7 @@ import zmq
 
 from cubroker.server.transport import framing, gateway
 from cubroker.server.transport.gateway import LARGE, Intake
+from cubroker.server.transport.gateway_process import RequestDecoder
 from tests.brokers import PATIENCE
 
 
@@ -21,7 +22,7 @@ class Bench:
         self._router = self._context.socket(zmq.ROUTER)
         self._router.bind("inproc://requests")
         self.intake = Intake(self._router)
-        self._reader = framing.BatchDecoder()
+        self._reader = RequestDecoder()
 
     def client(self) -> zmq.Socket[bytes]:
         client = self._context.socket(zmq.DEALER)

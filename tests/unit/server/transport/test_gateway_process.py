@@ -18,10 +18,20 @@ from typing import Any
 import pytest
 import zmq
 
+from cubroker.protocol import wire
 from cubroker.protocol.errors import Unavailable
+from cubroker.protocol.messages import Create, Envelope
+from cubroker.protocol.wire import Digest, Keyed
 from cubroker.server.event_queue import BatchReceived, Event, EventQueue, GatewayStarted
 from cubroker.server.transport import framing, gateway_process
-from cubroker.server.transport.gateway_process import GatewayConnection, GatewayProbe, GatewayProcess, watch
+from cubroker.server.transport.gateway_process import (
+    GatewayConnection,
+    GatewayProbe,
+    GatewayProcess,
+    Gathered,
+    RequestDecoder,
+    watch,
+)
 from tests.brokers import PATIENCE
 from tests.unit.server.loops import run, until
 from tests.unit.server.processes import alive, files, gateway_of, gateways
@@ -90,6 +100,37 @@ async def connected() -> AsyncIterator[tuple[GatewayConnection, socket.socket, l
 
 async def taken(gateway: socket.socket) -> bytes:
     return await asyncio.get_running_loop().sock_recv(gateway, 1 << 20)
+
+
+def test_a_request_in_pieces_is_put_together_and_others_may_come_in_between() -> None:
+    stream = [[b"id", b"a", framing.MORE], REQUESTS, [b"id", b"b", framing.MORE], [], [b"id", b"c", framing.LAST]]
+    for _ in range(2):
+        assert RequestDecoder().feed(b"".join(map(framing.encode, stream))) == [REQUESTS, [], [b"id", b"abc"]]
+    reader = RequestDecoder()
+    assert [reader.feed(framing.encode(each)) for each in stream] == [[], [REQUESTS], [], [[]], [[b"id", b"abc"]]]
+
+
+@pytest.mark.parametrize("size", [1, 20, 1000, framing.PIECE])
+def test_the_layout_in_a_request_is_hashed_while_its_pieces_come(size: int) -> None:
+    layout = bytes(range(256)) * 40
+    body = Create("pool", layout, ("device",), "ipc", 0.0, None)
+    frame = Keyed(5, bytes(16)).request(Envelope(b"", 1, 1, body))
+    pieces = [frame[:64], *(frame[start : start + size] for start in range(64, len(frame), size))]
+    for first in (pieces, [wire.pack(Envelope(bytes(16), 1, 1, body))]):  # a version before has none to be hashed
+        reader, which = RequestDecoder(), [framing.MORE] * (len(first) - 1) + [framing.LAST]
+        stream = [framing.encode([b"id", piece, last]) for piece, last in zip(first, which, strict=True)]
+        ((_, whole),) = [batch for data in stream for batch in reader.feed(data)]
+        assert whole == b"".join(first)
+        assert isinstance(whole, Gathered)
+        assert whole.digest == (Digest(layout).done() if first is pieces else b"")
+
+
+def test_pieces_without_end_are_an_error_before_they_fill_memory() -> None:
+    reader, piece = RequestDecoder(), framing.encode([b"id", bytes(1 << 20), framing.MORE])
+    for _ in range(wire.MAX_MESSAGE >> 20):
+        assert reader.feed(piece) == []
+    with pytest.raises(ValueError, match="no batches: pieces of"):
+        reader.feed(piece)
 
 
 def test_a_gateway_listens_from_its_first_empty_batch_on() -> None:
