@@ -445,14 +445,14 @@ class Draft(Pool):
         """The tensors on each device, in the order in which the devices were given."""
         return self.blocking.replicas
 
-    async def seal(self, *, digest: bool = False) -> int:
+    async def seal(self, *, layout: Layout | None = None, digest: bool = False, in_place: bool = False) -> int:
         """See :meth:`cubroker.Draft.seal`. Once begun, it happens, even if this is cancelled.
 
-        A ``digest`` is computed in a thread of the loop.
+        A ``digest`` is computed, and a seal ``in_place`` made, in a thread of the loop.
         """
-        if digest:
-            return await asyncio.to_thread(self.blocking.seal, digest=True)
-        return await awaited(pool.Draft.seal, self.blocking)
+        if digest or in_place:
+            return await asyncio.to_thread(self.blocking.seal, layout=layout, digest=digest, in_place=in_place)
+        return await awaited(pool.Draft.seal, self.blocking, layout=layout)
 
 
 class NameLock:

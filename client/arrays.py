@@ -46,6 +46,12 @@ class HostArray:
         """Where the elements are: the same for two names of one tensor."""
         return self.bits.__array_interface__["data"][0], self.bits.strides
 
+    @property
+    def pointer(self) -> int | None:
+        """Where the elements begin; None if they have gaps, or another order than C's."""
+        found: int = self.bits.__array_interface__["data"][0]
+        return found if self.bits.flags.c_contiguous else None
+
     def contiguous(self) -> memoryview:
         """Return ``bits`` without gaps, in the order of C; a copy if they have gaps or another order."""
         import numpy as np
@@ -70,6 +76,11 @@ class DeviceArray(msgspec.Struct, frozen=True):
     copies: bool = False
     #: whether it is memory that the broker lends, which is mapped for the context's device alone
     lent: bool = False
+
+    @property
+    def pointer(self) -> int | None:
+        """Where the elements begin; None if they have gaps, or another order than C's."""
+        return None if self.copies else self.contiguous()[0]
 
 
 def source_of(array: Any, context_of: ContextOf) -> HostArray | DeviceArray:

@@ -9,22 +9,21 @@ made contiguous one by one, so that no second copy of a model is needed beside t
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from functools import cache, lru_cache, partial
 from threading import Lock
 from typing import Self
 
 from cubroker.client.arrays import DeviceArray, HostArray
-from cubroker.client.devices import DeviceId, Plan, context, failure, resolve_plan
+from cubroker.client.devices import DeviceId, Plan, failure, resolve_plan
 from cubroker.client.loading.copy import Target, copy_files, hold_all, target_of
 from cubroker.client.loading.safetensors import StoredTensor
 from cubroker.client.pool import Draft
-from cubroker.client.tensor import described
+from cubroker.client.sources import Arrays, describe
 from cubroker.driver import Context, Driver, DriverError, Stream
 from cubroker.driver.basics import address
 from cubroker.driver.gather import Segment
-from cubroker.protocol.errors import Invalid
 from cubroker.protocol.layout import Layout, TensorSpec
 
 MAX_COPIES = 256 << 20
@@ -40,40 +39,14 @@ _Piece = tuple[Context, int, TensorSpec, int]
 class Sources:
     """The arrays of a new version, by name. Not to be confused with ``cubroker.server.config.load.Sources``."""
 
-    def __init__(self, driver: Driver, arrays: Mapping[str, HostArray | DeviceArray]) -> None:
+    def __init__(self, driver: Driver, arrays: Arrays) -> None:
         self._driver = driver
         self._arrays = arrays
 
     @classmethod
     def of(cls, source: object, driver: Driver) -> Self:
-        """Describe what is to be published.
-
-        Args:
-            source: a mapping of names to arrays, or an object with ``state_dict()``, such as a model.
-            driver: this process's driver of the broker's devices.
-
-        Raises:
-            Invalid: it is neither, or empty; or something in it is no array that can be read here.
-        """
-        if not isinstance(source, Mapping) and callable(state_dict := getattr(source, "state_dict", None)):
-            source = state_dict()
-        if not isinstance(source, Mapping):
-            raise Invalid(
-                f"this {type(source).__name__} cannot be published: pass a mapping of names to arrays, or an object"
-                f" that has state_dict(), such as a torch.nn.Module"
-            )
-        if not source:
-            raise Invalid("there is nothing to publish: the mapping, or the state_dict, has no tensor")
-        arrays: dict[str, HostArray | DeviceArray] = {}
-        context_of = cache(partial(_context, driver))
-        for name, array in source.items():
-            if not isinstance(name, str):
-                raise Invalid(f"{name!r} is no name of a tensor, which has to be a str")
-            try:
-                arrays[name] = described(array, context_of)
-            except Invalid as error:
-                raise Invalid(f"cannot publish {name!r}: {error.message}") from error
-        return cls(driver, arrays)
+        """Describe what is to be published; arguments and errors are those of :func:`~.sources.describe`."""
+        return cls(driver, describe(source, driver))
 
     def placed(
         self, devices: Sequence[DeviceId] | None, plan: Plan | None
@@ -170,14 +143,6 @@ def _packed(
     """As :meth:`Layout.pack`; the last few layouts are cached, since the same model is published again and again."""
     named = None if groups is None else {name: group for (name, _, _), group in zip(tensors, groups, strict=True)}
     return Layout.pack(tensors, groups=named, tied=dict(tied))
-
-
-def _context(driver: Driver, ordinal: int) -> Context:
-    if driver.host:
-        raise Invalid(
-            f"it is on GPU {ordinal}, and the broker's devices are emulated in host memory; copy it to the host first"
-        )
-    return context(driver, ordinal)
 
 
 def _copy_on_devices(driver: Driver, arrays: Sequence[_Near], targets: Sequence[Target]) -> None:

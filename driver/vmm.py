@@ -115,6 +115,12 @@ class Reservation(Closeable):
             undo.pop_all()
             self.mapped = True
 
+    def protect(self, *, readonly: bool) -> None:
+        """Set the access to what is mapped, once all work submitted in the context is done."""
+        with explained(self._refusals()), self._context.current():
+            self._context.synchronize()  # running work would fault
+            self._calls.cuMemSetAccess(self.pointer, self.nbytes, [self._access(readonly)], 1)
+
     def unmap(self) -> None:
         """Unmap the memory once all work submitted in the context is done. The addresses stay reserved."""
         with self._context.current():

@@ -142,6 +142,12 @@ class LeaseHandle(Held):
         self._last = Seal if digests is None else partial(SealDigested, digests=digests)
         self.end()
 
+    def protect(self, *, readonly: bool) -> Future[None]:
+        """Set whether this process may write the memory; the future tells when that is so, or why it is not."""
+        done: Future[None] = Future()
+        self.session.cleanup.put(lambda: self._protect(done, readonly=readonly))
+        return done
+
     def sleep(self) -> Future[Reply]:
         """Have the memory unmapped and the lease closed; its addresses stay. The future is for :meth:`confirm`."""
         slept: Future[Reply] = Future()
@@ -261,6 +267,15 @@ class LeaseHandle(Held):
 
     def _memory(self) -> LeasedMemory | None:
         return self._guard() if self._guard else None
+
+    def _protect(self, done: Future[None], *, readonly: bool) -> None:
+        assert self._space
+        try:
+            self._space.protect(readonly=readonly)
+        except DriverError as error:
+            done.fail(devices.failure(error, f"setting the access of lease {self.number}"))
+        else:
+            done.set(None)
 
     def _sleep(self, slept: Future[Reply]) -> None:
         memory = self._memory()

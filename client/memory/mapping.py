@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from threading import RLock
 
 from cubroker.client import devices
@@ -142,6 +142,27 @@ class LeasedMemory:
             yield
         finally:
             self._switching = False
+
+    def begin_publication(self) -> None:
+        """Refuse every write from now on, until :meth:`end_publication`.
+
+        Raises:
+            Invalid: it was given back or is published, or tensors are held; it may be written as before.
+        """
+        with self._lock:
+            self.check()
+            if self.readonly:
+                raise Invalid(f"{self.label} is being sealed in another thread, or was sealed in place")
+            self.readonly = True
+            names = sorted({use.name for use in self._uses if use.held})
+            if names:
+                self.readonly = False
+                raise Invalid(f"{self.label} cannot be sealed while tensors of it are copied or held: {names[0]}")
+
+    def end_publication(self, label: str = "", *, readonly: bool) -> None:
+        """Note whether it may be written from now on, and its ``label``, if that is another one."""
+        self.readonly = readonly
+        self.label = label or self.label
 
     def holder(self) -> TensorUse | None:
         """Return a use that holds a tensor, if there is one; a store to all replicas only if there is no other."""
@@ -284,6 +305,27 @@ class AddressSpace:
             Unavailable: there are too few sources.
         """
         replace(self._pairs(sources), readonly=self._readonly)
+
+    def protect(self, *, readonly: bool) -> None:
+        """Set whether this process may write what is mapped, once submitted work is done; legacy handles stay writable.
+
+        Raises:
+            DriverError: it is as before, unless the way back is refused as well.
+        """
+        changed: list[Reservation] = []
+        try:
+            for context in {each[0]: None for each in self._opened if not isinstance(each, Reservation)}:
+                context.synchronize()
+            for reservation in self._reservations():
+                if reservation.mapped:
+                    reservation.protect(readonly=readonly)
+                    changed.append(reservation)
+        except DriverError:
+            for reservation in changed:
+                with suppress(DriverError):
+                    reservation.protect(readonly=not readonly)
+            raise
+        self._readonly = readonly
 
     def close(self, keep: int = 0) -> None:
         """Unmap all but the first, last first, and give the addresses back; raises ``DriverError`` if it is refused."""

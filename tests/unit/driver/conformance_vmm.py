@@ -212,6 +212,20 @@ def test_nothing_is_copied_into_what_is_mapped_read_only(
         assert context.read(pointer, 8) == b"CONstant"
 
 
+def test_access_to_what_is_mapped_can_be_taken_and_given_back(driver: Driver, context: Context) -> None:
+    with lent(driver, 2 * GRANULE) as descriptor, context.reserve(2 * GRANULE) as reservation:
+        reservation.map(descriptor, readonly=False)
+        context.write(reservation.pointer, b"first")
+        for _ in range(2):
+            reservation.protect(readonly=True)
+            with failing("cuMemcpyHtoDAsync", "CUDA_ERROR_INVALID_VALUE"):
+                context.write(reservation.pointer + GRANULE, b"X")
+            assert context.read(reservation.pointer, 5) == b"first"
+            reservation.protect(readonly=False)
+            context.write(reservation.pointer + GRANULE, b"Y")
+        assert context.read(reservation.pointer + GRANULE, 1) == b"Y"
+
+
 def test_memory_of_another_device_can_be_mapped(driver: Driver, context: Context) -> None:
     if len(driver.devices) < 2:
         pytest.skip("there is one device")
