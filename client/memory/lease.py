@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from enum import Enum
 from functools import partial
 
@@ -324,9 +323,10 @@ class LeaseHandle(Held):
         else:
             return
         memory.asleep = True
-        self._stuck = reply.lease  # until all is unmapped
-        with suppress(DriverError):  # it is tried again by the next call that unmaps or maps
-            self._unmap_all()
+        try:
+            self._unmap_all()  # and the request gives its lease back
+        except DriverError:
+            self._stuck = reply.lease  # until the next call that unmaps or maps has unmapped all
         raise DeviceFailure(f"{why}; nor could {memory.label} be mapped again: it is asleep; wake it, or close it")
 
     def _partly_mapped(self) -> bool:

@@ -16,6 +16,7 @@ from cuda.bindings import driver as cuda
 
 from cubroker.client import Broker, Pool
 from cubroker.client.memory.lease import LeaseState
+from cubroker.client.transport.requests import Pending
 from cubroker.driver import DriverError
 from cubroker.driver.vmm import Reservation
 from cubroker.protocol import Layout
@@ -31,6 +32,7 @@ from cubroker.protocol.errors import (
     Unavailable,
     Unsupported,
 )
+from cubroker.protocol.messages import Close, Request
 from tests.brokers import BrokerProcess, eventually
 from tests.faults import Plan
 from tests.unit.client import shares
@@ -73,6 +75,20 @@ def shown(pool: Pool) -> set[int]:
 def held(client: Broker, name: str) -> dict[int, int]:
     """How many leases there are on each live version."""
     return {pool.version: pool.leases for pool in client.pools() if pool.name == name}
+
+
+def closed(client: Broker, patch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that gets the number of each lease that is given back from now on."""
+    numbers: list[int] = []
+    post = client.requests.post
+
+    def posting(body: Request, pending: Pending) -> None:
+        if isinstance(body, Close):
+            numbers.append(body.lease)
+        post(body, pending)
+
+    patch.setattr(client.requests, "post", posting)
+    return numbers
 
 
 def stays(client: Broker, pool: Pool, version: int, lease: int) -> None:
@@ -481,6 +497,7 @@ def test_where_not_even_the_way_back_works_the_pool_is_asleep(
             done.append(reservation)
             fill(reservation, *args, **options)
 
+        lease, numbers = pool.lease, closed(client, monkeypatch)
         with monkeypatch.context() as patch:
             patch.setattr(Reservation, "fill", failing)
             with pytest.raises(DeviceFailure, match=r"version 2: cuMemMap failed .* nor could .* version 1 .* asleep"):
@@ -488,6 +505,7 @@ def test_where_not_even_the_way_back_works_the_pool_is_asleep(
         assert (pool.asleep, pool.version, pool.lease, pool._lease.state) == (True, 1, 0, LeaseState.ASLEEP)
         assert (before - regions()).total() == 3
         eventually(lambda: leases(client, name) == 1, "both leases to go back")
+        assert len(numbers) == len({*numbers, lease}) == 2  # each of them once
         if finish == "wake":
             pool.wake()
             assert shown(pool) == {1}
