@@ -233,6 +233,10 @@ class Follower:
         self._live = live
         self._owners = owners
         self._inbox: SimpleQueue[object] = SimpleQueue()
+        #: Made before it is needed: there may be no memory then.
+        self._failure = Unavailable(
+            f"the thread that follows pool {name!r} has failed, as its traceback says; follow the pool again"
+        )
 
     def start(self, follow: Follow) -> None:
         """Start the thread, which ends with ``follow``; raises ``Unavailable`` where it has no room to run in."""
@@ -259,6 +263,9 @@ class Follower:
             pass
         except CubrokerError as error:
             self.news.fail(error)
+        except BaseException:
+            self.news.fail(self._failure)  # else all who iterate would wait for ever
+            raise
 
     def _listen(self, session: Session) -> bool:
         """Note what a session hears of the pool until it is lost; returns whether it has heard anything.

@@ -23,6 +23,7 @@ from cubroker.protocol.directory import SESSION_SOCKET
 from cubroker.protocol.errors import Invalid, OverQuota, TimedOut, Unavailable, Unsupported
 from cubroker.protocol.messages import FINDS, Found, Welcome
 from tests.brokers import PATIENCE, BrokerProcess, eventually
+from tests.faults import fail_nth
 from tests.stores import storing
 from tests.unit.client.conftest import LAYOUT, begun, content, publish
 from tests.unit.client.kept import keeping
@@ -250,6 +251,24 @@ def test_without_room_for_its_thread_nothing_is_followed(
     monkeypatch.setattr(headroom, "try_memory", refuse)
     with pytest.raises(Unavailable, match=f"no thread to follow pool {name!r}: no memory"):
         client.follow(name)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("error", [MemoryError(), ZeroDivisionError()], ids=repr)
+def test_a_thread_that_fails_ends_the_iteration_of_all(
+    client: Broker, name: str, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    fail_nth(monkeypatch, follow_module.Follower, "_note", 2, error)
+    with client.follow(name) as follow:
+        eventually(lambda: follow._follower.told.session == 1, "the first news")
+        waiting = [begun(lambda: next(follow)), begun(lambda: in_loop(lambda: anext(follow)))]
+        publish(client, name)
+        for outcome in waiting:
+            assert isinstance(outcome.exception(PATIENCE), Unavailable)
+        with pytest.raises(Unavailable, match=f"the thread that follows pool {name!r} has failed"):
+            next(follow)
+    with client.follow(name) as follow:
+        assert next(follow) == 1
 
 
 def test_a_refusal_is_raised_by_the_iteration(client: Broker, name: str) -> None:
