@@ -78,8 +78,8 @@ class Broker:
         self._wait = seconds(wait)
         self._connect = partial(_connect, directory, timeout, connect_timeout)
         self._broker: blocking.Broker | None = None
-        #: Devices whose contexts were made.
-        self._used: set[DeviceId] = set()
+        #: Devices whose contexts were made, each with the session: the next broker may have others.
+        self._used: set[tuple[int, DeviceId]] = set()
 
     async def connect(self) -> Self:
         """Open the session and load the driver; raises as :class:`cubroker.Broker` does. Once more: do nothing."""
@@ -141,7 +141,7 @@ class Broker:
 
     async def reconnect(self, wait: float = 0.0) -> None:
         """See :meth:`cubroker.Broker.reconnect`. Each attempt is made in a thread of the loop."""
-        await _until_served(self.blocking.reconnect, seconds(wait))
+        await _until_served(partial(_reconnect, self.blocking), seconds(wait))
 
     # -- pools -------------------------------------------------------------------------------------
 
@@ -156,15 +156,12 @@ class Broker:
         owner: Owner | Sequence[Owner] | None = None,
     ) -> Pool:
         """See :meth:`cubroker.Broker.attach`."""
-        if version is None and self.lost:
-            await self.reconnect()
         await self._use(() if device is None else (device,))
-        attach = blocking.Broker.attach
-        return Pool(
-            await awaited(
-                attach, self.blocking, name, version=version, device=device, wait=wait, peer=peer, owner=owner
-            )
-        )
+        while version is None and self.lost:
+            await self.reconnect()
+            await self._use(() if device is None else (device,))  # which takes time
+        attaching = self.blocking.attaching(name, version=version, device=device, wait=wait, peer=peer, owner=owner)
+        return Pool(await run_in_loop(attaching))
 
     async def create(
         self,
@@ -329,9 +326,10 @@ class Broker:
     async def _use(self, devices: Sequence[DeviceId]) -> None:
         """Have contexts on devices made in a thread, which takes long where it is the first use of a GPU."""
         for device in devices:
-            if device not in self._used:
-                await asyncio.to_thread(local.context, self.driver, device)
-                self._used.add(device)
+            use = self.session, device
+            if use not in self._used:
+                await asyncio.to_thread(_use, self.blocking, device)
+                self._used.add(use)
 
 
 class Pool(Mapping[str, SharedTensor]):
@@ -528,9 +526,23 @@ def _connect(
     directory: str | os.PathLike[str] | None, timeout: float, connect_timeout: float | None
 ) -> blocking.Broker:
     broker = blocking.Broker(directory, timeout=timeout, connect_timeout=connect_timeout)
-    with suppress(CubrokerError):  # which is raised where a device is used
-        _ = broker.driver
+    _load(broker)
     return broker
+
+
+def _reconnect(broker: blocking.Broker) -> None:
+    broker.reconnect()
+    _load(broker)
+
+
+def _load(broker: blocking.Broker) -> None:
+    """Load the driver; what keeps it from being loaded is raised where a device is used."""
+    with suppress(CubrokerError):
+        _ = broker.driver
+
+
+def _use(broker: blocking.Broker, device: DeviceId) -> None:
+    local.context(broker.driver, device)
 
 
 async def _until_served(attempt: Callable[[], T], wait: float) -> T:

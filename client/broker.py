@@ -197,6 +197,20 @@ class Broker(NotPicklable, Closeable):
         limits.check_pool_name(name)
         if version is None and self.lost:
             self.reconnect()
+        return self.attaching(name, version=version, device=device, wait=wait, peer=peer, owner=owner)
+
+    def attaching(
+        self,
+        name: str,
+        *,
+        version: int | None = None,
+        device: DeviceId | None = None,
+        wait: float = 0.0,
+        peer: bool = False,
+        owner: Owner | Sequence[Owner] | None = None,
+    ) -> Steps[Pool]:
+        """As :meth:`attach`, but opens no session: if this one is lost it raises ``Unavailable``."""
+        limits.check_pool_name(name)
         where = self._where(name, device, owner, peer=peer)
         body = messages.Attach(name, _version(version), where.device, seconds(wait), where.peers, where.owners)
         lease, reply, mapped = yield from acquire(self._session, body)

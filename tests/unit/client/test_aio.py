@@ -19,6 +19,7 @@ from cubroker import Broker as BlockingBroker
 from cubroker import Draft as BlockingDraft
 from cubroker import Pool as BlockingPool
 from cubroker.aio import Broker, Draft, Pool
+from cubroker.client import session
 from cubroker.client.process import SessionThread
 from cubroker.protocol.errors import Invalid, NotFound, TimedOut, Unavailable, Unsupported
 from tests.brokers import PATIENCE, BrokerProcess, eventually
@@ -28,8 +29,8 @@ PAGE = Path(__file__).parents[3] / "docs" / "live-weights.md"
 
 T = TypeVar("T")
 
-ELSEWHERE = {"requests"}
-"""What only the blocking Broker has: it returns futures, on which threads wait."""
+ELSEWHERE = {"attaching", "requests"}
+"""What only the blocking Broker has: steps, and futures on which threads wait."""
 
 ITERATED = {"follow"}
 """What returns an asynchronous iterator at once."""
@@ -111,7 +112,7 @@ def test_a_method_of_a_pool_has_the_same_parameters(kind: type, below: type) -> 
 def test_what_a_blocking_method_returns_is_said_by_its_signature(kind: type) -> None:
     for name, method in public(kind).items():
         if inspect.isfunction(method):
-            steps = name in {"confirming", "switching", "waking"}  # for those that wait in another way
+            steps = name in {"attaching", "confirming", "switching", "waking"}  # for those that wait in another way
             assert ("Steps" in str(inspect.signature(method).return_annotation)) == steps, name
 
 
@@ -401,6 +402,41 @@ def test_a_broker_that_comes_later_is_waited_for_and_the_next_one_too(broker: Br
             await client.close()
 
     run(main())
+
+
+def test_an_attach_whose_session_is_lost_on_the_way_opens_none_on_the_loop(
+    broker: BrokerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use, greet, greeted = Broker._use, session.greet, list[threading.Thread]()
+    deaths = 2
+
+    def greeting(directory: Path, timeout: float) -> Any:
+        greeted.append(threading.current_thread())
+        return greet(directory, timeout)
+
+    async def using(client: Broker, devices: Any) -> None:
+        nonlocal deaths
+        await use(client, devices)
+        if deaths:  # in the middle of an attach
+            deaths -= 1
+            broker.kill()
+            await until(lambda: lost(client))
+            await asyncio.to_thread(broker.start)
+
+    async def lost(client: Broker) -> bool:
+        return bool(client.lost)
+
+    async def main() -> None:
+        async with Broker(broker.directory) as client:
+            monkeypatch.setattr(Broker, "_use", using)
+            with pytest.raises(NotFound, match="pool"):
+                await client.attach("pool", device=0)
+            assert client.lost == ""
+
+    monkeypatch.setattr(session, "greet", greeting)
+    run(main())
+    assert len(greeted) == 3
+    assert threading.current_thread() not in greeted
 
 
 def test_the_server_of_the_page_goes_from_version_to_version(
