@@ -301,6 +301,9 @@ class LeaseHandle(Held):
         if self._stuck:
             self._unmap_all()
         if self.state is LeaseState.ASLEEP or self._partly_mapped():
+            if reply.version != self.version:  # the answer was lost, and came only when the request was sent again
+                switched = f"pool {reply.name!r} was switched to version {self.version}"
+                raise Invalid(f"{switched} while version {reply.version} was woken, and is asleep; wake it again")
             space.wake(given)
             try:
                 if multicast:

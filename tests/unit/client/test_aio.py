@@ -22,6 +22,7 @@ from cubroker.aio import Broker, Draft, Pool
 from cubroker.client import session
 from cubroker.client.process import SessionThread
 from cubroker.protocol.errors import Invalid, NotFound, TimedOut, Unavailable, Unsupported
+from cubroker.protocol.messages import Answer, Attached
 from tests.brokers import PATIENCE, BrokerProcess, eventually
 from tests.unit.client.conftest import LAYOUT, begun, content, leases, publish
 
@@ -659,6 +660,46 @@ def test_a_cancelled_switch_leaves_one_version_or_the_other(client: BlockingBrok
 
             await until(as_before)
             del keeping
+
+    run(main())
+
+
+def test_a_wake_whose_answer_comes_after_a_switch_maps_no_version_under_the_number_of_another(
+    client: BlockingBroker, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gateway that dies takes answers along; the request is sent again, and answered late."""
+    publish(client, name)
+
+    async def main() -> None:
+        async with Broker(client.directory) as broker, await broker.attach(name) as pool:
+            requests, lost = broker.blocking.requests, set[int]()
+            read = requests.read
+
+            def losing(frame: bytes) -> Answer | None:
+                answer = read(frame)
+                if answer and isinstance(answer.body, Attached) and (not lost or answer.id in lost):
+                    lost.add(answer.id)
+                    return None
+                return answer
+
+            async def one_lost() -> bool:
+                return bool(lost)
+
+            async with await broker.attach(name):  # version 1 stays
+                await asyncio.to_thread(publish, client, name)
+                await pool.sleep()
+                monkeypatch.setattr(requests, "read", losing)
+                waking = asyncio.create_task(pool.wake())
+                await until(one_lost)
+                assert await pool.switch(2) == 2
+                await pool.sleep()
+                monkeypatch.setattr(requests, "read", read)
+                with pytest.raises(Invalid, match="was switched to version 2 while version 1 was woken"):
+                    await waking
+                assert (pool.version, pool.asleep) == (2, True)
+            await pool.wake()
+            assert (pool.version, pool["weight"].tobytes()) == (2, content("weight", 128))
+            assert leases(client, name) == 1
 
     run(main())
 
