@@ -13,8 +13,8 @@ no call that waits has a thread of its own. Cancelling an ``await`` gives the re
 a lease that comes all the same goes back.
 
 One object serves any number of tasks, and loops in several threads. Work with the devices that no other thread does
-runs in a thread of the loop: connecting, the first use of a device, and computing digests. Such a thread goes on when
-its ``await`` is cancelled, and what it brings is closed.
+runs in a thread of the loop: connecting, the first use of a device, and the digests of a check. Such a thread goes on
+when its ``await`` is cancelled, and what it brings is closed.
 """
 
 from __future__ import annotations
@@ -446,11 +446,11 @@ class Draft(Pool):
     async def seal(self, *, layout: Layout | None = None, digest: bool = False, in_place: bool = False) -> int:
         """See :meth:`cubroker.Draft.seal`. Once begun, it happens, even if this is cancelled.
 
-        A ``digest`` is computed, and a seal ``in_place`` made, in a thread of the loop.
+        A seal ``in_place`` is made in a thread of the loop.
         """
-        if digest or in_place:
-            return await asyncio.to_thread(self.blocking.seal, layout=layout, digest=digest, in_place=in_place)
-        return await awaited(pool.Draft.seal, self.blocking, layout=layout)
+        if in_place:
+            return await asyncio.to_thread(self.blocking.seal, layout=layout, digest=digest, in_place=True)
+        return await awaited(pool.Draft.seal, self.blocking, layout=layout, digest=digest)
 
 
 class NameLock:

@@ -535,11 +535,16 @@ class Draft(Pool):
             return (yield from self._seal_in_place(compute))
         lease = self._lease
         with self._closing:
-            mapped = self._memory()
-            if in_use := mapped.end(lambda: partial(lease.seal, compute()) if compute else lease.seal):
+            mapped, seal, why = self._memory(), lease.seal, object()
+            if compute:
+                self._session.check_confirms()
+                seal = partial(lease.seal_digested, compute, partial(mapped.take_back, why))
+            if in_use := mapped.end(seal, why):
                 names = ", ".join(in_use[:8]) + (f" and {len(in_use) - 8} more" if len(in_use) > 8 else "")
                 raise Invalid(f"{self._label} is still in use: {names}; drop the arrays made from it, then seal")
-            self._drop()
+        if compute:
+            yield from lease.digested()
+        self._drop()
         return expect((yield from lease.confirm()), Sealed).version
 
     def layout_of(self, source: object) -> Layout:
@@ -610,7 +615,7 @@ class Draft(Pool):
         return version
 
     def _digesting(self) -> Callable[[], Digests]:
-        """Return a function that computes the digests of the memory."""
+        """Return what computes the digests of the memory, and refers to none of it."""
         if self._scratch:
             raise Unsupported(
                 f"{self._label} is writable by its readers, so a digest would not tell what it holds; seal it without"

@@ -194,6 +194,12 @@ class Session:
         if isinstance(current_thread(), SessionThread):
             raise Unavailable("called by a finalizer on a session's own thread, which cannot wait for the answer")
 
+    def check_confirms(self) -> None:
+        """Raise ``Unavailable`` where the end of what is held cannot be waited for."""
+        if self.stopped:
+            raise Unavailable("the interpreter exits, and what is held ends with this process")
+        self.check_may_wait()
+
     def ask(self, body: Request, kind: type[R]) -> Steps[R]:
         """Send a request and wait for its answer, which is a ``kind``."""
         self.owner.check()
@@ -226,9 +232,7 @@ class Session:
 
     def confirm(self, ended: Future[T], label: str) -> Steps[T]:
         """Wait until the broker has taken back what ``label`` names, and return or raise what it answered."""
-        if self.stopped:
-            raise Unavailable("the interpreter exits, and what is held ends with this process")
-        self.check_may_wait()
+        self.check_confirms()
         if not (yield ended, self.timeout):
             raise TimedOut(f"the broker has not confirmed the end of {label} in {self.timeout:g} s")
         return ended.result()

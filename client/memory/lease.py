@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from enum import Enum
 from functools import partial
 
@@ -30,7 +31,7 @@ from cubroker.client.transport import fd_receiver
 from cubroker.client.transport.requests import Future, Pending, Steps
 from cubroker.driver import CurrentContext, DriverError
 from cubroker.driver.vmm import HalfReplaced, import_refused
-from cubroker.protocol.errors import CubrokerError, DeviceFailure, Invalid, Unavailable, Unsupported
+from cubroker.protocol.errors import CubrokerError, DeviceFailure, Invalid, OutOfMemory, Unavailable, Unsupported
 from cubroker.protocol.layout import Layout
 from cubroker.protocol.messages import (
     Attach,
@@ -120,6 +121,7 @@ class LeaseHandle(Held):
         self._guard: Guard[LeasedMemory] | None = None
         self._dropped = False  # by a caller, so that the cleanup thread will say so
         self._last: Callable[[int], Close | Seal] = Close
+        self._digested: Future[None] | None = None
         self._ended: Future[Reply] = Future()
         self._unmapping = Retry(session.cleanup, self._unmap)
 
@@ -136,10 +138,26 @@ class LeaseHandle(Held):
         self._dropped = True
         self.session.cleanup.put(self._guard)
 
-    def seal(self, digests: Digests | None = None) -> None:
-        """As :meth:`end`, but the draft is published, with ``digests`` of it: it may not be written any more."""
-        self._last = Seal if digests is None else partial(SealDigested, digests=digests)
+    def seal(self) -> None:
+        """As :meth:`end`, but the draft is published."""
+        self._last = Seal
         self.end()
+
+    def seal_digested(self, compute: Callable[[], Digests], refused: Callable[[], None]) -> None:
+        """As :meth:`seal`, with digests, which the cleanup thread has computed: the draft may not be written any more.
+
+        Should that fail, ``refused`` is called, and nothing ends (:meth:`digested`).
+        """
+        digested = Future[None]()
+        self.session.cleanup.put(lambda: self._digest(compute, refused, digested))
+        self._digested = digested  # not before: an interrupt in between leaves nothing to wait for
+
+    def digested(self) -> Steps[None]:
+        """Wait until the digests are there, for as long as that takes; raises why there are none."""
+        assert self._digested
+        self.session.check_confirms()
+        yield self._digested, None
+        self._digested.result()
 
     def protect(self, *, readonly: bool) -> Future[None]:
         """Set whether this process may write the memory; the future tells when that is so, or why it is not."""
@@ -167,7 +185,10 @@ class LeaseHandle(Held):
 
     def confirm(self, slept: Future[Reply] | None = None) -> Steps[Reply]:
         """Wait until the broker has the lease back that ends or fell asleep (``slept``); return what it answered."""
-        return self.session.confirm(slept or self._ended, f"lease {self.number}")
+        if self._digested:  # first, since the time limit is for the broker alone
+            with suppress(CubrokerError):
+                yield from self.digested()
+        return (yield from self.session.confirm(slept or self._ended, f"lease {self.number}"))
 
     # -- on the cleanup thread ---------------------------------------------------------------------
 
@@ -263,6 +284,19 @@ class LeaseHandle(Held):
         self._move(LeaseEvent.UNWANTED)
         self.session.held.add(self)
         self._unmap()
+
+    def _digest(self, compute: Callable[[], Digests], refused: Callable[[], None], digested: Future[None]) -> None:
+        try:
+            digests = compute()
+        except MemoryError:
+            refused()
+            return digested.fail(OutOfMemory("this process has no memory left to compute a digest"))
+        except CubrokerError as error:
+            refused()
+            return digested.fail(error.anew())  # without a traceback
+        self._last = partial(SealDigested, digests=digests)
+        self.end()  # which comes after a close that was asked for meanwhile, and has no effect then
+        return digested.set(None)
 
     def _memory(self) -> LeasedMemory | None:
         return self._guard() if self._guard else None

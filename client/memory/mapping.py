@@ -77,7 +77,8 @@ class LeasedMemory:
         self.guard: Guard[LeasedMemory] | None = None
         self._finish = finish
         self._owner = OwnerProcess()
-        self._ended = False
+        #: Why it has ended; empty while it has not. One C call each adds and takes back, so no lock is needed.
+        self._ends: set[object] = set()
         self._switching = False
         self._lock = RLock()  # a finalizer or a signal handler may end it while it is held
         self._uses: WeakRefs[TensorUse] = WeakRefs()
@@ -99,7 +100,7 @@ class LeasedMemory:
     def check(self) -> None:
         """Raise ``Invalid`` if the memory is not mapped, or in a forked child."""
         self._owner.check()
-        if self._ended or (self.guard is not None and self.guard() is None):
+        if self._ends or (self.guard is not None and self.guard() is None):
             raise Invalid(f"{self.label} was given back, and its tensors with it")
         if self.asleep:
             raise Invalid(f"{self.label} is asleep: its memory is not mapped; wake the pool before using its tensors")
@@ -169,23 +170,23 @@ class LeasedMemory:
         held = [use for use in self._uses if use.held]
         return min(held, key=lambda use: use.storing, default=None)
 
-    def end(self, prepare: Callable[[], Callable[[], None]] | None = None) -> tuple[str, ...]:
+    def end(self, finish: Callable[[], None] | None = None, why: object = None) -> tuple[str, ...]:
         """Unmap now, even if objects refer to this one, unless tensors are in use outside; returns the names of those.
 
-        ``prepare`` is called just before, when no use can begin any more; if it fails, nothing has ended.
-        It returns what starts the unmapping instead of ``finish``. From that call on the end is not undone.
+        Args:
+            finish: starts the unmapping; by default the function that was given at the beginning.
+            why: undoes this again (:meth:`take_back`).
         """
         with self._lock:
             names = tuple(sorted({use.name for use in self._uses}))
             if not names:
-                self._ended = True
-                try:
-                    finish = prepare() if prepare else self._finish
-                except BaseException:
-                    self._ended = False
-                    raise
-                finish()
+                self._ends.add(why)
+                (finish or self._finish)()
         return names
+
+    def take_back(self, why: object) -> None:
+        """Allow uses again, unless it has ended for another reason than ``why``. On the cleanup thread."""
+        self._ends.discard(why)
 
 
 class TensorUse:

@@ -21,7 +21,8 @@ from cubroker import Pool as BlockingPool
 from cubroker.aio import Broker, Draft, Pool
 from cubroker.client import session
 from cubroker.client.process import SessionThread
-from cubroker.protocol.errors import Invalid, NotFound, TimedOut, Unavailable, Unsupported
+from cubroker.driver import Context, DriverError
+from cubroker.protocol.errors import DeviceFailure, Invalid, NotFound, TimedOut, Unavailable, Unsupported
 from cubroker.protocol.messages import Answer, Attached
 from tests.brokers import PATIENCE, BrokerProcess, eventually
 from tests.unit.client.conftest import LAYOUT, begun, content, leases, publish
@@ -197,6 +198,78 @@ def test_digests_are_computed_and_checked(client: BlockingBroker, name: str) -> 
             assert (await broker.digests(name)).digests is not None
 
     run(main())
+
+
+@pytest.mark.parametrize("end", ["seal", "cancel", "close", "broker"])
+def test_a_digest_blocks_no_loop_that_waits_for_it_or_closes_its_draft(
+    client: BlockingBroker, name: str, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    computing, gate, released = threading.Event(), threading.Event(), list[bool]()
+    digests = Context.digests
+
+    def slow(self: Context, ranges: Any) -> list[bytes]:
+        computing.set()
+        released.append(gate.wait(PATIENCE / 4))
+        return digests(self, ranges)
+
+    async def begins() -> bool:
+        return computing.is_set()
+
+    async def main() -> None:
+        async with Broker(client.directory) as broker, beating() as heart:
+            draft = await broker.create(name, LAYOUT)
+            tensor = draft["weight"]
+            monkeypatch.setattr(Context, "digests", slow)
+            sealing = asyncio.create_task(draft.seal(digest=True))
+            await until(begins)
+            with pytest.raises(Invalid):
+                tensor.copy_from_bytes(bytes(128))
+            ends: list[asyncio.Task[Any]] = []
+            if end == "cancel":
+                sealing.cancel()
+                with suppress(asyncio.CancelledError):
+                    await sealing
+            if end in ("cancel", "close"):
+                ends.append(asyncio.create_task(draft.close()))
+            if end == "broker":
+                ends.append(asyncio.create_task(broker.close()))
+            await heart.more(100)
+            assert not any(each.done() for each in ends)
+            gate.set()
+            if end != "cancel":
+                assert await sealing == 1
+            await asyncio.gather(*ends)
+            assert draft.closed
+
+    run(main())
+    assert released == [True]
+    assert client.digests(name).digests is not None
+    assert [(info.version, info.leases) for info in client.pools()] == [(1, 0)]
+
+
+def test_a_draft_that_is_closed_while_its_digest_fails_is_discarded(
+    client: BlockingBroker, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computing, gate = threading.Event(), threading.Event()
+
+    def refuse(self: Context, ranges: object) -> list[bytes]:
+        computing.set()
+        gate.wait(PATIENCE)
+        raise DriverError("cuLaunchKernel", 719, "CUDA_ERROR_LAUNCH_FAILED", "")
+
+    monkeypatch.setattr(Context, "digests", refuse)
+    draft = client.create(name, LAYOUT)
+    tensor = draft["weight"]
+    sealing = begun(lambda: draft.seal(digest=True))
+    assert computing.wait(PATIENCE)
+    closing = begun(draft.close)
+    eventually(lambda: draft.closed, "the end of the draft")
+    gate.set()
+    assert isinstance(sealing.exception(PATIENCE), DeviceFailure)
+    assert closing.result(PATIENCE) is None
+    with pytest.raises(Invalid, match="given back"):
+        tensor.tobytes()
+    assert client.pools() == ()
 
 
 def test_hundreds_of_attaches_wait_at_once_and_the_loop_goes_on(client: BlockingBroker, name: str) -> None:
