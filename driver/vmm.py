@@ -10,8 +10,8 @@ device's attribute says what the hardware can.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from enum import IntFlag
 from typing import Any
 
@@ -123,9 +123,7 @@ class Reservation(Closeable):
 
     def unmap(self) -> None:
         """Unmap the memory once all work submitted in the context is done. The addresses stay reserved."""
-        with self._context.current():
-            self._context.synchronize()  # cuMemUnmap waits for nothing: running work would fault
-            self.vacate()
+        unmap([self])
 
     def close(self) -> None:
         """Unmap the memory, if any, and give the addresses back; to be called once."""
@@ -174,6 +172,31 @@ class Reservation(Closeable):
         return access
 
 
+def unmap(reservations: Sequence[Reservation]) -> None:
+    """Unmap the memory that is mapped in some reservations, last first, once all work in their contexts is done.
+
+    Each context is waited for once, all of them before anything is unmapped.
+
+    Raises:
+        DriverError: some of the memory is still mapped, as each reservation says.
+    """
+    with _all_current(reservations) as contexts:
+        for context in contexts:
+            context.synchronize()  # cuMemUnmap waits for nothing: running work would fault
+        for reservation in reversed(reservations):
+            reservation.vacate()
+
+
+@contextmanager
+def _all_current(reservations: Sequence[Reservation]) -> Iterator[Sequence[PrimaryContext]]:
+    """Enter the contexts of reservations, now and not with every call in the block; yields them, each once."""
+    contexts = tuple(dict.fromkeys(reservation._context for reservation in reservations))
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context.current())
+        yield contexts
+
+
 class HalfReplaced(DriverError):
     """Memory was to be replaced at several addresses, and could neither be replaced everywhere nor be put back."""
 
@@ -192,10 +215,7 @@ def replace(memory: Sequence[tuple[Reservation, int | bytes]], *, readonly: bool
         HalfReplaced: the driver refused the way back, too. Each reservation has the memory before, the other or none.
         DriverError: every reservation has the memory before. See also :func:`import_refused`.
     """
-    contexts = dict.fromkeys(reservation._context for reservation, _ in memory)
-    with ExitStack() as stack:
-        for context in contexts:  # now, and not with every call below
-            stack.enter_context(context.current())
+    with _all_current([reservation for reservation, _ in memory]) as contexts, ExitStack() as stack:
         others = [_hold(stack, reservation, source) for reservation, source in memory]
         before = [_hold(stack, reservation, None) for reservation, _ in memory]
         for context in contexts:

@@ -30,7 +30,7 @@ from cubroker.client.session import Asked, Held, Session
 from cubroker.client.transport import fd_receiver
 from cubroker.client.transport.requests import Future, Pending, Steps
 from cubroker.driver import CurrentContext, DriverError
-from cubroker.driver.vmm import HalfReplaced, import_refused
+from cubroker.driver.vmm import HalfReplaced, import_refused, unmap
 from cubroker.protocol.errors import CubrokerError, DeviceFailure, Invalid, OutOfMemory, Unavailable, Unsupported
 from cubroker.protocol.layout import Layout
 from cubroker.protocol.messages import (
@@ -316,9 +316,7 @@ class LeaseHandle(Held):
             return slept.set(Done())
         assert self._space
         try:
-            self._space.sleep()
-            if self.multicast:
-                self.multicast.sleep()
+            self._unmap_memory()
         except DriverError as error:
             return slept.fail(devices.failure(error, f"unmapping {memory.label}"))
         if self.state is LeaseState.ASLEEP:
@@ -374,13 +372,21 @@ class LeaseHandle(Held):
 
     def _unmap_all(self) -> None:
         """Unmap what is left, and give back its leases; raises ``DriverError`` if some of it stays mapped."""
-        assert self._space
-        self._space.sleep()
-        if self.multicast:
-            self.multicast.sleep()
+        self._unmap_memory()
         self._close_stuck()
         if before := self._renumber(LeaseEvent.SLEPT, 0):
             self.session.requests.submit(Close(before))
+
+    def _unmap_memory(self) -> None:
+        """Unmap what is mapped, and keep the addresses; raises ``DriverError`` if some of it stays mapped."""
+        self._vacate()
+        if self.multicast:
+            self.multicast.sleep()
+
+    def _vacate(self) -> None:
+        """Unmap what has addresses that stay, after one wait for submitted work in each context."""
+        spaces = self._space, self.multicast and self.multicast.space
+        unmap([reservation for space in spaces if space for reservation in space.mapped()])
 
     def _close_stuck(self) -> None:
         stuck, self._stuck = self._stuck, 0
@@ -400,6 +406,7 @@ class LeaseHandle(Held):
     def _unmap(self) -> None:
         """Unmap everything, last first, then give the lease back. While something stays mapped, so does the lease."""
         try:
+            self._vacate()
             for each in (self.multicast, self._space):
                 if each:
                     each.close()

@@ -16,7 +16,7 @@ from cubroker.client.cleanup_thread import Guard
 from cubroker.client.process import OwnerProcess, WeakRefs
 from cubroker.driver import Context, CurrentContext, Device, Driver, DriverError
 from cubroker.driver.basics import round_up
-from cubroker.driver.vmm import Reservation, replace
+from cubroker.driver.vmm import Reservation, replace, unmap
 from cubroker.protocol.errors import Invalid, Unavailable
 from cubroker.protocol.messages import BY_DESCRIPTOR, Replica
 
@@ -263,6 +263,10 @@ class AddressSpace:
             self.close(before)
             raise
 
+    def mapped(self, first: int = 0) -> list[Reservation]:
+        """Return where memory is mapped now that can sleep, in order; ``first`` counts all that was opened."""
+        return [each for each in self._opened[first:] if isinstance(each, Reservation) and each.mapped]
+
     @property
     def asleep(self) -> bool:
         """Whether memory is missing anywhere."""
@@ -270,9 +274,7 @@ class AddressSpace:
 
     def sleep(self) -> None:
         """Unmap the memory that is mapped, and keep the addresses; raises ``DriverError`` if some is still mapped."""
-        for reservation in self._reservations():
-            if reservation.mapped:
-                reservation.unmap()
+        unmap(self.mapped())
 
     def wake(self, sources: Sequence[Source]) -> None:
         """Map the same memory where it was.
@@ -289,9 +291,7 @@ class AddressSpace:
             for reservation, source in missing:
                 reservation.map(source, readonly=self._readonly)
         except BaseException:
-            for reservation, _ in missing:
-                if reservation.mapped:
-                    reservation.unmap()
+            unmap([reservation for reservation, _ in missing if reservation.mapped])
             raise
 
     def replace(self, sources: Sequence[Source]) -> None:
@@ -329,7 +329,11 @@ class AddressSpace:
         self._readonly = readonly
 
     def close(self, keep: int = 0) -> None:
-        """Unmap all but the first, last first, and give the addresses back; raises ``DriverError`` if it is refused."""
+        """Unmap all but the first, last first, and give the addresses back; raises ``DriverError`` if it is refused.
+
+        Submitted work is waited for once per context; for legacy handles the driver waits itself, with each of them.
+        """
+        unmap(self.mapped(keep))
         while len(self._opened) > keep:
             match self._opened[-1]:
                 case Reservation() as reservation:

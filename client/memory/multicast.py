@@ -212,7 +212,8 @@ class MulticastMapping:
         self._places = memory.places
         self._version = version
         self._sizes = tuple(sizes)
-        self._space = AddressSpace(readonly=False, thread=None)  # legacy handles open nothing of it
+        #: What it has mapped; legacy handles open nothing of it.
+        self.space = AddressSpace(readonly=False, thread=None)
         self._bound = self.team  # what the outlet was made for
         self._news: tuple[Rebound, Sequence[int] | CubrokerError] | None = None
         self._unbound: Unbound | None = None
@@ -276,7 +277,7 @@ class MulticastMapping:
     @property
     def asleep(self) -> bool:
         """Whether memory is missing anywhere, and not because it is still to come."""
-        return self._space.asleep and (self._unbound is None or self._unbound.over.done())
+        return self.space.asleep and (self._unbound is None or self._unbound.over.done())
 
     def open(self, reply: Attached | Created, given: Sequence[Source]) -> None:
         """Map what the lease brought to store by; nothing is mapped if it fails, unless unmapping does as well."""
@@ -289,7 +290,7 @@ class MulticastMapping:
 
     def sleep(self) -> None:
         """Unmap it, and keep the addresses; raises ``DriverError`` if some is still mapped."""
-        self._space.sleep()
+        self.space.sleep()
         self._look_again()
         self.lease = 0
 
@@ -316,7 +317,7 @@ class MulticastMapping:
         """Unmap everything, last first; raises ``DriverError`` if something is still mapped."""
         self._closed = True
         self._look_again()
-        self._space.close()
+        self.space.close()
 
     def rebound(self, notice: Rebound, given: Sequence[int] | CubrokerError) -> None:
         """Store as a notice says, once no tensor is held, and close its descriptors."""
@@ -397,12 +398,12 @@ class MulticastMapping:
             raise _changed(label, f"{offer.team.how}: {offer.team.why}")
         self._bound = offer.team
         if isinstance(before, Copies):
-            self._space.wake(offer.sources)
+            self.space.wake(offer.sources)
             return before
         try:
             return self._bind(before, offer)
         except DriverError:
-            self._space.sleep()
+            self.space.sleep()
             raise
 
     def _replace(self, memory: LeasedMemory, offer: MulticastOffer | CubrokerError) -> TensorUse | None:
@@ -472,7 +473,7 @@ class MulticastMapping:
                 why = devices.failure(error, "mapping what its replicas were bound together by after a restart").message
         log.error("no way to store to all replicas: %s", why)
         try:
-            self._space.close()
+            self.space.close()
         except DriverError as error:
             log.error("%s", str(error))  # it is tried again when the lease ends
         return Refused(f"{why}; close it, and attach again")
@@ -482,10 +483,10 @@ class MulticastMapping:
             outlet: Outlet = self._bind(before, offer, asleep=asleep)
         elif isinstance(before, Copies) and self._stays(offer):
             if self.asleep and not asleep:
-                self._space.wake(offer.sources)
+                self.space.wake(offer.sources)
             outlet = before
         else:
-            self._space.close()
+            self.space.close()
             return self._find(offer)
         self._bound = offer.team
         return outlet
@@ -493,11 +494,11 @@ class MulticastMapping:
     def _windows(self, offer: MulticastOffer) -> Windows | Unbound:
         """Reserve addresses for the objects, and map them there."""
         context = self._places[0].context
-        with self._space.all_or_none():
+        with self.space.all_or_none():
             windows = []
             for size in offer.team.sizes:
                 windows.append(context.window(size))
-                self._space.adopt(windows[-1])
+                self.space.adopt(windows[-1])
             return self._bind(Windows(context, windows), offer)
 
     def _bind(self, windows: Windows, offer: MulticastOffer, *, asleep: bool = False) -> Windows | Unbound:
@@ -546,8 +547,8 @@ class MulticastMapping:
         if offer.others:
             left = iter(offer.sources)
             pairs = [(replica, tuple(islice(left, len(replica.handles)))) for replica in offer.others]
-            with self._space.all_or_none():
-                rest = [self._space.reach(self._session.driver, home, *pair, self._sizes) for pair in pairs]
+            with self.space.all_or_none():
+                rest = [self.space.reach(self._session.driver, home, *pair, self._sizes) for pair in pairs]
         return Copies(home, rest)
 
 

@@ -12,6 +12,7 @@ from cuda.bindings import driver as cuda
 
 from cubroker.client import Broker, Pool
 from cubroker.driver import DriverError
+from cubroker.driver.primary_context import PrimaryContext
 from cubroker.driver.vmm import Reservation
 from cubroker.protocol import CubrokerError, Layout
 from cubroker.protocol.errors import DeviceFailure, Invalid, NotFound, OutOfMemory, Retired, TimedOut, Unsupported
@@ -20,7 +21,7 @@ from tests.faults import Plan
 from tests.unit.client import shares
 from tests.unit.client.conftest import LAYOUT, content, impatient, leases, publish
 from tests.unit.client.scripts import run
-from tests.unit.client.test_faults import THREE, plan, regions
+from tests.unit.client.test_faults import PLAN, THREE, plan, regions
 from tests.unit.client.test_threads import together
 
 __all__ = ["plan"]
@@ -258,22 +259,52 @@ def test_memory_that_cannot_be_unmapped_keeps_its_lease(
 ) -> None:
     publish(client, name, THREE)
     with client.attach(name) as pool:
-        unmap, done = Reservation.unmap, []
+        vacate, done = Reservation.vacate, []
 
         def failing(reservation: Reservation) -> None:
             if done:
                 raise DriverError("cuMemUnmap", 700, "CUDA_ERROR_ILLEGAL_ADDRESS")
             done.append(reservation)
-            unmap(reservation)
+            vacate(reservation)
 
         with monkeypatch.context() as patch:
-            patch.setattr(Reservation, "unmap", failing)
+            patch.setattr(Reservation, "vacate", failing)
             with pytest.raises(DeviceFailure, match="unmapping pool"):
                 pool.sleep()
         assert (pool.asleep, leases(client, name)) == (True, 1)
         pool.wake()
         eventually(lambda: leases(client, name) == 1, "the first lease to go back")
         assert pool["a"].tobytes() == content("a", 2 << 20)
+
+
+@pytest.mark.parametrize(
+    "terms", [{"plan": PLAN}, {"share": "multicast", "devices": (0, 1), "writable": True}], ids=str
+)
+def test_submitted_work_is_waited_for_once_per_device_before_anything_is_unmapped(
+    client: Broker, name: str, monkeypatch: pytest.MonkeyPatch, terms: dict[str, Any]
+) -> None:
+    publish(client, name, THREE, **{"devices": (0, 1), **terms})
+    done: list[tuple[str, int]] = []
+    synchronize, vacate = PrimaryContext.synchronize, Reservation.vacate
+
+    def waiting(context: PrimaryContext) -> None:
+        done.append(("waited", context.device.index))
+        synchronize(context)
+
+    def vacating(reservation: Reservation) -> None:
+        done.append(("unmapped", reservation._context.device.index))
+        vacate(reservation)
+
+    with client.attach(name, device=0 if "share" in terms else None) as pool:
+        monkeypatch.setattr(PrimaryContext, "synchronize", waiting)
+        monkeypatch.setattr(Reservation, "vacate", vacating)
+        for end in (pool.sleep, pool.close):
+            pool.wake()
+            done.clear()
+            end()
+            unmapped = [device for what, device in done if what == "unmapped"]
+            assert len(unmapped) >= 3
+            assert sorted(done[: -len(unmapped)]) == [("waited", device) for device in sorted({*unmapped})]
 
 
 def test_a_sleeping_pool_is_of_no_use_in_a_child(client: Broker, lender: BrokerProcess, name: str) -> None:
