@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib import metadata
+from math import ceil
 from pathlib import Path
 
 from benchmarks.options import Plan
@@ -42,6 +43,13 @@ def median(what: str, samples: Iterable[float], unit: str, note: str = "") -> Fi
     values = sorted(samples)
     spread = f"{len(values)} times, {number(values[0])} to {number(values[-1])}"
     return Figure(what, statistics.median(values), unit, f"{note}; {spread}" if note else spread, tuple(values))
+
+
+def percentile(what: str, part: float, samples: Iterable[float], unit: str, note: str = "") -> Figure:
+    """Return the least sample that ``part`` of all do not exceed: the 99th percentile for 0.99."""
+    values = sorted(samples)
+    value = values[ceil(part * len(values)) - 1]
+    return Figure(what, value, unit, f"{note}; of {len(values)}" if note else f"of {len(values)}", tuple(values))
 
 
 def machine(plan: Plan, devices: Sequence[Device]) -> dict[str, object]:

@@ -1,0 +1,97 @@
+"""Time from a writer's ``seal()`` to the new version in a process that follows the pool, in milliseconds.
+
+The writer seals the next version when it has heard that the one before is in use. The follower attaches to each, or
+switches its pool to it, and looks at its bytes when the clock was read. Both processes read the same clock.
+"""
+
+from __future__ import annotations
+
+from multiprocessing.connection import Connection
+from pathlib import Path
+from time import perf_counter
+
+from benchmarks import weights
+from benchmarks.harness import Child, run_alone, serving, warm_up
+from benchmarks.options import Plan
+from benchmarks.report import Figure, median, percentile
+from cubroker.client import Broker
+from cubroker.protocol import Layout
+
+POOL = "policy"
+MARKED = "model.norm.weight"
+"""The tensor that says which version it is."""
+
+WARM = 5
+"""Versions that are not counted."""
+
+WAYS = (("attached", "ipc"), ("attached", "vmm"), ("switched", "vmm"))
+"""How the follower takes a version, and the share kind: what is shared as ``ipc`` cannot be switched."""
+
+
+def measure(plan: Plan) -> list[Figure]:
+    """Measure."""
+    tensors = weights.tensors(plan.nbytes)
+    what = f"{len(tensors)} tensors, {weights.total(tensors) / 1e9:.2f} GB"
+    figures = []
+    for way, share in WAYS:
+        times = _versions(plan, Layout.pack(tensors), way, share)
+        figures += [
+            median(f"{share}: seal() to {way}", times, "ms", what),
+            percentile(f"{share}: seal() to {way}, p99", 0.99, times, "ms", what),
+        ]
+    return figures
+
+
+def _versions(plan: Plan, layout: Layout, way: str, share: str) -> list[float]:
+    """Return the milliseconds of each version."""
+    times = []
+    with serving(plan.devices) as server, Broker(server.directory) as broker:
+        _seal(broker, layout, share, 1)
+        rounds = WARM + 2 * plan.rounds
+        with Child(follow, server.directory, plan.gpu, way, rounds) as follower:
+            follower.answer()
+            for number in range(2, 2 + rounds):
+                began = _seal(broker, layout, share, number)
+                version, taken = follower.answer()
+                if version != number:
+                    raise RuntimeError(f"version {number} was published, and the follower has version {version}")
+                times.append((taken - began) * 1e3)
+    return times[WARM:]
+
+
+def _seal(broker: Broker, layout: Layout, share: str, number: int) -> float:
+    """Publish a version that is marked with its number; return when its seal began."""
+    with broker.create(POOL, layout, share=share, wait=60.0) as draft:
+        draft[MARKED].copy_from_bytes(number.to_bytes(8, "little").ljust(draft[MARKED].nbytes, b"\0"))
+        began = perf_counter()
+        draft.seal()
+    return began
+
+
+def follow(connection: Connection, directory: Path, gpu: bool, way: str, rounds: int) -> None:
+    """In a worker: send each version and when it could be used."""
+    warm_up(gpu=gpu)
+    with Broker(directory) as broker:
+        pool = broker.attach(POOL)
+        connection.send("there")
+        first = pool.version
+        versions = pool.follow(switch=True) if way == "switched" else broker.follow(POOL)
+        while rounds:
+            version = next(versions)
+            if version == first:  # which a Broker's follower returns, too
+                continue
+            before = pool
+            if way == "attached":
+                pool = broker.attach(POOL, version=version)
+            taken = perf_counter()
+            if int.from_bytes(pool[MARKED].tobytes()[:8], "little") != version:
+                raise RuntimeError(f"the worker does not see the bytes of version {version}")
+            if before is not pool:
+                before.close()
+            connection.send((version, taken))
+            rounds -= 1
+        versions.close()
+
+
+if __name__ == "__main__":
+    run_alone(measure)
