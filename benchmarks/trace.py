@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -31,6 +32,9 @@ LAYOUT = Layout.pack([("x", "U8", (1 << 20,))])
 PACKAGES = ("protocol", "driver", "server", "client", "integrations", "cli")
 INNER = ("<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>")
 """Parts of a function that only some versions of Python call."""
+
+RESTING = 10
+"""Times in a row that the broker's loop is seen to wait before a request begins."""
 
 
 class Call(NamedTuple):
@@ -119,16 +123,25 @@ REQUESTS = {"attach": _attach, "create": _create, "seal": _seal, "close": _close
 
 
 @contextmanager
-def _broker(folder: Path, switch: Path, output: Path) -> Iterator[Path]:
+def _broker(folder: Path, switch: Path, output: Path) -> Iterator[int]:
     arguments = ("--serve", str(folder), str(switch), str(output))
     command = [sys.executable, "-m", "benchmarks.trace", *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout
         try:
             assert process.stdout.readline() == "serving\n", "the broker did not start"
-            yield folder
+            yield process.pid
         finally:
             process.send_signal(signal.SIGTERM)
+
+
+def _rest(server: int) -> None:
+    """Return when the loop of a broker has waited for so long that it has finished what follows its last reply."""
+    resting = 0
+    while resting < RESTING:
+        time.sleep(0.001)
+        state = Path(f"/proc/{server}/stat").read_text().rpartition(")")[2].split()[0]  # of the main thread
+        resting = resting + 1 if state == "S" else 0
 
 
 def trace(what: str, share: str) -> dict[str, list[Call]]:
@@ -141,10 +154,12 @@ def trace(what: str, share: str) -> dict[str, list[Call]]:
         with ExitStack() as undo:
             file = undo.enter_context(switch.open("r+b"))
             on = undo.enter_context(mmap.mmap(file.fileno(), 1))
-            broker = undo.enter_context(Broker(undo.enter_context(_broker(folder / "broker", switch, output))))
+            server = undo.enter_context(_broker(folder / "broker", switch, output))
+            broker = undo.enter_context(Broker(folder / "broker"))
             broker.create("pool", LAYOUT, share=share).seal()
             request, prepare = REQUESTS[what](broker, share)
             for noted in (False, False, True):
+                _rest(server)
                 on[0] = noted
                 request()
                 on[0] = False

@@ -463,7 +463,7 @@ def test_nothing_is_left_open_behind_a_follow(broker: BrokerProcess) -> None:
                 broker.start()
                 eventually(lambda: not client.lost, "the next session")
     eventually(lambda: set(threading.enumerate()) <= running, "the end of the threads")
-    assert files(os.getpid()).total() <= before
+    eventually(lambda: files(os.getpid()).total() <= before, "what was opened to be closed")
 
 
 # -- in an event loop ----------------------------------------------------------------------------------

@@ -52,7 +52,8 @@ def test_two_workers_take_each_version_of_a_trainer_in_place(lender: BrokerProce
     published = [re.match(r"version (\d+): loss", line) for line in rounds]
     numbers = [int(match[1]) for match in published if match]
     assert len(numbers) == len(rounds) == VERSIONS
-    assert end == f"{POLICY}@{numbers[-1]} is current; versions held at a time: 2 at most"
+    # One, if both workers have always left the last version before the trainer looks.
+    assert re.fullmatch(f"{POLICY}@{numbers[-1]} is current; versions held at a time: [12] at most", end)
     for worker, lines in zip("ab", workers, strict=True):
         assert lines == [
             *(f"{worker}: version {number}, 50 batches as the trainer's" for number in numbers),
