@@ -279,6 +279,10 @@ class Broker:
         """See :meth:`cubroker.Broker.lock`: ``async with await broker.lock(name):``."""
         return NameLock(await awaited(blocking.Broker.lock, self.blocking, name, timeout=timeout))
 
+    async def wait_ended(self, name: str, version: int | None = None, timeout: float | None = None) -> bool:
+        """See :meth:`cubroker.Broker.wait_ended`."""
+        return await awaited(blocking.Broker.wait_ended, self.blocking, name, version, timeout)
+
     # -- what there is -----------------------------------------------------------------------------
 
     async def pools(self) -> tuple[PoolInfo, ...]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from math import inf
 from pathlib import Path
 from threading import RLock
+from time import monotonic
 from typing import TypeVar
 
 from cubroker.client import devices as local
@@ -17,7 +18,7 @@ from cubroker.client.follow import Follow
 from cubroker.client.locks import NameLock, obtain
 from cubroker.client.memory.lease import LeaseHandle, acquire
 from cubroker.client.memory.mapping import LeasedMemory
-from cubroker.client.notices import Watch, time_limit
+from cubroker.client.notices import Count, Watch, time_limit
 from cubroker.client.pool import Draft, Pool
 from cubroker.client.process import Closeable, NotPicklable, WeakRefs
 from cubroker.client.publish import Sources
@@ -28,7 +29,7 @@ from cubroker.client.transport.requests import Future, Requests, Steps, blocking
 from cubroker.driver import Driver
 from cubroker.protocol import limits, messages
 from cubroker.protocol.directory import default_directory
-from cubroker.protocol.errors import Invalid, Unavailable, Unsupported
+from cubroker.protocol.errors import Invalid, Retired, Unavailable, Unsupported
 from cubroker.protocol.infos import ClientInfo, DeviceInfo, Line, PoolInfo
 from cubroker.protocol.layout import Layout, Tensors
 from cubroker.protocol.limits import MAX_WAIT
@@ -395,6 +396,53 @@ class Broker(NotPicklable, Closeable):
         limits.check_pool_name(name)
         time_limit(timeout)
         return self._session.watch(name, self._owners("watch", name, owner, messages.FINDS), timeout)
+
+    @blocking
+    def wait_ended(self, name: str, version: int | None = None, timeout: float | None = None) -> Steps[bool]:
+        """Wait until a version has ended: it is superseded or retired, and its last lease was given back.
+
+        A superseded version that the broker's setting ``keep`` keeps has not ended. The leases of this session count.
+
+        Args:
+            name: the pool.
+            version: which one; by default all that are neither current nor a draft.
+            timeout: seconds to wait; by default without limit. 0: look.
+
+        Returns:
+            Whether it came to that.
+
+        Raises:
+            NotFound: there has been no such version.
+            Denied: the pool's mode keeps this user from reading it.
+            Unsupported: the broker is too old to tell.
+            OverQuota: this session, or this user, watches as many pools as it may.
+        """
+        limits.check_pool_name(name)
+        number, deadline = _version(version), monotonic() + time_limit(timeout)
+        session, changes = self._session, Count(name)
+        if session.version < messages.ENDS:
+            raise Unsupported(f"wait for the end of versions of {name!r}: the broker is too old to tell; upgrade it")
+        try:
+            yield from session.hear(changes)
+            while True:
+                heard = changes.heard
+                if (yield from self._has_ended(name, number)):
+                    return True
+                if not (yield from changes.more(heard, deadline - monotonic())):
+                    return False
+        finally:
+            session.watches.remove(changes)
+
+    def _has_ended(self, name: str, version: int) -> Steps[bool]:
+        pools = (yield from self._session.ask(messages.ListPools(), messages.Pools)).pools
+        left = {pool.version for pool in pools if pool.name == name and pool.state not in ("draft", "current")}
+        if not version or version in left:
+            return not left
+        try:
+            yield from self._session.ask(messages.Describe(name, version), messages.Description)
+        except Retired:
+            return True
+        return False  # it is current, or a draft
 
     def follow(
         self, name: str, *, owner: Owner | Sequence[Owner] | None = None, timeout: float | None = None

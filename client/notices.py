@@ -192,6 +192,33 @@ class Watcher(Protocol):
         """There will be no more news."""
 
 
+class Count:
+    """Counts what a session hears of a pool; to be watched."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.heard = 0
+        self._news = News()
+
+    def tell(self, version: int) -> None:
+        """See :meth:`Watcher.tell`."""
+        self.heard += 1
+        self._news.tell()
+
+    def fail(self, error: CubrokerError) -> None:
+        """See :meth:`Watcher.fail`."""
+        self._news.fail(error)
+
+    def more(self, before: int, timeout: float) -> Steps[bool]:
+        """Wait up to ``timeout`` seconds until it has counted beyond ``before``; returns whether it has."""
+
+        def found() -> bool:
+            self._news.check()
+            return self.heard > before
+
+        return self._news.wait(found, timeout)
+
+
 class Watches:
     """Every :class:`Watcher` of a session, by pool. The connection's thread owns the table, so nothing is locked."""
 

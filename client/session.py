@@ -21,7 +21,7 @@ from typing import Generic, TypeVar
 
 from cubroker.client import devices
 from cubroker.client.cleanup_thread import CleanupThread
-from cubroker.client.notices import DrainState, Notices, Rebindable, Watch, Watches
+from cubroker.client.notices import DrainState, Notices, Rebindable, Watch, Watcher, Watches
 from cubroker.client.process import OwnerProcess, SessionThread, WeakRefs, fork_lock
 from cubroker.client.transport import headroom
 from cubroker.client.transport.connection import Connection, Waker
@@ -243,14 +243,18 @@ class Session:
         self.check_open()
         find = partial(self.ask, Find(name, owners), Found) if owners else None
         watch = Watch(name, self.watches, self.owner, find, timeout)
+        yield from self.hear(watch)
+        return watch
+
+    def hear(self, watcher: Watcher) -> Steps[None]:
+        """Have the broker tell a watcher of its pool, until it is removed from ``watches`` or dropped."""
         answer: Future[Reply] = Future()
-        self.watches.add(watch, answer.settle)
+        self.watches.add(watcher, answer.settle)
         try:
             expect((yield from self.wait(answer, "Watch", 0.0)), Done)
         except BaseException:
-            self.watches.remove(watch)
+            self.watches.remove(watcher)
             raise
-        return watch
 
     # -- the end -----------------------------------------------------------------------------------
 

@@ -12,7 +12,6 @@ weights that it uses are this version's, all of them and no others.
 from __future__ import annotations
 
 import sys
-import time
 
 import torch
 
@@ -36,22 +35,16 @@ def main(versions: int) -> None:
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
-            await_readers(broker)
+            broker.wait_ended(NAME)  # no reader holds a version but the current one, so with the next there are two
             version = broker.publish(NAME, policy.state_dict() | probe(policy, device, versions - number), wait=60)
             held = [pool for pool in broker.pools() if pool.name == NAME]
             most = max(most, len(held))
             print(f"version {version}: loss {loss.item():.3f}, {len(held)} held", flush=True)
-        await_readers(broker)
+        broker.wait_ended(NAME)
         for pool in broker.pools():
             if pool.name == NAME:
                 print(f"{pool.name}@{pool.version} is {pool.state}; versions held at a time: {most} at most")
         broker.retire(NAME)  # workers keep it until they end; a worker that comes now waits for another trainer
-
-
-def await_readers(broker: Broker) -> None:
-    """Return when no reader holds a version but the current one, so that with the next one there are two at most."""
-    while sum(pool.name == NAME for pool in broker.pools()) > 1:
-        time.sleep(0.01)
 
 
 def probe(policy: torch.nn.Module, device: str, left: int) -> dict[str, torch.Tensor]:

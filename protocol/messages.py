@@ -70,6 +70,9 @@ IN_PLACE = 5
 LOCKS = 5
 """The first version with :class:`Lock` and :class:`Unlock`."""
 
+ENDS = 5
+"""The first version in which :class:`PoolChanged` also comes when a version has ended that is not current."""
+
 AUTO = "auto"
 """The share kind of a :class:`Create` that leaves it to the broker."""
 
@@ -168,7 +171,7 @@ Greeting = Welcome | Refused | Pong
 
 
 class PoolChanged(Message, frozen=True):
-    """A watched pool has a new current version."""
+    """A watched pool has a new current version, or the same one still, and another version of it has ended."""
 
     name: str
     #: 0 if the pool has no current version any more.

@@ -18,7 +18,7 @@ from cubroker.protocol import limits, messages
 from cubroker.protocol.errors import CubrokerError, Denied, Invalid, NotFound, OverQuota, Retired, TimedOut, Unavailable
 from cubroker.protocol.messages import BY_DESCRIPTOR, DESCRIPTOR, MULTICAST
 from cubroker.server.ledger import error_text, events, memory
-from cubroker.server.ledger.access import can_publish, can_read, reserved_prefix, visible_past
+from cubroker.server.ledger.access import can_publish, can_read, can_read_history, reserved_prefix, visible_past
 from cubroker.server.ledger.memory import release_quota
 from cubroker.server.ledger.model import (
     AttachWaiter,
@@ -315,22 +315,25 @@ def release(tables: Tables, lease: Lease) -> None:
         tables.effects.append(events.CancelFds(lease.session.id, lease.id))
     if version.state is VersionState.DRAFT:
         end_version(tables, version, VersionEvent.DROPPED)
-    else:
-        end_if_unused(tables, version)
+    elif end_if_unused(tables, version):
+        announce(tables, version.pool)
 
 
-def end_if_unused(tables: Tables, version: Version) -> None:
-    """End a version that is out of service and has no lease, unless the policy keeps it."""
-    if not version.holders and version.state in OUT_OF_SERVICE and not is_kept(tables, version):
+def end_if_unused(tables: Tables, version: Version) -> bool:
+    """End a version that is out of service and has no lease, unless the policy keeps it; returns whether it ended."""
+    ends = not version.holders and version.state in OUT_OF_SERVICE and not is_kept(tables, version)
+    if ends:
         end_version(tables, version, VersionEvent.UNUSED)
+    return ends
 
 
-def end_surplus(tables: Tables, pool: Pool) -> None:
-    """End the superseded versions of a pool that have no lease and that the policy does not keep."""
+def end_surplus(tables: Tables, pool: Pool) -> bool:
+    """End superseded versions without a lease that the policy does not keep; returns whether there were any."""
     old = _superseded(pool)
-    for version in old[: max(0, len(old) - tables.policy.keep)]:
-        if not version.holders:
-            end_version(tables, version, VersionEvent.UNUSED)
+    surplus = [version for version in old[: max(0, len(old) - tables.policy.keep)] if not version.holders]
+    for version in surplus:
+        end_version(tables, version, VersionEvent.UNUSED)
+    return bool(surplus)
 
 
 def is_kept(tables: Tables, version: Version) -> bool:
@@ -356,6 +359,24 @@ def end_version(tables: Tables, version: Version, event: VersionEvent) -> None:
         pool.owner, pool.previous_owner = None, pool.owner
     memory.release_memory(tables, version)
     tables.recheck_pools[pool] = None
+
+
+def announce(tables: Tables, pool: Pool) -> None:
+    """Tell the sessions that watch a pool, and may read its history, which version is current.
+
+    They are told once more when another version has ended, for those who wait for that.
+    """
+    unowned = pool.owner is pool.previous_owner is None  # so there is nothing but the name
+    for session in pool.watchers:
+        if unowned or can_read_history(tables, session, pool):
+            tables.effects.append(notice(session, pool))
+
+
+def notice(session: Session, pool: Pool) -> events.Notify:
+    """Return what a session that watches a pool is told."""
+    return events.Notify(
+        session.id, messages.PoolChanged(pool.name, 0 if pool.current is None else pool.current.number)
+    )
 
 
 # -- requests that wait ----------------------------------------------------------------------------------

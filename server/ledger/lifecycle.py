@@ -24,7 +24,7 @@ from cubroker.protocol.errors import Denied, OverQuota, Retired, Unavailable
 from cubroker.protocol.messages import Done, Drain, Draining, PoolLost
 from cubroker.server.ledger import error_text, events, ipc_events, leases, locks, memory, publish
 from cubroker.server.ledger.access import ROOT, can_read_history, is_admin, is_privileged
-from cubroker.server.ledger.leases import end_if_unused, end_surplus
+from cubroker.server.ledger.leases import announce, end_if_unused, end_surplus
 from cubroker.server.ledger.model import (
     SESSION_FDS,
     CreateWaiter,
@@ -190,14 +190,16 @@ def memory_lost(tables: Tables, event: events.MemoryLost) -> None:
     pool.remember(Loss(version.number, event.why))
     if tables.resumed:
         _notify_holders(tables, version)
-    if pool.current is version:
+    was_current = pool.current is version
+    if was_current:
         pool.current = None
-        publish.announce(tables, pool)
+        announce(tables, pool)
     elif pool.draft is version:
         pool.draft, pool.last = None, version.number  # its writer knows the number, so it is not given out again
         _refuse_attaches(tables, pool)
         tables.recheck_pools[pool] = None
-    end_if_unused(tables, version)
+    if end_if_unused(tables, version) and not was_current:
+        announce(tables, pool)
 
 
 def _notify_holders(tables: Tables, version: Version) -> None:
@@ -233,7 +235,7 @@ def resume(tables: Tables, _: events.Resumed) -> None:
                 _notify_holders(tables, version)  # the broker that lost it may have ended before it told them
             else:
                 memory.bind(tables, version)
-        publish.announce(tables, pool)
+        announce(tables, pool)
 
 
 # -- new rules -----------------------------------------------------------------------------------------
@@ -252,7 +254,8 @@ def reconfigure(tables: Tables, event: events.Reconfigured) -> None:
         _unpark_all(tables, user)
         _refuse_unaffordable(tables, user)
     for pool in tables.pools.values():
-        end_surplus(tables, pool)
+        if end_surplus(tables, pool):
+            announce(tables, pool)
 
 
 def accept_present(tables: Tables) -> None:

@@ -10,18 +10,19 @@ from cubroker.protocol import errors, limits, messages
 from cubroker.protocol.limits import DIGEST_BYTES
 from cubroker.protocol.messages import MULTICAST
 from cubroker.server.ledger import error_text, leases
-from cubroker.server.ledger.access import can_read, can_read_history, visible_past
-from cubroker.server.ledger.events import Notify
+from cubroker.server.ledger.access import can_read, visible_past
 from cubroker.server.ledger.leases import (
+    announce,
     check_publishable,
     check_readable,
     end_if_unused,
     end_surplus,
     lend,
+    notice,
     own_draft,
     release,
 )
-from cubroker.server.ledger.model import AttachWaiter, CreateWaiter, Pool, Session, Version
+from cubroker.server.ledger.model import AttachWaiter, CreateWaiter, Session, Version
 from cubroker.server.ledger.policy import exceeds
 from cubroker.server.ledger.tables import Kind, Tables
 from cubroker.server.ledger.transitions import VersionEvent, VersionState
@@ -100,9 +101,10 @@ def retire(tables: Tables, session: Session, body: messages.Retire) -> messages.
     if version.state not in (VersionState.RETIRED, VersionState.LOST):
         tables.note(pool, f"{session.label} retires version {version.number}")
         tables.transition_version(version, VersionEvent.RETIRED)
-        end_if_unused(tables, version)
+        ended = end_if_unused(tables, version)
         if pool.current is version:
-            pool.current = None
+            pool.current, ended = None, True
+        if ended:
             announce(tables, pool)
     return messages.Retirement(version.number, leases)
 
@@ -137,7 +139,7 @@ def watch(tables: Tables, session: Session, body: messages.Watch) -> messages.Do
         pool.watchers[session] = None
         user.watches += 1
         tables.mark_dirty(Kind.WATCH, session.id, body.name)
-    tables.effects.append(_notice(session, tables.pools[body.name]))
+    tables.effects.append(notice(session, tables.pools[body.name]))
     return messages.Done()
 
 
@@ -163,18 +165,6 @@ def unwatch(tables: Tables, session: Session, name: str) -> None:
         session.user.watches -= 1
         tables.mark_dirty(Kind.WATCH, session.id, name)
         tables.recheck_pools[pool] = None
-
-
-def announce(tables: Tables, pool: Pool) -> None:
-    """Tell the sessions that watch a pool, and may read its history, which version is current."""
-    unowned = pool.owner is pool.previous_owner is None  # so there is nothing but the name
-    for session in pool.watchers:
-        if unowned or can_read_history(tables, session, pool):
-            tables.effects.append(_notice(session, pool))
-
-
-def _notice(session: Session, pool: Pool) -> Notify:
-    return Notify(session.id, messages.PoolChanged(pool.name, 0 if pool.current is None else pool.current.number))
 
 
 # -- digests of what a version held when it was sealed -------------------------------------------------

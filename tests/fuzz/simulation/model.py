@@ -89,8 +89,9 @@ class Model(Facts):
             limit = self.quota(request.session.uid).memory
             if request.waits == "turn" and limit is not None and self.total(request) > limit:
                 self.refuse(request, "over_quota")
-        for version in list(self.versions):
-            self.end_if_unused(version)
+        ended = {version.name for version in list(self.versions) if self.end_if_unused(version)}
+        for name in ended:
+            self.announce(name)
 
     def asked(self, event: e.RequestReceived) -> None:
         session = self.session(event.session)
@@ -348,8 +349,7 @@ class Model(Facts):
             raise Refusal("invalid")
         was, version.state = version.state, "lost" if version.state == "lost" else "retired"
         leases = self.holds(version)
-        self.end_if_unused(version)
-        if was == "current":
+        if self.end_if_unused(version) or was == "current":
             self.announce(version.name)
         return m.Retirement(version.number, leases)
 
@@ -471,11 +471,14 @@ class Model(Facts):
         self.give_back(lease)
         if lease.version.state == "draft":
             self.end(lease.version)
-        self.end_if_unused(lease.version)
+        if self.end_if_unused(lease.version):
+            self.announce(lease.version.name)
 
-    def end_if_unused(self, version: Version) -> None:
-        if version.state in ("superseded", "retired", "lost") and not self.holds(version) and not self.kept(version):
-            self.end(version)
+    def end_if_unused(self, version: Version) -> bool:
+        if version.state not in ("superseded", "retired", "lost") or self.holds(version) or self.kept(version):
+            return False
+        self.end(version)
+        return True
 
     def kept(self, version: Version) -> bool:
         newer = [v for v in self.of(version.name) if v.state == "superseded" and v.number > version.number]

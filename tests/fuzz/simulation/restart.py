@@ -48,7 +48,8 @@ def vanished(model: Model, event: e.MemoryLost) -> None:
             late = isinstance(body, m.Attach) and body.name == version.name and 0 < body.version <= version.number
             if late and model.hears(request.session, version.name):
                 model.refuse(request, "retired")
-    model.end_if_unused(version)
+    if model.end_if_unused(version) and was != "current":
+        model.announce(version.name)
 
 
 def tell(model: Model, version: Version) -> None:

@@ -6,9 +6,11 @@ from collections.abc import Iterator
 import pytest
 
 from cubroker.client import Broker
-from cubroker.protocol.errors import Invalid, TimedOut, Unavailable
-from tests.brokers import PATIENCE, serving
-from tests.unit.client.conftest import publish
+from cubroker.protocol.errors import Invalid, NotFound, TimedOut, Unavailable, Unsupported
+from cubroker.protocol.messages import ENDS
+from tests.brokers import PATIENCE, BrokerProcess, eventually, serving
+from tests.unit.client.conftest import LAYOUT, begun, publish
+from tests.unit.client.scripts import start
 
 
 def test_a_watch_tells_of_now_and_of_every_change(client: Broker, name: str) -> None:
@@ -123,3 +125,79 @@ def test_a_timeout_of_a_watch_must_be_some_time(client: Broker, name: str, timeo
         client.watch(name, timeout=timeout)
     with client.watch(name) as watch, pytest.raises(Invalid, match="wait of"):
         watch.next(timeout)
+
+
+# -- the end of versions -------------------------------------------------------------------------------
+
+
+def test_the_end_of_old_versions_is_waited_for(client: Broker, lender: BrokerProcess, name: str) -> None:
+    assert client.wait_ended(name, timeout=0)
+    with pytest.raises(NotFound, match=name):
+        client.wait_ended(name, 1)
+    publish(client, name)
+    first = client.attach(name)
+    publish(client, name)
+    second = client.attach(name)
+    publish(client, name)
+    with Broker(lender.directory) as trainer:
+        assert not trainer.wait_ended(name, timeout=0)
+        assert not trainer.wait_ended(name, 3, timeout=0.01)
+        waiting = [begun(lambda: trainer.wait_ended(name)), begun(lambda: trainer.wait_ended(name, 2))]
+        first.close()
+        assert trainer.wait_ended(name, 1)
+        assert not any(each.done() for each in waiting)
+        second.close()
+        assert [each.result(PATIENCE) for each in waiting] == [True, True]
+        with client.create(name, LAYOUT):
+            assert trainer.wait_ended(name)
+            assert not trainer.wait_ended(name, 4, timeout=0)
+        with client.attach(name):
+            retired = begun(lambda: trainer.wait_ended(name, 3))
+            trainer.retire(name)
+            assert not trainer.wait_ended(name, timeout=0)
+        assert retired.result(PATIENCE)
+
+
+def test_a_lease_that_ends_with_its_process_ends_its_version(client: Broker, lender: BrokerProcess, name: str) -> None:
+    publish(client, name)
+    program = """
+        with Broker(directory) as broker, broker.attach(sys.argv[2]) as pool:
+            print("here", flush=True)
+            sys.stdin.readline()
+    """
+    with start(lender, program, name) as reader:
+        assert reader.stdout
+        assert reader.stdout.readline() == "here\n"
+        publish(client, name)
+        waiting = begun(lambda: client.wait_ended(name))
+        reader.kill()
+        assert waiting.result(PATIENCE)
+
+
+def test_nothing_is_told_twice_by_what_watches_when_another_version_ends(client: Broker, name: str) -> None:
+    publish(client, name)
+    pool = client.attach(name)
+    publish(client, name)
+    with client.watch(name) as watch, client.follow(name) as follow:
+        assert (next(watch), next(follow)) == (2, 2)
+        pool.close()
+        assert client.wait_ended(name)
+        for each in (watch, follow):
+            with pytest.raises(TimedOut):
+                each.next(0)
+
+
+def test_the_wait_for_an_end_is_over_with_its_broker_and_refused_by_one_that_is_too_old(
+    client: Broker, lender: BrokerProcess, name: str
+) -> None:
+    publish(client, name)
+    with client.attach(name), Broker(lender.directory) as other:
+        publish(client, name)
+        assert not other.wait_ended(name, timeout=0)
+        waiting = begun(lambda: other.wait_ended(name))
+        eventually(lambda: other._session.watches._watches.get(name), "the watch")
+        other.close()
+        assert isinstance(waiting.exception(PATIENCE), Unavailable)
+    client._session.version = ENDS - 1
+    with pytest.raises(Unsupported, match="the broker is too old to tell; upgrade it"):
+        client.wait_ended(name)

@@ -172,7 +172,7 @@ def test_a_version_that_is_lost_stays_with_its_holders_and_with_nobody_else() ->
     story >> attaches(1, 2, "a", 1) << refused(1, 2, "retired", "a@1 was lost", WHY)
     story >> asks(1, 3, m.Retire("a", 1)) << answer(1, 3, m.Retirement(1, 3))
     story.quietly(asks(2, 3, m.Close(2)), asks(2, 4, m.Close(3)))
-    story >> e.ProcessExited(3) << e.Free(1, "GPU-0") << e.ForgetSession(3)
+    story >> e.ProcessExited(3) << e.Free(1, "GPU-0") << changed(4, "a", 0) << e.ForgetSession(3)
     story >> e.Freed(1)
     story >> attaches(1, 4, "a") << refused(1, 4, "not_found", f"it was lost ({WHY})", "1 was the last one", "load it")
     assert story.publishes(1, "a") == 2
@@ -259,4 +259,5 @@ def test_a_version_that_the_policy_kept_is_lost_like_any_other() -> None:
     story.joins(1)
     story.publishes(1, "a")
     story.publishes(1, "a")
-    story >> e.MemoryLost(1, WHY) << e.Free(1, "GPU-0")
+    story.quietly(asks(1, 1, m.Watch("a", on=True)))
+    story >> e.MemoryLost(1, WHY) << e.Free(1, "GPU-0") << changed(1, "a", 2)

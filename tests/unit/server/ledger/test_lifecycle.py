@@ -22,6 +22,7 @@ from tests.unit.server.ledger.story import (
     asks,
     attached,
     attaches,
+    changed,
     creates,
     done,
     refused,
@@ -352,9 +353,9 @@ def test_versions_that_are_no_longer_kept_are_freed_unless_somebody_has_a_lease(
     ruled >> rules(Policy(keep=3))
     for _ in range(4):
         ruled.publishes(1, "a")
-    ruled.quietly(attaches(2, 1, "a", 1))
+    ruled.quietly(attaches(2, 1, "a", 1), asks(2, 2, m.Watch("a", on=True)))
     ruled >> rules(Policy(keep=1))
-    ruled << e.Free(2, "GPU-0")
+    ruled << e.Free(2, "GPU-0") << changed(2, "a", 4)
     assert [info.version for info in ruled.tells(1, m.ListPools(), m.Pools).pools] == [1, 3, 4]
 
 

@@ -261,6 +261,18 @@ def test_retiring_frees_a_kept_version_and_an_older_one_takes_its_place(kept: St
     assert states(kept) == [(1, "superseded"), (2, "superseded"), (4, "current")]
 
 
+def test_who_watches_is_told_again_what_is_current_when_another_version_has_ended(kept: Story) -> None:
+    kept.joins(3)
+    kept.quietly(attaches(2, 1, "a", 1), asks(3, 1, m.Watch("a", on=True)))
+    kept >> asks(1, 1, m.Retire("a", 1)) << answer(1, 1, m.Retirement(1, 1))
+    kept >> asks(2, 2, m.Close(4)) << e.Free(1, "GPU-0") << changed(3, "a", 3) << done(2, 2)
+    kept >> asks(1, 2, m.Retire("a", 2)) << e.Free(2, "GPU-0") << changed(3, "a", 3)
+    kept << answer(1, 2, m.Retirement(2, 0))
+    kept.quietly(attaches(2, 3, "a"))
+    kept >> asks(1, 3, m.Retire("a", 3)) << changed(3, "a", 0) << answer(1, 3, m.Retirement(3, 1))
+    kept >> e.ProcessExited(2) << e.Free(3, "GPU-0") << changed(3, "a", 0) << e.ForgetSession(2)
+
+
 def test_kept_versions_give_way_to_nothing_and_outlive_the_current_one(kept: Story) -> None:
     kept >> creates(1, 1, "b", 6 * MIB)
     kept << refused(1, 1, "over_budget", "a@1 2 MiB (superseded")

@@ -199,7 +199,7 @@ def test_a_version_that_is_given_up_ends_with_its_last_lease_and_its_holders_are
     story.ledger = Ledger.restore((GPU0, GPU1), BROKER, Limits(), Policy(), items.items(), 100)
     told = [effect for effect in story.quietly(e.Resumed()) if isinstance(effect, e.Notify)]
     assert told == [e.Notify(2, m.PoolLost("a", 1, snapshot.CONTRADICTED)), changed(2, "a", 2)]
-    story >> asks(2, 9, m.Close(2)) << e.Free(1, "GPU-0") << done(2, 9)
+    story >> asks(2, 9, m.Close(2)) << e.Free(1, "GPU-0") << changed(2, "a", 2) << done(2, 9)
     story.quietly(e.Freed(1))
     assert story.publishes(1, "a") == 3
 
