@@ -21,6 +21,10 @@ try:
 except ImportError as error:
     raise ImportError(f"cubroker.integrations.torch needs PyTorch ({error}): pip install 'cubroker[torch]'") from error
 
+from cubroker.integrations.torch_mempool import MemPool, OutOfRoom
+
+__all__ = ["MemPool", "OutOfRoom", "state_dict"]
+
 
 def _refuse(*_: object) -> NoReturn:
     raise TypeError(

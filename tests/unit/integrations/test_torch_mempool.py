@@ -1,0 +1,197 @@
+"""The parts of MemPool that need no GPU: the room in a draft, what torch calls, and how much room a model takes."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as some
+from torch import nn
+
+from cubroker.client import Broker
+from cubroker.integrations import torch_mempool
+from cubroker.integrations.torch_mempool import BLOCK, SEGMENT, MemPool, OutOfRoom, Room, segments
+from cubroker.protocol.errors import CubrokerError, Unsupported
+from tests.brokers import BrokerProcess
+
+MIB = 1 << 20
+START = 7 * SEGMENT
+
+
+@given(some.lists(some.tuples(some.booleans(), some.integers(0, 1 << 16), some.integers(0, 1 << 30)), max_size=60))
+def test_pieces_of_a_room_lie_apart_inside_of_it_and_come_back_whole(steps: list[tuple[bool, int, int]]) -> None:
+    room, taken = Room(START, 64 * BLOCK), dict[int, int]()
+    for takes, nbytes, which in steps:
+        if takes:
+            size = max(-(-nbytes // BLOCK), 1) * BLOCK
+            largest, pointer = room.largest, room.take(nbytes)
+            assert (pointer is None) == (size > largest)
+            if pointer is None:
+                assert room.refused == size
+                continue
+            assert (pointer - START) % BLOCK == 0
+            assert START <= pointer <= START + room.nbytes - size
+            assert all(pointer + size <= other or other + taken[other] <= pointer for other in taken)
+            taken[pointer] = size
+        elif taken:
+            pointer = sorted(taken)[which % len(taken)]
+            room.give_back(pointer)
+            del taken[pointer]
+        assert room.left == room.nbytes - sum(taken.values())
+        assert room.empty == (not taken)
+    for pointer in list(taken):
+        room.give_back(pointer)
+    assert room.largest == room.left == room.nbytes
+    assert room.take(room.nbytes) == START
+
+
+def test_a_room_takes_the_first_piece_that_fits() -> None:
+    room = Room(START, 10 * BLOCK)
+    first, second, third = (room.take(2 * BLOCK) for _ in range(3))
+    assert (first, second, third) == (START, START + 2 * BLOCK, START + 4 * BLOCK)
+    assert first is not None
+    room.give_back(first)
+    assert room.take(3 * BLOCK) == START + 6 * BLOCK
+    assert room.take(BLOCK) == START
+    with pytest.raises(KeyError):
+        room.give_back(START + BLOCK)
+
+
+# -- what torch calls ----------------------------------------------------------------------------------
+
+take, give_back = torch_mempool._calls
+
+
+@pytest.fixture
+def room() -> Iterator[Room]:
+    room = Room(START, 4 * SEGMENT)
+    torch_mempool._active.room = room
+    yield room
+    torch_mempool._active.room = None
+    assert room.error is None
+
+
+def test_torch_gets_segments_and_gives_them_back_from_anywhere(room: Room) -> None:
+    one, other = take(SEGMENT, 0, None), take(2 * SEGMENT, 0, None)
+    assert (one, other) == (START, START + SEGMENT)
+    assert take(2 * SEGMENT, 0, None) is None
+    assert room.refused == 2 * SEGMENT
+    torch_mempool._active.room = None
+    assert take(SEGMENT, 0, None) is None  # a thread that uses no pool
+    for pointer in (other, one):
+        give_back(pointer, SEGMENT, 0, None)
+    assert room.empty
+    give_back(one, SEGMENT, 0, None)  # what is not there does no harm
+    assert gc.isenabled()
+
+
+def test_an_error_never_leaves_a_call(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_: int) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(room, "take", fails)
+    assert take(SEGMENT, 0, None) is None
+    assert isinstance(room.error, KeyboardInterrupt)
+    room.error = None
+    assert gc.isenabled()
+
+
+INTERRUPTED = """
+import ctypes, os, signal, sys, threading
+from contextlib import nullcontext
+from cubroker.integrations import torch_mempool
+from cubroker.integrations.torch_mempool import Room
+
+room = torch_mempool._active.room = Room(512, 1 << 62)
+libc, numbers = ctypes.CDLL(None), (ctypes.c_int64 * 3000)()
+(take, _), pid, stop = torch_mempool._calls, os.getpid(), threading.Event()
+
+def interrupt():
+    while not stop.wait(0.01):
+        os.kill(pid, signal.SIGINT)
+
+thread = threading.Thread(target=interrupt)
+raised = 0
+with torch_mempool._signals_wait() if sys.argv[1] == "waits" else nullcontext():
+    try:
+        thread.start()
+        libc.qsort(numbers, len(numbers), 8, take)  # calls it as torch does, many times in one call from here
+        stop.wait(60)  # an interrupt is on its way
+    except KeyboardInterrupt:
+        raised += 1
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+stop.set()
+print(raised, room.error)
+"""
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_an_interrupt_comes_behind_the_call(*, waits: bool) -> None:
+    """Without what makes it wait, it would come in the middle."""
+    command = [sys.executable, "-c", INTERRUPTED, "waits" if waits else ""]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    came_behind = (done.returncode, done.stdout, done.stderr) == (0, "1 None\n", "")
+    assert came_behind == waits, done
+
+
+def test_handlers_that_are_set_inside_stay() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        with torch_mempool._signals_wait():
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+# -- sizes ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ([], 0),
+        ([0, 0], 0),
+        ([1], 2 * MIB),
+        ([1] * 4096, 2 * MIB),
+        ([1] * 4097, 4 * MIB),
+        ([MIB, MIB], 2 * MIB),
+        ([MIB + 1], 20 * MIB),
+        ([5 * MIB] * 4, 20 * MIB),
+        ([5 * MIB] * 5, 40 * MIB),
+        ([9 * MIB, 12 * MIB], 32 * MIB),
+        ([9 * MIB, 10 * MIB], 20 * MIB),
+        ([12 * MIB + 1, 100 * MIB], 114 * MIB),
+    ],
+)
+def test_the_room_of_tensors_is_that_of_torchs_segments(sizes: list[int], expected: int) -> None:
+    assert segments(sizes) == expected
+
+
+def test_a_model_on_the_meta_device_says_how_much_room_it_takes() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(1024, 4096, dtype=torch.float32)
+        model.register_buffer("cache", torch.empty(100), persistent=False)
+    assert MemPool.size_of(model) == 18 * MIB == MemPool.size_of(dict(model.state_dict()))
+    model.tied = model.weight
+    assert MemPool.size_of(model) == 18 * MIB
+
+
+# -- refusals ------------------------------------------------------------------------------------------
+
+
+def test_a_host_device_is_refused_with_what_to_do(lender: BrokerProcess) -> None:
+    with Broker(lender.directory) as broker, pytest.raises(Unsupported, match="needs a GPU: torch lets no one else"):
+        MemPool(broker, "m", MIB)
+
+
+def test_running_out_of_room_is_an_error_of_both_libraries() -> None:
+    assert issubclass(OutOfRoom, CubrokerError)
+    assert issubclass(OutOfRoom, torch.cuda.OutOfMemoryError)
+    assert OutOfRoom("so").code == "out_of_memory"
