@@ -20,11 +20,11 @@ PATIENCE = 120.0
 """Seconds after which a condition that does not come true fails a test."""
 
 
-def eventually(condition: Callable[[], object], what: str) -> None:
-    """Return when ``condition()`` is true; fail if it is not within the patience of a test."""
-    deadline = time.monotonic() + PATIENCE
+def eventually(condition: Callable[[], object], what: str, patience: float = PATIENCE) -> None:
+    """Return when ``condition()`` is true; fail if it is not within the patience of a test, in seconds."""
+    deadline = time.monotonic() + patience
     while not condition():
-        assert time.monotonic() < deadline, f"waited {PATIENCE:g} s in vain for {what}"
+        assert time.monotonic() < deadline, f"waited {patience:g} s in vain for {what}"
         time.sleep(0.01)
 
 

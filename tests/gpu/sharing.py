@@ -83,4 +83,5 @@ def gpu_broker() -> Iterator[tuple[BrokerProcess, Broker]]:
         yield process, broker
         for info in broker.pools():
             broker.retire(info.name, info.version)
-        eventually(lambda: not any(d.allocated or d.promised for d in broker.devices()), "all memory to be free")
+        # The traceback of a test that failed may hold tensors, and the time limit would hide what failed.
+        eventually(lambda: not any(d.allocated or d.promised for d in broker.devices()), "all memory to be free", 15.0)

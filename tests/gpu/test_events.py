@@ -145,6 +145,9 @@ ASKED = """
 import json, sys, time
 from tests.gpu.test_events import NBYTES
 from cubroker.client import Broker
+from cubroker.driver import Context
+opened, once = [], Context.open_event
+Context.open_event = lambda self, handle: opened.append(once(self, handle)) or opened[-1]
 with Broker(sys.argv[1]) as broker, broker.attach(sys.argv[2]) as pool, pool.open_event("full", wait=60) as full:
     full.wait(timeout=60)
     print("waited", flush=True)
@@ -154,7 +157,7 @@ with Broker(sys.argv[1]) as broker, broker.attach(sys.argv[2]) as pool, pool.ope
             return repr(use())
         except Exception as error:
             return f"{type(error).__name__}: {error}"
-    event = full._grip.event
+    (event,) = opened
     with pool.context.stream() as stream:
         found = {"query": outcome(event.done), "stream": outcome(lambda: event.hold(stream.handle))}
         found["stream runs"] = outcome(stream.synchronize)

@@ -21,6 +21,10 @@ def broker() -> Iterator[Broker]:
         yield broker
 
 
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
 @pytest.mark.parametrize("share", ["ipc", "vmm"])
 def test_a_model_on_a_gpu_is_published_without_the_host(
     broker: Broker, share: str, monkeypatch: pytest.MonkeyPatch
@@ -40,9 +44,22 @@ def test_a_model_on_a_gpu_is_published_without_the_host(
     with broker.attach("m") as pool:
         state = state_dict(pool)
         for name, tensor in model.state_dict().items():
-            assert torch.equal(state[name].view(torch.uint8), tensor.contiguous().view(torch.uint8))
+            assert state[name].shape == tensor.shape
+            assert raw(state[name]).equal(raw(tensor)), name
         assert state["tied"].data_ptr() == state["weight"].data_ptr()
         del state
+
+
+def test_many_tensors_beside_each_other_and_beside_the_alignment_arrive(broker: Broker) -> None:
+    numbers = torch.arange(1 << 22, device="cuda", dtype=torch.int32)
+    flat = numbers.view(torch.uint8)
+    sizes = [*range(1, 400), 1 << 16, 999_999, 5 << 20]
+    views = dict(zip(map(str, sizes), flat[3:].split([*sizes, flat.numel() - 3 - sum(sizes)]), strict=False))
+    halves = numbers.view(torch.int16)[1:]
+    broker.publish("m", {**views, "halves": halves, "numbers": numbers})
+    with broker.attach("m") as pool:
+        for name, tensor in (*views.items(), ("halves", halves), ("numbers", numbers)):
+            assert torch.from_dlpack(pool[name]).equal(tensor), name
 
 
 def test_work_of_any_stream_is_done_before_its_tensor_is_copied(broker: Broker) -> None:

@@ -72,7 +72,7 @@ def test_a_switch_waits_for_the_work_that_reads_the_version_before(broker: Broke
 def test_a_capture_goes_on_while_another_thread_switches(broker: Broker) -> None:
     put(broker, 1.0)
     with broker.attach("m") as pool:
-        put(broker, 2.0)
+        version = put(broker, 2.0)
         y = torch.zeros(SIDE, SIDE, device="cuda")
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -82,5 +82,5 @@ def test_a_capture_goes_on_while_another_thread_switches(broker: Broker) -> None
         graph.replay()
         torch.cuda.synchronize()
         assert torch.all(y == 2)
-        assert pool.version == 2
+        assert pool.version == version
     broker.retire("m")

@@ -16,7 +16,6 @@ import pytest
 from cubroker.client import Broker
 from cubroker.client.loading.loader import load
 from cubroker.protocol import Layout
-from cubroker.protocol.errors import Invalid
 from tests import checkpoints
 from tests.brokers import BrokerProcess, eventually
 from tests.gpu.sharing import gpu_broker, worker
@@ -99,20 +98,20 @@ def test_each_tensor_is_saved_and_copied_alone_and_stays_in_the_pool(gpu: tuple[
         del state, tensor
 
 
-def test_a_draft_is_filled_from_tensors_of_the_host_and_by_torch_from_those_of_the_gpu(
+def test_a_draft_is_filled_from_tensors_of_the_host_and_of_the_gpu(
     gpu: tuple[BrokerProcess, Broker],
 ) -> None:
     values = torch.arange(8).to(torch.bfloat16).view(2, 4)
     _, broker = gpu
-    with broker.create("filled", Layout.pack([(name, "BF16", (2, 4)) for name in "abc"])) as draft:
+    with broker.create("filled", Layout.pack([(name, "BF16", (2, 4)) for name in "abcde"])) as draft:
         draft["a"].copy_from(values)
         draft["b"].copy_from(draft["a"])
-        with pytest.raises(Invalid, match=r"it is on cuda:0; .* torch.from_dlpack\(tensor\)"):
-            draft["c"].copy_from(values.cuda())
-        torch.from_dlpack(draft["c"]).copy_(values.cuda())
+        draft["c"].copy_from(values.cuda())
+        draft["d"].copy_from(values.t().contiguous().cuda().t())
+        torch.from_dlpack(draft["e"]).copy_(values.cuda())
         torch.cuda.synchronize()
-        found = [draft[name].tobytes() for name in "abc"]
-        assert found == [values.view(torch.uint8).numpy().tobytes()] * 3
+        found = [draft[name].tobytes() for name in "abcde"]
+        assert found == [values.view(torch.uint8).numpy().tobytes()] * 5
 
 
 def test_numpy_and_torch_take_a_tensor_or_say_why_not(gpu: tuple[BrokerProcess, Broker]) -> None:
