@@ -12,10 +12,11 @@ gets there. Labels of requests are, with the request's kind for ``X``:
 Labels of the greeting: ``connecting``, ``connected``, ``greeted``, ``welcomed``. Of descriptors: ``listening`` before
 anything is read from the session socket, ``heard Descriptors`` when they were read, ``delivered Descriptors`` when
 whoever waits for them has them, or they are kept for him. Of the driver, counted from 1: ``opening n``, ``opened n``;
-``reserving n``, ``reserved n``, ``mapping n``, ``mapped n``; ``unmapping n``, ``unmapped n``, whichever way it was
-mapped; ``replacing n`` before and ``replaced n`` after memory is mapped in the place of other memory; ``freeing n``,
-``freed n`` of reserved addresses; ``opening window n``, ``opened window n`` of those that are
-reserved for multicast objects; ``writing`` and ``reading`` half-way through a copy.
+``reserving n``, ``reserved n``, ``mapping n``, ``mapped n``; ``protecting n``, ``protected n`` of a change of access;
+``unmapping n``, ``unmapped n``, whichever way it was mapped; ``replacing n`` before and ``replaced n`` after memory is
+mapped in the place of other memory; ``freeing n``, ``freed n`` of reserved addresses; ``opening window n``,
+``opened window n`` of those that are reserved for multicast objects; ``writing`` and ``reading`` half-way through a
+copy.
 """
 
 from __future__ import annotations
@@ -187,6 +188,7 @@ def _mappings(reach: Reach) -> None:
     _replace(Reservation, "map", counted("mapping", "mapped"))
     _replace(Reservation, "vacate", counted("unmapping", "unmapped"))
     _replace(Reservation, "fill", counted("replacing", "replaced"))
+    _replace(Reservation, "protect", counted("protecting", "protected"))
     _replace(Reservation, "close", counted("freeing", "freed"))
 
 

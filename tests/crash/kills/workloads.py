@@ -9,6 +9,7 @@ from threading import Event, Thread
 
 from cubroker.client import Broker, Draft, Pool
 from cubroker.protocol.errors import Exists, Invalid, NotFound, OverBudget, Retired, TimedOut, Unavailable, Unsupported
+from cubroker.protocol.layout import Layout
 from cubroker.protocol.messages import AwaitEvent
 from tests.brokers import eventually
 from tests.crash.content import BOTH, FORMS, LAYOUT, TEAM, Form, check, content, fill, nap
@@ -137,6 +138,17 @@ def write_shards(stage: Steps) -> None:
         _publish(stage, draft)
 
 
+def write_in_place(stage: Steps) -> None:
+    with stage.broker() as broker, Form(stage.share).create(broker, stage.name) as draft:
+        layout = draft.layout
+        with stage.prologue():  # its tensors are told at the end
+            fill(draft)
+        draft.seal(layout=Layout(layout.tensors[::-1], layout.allocations), in_place=True)
+        stage.reach("sealed")
+        check(draft)
+        stage.reach("holding")
+
+
 def discard(stage: Steps) -> None:
     with stage.broker() as broker:
         with Form(stage.share).create(broker, stage.name) as draft:
@@ -237,6 +249,7 @@ SCENES: dict[str, Callable[[Steps], None]] = {
         switch_shards,
         write,
         write_shards,
+        write_in_place,
         discard,
         await_publication,
         await_turn,

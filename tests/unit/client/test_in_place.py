@@ -21,6 +21,7 @@ from cubroker.protocol.errors import Corrupted, DeviceFailure, Invalid, NotFound
 from cubroker.protocol.messages import IN_PLACE, SealInPlace
 from tests.brokers import BrokerProcess, eventually, started
 from tests.unit.client.conftest import LAYOUT, begun, leases
+from tests.unit.client.scripts import start
 from tests.unit.client.test_faults import regions
 
 ROOM = Layout((), (1 << 20, 3 << 20))
@@ -124,6 +125,16 @@ def test_a_layout_that_is_refused_can_be_followed_by_another(client: Broker, nam
         assert draft.seal(layout=LAYOUT) == 1
     with client.attach(name) as pool:
         assert pool.layout == LAYOUT
+
+
+def test_a_long_layout_reaches_the_broker_and_every_reader(client: Broker, name: str) -> None:
+    many = tuple(TensorSpec(f"layers.{number}.weight", "U8", (4,), 1, 256 * number) for number in range(5000))
+    layout = Layout(many, ROOM.allocations)
+    assert len(layout.encode()) > 100_000
+    with client.create(name, ROOM) as draft:
+        draft.seal(layout=layout, in_place=True)
+        with client.attach(name) as pool:
+            assert pool.layout == draft.layout == layout
 
 
 def test_every_replica_has_the_other_layout(client: Broker, name: str) -> None:
@@ -318,6 +329,25 @@ def test_bytes_that_change_after_a_seal_with_a_digest_are_found(client: Broker, 
         with pytest.raises(Corrupted, match="'weight'"):
             draft.check()
         del array
+
+
+def test_a_lease_that_stayed_ends_with_its_process(lender: BrokerProcess, client: Broker, name: str) -> None:
+    script = f"""
+        broker = Broker(directory)
+        draft = broker.create({name!r}, [("a", "U8", (4,))])
+        draft["a"].copy_from_bytes(b"1234")
+        draft.seal(in_place=True)
+        print(flush=True)
+        sys.stdin.read()
+    """
+    with start(lender, script) as worker:
+        assert worker.stdout is not None
+        worker.stdout.readline()
+        assert leases(client, name) == 1
+        worker.kill()
+    eventually(lambda: not leases(client, name), "the end of its lease")
+    with client.attach(name) as pool:
+        assert pool["a"].tobytes() == b"1234"
 
 
 def test_readers_that_wait_get_what_was_sealed_in_place(client: Broker, name: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from cubroker.client import Broker
 from cubroker.protocol import Layout
-from cubroker.protocol.errors import NotFound, Unavailable
+from cubroker.protocol.errors import Invalid, NotFound, Unavailable
 from tests.brokers import eventually
 from tests.stores import StoredBroker, storing
 from tests.unit.client.conftest import content, leases, publish
@@ -61,6 +61,25 @@ def test_a_draft_outlives_the_broker_and_is_published_by_the_next_one(
     kept.restart()
     with client.attach(name) as pool:
         assert all(pool[each].tobytes() == content(each, pool[each].nbytes) for each in pool)
+
+
+def test_a_version_that_was_sealed_in_place_outlives_the_broker(client: Broker, kept: StoredBroker, name: str) -> None:
+    with client.create(name, LAYOUT, share="vmm", durable=True) as draft:
+        draft["weight"].copy_from_bytes(content("weight", 300))
+        other = Layout(LAYOUT.tensors[:1], LAYOUT.allocations)
+        with pytest.raises(Invalid, match="held: weight"), draft["weight"].hold():
+            draft.seal(layout=other, in_place=True)
+        kept.restart()  # a draft with another layout
+        draft.seal(in_place=True)
+        kept.restart()
+        assert draft["weight"].tobytes() == content("weight", 300)
+        assert leases(client, name) == 1
+        with client.attach(name) as pool:
+            assert list(pool) == ["weight"]
+            assert pool["weight"].tobytes() == content("weight", 300)
+        client.retire(name)
+        assert leases(client, name) == 1
+    eventually(lambda: not client.pools(), "its end with its last lease")
 
 
 def test_whoever_waits_waits_on_and_is_served_by_the_next_broker(client: Broker, kept: StoredBroker, name: str) -> None:
