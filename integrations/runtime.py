@@ -1,0 +1,648 @@
+"""Runtime pools: what one rank of an engine computes with, published by the first process and bound by the others.
+
+A checkpoint's tensors are not what an engine computes with. It fuses, shards and quantizes them, leaves transposed
+views, ties names to each other, and drops what it has consumed. A *runtime pool* holds the outcome: the parameters,
+buffers and tensor attributes of a module's tree as they are in memory after post-processing. Its *manifest*, JSON in
+the tensor :data:`MANIFEST` of the pool, says how to put them together again: names, dtypes, shapes, strides, which
+names are one object, which are views of the same memory, classes and attributes of parameters.
+
+:func:`publish` makes such a pool of a module, and :func:`bind` gives a module that was made on the meta device its
+tensors, without a copy. :func:`obtain` has one process of many load, publish, and the others bind. What the pool lacks
+or has besides is an error with names. No module is imported and nothing is unpickled because a pool says so.
+
+The pool's memory is read-only. Tensors that an engine writes are *private*: each process has a copy. Those are the
+tensors that :func:`writes` has seen written, and buffers of up to :data:`SMALL` bytes, which engines set again at will.
+Tensors within lists and dictionaries that modules have as attributes are not seen.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Annotated, Any, NamedTuple, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from cubroker.client.broker import Broker
+from cubroker.client.devices import DeviceId
+from cubroker.client.pool import Pool
+from cubroker.protocol.errors import CubrokerError, Invalid, NotFound
+
+try:
+    import torch
+    from torch import nn
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    from cubroker.integrations.torch import DTYPES, state_dict
+except ImportError as error:
+    raise ImportError(
+        f"cubroker.integrations.runtime needs PyTorch ({error}): pip install 'cubroker[torch]'"
+    ) from error
+
+log = logging.getLogger(__name__)
+
+Model = TypeVar("Model", bound=nn.Module)
+
+MANIFEST = "cubroker:manifest"
+"""The tensor of a runtime pool that has the manifest."""
+
+FORMAT = 1
+"""The format of the manifest; any other is refused."""
+
+SMALL = 4096
+"""Bytes. Buffers up to this size are private."""
+
+COMPARED = 16 << 20
+"""Bytes. Up to this size :func:`writes` compares the bytes of buffers, which finds writes that torch does not count."""
+
+ALIGNMENT = 256
+"""Bytes. Places in memory that is stored as it is keep their alignment up to this."""
+
+PARAMETER, BUFFER, ATTRIBUTE = "parameter", "buffer", "attribute"
+
+Scalar = bool | int | str | None
+Extent = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+
+
+class Entry(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One name of a module's tree."""
+
+    name: str
+    #: ``parameter``, ``buffer`` or ``attribute``: a tensor that is neither, which a module has as an attribute.
+    kind: str
+    #: Names with the same number are one object.
+    object: Extent
+    #: As torch names it, without ``torch.``.
+    dtype: str
+    shape: tuple[Extent, ...]
+    #: In elements.
+    strides: tuple[Extent, ...]
+    #: The pool's tensor that has the bytes; None for a tensor without elements.
+    stored: str | None = None
+    #: Where it begins in there, in elements.
+    offset: Extent = 0
+    #: Whether each process has a copy.
+    private: bool = False
+    #: Whether it is private for its size alone, so that a new version's values are as good as the old one's.
+    constant: bool = False
+    #: Whether it was in host memory.
+    host: bool = False
+    #: Of a buffer: whether it is part of the module's ``state_dict``.
+    persistent: bool = True
+    #: The qualified name of a parameter's class.
+    type: str = ""
+    #: Attributes of a parameter that are truth values, whole numbers, strings or None.
+    attributes: dict[str, Scalar] = {}
+    #: Its other attributes, which are taken from the module that the pool is bound to.
+    kept: tuple[str, ...] = ()
+
+
+class Manifest(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """How a module is put together again."""
+
+    format: int
+    #: In the module's own order, which compilers take for that of their arguments.
+    entries: tuple[Entry, ...]
+    #: Attributes of the module itself, which an engine sets as it loads.
+    attributes: dict[str, Scalar] = {}
+    #: Names that a new module has, and that post-processing has removed.
+    consumed: tuple[str, ...] = ()
+
+
+class Obtained(NamedTuple):
+    """What :func:`obtain` returns."""
+
+    model: nn.Module
+    #: None if the engine's own loader was used instead.
+    pool: Pool | None
+    #: Whether this process loaded the model.
+    loaded: bool
+
+
+# -- what a module has -----------------------------------------------------------------------------------
+
+
+class _Found(NamedTuple):
+    name: str
+    kind: str
+    tensor: torch.Tensor
+    persistent: bool = True
+
+
+def _found(model: nn.Module) -> Iterator[_Found]:
+    """Yield every tensor of a module's tree, under each of its names."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        for leaf, parameter in module._parameters.items():
+            if parameter is not None:
+                yield _Found(prefix + leaf, PARAMETER, parameter)
+        for leaf, buffer in module._buffers.items():
+            if buffer is not None:
+                yield _Found(prefix + leaf, BUFFER, buffer, leaf not in module._non_persistent_buffers_set)
+        for leaf, value in vars(module).items():
+            if isinstance(value, torch.Tensor):
+                yield _Found(prefix + leaf, ATTRIBUTE, value)
+
+
+def on_meta(model: nn.Module) -> list[str]:
+    """Return the names of all parameters, buffers and tensor attributes that have no data."""
+    return [found.name for found in _found(model) if found.tensor.is_meta]
+
+
+def refuse_meta(model: nn.Module, pool: Pool) -> None:
+    """Raise ``Invalid`` with the names of tensors that have no data after a pool was bound."""
+    if left := on_meta(model):
+        raise Invalid(
+            f"{_some(left)} of {type(model).__name__} would stay on the meta device: runtime pool"
+            f" {pool.name!r}@{pool.version} lacks them; publish it anew from a module that has them"
+        )
+
+
+@contextmanager
+def writes(model: nn.Module) -> Iterator[set[str]]:
+    """Measure what a ``with`` block writes: afterwards the set has the names of tensors that changed, or were replaced.
+
+    Writes by torch's operations are counted by torch. Writes by other code are found in buffers and attributes of up to
+    :data:`COMPARED` bytes, if they change any byte.
+    """
+    before = [(found, _version(found.tensor), _copy(found)) for found in _found(model)]
+    written: set[str] = set()
+    yield written
+    now = {found.name: found.tensor for found in _found(model)}
+    for found, version, copy in before:
+        tensor = now.get(found.name)
+        if tensor is None:
+            continue
+        changed = copy is not None and not torch.equal(copy, _memory(tensor))
+        if tensor is not found.tensor or _version(tensor) != version or changed:
+            written.add(found.name)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _copy(found: _Found) -> torch.Tensor | None:
+    compared = found.kind != PARAMETER or found.tensor.is_inference()
+    if not compared or found.tensor.is_meta or not _is_plain(found.tensor) or not found.tensor.numel():
+        return None
+    memory = _memory(found.tensor)
+    return memory.clone() if memory.numel() <= COMPARED else None
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is its memory, dtype, shape and strides, and nothing else."""
+    return tensor.layout is torch.strided and not tensor.is_quantized and not is_traceable_wrapper_subclass(tensor)
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the bytes of its storage that a tensor with elements reaches: the first, and the one after the last."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    begin = int(tensor.storage_offset()) * tensor.element_size()
+    return begin, begin + (last + 1) * tensor.element_size()
+
+
+def _memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes between a tensor's first and last element."""
+    if not tensor.numel():
+        return torch.empty(0, dtype=torch.uint8)
+    begin, end = _extent(tensor)
+    return _view(tensor.untyped_storage(), torch.uint8, begin, (end - begin,), (1,))
+
+
+def _view(
+    storage: torch.UntypedStorage, dtype: torch.dtype, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]
+) -> torch.Tensor:
+    tensor = torch.empty(0, dtype=dtype, device=storage.device)
+    return tensor.set_(storage, offset, shape, strides)
+
+
+# -- publishing --------------------------------------------------------------------------------------------
+
+
+def publish(
+    broker: Broker,
+    name: str,
+    model: nn.Module,
+    *,
+    written: Collection[str] = (),
+    attributes: Mapping[str, Scalar] | None = None,
+    consumed: Collection[str] = (),
+    device: DeviceId | None = None,
+    **terms: Any,
+) -> int:
+    """Copy what a module computes with into a new version of a runtime pool; returns the version.
+
+    Memory is stored once however many names and views it has; bytes that no tensor reaches are left out.
+
+    Args:
+        broker: where.
+        name: the pool; :mod:`cubroker.integrations.fingerprint` makes names that tell models apart.
+        model: after post-processing. It is not changed, and not needed any more when this returns.
+        written: names of tensors that engines write, which are private, as :func:`writes` has measured them.
+        attributes: attributes of the module itself that :func:`bind` sets.
+        consumed: names of tensors that a new module of the kind has and this one has no more, since post-processing
+            has removed them; :func:`bind` removes them, too.
+        device: where; by default where the tensors are, for those in host memory the broker's first device.
+        **terms: as for :meth:`Broker.publish`: ``share``, ``mode``, ``durable``, ``wait``, ``digest``.
+
+    Raises:
+        Invalid: a tensor has no data, or is more than its memory (sparse, quantized by torch, a subclass that wraps
+            others); by name.
+        CubrokerError: as :meth:`Broker.publish`.
+    """
+    entries, arrays = _described(model, written)
+    manifest = Manifest(FORMAT, tuple(entries), dict(attributes or {}), tuple(consumed))
+    arrays[MANIFEST] = torch.frombuffer(bytearray(msgspec.json.encode(manifest)), dtype=torch.uint8)
+    devices = None if device is None else (device,)
+    return broker.publish(name, arrays, devices=devices, **terms)
+
+
+def _described(model: nn.Module, written: Collection[str]) -> tuple[list[Entry], dict[str, torch.Tensor]]:
+    """Return the entries of a module's tensors, and the arrays to store, by name."""
+    objects: dict[int, list[_Found]] = defaultdict(list)
+    for found in _found(model):
+        objects[id(found.tensor)].append(found)
+    if refused := [names[0].name for names in objects.values() if names[0].tensor.is_meta]:
+        raise Invalid(f"{_some(refused)} of {type(model).__name__} cannot be published: on the meta device")
+    if refused := [names[0].name for names in objects.values() if not _is_plain(names[0].tensor)]:
+        raise Invalid(
+            f"{_some(refused)} of {type(model).__name__} cannot be published: a tensor has to be its memory, dtype,"
+            f" shape and strides, and these are sparse, quantized by torch or wrap other tensors"
+        )
+    groups = list(objects.values())
+    numbers = {names[0].name: number for number, names in enumerate(groups)}
+    on_device = any(names[0].tensor.device.type != "cpu" for names in groups)
+    entries: list[Entry] = []
+    arrays: dict[str, torch.Tensor] = {}
+    for members in _regions(groups):
+        first = members[0][0]
+        if not first.tensor.numel():
+            entries += _entries(members, numbers, None, 0, on_device=on_device)
+            continue
+        begin = min(_extent(names[0].tensor)[0] for names in members)
+        end = max(_extent(names[0].tensor)[1] for names in members)
+        dense = _dense(first.tensor) if len(members) == 1 else None
+        if dense is None:
+            begin -= begin % ALIGNMENT
+            dense = _view(first.tensor.untyped_storage(), torch.uint8, begin, (end - begin,), (1,))
+        arrays[first.name] = dense
+        names = [found for group in members for found in group]
+        measured = any(found.name in written for found in names)
+        small = end - begin <= SMALL and all(found.kind != PARAMETER for found in names)
+        entries += _entries(
+            members, numbers, first.name, begin, private=measured or small, constant=not measured, on_device=on_device
+        )
+    order = {found.name: index for index, found in enumerate(_found(model))}
+    return sorted(entries, key=lambda entry: order[entry.name]), arrays
+
+
+def _regions(groups: list[list[_Found]]) -> Iterator[list[list[_Found]]]:
+    """Yield the objects that share memory, together; each list has the names of one object."""
+    storages: dict[tuple[torch.device, int], list[list[_Found]]] = defaultdict(list)
+    for names in groups:
+        tensor = names[0].tensor
+        if tensor.numel():
+            storages[tensor.device, tensor.untyped_storage().data_ptr()].append(names)
+        else:
+            yield [names]
+    for members in storages.values():
+        members.sort(key=lambda names: _extent(names[0].tensor))
+        region, end = [members[0]], _extent(members[0][0].tensor)[1]
+        for names in members[1:]:
+            begin, last = _extent(names[0].tensor)
+            if begin >= end:
+                yield region
+                region = []
+            region.append(names)
+            end = max(end, last)
+        yield region
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return a tensor with its dimensions in the order of memory; None if it has gaps, or a dtype that pools lack."""
+    if tensor.dtype not in DTYPES.values():
+        return None
+    strides: tuple[int, ...] = tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda axis: (-strides[axis], axis))
+    ordered = tensor.detach().permute(order)
+    return ordered if ordered.is_contiguous() else None
+
+
+def _entries(
+    members: list[list[_Found]],
+    numbers: Mapping[str, int],
+    stored: str | None,
+    begin: int,
+    *,
+    on_device: bool,
+    private: bool = False,
+    constant: bool = False,
+) -> Iterator[Entry]:
+    for names in members:
+        for found in names:
+            tensor = found.tensor
+            of_parameter = found.kind == PARAMETER
+            extra = vars(tensor) if of_parameter else {}
+            scalars = {key: value for key, value in extra.items() if isinstance(value, bool | int | str | None)}
+            yield Entry(
+                name=found.name,
+                kind=found.kind,
+                object=numbers[names[0].name],
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                shape=tuple(tensor.shape),
+                strides=tensor.stride(),
+                stored=stored,
+                offset=0 if stored is None else int(tensor.storage_offset()) - begin // tensor.element_size(),
+                private=private,
+                constant=private and constant,
+                host=on_device and tensor.device.type == "cpu",
+                persistent=found.persistent,
+                type=_qualified(type(tensor)) if of_parameter else "",
+                attributes=scalars,
+                kept=tuple(sorted(extra.keys() - scalars.keys())),
+            )
+
+
+def _qualified(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+# -- binding -----------------------------------------------------------------------------------------------
+
+
+def read_manifest(pool: Pool) -> Manifest:
+    """Return the manifest of a runtime pool.
+
+    Raises:
+        Invalid: it is no runtime pool, or one of a format that this release does not know.
+    """
+    if MANIFEST not in pool:
+        raise Invalid(f"pool {pool.name!r} is no runtime pool: it has no tensor {MANIFEST!r}; attach it as what it is")
+    data = pool[MANIFEST].tobytes()
+    try:
+        number = msgspec.json.decode(data, type=_Head).format
+        if number == FORMAT:
+            return msgspec.json.decode(data, type=Manifest)
+    except msgspec.DecodeError as error:
+        raise Invalid(f"the manifest of runtime pool {pool.name!r} cannot be read: {error}") from None
+    raise Invalid(
+        f"the manifest of runtime pool {pool.name!r} has format {number}, and this release knows {FORMAT}; use the"
+        f" release that published it, or publish it anew"
+    )
+
+
+class _Head(Struct):
+    format: int
+
+
+def bind(model: Model, pool: Pool, *, strict: bool = True) -> Model:
+    """Give a module the tensors of a runtime pool, in place and without a copy, but for those that are private.
+
+    Args:
+        model: made on the meta device, or loaded: then what it had is let go.
+        pool: published from a module of the same kind.
+        strict: whether names, shapes and dtypes have to be the module's own. An engine that post-processes what it has
+            loaded says False, and then :func:`refuse_meta`, since its module has other tensors before than after.
+
+    Returns:
+        ``model``, for convenience. No parameter requires a gradient.
+
+    Raises:
+        Invalid: it is no runtime pool; names, shapes or dtypes differ; a parameter's class is not the module's; or with
+            ``strict`` a tensor would stay without data. The model was not changed, except in the last case.
+    """
+    manifest = read_manifest(pool)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    own = {found.name: found for found in _found(model)}
+    _refuse_differences(model, pool, manifest, modules, own, strict=strict)
+    kinds = {entry.name: _kind_of(entry, own.get(entry.name), pool) for entry in manifest.entries}
+    made = list(_tensors(manifest, pool))
+    objects: dict[int, torch.Tensor] = {}
+    for entry, tensor in zip(manifest.entries, made, strict=True):
+        before = own.get(entry.name)
+        if entry.object not in objects:
+            objects[entry.object] = _object(entry, tensor, kinds[entry.name], None if before is None else before.tensor)
+        path, _, leaf = entry.name.rpartition(".")
+        _place(modules[path], leaf, entry, objects[entry.object])
+    for name in manifest.consumed:
+        if name in own:
+            path, _, leaf = name.rpartition(".")
+            _clear(modules[path], leaf)
+    for name, value in manifest.attributes.items():
+        setattr(model, name, value)
+    if strict:
+        refuse_meta(model, pool)
+    return model
+
+
+def _refuse_differences(
+    model: nn.Module,
+    pool: Pool,
+    manifest: Manifest,
+    modules: Mapping[str, nn.Module],
+    own: Mapping[str, _Found],
+    *,
+    strict: bool,
+) -> None:
+    entries = {entry.name: entry for entry in manifest.entries}
+    besides = [name for name in entries if name.rpartition(".")[0] not in modules]
+    missing: list[str] = []
+    different: list[str] = []
+    if strict:
+        besides = [name for name in entries if name not in own]
+        missing = [name for name in own if name not in entries and name not in manifest.consumed]
+        different = [
+            f"{name} ({entry.dtype} {entry.shape} for {str(mine.dtype).removeprefix('torch.')} {tuple(mine.shape)})"
+            for name, entry in entries.items()
+            if name in own
+            and (tuple((mine := own[name].tensor).shape), f"{mine.dtype}") != (entry.shape, f"torch.{entry.dtype}")
+        ]
+    if besides or missing or different:
+        raise Invalid(
+            f"runtime pool {pool.name!r}@{pool.version} does not fit {type(model).__name__}: it lacks {_some(missing)},"
+            f" has besides {_some(besides)}, and has otherwise {_some(different)}; attach the pool of this model,"
+            f" engine and configuration, or publish it anew"
+        )
+
+
+def _kind_of(entry: Entry, own: _Found | None, pool: Pool) -> type[nn.Parameter] | None:
+    """Return the class of a parameter: torch's, or that of the module's own parameter of this name."""
+    if entry.kind != PARAMETER:
+        return None
+    known: list[type] = [nn.Parameter, *([type(own.tensor)] if own is not None else [])]
+    for kind in known:
+        if _qualified(kind) == entry.type and issubclass(kind, nn.Parameter):
+            return kind
+    raise Invalid(
+        f"parameter {entry.name!r} of runtime pool {pool.name!r}@{pool.version} is a {entry.type}, and the module's own"
+        f" is a {_qualified(known[-1])}; attach the pool of this engine and its version, or publish it anew"
+    )
+
+
+def _tensors(manifest: Manifest, pool: Pool) -> Iterator[torch.Tensor]:
+    """Yield the tensor of each entry: a view of the pool, or of a private copy, which views of one memory share."""
+    state = state_dict(pool)
+    device = state[MANIFEST].device
+    storages: dict[tuple[str, bool, bool], torch.UntypedStorage] = {}
+    for entry in manifest.entries:
+        dtype = getattr(torch, entry.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise Invalid(f"{entry.name!r} of runtime pool {pool.name!r} has dtype {entry.dtype}, which torch lacks")
+        place = torch.device("cpu") if entry.host else device
+        if entry.stored is None:
+            yield torch.empty_strided(entry.shape, entry.strides, dtype=dtype, device=place)
+            continue
+        key = entry.stored, entry.private, entry.host
+        if key not in storages:
+            if entry.stored not in state:
+                raise Invalid(f"runtime pool {pool.name!r} has no tensor {entry.stored!r}, which {entry.name!r} is in")
+            shared = state[entry.stored].untyped_storage()
+            storages[key] = _own(shared, place) if entry.private or entry.host else shared
+        try:
+            yield _view(storages[key], dtype, entry.offset, entry.shape, entry.strides)
+        except RuntimeError as error:
+            raise Invalid(f"{entry.name!r} of runtime pool {pool.name!r} reaches beyond its memory: {error}") from None
+
+
+def _own(storage: torch.UntypedStorage, place: torch.device) -> torch.UntypedStorage:
+    """Return a copy of a storage, on a device."""
+    whole = _view(storage, torch.uint8, 0, (storage.nbytes(),), (1,))
+    return whole.to(place, copy=True).untyped_storage()
+
+
+def _object(
+    entry: Entry, tensor: torch.Tensor, kind: type[nn.Parameter] | None, before: torch.Tensor | None
+) -> torch.Tensor:
+    """Return the object of an entry: of a parameter one of its class, with its attributes."""
+    if kind is None:
+        return tensor
+    made: torch.Tensor = torch.Tensor._make_subclass(kind, tensor, False)
+    had = vars(before) if before is not None else {}
+    vars(made).update({key: had[key] for key in entry.kept if key in had}, **entry.attributes)
+    if lacking := [key for key in entry.kept if key not in had]:
+        log.debug("parameter %s has no %s here, as it had where it was published", entry.name, ", ".join(lacking))
+    return made
+
+
+def _place(module: nn.Module, leaf: str, entry: Entry, tensor: torch.Tensor) -> None:
+    """Give a module a tensor, in the place of what it has by that name."""
+    _clear(module, leaf)
+    if entry.kind == PARAMETER:
+        module._parameters[leaf] = tensor  # type: ignore[assignment]  # it may be tied to a parameter, and is one
+    elif entry.kind == BUFFER:
+        module.register_buffer(leaf, tensor, persistent=entry.persistent)
+    else:
+        vars(module)[leaf] = tensor
+
+
+def _clear(module: nn.Module, leaf: str) -> None:
+    module._parameters.pop(leaf, None)
+    module._buffers.pop(leaf, None)
+    module._non_persistent_buffers_set.discard(leaf)
+    vars(module).pop(leaf, None)
+
+
+# -- other versions ----------------------------------------------------------------------------------------
+
+
+def switch(broker: Broker, model: nn.Module, pool: Pool, version: int | None = None, *, wait: float = 0.0) -> int:
+    """Show another version to a module that a pool is bound to, at the same addresses; returns the version.
+
+    No work may run on the module meanwhile. Private tensors that no process was seen to write get the new values.
+
+    Args:
+        broker: the pool's.
+        model: a module that :func:`bind` gave the tensors of ``pool``.
+        pool: the pool.
+        version: which; by default the current one.
+        wait: seconds to wait for its publication.
+
+    Raises:
+        Invalid: the version was not published from a module of the same structure; nothing has changed.
+        CubrokerError: as :meth:`Broker.attach` and :meth:`Pool.switch`.
+    """
+    manifest = read_manifest(pool)
+    with broker.attach(pool.name, version=version, device=pool.devices[0].uuid, wait=wait) as target:
+        if read_manifest(target) != manifest:
+            raise Invalid(
+                f"runtime pool {pool.name!r}@{target.version} was published from a module of another structure than"
+                f" version {pool.version}, which stays; bind it to a new module"
+            )
+        pool.switch(target.version)
+    now = {found.name: found.tensor for found in _found(model)}
+    with torch.no_grad():
+        for entry, tensor in zip(manifest.entries, _tensors(manifest, pool), strict=True):
+            if entry.constant or (entry.host and not entry.private):
+                now[entry.name].copy_(tensor)
+    return pool.version
+
+
+# -- who loads ---------------------------------------------------------------------------------------------
+
+
+def obtain(
+    broker: Broker,
+    name: str,
+    *,
+    load: Callable[[], nn.Module],
+    publish: Callable[[nn.Module], object],
+    attach: Callable[[Pool], nn.Module],
+    device: DeviceId | None = None,
+    timeout: float = 600.0,
+    fallback: bool = False,
+) -> Obtained:
+    """Bind a runtime pool; where there is none, be the one process that loads, or wait for it.
+
+    Processes that ask at once wait for a lock (:meth:`Broker.lock`). Should the one that loads die, the next one loads.
+
+    Args:
+        broker: where.
+        name: the pool.
+        load: the engine's own loader, post-processing included.
+        publish: publishes what ``load`` has returned, by :func:`publish`, as ``name`` and for ``device``.
+        attach: makes a module and binds the pool to it.
+        device: which device to attach on.
+        timeout: seconds to wait for the process that loads.
+        fallback: whether what stands in the way of publishing or binding has this process use what ``load`` returns,
+            with a line in the log; otherwise it is raised.
+
+    Raises:
+        TimedOut: another process was loading for ``timeout`` seconds.
+        CubrokerError: as :meth:`Broker.attach`, ``publish`` and ``attach``.
+    """
+    model: nn.Module | None = None
+    try:
+        pool = _attached(broker, name, device)
+        if pool is None:
+            with broker.lock(name, timeout=timeout):
+                pool = _attached(broker, name, device)
+                if pool is None:
+                    model = load()
+                    publish(model)
+        if pool is None:
+            assert model is not None
+            pool = broker.attach(name, device=device)
+            return Obtained(bind(model, pool), pool, loaded=True)
+        return Obtained(attach(pool), pool, loaded=False)
+    except CubrokerError as error:
+        if not fallback:
+            raise
+        log.warning("runtime pool %s is not used, and the engine's own loader is: %s", name, error)
+        return Obtained(load() if model is None else model, None, loaded=True)
+
+
+def _attached(broker: Broker, name: str, device: DeviceId | None) -> Pool | None:
+    try:
+        return broker.attach(name, device=device)
+    except NotFound:
+        return None
+
+
+def _some(names: Collection[str]) -> str:
+    """Return the first names, and how many more there are."""
+    shown = ", ".join(list(names)[:5])
+    return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown or "nothing"

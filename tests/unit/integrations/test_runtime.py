@@ -1,0 +1,342 @@
+"""Runtime pools: what a module computes with, published once and bound without a copy."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import nn
+
+from cubroker.client import Broker
+from cubroker.integrations import runtime
+from cubroker.integrations.torch import state_dict
+from cubroker.protocol.errors import Invalid, NotFound, TimedOut, Unavailable
+from tests.brokers import BrokerProcess, eventually
+from tests.unit.client.conftest import begun
+from tests.unit.client.scripts import start
+from tests.unit.integrations import runtime_process
+from tests.unit.integrations.runtime_process import CONSUMED, Fused, Runtime, Weight, meta
+
+
+def loaded(seed: int = 0) -> Runtime:
+    torch.manual_seed(seed)
+    model = Runtime()
+    model.process()
+    return model
+
+
+def same(one: nn.Module, other: nn.Module) -> None:
+    """All tensors of two modules are equal in everything but their address."""
+    ours, theirs = ({found.name: found for found in runtime._found(model)} for model in (one, other))
+    assert ours.keys() == theirs.keys()
+    for name, mine in ours.items():
+        twin = theirs[name]
+        assert (mine.kind, mine.persistent) == (twin.kind, twin.persistent), name
+        a, b = mine.tensor, twin.tensor
+        assert (a.dtype, a.shape, a.stride(), type(a)) == (b.dtype, b.shape, b.stride(), type(b)), name
+        assert torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)), name
+
+
+def publish(broker: Broker, name: str, model: nn.Module, **terms: Any) -> int:
+    return runtime.publish(broker, name, model, consumed=CONSUMED, share="vmm", **terms)
+
+
+def protected(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's memory can only be read."""
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            first, last = (int(part, 16) for part in line.split()[0].split("-"))
+            if first <= tensor.data_ptr() < last:
+                return "w" not in line.split()[1]
+    raise AssertionError("mapped nowhere")
+
+
+def test_a_module_made_on_the_meta_device_gets_all_that_another_computes_with(client: Broker, name: str) -> None:
+    model = loaded()
+    assert publish(client, name, model) == 1
+    with client.attach(name) as pool:
+        twin = runtime.bind(meta(), pool, strict=False)
+        runtime.refuse_meta(twin, pool)
+    same(twin, model)
+    assert twin.head.weight is twin.embed.weight
+    assert twin.view.untyped_storage().data_ptr() == twin.table.untyped_storage().data_ptr()
+    assert twin.fused.weight.output_dim == 0
+    assert twin.fused.weight.loader is Fused.loader
+    assert not any(parameter.requires_grad for parameter in twin.parameters())
+    assert torch.equal(twin(torch.arange(4)), model(torch.arange(4)))
+    assert list(twin.state_dict()) == list(model.state_dict())
+
+
+def test_parameters_are_shared_and_read_only_and_small_buffers_are_each_processs_own(client: Broker, name: str) -> None:
+    publish(client, name, loaded())
+    with client.attach(name) as pool:
+        one, two = (runtime.bind(meta(), pool, strict=False) for _ in range(2))
+    for shared in ("embed.weight", "fused.weight", "table", "large"):
+        tensors = [dict(model.named_parameters()) | dict(model.named_buffers()) for model in (one, two)]
+        assert tensors[0][shared].data_ptr() == tensors[1][shared].data_ptr()
+        assert protected(tensors[0][shared])
+    one.scale.fill_(7.0)
+    assert two.scale.item() != 7.0
+    assert not protected(one.scale)
+
+
+def test_tensors_that_were_seen_written_are_each_processs_own_whatever_their_size(client: Broker, name: str) -> None:
+    model = loaded()
+    with runtime.writes(model) as written:
+        model.calibrate()
+    assert written == {"large", "view", "scale", "table"}
+    publish(client, name, model, written=written)
+    with client.attach(name) as pool:
+        one, two = (runtime.bind(meta(), pool, strict=False) for _ in range(2))
+    one.calibrate()
+    assert not protected(one.large)
+    assert one.view.untyped_storage().data_ptr() == one.table.untyped_storage().data_ptr()
+    same(two, model)
+
+
+def test_writes_that_torch_does_not_count_are_found_in_bytes(client: Broker) -> None:
+    with torch.inference_mode():
+        model = loaded()
+    numbers = model.large.numpy() if not model.large.is_inference() else model.large.detach().numpy()
+    with runtime.writes(model) as written:
+        numbers[0] += 1
+        del model.scale
+    assert written == {"large"}
+
+
+def test_memory_is_stored_once_and_gaps_are_left_out(client: Broker, name: str) -> None:
+    model = loaded()
+    publish(client, name, model)
+    with client.attach(name) as pool:
+        stored = {tensor.name: (tensor.dtype, tensor.shape) for tensor in pool.layout.tensors}
+    assert stored["embed.weight"] == ("F32", (11, 8))
+    assert "head.weight" not in stored
+    assert stored["fused.weight"] == ("BF16", (24, 8))  # in the order of memory: the module has its transpose
+    assert stored["table"] == ("U8", (2048 * 4,))  # a view is besides
+    assert stored["padded"] == ("U8", ((7 * 16 + 8) * 4,))  # the last gap is no one's
+    assert stored["far"][0] == "F32"
+    assert stored["near"] == ("F32", (4,))  # both of one large storage
+    assert sum(1 for tensor in stored if tensor in ("none", "large")) == 1
+
+
+def test_the_module_that_was_loaded_can_be_bound_itself(client: Broker, name: str) -> None:
+    model, twin = loaded(), loaded()
+    runtime.publish(client, name, model, attributes={"has_own_head": True, "rank": 3})
+    with client.attach(name) as pool:
+        assert runtime.bind(model, pool) is model
+    same(model, twin)
+    assert (model.has_own_head, model.rank) == (True, 3)
+    assert model.head.weight is model.embed.weight
+
+
+Change = Callable[[Any], object]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda model: delattr(model, "scale"), "lacks nothing, has besides scale, and"),
+        (lambda model: model.register_buffer("more", torch.zeros(1, device="meta")), "lacks more, has besides nothing"),
+        (lambda model: setattr(model, "head", nn.Identity()), "has besides head.weight"),
+        (
+            lambda model: model.register_buffer("large", torch.zeros(3, device="meta")),
+            r"otherwise large \(float32 \(2048,\) for float32 \(3,\)\)",
+        ),
+        (lambda model: setattr(model.norm, "weight", Weight(torch.zeros(8))), "'norm.weight' .* is a torch.*Parameter"),
+    ],
+)
+def test_a_module_that_does_not_fit_is_told_by_names_and_not_changed(
+    client: Broker, name: str, change: Change, words: str
+) -> None:
+    publish(client, name, loaded())
+    twin = meta()
+    twin.process()
+    change(twin)
+    kept = {found.name: found.tensor for found in runtime._found(twin)}
+    with client.attach(name) as pool:
+        if "torch" in words:  # torch's own class takes any place
+            runtime.bind(twin, pool)
+            assert type(twin.norm.weight) is nn.Parameter
+            return
+        with pytest.raises(Invalid, match=rf"pool '{name}'@1 does not fit Runtime: .*{words}"):
+            runtime.bind(twin, pool)
+    assert {found.name: found.tensor for found in runtime._found(twin)} == kept
+
+
+def test_a_class_that_the_module_does_not_have_is_not_imported(client: Broker, name: str) -> None:
+    model = loaded()
+    publish(client, name, model)
+    twin = meta()
+    twin.process()
+    twin.fused.weight = nn.Parameter(twin.fused.weight.data, requires_grad=False)
+    with client.attach(name) as pool, pytest.raises(Invalid, match=r"is a .*runtime_process.Weight, and the module's"):
+        runtime.bind(twin, pool)
+
+
+def test_what_would_stay_without_data_is_an_error(client: Broker, name: str) -> None:
+    publish(client, name, loaded())
+    twin = meta()
+    twin.extra = torch.zeros(2, device="meta")
+    with client.attach(name) as pool:
+        runtime.bind(twin, pool, strict=False)
+        with pytest.raises(Invalid, match=f"extra of Runtime would stay on the meta device: .*{name!r}@1 lacks them"):
+            runtime.refuse_meta(twin, pool)
+
+
+def test_what_is_more_than_its_memory_is_not_published(client: Broker, name: str) -> None:
+    with pytest.raises(Invalid, match=r"table, view, .* of Runtime cannot be published: on the meta device"):
+        runtime.publish(client, name, meta())
+    model = loaded()
+    model.register_buffer("sparse", torch.eye(3).to_sparse())
+    with pytest.raises(Invalid, match="sparse of Runtime cannot be published: a tensor has to be its memory"):
+        publish(client, name, model)
+
+
+@pytest.mark.parametrize(
+    ("manifest", "words"),
+    [
+        (b"{", "cannot be read"),
+        (b'{"format": 2, "entries": "other"}', "has format 2, and this release knows 1"),
+        (b'{"format": 1, "entries": [{"name": "a"}]}', "cannot be read"),
+        (b'{"format": 1, "entries": [%s]}', "has dtype wide, which torch lacks"),
+        (b'{"format": 1, "entries": [%s]}', "reaches beyond its memory"),
+        (b'{"format": 1, "entries": [%s]}', "has no tensor 'absent', which 'a' is in"),
+    ],
+)
+def test_a_manifest_that_is_none_is_refused(client: Broker, name: str, manifest: bytes, words: str) -> None:
+    dtype, stored = ("wide" if "wide" in words else "float32"), ("absent" if "absent" in words else "a")
+    entry = runtime.Entry("a", "buffer", 0, dtype, (9, 9), (9, 1), stored)
+    text = manifest.replace(b"%s", msgspec.json.encode(entry))
+    client.publish(name, {"a": torch.zeros(4), runtime.MANIFEST: torch.frombuffer(bytearray(text), dtype=torch.uint8)})
+    with client.attach(name) as pool, pytest.raises(Invalid, match=words):
+        runtime.bind(nn.Module(), pool, strict=False)
+
+
+def test_a_pool_of_another_kind_is_no_runtime_pool(client: Broker, name: str) -> None:
+    client.publish(name, {"a": torch.zeros(4)})
+    with client.attach(name) as pool, pytest.raises(Invalid, match=f"pool {name!r} is no runtime pool"):
+        runtime.bind(meta(), pool)
+
+
+def test_another_version_is_shown_at_the_same_addresses(client: Broker, name: str) -> None:
+    one, two = loaded(1), loaded(2)
+    publish(client, name, one, written=["scale"])
+    with client.attach(name) as pool:
+        twin = runtime.bind(meta(), pool, strict=False)
+        places = {key: tensor.data_ptr() for key, tensor in twin.state_dict().items()}
+        twin.scale.fill_(5.0)
+        publish(client, name, two, written=["scale"])
+        assert runtime.switch(client, twin, pool) == 2
+        assert twin.scale.item() == 5.0  # what the engine has written is its own
+        assert torch.equal(twin.bias, two.bias)
+        twin.scale.copy_(two.scale)
+        same(twin, two)
+        assert {key: tensor.data_ptr() for key, tensor in twin.state_dict().items()} == places
+        other = {key: tensor.clone() for key, tensor in state_dict(pool).items()}
+        text = bytes(other[runtime.MANIFEST].tolist()).replace(b'"scale"', b'"scala"')
+        other[runtime.MANIFEST] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        client.publish(name, other, share="vmm")
+        with pytest.raises(Invalid, match="another structure than version 2, which stays"):
+            runtime.switch(client, twin, pool)
+        assert pool.version == 2
+        same(twin, two)
+        del twin
+
+
+def obtain(broker: Broker, name: str, load: Callable[[], nn.Module] = loaded, **terms: Any) -> runtime.Obtained:
+    return runtime_process.obtain(broker, name, load, **terms)
+
+
+def refuse() -> nn.Module:
+    raise Unavailable("no disk")
+
+
+def test_the_first_loads_and_publishes_and_the_next_one_binds(client: Broker, name: str) -> None:
+    first = obtain(client, name)
+    assert first.loaded
+    second = obtain(client, name, refuse)
+    assert not second.loaded
+    same(first.model, second.model)
+    assert first.model.get_parameter("embed.weight").data_ptr() != 0
+    for each in (first, second):
+        assert each.pool is not None
+        each.pool.close()
+
+
+def test_an_engine_that_is_told_to_falls_back_to_its_own_loader(
+    client: Broker, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    client.publish(name, {"a": torch.zeros(4)})
+    with pytest.raises(Invalid, match="no runtime pool"):
+        obtain(client, name)
+    got = obtain(client, name, fallback=True)
+    assert (got.pool, got.loaded) == (None, True)
+    same(got.model, loaded())
+    assert "is not used, and the engine's own loader is: pool" in caplog.text
+    client.retire(name)
+    with client.lock(name), pytest.raises(TimedOut, match="has the lock"):
+        obtain(client, name, timeout=0.0)
+    with pytest.raises(Unavailable, match="no disk"):
+        obtain(client, name, refuse)
+    with pytest.raises(NotFound):
+        client.attach(name)
+
+
+WORKER = """
+from tests.unit.integrations.runtime_process import work
+work(directory, sys.argv[2])
+"""
+
+
+def said(worker: subprocess.Popen[str]) -> str:
+    assert worker.stdout is not None
+    return worker.stdout.readline().strip()
+
+
+def go_on(worker: subprocess.Popen[str]) -> None:
+    assert worker.stdin is not None
+    print(file=worker.stdin, flush=True)
+
+
+def test_eight_engines_at_once_load_once_and_a_loader_that_dies_hands_over(
+    client: Broker, lender: BrokerProcess, name: str
+) -> None:
+    workers = {worker.pid: worker for worker in (start(lender, WORKER, name, measured=False) for _ in range(8))}
+
+    def loader() -> subprocess.Popen[str]:
+        eventually(lambda: any(each.locks for each in client.clients()), "a process that loads")
+        (pid,) = (each.pid for each in client.clients() if each.locks)
+        worker = workers[pid]
+        assert said(worker) == "loading"
+        return worker
+
+    def kill(worker: subprocess.Popen[str]) -> None:
+        os.kill(worker.pid, signal.SIGKILL)
+        workers.pop(worker.pid).communicate()
+
+    try:
+        kill(loader())  # before it has anything
+        second = loader()
+        go_on(second)
+        assert said(second) == "publishing"
+        eventually(lambda: any(pool.state == "draft" for pool in client.pools()), "its draft")
+        kill(second)  # with a draft half full
+        third = loader()
+        for _ in range(2):
+            go_on(third)
+        assert said(third) == "publishing"
+        told = [begun(lambda each=each: said(each)) for each in workers.values()]  # type: ignore[misc]
+        total = f"{sum(tensor.double().sum().item() for tensor in loaded().state_dict().values()):.6f}"
+        assert sorted(each.result() for each in told) == sorted([f"loaded {total}", *[f"bound {total}"] * 5])
+        assert [(pool.version, pool.leases) for pool in client.pools() if pool.name == name] == [(1, 6)]
+    finally:
+        for worker in workers.values():
+            worker.kill()
+            worker.communicate()
+    eventually(lambda: [pool.leases for pool in client.pools()] == [0], "their leases to end")
