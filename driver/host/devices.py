@@ -15,7 +15,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from cuda.bindings import driver as cuda
 
-from cubroker.driver.host.handle_server import HandleServer
+from cubroker.driver.host.handle_server import HandleServer, join_stopped
 from cubroker.driver.host.memory import AddressMap, Block, Heap, OpenedRegion
 
 PEERS = "CUBROKER_HOST_PEERS"
@@ -206,11 +206,11 @@ class DeviceFunctions:
             self.retained[device] -= 1
             if not self.retained[device]:
                 self.destroy(device)
-            unneeded = None if any(self.retained) else self.handle_server
-            if unneeded:
+            if self.handle_server and not any(self.retained):
+                self.handle_server.stop()
                 self.handle_server = None
-        if unneeded:
-            unneeded.stop()  # which waits for its thread, so it must not hold the lock
+        if not self.lock._is_owned():  # type: ignore[attr-defined]  # else this is a finalizer's, in another call
+            join_stopped()
 
     @answers(1)
     def cuCtxCreate(self, ctxCreateParams: Any, flags: int, dev: Any) -> Any:

@@ -14,6 +14,7 @@ import secrets
 import socket
 import struct
 import threading
+from collections import deque
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -33,6 +34,9 @@ _INT = struct.Struct("=i")
 _ANSWER = struct.Struct("=QI")
 
 
+_stopped: deque[threading.Thread] = deque()
+
+
 class SharedFd(NamedTuple):
     """What a handle stands for."""
 
@@ -44,12 +48,16 @@ class SharedFd(NamedTuple):
 
 
 class HandleServer:
-    """Serves the handles of this process, on a thread of its own, until stopped."""
+    """Serves the handles of this process, on a thread of its own, until stopped.
+
+    The collector may call any object's finalizer on that thread, and such a finalizer may call the driver. So the
+    thread holds no lock that a driver call takes but :func:`memory.fork_lock`, and who has the driver's lock does not
+    wait for it (:func:`join_stopped`).
+    """
 
     def __init__(self) -> None:
         self._address = secrets.token_bytes(_ADDRESS_BYTES)
         self._shared: dict[bytes, SharedFd] = {}
-        self._lock = threading.Lock()
         self._stopping = False
         self._thread = threading.Thread(target=self._serve, name="cubroker-host-memory", daemon=True)
         with memory.fork_lock() as ours:
@@ -61,47 +69,71 @@ class HandleServer:
     def share(self, shared: SharedFd) -> bytes:
         """Return a new handle, with which other processes get a duplicate of the descriptor."""
         secret = secrets.token_bytes(SECRET_BYTES)
-        with self._lock:
-            self._shared[secret] = shared
+        self._shared[secret] = shared
         return (self._address + secret + _INT.pack(os.getpid())).ljust(HANDLE_BYTES, b"\0")
 
     def withdraw(self, handle: bytes) -> bool:
         """End a handle, if it is one; its descriptor may be closed afterwards. Return whether others are left."""
-        with self._lock:
-            self._shared.pop(secret_of(handle), None)
-            return bool(self._shared)
+        self._shared.pop(secret_of(handle), None)
+        return bool(self._shared)
 
     def owns(self, handle: bytes) -> bool:
         """Whether a handle was made here."""
         return handle.startswith(self._address)
 
     def stop(self) -> None:
-        """End the thread and give the address up."""
+        """Have the thread end, which gives the address up; returns at once."""
         self._stopping = True
+        _stopped.append(self._thread)
         self._socket.shutdown(socket.SHUT_RDWR)
-        self._thread.join()
-        with memory.fork_lock() as ours:
-            ours.discard(self._socket)
-            self._socket.close()
 
     def _serve(self) -> None:
         while True:
             secret, client = self._socket.recvfrom(SECRET_BYTES + 1)
             if self._stopping:
-                return
+                break
             if client:  # else there is no address to reply to
                 with suppress(OSError):  # the client is gone, or does not read
                     self._reply(secret, client)
+        with memory.fork_lock() as ours:
+            ours.discard(self._socket)
+            self._socket.close()
 
     def _reply(self, secret: bytes, client: bytes) -> None:
-        with self._lock:  # the descriptor stays open meanwhile
-            if secret in self._shared:
-                shared = self._shared[secret]
-                rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, _INT.pack(shared.fd))
-                answer = _ANSWER.pack(shared.offset, shared.device)
-                self._socket.sendmsg([answer], [rights], socket.MSG_DONTWAIT, client)
-            else:
-                self._socket.sendto(b"", socket.MSG_DONTWAIT, client)
+        shared = self._duplicated(secret)
+        if shared is None:
+            self._socket.sendto(b"", socket.MSG_DONTWAIT, client)
+            return
+        try:
+            rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, _INT.pack(shared.fd))
+            answer = _ANSWER.pack(shared.offset, shared.device)
+            self._socket.sendmsg([answer], [rights], socket.MSG_DONTWAIT, client)
+        finally:
+            memory.close(shared.fd)
+
+    def _duplicated(self, secret: bytes) -> SharedFd | None:
+        """Return what a secret stands for, with a descriptor to be closed; None if it stands for nothing.
+
+        A handle is withdrawn before its descriptor is closed. One that is still there afterwards was open meanwhile.
+        """
+        shared = self._shared.get(secret)
+        if shared is None:
+            return None
+        with memory.fork_lock() as ours:
+            ours.add(fd := memory.duplicate(shared.fd))
+        if self._shared.get(secret) is shared:
+            return shared._replace(fd=fd)
+        memory.close(fd)
+        return None
+
+
+def join_stopped() -> None:
+    """Wait for the threads of servers that were stopped, but for this one. The caller has not the driver's lock."""
+    with suppress(IndexError):
+        while True:
+            thread = _stopped.popleft()
+            if thread is not threading.current_thread():
+                thread.join()
 
 
 class SharedFds:

@@ -9,9 +9,10 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,7 @@ from tests import forkserver
 from tests.brokers import PATIENCE
 from tests.unit.driver.conftest import SPEC
 from tests.unit.driver.other_process import PRELOAD, OtherProcess
-from tests.unit.server.processes import files
+from tests.unit.server.processes import all_closed, files
 
 MIB = 1 << 20
 BLOCK = 2 * MIB
@@ -265,7 +266,7 @@ def test_garbage_and_silence_stall_nobody(context: Context, owner: OtherProcess)
         context.close(pointer)
     os.close(reading)
     os.close(writing)
-    assert files(owner.pid) <= before
+    all_closed(owner.pid, before)  # its own of what was sent last, too
 
 
 def _named() -> socket.socket:
@@ -305,6 +306,87 @@ def test_an_impostor_cannot_make_us_map_what_would_fault_nor_keep_what_it_sends(
         thread.join()
     close(fd)
     assert files(os.getpid()) <= before
+
+
+class Collecting:
+    """A server's socket; the collector calls a finalizer on the server's thread before a descriptor is sent."""
+
+    def __init__(self, real: socket.socket, finalizer: Callable[[], None]) -> None:
+        self._real = real
+        self._finalizer = finalizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def sendmsg(self, *args: Any) -> int:
+        self._finalizer()
+        return self._real.sendmsg(*args)
+
+
+def fetched(handle: bytes) -> bool:
+    """Whether a handle brings a descriptor, which is closed."""
+    try:
+        close(handle_server.fetch(handle).fd)
+    except LookupError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("whose", ["its own", "another"])
+def test_a_finalizer_on_the_servers_thread_may_call_the_driver(whose: str) -> None:
+    driver_lock, inside = threading.RLock(), threading.Event()
+    server = handle_server.HandleServer()
+    fd = memory.create(BLOCK)
+    handle = server.share(handle_server.SharedFd(fd, 0))
+
+    def end() -> None:
+        """What a call does that frees the last memory that is shared."""
+        with driver_lock:
+            if whose == "another":
+                assert inside.wait(PATIENCE)
+            assert not server.withdraw(handle)
+            server.stop()
+
+    def call() -> None:
+        inside.set()
+        if whose == "its own":
+            end()
+        with driver_lock:
+            pass
+
+    ending = threading.Thread(target=end, daemon=True)
+    with driver_lock:  # which the other thread takes first
+        server._socket = Collecting(server._socket, call)  # type: ignore[assignment]
+        asking = threading.Thread(target=fetched, args=(handle,), daemon=True)
+        asking.start()
+        if whose == "another":
+            ending.start()
+        else:
+            assert inside.wait(PATIENCE)
+    for thread in (asking, *([ending] if whose == "another" else []), server._thread):
+        thread.join(PATIENCE / 4)
+        assert not thread.is_alive()
+    assert not fetched(handle)
+    close(fd)
+
+
+def test_a_handle_that_is_withdrawn_while_it_is_asked_for_brings_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = handle_server.HandleServer()
+    fd = memory.create(BLOCK)
+    handle, keeper = (server.share(handle_server.SharedFd(fd, 0)) for _ in range(2))
+    duplicate = memory.duplicate
+
+    def withdrawing(fd: int) -> int:
+        server.withdraw(handle)
+        return duplicate(fd)
+
+    assert fetched(handle)
+    monkeypatch.setattr(memory, "duplicate", withdrawing)
+    assert not fetched(handle)
+    assert fetched(keeper)
+    server.stop()
+    handle_server.join_stopped()
+    close(fd)
 
 
 def test_a_forked_child_is_refused_and_harms_nothing(context: Context, owner: OtherProcess) -> None:

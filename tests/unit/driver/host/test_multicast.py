@@ -64,6 +64,7 @@ def nothing_is_left() -> Iterator[None]:
     """No test leaves a descriptor, a mapping or a thread behind."""
     before, threads = held(), set(threading.enumerate())
     yield
+    handle_server.join_stopped()
     assert held() <= before
     assert set(threading.enumerate()) <= threads
 
