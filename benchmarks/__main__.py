@@ -20,6 +20,7 @@ from benchmarks import (
     restart,
     sleep,
     switch,
+    update,
 )
 from benchmarks import publish as publishing
 from benchmarks.options import parse
@@ -29,6 +30,7 @@ ALL = {
     "attach": attach.measure,
     "load": load.measure,
     "publish": publishing.measure,
+    "update": update.measure,
     "create": create.measure,
     "sleep": sleep.measure,
     "switch": switch.measure,

@@ -10,12 +10,13 @@ import click
 import msgspec
 
 from cubroker.cli import format, options
+from cubroker.client.transport.requests import expect
 from cubroker.driver import Device, Driver, DriverError
 from cubroker.driver.peers import Link
 from cubroker.protocol.errors import DeviceFailure, NotFound
-from cubroker.protocol.infos import ClientInfo, DeviceInfo, PoolInfo
+from cubroker.protocol.infos import ClientInfo, DeviceInfo, PoolInfo, SharingInfo
 from cubroker.protocol.layout import Layout, TensorSpec
-from cubroker.protocol.messages import VMM, DigestList
+from cubroker.protocol.messages import VMM, Describe, Description, DigestList
 
 Row = TypeVar("Row")
 Columns: TypeAlias = dict[str, Callable[[Row], str]]
@@ -37,7 +38,8 @@ def ls(directory: Path, as_json: bool) -> None:
     """List every live version of every pool.
 
     SIZE is what each device holds, or all of them together if the pool is sharded; DEVICES are the indexes that
-    `cubroker devices` shows, or "gone": the broker does not serve it any more, and the pool was lost with it.
+    `cubroker devices` shows, or "gone": the broker does not serve it any more, and the pool was lost with it. SHARED is
+    the memory of an update that an older version in the list has, too, on all devices: it is there once.
     """
     with options.connect(directory) as broker:
         pools, devices = broker.pools(), broker.devices()
@@ -57,6 +59,8 @@ def ls(directory: Path, as_json: bool) -> None:
             "OWNER": lambda pool: format.user(pool.owner),
             "MODE": lambda pool: f"{pool.mode:03o}",
         }
+        if any(pool.shared for pool in pools):
+            columns |= {">SHARED": lambda pool: format.size(pool.shared) if pool.shared else "none"}
         format.print_table(pools, columns)
     else:
         format.say("No pools: nothing has been loaded yet, or everything is retired.")
@@ -74,13 +78,14 @@ def show(reference: options.Reference, directory: Path, as_json: bool) -> None:
     """
     with options.connect(directory) as broker:
         info, layout, places = broker.describe(reference.name, reference.version)
+        sharing = expect(broker.requests.submit(Describe(info.name, info.version)).result(), Description).shared
         devices = broker.devices()
         digests = broker.digests(info.name, info.version) if info.digest else None
     if as_json:
         added = {"layout": _describe_layout(layout, places), "digests": _digests(digests)}
-        format.document(msgspec.to_builtins(info) | added)
+        format.document(msgspec.to_builtins(info) | added | {"shared_with": msgspec.to_builtins(sharing)})
         return
-    for line in _heading(info, layout):
+    for line in _heading(info, layout, sharing):
         format.say(line)
     format.say("")
     columns: Columns[TensorSpec] = {
@@ -121,7 +126,7 @@ def _digests(found: DigestList | None) -> dict[str, list[str | None]] | None:
     return {uuid: [digest.hex() or None for digest in row] for uuid, row in rows}
 
 
-def _heading(info: PoolInfo, layout: Layout) -> list[str]:
+def _heading(info: PoolInfo, layout: Layout, sharing: Sequence[SharingInfo]) -> list[str]:
     shared = f"shared by {info.share}"
     if info.share == VMM and info.opened_by:
         shared += f", opened by {info.opened_by}"
@@ -138,6 +143,9 @@ def _heading(info: PoolInfo, layout: Layout) -> list[str]:
         f"mode {info.mode:03o}, group {format.group(info.group)}",
         f"{format.count(info.tensors, 'tensor')}, {format.size(info.nbytes)} in {held}, {shared}",
     ]
+    if sharing:
+        versions = ", ".join(f"{each.version} ({format.size(each.nbytes)})" for each in sharing)
+        lines.append(f"has {format.size(info.memory)} of device memory, in part shared with version {versions}")
     if info.state == "lost":
         lines.append(f"lost: {info.why}")
     elif info.how:

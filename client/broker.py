@@ -6,6 +6,7 @@ import logging
 import os
 import pwd
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from math import inf
 from pathlib import Path
 from threading import RLock
@@ -14,6 +15,7 @@ from typing import TypeVar
 
 from cubroker.client import devices as local
 from cubroker.client.devices import DeviceId, Placed, Plan, place
+from cubroker.client.digests import sealed
 from cubroker.client.follow import Follow
 from cubroker.client.locks import NameLock, obtain
 from cubroker.client.memory.lease import LeaseHandle, acquire
@@ -326,6 +328,7 @@ class Broker(NotPicklable, Closeable):
         plan: Plan | None = None,
         wait: float = 0.0,
         digest: bool = False,
+        base: Pool | int | str | None = None,
     ) -> int:
         """Copy arrays into a new version of a pool and publish it; returns the version.
 
@@ -350,14 +353,23 @@ class Broker(NotPicklable, Closeable):
                 that matches counts. Every tensor needs an entry.
             wait: as for :meth:`create`.
             digest: as for :meth:`Draft.seal`.
+            base: an earlier version of the same pool, whose memory the new one shares as far as it has not changed: a
+                pool that is attached to it, its number, or the pool's name for the current version. Tensors that are
+                left out stay as they are there. Devices, plan, share kind and durability are the base's. Not for what
+                is ``multicast`` or writable by its readers.
 
         Raises:
+            Unsupported: the base cannot share its memory, or the broker is too old for that.
             Invalid: there are no tensors; something is no array that can be read here (sparse, quantized, on the meta
                 device, of a type that pools lack), by its name; or as :meth:`create`.
             CubrokerError: as :meth:`create` and :meth:`Draft.seal`.
         """
         limits.check_pool_name(name)
         sources = Sources.of(source, self.driver)
+        if base is not None:
+            if devices is not None or plan is not None:
+                raise Invalid(f"an update of {name!r} is on the devices of its base; leave devices and plan out")
+            return self._update(name, sources, base, share, wait, mode, durable=durable, digest=digest)
         devices, places = sources.placed(devices, plan)
         layout = sources.layout(places, tie=self._session.version >= messages.TIES)
         drafting = self._drafted(name, layout, devices, places, share, wait, mode, writable=False, durable=durable)
@@ -687,6 +699,7 @@ class Broker(NotPicklable, Closeable):
         *,
         writable: bool,
         durable: bool | None,
+        base: messages.Base | None = None,
     ) -> Steps[Pool | Draft]:
         """Ask for a draft; or, with ``attach``, for the current version if there is one."""
         limits.check_pool_name(name)
@@ -696,13 +709,68 @@ class Broker(NotPicklable, Closeable):
             durable = bool(durable)
             share = (messages.VMM if durable else messages.IPC) if share == messages.AUTO else share
         head = name, layout.encode(), placed.devices, share, seconds(wait)
-        body = messages.Create(*head, attach, mode, placed.plan, writable, durable)
+        body = messages.Create(*head, attach, mode, placed.plan, writable, durable, base)
         lease, reply, mapped = yield from acquire(self._session, body, layout)
         if attach and isinstance(reply, messages.Attached):
             return (yield from self._attached(lease, reply, mapped, attach.owners))
         created = expect(reply, messages.Created)
         draft = Draft(lease, mapped, Index(layout), created.name, scratch=writable)
         return (yield from self._keep(draft))
+
+    def _update(
+        self,
+        name: str,
+        sources: Sources,
+        base: Pool | int | str,
+        share: str,
+        wait: float,
+        mode: int | None,
+        *,
+        durable: bool | None,
+        digest: bool,
+    ) -> int:
+        """Publish a version that shares with another one what is not changed."""
+        if self._session.version < messages.UPDATES:
+            raise Unsupported(f"an update of {name!r}: the broker is too old to share memory; publish all tensors")
+        with ExitStack() as undo:
+            pool, info, homes = self._base(name, base, sources, undo)
+            laid_out, changed = sources.update(pool, homes, info.devices)
+            layout, kept = laid_out.layout, laid_out.kept
+            plan = tuple(map(info.devices.index, map(str, laid_out.groups))) if homes else None
+            shares = messages.Base(pool.version, kept)
+            digests = sealed(pool, repr(pool), self.digests(name, pool.version)) if digest else {}
+            placed = Placed(info.devices, plan)
+            for uuid in info.devices:  # the draft need not wait for a context
+                local.context(self.driver, uuid)
+            draft = run(
+                self._create(
+                    name, layout, placed, None, share, wait, mode, writable=False, durable=durable, base=shares
+                )
+            )
+            assert isinstance(draft, Draft)
+            undo.enter_context(draft)
+            changed.fill(draft)
+            draft.shared_digests = {
+                (uuid, number): digests[old]
+                for index, uuid in enumerate(info.devices)
+                for number, old in enumerate(kept)
+                if digest and old is not None and (plan is None or plan[number] == index)
+            }
+            return draft.seal(digest=digest)
+
+    def _base(
+        self, name: str, base: Pool | int | str, sources: Sources, undo: ExitStack
+    ) -> tuple[Pool, PoolInfo, tuple[str, ...]]:
+        """Return a version that an update can share memory with, all its tensors, and where its allocations are."""
+        found = base.name if isinstance(base, Pool) else base if isinstance(base, str) else name
+        if found != name or isinstance(base, Draft):
+            raise Invalid(f"an update of {name!r} has a published version of that pool as its base, and not {base!r}")
+        version = base.version if isinstance(base, Pool) else base if isinstance(base, int) else None
+        info, layout, homes = self.describe(name, version)
+        if isinstance(base, Pool) and base._session is self._session and len(base) == len(layout.tensors):
+            return base, info, homes
+        device = sources.device(info.devices) if len(info.devices) > 1 and not homes else None
+        return undo.enter_context(self.attach(name, version=info.version, device=device)), info, homes
 
     def _attached(
         self, lease: LeaseHandle, reply: messages.Attached, mapped: LeasedMemory, owners: tuple[int, ...]

@@ -7,7 +7,7 @@ one that means to write. Digests show afterwards that it did; :mod:`cubroker.dri
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from cubroker.client.devices import failure
@@ -38,10 +38,24 @@ def spans(replica: Replica) -> list[Span]:
     return [Span((view.memory_device.uuid, number), view.context, view.pointer, view.nbytes) for number, view in views]
 
 
-def sealing(label: str, replicas: Sequence[str], pieces: Sequence[Span], layout: Layout) -> Digests:
-    """Return the digests of the replicas on these devices, by UUID, computed after all work of this process on them."""
-    found, numbers = _compute(label, pieces, synchronize=True), range(len(layout.allocations))
+def sealing(
+    label: str, replicas: Sequence[str], pieces: Sequence[Span], layout: Layout, shared: Mapping[Spot, bytes]
+) -> Digests:
+    """Return the digests of the replicas on these devices, by UUID, computed after all work of this process on them.
+
+    Those of memory that an earlier version has, too, are ``shared``.
+    """
+    found, numbers = {**shared, **_compute(label, pieces, synchronize=True)}, range(len(layout.allocations))
     return Digests(ALGORITHM, tuple(tuple(found.get((uuid, number), b"") for number in numbers) for uuid in replicas))
+
+
+def sealed(replica: Replica, label: str, answer: DigestList) -> dict[int, bytes]:
+    """Return the digest of each allocation of a version that is mapped here: as it was sealed with, else computed."""
+    digests = answer.digests
+    if digests is not None and digests.algorithm == ALGORITHM:
+        columns = enumerate(zip(*digests.replicas, strict=True))
+        return {number: next(filter(None, column), b"") for number, column in columns}
+    return {number: digest for (_, number), digest in _compute(label, spans(replica)).items()}
 
 
 def check(label: str, layout: Layout, pieces: Sequence[Span], answer: DigestList) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
 from threading import RLock
@@ -11,7 +11,7 @@ from cubroker.client import devices, digests, sources
 from cubroker.client.events import Events, SharedEvent
 from cubroker.client.follow import Follow
 from cubroker.client.memory.lease import LeaseHandle, LeaseRequest
-from cubroker.client.memory.mapping import DeviceMapping, LeasedMemory
+from cubroker.client.memory.mapping import DeviceMapping, LeasedMemory, Spot
 from cubroker.client.memory.multicast import MulticastMapping
 from cubroker.client.process import Closeable, WeakRefs
 from cubroker.client.replica import Index, Replica, difference
@@ -494,6 +494,8 @@ class Draft(Pool):
     ) -> None:
         super().__init__(lease, mapped, index, name)
         self._scratch = scratch
+        #: Digests of what it shares with an earlier version, and has not mapped: by device and allocation.
+        self.shared_digests: Mapping[Spot, bytes] = {}
         self._lay_out(mapped, index)
 
     @blocking
@@ -624,7 +626,7 @@ class Draft(Pool):
             raise Unsupported(f"{self._label}: the broker is too old to keep a digest; seal it without, or upgrade it")
         uuids = [replica.memory_device.uuid for replica in self.replicas]
         pieces = [span for replica in self.replicas for span in digests.spans(replica)]
-        return partial(digests.sealing, self._label, uuids, pieces, self.layout)
+        return partial(digests.sealing, self._label, uuids, pieces, self.layout, self.shared_digests)
 
     def _release(self) -> None:
         mapped = self._mapped

@@ -19,8 +19,9 @@ from cubroker.client.arrays import DeviceArray, HostArray
 from cubroker.client.devices import DeviceId, Plan, failure, resolve_plan
 from cubroker.client.loading.copy import Target, copy_files, hold_all, target_of
 from cubroker.client.loading.safetensors import StoredTensor
-from cubroker.client.pool import Draft
+from cubroker.client.pool import Draft, Pool
 from cubroker.client.sources import Arrays, describe
+from cubroker.client.update import Change, Updated, differing, updated
 from cubroker.driver import Context, Driver, DriverError, Stream
 from cubroker.driver.basics import address
 from cubroker.driver.gather import Segment
@@ -90,6 +91,40 @@ class Sources:
         groups = None if plan is None else tuple(plan[name] for name in self._arrays)
         return _packed(tensors, groups, tuple(tied.items()))
 
+    def update(self, base: Pool, homes: Sequence[str], devices: Sequence[str]) -> tuple[Updated, Self]:
+        """Compare the arrays with an earlier version, and lay out one that shares with it what is not changed.
+
+        Args:
+            base: the earlier version, all its tensors.
+            homes: the device of each of its allocations, by UUID, if it is sharded.
+            devices: its devices.
+
+        Returns:
+            The layout, and what is to be copied into its new allocations.
+
+        Raises:
+            Invalid: a limit is exceeded, or the base was given back meanwhile.
+            OutOfMemory, DeviceFailure: the driver refused.
+        """
+        try:
+            arrays = differing(self._arrays, base)
+        except DriverError as error:
+            raise failure(error, f"comparing tensors with those of {base!r}") from error
+        changes = {
+            name: Change(array.dtype, array.shape, array.place, _home(array, devices) if homes else None)
+            for name, array in arrays.items()
+        }
+        laid_out = updated(base.layout, homes or (None,) * len(base.layout.allocations), changes)
+        new = [spec.name for spec in laid_out.layout.tensors if laid_out.kept[spec.allocation] is None]
+        stays = {name: base[name] for name in new if name not in arrays}
+        described = describe(stays, self._driver) if stays else {}
+        return laid_out, type(self)(self._driver, {name: arrays.get(name) or described[name] for name in new})
+
+    def device(self, devices: Sequence[str]) -> str:
+        """Return the first of these devices, by UUID, that an array is on; the first one if none is."""
+        there = {array.context.device.uuid for array in self._arrays.values() if isinstance(array, DeviceArray)}
+        return next((uuid for uuid in devices if uuid in there), devices[0])
+
     def fill(self, draft: Draft) -> None:
         """Copy the arrays to their places in a draft, on all its devices; all is there when this returns.
 
@@ -99,7 +134,7 @@ class Sources:
             OutOfMemory, DeviceFailure: the driver refused.
         """
         specs = {spec.name: spec for spec in draft.layout.tensors}
-        targets = [target_of(replica) for replica in draft.replicas]
+        targets = [target_of(replica) for replica in draft.replicas if replica.allocations]
         reach = cache(partial(self._reach, targets))
         files: list[_ArrayFile] = []
         stored: list[tuple[StoredTensor, TensorSpec]] = []
@@ -143,6 +178,12 @@ def _packed(
     """As :meth:`Layout.pack`; the last few layouts are cached, since the same model is published again and again."""
     named = None if groups is None else {name: group for (name, _, _), group in zip(tensors, groups, strict=True)}
     return Layout.pack(tensors, groups=named, tied=dict(tied))
+
+
+def _home(array: HostArray | DeviceArray, devices: Sequence[str]) -> str:
+    """Return the device of an array that the base lacks, if that has it; else the base's first one."""
+    uuid = array.context.device.uuid if isinstance(array, DeviceArray) else ""
+    return uuid if uuid in devices else devices[0]
 
 
 def _copy_on_devices(driver: Driver, arrays: Sequence[_Near], targets: Sequence[Target]) -> None:

@@ -51,6 +51,21 @@ class PoolInfo(Struct, frozen=True):
     protected: bool = False
     #: The algorithm of the digests that it was sealed with; empty without digests.
     digest: str = ""
+    #: Bytes of device memory that it has, on all devices together; 0 from a broker that does not tell.
+    memory: int = 0
+    #: How many of these an older live version has, too, and is shown with.
+    shared: int = 0
+
+
+class SharingInfo(Struct, frozen=True):
+    """What a version shares with another live one of its pool."""
+
+    #: The other one's number.
+    version: int
+    #: How many, on all devices together.
+    allocations: int
+    #: Their bytes of device memory.
+    nbytes: int
 
 
 class LeaseInfo(Struct, frozen=True):
@@ -91,7 +106,7 @@ class DeviceInfo(Struct, frozen=True):
 
 
 class BlockInfo(Struct, frozen=True):
-    """The memory of one version on one device.
+    """The memory of one version on one device, without what an older live version has, too.
 
     Memory of pools that the receiver may not read is summed up, one block for each ``stage``: such a block has no
     ``pool``, version 0, the state ``current`` and the owner :data:`NOBODY`.

@@ -19,7 +19,8 @@ from typing import Annotated, ClassVar, NamedTuple
 
 from msgspec import Meta, Struct
 
-from cubroker.protocol.infos import BlockInfo, ClientInfo, DeviceInfo, Line, PoolInfo, WaiterInfo
+from cubroker.protocol.infos import BlockInfo, ClientInfo, DeviceInfo, Line, PoolInfo, SharingInfo, WaiterInfo
+from cubroker.protocol.layout import MAX_ALLOCATIONS
 from cubroker.protocol.limits import (
     MAX_DESCRIPTORS,
     MAX_DEVICES,
@@ -72,6 +73,9 @@ LOCKS = 5
 
 ENDS = 5
 """The first version in which :class:`PoolChanged` also comes when a version has ended that is not current."""
+
+UPDATES = 5
+"""The first version in which a :class:`Create` may have a :class:`Base`."""
 
 AUTO = "auto"
 """The share kind of a :class:`Create` that leaves it to the broker."""
@@ -268,6 +272,18 @@ class Where(Struct, frozen=True, array_like=True):
     ADDED: ClassVar = {"owners": Since(OWNED)}
 
 
+class Base(Struct, frozen=True, array_like=True):
+    """What a new version shares with an earlier one of its pool, which is current or leased by the session.
+
+    Both have the same devices, share kind and durability. Neither is ``multicast`` or writable by its readers.
+    """
+
+    #: The number of the earlier one.
+    version: Identifier
+    #: For each allocation of the new layout the base's that it is, of the same size and place; None: it is new.
+    allocations: Annotated[tuple[Natural | None, ...], Meta(max_length=MAX_ALLOCATIONS)]
+
+
 class Create(Message, frozen=True):
     """Open a draft; waits for the client's turn as writer, and for room.
 
@@ -290,6 +306,10 @@ class Create(Message, frozen=True):
     writable: bool = False
     #: Whether the version survives a killed broker (``vmm`` and ``multicast``); None: wherever that is possible.
     durable: bool | None = None
+    #: None: all its memory is new.
+    base: Base | None = None
+
+    ADDED: ClassVar = {"base": Since(UPDATES)}
 
 
 class Seal(Message, frozen=True):
@@ -579,6 +599,7 @@ class Created(Message, frozen=True):
     version: Natural
     #: The share kind that was chosen.
     share: str
+    #: Without a handle for what the version shares with its :class:`Base`: nobody may write that.
     replicas: Replicas
     team: Team | None = None
 
@@ -639,6 +660,10 @@ class Description(Message, frozen=True):
     layout: Encoded
     #: As in :class:`Create`; None if the version is replicated.
     plan: Plan | None = None
+    #: Other live versions that have some of its memory, by number.
+    shared: Annotated[tuple[SharingInfo, ...], _LISTED] = ()
+
+    ADDED: ClassVar = {"shared": Since(UPDATES, informs=True)}
 
 
 class DigestList(Message, frozen=True):

@@ -39,6 +39,7 @@ from cubroker.protocol.layout import MAX_ENCODED
 from cubroker.protocol.messages import (
     AUTHENTICATED,
     DESCRIPTOR,
+    VERSIONS,
     Answer,
     Attached,
     Create,
@@ -219,7 +220,7 @@ class Bearer:
 
     def request(self, envelope: Envelope) -> bytes:
         """Return the frame of a request."""
-        return pack(for_version(envelope, self._version))
+        return pack(self._known(envelope))
 
     def opened(self, frame: bytes) -> tuple[bytes, bytes] | None:
         """Return the message in a request and the layout beside it; None unless the session's client wrote it."""
@@ -231,7 +232,11 @@ class Bearer:
 
     def reply(self, answer: Answer, hashed: Callable[[bytes], bytes] = digest) -> bytes:
         """Return the frame of an answer; ``hashed`` returns the digest of a layout."""
-        return pack(answer)
+        return pack(self._known(answer))
+
+    def _known(self, message: msgspec.Struct) -> object:
+        """Return a message with the fields that the peer knows."""
+        return message if self._version >= VERSIONS[-1] else for_version(message, self._version)
 
     def read(self, frame: bytes) -> Answer | None:
         """Return the answer in a frame; None unless the broker wrote it.
@@ -248,10 +253,11 @@ class Keyed(Bearer):
     Args:
         number: the session's.
         secret: from the session socket.
+        version: the protocol version of the session.
     """
 
-    def __init__(self, number: int, secret: bytes) -> None:
-        super().__init__(b"")
+    def __init__(self, number: int, secret: bytes, version: int = VERSIONS[-1]) -> None:
+        super().__init__(b"", version)
         self.name = number.to_bytes(NUMBER)
         self._requests = _Key(secret, b"requests", self.name, MAX_REQUEST)
         self._replies = _Key(secret, b"replies", b"", MAX_MESSAGE)
@@ -260,11 +266,11 @@ class Keyed(Bearer):
         """Return the frame of a request."""
         body = envelope.body
         if type(body) not in _LONG:
-            return self._requests.sign(pack(envelope))
+            return self._requests.sign(pack(self._known(envelope)))
         layout = long_layout(body)
         if layout:
             envelope = replace(envelope, body=_with(body, digest(layout)))
-        return self._requests.wrap(pack(envelope), layout, hidden=opens(body))
+        return self._requests.wrap(pack(self._known(envelope)), layout, hidden=opens(body))
 
     def sign(self, data: bytes) -> bytes:
         """Return a frame with ``data`` as its message."""
@@ -282,11 +288,11 @@ class Keyed(Bearer):
         """Return the frame of an answer; ``hashed`` returns the digest of a layout."""
         body = answer.body
         if type(body) not in _LONG:
-            return self._replies.sign(pack(answer))
+            return self._replies.sign(pack(self._known(answer)))
         layout = long_layout(body)
         if layout:
             answer = Answer(answer.id, _with(body, hashed(layout)))
-        return self._replies.wrap(pack(answer), layout, hidden=opens(body))
+        return self._replies.wrap(pack(self._known(answer)), layout, hidden=opens(body))
 
     def read(self, frame: bytes) -> Answer | None:
         """Return the answer in a frame; None unless the broker wrote it.
@@ -371,7 +377,7 @@ class _Key:
 
 def authentication(version: int, session: int, secret: bytes) -> Bearer:
     """Return the authentication of a session that speaks ``version``."""
-    return Keyed(session, secret) if version >= AUTHENTICATED else Bearer(secret, version)
+    return Keyed(session, secret, version) if version >= AUTHENTICATED else Bearer(secret, version)
 
 
 def session_of(frame: bytes) -> int:

@@ -115,7 +115,7 @@ class Broker:
         self._requests = Requests(queue, self._loop, session_log)
         self.sessions = Sessions(queue, ledger, self._requests, driver, store, session_log)
         self._sessions = self.sessions.by_number
-        self._descriptors: dict[int, tuple[int, ...]] = {}  # by ticket or multicast group
+        self._descriptors: dict[int, dict[int, int]] = {}  # by ticket or multicast group, and by number in that
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self._effects: list[Effect] = []  # decided, not yet written down
         self._recovery = Recovery(ledger)
@@ -250,8 +250,8 @@ class Broker:
                 self._timers.pop(timer, None)
             case events.Allocated(number, _, descriptors) | events.MulticastBound(number, descriptors=descriptors):
                 if descriptors:
-                    self._descriptors[number] = descriptors
-            case events.Freed(number) | events.MulticastUnbound(number):  # before its allocation was reported, perhaps
+                    self._descriptors[number] = dict(enumerate(descriptors))
+            case events.Freed(number, ()) | events.MulticastUnbound(number):  # perhaps before it was reported allocated
                 self._descriptors.pop(number, None)
 
     # -- decide ------------------------------------------------------------------------------------
@@ -318,9 +318,10 @@ class Broker:
     def _execute(self, effect: Effect) -> None:
         match effect:
             case events.SendFds():
-                numbers = [ticket for _, ticket in effect.tickets] + [effect.group] * bool(effect.group)
+                sources = [(source.ticket, source.numbers) for source in effect.sources]
+                sources += [(effect.group, ())] * bool(effect.group)
                 readers = None if effect.writable else self._driver
-                transfer = FdTransfer(effect.lease, numbers, self._descriptors, rebound=effect.rebound, readers=readers)
+                transfer = FdTransfer(effect.lease, sources, self._descriptors, rebound=effect.rebound, readers=readers)
                 self._sessions[effect.session].notify(transfer)
             case events.CancelFds():
                 self._sessions[effect.session].cancel_fds(effect.lease)
@@ -329,7 +330,7 @@ class Broker:
             case events.Allocate():
                 self._memory[effect.device].submit(effect)
             case events.Free():
-                self._descriptors.pop(effect.ticket, None)
+                self._forget_fds(effect.ticket, effect.numbers)
                 self._memory[effect.device].submit(effect)
             case events.BindMulticast():
                 self._multicast.submit(effect)
@@ -349,9 +350,17 @@ class Broker:
 
     # -- from one broker to the next ---------------------------------------------------------------
 
-    def adopt_fds(self, ticket: int, descriptors: tuple[int, ...]) -> None:
-        """Take over the descriptors of memory that an earlier broker allocated."""
-        self._descriptors[ticket] = descriptors
+    def adopt_fds(self, ticket: int, descriptors: Mapping[int, int]) -> None:
+        """Take over the descriptors of memory that an earlier broker allocated, by number of the allocation."""
+        self._descriptors[ticket] = dict(descriptors)
+
+    def _forget_fds(self, ticket: int, numbers: Sequence[int]) -> None:
+        """Forget the descriptors of allocations that are freed; others of their ticket may still be sent."""
+        left = self._descriptors.get(ticket, {})
+        for number in numbers:
+            left.pop(number, None)
+        if not (numbers and left):
+            self._descriptors.pop(ticket, None)
 
     def resume(self, news: Iterable[LedgerEvent], logged: Mapping[int, LoggedSession]) -> None:
         """Tell the ledger what happened while no broker ran, and tell sessions again what they may not have heard."""

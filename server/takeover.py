@@ -192,11 +192,12 @@ def _lost(held: HeldMemory, memory: DeviceAllocator, broker: Broker, store: Stor
     if not held.durable:
         log.warning("pool %s is lost: %s", held.label, UNSTORED)
         return UNSTORED
-    stored = [store.take(stored_as(held.ticket, number)) for number in range(len(held.sizes))]
+    stored = {number: store.take(stored_as(held.ticket, number)) for number in held.sizes}
     memory.adopt(held.ticket, held.sizes, stored)
-    if not held.served or not all(stored):
+    if not held.served or not all(stored.values()):
         why = MISSING if held.served else f"its device {held.device} is not served any more"
         log.error("pool %s is lost: %s", held.label, why)
         return why
-    broker.adopt_fds(held.ticket, tuple(piece[0] for piece in stored))  # one of each, even if it was stored twice
+    # One of each, even if it was stored twice.
+    broker.adopt_fds(held.ticket, {number: pieces[0] for number, pieces in stored.items()})
     return ""

@@ -34,6 +34,7 @@ from cubroker.server.ledger.events import (
     Allocate,
     Allocated,
     AllocationFailed,
+    AllocationId,
     BindMulticast,
     Free,
     Freed,
@@ -88,18 +89,18 @@ class MemoryWatch:
     This base class sees nothing.
     """
 
-    def allocated(self, ticket: int, files: Mapping[FileId, int]) -> None:
-        """Note an allocation: its bytes by file, which only emulated devices have."""
+    def allocated(self, files: Mapping[FileId, tuple[AllocationId, int]]) -> None:
+        """Note allocations and their bytes by file, which only emulated devices have."""
 
-    def freed(self, ticket: int) -> None:
-        """Note that the broker frees a ticket's memory: a process that refers to it keeps it."""
+    def freed(self, allocations: Collection[AllocationId]) -> None:
+        """Note that the broker frees memory: a process that refers to it keeps it."""
 
     def adjust(self, *, looked_at: bool) -> None:
         """Note whether :meth:`look` will be called: work that only serves it is left out otherwise."""
 
-    def freeing(self, device: str, ticket: int) -> Callable[[int], None]:
-        """Prepare to free memory on a device, by UUID; the result is called with the bytes of each freed piece."""
-        return lambda _: None
+    def freeing(self, device: str) -> Callable[[AllocationId, int], None]:
+        """Prepare to free memory on a device, by UUID; the result is called with each freed piece and its bytes."""
+        return lambda _, __: None
 
     def look(self, clients: Collection[tuple[int, int]], users: Collection[int]) -> list[ProcessMemory]:
         """Return the memory that processes refer to.
@@ -224,16 +225,23 @@ class DeviceAllocator(WorkerThread[Allocate | Free]):
         self._stored: set[int] = set()
         #: Tickets that stay allocated when this closes.
         self._left: set[int] = set()
-        self._pieces: dict[int, list[IpcAllocation | VmmAllocation | AdoptedAllocation]] = {}
+        #: By ticket and number.
+        self._pieces: dict[int, dict[int, IpcAllocation | VmmAllocation | AdoptedAllocation]] = {}
         super().__init__(f"device-{device.index}")
 
-    def adopt(self, ticket: int, sizes: Sequence[int], descriptors: Sequence[Sequence[int]]) -> None:
-        """Take over the memory that an earlier broker allocated as ``ticket``; before any request is submitted."""
+    def adopt(self, ticket: int, sizes: Mapping[int, int], descriptors: Mapping[int, Sequence[int]]) -> None:
+        """Take over the memory that an earlier broker allocated as ``ticket``; before any request is submitted.
+
+        Args:
+            ticket: the ticket.
+            sizes: bytes of each allocation, by number.
+            descriptors: those of the same allocations.
+        """
         self._stored.add(ticket)
-        self._pieces[ticket] = [
-            AdoptedAllocation(self._driver, self._device.index, rounded(size), each)
-            for size, each in zip(sizes, descriptors, strict=True)
-        ]
+        self._pieces[ticket] = {
+            number: AdoptedAllocation(self._driver, self._device.index, rounded(size), descriptors[number])
+            for number, size in sizes.items()
+        }
         self._note_files(ticket)
 
     def leave(self, ticket: int) -> None:
@@ -247,13 +255,14 @@ class DeviceAllocator(WorkerThread[Allocate | Free]):
 
     def physicals(self, ticket: int) -> tuple[Physical, ...]:
         """Return the memory without addresses of a ticket that was reported allocated and is not to be freed yet."""
-        return tuple(piece.physical for piece in self._pieces[ticket] if not isinstance(piece, IpcAllocation))
+        pieces = self._pieces[ticket].values()
+        return tuple(piece.physical for piece in pieces if not isinstance(piece, IpcAllocation))
 
     def _execute(self, request: Allocate | Free) -> None:
         if isinstance(request, Allocate):
             self._queue.put_threadsafe(self._allocate(request))
-        elif not self._free(request.ticket):
-            self._queue.put_threadsafe(Freed(request.ticket))
+        elif not self._free(request.ticket, request.numbers):
+            self._queue.put_threadsafe(Freed(request.ticket, request.numbers))
 
     def _release_all(self) -> None:
         for ticket in self._pieces.keys() - self._stored - self._left:
@@ -261,7 +270,7 @@ class DeviceAllocator(WorkerThread[Allocate | Free]):
 
     def _allocate(self, request: Allocate) -> Allocated | AllocationFailed:
         """Allocate all sizes of a request, or none of them."""
-        self._pieces[request.ticket] = []
+        self._pieces[request.ticket] = {}
         try:
             return self._obtain(request)
         except DriverError as error:
@@ -281,9 +290,9 @@ class DeviceAllocator(WorkerThread[Allocate | Free]):
 
     def _obtain(self, request: Allocate) -> Allocated:
         pieces: list[IpcAllocation | VmmAllocation] = []
-        for size in request.sizes:
+        for number, size in enumerate(request.sizes):
             pieces.append(self._piece(request, rounded(size)))
-            self._pieces[request.ticket].append(pieces[-1])
+            self._pieces[request.ticket][number] = pieces[-1]
         handles = tuple(piece.share() for piece in pieces)
         self._note_files(request.ticket)
         descriptors = tuple(piece.descriptor for piece in pieces if piece.descriptor >= 0)
@@ -294,8 +303,8 @@ class DeviceAllocator(WorkerThread[Allocate | Free]):
         return Allocated(request.ticket, handles, descriptors)
 
     def _note_files(self, ticket: int) -> None:
-        files = ((piece.file, piece.nbytes) for piece in self._pieces[ticket])
-        self._watch.allocated(ticket, {file: nbytes for file, nbytes in files if file})
+        files = ((piece.file, AllocationId(ticket, number), piece) for number, piece in self._pieces[ticket].items())
+        self._watch.allocated({file: (allocation, piece.nbytes) for file, allocation, piece in files if file})
 
     def _piece(self, request: Allocate, nbytes: int) -> IpcAllocation | VmmAllocation:
         if request.share in BY_DESCRIPTOR:
@@ -305,21 +314,32 @@ class DeviceAllocator(WorkerThread[Allocate | Free]):
             return IpcAllocation(self._driver.context(self._device.index), nbytes)
         raise ValueError(f"unknown share kind {request.share!r}")
 
-    def _free(self, ticket: int) -> int:
-        """Free a ticket's memory; return the bytes that the driver does not take back, which stay counted."""
-        pieces = self._pieces.pop(ticket, [])
-        self._watch.freed(ticket)
-        if self._store and ticket in self._stored:
-            self._stored.remove(ticket)
-            for number in range(len(pieces)):
-                self._store.drop(stored_as(ticket, number))
-        freed = self._watch.freeing(self._device.uuid, ticket)
-        unfreed = [piece for piece in pieces if not self._release(piece, freed)]
-        if unfreed:
-            log.error("%d of %d allocations of ticket %d remain allocated", len(unfreed), len(pieces), ticket)
-        return sum(piece.nbytes for piece in unfreed)
+    def _free(self, ticket: int, numbers: Sequence[int] = ()) -> int:
+        """Free memory of a ticket, by default all; return the bytes that the driver does not take back.
 
-    def _release(self, piece: IpcAllocation | VmmAllocation | AdoptedAllocation, freed: Callable[[int], None]) -> bool:
+        These stay counted.
+        """
+        there = self._pieces.get(ticket, {})
+        pieces = {AllocationId(ticket, number): there.pop(number) for number in numbers or tuple(there)}
+        self._watch.freed(pieces)
+        if self._store and ticket in self._stored:
+            for allocation in pieces:
+                self._store.drop(stored_as(*allocation))
+        if not there:
+            self._pieces.pop(ticket, None)
+            self._stored.discard(ticket)
+        freed = self._watch.freeing(self._device.uuid)
+        unfreed = 0
+        for allocation, piece in pieces.items():
+            if self._release(piece):
+                freed(allocation, piece.nbytes)
+            else:
+                unfreed += piece.nbytes
+        if unfreed:
+            log.error("%d bytes of ticket %d remain allocated", unfreed, ticket)
+        return unfreed
+
+    def _release(self, piece: IpcAllocation | VmmAllocation | AdoptedAllocation) -> bool:
         try:
             piece.release()
         except DriverError as error:
@@ -328,7 +348,6 @@ class DeviceAllocator(WorkerThread[Allocate | Free]):
         except Exception:  # the thread must go on, as after a failed allocation
             log.exception("device %d: freeing failed in an unexpected way", self._device.index)
             return False
-        freed(piece.nbytes)
         return True
 
 

@@ -25,7 +25,7 @@ from functools import cached_property, partial
 
 from cubroker.server.devices.allocator import MemoryWatch
 from cubroker.server.devices.mapped_memory import started, user
-from cubroker.server.ledger.events import ProcessMemory
+from cubroker.server.ledger.events import AllocationId, ProcessMemory
 
 log = logging.getLogger(__name__)
 
@@ -115,12 +115,12 @@ class Retention:
     device: str
     #: The largest figure since, less the bytes that the process has let go of.
     peak: int
-    #: Ticket and bytes of each piece that it keeps, the oldest first.
-    pieces: deque[tuple[int, int]] = field(default_factory=partial(deque, maxlen=MAX_PIECES))
+    #: Each allocation that it keeps and its bytes, the oldest first.
+    pieces: deque[tuple[AllocationId, int]] = field(default_factory=partial(deque, maxlen=MAX_PIECES))
 
-    def add(self, ticket: int, nbytes: int) -> None:
+    def add(self, allocation: AllocationId, nbytes: int) -> None:
         """Note a piece, by which the figure has just risen."""
-        self.pieces.append((ticket, nbytes))
+        self.pieces.append((allocation, nbytes))
         self.peak += nbytes
 
     def see(self, figure: int) -> None:
@@ -142,25 +142,25 @@ class NvmlWatch(MemoryWatch):
         """Ask for no figures as memory is freed while nothing looks at them; what is known stays known."""
         self._looked_at = looked_at
 
-    def freeing(self, device: str, ticket: int) -> Callable[[int], None]:
+    def freeing(self, device: str) -> Callable[[AllocationId, int], None]:
         """Note the figures before memory is freed; the result compares them after each piece, of so many bytes."""
         before = self._figures(device) if self._looked_at else None
 
-        def freed(nbytes: int) -> None:
+        def freed(allocation: AllocationId, nbytes: int) -> None:
             nonlocal before
             if before:
                 after = self._figures(device) or {}
                 for pid, figure in after.items():
                     if figure - before.get(pid, 0) == nbytes and (began := started(pid)) is not None:
                         with self._lock:
-                            self._keeper(device, pid, began, figure - nbytes).add(ticket, nbytes)
+                            self._keeper(device, pid, began, figure - nbytes).add(allocation, nbytes)
                 before = after
 
         return freed
 
     def look(self, clients: Collection[tuple[int, int]], users: Collection[int]) -> list[ProcessMemory]:
         """Return what processes keep of freed memory; of a client that keeps none, None: it is unknown."""
-        memory: dict[int, dict[int, int]] = {}
+        memory: dict[int, dict[AllocationId, int]] = {}
         with self._lock:
             figures = {device: self._figures(device) for device in {device for device, _ in self._keepers}}
             for key, keeper in tuple(self._keepers.items()):
@@ -168,9 +168,8 @@ class NvmlWatch(MemoryWatch):
                     keeper.see(seen.get(keeper.pid, 0))
                 if not keeper.pieces or started(keeper.pid) != keeper.began:
                     del self._keepers[key]
-                for ticket, nbytes in keeper.pieces if key in self._keepers else ():
-                    sizes = memory.setdefault(keeper.pid, {})
-                    sizes[ticket] = sizes.get(ticket, 0) + nbytes
+                if key in self._keepers:
+                    memory.setdefault(keeper.pid, {}).update(keeper.pieces)
         looked = [ProcessMemory(pid, uid, memory.get(pid)) for pid, uid in clients]
         others = ((pid, user(pid)) for pid in memory.keys() - {pid for pid, _ in clients})
         return looked + [ProcessMemory(pid, uid, memory[pid]) for pid, uid in others if uid in users]

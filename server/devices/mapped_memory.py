@@ -25,7 +25,7 @@ from cubroker.driver.linux import FileId
 from cubroker.server.devices.allocator import MemoryWatch, WorkerThread
 from cubroker.server.event_queue import EventQueue, MappedCheckDone, MappedCheckDue
 from cubroker.server.ledger.access import ROOT
-from cubroker.server.ledger.events import ProcessMemory, ProcessScanFinished, ProcessScanStarted
+from cubroker.server.ledger.events import AllocationId, ProcessMemory, ProcessScanFinished, ProcessScanStarted
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ def _open(place: Path) -> set[FileId]:
 class FilePart(NamedTuple):
     """The memory that one file is."""
 
-    ticket: int
+    allocation: AllocationId
     nbytes: int
 
 
@@ -129,22 +129,22 @@ class FileWatch(MemoryWatch):
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._parts: dict[FileId, FilePart] = {}
-        self._tickets: dict[int, tuple[FileId, ...]] = {}
+        self._files: dict[AllocationId, FileId] = {}
         #: Freed, and not found in use by the last look.
         self._freed: dict[FileId, None] = {}
         #: Freed, and found in use by the last look.
         self._kept: dict[FileId, None] = {}
 
-    def allocated(self, ticket: int, files: Mapping[FileId, int]) -> None:
-        """Note an allocation: its bytes by file."""
+    def allocated(self, files: Mapping[FileId, tuple[AllocationId, int]]) -> None:
+        """Note allocations and their bytes by file."""
         with self._lock:
-            self._tickets[ticket] = tuple(files)
-            self._parts.update({file: FilePart(ticket, nbytes) for file, nbytes in files.items()})
+            self._files.update({allocation: file for file, (allocation, _) in files.items()})
+            self._parts.update({file: FilePart(*part) for file, part in files.items()})
 
-    def freed(self, ticket: int) -> None:
-        """Note that the broker frees a ticket's memory."""
+    def freed(self, allocations: Collection[AllocationId]) -> None:
+        """Note that the broker frees memory."""
         with self._lock:
-            self._freed.update(dict.fromkeys(self._tickets.pop(ticket, ())))
+            self._freed.update({self._files.pop(each): None for each in allocations if each in self._files})
             while len(self._freed) + len(self._kept) > self.MAX_FREED:
                 files = self._freed or self._kept
                 oldest = next(iter(files))
@@ -170,7 +170,7 @@ class FileWatch(MemoryWatch):
             if files is not None:
                 everything |= files
                 if client or user(pid) == uid:  # a client's pidfd says that it is still the same process
-                    looked.append(ProcessMemory(pid, uid, _by_ticket(files, known)))
+                    looked.append(ProcessMemory(pid, uid, _by_allocation(files, known)))
             elif client:
                 looked.append(ProcessMemory(pid, uid, None))
         with self._lock:
@@ -180,12 +180,8 @@ class FileWatch(MemoryWatch):
         return looked
 
 
-def _by_ticket(files: Iterable[FileId], known: Mapping[FileId, FilePart]) -> dict[int, int]:
-    nbytes: dict[int, int] = {}
-    for file in files:
-        part = known[file]
-        nbytes[part.ticket] = nbytes.get(part.ticket, 0) + part.nbytes
-    return nbytes
+def _by_allocation(files: Iterable[FileId], known: Mapping[FileId, FilePart]) -> dict[AllocationId, int]:
+    return {known[file].allocation: known[file].nbytes for file in files}
 
 
 class SessionProcess(NamedTuple):

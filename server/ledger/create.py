@@ -26,7 +26,7 @@ from msgspec import structs
 
 from cubroker.protocol import errors, limits, messages
 from cubroker.protocol.layout import Outline
-from cubroker.protocol.messages import AUTO, BY_DESCRIPTOR, DESCRIPTOR, IPC, MULTICAST, SHARES, VMM
+from cubroker.protocol.messages import AUTO, BY_DESCRIPTOR, IPC, MULTICAST, SHARES, VMM
 from cubroker.server.ledger import error_text, leases, memory
 from cubroker.server.ledger.access import can_administer
 from cubroker.server.ledger.error_text import size
@@ -35,6 +35,7 @@ from cubroker.server.ledger.leases import (
     check_publishable,
     check_quota,
     check_reachable,
+    check_readable,
     check_reserved,
     created,
     grant,
@@ -42,16 +43,19 @@ from cubroker.server.ledger.leases import (
 from cubroker.server.ledger.model import (
     SESSION_FDS,
     Account,
+    Allocation,
     CreateWaiter,
     Phase,
     Pool,
+    Replica,
     Session,
     User,
     Version,
 )
 from cubroker.server.ledger.policy import admin_reserve, exceeds
+from cubroker.server.ledger.publish import find
 from cubroker.server.ledger.tables import Kind, Tables
-from cubroker.server.ledger.transitions import MemoryEvent, MemoryState, VersionEvent, VersionState
+from cubroker.server.ledger.transitions import MemoryEvent, VersionEvent, VersionState
 
 MAX_LISTED = 4
 """Sizes of allocations that a message lists."""
@@ -66,10 +70,11 @@ def create(tables: Tables, session: Session, body: messages.Create, event: Reque
     pool = tables.pools.get(body.name)
     if body.attach is not None and pool is not None and pool.current is not None:
         return leases.lend(tables, session, pool.current, body.attach)
-    body = _decided(tables, body, layout)
+    base = _base(tables, session, pool, body)
+    body = _decided(tables, body, layout, base)
     if not tables.lends(durable=bool(body.durable)):
         raise errors.Unavailable(error_text.not_lending(tables))
-    sizes = _checked_sizes(tables, body, layout)
+    sizes = _checked_sizes(tables, body, layout, base)
     if body.attach is None:
         _check_writable(tables, session, pool, body)
     _check_quotas(tables, session, body, sizes)
@@ -84,6 +89,7 @@ def create(tables: Tables, session: Session, body: messages.Create, event: Reque
         sizes=sizes,
         nbytes={account: sum(each) for account, each in sizes.items()},
         outline=layout,
+        base=base,
     )
     leases.enqueue(tables, waiter)
     if waiter.pool.free:  # creates that wait there are parked
@@ -100,9 +106,12 @@ def create(tables: Tables, session: Session, body: messages.Create, event: Reque
     return None
 
 
-def _decided(tables: Tables, body: messages.Create, layout: Outline) -> messages.Create:
+def _decided(tables: Tables, body: messages.Create, layout: Outline, base: Version | None) -> messages.Create:
     """Return a create of which nothing is left to the broker any more: neither its share kind nor its durability."""
     share, durable = body.share, body.durable
+    if base is not None:
+        share = base.share if share == AUTO else share
+        durable = base.durable if durable is None else durable
     if share == AUTO:  # only `vmm` can be what is to be durable
         share = VMM if durable else tables.policy.share
     if share == AUTO:  # of a device that there is not, the check tells
@@ -121,7 +130,9 @@ def _has_places(tables: Tables, pieces: int) -> bool:
     return tables.stored - SESSION_FDS * len(tables.sessions) + pieces <= tables.store // 2
 
 
-def _checked_sizes(tables: Tables, body: messages.Create, layout: Outline) -> dict[Account, tuple[int, ...]]:
+def _checked_sizes(
+    tables: Tables, body: messages.Create, layout: Outline, base: Version | None
+) -> dict[Account, tuple[int, ...]]:
     """Return what a create allocates on each device; raise if it can never be granted, whatever else there is."""
     limits.check_pool_name(body.name)
     if body.share not in SHARES:
@@ -148,6 +159,8 @@ def _checked_sizes(tables: Tables, body: messages.Create, layout: Outline) -> di
             raise errors.NotFound(error_text.no_device(tables, uuid))
     if body.attach is not None:
         check_reachable(tables, body.attach)
+    if base is not None and body.base is not None:
+        _check_base(body, body.base, base, layout)
     sizes = {tables.accounts[uuid]: each for uuid, each in _sizes(body, layout).items()}
     for account, each in sizes.items():
         if sum(each) > account.capacity:
@@ -176,15 +189,99 @@ def _check_plan(body: messages.Create, plan: tuple[int, ...], allocations: int) 
         )
 
 
+def _base(tables: Tables, session: Session, pool: Pool | None, body: messages.Create) -> Version | None:
+    """Return the version that a create's is to share memory with, None if with none.
+
+    Raises:
+        Denied: the session may not read the pool.
+        NotFound, Retired: there is no such version, or not any more.
+        Invalid: it is a draft, or neither current nor leased by the session, so it could end meanwhile.
+        Unavailable: its memory was lost.
+    """
+    if body.base is None:
+        return None
+    if body.attach is not None:
+        raise errors.Invalid(f"{body.name} is to be attached to or created, and an update is created; leave one out")
+    if pool is not None:
+        check_readable(tables, session, pool)
+    base = find(tables, session, body.name, body.base.version)
+    if base.state is VersionState.LOST:
+        raise errors.Unavailable(f"{base.label} was lost: {base.why}; publish all tensors, without a base")
+    if base.state in (VersionState.ALLOCATING, VersionState.DRAFT):
+        raise errors.Invalid(f"{base.label} is a draft and can be no base; name a published version")
+    if base is not base.pool.current and all(lease.session is not session for lease in base.holders.values()):
+        raise errors.Invalid(
+            f"{base.label} is {base.state.value} and not leased by this session, so it may end before its memory is"
+            f" shared; attach to it first, or take the current version as the base"
+        )
+    return base
+
+
+_DURABILITY = ("not durable", "durable")
+_PLACEMENT = ("sharded", "replicated")
+
+
+def _check_base(body: messages.Create, wanted: messages.Base, base: Version, layout: Outline) -> None:
+    """Raise unless a create's version can have the memory of its base that it asks for."""
+    if MULTICAST in (body.share, base.share) or body.writable or base.writable:
+        what = "multicast" if MULTICAST in (body.share, base.share) else "writable by its readers"
+        raise errors.Unsupported(
+            f"an update of {base.label} cannot share its memory: one of both is {what}; publish all tensors, without a"
+            f" base"
+        )
+    for name, asked, there in (
+        ("share kind", body.share, base.share),
+        ("durability", _DURABILITY[bool(body.durable)], _DURABILITY[base.durable]),
+        ("devices", ", ".join(body.devices), ", ".join(base.replicas)),
+        ("placement", _PLACEMENT[body.plan is None], _PLACEMENT[base.plan is None]),
+    ):
+        if asked != there:
+            raise errors.Unsupported(
+                f"an update of {base.label} has its {name}, {there}, and {asked} was asked for; leave that"
+                f" out, or publish all tensors, without a base"
+            )
+    kept = [number for number in wanted.allocations if number is not None]
+    if len(wanted.allocations) != len(layout.allocations) or len(set(kept)) < len(kept):
+        raise errors.Invalid(
+            f"an update of {base.label} says where {len(wanted.allocations)} of {len(layout.allocations)} allocations"
+            f" come from; say it once for each, and take none twice"
+        )
+    places = {number: (uuid, each.nbytes) for uuid, number, each in _placed(base)}
+    for new, number in enumerate(wanted.allocations):
+        if number is None:
+            continue
+        place = next(iter(base.replicas)) if body.plan is None else body.devices[body.plan[new]]
+        if places.get(number) != (place, memory.rounded(layout.allocations[new])):
+            raise errors.Invalid(
+                f"allocation {new} of an update of {base.label} is not its allocation {number}: the sizes or devices"
+                f" differ"
+            )
+
+
+def _placed(version: Version) -> Iterator[tuple[str, int, Allocation]]:
+    """Yield the first device of each allocation of a version, its number in the layout, and the allocation."""
+    seen: set[int] = set()
+    for uuid, replica in version.replicas.items():
+        for number, allocation in enumerate(replica.allocations):
+            if allocation is not None and number not in seen:
+                seen.add(number)
+                yield uuid, number, allocation
+
+
 def _sizes(body: messages.Create, layout: Outline) -> dict[str, tuple[int, ...]]:
     """Return what a create allocates on each device."""
-    sizes = tuple(map(memory.rounded, layout.allocations))
-    if body.plan is None:
-        return dict.fromkeys(body.devices, sizes)
-    shards: list[list[int]] = [[] for _ in body.devices]
-    for index, nbytes in zip(body.plan, sizes, strict=True):
-        shards[index].append(nbytes)
-    return dict(zip(body.devices, map(tuple, shards), strict=True))
+    kept = body.base.allocations if body.base is not None else (None,) * len(layout.allocations)
+    sizes: dict[str, list[int]] = {uuid: [] for uuid in body.devices}
+    for number, nbytes in enumerate(layout.allocations):
+        if kept[number] is None:
+            for uuid in _homes(body, number):
+                sizes[uuid].append(memory.rounded(nbytes))
+    return {uuid: tuple(each) for uuid, each in sizes.items()}
+
+
+def _homes(body: messages.Create, number: int) -> tuple[str, ...]:
+    """Return the devices that an allocation of a create's layout is on."""
+    return body.devices if body.plan is None else (body.devices[body.plan[number]],)
 
 
 def _check_writable(tables: Tables, session: Session, pool: Pool | None, body: messages.Create) -> None:
@@ -314,6 +411,10 @@ def _too_small(waiter: CreateWaiter) -> Account | None:
 
 
 def _begin_draft(tables: Tables, waiter: CreateWaiter) -> None:
+    try:
+        _base(tables, waiter.session, waiter.pool, waiter.body)  # which may have ended since it was asked for
+    except errors.CubrokerError as error:
+        return leases.refuse(tables, waiter, error)
     leases.leave_device_queues(tables, waiter)
     leases.cancel_timeout(tables, waiter)
     waiter.phase = Phase.MEMORY
@@ -340,7 +441,23 @@ def _begin_draft(tables: Tables, waiter: CreateWaiter) -> None:
         pool.mode = tables.policy.mode if version.mode is None else version.mode
         tables.mark_dirty(Kind.NAME, name=pool.name)
     for account, sizes in waiter.sizes.items():
-        memory.allocate(tables, version, account, sizes)
+        new = iter(memory.allocate(tables, version, account, sizes))
+        version.replicas[account.device.uuid] = Replica(account, tuple(_allocations(waiter, account, new)))
+    memory.has(version, version.allocations)
+    return _assemble(tables, version)
+
+
+def _allocations(waiter: CreateWaiter, account: Account, new: Iterator[Allocation]) -> Iterator[Allocation | None]:
+    """Yield what a draft has of each allocation of its layout on one device: ``new`` ones, and the base's."""
+    body, base, uuid = waiter.body, waiter.base, account.device.uuid
+    for number in range(len(waiter.outline.allocations)):
+        kept = None if body.base is None else body.base.allocations[number]
+        if uuid not in _homes(body, number):
+            yield None
+        elif base is None or kept is None:
+            yield next(new)
+        else:
+            yield base.replicas[uuid].allocations[kept]
 
 
 def memory_allocated(tables: Tables, event: Allocated) -> None:
@@ -348,21 +465,14 @@ def memory_allocated(tables: Tables, event: Allocated) -> None:
     ticket = memory.find_ticket(tables, event.ticket)
     assert len(event.handles) == len(ticket.sizes)
     memory.transition(tables, ticket, MemoryEvent.ALLOCATED)
-    version = ticket.version
-    if version.state is not VersionState.ALLOCATING:
-        return
     ticket.handles = event.handles
-    if version.plan is not None:
-        here, handles = list(version.replicas).index(ticket.account.device.uuid), iter(event.handles)
-        ticket.handles = tuple(next(handles) if index == here else b"" for index in version.plan)
-    replicas = version.replicas.values()
-    if any(other.state is not MemoryState.HELD for other in replicas):
-        return
-    kinds = {handle for other in replicas for handle in other.handles}
-    if DESCRIPTOR in kinds and kinds - {DESCRIPTOR, b""}:  # so that a lease has handles of one kind
-        for other in replicas:
-            other.handles = tuple(handle and DESCRIPTOR for handle in other.handles)
-    if not memory.bind(tables, version):
+    for version in ticket.versions:  # none if its draft has ended
+        _assemble(tables, version)
+
+
+def _assemble(tables: Tables, version: Version) -> None:
+    """Fill a draft once all its memory is there, or have that bound together first."""
+    if memory.assemble(version) and not memory.bind(tables, version):
         _fill(tables, version)
 
 
@@ -383,6 +493,8 @@ def _fill(tables: Tables, version: Version) -> None:
     except errors.OverQuota as error:
         leases.refuse(tables, waiter, error)
         return
+    for ticket in {allocation.ticket for allocation in version.allocations if allocation.versions == (version,)}:
+        tables.mark_dirty(Kind.MEMORY, ticket.id, ticket.pool.name)
     tables.transition_version(version, VersionEvent.FILLED)
     leases.stop_waiting(tables, waiter)
     lease = grant(tables, waiter.session, version, tuple(version.replicas.values()), bound=version.is_multicast)
@@ -422,13 +534,12 @@ def _listed(sizes: tuple[int, ...]) -> str:
 def allocation_failed(tables: Tables, event: AllocationFailed) -> None:
     """Note memory that a device could not allocate: its draft ends, and its waiter is told why."""
     ticket = memory.find_ticket(tables, event.ticket)
+    wanted = ticket.used
     memory.remove(tables, ticket, MemoryEvent.FAILED)
     ticket.account.allocated += event.unfreed  # for good
     ticket.account.lost += event.unfreed
-    version = ticket.version
-    if version.state is VersionState.ALLOCATING:
-        del version.replicas[ticket.account.device.uuid]
-        waiter = version.pool.writer
+    if wanted:
+        waiter = ticket.pool.writer
         assert waiter is not None
         leases.refuse(tables, waiter, errors.from_code(event.code, event.message))
 
@@ -437,4 +548,4 @@ def memory_freed(tables: Tables, event: Freed) -> None:
     """Note memory that a device has again; a ticket that was cancelled and then failed is gone already."""
     ticket = tables.tickets.get(event.ticket)
     if ticket is not None:
-        memory.remove(tables, ticket, MemoryEvent.FREED)
+        memory.remove(tables, ticket, MemoryEvent.FREED, event.numbers)

@@ -234,10 +234,10 @@ def _no_room(tables: Tables, waiter: CreateWaiter) -> str:
             f" or retire what is not needed"
         )
     there = account.tickets.values()
-    visible = [ticket for ticket in there if can_read(tables, waiter.session, ticket.version.pool)]
+    visible = [ticket for ticket in there if can_read(tables, waiter.session, ticket.pool)]
     hidden = sum(ticket.nbytes for ticket in there) - sum(ticket.nbytes for ticket in visible)
     private = f"; private pools have {size(hidden)}" if hidden else ""
-    largest = _largest(visible, lambda t: f"{state(t)}, user {t.version.owner}, {t.version.leases} leases")
+    largest = _largest(visible, lambda ticket: f"{state(ticket)}, user {ticket.user.uid}, {_leases(ticket)} leases")
     return (
         f"{waiter.pool.name} needs {size(waiter.nbytes[account])} on device {account.device.uuid}: of its budget of"
         f" {size(account.device.budget)}, {size(account.allocated)} are allocated{_lost(account)} and"
@@ -260,13 +260,24 @@ def _lost(account: Account) -> str:
 
 
 def state(ticket: Ticket) -> str:
-    """The state of a version, or of its memory as long as that comes or goes."""
-    return ticket.version.state.value if ticket.state is MemoryState.HELD else ticket.state.value
+    """The state of each version that has some of a ticket, or of the memory as long as that comes or goes."""
+    if ticket.state is not MemoryState.HELD:
+        return str(ticket.state.value)
+    return ", ".join(str(version.state.value) for version in ticket.versions)
+
+
+def _label(ticket: Ticket) -> str:
+    """The versions that have some of a ticket; of memory that goes the one that it was allocated for."""
+    return ", ".join(version.label for version in ticket.versions) or ticket.label
+
+
+def _leases(ticket: Ticket) -> int:
+    return sum(version.leases for version in ticket.versions)
 
 
 def _largest(tickets: Iterable[Ticket], what: Callable[[Ticket], str]) -> str:
     largest = nlargest(3, tickets, key=lambda ticket: ticket.nbytes)
-    words = ", ".join(f"{ticket.version.label} {size(ticket.nbytes)} ({what(ticket)})" for ticket in largest)
+    words = ", ".join(f"{_label(ticket)} {size(ticket.nbytes)} ({what(ticket)})" for ticket in largest)
     return f"; the largest are {words}" if words else ""
 
 
@@ -322,7 +333,7 @@ def too_many_descriptors(uid: int, more: int, limit: int | None, user: User | No
     used, takers = 0, ""
     if user:
         largest = nlargest(3, islice(user.tickets.values(), SURVEY), key=lambda ticket: ticket.descriptors)
-        memory = (f"{each.version.label} {each.descriptors} ({state(each)})" for each in largest if each.descriptors)
+        memory = (f"{_label(each)} {each.descriptors} ({state(each)})" for each in largest if each.descriptors)
         kinds = ((f"{len(user.sessions)} sessions", processes(user)), ("memory", ", ".join(memory)))
         words = "; ".join(f"{kind}, {which}" for kind, which in kinds if which)
         used, takers = user.descriptors, f" ({words})" if words else ""

@@ -7,12 +7,32 @@ back as events. Both are structs, since one of each is made for every request an
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from msgspec import Struct
 
 from cubroker.protocol.layout import Outline
 from cubroker.protocol.messages import Notice, Reply, Request
 from cubroker.server.ledger.policy import Limits, Policy
+
+
+class AllocationId(NamedTuple):
+    """One allocation."""
+
+    ticket: int
+    #: Its number in the ticket.
+    number: int
+
+
+class FdSource(NamedTuple):
+    """Allocations of one ticket, whose descriptors are sent."""
+
+    #: UUID of the device.
+    device: str
+    ticket: int
+    #: Their numbers, in order; empty: all of the ticket.
+    numbers: tuple[int, ...] = ()
+
 
 # -- events ----------------------------------------------------------------------------------------
 
@@ -81,6 +101,8 @@ class Freed(Event, frozen=True):
     """A :class:`Free` is done; the device has the bytes again."""
 
     ticket: int
+    #: As in the :class:`Free`.
+    numbers: tuple[int, ...] = ()
 
 
 class TimerExpired(Event, frozen=True):
@@ -135,8 +157,8 @@ class ProcessMemory(Struct, frozen=True):
 
     pid: int
     uid: int
-    #: Bytes by ticket; None where the kernel does not tell.
-    memory: Mapping[int, int] | None
+    #: Bytes by allocation; None where the kernel does not tell.
+    memory: Mapping[AllocationId, int] | None
 
 
 class ProcessScanFinished(Event, frozen=True):
@@ -194,11 +216,13 @@ class Allocate(Effect, frozen=True):
 
 
 class Free(Effect, frozen=True):
-    """Free all memory of a ticket; may come while its Allocate is under way, or after the memory was lost."""
+    """Free memory of a ticket; may come while its Allocate is under way, or after the memory was lost."""
 
     ticket: int
     #: UUID of the device.
     device: str
+    #: Which allocations; empty: all that are left.
+    numbers: tuple[int, ...] = ()
 
 
 class SendFds(Effect, frozen=True):
@@ -209,8 +233,8 @@ class SendFds(Effect, frozen=True):
 
     session: int
     lease: int
-    #: ``(device UUID, ticket)`` of the allocations, in the order in which the descriptors are sent.
-    tickets: tuple[tuple[str, int], ...]
+    #: In the order in which the descriptors are sent.
+    sources: tuple[FdSource, ...]
     #: Multicast group whose objects' descriptors come last; 0: none.
     group: int = 0
     #: Whether these replace the objects of a broker that ended.

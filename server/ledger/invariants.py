@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import astuple
 from functools import partial
 
-from cubroker.protocol.messages import BY_DESCRIPTOR
+from cubroker.protocol.messages import BY_DESCRIPTOR, MULTICAST
+from cubroker.server.ledger import memory
 from cubroker.server.ledger.ipc_events import MAX_ENDED_REASONS
 from cubroker.server.ledger.leases import FABRIC, OUT_OF_SERVICE, is_kept, opened_by
 from cubroker.server.ledger.model import (
     SESSION_FDS,
     Account,
+    Allocation,
     AttachWaiter,
     CreateWaiter,
     EventWaiter,
@@ -95,10 +97,31 @@ def _check_leases(tables: Tables, elsewhere: Counter[Version]) -> None:
 
 
 def _check_memory(tables: Tables) -> None:
-    held = {a.id for p in tables.pools.values() for v in p.versions.values() for a in v.replicas.values()}
+    had: dict[Allocation, list[Version]] = {}
+    for pool in tables.pools.values():
+        for version in sorted(pool.versions.values(), key=lambda version: version.number):
+            for allocation in version.allocations:
+                had.setdefault(allocation, []).append(version)
     for number, ticket in tables.tickets.items():
+        assert ticket.id == number
         ours = ticket.state in (MemoryState.PROMISED, MemoryState.HELD)
-        assert ours == (number in held), "memory that no version has is not being freed, or the other way round"
+        assert ours == ticket.used, "memory that no version has is not being freed, or the other way round"
+        assert ticket.allocations
+        assert ticket.nbytes == sum(each.nbytes for each in ticket.allocations.values())
+        for index, allocation in ticket.allocations.items():
+            assert (allocation.ticket, allocation.number) == (ticket, index)
+            assert allocation.versions == tuple(had.pop(allocation, ())), "a version and its memory do not agree"
+            assert all(version.pool is ticket.pool for version in allocation.versions)
+            assert all(version.number >= ticket.version for version in allocation.versions)
+    assert not had, "a version has memory that is gone"
+
+
+def _check_shared(version: Version) -> None:
+    assert all(version.share == each.ticket.share for each in version.allocations)
+    assert all(version.durable == each.ticket.durable for each in version.allocations)
+    if any(len(each.versions) > 1 for each in version.allocations):
+        assert version.share != MULTICAST
+        assert not version.writable, "other versions would change as well"
 
 
 def _check_groups(tables: Tables) -> None:
@@ -106,8 +129,9 @@ def _check_groups(tables: Tables) -> None:
     for number, group in tables.multicast_groups.items():
         assert group.id == number
         assert (group.state in (GroupState.BINDING, GroupState.BOUND)) == (group in bound)
-        for ticket in group.version.replicas.values():
-            assert tables.tickets[ticket.id].state in ALLOCATED, "a group's memory went before it"
+        for allocation in group.version.allocations:
+            assert allocation.ticket.allocations[allocation.number] is allocation, "a group's memory went before it"
+            assert allocation.ticket.state in ALLOCATED
     assert bound <= set(tables.multicast_groups.values())
 
 
@@ -154,7 +178,6 @@ def _check_account(tables: Tables, account: Account) -> None:
     tickets = account.tickets.values()
     assert all(tables.tickets[ticket.id] is ticket for ticket in tickets)
     assert all(ticket.account is account for ticket in tickets)
-    assert all(ticket.nbytes == sum(ticket.sizes) for ticket in tickets)
     assert account.promised == sum(ticket.nbytes for ticket in tickets if ticket.state in PROMISED)
     held = sum(ticket.nbytes for ticket in tickets if ticket.state in ALLOCATED)
     assert account.allocated == account.lost + held
@@ -176,10 +199,8 @@ def _check_absent(tables: Tables) -> None:
         assert uuid not in tables.accounts
         assert account.tickets, "nothing is on a device that is not served"
         assert not account.device.budget
-        there = {ticket.version.state for ticket in account.tickets.values()}
-        assert not tables.resumed or there <= {VersionState.LOST, VersionState.ENDED}, (
-            "a lease is on memory of a device that is not served"
-        )
+        there = {version.state for ticket in account.tickets.values() for version in ticket.versions}
+        assert not tables.resumed or there <= {VersionState.LOST}, "a lease is on memory of a device that is not served"
 
 
 def _check_user(tables: Tables, user: User) -> None:
@@ -187,7 +208,7 @@ def _check_user(tables: Tables, user: User) -> None:
     assert not user.idle
     assert quota == tables.policy.quota_of(user.uid)
     assert list(sessions) == [session for session in tables.sessions.values() if session.user is user]
-    assert list(user.tickets.values()) == [a for a in tables.tickets.values() if a.version.user is user]
+    assert list(user.tickets.values()) == [a for a in tables.tickets.values() if a.user is user]
     writers = [w for session in sessions for w in session.unfinished.values() if isinstance(w, CreateWaiter)]
     parked = sum(writer.total for writer in writers if writer.phase is Phase.ROOM)
     assert user.memory == parked + sum(ticket.nbytes for ticket in user.tickets.values())
@@ -225,7 +246,7 @@ def _check_session(tables: Tables, session: Session) -> None:
         assert 0 < lease.id <= tables.lease_ids.last
         assert lease.session is session
         assert lease.version.holders[lease.id] is lease
-        assert all(ticket in lease.version.replicas.values() for ticket in lease.tickets)
+        assert all(replica in lease.version.replicas.values() for replica in lease.replicas)
         assert lease.version.state not in (VersionState.ALLOCATING, VersionState.ENDED)
         assert not lease.unsent or opened_by(lease.version) == FABRIC
         _check_ipc_events(tables, lease)
@@ -335,6 +356,7 @@ def _check_version(tables: Tables, version: Version, leases: int) -> None:
         assert not version.writable
         assert digests_fit(version, version.digests)
     assert pool.versions[version.number] is version
+    assert tables.users[version.user.uid] is version.user
     assert version.leases == leases
     kept = is_kept(tables, version) or (state in OUT_OF_SERVICE and not tables.resumed)
     assert leases or state in (VersionState.ALLOCATING, VersionState.CURRENT) or kept, "nothing keeps a version"
@@ -349,13 +371,16 @@ def _check_version(tables: Tables, version: Version, leases: int) -> None:
         assert version.multicast_group is not None
         assert version.multicast_group.state in (GroupState.BINDING, GroupState.BOUND)
     assert version.plan is None or set(version.plan) == set(range(len(version.replicas)))
-    for uuid, ticket in version.replicas.items():
-        assert ticket.version is version
-        assert 0 < ticket.id <= tables.ticket_ids.last
-        assert ticket.account.device.uuid == uuid
+    _check_shared(version)
+    for index, (uuid, replica) in enumerate(version.replicas.items()):
+        assert replica.account.device.uuid == uuid
+        for number, allocation in enumerate(replica.allocations):
+            assert (allocation is not None) == (version.plan is None or version.plan[number] == index)
+            if allocation is not None:
+                assert 0 < allocation.ticket.id <= tables.ticket_ids.last
+                assert allocation.ticket.account is replica.account
+                assert state is VersionState.ALLOCATING or allocation.ticket.state is MemoryState.HELD
         if state is not VersionState.ALLOCATING:
-            assert ticket.state is MemoryState.HELD
-            assert len(ticket.sizes) == sum(map(bool, ticket.handles))
-    if version.plan is not None and state is not VersionState.ALLOCATING:
-        copies = zip(*(ticket.handles for ticket in version.replicas.values()), strict=True)
-        assert [[bool(handle) for handle in there].index(True) for there in copies] == list(version.plan)
+            assert list(map(bool, replica.handles)) == [each is not None for each in replica.allocations]
+            here = [allocation for allocation in replica.allocations if allocation is not None]
+            assert replica.fd_sources == memory.fd_sources(here)

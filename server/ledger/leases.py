@@ -28,8 +28,8 @@ from cubroker.server.ledger.model import (
     LockWaiter,
     Phase,
     Pool,
+    Replica,
     Session,
-    Ticket,
     Version,
     Waiter,
 )
@@ -144,14 +144,14 @@ def lend(
         _check_owner(session, pool, where)
     if not tables.lends(durable=version.durable):
         raise Unavailable(error_text.not_lending(tables))
-    chosen, written = _choose(version, where.device, where.peers), tuple[Ticket, ...]()
+    chosen, written = _choose(version, where.device, where.peers), tuple[Replica, ...]()
     if version.share == MULTICAST:
-        written = memory.tickets_for(version, chosen, where.device)
+        written = memory.replicas_for(version, chosen, where.device)
     check_quota(tables, session)
     return attached(grant(tables, session, version, written or chosen, bound=bool(written)))
 
 
-def _choose(version: Version, device: str | None, peers: Sequence[str]) -> tuple[Ticket, ...]:
+def _choose(version: Version, device: str | None, peers: Sequence[str]) -> tuple[Replica, ...]:
     """Return the memory for a client on ``device`` that reaches ``peers``; raises ``Invalid`` or ``NotFound``."""
     if device is None:
         if version.plan is None and len(version.replicas) > 1:
@@ -188,22 +188,27 @@ def check_quota(tables: Tables, session: Session) -> None:
         raise OverQuota(error_text.too_much_beyond(user.uid, *found))
 
 
-def grant(tables: Tables, session: Session, version: Version, tickets: tuple[Ticket, ...], *, bound: bool) -> Lease:
-    """Give a session, whose quota has room, a lease on ``tickets``, and the descriptors of that memory.
+def grant(tables: Tables, session: Session, version: Version, replicas: tuple[Replica, ...], *, bound: bool) -> Lease:
+    """Give a session, whose quota has room, a lease on ``replicas``, and the descriptors of that memory.
 
     A ``bound`` one writes all replicas at once, and gets the multicast objects, too. Where fabric handles open the
     memory, descriptors are sent only on request.
     """
-    lease = Lease(next(tables.lease_ids), session, version, tickets, bound)
+    lease = Lease(next(tables.lease_ids), session, version, replicas, bound)
     tables.leases[lease.id] = session.leases[lease.id] = version.holders[lease.id] = lease
     session.user.leases += 1
     tables.mark_dirty(Kind.LEASE, lease.id)
     tables.note(session, f"lease {lease.id} on {version.label} began")
-    if version.share in BY_DESCRIPTOR:
+    if has_fds(sent := send_fds(lease), version):
         lease.unsent = opened_by(version) == FABRIC
         if not lease.unsent:
-            tables.effects.append(send_fds(lease))
+            tables.effects.append(sent)
     return lease
+
+
+def has_fds(sent: events.SendFds, version: Version) -> bool:
+    """Whether there are descriptors to send to a lease on a version; a draft may have no memory of its own."""
+    return version.share in BY_DESCRIPTOR and bool(sent.sources or sent.group)
 
 
 def opened_by(version: Version) -> str:
@@ -212,17 +217,19 @@ def opened_by(version: Version) -> str:
         return ""
     if version.share not in BY_DESCRIPTOR:
         return "handle"
-    by_descriptor = any(DESCRIPTOR in ticket.handles for ticket in version.replicas.values())
+    by_descriptor = any(DESCRIPTOR in replica.handles for replica in version.replicas.values())
     return "descriptor" if by_descriptor else FABRIC
 
 
 def send_fds(lease: Lease) -> events.SendFds:
-    """Return the effect that sends all descriptors of a lease."""
-    tickets = tuple((ticket.account.device.uuid, ticket.id) for ticket in lease.tickets)
-    group = lease.version.multicast_group if lease.bound else None
+    """Return the effect that sends all descriptors of a lease; a writer gets none of memory that others have, too."""
+    group, draft = lease.version.multicast_group if lease.bound else None, lease.version.state is VersionState.DRAFT
     objects = group.id if group is not None and group.sizes else 0
-    writable = lease.version.writable or lease.version.state is VersionState.DRAFT
-    return events.SendFds(lease.session.id, lease.id, tickets, objects, writable=writable)
+    sources: list[events.FdSource] = []
+    for replica in lease.replicas:
+        sources += memory.fd_sources(memory.own(lease.version, replica)) if draft else replica.fd_sources
+    writable = lease.version.writable or draft
+    return events.SendFds(lease.session.id, lease.id, tuple(sources), objects, writable=writable)
 
 
 def send_descriptors(tables: Tables, session: Session, body: messages.SendDescriptors) -> messages.Done:
@@ -254,21 +261,22 @@ def attached(lease: Lease) -> messages.Attached:
         version=version.number,
         share=version.share,
         layout=version.layout,
-        replicas=tuple(map(_replica, lease.tickets)),
+        replicas=tuple(messages.Replica(each.account.device.uuid, each.handles) for each in lease.replicas),
         writable=version.writable,
         team=memory.multicast_message(version, objects=lease.bound) if version.share == MULTICAST else None,
     )
 
 
 def created(lease: Lease) -> messages.Created:
-    """Return the answer that grants the lease on a draft."""
-    version = lease.version
-    replicas, group = tuple(map(_replica, lease.tickets)), memory.multicast_message(version, objects=True)
-    return messages.Created(lease.id, version.pool.name, version.number, version.share, replicas, group)
-
-
-def _replica(ticket: Ticket) -> messages.Replica:
-    return messages.Replica(ticket.account.device.uuid, ticket.handles)
+    """Return the answer that grants the lease on a draft: nothing opens memory that other versions have, too."""
+    version, replicas = lease.version, list[messages.Replica]()
+    for replica in lease.replicas:
+        own = set(memory.own(version, replica))
+        pairs = zip(replica.allocations, replica.handles, strict=True)
+        handles = tuple(handle if each in own else b"" for each, handle in pairs)
+        replicas.append(messages.Replica(replica.account.device.uuid, handles))
+    group = memory.multicast_message(version, objects=True)
+    return messages.Created(lease.id, version.pool.name, version.number, version.share, tuple(replicas), group)
 
 
 # -- the end of leases and versions ----------------------------------------------------------------------
@@ -305,7 +313,7 @@ def release(tables: Tables, lease: Lease) -> None:
     del tables.leases[lease.id], lease.session.leases[lease.id], version.holders[lease.id]
     lease.session.user.leases -= 1
     if tables.ended_in_scan is not None:
-        tables.ended_in_scan.update((lease.session.uid, ticket.id) for ticket in lease.tickets)
+        tables.ended_in_scan += [(lease.session.uid, replica) for replica in lease.replicas]
     tables.mark_dirty(Kind.LEASE, lease.id)
     tables.note(lease.session, f"lease {lease.id} on {version.label} ended")
     awaited = tables.shutdown_leases
@@ -358,6 +366,7 @@ def end_version(tables: Tables, version: Version, event: VersionEvent) -> None:
     if not pool.versions:
         pool.owner, pool.previous_owner = None, pool.owner
     memory.release_memory(tables, version)
+    tables.drop_idle_user(version.user)
     tables.recheck_pools[pool] = None
 
 

@@ -37,7 +37,7 @@ from cubroker.protocol import messages
 from cubroker.protocol.errors import CubrokerError, Unavailable
 from cubroker.protocol.infos import NOBODY
 from cubroker.protocol.limits import LATEST
-from cubroker.protocol.messages import BY_DESCRIPTOR, IPC, LAST_WORDS, Attached, Created, Failed, Reply, Request, View
+from cubroker.protocol.messages import IPC, LAST_WORDS, Attached, Created, Failed, Reply, Request, View
 from cubroker.server.ledger import (
     create,
     error_text,
@@ -77,18 +77,19 @@ class Holder(NamedTuple):
 
 
 class HeldMemory(NamedTuple):
-    """Memory that a version has on one device."""
+    """Memory of one ticket that versions have."""
 
-    #: Of the version.
+    #: The versions.
     label: str
     ticket: int
     device: str
-    sizes: tuple[int, ...]
+    #: Bytes of each allocation that a version has, by number.
+    sizes: Mapping[int, int]
     share: str
     durable: bool
-    #: Leases on the version.
+    #: Leases on the versions.
     leases: int
-    #: Its multicast group; 0: none.
+    #: Multicast group of the version; 0: none.
     group: int
     #: Whether the broker serves the device.
     served: bool
@@ -174,18 +175,18 @@ class Ledger:
         """Return all memory that versions have."""
         return tuple(
             HeldMemory(
-                label=(version := ticket.version).label,
+                label=", ".join(version.label for version in versions),
                 ticket=ticket.id,
                 device=ticket.account.device.uuid,
-                sizes=ticket.sizes,
-                share=version.share,
-                durable=version.durable,
-                leases=version.leases,
-                group=version.multicast_group.id if version.multicast_group else 0,
+                sizes={each.number: each.nbytes for each in ticket.allocations.values() if each.versions},
+                share=ticket.share,
+                durable=ticket.durable,
+                leases=sum(version.leases for version in versions),
+                group=next((version.multicast_group.id for version in versions if version.multicast_group), 0),
                 served=ticket.account.device.uuid in self._tables.accounts,
             )
             for ticket in self._tables.tickets.values()
-            if ticket.state is MemoryState.HELD
+            if ticket.state is MemoryState.HELD and (versions := ticket.versions)
         )
 
     def lease_grant(self, session: int, lease: int) -> LeaseGrant | None:
@@ -195,8 +196,9 @@ class Ledger:
             return None
         version = known.version
         answer = leases.created(known) if version.state is VersionState.DRAFT else leases.attached(known)
-        sent = version.state is not VersionState.LOST and version.share in BY_DESCRIPTOR and not known.unsent
-        return LeaseGrant(answer, leases.send_fds(known) if sent else None)
+        hand_over = leases.send_fds(known)
+        sent = version.state is not VersionState.LOST and leases.has_fds(hand_over, version) and not known.unsent
+        return LeaseGrant(answer, hand_over if sent else None)
 
     def admission_error(self, uid: int, *, verified: bool = False) -> CubrokerError | None:
         """Return why a user may open no session now; None if it may."""

@@ -7,7 +7,7 @@ next broker goes on with it. A broker that was told to end refuses leases on mem
 what is not durable where a store keeps durable memory for the next broker. Once no such lease is left, it is
 :class:`ShutdownReady`. Leases stay meanwhile; closing, retiring, events and listings go on.
 
-*A restart* may find that memory went with the earlier broker. A version is lost with the first ticket of it: it is
+*A restart* may find that memory went with the earlier broker. A version is lost with the first of its tickets: it is
 granted no more, its name is free for the next version, and its holders are told. Their mappings stay, and count until
 their leases end. A version that nothing keeps, and a session without connection and leases, end as the ledger resumes.
 
@@ -180,14 +180,17 @@ def _notify(tables: Tables, sessions: Iterable[Session], why: str) -> None:
 
 
 def memory_lost(tables: Tables, event: events.MemoryLost) -> None:
-    """Lose the version whose memory cannot be reached any more."""
-    version = memory.find_ticket(tables, event.ticket).version
-    if version.state in (VersionState.LOST, VersionState.ENDED):
-        return
+    """Lose the versions whose memory cannot be reached any more."""
+    for version in memory.find_ticket(tables, event.ticket).versions:
+        if version.state is not VersionState.LOST:
+            _lose(tables, version, event.why)
+
+
+def _lose(tables: Tables, version: Version, why: str) -> None:
     pool = version.pool
     tables.transition_version(version, VersionEvent.LOST)
-    version.why = event.why
-    pool.remember(Loss(version.number, event.why))
+    version.why = why
+    pool.remember(Loss(version.number, why))
     if tables.resumed:
         _notify_holders(tables, version)
     was_current = pool.current is version

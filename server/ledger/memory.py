@@ -1,4 +1,8 @@
-"""Device memory: tickets and the bytes that they take, what binds them together, and what processes map beyond leases.
+"""Device memory: what versions have of it, what binds it together, and what processes map beyond leases.
+
+*Allocations.* A draft is given new allocations, one ticket for each device. Later versions may have some of them, too.
+An allocation is freed when no version has it any more, and its ticket is gone when the device has all of them again.
+Whatever counts bytes or descriptors counts tickets, so nothing is counted twice.
 
 *Multicast.* A version may have a group, which binds its replicas so that one store goes to all of them; the rest of the
 ledger knows no more of it. A group begins when all memory of a draft is allocated, and ends with the version: it is
@@ -14,11 +18,25 @@ any moment; leases that end during a scan count as well, since it may have looke
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from operator import attrgetter
+
 from cubroker.protocol import messages
 from cubroker.protocol.layout import round_up
-from cubroker.protocol.messages import MULTICAST
+from cubroker.protocol.messages import DESCRIPTOR, MULTICAST
 from cubroker.server.ledger import events
-from cubroker.server.ledger.model import Account, Footprint, MulticastGroup, Session, Ticket, User, Version
+from cubroker.server.ledger.model import (
+    Account,
+    Allocation,
+    Footprint,
+    MulticastGroup,
+    Replica,
+    Session,
+    Ticket,
+    User,
+    Version,
+)
 from cubroker.server.ledger.tables import Kind, Tables
 from cubroker.server.ledger.transitions import (
     ALLOCATED,
@@ -28,6 +46,7 @@ from cubroker.server.ledger.transitions import (
     GroupEvent,
     Impossible,
     MemoryEvent,
+    MemoryState,
     VersionState,
 )
 
@@ -45,21 +64,32 @@ def rounded(nbytes: int) -> int:
 
 def sizes_of(version: Version) -> tuple[int, ...]:
     """Return the bytes that each allocation of a version takes of a device, in the order of its layout."""
-    shards = [iter(ticket.sizes) for ticket in version.replicas.values()]
-    return tuple(shards[0]) if version.plan is None else tuple(next(shards[index]) for index in version.plan)
+    rows = zip(*(replica.allocations for replica in version.replicas.values()), strict=True)
+    return tuple(next(each.nbytes for each in row if each is not None) for row in rows)
 
 
 # -- tickets -------------------------------------------------------------------------------------------
 
 
-def allocate(tables: Tables, version: Version, account: Account, sizes: tuple[int, ...]) -> None:
+def allocate(tables: Tables, version: Version, account: Account, sizes: tuple[int, ...]) -> tuple[Allocation, ...]:
     """Promise a version memory on one device, and have it allocated; its user's quota has it reserved already."""
-    ticket = Ticket(next(tables.ticket_ids), account, version, sizes, sum(sizes))
-    version.replicas[account.device.uuid] = ticket
+    if not sizes:
+        return ()
+    ticket = Ticket(
+        next(tables.ticket_ids),
+        account,
+        version.pool,
+        version.number,
+        version.user,
+        version.share,
+        version.durable,
+        sizes,
+    )
     tables.tickets[ticket.id] = account.tickets[ticket.id] = ticket
     version.user.tickets[ticket.id] = ticket
     account.promised += ticket.nbytes
     tables.effects.append(events.Allocate(ticket.id, account.device.uuid, sizes, version.share, version.durable))
+    return tuple(ticket.allocations.values())
 
 
 def find_ticket(tables: Tables, number: int) -> Ticket:
@@ -73,31 +103,84 @@ def find_ticket(tables: Tables, number: int) -> Ticket:
 def transition(tables: Tables, ticket: Ticket, event: MemoryEvent) -> None:
     """Take a ticket one step, and move its bytes between the columns of its account."""
     before = ticket.state
-    ticket.state = tables.advance(MEMORY, before, event, ticket.version.pool, f"memory {ticket.id}")
+    ticket.state = tables.advance(MEMORY, before, event, ticket.pool, f"memory {ticket.id}")
     for state, nbytes in ((before, -ticket.nbytes), (ticket.state, ticket.nbytes)):
-        if state in PROMISED:
-            ticket.account.promised += nbytes
-        elif state in ALLOCATED:
-            ticket.account.allocated += nbytes
+        _count(ticket.account, state, nbytes)
 
 
-def free(tables: Tables, ticket: Ticket) -> None:
-    """Have released memory freed."""
-    tables.effects.append(events.Free(ticket.id, ticket.account.device.uuid))
+def _count(account: Account, state: MemoryState, nbytes: int) -> None:
+    if state in PROMISED:
+        account.promised += nbytes
+    elif state in ALLOCATED:
+        account.allocated += nbytes
 
 
-def remove(tables: Tables, ticket: Ticket, event: MemoryEvent) -> None:
-    """Remove a ticket whose device has the bytes again, so a waiting create may have room."""
-    transition(tables, ticket, event)
-    user, account = ticket.version.user, ticket.account
-    del tables.tickets[ticket.id], account.tickets[ticket.id]
-    del user.tickets[ticket.id]
+def has(version: Version, allocations: Iterable[Allocation]) -> None:
+    """Note that a version has allocations."""
+    for allocation in allocations:
+        allocation.versions += (version,)
+
+
+def assemble(version: Version) -> bool:
+    """Put the handles of a version together; False while some of its memory is being allocated.
+
+    Where one allocation is opened by descriptor, all are: a lease has handles of one kind.
+    """
+    tickets = {allocation.ticket: None for allocation in version.allocations}
+    if any(ticket.state is not MemoryState.HELD for ticket in tickets):
+        return False
+    kinds = {handle for ticket in tickets for handle in ticket.handles}
+    mixed = DESCRIPTOR in kinds and len(kinds) > 1
+    for replica in version.replicas.values():
+        here = replica.allocations
+        found = (b"" if each is None else each.ticket.handles[each.number] for each in here)
+        replica.handles = tuple(handle and DESCRIPTOR for handle in found) if mixed else tuple(found)
+        replica.fd_sources = fd_sources(each for each in here if each is not None)
+    return True
+
+
+def fd_sources(allocations: Iterable[Allocation]) -> tuple[events.FdSource, ...]:
+    """Return where the descriptors of allocations come from, in order."""
+    found = []
+    for ticket, group in groupby(allocations, key=attrgetter("ticket")):
+        numbers = tuple(each.number for each in group)
+        whole = numbers == tuple(range(len(ticket.sizes)))
+        found.append(events.FdSource(ticket.account.device.uuid, ticket.id, () if whole else numbers))
+    return tuple(found)
+
+
+def own(version: Version, replica: Replica) -> list[Allocation]:
+    """Return the allocations of a replica that were made for its version, and not for an earlier one."""
+    return [each for each in replica.allocations if each is not None and each.ticket.version == version.number]
+
+
+def remove(tables: Tables, ticket: Ticket, event: MemoryEvent, numbers: Sequence[int] = ()) -> None:
+    """Remove allocations (by default all) that the device has again, so a waiting create may have room.
+
+    The ticket takes ``event`` and goes with the last of them.
+    """
+    user, account = ticket.user, ticket.account
+    numbers = numbers or tuple(ticket.allocations)
+    if any(number not in ticket.allocations for number in numbers):
+        raise Impossible(f"an outcome of memory {ticket.id} that the device has already")
+    nbytes = sum(ticket.sizes[number] for number in numbers)
+    if len(numbers) == len(ticket.allocations):
+        transition(tables, ticket, event)
+    elif any(ticket.allocations[number].versions for number in numbers):
+        raise Impossible(f"memory {ticket.id} of {ticket.label} was freed, and versions have it")
+    else:
+        _count(account, ticket.state, -nbytes)
+    for number in numbers:
+        del ticket.allocations[number]
+    ticket.nbytes -= nbytes
+    user.memory_descriptors -= len(numbers) * ticket.descriptors_each
+    tables.stored -= len(numbers) * ticket.durable
+    if not ticket.allocations:
+        del tables.tickets[ticket.id], account.tickets[ticket.id], user.tickets[ticket.id]
+        if not account.tickets:
+            tables.absent.pop(account.device.uuid, None)
     tables.recheck_accounts[account] = None
-    if not account.tickets:
-        tables.absent.pop(account.device.uuid, None)
-    user.memory_descriptors -= ticket.descriptors
-    tables.stored -= ticket.stored
-    release_quota(tables, user, ticket.nbytes)
+    release_quota(tables, user, nbytes)
     tables.drop_idle_user(user)
 
 
@@ -114,7 +197,7 @@ def bind(tables: Tables, version: Version) -> bool:
     """Have the replicas of a version bound, all of which are allocated; False if there is nothing to bind."""
     if not version.is_multicast:
         return False
-    tickets = tuple(version.replicas.values())
+    tickets = tuple({allocation.ticket: None for allocation in version.allocations})
     version.multicast_group = group = MulticastGroup(next(tables.ticket_ids), version)
     tables.multicast_groups[group.id] = group
     members = tuple((ticket.account.device.uuid, ticket.id) for ticket in tickets)
@@ -137,33 +220,43 @@ def rebound(tables: Tables, version: Version) -> None:
     for lease in version.holders.values():
         if not lease.bound:
             continue
-        session, others = lease.session, tuple[Ticket, ...]()
+        session, others = lease.session, tuple[Replica, ...]()
         if version.state is not VersionState.DRAFT:  # whose lease has all replicas
-            lease.tickets = _reachable(version, lease.tickets[0])
-            others = lease.tickets[1:]
+            lease.replicas = _reachable(version, lease.replicas[0])
+            others = lease.replicas[1:]
             tables.mark_dirty(Kind.LEASE, lease.id)
         if session.connected:
             replicas = tuple(messages.Replica(other.account.device.uuid, other.handles) for other in others)
             told = messages.Rebound(lease.id, replicas, messages.Team(group.how, group.why, group.sizes))
             tables.effects.append(events.Notify(session.id, told))
-            tickets = tuple((other.account.device.uuid, other.id) for other in others)
-            if tickets or group.sizes:
+            sources = tuple(source for other in others for source in other.fd_sources)
+            if sources or group.sizes:
                 objects = group.id if group.sizes else 0
                 tables.effects.append(
-                    events.SendFds(session.id, lease.id, tickets, objects, rebound=True, writable=True)
+                    events.SendFds(session.id, lease.id, sources, objects, rebound=True, writable=True)
                 )
 
 
 def release_memory(tables: Tables, version: Version) -> None:
-    """Have the memory of a version that ended freed; a group is unbound first, also while it is being bound."""
+    """Have the memory freed that only a version that ended had; a group is unbound first, also while it is being bound.
+
+    Of its tickets one may be gone, by which its draft failed.
+    """
     group = version.multicast_group
     if group is not None:
         _transition_group(tables, group, GroupEvent.RELEASED)
         tables.effects.append(events.UnbindMulticast(group.id))
-    for ticket in version.replicas.values():
-        transition(tables, ticket, MemoryEvent.RELEASED)
+    unused: dict[Ticket, list[int]] = {}
+    for allocation in version.allocations:
+        tables.mark_dirty(Kind.MEMORY, allocation.ticket.id, version.pool.name)  # no other may be recorded
+        allocation.versions = tuple(other for other in allocation.versions if other is not version)
+        if not allocation.versions and allocation.number in allocation.ticket.allocations:
+            unused.setdefault(allocation.ticket, []).append(allocation.number)
+    for ticket, numbers in unused.items():
+        if not ticket.used:
+            transition(tables, ticket, MemoryEvent.RELEASED)
         if group is None:
-            free(tables, ticket)
+            _free(tables, ticket, numbers)
 
 
 def unbound(tables: Tables, event: events.MulticastUnbound) -> None:
@@ -171,8 +264,14 @@ def unbound(tables: Tables, event: events.MulticastUnbound) -> None:
     group = _find_group(tables, event.group)
     _transition_group(tables, group, GroupEvent.UNBOUND)
     del tables.multicast_groups[group.id]
-    for ticket in group.version.replicas.values():
-        free(tables, ticket)
+    for ticket in {allocation.ticket: None for allocation in group.version.allocations}:
+        _free(tables, ticket, tuple(ticket.allocations))
+
+
+def _free(tables: Tables, ticket: Ticket, numbers: Sequence[int]) -> None:
+    """Have released memory freed."""
+    whole = len(numbers) == len(ticket.sizes)
+    tables.effects.append(events.Free(ticket.id, ticket.account.device.uuid, () if whole else tuple(numbers)))
 
 
 def _transition_group(tables: Tables, group: MulticastGroup, event: GroupEvent) -> None:
@@ -186,7 +285,7 @@ def _find_group(tables: Tables, number: int) -> MulticastGroup:
     return group
 
 
-def tickets_for(version: Version, chosen: tuple[Ticket, ...], device: str | None) -> tuple[Ticket, ...]:
+def replicas_for(version: Version, chosen: tuple[Replica, ...], device: str | None) -> tuple[Replica, ...]:
     """Return the memory of a lease that writes all replicas from ``device``; empty if it writes only ``chosen``.
 
     A reader of a read-only version does not write, and an object is of use only on a device that has a replica.
@@ -195,7 +294,7 @@ def tickets_for(version: Version, chosen: tuple[Ticket, ...], device: str | None
     return _reachable(version, chosen[0]) if writes_all else ()
 
 
-def _reachable(version: Version, here: Ticket) -> tuple[Ticket, ...]:
+def _reachable(version: Version, here: Replica) -> tuple[Replica, ...]:
     """Return the replicas that are mapped to write all of them, ``here`` first: with objects, that one alone."""
     if version.multicast_group is None or version.multicast_group.how != COPIES:
         return (here,)
@@ -222,29 +321,32 @@ def multicast_message(version: Version, *, objects: bool) -> messages.Team | Non
 
 def scan_started(tables: Tables, _: events.ProcessScanStarted) -> None:
     """Remember the leases that end until :func:`scan_finished`."""
-    tables.ended_in_scan = set()
+    tables.ended_in_scan = []
 
 
 def scan_finished(tables: Tables, event: events.ProcessScanFinished) -> None:
     """Note what processes refer to beyond leases; nothing is known of the others."""
-    leased: dict[tuple[int, int], bool] = dict.fromkeys(tables.ended_in_scan or (), True)
-
-    def is_leased(uid: int, number: int) -> bool:
-        if (uid, number) not in leased:
-            ticket = tables.tickets.get(number)  # None: it was freed
-            holders = () if ticket is None else ticket.version.holders.values()
-            leased[uid, number] = any(lease.session.uid == uid and ticket in lease.tickets for lease in holders)
-        return leased[uid, number]
-
+    leased: dict[int, set[events.AllocationId]] = {}
     footprints: dict[int, Footprint] = {}
     for process in event.processes:
         memory = process.memory
-        if memory is not None:
-            memory = {number: size for number, size in memory.items() if not is_leased(process.uid, number)}
+        if memory:
+            if process.uid not in leased:
+                leased[process.uid] = _leased(tables, process.uid)
+            memory = {each: size for each, size in memory.items() if each not in leased[process.uid]}
         footprints.setdefault(process.uid, Footprint()).processes[process.pid] = memory
     for footprint in footprints.values():
         footprint.count()
     tables.footprints, tables.ended_in_scan = footprints, None
+
+
+def _leased(tables: Tables, uid: int) -> set[events.AllocationId]:
+    """Return the allocations that a user leases, or leased since the scan began."""
+    user = tables.users.get(uid)
+    leases = (lease for session in (user.sessions.values() if user else ()) for lease in session.leases.values())
+    replicas = {replica for lease in leases for replica in lease.replicas}
+    replicas.update(replica for holder, replica in tables.ended_in_scan or () if holder == uid)
+    return {each.id for replica in replicas for each in replica.allocations if each is not None}
 
 
 def bytes_beyond_leases(tables: Tables, session: Session) -> int | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from cubroker.protocol.layout import Outline
 from cubroker.protocol.messages import BY_DESCRIPTOR, MULTICAST, Attach, AwaitEvent, Create, Digests, Lock, OpenEvent
+from cubroker.server.ledger.events import AllocationId, FdSource
 from cubroker.server.ledger.policy import MODE, NO_LIMITS, NOTHING, Limits, Quota, exceeds
 from cubroker.server.ledger.transitions import (
     GroupState,
@@ -127,7 +128,7 @@ class User:
     @property
     def idle(self) -> bool:
         """Whether the user has nothing any more."""
-        return not (self.sessions or self.tickets)
+        return not (self.sessions or self.tickets or self.layouts)  # a version may have others' memory only
 
     def position(self, waiter: CreateWaiter) -> int:
         """Return the index at which a create is, or belongs, in the queue."""
@@ -163,17 +164,17 @@ class User:
 class Footprint:
     """The broker's memory that a user's processes refer to beyond the user's leases."""
 
-    #: Bytes by ticket, by process id; None where the kernel does not tell.
-    processes: dict[int, Mapping[int, int] | None] = field(default_factory=dict)
-    #: The sum, each piece of memory counted once.
+    #: Bytes by allocation, by process id; None where the kernel does not tell.
+    processes: dict[int, Mapping[AllocationId, int] | None] = field(default_factory=dict)
+    #: The sum, each allocation counted once.
     nbytes: int = 0
 
     def count(self) -> None:
         """Compute ``nbytes`` anew."""
-        sizes: dict[int, int] = {}
+        sizes: dict[AllocationId, int] = {}
         for memory in self.processes.values():
-            for ticket, nbytes in (memory or {}).items():
-                sizes[ticket] = max(nbytes, sizes.get(ticket, 0))
+            for allocation, nbytes in (memory or {}).items():
+                sizes[allocation] = max(nbytes, sizes.get(allocation, 0))
         self.nbytes = sum(sizes.values())
 
 
@@ -250,7 +251,7 @@ class Lease:
     session: Session
     version: Version
     #: The memory that it was given.
-    tickets: tuple[Ticket, ...]
+    replicas: tuple[Replica, ...]
     #: Whether it writes all replicas at once, by the version's multicast group.
     bound: bool
     #: Events made by it, by number.
@@ -394,7 +395,7 @@ class Version:
     #: Bytes that the layout describes.
     nbytes: int
     #: Memory by device UUID.
-    replicas: dict[str, Ticket] = field(default_factory=dict)
+    replicas: dict[str, Replica] = field(default_factory=dict)
     state: VersionState = VersionState.ALLOCATING
     #: How it was lost, as a clause.
     why: str = ""
@@ -431,31 +432,108 @@ class Version:
         """The uid of the user that made it."""
         return self.user.uid
 
+    @property
+    def allocations(self) -> Iterator[Allocation]:
+        """All its memory, device by device, each in the order of the layout."""
+        return (each for replica in self.replicas.values() for each in replica.allocations if each is not None)
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Replica:
+    """The memory of one version on one device: its own, and what it shares with other versions.
+
+    Not to be confused with :class:`cubroker.protocol.messages.Replica` or :class:`cubroker.client.replica.Replica`.
+    """
+
+    account: Account
+    #: One per allocation of the version's layout; None for those on other devices.
+    allocations: tuple[Allocation | None, ...]
+    #: One per allocation of the layout once all are there; ``b""`` for those on other devices.
+    handles: tuple[bytes, ...] = ()
+    #: Where the descriptors of the allocations come from, in order.
+    fd_sources: tuple[FdSource, ...] = ()
+
 
 @dataclass(slots=True, eq=False, repr=False)
 class Ticket:
-    """The allocations of one version on one device."""
+    """The allocations that one draft was given on one device."""
 
     id: int
     account: Account
-    version: Version
+    pool: Pool
+    #: Number of the version whose draft it was.
+    version: int
+    #: The user to whose quota it counts, whatever versions have its allocations later.
+    user: User
+    #: Share kind.
+    share: str
+    #: Whether the store has it.
+    durable: bool
     #: Bytes of each allocation, rounded to the granularity.
     sizes: tuple[int, ...]
-    #: Their sum.
-    nbytes: int
+    #: Those that the device does not have again, by number.
+    allocations: dict[int, Allocation] = field(init=False)
+    #: The sum of their bytes.
+    nbytes: int = field(init=False)
     state: MemoryState = MemoryState.PROMISED
-    #: One per allocation of the version's layout once this is allocated; ``b""`` for those on other devices.
+    #: One per size, once this is allocated.
     handles: tuple[bytes, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.allocations = {number: Allocation(self, number) for number in range(len(self.sizes))}
+        self.nbytes = sum(self.sizes)
+
+    @property
+    def label(self) -> str:
+        """The version whose draft it was, as ``name@number``."""
+        return f"{self.pool.name}@{self.version}"
+
+    @property
+    def descriptors_each(self) -> int:
+        """Descriptors of the broker that each allocation takes."""
+        return self.account.device.descriptors_of(self.share)
 
     @property
     def descriptors(self) -> int:
         """Descriptors of the broker that it takes."""
-        return len(self.sizes) * self.account.device.descriptors_of(self.version.share)
+        return len(self.allocations) * self.descriptors_each
 
     @property
     def stored(self) -> int:
         """Places of the store that it takes."""
-        return len(self.sizes) if self.version.durable else 0
+        return len(self.allocations) if self.durable else 0
+
+    @property
+    def used(self) -> bool:
+        """Whether a version has some of it."""
+        return any(allocation.versions for allocation in self.allocations.values())
+
+    @property
+    def versions(self) -> tuple[Version, ...]:
+        """The versions that have some of it, oldest first."""
+        found = {version for allocation in self.allocations.values() for version in allocation.versions}
+        return tuple(sorted(found, key=attrgetter("number")))
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Allocation:
+    """One piece of device memory, and the versions that have it; it is freed when none has it any more."""
+
+    ticket: Ticket
+    #: Its number in the ticket.
+    number: int
+    #: Oldest first; more than one if they share it.
+    versions: tuple[Version, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes, rounded to the granularity."""
+        return self.ticket.sizes[self.number]
+
+    @property
+    def id(self) -> AllocationId:
+        """What tells it from all others."""
+        return AllocationId(self.ticket.id, self.number)
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -561,11 +639,13 @@ class CreateWaiter:
     pool: Pool
     #: Share kind and durability are decided.
     body: Create
-    #: Sizes of its allocations on each device, rounded to the granularity.
+    #: Sizes of its new allocations on each device, rounded to the granularity.
     sizes: dict[Account, tuple[int, ...]]
     #: Their sums: the bytes that it takes of each device.
     nbytes: dict[Account, int]
     outline: Outline
+    #: The version that its own is to share memory with.
+    base: Version | None = None
     phase: Phase = Phase.TURN
     #: Whether it is in its user's queue: it could have the turn, and its user's quota has no room.
     parked: bool = False

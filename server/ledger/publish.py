@@ -67,6 +67,11 @@ def _check_stays(version: Version) -> None:
             f"{version.label} cannot be sealed in place: it is shared as {version.share}, and has"
             f" {len(version.replicas)} replicas, of which a reader has one; seal it, and attach to it"
         )
+    if any(each.ticket.version != version.number for each in version.allocations):
+        raise errors.Unsupported(
+            f"{version.label} cannot be sealed in place: it shares memory with an earlier one, which its writer does"
+            f" not have; seal it, and attach to it"
+        )
 
 
 def _serve(tables: Tables, version: Version) -> None:

@@ -23,25 +23,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 
 from msgspec import DecodeError, Meta, Struct, msgpack
-from msgspec.structs import astuple
 
 from cubroker.protocol.errors import CorruptJournal
 from cubroker.protocol.limits import Encoded, EventHandle, Handles, Mode, Name, Plan, Uuid
 from cubroker.protocol.messages import Digests
-from cubroker.server.ledger import invariants
+from cubroker.server.ledger import invariants, memory
 from cubroker.server.ledger.leases import FABRIC, opened_by
 from cubroker.server.ledger.lifecycle import accept_present
 from cubroker.server.ledger.model import (
     SESSION_FDS,
+    Allocation,
     IpcEvent,
     Lease,
     Loss,
     Past,
     Pool,
     PoolLock,
+    Replica,
     Session,
     Ticket,
     Version,
@@ -49,10 +50,14 @@ from cubroker.server.ledger.model import (
 from cubroker.server.ledger.tables import DirtyKey, Kind, Tables
 from cubroker.server.ledger.transitions import MemoryState, VersionState
 
-FORMAT = 3
-"""The format of everything below. Format 1 had no digests, and no owners of pools that have ended; 2 had no locks."""
+FORMAT = 4
+"""The format of everything below. Up to format 3 each version had the memory of its own in its entry. Format 1 had no
+digests, and no owners of pools that have ended; 2 had no locks."""
 
-READABLE = (1, 2, FORMAT)
+SHARES = 4
+"""The first format in which versions share memory, which has entries of its own."""
+
+READABLE = (1, 2, 3, FORMAT)
 """The formats that are read; any other is refused. What is written from then on has the newest."""
 
 PREFIX = b"l/"
@@ -71,6 +76,7 @@ Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Uid = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
 Words = Annotated[str, Meta(max_length=1 << 16)]
 Sizes = Annotated[tuple[Number, ...], Meta(max_length=4096)]
+P = TypeVar("P")
 T = TypeVar("T")
 
 # -- values: arrays, so the order of the fields is the format ------------------------------------------
@@ -120,16 +126,45 @@ class NameEntry(Entry, frozen=True):
     previous_owner: Uid | None = None
 
 
-class Piece(Entry, frozen=True):
-    """The memory of a version on one device."""
+class MemoryEntry(Entry, frozen=True):
+    """A ticket, by its number and the pool; which of its allocations are still there, the versions say."""
 
     device: Uuid
-    ticket: Number
+    uid: Uid
+    #: Number of the version whose draft was given it.
+    version: Number
+    share: Annotated[str, Meta(max_length=16)]
+    durable: bool
     sizes: Sizes
     handles: Handles
 
 
-class VersionEntry(Entry, frozen=True):
+class Source(Entry, frozen=True):
+    """Allocations of one ticket."""
+
+    ticket: Number
+    #: Empty: all.
+    numbers: Sizes
+
+
+class Piece(Entry, frozen=True):
+    """The memory of a version on one device, in the order of its layout."""
+
+    device: Uuid
+    sources: Annotated[tuple[Source, ...], Meta(max_length=4096)]
+
+
+class OwnPiece(Entry, frozen=True):
+    """The same up to format 3, when it was one ticket, and no other version had it."""
+
+    device: Uuid
+    ticket: Number
+    sizes: Sizes
+    #: One for each allocation of the layout; empty for those on other devices.
+    handles: Handles
+
+
+class VersionEntry(Entry, Generic[P], frozen=True):
     """What does not change of a published version, by number and name; the layout makes it large."""
 
     uid: Uid
@@ -141,7 +176,8 @@ class VersionEntry(Entry, frozen=True):
     durable: bool
     tensors: Number
     nbytes: Number
-    pieces: Annotated[tuple[Piece, ...], Meta(max_length=64)]
+    #: Up to format 3 :class:`OwnPiece`, now :class:`Piece`.
+    pieces: Annotated[tuple[P, ...], Meta(max_length=64)]
     layout: Encoded
 
 
@@ -226,6 +262,7 @@ def entries(tables: Tables) -> Iterator[tuple[DirtyKey, Entry]]:
         keys.append((Kind.SESSION, session.id, ""))
         keys += [(Kind.WATCH, session.id, name) for name in session.watches]
     keys += [(Kind.NAME, 0, name) for name in (*tables.past_names, *tables.pools)]
+    keys += [(Kind.MEMORY, ticket.id, ticket.pool.name) for ticket in tables.tickets.values()]
     for name, pool in tables.pools.items():
         keys += [(kind, number, name) for number in pool.versions for kind in (Kind.VERSION, Kind.STATE)]
     keys += [(Kind.LEASE, number, "") for number in tables.leases]
@@ -280,11 +317,29 @@ def _find_version(tables: Tables, name: str, number: int) -> Version | None:
     return None if pool is None else pool.versions.get(number)
 
 
-def _write_version(tables: Tables, number: int, name: str) -> VersionEntry | None:
+def _write_memory(tables: Tables, number: int, _: str) -> MemoryEntry | None:
+    ticket = tables.tickets.get(number)
+    if ticket is None or all(version.state in UNRECORDED for version in ticket.versions):
+        return None
+    return MemoryEntry(
+        ticket.account.device.uuid,
+        ticket.user.uid,
+        ticket.version,
+        ticket.share,
+        ticket.durable,
+        ticket.sizes,
+        ticket.handles,
+    )
+
+
+def _write_version(tables: Tables, number: int, name: str) -> VersionEntry[Piece] | None:
     version = _find_version(tables, name, number)
     if version is None or version.state in UNRECORDED:
         return None
-    pieces = tuple(Piece(uuid, ticket.id, ticket.sizes, ticket.handles) for uuid, ticket in version.replicas.items())
+    pieces = tuple(
+        Piece(uuid, tuple(Source(source.ticket, source.numbers) for source in replica.fd_sources))
+        for uuid, replica in version.replicas.items()
+    )
     copied: dict[str, Any] = {field: getattr(version, field) for field in _COPIED}
     return VersionEntry(uid=version.owner, pieces=pieces, **copied)
 
@@ -302,7 +357,7 @@ def _write_lease(tables: Tables, number: int, _: str) -> LeaseEntry | None:
         return None
     version, pieces = lease.version, list(lease.version.replicas.values())
     # Memory of another version is a mistake, which must not prevent the entry.
-    given = tuple(pieces.index(each) for each in lease.tickets if each in pieces)
+    given = tuple(pieces.index(each) for each in lease.replicas if each in pieces)
     return LeaseEntry(lease.session.id, version.pool.name, version.number, given, lease.bound, lease.unsent)
 
 
@@ -341,13 +396,17 @@ def load(tables: Tables, items: Iterable[tuple[bytes, bytes]]) -> Counters | Non
         )
     found = _decode(COUNTERS_KEY, values.pop(COUNTERS_KEY, b""), Counters)
     order = list(_CODECS)
-    loaded = dict(sorted((_read(*item) for item in values.items()), key=lambda e: (order.index(e[0][0]), e[0])))
+    read = dict(_read(*item, number) for item in values.items())
+    if number < SHARES:
+        read = _upgraded(tables, read)
+    loaded = dict(sorted(read.items(), key=lambda item: (order.index(item[0][0]), item[0])))
     tables.lease_ids.last, tables.event_ids.last = found.leases, found.events
     tables.ticket_ids.last, tables.last_session = found.tickets, found.sessions
     tables.lock_ids.last = found.locks
     tables.drained = found.drained
     for key, entry in loaded.items():
         _CODECS[key[0]].read(tables, key, entry)
+    _count_memory(tables)
     _repair(tables)
     accept_present(tables)
     tables.grandfathered_store = tables.stored
@@ -366,12 +425,36 @@ def _corrupt(key: bytes, reason: str) -> CorruptJournal:
     return CorruptJournal(f"the ledger's record is damaged at {key.decode('ascii', 'replace')}: {reason}")
 
 
-def _read(key: bytes, value: bytes) -> tuple[DirtyKey, Entry]:
+def _read(key: bytes, value: bytes, written: int) -> tuple[DirtyKey, Entry]:
     parts = _KEY.fullmatch(key)
     kind, number, name = (part.decode() for part in parts.groups()) if parts else ("", "", "")
     if kind not in _CODECS:
         raise _corrupt(key, "this build does not know what that is")
-    return (Kind(kind), int(number), name), _decode(key, value, _CODECS[Kind(kind)].shape)
+    older = written < SHARES and kind == Kind.VERSION
+    shape: type[Entry] = VersionEntry[OwnPiece] if older else _CODECS[Kind(kind)].shape
+    return (Kind(kind), int(number), name), _decode(key, value, shape)
+
+
+def _upgraded(tables: Tables, read: Mapping[DirtyKey, Entry]) -> dict[DirtyKey, Entry]:
+    """Return entries of an earlier format as this one has them; what becomes another is dirty."""
+    found: dict[DirtyKey, Entry] = {}
+    for key, entry in read.items():
+        if not isinstance(entry, VersionEntry):
+            found[key] = entry
+            continue
+        _, number, name = key
+        for piece in entry.pieces:
+            own = Kind.MEMORY, piece.ticket, name
+            if own in found:
+                raise _corrupt(encode_key(key), f"memory {piece.ticket} is another version's as well")
+            handles = tuple(filter(None, piece.handles))
+            found[own] = MemoryEntry(piece.device, entry.uid, number, entry.share, entry.durable, piece.sizes, handles)
+            tables.mark_dirty(*own)
+        pieces = tuple(Piece(piece.device, (Source(piece.ticket, ()),)) for piece in entry.pieces)
+        copied: dict[str, Any] = {field: getattr(entry, field) for field in _COPIED}
+        found[key] = VersionEntry(uid=entry.uid, pieces=pieces, **copied)
+        tables.mark_dirty(*key)
+    return found
 
 
 def _check(tables: Tables, before: Mapping[DirtyKey, Entry]) -> None:
@@ -421,19 +504,68 @@ def _read_name(tables: Tables, key: DirtyKey, entry: NameEntry) -> None:
         pool.owner, pool.group, pool.mode = entry.owner, entry.group, entry.mode
 
 
-def _read_version(tables: Tables, key: DirtyKey, entry: VersionEntry) -> None:
+def _read_memory(tables: Tables, key: DirtyKey, entry: MemoryEntry) -> None:
     _, number, name = key
-    pool, user = tables.pool(name), tables.user(entry.uid)
+    if number in tables.tickets:
+        raise _corrupt(encode_key(key), f"memory {number} is another pool's as well")
+    if len(entry.handles) != len(entry.sizes) or not entry.sizes:
+        raise _corrupt(encode_key(key), f"it has {len(entry.sizes)} sizes and {len(entry.handles)} handles")
+    account, user = tables.account(entry.device), tables.user(entry.uid)
+    ticket = Ticket(number, account, tables.pool(name), entry.version, user, entry.share, entry.durable, entry.sizes)
+    ticket.state, ticket.handles = MemoryState.HELD, entry.handles
+    tables.tickets[number] = account.tickets[number] = user.tickets[number] = ticket
+
+
+def _read_version(tables: Tables, key: DirtyKey, entry: VersionEntry[Piece]) -> None:
+    _, number, name = key
+    pool = tables.pool(name)
     copied: dict[str, Any] = {field: getattr(entry, field) for field in _COPIED}
-    version = pool.versions[number] = Version(pool=pool, number=number, user=user, **copied)
-    user.layouts += len(version.layout)
-    for device, ticket_id, sizes, handles in map(astuple, entry.pieces):
-        if ticket_id in tables.tickets:
-            raise _corrupt(encode_key(key), f"memory {ticket_id} is another version's as well")
-        account = tables.account(device)
-        ticket = Ticket(ticket_id, account, version, sizes, sum(sizes), MemoryState.HELD, handles)
-        version.replicas[device] = ticket
-        tables.tickets[ticket_id] = account.tickets[ticket_id] = user.tickets[ticket_id] = ticket
+    version = Version(pool=pool, number=number, user=tables.user(entry.uid), **copied)
+    for index, piece in enumerate(entry.pieces):
+        found = tuple(_find_memory(tables, version, piece))
+        mine = [version.plan is None or device == index for device in version.plan or (0,) * len(found)]
+        if None in found or sum(mine) != len(found):
+            _drop(tables, key, f"{name}@{number}, whose memory on {piece.device} is not there")
+            tables.drop_idle_user(version.user)
+            return
+        here = iter(found)
+        allocations = tuple(next(here) if each else None for each in mine)
+        version.replicas[piece.device] = Replica(tables.account(piece.device), allocations)
+    pool.versions[number] = version
+    version.user.layouts += len(version.layout)
+    memory.has(version, version.allocations)
+    memory.assemble(version)
+
+
+def _find_memory(tables: Tables, version: Version, piece: Piece) -> Iterator[Allocation | None]:
+    """Yield the allocations of a piece, None for one that is not there or that the version cannot have."""
+    for source in piece.sources:
+        ticket = tables.tickets.get(source.ticket)
+        if ticket is None or _lacks(version, ticket, piece):
+            yield None
+        else:
+            for number in source.numbers or tuple(ticket.allocations):
+                yield ticket.allocations.get(number)
+
+
+def _lacks(version: Version, ticket: Ticket, piece: Piece) -> bool:
+    """Whether a version cannot have memory of a ticket on the device of a piece."""
+    there = ticket.pool, ticket.account.device.uuid, ticket.share, ticket.durable
+    return there != (version.pool, piece.device, version.share, version.durable)
+
+
+def _count_memory(tables: Tables) -> None:
+    """Drop the allocations that no version has, which were being freed, and count the others."""
+    for ticket in tuple(tables.tickets.values()):
+        account, user = ticket.account, ticket.user
+        ticket.allocations = {each.number: each for each in ticket.allocations.values() if each.versions}
+        ticket.nbytes = sum(each.nbytes for each in ticket.allocations.values())
+        if not ticket.allocations:
+            _drop(tables, (Kind.MEMORY, ticket.id, ticket.pool.name), f"memory {ticket.id}, which no version has")
+            del tables.tickets[ticket.id], account.tickets[ticket.id], user.tickets[ticket.id]
+            tables.drop_idle_user(user)
+        if not account.tickets:
+            tables.absent.pop(account.device.uuid, None)
         account.allocated += ticket.nbytes
         user.memory += ticket.nbytes
         user.memory_descriptors += ticket.descriptors
@@ -512,7 +644,8 @@ class _Codec(NamedTuple):
 _CODECS: Mapping[Kind, _Codec] = {
     Kind.SESSION: _Codec(SessionEntry, _write_session, _read_session),
     Kind.NAME: _Codec(NameEntry, _write_name, _read_name),
-    Kind.VERSION: _Codec(VersionEntry, _write_version, _read_version),
+    Kind.MEMORY: _Codec(MemoryEntry, _write_memory, _read_memory),
+    Kind.VERSION: _Codec(VersionEntry[Piece], _write_version, _read_version),
     Kind.STATE: _Codec(StateEntry, _write_state, _read_state),
     Kind.LEASE: _Codec(LeaseEntry, _write_lease, _read_lease),
     Kind.EVENT: _Codec(EventEntry, _write_event, _read_event),

@@ -17,6 +17,7 @@ from cubroker.server.ledger.model import (
     Past,
     Pool,
     PoolLock,
+    Replica,
     Session,
     Ticket,
     User,
@@ -45,6 +46,7 @@ class Kind(StrEnum):
     SESSION = "session"
     WATCH = "watch"
     NAME = "name"
+    MEMORY = "memory"
     VERSION = "version"
     STATE = "state"
     LEASE = "lease"
@@ -150,8 +152,8 @@ class Tables:
 
         #: What processes refer to beyond leases, by uid.
         self.footprints: dict[int, Footprint] = {}
-        #: (uid, ticket) of the leases that ended during the scan of processes; None: there is no scan.
-        self.ended_in_scan: set[tuple[int, int]] | None = None
+        #: Users and memory of the leases that ended during the scan of processes; None: there is no scan.
+        self.ended_in_scan: list[tuple[int, Replica]] | None = None
 
     def lends(self, *, durable: bool) -> bool:
         """Whether new leases are granted, on ``durable`` memory or on other."""

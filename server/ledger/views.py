@@ -6,12 +6,31 @@ from collections import Counter
 
 from cubroker.protocol import limits, messages
 from cubroker.protocol.errors import Denied, NotFound
-from cubroker.protocol.infos import NOBODY, BlockInfo, ClientInfo, DeviceInfo, LeaseInfo, Line, PoolInfo, WaiterInfo
+from cubroker.protocol.infos import (
+    NOBODY,
+    BlockInfo,
+    ClientInfo,
+    DeviceInfo,
+    LeaseInfo,
+    Line,
+    PoolInfo,
+    SharingInfo,
+    WaiterInfo,
+)
 from cubroker.protocol.messages import BY_DESCRIPTOR
 from cubroker.server.ledger import memory
 from cubroker.server.ledger.access import can_read, can_read_history, can_see_session
 from cubroker.server.ledger.leases import check_readable, opened_by
-from cubroker.server.ledger.model import AttachWaiter, CreateWaiter, EventWaiter, LockWaiter, Session, Version, Waiter
+from cubroker.server.ledger.model import (
+    AttachWaiter,
+    CreateWaiter,
+    EventWaiter,
+    LockWaiter,
+    Session,
+    Ticket,
+    Version,
+    Waiter,
+)
 from cubroker.server.ledger.publish import find
 from cubroker.server.ledger.tables import Tables
 from cubroker.server.ledger.transitions import MemoryState, VersionState
@@ -77,7 +96,7 @@ def describe(tables: Tables, session: Session, body: messages.Describe) -> messa
         NotFound, Retired: there is no such version, or not any more.
     """
     version = _readable(tables, session, body)
-    return messages.Description(_pool(version), version.layout, version.plan)
+    return messages.Description(_pool(version), version.layout, version.plan, _sharing(version))
 
 
 def list_digests(tables: Tables, session: Session, body: messages.ListDigests) -> messages.DigestList:
@@ -108,19 +127,33 @@ def _blocks(tables: Tables, session: Session) -> tuple[BlockInfo, ...]:
     """Return each piece of memory whose pool ``session`` may see, then of each device the sum of all others."""
     seen, hidden = [], Counter[tuple[str, str]]()
     for ticket in tables.tickets.values():
-        device, version, stage = ticket.account.device.uuid, ticket.version, STAGES.get(ticket.state)
-        if stage is None or device not in tables.accounts:  # after a mistake, memory that is gone may still be there
+        device, pool = ticket.account.device.uuid, ticket.pool
+        if ticket.state not in STAGES or device not in tables.accounts:  # after a mistake, it may be gone
             continue
-        if can_read(tables, session, version.pool):
-            state, nbytes = _state(version), ticket.nbytes
-            seen.append(BlockInfo(device, version.pool.name, version.number, state, stage, nbytes, version.owner))
-        else:
-            hidden[device, stage] += ticket.nbytes
+        for (version, stage), nbytes in _parts(ticket).items():
+            if can_read(tables, session, pool):
+                known = pool.versions.get(version)
+                state = VersionState.ENDED.value if known is None else _state(known)
+                seen.append(BlockInfo(device, pool.name, version, state, stage, nbytes, ticket.user.uid))
+            else:
+                hidden[device, stage] += nbytes
     others = [
         BlockInfo(device, "", 0, VersionState.CURRENT.value, stage, nbytes, NOBODY)
         for (device, stage), nbytes in hidden.items()
     ]
     return (*seen, *others)
+
+
+def _parts(ticket: Ticket) -> Counter[tuple[int, str]]:
+    """Return the bytes of a ticket by the oldest version that has them, or else had them first, and by stage."""
+    parts = Counter[tuple[int, str]]()
+    for allocation in ticket.allocations.values():
+        state = ticket.state
+        if state is MemoryState.HELD and not allocation.versions:
+            state = MemoryState.FREEING
+        version = allocation.versions[0].number if allocation.versions else ticket.version
+        parts[version, STAGES[state]] += allocation.nbytes
+    return parts
 
 
 def _waiters(tables: Tables, session: Session) -> tuple[WaiterInfo, ...]:
@@ -183,7 +216,20 @@ def _pool(version: Version) -> PoolInfo:
         opened_by=opened_by(version),
         protected=version.share in BY_DESCRIPTOR and not version.writable,
         digest=version.digests.algorithm if version.digests else "",
+        memory=sum(allocation.nbytes for allocation in version.allocations),
+        shared=sum(each.nbytes for each in version.allocations if each.versions[0] is not version),
     )
+
+
+def _sharing(version: Version) -> tuple[SharingInfo, ...]:
+    """Return what a version shares with each other one, oldest first."""
+    allocations, nbytes = Counter[int](), Counter[int]()
+    for allocation in version.allocations:
+        for other in allocation.versions:
+            allocations[other.number] += 1
+            nbytes[other.number] += allocation.nbytes
+    others = sorted(allocations.keys() - {version.number})
+    return tuple(SharingInfo(other, allocations[other], nbytes[other]) for other in others)
 
 
 def tell(tables: Tables, session: Session, body: messages.Tell) -> messages.Story:

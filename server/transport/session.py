@@ -50,8 +50,8 @@ class FdTransfer:
 
     Args:
         lease: whose descriptors they are.
-        tickets: the tickets and multicast groups whose descriptors are sent, in order.
-        descriptors: the descriptors of every ticket and group.
+        sources: the tickets and multicast groups whose descriptors are sent, in order, and which: by number, or all.
+        descriptors: the descriptors of every ticket and group, by number.
         rebound: whether they belong to the lease's ``Rebound``, and not to the reply that granted it.
         readers: the driver that lends descriptors for reading in place of these; None for those who may write.
     """
@@ -59,8 +59,8 @@ class FdTransfer:
     def __init__(
         self,
         lease: int,
-        tickets: Iterable[int],
-        descriptors: Mapping[int, tuple[int, ...]],
+        sources: Iterable[tuple[int, Sequence[int]]],
+        descriptors: Mapping[int, Mapping[int, int]],
         *,
         rebound: bool = False,
         readers: ReadersDriver | None = None,
@@ -70,7 +70,7 @@ class FdTransfer:
         self._readers = readers
         self._descriptors = descriptors
         self._first = 0
-        self._places = ((ticket, place) for ticket in tickets for place in range(len(descriptors[ticket])))
+        self._places = ((ticket, place) for ticket, numbers in sources for place in numbers or descriptors[ticket])
         self._next = list(islice(self._places, MAX_DESCRIPTORS))
 
     def packet(self) -> tuple[bytes, list[int]] | None:

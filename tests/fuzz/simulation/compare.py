@@ -24,10 +24,12 @@ class Pair:
         self.model.store = store
         self.kept: dict[bytes, bytes] = {}  # the record, as it was committed change by change
         self.under_way: list[Block] = []  # asked for and not reported
-        self.to_free: list[Block] = []  # to be freed and not reported
+        self.to_free: list[tuple[Block, tuple[int, ...]]] = []  # to be freed and not reported
         self.to_bind: list[MulticastGroup] = []  # asked for and not reported
         self.to_unbind: list[MulticastGroup] = []
-        self.handed: dict[tuple[int, int], set[int]] = {}  # tickets and groups whose descriptors a session may be sent
+        #: allocations of tickets and groups whose descriptors a session may be sent
+        self.handed: dict[tuple[int, int], set[tuple[int, int]]] = {}
+        self.counts: dict[int, int] = {}  # allocations of each ticket
 
     def admits(self, uid: int, *, verified: bool) -> bool:
         """Whether a user may open one more session, by both."""
@@ -68,8 +70,12 @@ class Pair:
                 assert lent == before.lease_grant(lease.session.id, lease.id)
         restart.restart(self.model, devices, limits, policy, store)
         assert bool(self.ledger.drain_reason) == self.model.drained
-        held = {(block.ticket, block.device, block.sizes, block.version.body.durable) for block in self.model.blocks}
-        assert {(held.ticket, held.device, held.sizes, held.durable) for held in self.ledger.held_memory()} == held
+        held = [
+            (block.ticket, block.device, {cell.index: cell.nbytes for cell in block.cells}, block.version.body.durable)
+            for block in self.model.blocks
+        ]
+        found = [(held.ticket, held.device, held.sizes, held.durable) for held in self.ledger.held_memory()]
+        assert sorted(found, key=repr) == sorted(held, key=repr)
         holders = [self.ledger.holder(session.session) for session in self.ledger.sessions()]
         joined = {holder.session: not holder.connected for holder in holders if holder is not None}
         assert joined == {session.id: not session.connected for session in self.model.sessions}
@@ -120,16 +126,20 @@ class Pair:
             allocates.remove(allocate)
             assert allocate.sizes == block.sizes
             block.ticket = allocate.ticket
+            self.counts[block.ticket] = len(block.sizes)
             self.under_way.append(block)
-        frees = [(effect.ticket, effect.device) for effect in effects if isinstance(effect, e.Free)]
-        assert sorted(frees) == sorted((block.ticket, block.device) for block in expected.frees)
+        frees = [(free.ticket, free.device, free.numbers) for free in effects if isinstance(free, e.Free)]
+        assert sorted(frees) == sorted(
+            (block.ticket, block.device, () if len(numbers) == len(block.sizes) else numbers)
+            for block, numbers in expected.frees
+        )
         self.to_free += expected.frees
 
     def _multicast_groups(self, expected: Expected, effects: list[e.Effect]) -> None:
         binds = [effect for effect in effects if isinstance(effect, e.BindMulticast)]
         assert len(binds) == len(expected.bound)
         for effect, group in zip(binds, expected.bound, strict=True):
-            blocks = self.model.in_order(group.version)
+            blocks = [cell.block for home in group.version.homes for cell in home.cells[:1] if cell]
             assert effect.members == tuple((block.device, block.ticket) for block in blocks)
             assert {effect.sizes} == {block.sizes for block in blocks}
             assert effect.group not in [block.ticket for block in self.model.blocks]
@@ -144,31 +154,32 @@ class Pair:
             for block in self.model.blocks
             if block.version is group.version
         ]
-        assert not [block for block in bound if block in self.to_free], "memory is freed that is still bound"
+        assert not [block for block, _ in self.to_free if block in bound], "memory is freed that is still bound"
 
     def _descriptors(self, expected: Expected, effects: list[e.Effect]) -> None:
         """What is handed over comes before the answer, and stays until it is withdrawn; all of a lease, or nothing."""
         handed = [effect for effect in effects if isinstance(effect, e.SendFds)]
-        assert sorted((o.session, o.lease, o.tickets, o.group, o.writable) for o in handed) == sorted(
+        assert sorted((o.session, o.lease, o.sources, o.group, o.writable) for o in handed) == sorted(
             (
                 lease.session.id,
                 lease.id,
-                tuple((b.device, b.ticket) for b in blocks),
+                self.model.sources(lease, homes),
                 group.id if group else 0,
                 lease.version.body.writable or lease.version.state == "draft",
             )
-            for lease, blocks, group in expected.handed
+            for lease, homes, group in expected.handed
         )
         withdrawn = [(effect.session, effect.lease) for effect in effects if isinstance(effect, e.CancelFds)]
         assert sorted(withdrawn) == sorted(expected.withdrawn)
         rebound: set[tuple[int, int]] = set()
         for effect in effects:
             match effect:
-                case e.SendFds(session, lease, tickets, group, again):
+                case e.SendFds(session, lease, sources, group, again):
                     known = self.handed.setdefault((session, lease), set())
                     assert again == bool(known), "descriptors of a lease again, and nobody says why"
                     assert again == ((session, lease) in rebound)
-                    known |= {ticket for _, ticket in tickets} | {group}
+                    known |= {(s.ticket, n) for s in sources for n in s.numbers or range(self.counts[s.ticket])}
+                    known.add((group, 0))
                 case e.Notify(session, m.Rebound(lease)):
                     rebound.add((session, lease))
                 case e.CancelFds(session, lease):
@@ -177,8 +188,11 @@ class Pair:
                     handles = {handle for replica in body.replicas for handle in replica.handles}
                     assert (m.DESCRIPTOR in handles) == ((session, body.lease) in self.handed)
                     assert m.DESCRIPTOR not in handles or handles <= {m.DESCRIPTOR, b""}
-                case e.Free(ticket) | e.UnbindMulticast(ticket):
-                    assert not any(ticket in tickets for tickets in self.handed.values())
+                case e.Free(ticket, _, numbers):
+                    going = {(ticket, number) for number in numbers or range(self.counts[ticket])}
+                    assert all(going.isdisjoint(known) for known in self.handed.values())
+                case e.UnbindMulticast(group):
+                    assert not any((group, 0) in known for known in self.handed.values())
 
     def _timers(self, expected: Expected, effects: list[e.Effect]) -> None:
         timers = [effect for effect in effects if isinstance(effect, e.SetTimer)]

@@ -7,7 +7,18 @@ from cubroker.protocol import messages as m
 from cubroker.protocol.layout import Outline
 from cubroker.server.ledger import Budget, Limits
 from cubroker.server.ledger.policy import Policy, Quota
-from tests.fuzz.simulation.records import Block, Lease, Lock, MulticastGroup, Request, Session, Signal, Version
+from tests.fuzz.simulation.records import (
+    Block,
+    Cell,
+    Home,
+    Lease,
+    Lock,
+    MulticastGroup,
+    Request,
+    Session,
+    Signal,
+    Version,
+)
 
 
 class Facts:
@@ -50,8 +61,13 @@ class Facts:
     def drafted(self, name: str) -> bool:
         return any(version.state in ("allocating", "draft") for version in self.of(name))
 
-    def blocks_of(self, version: Version) -> list[Block]:
-        return [block for block in self.blocks if block.version is version and block.state in ("wanted", "held")]
+    @staticmethod
+    def cells_of(version: Version) -> list[Cell]:
+        return [cell for home in version.homes for cell in home.cells if cell is not None]
+
+    def having(self, cell: Cell) -> list[Version]:
+        """The versions that have an allocation, oldest first."""
+        return sorted((v for v in self.versions if cell in self.cells_of(v)), key=lambda version: version.number)
 
     def group_of(self, version: Version) -> MulticastGroup | None:
         return next((group for group in self.multicast_groups if group.version is version), None)
@@ -73,7 +89,7 @@ class Facts:
             return ""
         if version.body.share == "ipc":
             return "handle"
-        handles = [handle for block in self.blocks_of(version) for handle in block.handles]
+        handles = [cell.handle for cell in self.cells_of(version)]
         return "descriptor" if m.DESCRIPTOR in handles else "fabric handle"
 
     def keeps(self, session: Session) -> bool:
@@ -90,7 +106,7 @@ class Facts:
         return [request for request in self.requests if isinstance(request.body, m.Create)]
 
     def room(self, uuid: str) -> int:
-        return self.most(uuid) - sum(sum(block.sizes) for block in self.blocks if block.device == uuid)
+        return self.most(uuid) - sum(block.nbytes for block in self.blocks if block.device == uuid)
 
     def most(self, uuid: str) -> int:
         """The budget of a device, without what failed allocations left there."""
@@ -144,7 +160,7 @@ class Facts:
         return self.policy.quotas.get(uid, self.policy.quota)
 
     def memory_of(self, uid: int) -> int:
-        blocks = sum(sum(block.sizes) for block in self.blocks if block.version.owner == uid)
+        blocks = sum(block.nbytes for block in self.blocks if block.version.owner == uid)
         return blocks + sum(
             self.total(request) for request in self.requests if request.waits == "room" and request.session.uid == uid
         )
@@ -161,7 +177,7 @@ class Facts:
     def descriptors_of(self, uid: int) -> int:
         found = 2 * sum(session.uid == uid for session in self.sessions)
         blocks = (block for block in self.blocks if block.version.owner == uid)
-        found += sum(self.pieces(block.device, block.version.body.share) * len(block.sizes) for block in blocks)
+        found += sum(self.pieces(block.device, block.version.body.share) * len(block.cells) for block in blocks)
         waiting = [r for r in self.requests if r.version is None and r.session.uid == uid]
         return found + sum(self.descriptors(request) for request in waiting if isinstance(request.body, m.Create))
 
@@ -174,7 +190,7 @@ class Facts:
 
     def stored(self) -> int:
         """Places of the store that are taken, or set aside for creates that wait."""
-        blocks = sum(len(block.sizes) for block in self.blocks if block.version.body.durable)
+        blocks = sum(len(block.cells) for block in self.blocks if block.version.body.durable)
         waiting = [request for request in self.creates() if request.version is None]
         return 2 * len(self.sessions) + blocks + sum(map(self.durable_pieces, waiting))
 
@@ -197,19 +213,43 @@ class Facts:
         return sum(sum(self.sizes(request.body, request.layout, uuid)) for uuid in request.body.devices)
 
     def sizes(self, body: m.Create, layout: Outline, uuid: str) -> tuple[int, ...]:
-        """What a create takes on one of its devices: all that it has, or what its plan puts there."""
+        """What a create takes on one of its devices: of what it has or its plan puts there, what is no base's."""
         sizes = [-(-size // (2 << 20)) * (2 << 20) for size in layout.allocations]
-        if body.plan is None:
-            return tuple(sizes)
-        return tuple(size for size, where in zip(sizes, body.plan, strict=True) if body.devices[where] == uuid)
+        return tuple(
+            size
+            for number, size in enumerate(sizes)
+            if (body.plan is None or body.devices[body.plan[number]] == uuid)
+            and (body.base is None or body.base.allocations[number] is None)
+        )
 
-    def replica(self, block: Block) -> m.Replica:
-        """A block as it travels: with nothing for the allocations that are on other devices."""
-        body, handles = block.version.body, list(block.handles)
-        if body.plan is None:
-            return m.Replica(block.device, block.handles)
-        here = [body.devices[where] == block.device for where in body.plan]
-        return m.Replica(block.device, tuple(handles.pop(0) if mine else b"" for mine in here))
+    def replica(self, home: Home) -> m.Replica:
+        """A home as it travels: with nothing for the allocations that are on other devices."""
+        by_descriptor = m.DESCRIPTOR in {cell.handle for cell in self.cells_of(home.version)}
+        handles = [cell.handle if cell else b"" for cell in home.cells]
+        if by_descriptor:
+            handles = [handle and m.DESCRIPTOR for handle in handles]
+        return m.Replica(home.device, tuple(handles))
+
+    def written(self, home: Home) -> m.Replica:
+        """The same for the writer of a draft: with nothing for what is its base's."""
+        whole = self.replica(home).handles
+        pairs = zip(whole, home.cells, strict=True)
+        handles = tuple(handle if cell and cell.block.version is home.version else b"" for handle, cell in pairs)
+        return m.Replica(home.device, handles)
+
+    def sources(self, lease: Lease, homes: list[Home]) -> tuple[tuple[str, int, tuple[int, ...]], ...]:
+        """Where the descriptors come from: runs of allocations of the same ticket."""
+        runs: list[tuple[Block, list[int]]] = []
+        for home in homes:
+            fresh = True
+            for cell in home.cells:
+                if cell is None or (lease.version.state == "draft" and cell.block.version is not lease.version):
+                    continue
+                if fresh or runs[-1][0] is not cell.block:
+                    runs.append((cell.block, []))
+                runs[-1][1].append(cell.index)
+                fresh = False
+        return tuple((b.device, b.ticket, () if i == list(range(len(b.sizes))) else tuple(i)) for b, i in runs)
 
     @staticmethod
     def full(used: int, limit: int | None) -> bool:
@@ -242,7 +282,17 @@ class Facts:
             self.opened_by(version),
             body.share in ("vmm", "multicast") and not body.writable,
             version.digests.algorithm if version.digests else "",
+            sum(cell.nbytes for cell in self.cells_of(version)),
+            sum(cell.nbytes for cell in self.cells_of(version) if self.having(cell)[0] is not version),
         )
+
+    def sharing(self, version: Version) -> tuple[infos.SharingInfo, ...]:
+        found = []
+        for other in sorted(self.of(version.name), key=lambda other: other.number):
+            both = [cell for cell in self.cells_of(other) if cell in self.cells_of(version)]
+            if both and other is not version:
+                found.append(infos.SharingInfo(other.number, len(both), sum(cell.nbytes for cell in both)))
+        return tuple(found)
 
     def client(self, asking: Session, session: Session) -> infos.ClientInfo:
         state = "connected" if session.connected else "detached"
@@ -253,7 +303,7 @@ class Facts:
 
     def device(self, device: Budget) -> infos.DeviceInfo:
         allocated, promised = (
-            sum(sum(block.sizes) for block in self.blocks if block.device == device.uuid and block.state in states)
+            sum(block.nbytes for block in self.blocks if block.device == device.uuid and block.state in states)
             for states in (("held", "freeing"), ("wanted", "unwanted"))
         )
         allocated += self.lost[device.uuid]

@@ -88,6 +88,7 @@ WEIGHTS = {
     "attach": 32,
     "create": 36,
     "shard": 12,
+    "update": 24,
     "seal": 24,
     "seal_in_place": 4,
     "set_layout": 4,
@@ -234,6 +235,38 @@ class Play:
         body = m.Create(*head, None, places, _writable(share), self._durable(kind, share))
         self.ask(self.user(session), body, made)
 
+    def update(self, session: int, number: int, keep: int, more: int, wait: int, odd: int, mode: int, _: int) -> None:
+        """Create a version that has some of a published one's memory; in rare cases what that cannot be."""
+        published = [v for v in self.pair.model.versions if v.state in ("current", "superseded", "retired")]
+        fit = [v for v in published if not v.body.writable and v.body.share != "multicast"] or published
+        if not fit:
+            return
+        base = fit[number % len(fit)]
+        body, sizes, plan = base.body, list[int](), list[int]()
+        kept: list[int | None] = []
+        for index, size in enumerate(base.layout.allocations):
+            what = keep >> 2 * index & 3
+            if what or not index:  # the first stays, or another takes its place
+                sizes.append(size + (odd % 41 == 0) * 4 * MIB)
+                kept.append(None if what == 1 else index + (odd % 43 == 0))
+                plan.append(body.plan[index] if body.plan else 0)
+        for _ in range(more % 3):
+            sizes.append((256, 2 * MIB, 3 * MIB)[more // 3 % 3])
+            kept.append(0 if odd % 37 == 0 else None)
+            plan.append(more // 9 % len(body.devices))
+        made, encoded = layout(tuple(sizes))
+        share = choose((("auto", body.share), SHARES[0]), odd)
+        where = m.Where("GPU-0") if odd % 29 == 0 else None
+        durable = None if odd % 3 else bool(body.durable) != (odd % 31 == 0)
+        devices = body.devices[::-1] if odd % 23 == 0 else body.devices
+        wanted = m.Base(base.number + (odd % 19 == 0), tuple(kept) + (None,) * (odd % 17 == 0))
+        head = body.name, encoded, devices, share, choose(WAITS, wait), where, choose(MODES, mode)
+        sharded = tuple(plan) if body.plan and odd % 13 else None
+        asked = m.Create(*head, sharded, odd % 11 == 0, durable, wanted)
+        holders = [lease.session.id for lease in self.pair.model.leases if lease.version is base]
+        user = holders[session % len(holders)] if holders and session % 5 else self.user(session)
+        self.ask(user, asked, made)
+
     def _durable(self, share: str, number: int) -> bool | None:
         """Whether a create is to be durable, if it says so; in rare cases although it cannot be."""
         if number // 80 % 4 == 0:
@@ -258,8 +291,8 @@ class Play:
     def _digested(self, lease: int) -> m.SealDigested:
         """Seal with digests that fit what the lease is on; in rare cases with such as do not."""
         found = [each.version for each in self.pair.model.leases if each.id == lease]
-        blocks = [block for version in found for block in self.pair.model.blocks_of(version)]
-        rows = [tuple(map(digest, self.pair.model.replica(block).handles)) for block in blocks]
+        homes = [home for version in found for home in version.homes]
+        rows = [tuple(map(digest, self.pair.model.replica(home).handles)) for home in homes]
         if self.requests % 19 == 0:
             rows = [row[1:] for row in rows]
         return m.SealDigested(lease, m.Digests("cubroker-128-1", tuple(rows)))
@@ -401,16 +434,16 @@ class Play:
     def freed(self, number: int, *_: int) -> None:
         """Report a free: in any order, also before the outcome of its allocation, which then never comes."""
         if self.pair.to_free:
-            block = self.pair.to_free.pop(number % len(self.pair.to_free))
+            block, numbers = self.pair.to_free.pop(number % len(self.pair.to_free))
             if block in self.pair.under_way:
                 self.pair.under_way.remove(block)
-            self.tell(e.Freed(block.ticket))
+            self.tell(e.Freed(block.ticket, () if len(numbers) == len(block.sizes) else numbers))
 
     def bound(self, number: int, how: int, *_: int) -> None:
         if self.pair.to_bind:
             group = self.pair.to_bind.pop(number % len(self.pair.to_bind))
             if how % 3:
-                sizes = tuple(2 * size for block in self.pair.model.in_order(group.version)[:1] for size in block.sizes)
+                sizes = tuple(2 * cell.nbytes for cell in group.version.homes[0].cells if cell)
                 self.tell(e.MulticastBound(group.id, "multicast", "it works", sizes, tuple(range(len(sizes)))))
             else:
                 self.tell(e.MulticastBound(group.id, "copies", "no slots left"))
@@ -439,7 +472,9 @@ class Play:
     def vanish(self, number: int, *_: int) -> None:
         """Report memory that cannot be reached, of any version but those that wait for theirs."""
         blocks = [block for block in self.pair.model.blocks if block.state in ("held", "freeing")]
-        blocks = [block for block in blocks if block.version.state != "allocating"]
+        allocating = [v for v in self.pair.model.versions if v.state == "allocating"]
+        waited = [cell.block for version in allocating for cell in self.pair.model.cells_of(version)]
+        blocks = [block for block in blocks if block not in waited]
         if blocks:
             self.tell(e.MemoryLost(blocks[number % len(blocks)].ticket, "it was taken away"))
 

@@ -178,8 +178,8 @@ def _finish(ledger: Ledger) -> None:
                     todo.append(e.MulticastBound(group, "copies", ""))
                 case e.UnbindMulticast(group):
                     todo.append(e.MulticastUnbound(group))
-                case e.Free(ticket):
-                    todo.append(e.Freed(ticket))
+                case e.Free(ticket, _, numbers):
+                    todo.append(e.Freed(ticket, numbers))
         ledger.check()
     assert not ledger.held_memory()
     assert not _states(ledger.snapshot())

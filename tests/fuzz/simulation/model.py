@@ -20,7 +20,9 @@ from tests.fuzz.simulation import draining, locks, restart
 from tests.fuzz.simulation.facts import Facts
 from tests.fuzz.simulation.records import (
     Block,
+    Cell,
     Expected,
+    Home,
     Lease,
     MulticastGroup,
     Refusal,
@@ -159,7 +161,7 @@ class Model(Facts):
             case m.Describe():
                 self.permit("r", session, body.name)
                 version = self.find(session, body.name, body.version)
-                return m.Description(self.info(version), version.body.layout, version.body.plan)
+                return m.Description(self.info(version), version.body.layout, version.body.plan, self.sharing(version))
             case m.ListDigests():
                 self.permit("r", session, body.name)
                 version = self.find(session, body.name, body.version)
@@ -209,7 +211,8 @@ class Model(Facts):
         current = self.current(body.name)
         if body.attach is not None and current is not None:
             return self.lease(session, number, current, body.attach)
-        body = self.decided(body, layout)
+        base = self.base_of(session, body)
+        body = self.decided(body, layout, base)
         draining.check(self, durable=bool(body.durable))
         self.name(body.name)
         if body.share not in ("ipc", "vmm", "multicast"):
@@ -229,6 +232,8 @@ class Model(Facts):
             raise Refusal("not_found")
         if body.attach and body.attach.device and not {body.attach.device, *body.attach.peers} & known:
             raise Refusal("not_found")
+        if base is not None:
+            self.check_base(body, layout, base)
         for device in self.devices:
             if device.uuid in body.devices and sum(self.sizes(body, layout, device.uuid)) > self.most(device.uuid):
                 raise Refusal("over_budget")
@@ -254,9 +259,52 @@ class Model(Facts):
             self.refuse(request, reason if request.waits == "turn" else "over_budget")
         return None
 
-    def decided(self, body: m.Create, layout: Outline) -> m.Create:
-        """What a create leaves to the broker: ``vmm`` where it can be, durable where half the store has room."""
+    def base_of(self, session: Session, body: m.Create) -> Version | None:
+        """The version with which a create's may share memory: current, or leased by the session."""
+        if body.base is None:
+            return None
+        if body.attach is not None:
+            raise Refusal("invalid")
+        self.permit("r", session, body.name)
+        base = self.find(session, body.name, body.base.version)
+        if base.state == "lost":
+            raise Refusal("unavailable")
+        leased = any((lease.session, lease.version) == (session, base) for lease in self.leases)
+        if base.state in ("allocating", "draft") or not (base.state == "current" or leased):
+            raise Refusal("invalid")
+        return base
+
+    def check_base(self, body: m.Create, layout: Outline, base: Version) -> None:
+        assert body.base is not None
+        one, other = body, base.body
+        if "multicast" in (one.share, other.share) or one.writable or other.writable:
+            raise Refusal("unsupported")
+        if (one.share, one.devices) != (other.share, other.devices) or bool(one.durable) != bool(other.durable):
+            raise Refusal("unsupported")
+        if (one.plan is None) != (other.plan is None):
+            raise Refusal("unsupported")
+        kept = [number for number in body.base.allocations if number is not None]
+        if len(body.base.allocations) != len(layout.allocations) or len(set(kept)) != len(kept):
+            raise Refusal("invalid")
+        for new, number in enumerate(body.base.allocations):
+            if number is None:
+                continue
+            if number >= len(base.layout.allocations):
+                raise Refusal("invalid")
+            sizes = layout.allocations[new], base.layout.allocations[number]
+            here, there = (-(-size // (2 << 20)) for size in sizes)
+            if here != there or (one.plan and other.plan and one.plan[new] != other.plan[number]):
+                raise Refusal("invalid")
+
+    def decided(self, body: m.Create, layout: Outline, base: Version | None) -> m.Create:
+        """What a create leaves to the broker: ``vmm`` where it can be, durable where half the store has room.
+
+        An update leaves it to its base.
+        """
         share, durable = body.share, body.durable
+        if base is not None:
+            share = base.body.share if share == "auto" else share
+            durable = base.body.durable if durable is None else durable
         if share == "auto":
             able = {device.uuid: device.vmm for device in self.devices}
             usual = {"auto": "vmm" if all(able.get(uuid, True) for uuid in body.devices) else "ipc"}
@@ -314,7 +362,7 @@ class Model(Facts):
         if isinstance(body, m.SealDigested | m.SealInPlace) and body.digests is not None:
             if version.body.writable:
                 raise Refusal("unsupported")
-            handles = [self.replica(block).handles for block in self.blocks_of(version)]
+            handles = [self.replica(home).handles for home in version.homes]
             if body.digests.replicas != tuple(tuple(digest(handle) for handle in row) for row in handles):
                 raise Refusal("invalid")
             version.digests = body.digests
@@ -378,13 +426,13 @@ class Model(Facts):
         if not self.owned(session, version.name, where.owners):
             raise Refusal("denied")
         draining.check(self, durable=bool(version.body.durable))
-        blocks = self.blocks_of(version)
-        if uuid is None and len(blocks) > 1 and version.body.plan is None:
+        homes = list(version.homes)
+        if uuid is None and len(homes) > 1 and version.body.plan is None:
             raise Refusal("invalid")
         if uuid is not None:
             places = (uuid, *peers) if version.body.plan is None else (uuid,)
-            blocks = [block for place in places for block in blocks if block.device == place][:1]
-        if not blocks:
+            homes = [home for place in places for home in homes if home.device == place][:1]
+        if not homes:
             raise Refusal("not_found")
         self.check_leases(session)
         group, told, through = self.group_of(version), self.told(version), None
@@ -393,15 +441,15 @@ class Model(Facts):
             if group.how == "multicast":
                 through, told = group, m.Team(group.how, group.why, group.sizes)
             elif group.how == "copies":
-                blocks += [block for block in self.in_order(version) if block not in blocks]
-        self.give(session, number, version, blocks, through, bound=bound)
+                homes += [home for home in version.homes if home not in homes]
+        self.give(session, number, version, homes, through, bound=bound)
         self.out.answers[session.id, number] = m.Attached(
             0,
             version.name,
             version.number,
             version.body.share,
             version.body.layout,
-            tuple(map(self.replica, blocks)),
+            tuple(map(self.replica, homes)),
             version.body.writable,
             told,
         )
@@ -411,19 +459,19 @@ class Model(Facts):
         session: Session,
         number: int,
         version: Version,
-        blocks: list[Block],
+        homes: list[Home],
         group: MulticastGroup | None = None,
         *,
         bound: bool,
     ) -> None:
-        lease = Lease(session, version, blocks[0], bound)
+        lease = Lease(session, version, homes[0], bound)
         self.leases.append(lease)
         self.out.leases[session.id, number] = lease
-        if version.body.share != "ipc":
+        if version.body.share != "ipc" and self.sources(lease, homes):
             if self.opened_by(version) == "fabric handle":
-                lease.unsent = blocks
+                lease.unsent = homes
             else:
-                self.out.handed.append((lease, blocks, group))
+                self.out.handed.append((lease, homes, group))
 
     def send_descriptors(self, lease: Lease) -> m.Done:
         if not lease.unsent:
@@ -488,12 +536,16 @@ class Model(Facts):
         group = self.group_of(version)
         if group is not None:
             self.out.unbound.append(group)
-        for block in self.blocks_of(version):
-            block.state = {"wanted": "unwanted", "held": "freeing"}[block.state]
-            if group is None:
-                self.out.frees.append(block)
         version.state = "ended"
         self.versions.remove(version)
+        for block in self.blocks:
+            unused = [cell for cell in block.cells if cell in self.cells_of(version) and not self.having(cell)]
+            if unused and not any(map(self.having, block.cells)):
+                block.state = {"wanted": "unwanted", "held": "freeing"}[block.state]
+            for cell in unused:
+                cell.freeing = True
+            if unused and group is None:
+                self.out.frees.append((block, tuple(cell.index for cell in unused)))
         if not self.of(version.name):
             self.disown(version.name)
 
@@ -504,30 +556,37 @@ class Model(Facts):
             return
         request = next((request for request in self.requests if request.version is block.version), None)
         if isinstance(event, e.Allocated):
-            block.handles = event.handles
+            for cell, handle in zip(block.cells, event.handles, strict=True):
+                cell.handle = handle
             block.state = {"wanted": "held", "unwanted": "freeing"}[block.state]
-            if request is not None and all(other.state == "held" for other in self.blocks_of(block.version)):
-                if any(m.DESCRIPTOR in other.handles for other in self.blocks_of(block.version)):
-                    for other in self.blocks_of(block.version):
-                        other.handles = (m.DESCRIPTOR,) * len(other.sizes)
-                if block.version.body.share == "multicast" and len(block.version.body.devices) > 1:
-                    self.multicast_groups.append(MulticastGroup(block.version))
-                    self.out.bound.append(self.multicast_groups[-1])
-                else:
-                    self.filled(request, block.version)
-        else:
-            self.blocks.remove(block)
-            if isinstance(event, e.AllocationFailed):
-                self.lost[block.device] += event.unfreed
             if request is not None:
-                assert isinstance(event, e.AllocationFailed)
+                self.complete(request, block.version)
+        elif isinstance(event, e.AllocationFailed):
+            self.blocks.remove(block)
+            self.lost[block.device] += event.unfreed
+            if request is not None:
                 self.refuse(request, event.code)
+        else:
+            block.cells = [cell for cell in block.cells if event.numbers and cell.index not in event.numbers]
+            if not block.cells:
+                self.blocks.remove(block)
+
+    def complete(self, request: Request, version: Version) -> None:
+        """Once a draft has all its memory, give it to its writer, or have it bound together first."""
+        if any(cell.block.state != "held" for cell in self.cells_of(version)):
+            return
+        if self.several(version):
+            self.multicast_groups.append(MulticastGroup(version))
+            self.out.bound.append(self.multicast_groups[-1])
+        else:
+            self.filled(request, version)
 
     def bound(self, event: e.MulticastBound | e.MulticastUnbound) -> None:
         group = next(group for group in self.multicast_groups if group.id == event.group)
         if isinstance(event, e.MulticastUnbound):
             self.multicast_groups.remove(group)
-            self.out.frees += [block for block in self.blocks if block.version is group.version]
+            blocks = [block for block in self.blocks if block.version is group.version]
+            self.out.frees += [(block, tuple(range(len(block.sizes)))) for block in blocks]
             return
         group.how, group.why, group.sizes = event.how, event.why, event.sizes
         request = next((request for request in self.requests if request.version is group.version), None)
@@ -536,9 +595,6 @@ class Model(Facts):
         elif group.version.state not in ("lost", "ended"):
             restart.rebound(self, group)
 
-    def in_order(self, version: Version) -> list[Block]:
-        return [block for uuid in version.body.devices for block in self.blocks_of(version) if block.device == uuid]
-
     def filled(self, request: Request, version: Version) -> None:
         try:
             self.check_leases(request.session)
@@ -546,11 +602,11 @@ class Model(Facts):
             return self.refuse(request, refusal.code)
         version.state = "draft"
         self.requests.remove(request)
-        blocks, group, told = self.in_order(version), self.group_of(version), self.told(version)
+        homes, group, told = version.homes, self.group_of(version), self.told(version)
         if group is not None:
             group, told = group if group.sizes else None, m.Team(group.how, group.why, group.sizes)
-        self.give(request.session, request.id, version, blocks, group, bound=self.several(version))
-        replicas = tuple(map(self.replica, blocks))
+        self.give(request.session, request.id, version, homes, group, bound=self.several(version))
+        replicas = tuple(map(self.written, homes))
         self.out.answers[request.session.id, request.id] = m.Created(
             0, version.name, version.number, version.body.share, replicas, told
         )
@@ -705,7 +761,7 @@ class Model(Facts):
         earlier = creates[: creates.index(request)]
         limit = self.quota(uid).memory
         if any(other.aside and other.session.uid == uid for other in earlier) or (
-            limit is not None and self.memory_of(uid) + self.total(request) > limit
+            limit is not None and self.total(request) and self.memory_of(uid) + self.total(request) > limit
         ):
             request.aside = True
             return False
@@ -722,6 +778,11 @@ class Model(Facts):
             return True
         if any(self.room(uuid) < sum(sizes[uuid]) for uuid in body.devices):
             return False
+        try:
+            base = self.base_of(request.session, body)
+        except Refusal as refusal:
+            self.refuse(request, refusal.code)
+            return True
         if request.timed:
             self.out.dropped.append(request.timer)
             request.timed = False
@@ -733,9 +794,22 @@ class Model(Facts):
             self.owners[body.name] = request.session.uid
             self.groups[body.name] = request.session.groups[0]
             self.modes[body.name] = self.policy.mode if body.mode is None else body.mode
-        for uuid in body.devices:
-            self.blocks.append(Block(request.version, uuid, sizes[uuid]))
-            self.out.blocks.append(self.blocks[-1])
+        for place, uuid in enumerate(body.devices):
+            block = Block(request.version, uuid, sizes[uuid])
+            if block.cells:
+                self.blocks.append(block)
+                self.out.blocks.append(block)
+            new, cells = iter(block.cells), list[Cell | None]()
+            for number in range(len(request.layout.allocations)):
+                kept = None if body.base is None else body.base.allocations[number]
+                if body.plan is not None and body.plan[number] != place:
+                    cells.append(None)
+                elif base is None or kept is None:
+                    cells.append(next(new))
+                else:
+                    cells.append(base.homes[place].cells[kept])
+            request.version.homes.append(Home(request.version, uuid, cells))
+        self.complete(request, request.version)
         return True
 
     # -- words ---------------------------------------------------------------------

@@ -28,18 +28,47 @@ class Version:
     state: str = "allocating"
     why: str = ""
     digests: m.Digests | None = None
+    homes: list[Home] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Home:
+    """What a version has on one device: of each allocation of its layout a cell, or nothing."""
+
+    version: Version
+    device: str
+    cells: list[Cell | None]
 
 
 @dataclass(eq=False)
 class Block:
-    """Memory of a version on a device: wanted, held, unwanted (on its way, to be freed) or freeing."""
+    """Memory made for a version on a device: wanted, held, unwanted (on its way, to be freed) or freeing."""
 
     version: Version
     device: str
     sizes: tuple[int, ...]
     state: str = "wanted"
-    handles: tuple[bytes, ...] = ()
     ticket: int = 0
+    #: those that the device does not have back
+    cells: list[Cell] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.cells = [Cell(self, index, size) for index, size in enumerate(self.sizes)]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(cell.nbytes for cell in self.cells)
+
+
+@dataclass(eq=False)
+class Cell:
+    """One allocation of a block."""
+
+    block: Block
+    index: int
+    nbytes: int
+    handle: bytes = b""
+    freeing: bool = False
 
 
 @dataclass(eq=False)
@@ -62,10 +91,10 @@ class Lease:
 
     session: Session
     version: Version
-    home: Block
+    home: Home
     bound: bool = False
     id: int = 0
-    unsent: list[Block] = field(default_factory=list)
+    unsent: list[Home] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -118,8 +147,8 @@ class Expected:
     locks: dict[tuple[int, int], Lock] = field(default_factory=dict)
     notices: list[tuple[int, m.Notice]] = field(default_factory=list)
     blocks: list[Block] = field(default_factory=list)
-    frees: list[Block] = field(default_factory=list)
-    handed: list[tuple[Lease, list[Block], MulticastGroup | None]] = field(default_factory=list)
+    frees: list[tuple[Block, tuple[int, ...]]] = field(default_factory=list)
+    handed: list[tuple[Lease, list[Home], MulticastGroup | None]] = field(default_factory=list)
     bound: list[MulticastGroup] = field(default_factory=list)
     unbound: list[MulticastGroup] = field(default_factory=list)
     withdrawn: list[tuple[int, int]] = field(default_factory=list)

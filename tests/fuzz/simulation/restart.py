@@ -22,7 +22,9 @@ def restart(model: Model, devices: tuple[Budget, ...], limits: Limits, policy: P
     model.awaited = None
     model.multicast_groups.clear()
     model.versions = [version for version in model.versions if version.state != "allocating"]
-    model.blocks = [block for block in model.blocks if block.state == "held" and block.version in model.versions]
+    for block in model.blocks:
+        block.cells = [cell for cell in block.cells if model.having(cell)]
+    model.blocks = [block for block in model.blocks if block.cells]
     model.lost = dict.fromkeys(model.lost, 0)
     for name in list(model.owners):
         if not model.of(name):
@@ -33,9 +35,13 @@ def restart(model: Model, devices: tuple[Budget, ...], limits: Limits, policy: P
 
 
 def vanished(model: Model, event: e.MemoryLost) -> None:
-    version = next(block.version for block in model.blocks if block.ticket == event.ticket)
-    if version.state in ("lost", "ended"):
-        return
+    block = next(block for block in model.blocks if block.ticket == event.ticket)
+    for version in sorted(model.versions, key=lambda version: version.number):
+        if version.state != "lost" and any(cell in block.cells for cell in model.cells_of(version)):
+            lose(model, version, event)
+
+
+def lose(model: Model, version: Version, event: e.MemoryLost) -> None:
     was, version.state, version.why = version.state, "lost", event.why
     if not model.restarting:
         tell(model, version)
@@ -79,8 +85,8 @@ def rebound(model: Model, group: MulticastGroup) -> None:
     """Everybody who writes all replicas is told how, and gets what that takes beside the own replica."""
     for lease in model.leases:
         if lease.version is group.version and lease.bound and lease.session.connected:
-            own = model.in_order(group.version) if group.version.state == "draft" else [lease.home]
-            others = [block for block in model.in_order(group.version) if block not in own and group.how == "copies"]
+            own = group.version.homes if group.version.state == "draft" else [lease.home]
+            others = [home for home in group.version.homes if home not in own and group.how == "copies"]
             replicas, told = tuple(map(model.replica, others)), m.Team(group.how, group.why, group.sizes)
             model.out.notices.append((lease.session.id, m.Rebound(lease.id, replicas, told)))
             if others or group.sizes:

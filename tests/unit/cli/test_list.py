@@ -24,6 +24,7 @@ from tests.unit.server.clients import session
 POOL_KEYS = [
     *("name", "version", "state", "nbytes", "tensors", "share", "devices", "durable", "leases", "owner"),
     *("group", "mode", "sharded", "writable", "how", "why", "opened_by", "protected", "digest"),
+    *("memory", "shared"),
 ]
 USER, GROUP = user_name(), group_name()
 
@@ -81,6 +82,8 @@ def test_ls_has_one_object_per_live_version(directory: Path, llama: str) -> None
         "opened_by": "descriptor",
         "protected": True,
         "digest": "",
+        "memory": 4 << 20,
+        "shared": 0,
     }
 
 
@@ -112,10 +115,27 @@ def test_styles_are_left_out_where_they_are_not_wanted(directory: Path, name: st
     assert "\x1b" not in terminal.run("devices", "--directory", directory, **{name: value})[1]
 
 
+def test_shared_memory_is_said_once(directory: Path, name: str) -> None:
+    with Broker(directory) as broker:
+        broker.publish(name, {"a": bytes(3 << 20), "b": bytes(1 << 20)})
+        with broker.attach(name):
+            broker.publish(name, {"b": bytes([1]) * (1 << 20)}, base=1)
+            old, new = document(directory, "ls")
+            assert [(pool["memory"], pool["shared"]) for pool in (old, new)] == [(4 << 20, 0), (6 << 20, 4 << 20)]
+            assert sum(device["allocated"] for device in document(directory, "devices")) == 6 << 20
+            shown = document(directory, "show", name)
+            assert shown["shared_with"] == [{"version": 1, "allocations": 1, "nbytes": 4 << 20}]
+            said = "has 6.0 MiB of device memory, in part shared with version 1 (4.0 MiB)"
+            assert said in lines(directory, "show", name)
+            title, first, second = lines(directory, "ls")
+            assert title.endswith("SHARED")
+            assert (first.split()[-1], second.split()[-2:]) == ("none", ["4.0", "MiB"])
+
+
 def test_show_adds_the_layout_to_what_ls_says(directory: Path, llama: str) -> None:
     shown = document(directory, "show", llama)
-    assert list(shown) == [*POOL_KEYS, "layout", "digests"]
-    added = {"layout": shown["layout"], "digests": None}
+    assert list(shown) == [*POOL_KEYS, "layout", "digests", "shared_with"]
+    added = {"layout": shown["layout"], "digests": None, "shared_with": []}
     assert [shown] == [pool | added for pool in document(directory, "ls")]
     place = {"allocation": 0, "offset": 0, "device": None}  # on all of them
     assert shown["layout"] == {

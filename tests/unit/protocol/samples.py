@@ -17,7 +17,26 @@ INFO = infos.PoolInfo(
     "llama", 3, "current", 1024, 3, "ipc", ("GPU-a", "GPU-b"), False, 2, 1000, 100, 0o640, False, True, "", "", "handle"
 )
 SHARDED = infos.PoolInfo(
-    "moe", 1, "draft", 1024, 3, "vmm", ("GPU-a", "GPU-b"), False, 1, 1000, 100, 0o640, True, False, "", "", "", True
+    "moe",
+    1,
+    "draft",
+    1024,
+    3,
+    "vmm",
+    ("GPU-a", "GPU-b"),
+    False,
+    1,
+    1000,
+    100,
+    0o640,
+    True,
+    False,
+    "",
+    "",
+    "",
+    True,
+    memory=8 << 20,
+    shared=2 << 20,
 )
 CLIENT = infos.ClientInfo(7, 4711, 1000, "connected", (infos.LeaseInfo("llama", 3),), 64 << 20)
 UNSEEN = infos.ClientInfo(8, 4712, 1001, "detached", ())
@@ -63,6 +82,8 @@ REQUESTS = (
     m.Create("llama", LAYOUT.encode(), ("GPU-a",), "ipc", 0.0, None, 0o640, (0,), True),
     m.Create("llama", LAYOUT.encode(), ("GPU-a",), m.AUTO, 0.0, None, None, None, False, False),
     m.Create("llama", LAYOUT.encode(), ("GPU-a",), "vmm", 0.0, None, durable=True),
+    m.Create("llama", LAYOUT.encode(), ("GPU-a",), "vmm", 0.0, None, base=m.Base(2, (1, None))),
+    m.Create("llama", LAYOUT.encode(), ("GPU-a",), "vmm", 0.0, None, base=m.Base(2, (None, 0))),
     m.Seal(1),
     m.SealDigested(1, DIGESTS),
     m.SealDigested((1 << 63) - 1, m.Digests("x", ())),
@@ -116,6 +137,7 @@ REPLIES = (
     m.Story((infos.Line(1.5, "its writer sealed it"),)),
     m.Description(INFO, LAYOUT.encode()),
     m.Description(SHARDED, LAYOUT.encode(), (1, 0)),
+    m.Description(SHARDED, LAYOUT.encode(), (1, 0), (infos.SharingInfo(2, 1, 2 << 20),)),
     m.DigestList(1, ("GPU-a", "GPU-b"), DIGESTS),
     m.DigestList(3, ("GPU-a",), None),
     m.EventShared(7),

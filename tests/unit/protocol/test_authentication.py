@@ -3,10 +3,11 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import msgspec
 import pytest
 
+from cubroker.protocol import infos, wire
 from cubroker.protocol import messages as m
-from cubroker.protocol import wire
 from cubroker.protocol.errors import Invalid
 from cubroker.protocol.layout import MAX_ENCODED
 from cubroker.protocol.wire import (
@@ -33,7 +34,7 @@ REPLICAS = (m.Replica("device", (HANDLE, b"", m.DESCRIPTOR, HANDLE)),)
 
 
 def keyed(number: int = 7, secret: bytes = SECRET) -> Keyed:
-    made = authentication(m.AUTHENTICATED, number, secret)
+    made = authentication(m.VERSIONS[-1], number, secret)
     assert isinstance(made, Keyed)
     return made
 
@@ -59,9 +60,12 @@ def asked(frame: bytes, by: Keyed) -> m.Request | None:
 @pytest.mark.parametrize("body", BODIES)
 @pytest.mark.parametrize("version", m.VERSIONS)
 def test_what_one_side_writes_the_other_reads(body: Any, version: int) -> None:
+    if version < m.UPDATES:  # which has no such fields
+        unknown = {"base": None} if isinstance(body, m.Create) else {"shared": ()}
+        body = msgspec.structs.replace(body, **unknown) if isinstance(body, m.Create | m.Description) else body
     both = authentication(version, 7, SECRET)
     assert isinstance(both, Keyed) == (version >= m.AUTHENTICATED)
-    if body in REQUESTS:
+    if isinstance(body, m.Request):
         frame = both.request(m.Envelope(both.secret, 3, 1, body))
         assert session_of(frame) == (7 if isinstance(both, Keyed) else 0)
         opened = both.opened(frame)
@@ -206,6 +210,20 @@ def test_little_is_looked_at_before_the_author_is_known() -> None:
     for size, opened in ((MAX_REQUEST, True), (MAX_REQUEST + 1, False)):
         frame = both._requests.wrap(bytes(size), b"", hidden=True)
         assert (both.opened(frame) is not None) == opened
+
+
+@pytest.mark.parametrize("version", m.VERSIONS[:-1])
+def test_an_older_peer_is_sent_the_fields_that_it_knows(version: int) -> None:
+    both = authentication(version, 7, SECRET)
+    described = m.Description(INFO, b"layout", None, (infos.SharingInfo(1, 1, 4096),))
+    read = both.read(both.reply(m.Answer(3, described)))
+    assert read is not None
+    assert read.body == m.Description(INFO, b"layout")
+    opened = both.opened(both.request(m.Envelope(both.secret, 3, 1, create(b"layout"))))
+    assert opened is not None
+    assert len(msgspec.msgpack.decode(opened[0])[3]) == len(m.Create.__struct_fields__)  # the tag, and all but the last
+    with pytest.raises(AssertionError, match="base"):
+        both.request(m.Envelope(both.secret, 3, 1, msgspec.structs.replace(create(b"layout"), base=m.Base(1, ()))))
 
 
 def test_a_session_is_named_by_eight_bytes_that_no_other_version_begins_with() -> None:

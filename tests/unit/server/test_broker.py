@@ -245,7 +245,7 @@ def test_descriptors_are_known_for_as_long_as_they_are_open(monkeypatch: pytest.
         for effects in ([], [Free(1, "device")], []):
             monkeypatch.setattr(stage.broker, "_ledger", Obedient(effects))
             stage.queue.put(Allocated(1, (DESCRIPTOR,), (77,)))
-            assert known == ({} if effects else {1: (77,)})
+            assert known == ({} if effects else {1: {0: 77}})
         stage.queue.put(Freed(1))  # as it is told of a free that overtook the outcome of its allocation
         assert known == {}
         stage.broker.close("the end")

@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from cubroker.server.devices import gpu_processes
 from cubroker.server.devices.gpu_processes import Nvml, NvmlError, NvmlWatch
 from cubroker.server.devices.mapped_memory import MappedChecks
 from cubroker.server.event_queue import EventQueue
-from cubroker.server.ledger.events import ProcessMemory
+from cubroker.server.ledger.events import AllocationId, ProcessMemory
 from tests.unit.server.loops import run
 
 GPU, OTHER = "GPU-0", "GPU-1"
@@ -48,18 +50,29 @@ class Scene:
         self.watch.nvml = self.nvml
         self.mine = self.nvml.figures[GPU]
         self.mine[OURS] = CONTEXT
+        self.numbers = count()
+
+    def piece(self, ticket: int) -> AllocationId:
+        """Another allocation of a ticket."""
+        return AllocationId(ticket, next(self.numbers))
 
     def frees(self, ticket: int, nbytes: int, *keepers: int, device: str = GPU) -> None:
         """The broker frees a piece, which from then on counts for each of these processes."""
-        freed = self.watch.freeing(device, ticket)
+        freed = self.watch.freeing(device)
         for pid in keepers:
             self.nvml.figures[device][pid] = self.nvml.figures[device].get(pid, 0) + nbytes
-        freed(nbytes)
+        freed(self.piece(ticket), nbytes)
 
     def memory(self, pid: int = OURS) -> object:
+        """What a process keeps, by ticket; None if nothing is known."""
         (found,) = self.watch.look({(pid, ALICE)}, ())
         assert (found.pid, found.uid) == (pid, ALICE)
-        return found.memory
+        if found.memory is None:
+            return None
+        kept = Counter[int]()
+        for allocation, nbytes in found.memory.items():
+            kept[allocation.ticket] += nbytes
+        return dict(kept)
 
 
 @pytest.fixture
@@ -98,11 +111,11 @@ def test_each_piece_is_let_go_of_by_itself(scene: Scene) -> None:
     assert scene.memory() == {8: GIB}
 
 
-def test_the_library_is_asked_once_per_ticket_and_once_per_piece(scene: Scene) -> None:
-    freed = scene.watch.freeing(GPU, 7)
+def test_the_library_is_asked_once_per_request_and_once_per_piece(scene: Scene) -> None:
+    freed = scene.watch.freeing(GPU)
     for kept in (GIB, 0, GIB):
         scene.mine[OURS] += kept
-        freed(GIB)
+        freed(scene.piece(7), GIB)
     assert scene.nvml.asked == 4
     assert scene.memory() == {7: 2 * GIB}
 
@@ -129,11 +142,11 @@ def test_the_library_is_asked_nothing_while_there_are_no_checks(scene: Scene) ->
 
 def test_what_is_not_kept_or_is_of_another_size_counts_for_nobody(scene: Scene) -> None:
     scene.frees(7, GIB)
-    freed = scene.watch.freeing(GPU, 8)
+    freed = scene.watch.freeing(GPU)
     scene.mine[OURS] += 2 * MIB  # a small allocation of its own
-    freed(GIB)
+    freed(scene.piece(8), GIB)
     scene.mine[OURS] -= 2 * MIB
-    freed(GIB)
+    freed(scene.piece(8), GIB)
     assert scene.memory() is None
 
 
@@ -161,7 +174,7 @@ def test_processes_without_a_session_count_for_their_users(scene: Scene, other: 
     uid = os.geteuid()
     assert scene.watch.look({(OURS, BOB)}, {uid}) == [
         ProcessMemory(OURS, BOB, None),
-        ProcessMemory(other.pid, uid, {7: GIB}),
+        ProcessMemory(other.pid, uid, {AllocationId(7, 0): GIB}),
     ]
     assert scene.watch.look((), {BOB}) == []
 
@@ -174,7 +187,7 @@ def test_devices_are_told_apart_and_one_that_gives_no_figures_changes_nothing(sc
     del scene.nvml.figures[OTHER]
     scene.mine[OURS] -= GIB
     assert scene.memory() == {7: GIB}
-    scene.watch.freeing(OTHER, 8)(GIB)
+    scene.watch.freeing(OTHER)(scene.piece(8), GIB)
     assert scene.memory() == {7: GIB}
 
 
@@ -196,7 +209,7 @@ def test_without_the_library_nothing_is_known(
     monkeypatch.setattr(gpu_processes, "Nvml", load)
     watch = NvmlWatch()
     for _ in range(2):
-        watch.freeing(GPU, 7)(GIB)
+        watch.freeing(GPU)(AllocationId(7, 0), GIB)
     assert watch.look({(OURS, ALICE)}, ()) == [ProcessMemory(OURS, ALICE, None)]
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 

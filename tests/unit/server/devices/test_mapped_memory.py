@@ -31,7 +31,7 @@ from cubroker.server.devices.mapped_memory import (
 )
 from cubroker.server.event_queue import Event as QueuedEvent
 from cubroker.server.event_queue import EventQueue, MappedCheckDone, MappedCheckDue
-from cubroker.server.ledger.events import Event, ProcessMemory, ProcessScanFinished, ProcessScanStarted
+from cubroker.server.ledger.events import AllocationId, Event, ProcessMemory, ProcessScanFinished, ProcessScanStarted
 from tests.brokers import PATIENCE
 from tests.unit.server.loops import run, until
 
@@ -111,11 +111,15 @@ def test_a_process_that_has_ended_is_told_apart_from_one_that_nobody_may_look_at
 def test_freed_memory_is_known_as_long_as_it_is_found() -> None:
     files = FileWatch()
     with shared() as (_, first), shared() as (_, second):
-        files.allocated(7, {first: MIB, second: 2 * MIB})
-        assert files.look({(OURS, UID)}, ()) == [ProcessMemory(OURS, UID, {7: 3 * MIB})]
-        files.freed(7)
-        files.freed(7)
-        assert files.look({(OURS, 0)}, ()) == [ProcessMemory(OURS, 0, {7: 3 * MIB})]
+        files.allocated({first: (AllocationId(7, 0), MIB), second: (AllocationId(7, 1), 2 * MIB)})
+        assert files.look({(OURS, UID)}, ()) == [
+            ProcessMemory(OURS, UID, {AllocationId(7, 0): MIB, AllocationId(7, 1): 2 * MIB})
+        ]
+        for _ in range(2):
+            files.freed([AllocationId(7, 0), AllocationId(7, 1)])
+        assert files.look({(OURS, 0)}, ()) == [
+            ProcessMemory(OURS, 0, {AllocationId(7, 0): MIB, AllocationId(7, 1): 2 * MIB})
+        ]
     assert files.look({(OURS, UID), (0, UID)}, ()) == [ProcessMemory(0, UID, None), ProcessMemory(OURS, UID, {})]
 
 
@@ -123,26 +127,26 @@ def test_of_freed_memory_what_nobody_has_is_forgotten_first(monkeypatch: pytest.
     monkeypatch.setattr(FileWatch, "MAX_FREED", 2)
     files = FileWatch()
     with shared() as (_, held):
-        files.allocated(1, {held: MIB})
-        files.allocated(2, {FileId(1, 1): MIB})
-        files.freed(1)
-        files.freed(2)
-        assert files.look({(OURS, UID)}, ()) == [ProcessMemory(OURS, UID, {1: MIB})]
-        files.allocated(3, {FileId(1, 2): MIB})
-        files.freed(3)
-        files.allocated(4, {FileId(1, 3): MIB})
-        files.freed(4)
-        assert files.look({(OURS, UID)}, ()) == [ProcessMemory(OURS, UID, {1: MIB})]
+        files.allocated({held: (AllocationId(1, 0), MIB)})
+        files.allocated({FileId(1, 1): (AllocationId(2, 0), MIB)})
+        files.freed([AllocationId(1, 0)])
+        files.freed([AllocationId(2, 0)])
+        assert files.look({(OURS, UID)}, ()) == [ProcessMemory(OURS, UID, {AllocationId(1, 0): MIB})]
+        files.allocated({FileId(1, 2): (AllocationId(3, 0), MIB)})
+        files.freed([AllocationId(3, 0)])
+        files.allocated({FileId(1, 3): (AllocationId(4, 0), MIB)})
+        files.freed([AllocationId(4, 0)])
+        assert files.look({(OURS, UID)}, ()) == [ProcessMemory(OURS, UID, {AllocationId(1, 0): MIB})]
 
 
 def test_processes_without_a_session_are_looked_at_for_their_users() -> None:
     files = FileWatch()
     with shared() as (descriptor, known):
         assert files.look((), {UID}) == [], "there is nothing to look for"
-        files.allocated(7, {known: MIB})
+        files.allocated({known: (AllocationId(7, 0), MIB)})
         with subprocess.Popen(["sleep", "infinity"], pass_fds=[descriptor]) as other:
             found = {each.pid: each.memory for each in files.look({(OURS, UID)}, {UID})}
-            assert found[OURS] == found[other.pid] == {7: MIB}
+            assert found[OURS] == found[other.pid] == {AllocationId(7, 0): MIB}
             other.kill()
 
 
@@ -170,7 +174,7 @@ def test_a_broker_without_a_descriptor_left_knows_nothing_and_goes_on(
 ) -> None:
     files = FileWatch()
     with shared() as (_, known):
-        files.allocated(7, {known: MIB})
+        files.allocated({known: (AllocationId(7, 0), MIB)})
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
         free = os.open(os.devnull, os.O_RDONLY)
         os.close(free)
@@ -180,7 +184,7 @@ def test_a_broker_without_a_descriptor_left_knows_nothing_and_goes_on(
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         assert "the processes of users without a session cannot be looked at" in caplog.text
-        assert files.look({(OURS, UID)}, ()) == [ProcessMemory(OURS, UID, {7: MIB})]
+        assert files.look({(OURS, UID)}, ()) == [ProcessMemory(OURS, UID, {AllocationId(7, 0): MIB})]
 
 
 # -- when processes are looked at -------------------------------------------------------------------
@@ -262,9 +266,11 @@ def test_it_looks_now_and_then_and_soon_after_leases_have_ended() -> None:
         await scene.looks()
         await scene.tells(ProcessScanStarted())
         scene.checks.soon()  # of what ends now the first look may tell nothing yet
-        scene.watch.found.put([ProcessMemory(OURS, ALICE, {7: 5})])
+        scene.watch.found.put([ProcessMemory(OURS, ALICE, {AllocationId(7, 0): 5})])
         await scene.looks(2)
-        await scene.tells(ProcessScanFinished((ProcessMemory(OURS, ALICE, {7: 5}),)), ProcessScanStarted())
+        await scene.tells(
+            ProcessScanFinished((ProcessMemory(OURS, ALICE, {AllocationId(7, 0): 5}),)), ProcessScanStarted()
+        )
         scene.watch.found.put([])
         await scene.tells(ProcessScanFinished(()))
         assert scene.checks._timer
@@ -320,10 +326,15 @@ def test_what_was_found_of_a_client_that_has_ended_may_be_of_another_process() -
             assert scene.watch.asked == [({(OURS, ALICE), (other.pid, BOB)}, set())]
             other.kill()
         scene.watch.found.put(
-            [ProcessMemory(OURS, ALICE, {}), ProcessMemory(other.pid, BOB, {7: 5}), ProcessMemory(88, BOB, {7: 5})]
+            [
+                ProcessMemory(OURS, ALICE, {}),
+                ProcessMemory(other.pid, BOB, {AllocationId(7, 0): 5}),
+                ProcessMemory(88, BOB, {AllocationId(7, 0): 5}),
+            ]
         )
         await scene.tells(
-            ProcessScanStarted(), ProcessScanFinished((ProcessMemory(OURS, ALICE, {}), ProcessMemory(88, BOB, {7: 5})))
+            ProcessScanStarted(),
+            ProcessScanFinished((ProcessMemory(OURS, ALICE, {}), ProcessMemory(88, BOB, {AllocationId(7, 0): 5}))),
         )
 
     playing(test)
@@ -353,12 +364,14 @@ def test_when_looking_is_switched_off_nothing_is_known_and_what_is_under_way_cou
         scene.checks.adjust(0)
         await scene.tells(ProcessScanStarted(), ProcessScanFinished(()))
         scene.checks.adjust(NEVER)
-        scene.watch.found.put([ProcessMemory(OURS, ALICE, {7: 5})])
+        scene.watch.found.put([ProcessMemory(OURS, ALICE, {AllocationId(7, 0): 5})])
         await until(lambda: scene.finished)
         assert scene.told == []
         scene.checks.soon()
-        scene.watch.found.put([ProcessMemory(OURS, ALICE, {7: 5})])
-        await scene.tells(ProcessScanStarted(), ProcessScanFinished((ProcessMemory(OURS, ALICE, {7: 5}),)))
+        scene.watch.found.put([ProcessMemory(OURS, ALICE, {AllocationId(7, 0): 5})])
+        await scene.tells(
+            ProcessScanStarted(), ProcessScanFinished((ProcessMemory(OURS, ALICE, {AllocationId(7, 0): 5}),))
+        )
         scene.checks.adjust(0)
         await scene.tells(ProcessScanFinished(()))
         scene.checks.soon()

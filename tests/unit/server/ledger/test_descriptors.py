@@ -42,7 +42,7 @@ def publish(story: Story) -> None:
     allocates(story)
     story >> e.Allocated(2, (D, D), (12, 13))
     story >> e.Allocated(1, (D, D), (10, 11))
-    story << e.SendFds(1, 1, (("GPU-0", 1), ("GPU-1", 2)), writable=True)
+    story << e.SendFds(1, 1, (("GPU-0", 1, ()), ("GPU-1", 2, ())), writable=True)
     story << answer(1, 1, created((D, D), (D, D)))
 
 
@@ -52,7 +52,7 @@ def test_a_writer_is_handed_all_of_its_draft_and_a_reader_what_it_leased(story: 
     story << e.CancelFds(1, 1)
     story << answer(1, 2, m.Sealed(1))
     story >> attaches(2, 1, "a", device="GPU-1")
-    story << e.SendFds(2, 2, (("GPU-1", 2),))
+    story << e.SendFds(2, 2, (("GPU-1", 2, ()),))
     story << answer(2, 1, attached(2, "GPU-1"))
 
 
@@ -63,7 +63,7 @@ def test_whoever_waited_is_handed_over_at_publication(story: Story) -> None:
     story >> asks(1, 2, m.Seal(1))
     story << e.CancelFds(1, 1)
     story << e.CancelTimer(1)
-    story << e.SendFds(2, 2, (("GPU-0", 1),))
+    story << e.SendFds(2, 2, (("GPU-0", 1, ()),))
     story << answer(2, 1, attached(2, "GPU-0"))
     story << answer(1, 2, m.Sealed(1))
 
@@ -78,7 +78,7 @@ def test_descriptors_are_withdrawn_before_their_memory_is_freed_however_a_lease_
     story >> creates(2, 1, "b", 1, share="vmm")
     story << e.Allocate(3, "GPU-0", (2 * MIB,), "vmm")
     story >> e.Allocated(3, (D,), (14,))
-    story << e.SendFds(2, 2, (("GPU-0", 3),), writable=True)
+    story << e.SendFds(2, 2, (("GPU-0", 3, ()),), writable=True)
     story << answer(2, 1, m.Created(2, "b", 1, "vmm", (m.Replica("GPU-0", (D,)),)))
     story >> e.ProcessExited(2)
     story << e.CancelFds(2, 2)
@@ -93,7 +93,7 @@ def test_fabric_handles_come_with_the_answer_and_descriptors_to_whoever_asks_for
     story << answer(1, 1, created(FABRIC[::-1], FABRIC))
     assert story.tells(1, m.Describe("a", 1), m.Description).info.opened_by == "fabric handle"
     story >> asks(1, 2, m.SendDescriptors(1))
-    story << e.SendFds(1, 1, (("GPU-0", 1), ("GPU-1", 2)), writable=True)
+    story << e.SendFds(1, 1, (("GPU-0", 1, ()), ("GPU-1", 2, ())), writable=True)
     story << done(1, 2)
     story >> asks(1, 3, m.SendDescriptors(1))
     story << refused(1, 3, "invalid", "lease 1 on a@1 has no descriptors that were not sent")
@@ -106,7 +106,7 @@ def test_fabric_handles_come_with_the_answer_and_descriptors_to_whoever_asks_for
     story >> asks(2, 2, m.SendDescriptors(1))
     story << refused(2, 2, "not_found", "this session holds no lease 1")
     story >> asks(2, 3, m.SendDescriptors(2))
-    story << e.SendFds(2, 2, (("GPU-1", 2),))
+    story << e.SendFds(2, 2, (("GPU-1", 2, ()),))
     story << done(2, 3)
     story >> asks(2, 4, m.Close(2))
     story << e.CancelFds(2, 2)
@@ -118,7 +118,7 @@ def test_where_one_device_has_no_fabric_handles_descriptors_open_all_of_a_versio
     story >> e.Allocated(1, FABRIC, (10, 11))
     assert story.tells(1, m.Describe("a", 1), m.Description).info.opened_by == ""
     story >> e.Allocated(2, (FABRIC[0], D), (12, 13))
-    story << e.SendFds(1, 1, (("GPU-0", 1), ("GPU-1", 2)), writable=True)
+    story << e.SendFds(1, 1, (("GPU-0", 1, ()), ("GPU-1", 2, ())), writable=True)
     story << answer(1, 1, created((D, D), (D, D)))
     assert story.tells(1, m.Describe("a", 1), m.Description).info.opened_by == "descriptor"
     story >> asks(1, 2, m.SendDescriptors(1))

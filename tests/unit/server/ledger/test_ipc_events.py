@@ -59,7 +59,21 @@ def test_a_writable_version_says_so_from_its_draft_on(story: Story) -> None:
     story >> asks(READER, 4, m.ListPools())
     place = "ipc", ("GPU-0",), False, 3
     info = infos.PoolInfo(
-        "a", 1, "current", MIB, 0, *place, ALICE, 100, 0o644, False, writable=True, how="", why="", opened_by="handle"
+        "a",
+        1,
+        "current",
+        MIB,
+        0,
+        *place,
+        ALICE,
+        100,
+        0o644,
+        False,
+        writable=True,
+        how="",
+        why="",
+        opened_by="handle",
+        memory=2 * MIB,
     )
     story << answer(READER, 4, m.Pools((info,)))
     story.end()

@@ -48,10 +48,13 @@ def story() -> Iterator[Story]:
 
 
 def found(**memory: dict[int, int] | None) -> e.ProcessScanFinished:
-    """What processes of Alice's (``a101=…``) and Bob's (``b103=…``) refer to."""
+    """What processes of Alice's (``a101=…``) and Bob's (``b103=…``) refer to, by ticket, each of one allocation."""
     users = {"a": ALICE, "b": BOB}
     return e.ProcessScanFinished(
-        tuple(e.ProcessMemory(int(name[1:]), users[name[0]], each) for name, each in memory.items())
+        tuple(
+            e.ProcessMemory(int(name[1:]), users[name[0]], each and {e.AllocationId(t, 0): n for t, n in each.items()})
+            for name, each in memory.items()
+        )
     )
 
 

@@ -15,6 +15,7 @@ from tests.unit.server.ledger.story import MIB, Story, answer, asks, attaches, c
 BOTH = ("GPU-0", "GPU-1")
 D = m.DESCRIPTOR
 MEMBERS = (("GPU-0", 1), ("GPU-1", 2))
+SOURCES = tuple(e.FdSource(*member) for member in MEMBERS)
 MADE = e.MulticastBound(3, "multicast", "it works", (4 * MIB,), (77,))
 WITHOUT = e.MulticastBound(3, "copies", "no slots left")
 
@@ -58,10 +59,10 @@ def test_every_pair_of_a_bond_and_a_turn_is_in_the_table_or_forbidden() -> None:
 def test_a_draft_is_filled_once_its_group_is_bound_and_its_memory_freed_once_that_is_unbound() -> None:
     story = begun()
     story >> MADE
-    story << e.SendFds(1, 1, MEMBERS, 3, writable=True) << created(m.Team("multicast", "it works", (4 * MIB,)))
+    story << e.SendFds(1, 1, SOURCES, 3, writable=True) << created(m.Team("multicast", "it works", (4 * MIB,)))
     story >> asks(1, 2, m.Seal(1)) << e.CancelFds(1, 1) << answer(1, 2, m.Sealed(1))
     story >> attaches(2, 2, "a", device="GPU-1")
-    story << e.SendFds(2, 2, MEMBERS[1:], 3, writable=True)
+    story << e.SendFds(2, 2, SOURCES[1:], 3, writable=True)
     story << attached(2, "GPU-1", group=m.Team("multicast", "it works", (4 * MIB,)))
     story >> asks(1, 3, m.Retire("a", 1)) << answer(1, 3, m.Retirement(1, 1))
     story >> asks(2, 3, m.Close(2)) << e.CancelFds(2, 2) << e.UnbindMulticast(3) << done(2, 3)
@@ -72,10 +73,10 @@ def test_a_draft_is_filled_once_its_group_is_bound_and_its_memory_freed_once_tha
 
 def test_where_copies_take_its_place_who_may_write_is_handed_all_replicas_its_own_first() -> None:
     story = begun()
-    story >> WITHOUT << e.SendFds(1, 1, MEMBERS, writable=True) << created(m.Team("copies", "no slots left"))
+    story >> WITHOUT << e.SendFds(1, 1, SOURCES, writable=True) << created(m.Team("copies", "no slots left"))
     story >> asks(1, 2, m.Seal(1)) << e.CancelFds(1, 1) << answer(1, 2, m.Sealed(1))
     story >> attaches(2, 2, "a", device="GPU-1")
-    story << e.SendFds(2, 2, MEMBERS[::-1], writable=True)
+    story << e.SendFds(2, 2, SOURCES[::-1], writable=True)
     story << attached(2, *BOTH[::-1], group=m.Team("copies", "no slots left"))
 
 
@@ -83,7 +84,7 @@ def test_who_may_not_write_or_is_on_another_device_gets_one_replica_and_no_objec
     for writable, device, peers in ((False, "GPU-0", ()), (True, "GPU-9", ("GPU-0",))):
         story = begun(writable=writable)
         story.quietly(MADE, asks(1, 2, m.Seal(1)))
-        story >> attaches(2, 2, "a", device=device, peers=peers) << e.SendFds(2, 2, MEMBERS[:1], writable=writable)
+        story >> attaches(2, 2, "a", device=device, peers=peers) << e.SendFds(2, 2, SOURCES[:1], writable=writable)
         story << attached(2, "GPU-0", writable=writable, group=m.Team("multicast", "it works"))
 
 
@@ -101,7 +102,7 @@ def test_one_device_alone_needs_no_group() -> None:
     story = Story()
     story.joins(1)
     story >> creates(1, 1, "a", MIB, share="multicast") << e.Allocate(1, "GPU-0", (2 * MIB,), "multicast")
-    story >> e.Allocated(1, (D,)) << e.SendFds(1, 1, (("GPU-0", 1),), writable=True)
+    story >> e.Allocated(1, (D,)) << e.SendFds(1, 1, (("GPU-0", 1, ()),), writable=True)
     group = m.Team("copies", "it is on one device, so there is nothing to bind together")
     story << answer(1, 1, m.Created(1, "a", 1, "multicast", replicas("GPU-0"), group))
     story >> asks(1, 2, m.Close(1)) << e.CancelFds(1, 1) << e.Free(1, "GPU-0") << done(1, 2)

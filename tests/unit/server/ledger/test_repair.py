@@ -123,6 +123,39 @@ FORGOTTEN: Mapping[str, tuple[Change, str]] = {
         "event 2, 'ready'",
     ),
     "a watch of nobody": (lambda _: {b"l/watch/9/a": b"\x90"}, "a watch on a of session 9"),
+    "a version of what another pool has": (
+        lambda i: {b"l/version/7/a": i[b"l/version/1/b"]},
+        "a@7, whose memory on GPU-0 is not there",
+    ),
+    "a version of more than there is": (
+        lambda i: {
+            b"l/version/7/b": entry(
+                i,
+                b"l/version/1/b",
+                snapshot.VersionEntry[snapshot.Piece],
+                pieces=(snapshot.Piece("GPU-0", (snapshot.Source(3, (0, 1)),)),),
+            )
+        },
+        "b@7, whose memory on GPU-0 is not there",
+    ),
+    "a version of what is shared in another way": (
+        lambda i: {b"l/version/7/b": entry(i, b"l/version/1/b", snapshot.VersionEntry[snapshot.Piece], durable=False)},
+        "b@7, whose memory on GPU-0 is not there",
+    ),
+    "memory of nothing": (
+        lambda i: {
+            b"l/memory/9/a": i[b"l/memory/3/b"],
+            b"l/counters": entry(i, b"l/counters", snapshot.Counters, tickets=9),
+        },
+        "memory 9, which no version has",
+    ),
+    "memory of nobody on a device that is gone": (
+        lambda i: {
+            b"l/memory/9/a": entry(i, b"l/memory/3/b", snapshot.MemoryEntry, device="GPU-7", uid=77),
+            b"l/counters": entry(i, b"l/counters", snapshot.Counters, tickets=9),
+        },
+        "memory 9, which no version has",
+    ),
     "a name without versions": (
         lambda _: {b"l/name/0/z": msgspec.msgpack.encode(snapshot.NameEntry(3, 0, "", ALICE, 0, 0o640))},
         "z belongs to nobody",
@@ -165,7 +198,7 @@ def gone_on(ledger: Ledger, items: Items) -> None:
     for each in todo:
         for effect in ledger.handle(each):
             if isinstance(effect, e.Free):
-                todo.append(e.Freed(effect.ticket))
+                todo.append(e.Freed(effect.ticket, effect.numbers))
         ledger.check()
     assert not ledger.held_memory()
     assert not states(ledger)
@@ -230,14 +263,31 @@ def test_what_should_have_ended_before_ends_when_the_ledger_goes_on() -> None:
     assert "a@1" not in states(story.ledger)
 
 
+def test_a_version_without_its_memory_is_forgotten_with_its_leases() -> None:
+    story = several()
+    items = story.ledger.snapshot()
+    del items[b"l/memory/3/b"]
+    ledger = restored(items)
+    assert "forgotten is b@1, whose memory on GPU-0 is not there" in ledger.findings
+    assert "b@1" not in states(ledger)
+    assert any("lease 6 of session 3 on b@1" in finding for finding in ledger.findings)
+    gone_on(ledger, items)
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
         (lambda _: {b"l/state/1/a": state("ended")}, "no version that is ended"),
         (lambda _: {b"l/state/1/a": state("allocating")}, "no version that is allocating"),
-        (lambda i: {b"l/version/1/z": i[b"l/version/1/b"]}, "memory 3 is another version's as well"),
+        (lambda i: {b"l/memory/3/z": i[b"l/memory/3/b"]}, "memory 3 is another pool's as well"),
+        (lambda i: {b"l/memory/3/b": entry(i, b"l/memory/3/b", snapshot.MemoryEntry, handles=())}, "1 sizes and 0"),
         (lambda i: {b"l/counters": entry(i, b"l/counters", snapshot.Counters, tickets=3)}, "ticket_ids.last"),
-        (lambda i: {b"l/version/1/b": entry(i, b"l/version/1/b", snapshot.VersionEntry, plan=(0, 1))}, "version.plan"),
+        (
+            lambda i: {
+                b"l/version/1/b": entry(i, b"l/version/1/b", snapshot.VersionEntry[snapshot.Piece], plan=(0, 1))
+            },
+            "version.plan",
+        ),
         (lambda i: {b"l/session/4/": i[b"l/session/3/"]}, "last_session"),
     ],
 )

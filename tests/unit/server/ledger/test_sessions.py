@@ -156,10 +156,44 @@ def test_pools_clients_and_devices_are_listed(story: Story) -> None:
     story << e.Allocate(2, "GPU-0", (4 * MIB,), "ipc")
     story << e.Allocate(3, "GPU-1", (4 * MIB,), "ipc")
     published = infos.PoolInfo(
-        "a", 1, "current", MIB, 0, "ipc", ("GPU-0",), False, 0, ALICE, 100, 0o644, False, False, "", "", "handle"
+        "a",
+        1,
+        "current",
+        MIB,
+        0,
+        "ipc",
+        ("GPU-0",),
+        False,
+        0,
+        ALICE,
+        100,
+        0o644,
+        False,
+        False,
+        "",
+        "",
+        "handle",
+        memory=2 * MIB,
     )
     draft = infos.PoolInfo(
-        "b", 1, "draft", 3 * MIB, 0, "ipc", ("GPU-0", "GPU-1"), False, 0, BOB, 100, 0o644, False, False, "", "", ""
+        "b",
+        1,
+        "draft",
+        3 * MIB,
+        0,
+        "ipc",
+        ("GPU-0", "GPU-1"),
+        False,
+        0,
+        BOB,
+        100,
+        0o644,
+        False,
+        False,
+        "",
+        "",
+        "",
+        memory=8 * MIB,
     )
     story >> asks(1, 1, m.ListPools())
     story << answer(1, 1, m.Pools((published, draft)))
@@ -183,7 +217,9 @@ def test_pools_clients_and_devices_are_listed(story: Story) -> None:
 
 def test_a_version_is_described_by_number_or_as_the_current_one(story: Story) -> None:
     place = "ipc", ("GPU-0",), False, 0
-    info = infos.PoolInfo("a", 1, "current", MIB, 0, *place, ALICE, 100, 0o644, False, False, "", "", "handle")
+    info = infos.PoolInfo(
+        "a", 1, "current", MIB, 0, *place, ALICE, 100, 0o644, False, False, "", "", "handle", memory=2 * MIB
+    )
     story >> asks(2, 1, m.Describe("a", 0))
     story << answer(2, 1, m.Description(info, layout(MIB).encode()))
     story >> asks(2, 2, m.Describe("a", 1))
@@ -202,7 +238,7 @@ def test_a_version_is_described_by_number_or_as_the_current_one(story: Story) ->
     story >> asks(2, 7, m.Describe("b", 0))
     story << refused(2, 7, "not_found", "b has no current version: b@1 is being written by session 2")
     story >> asks(2, 8, m.Describe("b", 1))
-    draft = infos.PoolInfo("b", 1, "draft", MIB, 0, *place, BOB, 100, 0o644, False, False, "", "", "")
+    draft = infos.PoolInfo("b", 1, "draft", MIB, 0, *place, BOB, 100, 0o644, False, False, "", "", "", memory=2 * MIB)
     story << answer(2, 8, m.Description(draft, layout(MIB).encode()))
 
 

@@ -138,7 +138,9 @@ def test_a_list_says_what_is_sharded(story: Story) -> None:
     publish(story)
     story >> asks(2, 1, m.ListPools())
     counts, policy = (sum(SIZES), 0), (ALICE, 100, 0o644)
-    info = infos.PoolInfo("a", 1, "current", *counts, "ipc", BOTH, False, 0, *policy, True, False, "", "", "handle")
+    info = infos.PoolInfo(
+        "a", 1, "current", *counts, "ipc", BOTH, False, 0, *policy, True, False, "", "", "handle", memory=8 * MIB
+    )
     story << answer(2, 1, m.Pools((info,)))
 
 

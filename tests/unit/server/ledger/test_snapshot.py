@@ -156,14 +156,14 @@ def test_memory_and_leases_can_be_asked_for_as_they_are() -> None:
     assert lent is not None
     assert isinstance(lent.answer, m.Attached)
     assert lent.answer.replicas == replicas("GPU-1", "GPU-0")
-    assert lent.hand_over == e.SendFds(2, 2, (("GPU-1", 2), ("GPU-0", 1)), writable=True)
+    assert lent.hand_over == e.SendFds(2, 2, (("GPU-1", 2, ()), ("GPU-0", 1, ())), writable=True)
     assert (ipc := story.ledger.lease_grant(3, 4)) is not None
     assert ipc.hand_over is None
     assert (draft := story.ledger.lease_grant(3, 5)) is not None
     assert draft == (m.Created(5, "c", 1, "vmm", (m.Replica("GPU-0", (b"fabric",)),)), None)
     story.quietly(asks(3, 3, m.SendDescriptors(5)))
     assert (draft := story.ledger.lease_grant(3, 5)) is not None
-    assert draft.hand_over == e.SendFds(3, 5, (("GPU-0", 5),), writable=True)
+    assert draft.hand_over == e.SendFds(3, 5, (("GPU-0", 5, ()),), writable=True)
     assert story.ledger.lease_grant(3, 2) is None
     assert story.ledger.lease_grant(3, 99) is None
 
@@ -171,7 +171,7 @@ def test_memory_and_leases_can_be_asked_for_as_they_are() -> None:
 def test_a_group_is_bound_again_and_its_writers_get_its_new_objects() -> None:
     story = multicast(with_multicast(3))
     story.restarts()
-    story >> attaches(1, 3, "a", device="GPU-0") << e.SendFds(1, 3, (("GPU-0", 1),), writable=True)
+    story >> attaches(1, 3, "a", device="GPU-0") << e.SendFds(1, 3, (("GPU-0", 1, ()),), writable=True)
     body = m.Attached(3, "a", 1, "multicast", layout(MIB).encode(), replicas("GPU-0"), True, m.Team("", ""))
     story << answer(1, 3, body)
     story >> attaches(1, 4, "a", device="GPU-9", wait=0) << refused(1, 4, "not_found")
@@ -181,7 +181,7 @@ def test_a_group_is_bound_again_and_its_writers_get_its_new_objects() -> None:
     story << e.Notify(1, m.Rebound(3, (), group)) << e.SendFds(1, 3, (), 4, rebound=True, writable=True)
     lent = story.ledger.lease_grant(2, 2)
     assert lent is not None
-    assert lent.hand_over == e.SendFds(2, 2, (("GPU-1", 2),), 4, writable=True)
+    assert lent.hand_over == e.SendFds(2, 2, (("GPU-1", 2, ()),), 4, writable=True)
 
 
 def test_writers_get_the_other_replicas_where_copies_take_the_place_of_a_group() -> None:
@@ -189,13 +189,13 @@ def test_writers_get_the_other_replicas_where_copies_take_the_place_of_a_group()
     story.restarts()
     story >> by_copies(4)
     story << e.Notify(2, m.Rebound(2, replicas("GPU-0"), m.Team("copies", "no slots left")))
-    story << e.SendFds(2, 2, (("GPU-0", 1),), rebound=True, writable=True)
+    story << e.SendFds(2, 2, (("GPU-0", 1, ()),), rebound=True, writable=True)
     story.restarts()
     story.quietly(e.ConnectionLost(2))
     story >> with_multicast(5)
     lent = story.ledger.lease_grant(2, 2)
     assert lent is not None
-    assert lent.hand_over == e.SendFds(2, 2, (("GPU-1", 2),), 5, writable=True)
+    assert lent.hand_over == e.SendFds(2, 2, (("GPU-1", 2, ()),), 5, writable=True)
 
 
 @pytest.mark.parametrize("anew", [with_multicast, by_copies])
@@ -393,18 +393,77 @@ def test_the_pool_of_a_lease_is_known_by_name() -> None:
 
 
 def test_a_record_of_an_unknown_format_is_refused() -> None:
-    items = varied().ledger.snapshot() | {b"l/format": msgspec.msgpack.encode(4)}
-    with pytest.raises(CorruptJournal, match="format 4, and this build knows 1 and 2 and 3"):
+    items = varied().ledger.snapshot() | {b"l/format": msgspec.msgpack.encode(5)}
+    with pytest.raises(CorruptJournal, match="format 5, and this build knows 1 and 2 and 3 and 4"):
         restored(items)
 
 
-def test_a_record_of_format_1_is_taken_up_and_has_the_newest_format_from_the_next_change_on() -> None:
-    story = varied()
-    items = story.ledger.snapshot() | {b"l/format": msgspec.msgpack.encode(1)}
+EARLIER = {
+    b"l/session/1/": "9665cd03e96490c3c3",
+    b"l/watch/1/a/b": "90",
+    b"l/session/2/": "9666cd03e96490c3c3",
+    b"l/session/3/": "9667cd03ea64920507c2c3",
+    b"l/name/0/gone": "970100a0c064cd01a4cd03e9",
+    b"l/name/0/a": "970100a0cd03e964cd01a4c0",
+    b"l/name/0/b": "970200a0cd03ea64cd0180c0",
+    b"l/name/0/c": "970000a0cd03e964cd01a4c0",
+    b"l/version/1/a": (
+        "9bcd03e9bd73657373696f6e20312028706964203130312c20756964203130303129c0a96d756c746963617374c0c3c300ce"
+        "001000009294a54750552d300191ce0020000091c40a64657363726970746f7294a54750552d310291ce0020000091c40a64"
+        "657363726970746f72c408929091ce00100000"
+    ),
+    b"l/state/1/a": "93a763757272656e74a0c0",
+    b"l/version/2/b": (
+        "9bcd03eabd73657373696f6e20332028706964203130332c20756964203130303229c0a3697063c0c2c200ce001000009194"
+        "a54750552d300591ce0020000091c40868616e646c652035c408929091ce00100000"
+    ),
+    b"l/state/2/b": "93a763757272656e74a0c0",
+    b"l/version/1/c": (
+        "9bcd03e9bd73657373696f6e20312028706964203130312c20756964203130303129c0a3766d6d920100c2c300ce00200000"
+        "9294a54750552d300691ce0020000092c400c40a64657363726970746f7294a54750552d310791ce0020000092c40a646573"
+        "63726970746f72c400c40d929092ce00100000ce00100000"
+    ),
+    b"l/state/1/c": "93a56472616674a0c0",
+    b"l/lease/2/": "9602a161019101c3c2",
+    b"l/lease/5/": "9603a162029100c2c2",
+    b"l/lease/6/": "9601a16301920001c2c2",
+    b"l/event/1/": (
+        "9502a57265616479a54750552d31c44000000000000000000000000000000000000000000000000000000000000000000000"
+        "00000000000000000000000000000000000000000000000000000000000001"
+    ),
+    b"l/counters": "9507010803c2",
+}
+"""What a ledger of format 2 wrote of :func:`varied`, as hexadecimal digits; formats 1 and 3 had the same entries."""
+
+
+def earlier(number: int) -> dict[bytes, bytes]:
+    return {key: bytes.fromhex(value) for key, value in EARLIER.items()} | {b"l/format": msgspec.msgpack.encode(number)}
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_record_of_an_earlier_format_is_taken_up_and_has_the_newest_from_the_next_change_on(number: int) -> None:
+    items = earlier(number)
     ledger = restored(items)
+    ledger.check()
+    assert not ledger.findings
     written = dict(ledger.changes())
     assert written[b"l/format"] == msgspec.msgpack.encode(snapshot.FORMAT)
     assert {**items, **written} == ledger.snapshot()
+    restarted = varied()
+    before = seen(restarted)
+    restarted.ledger = ledger
+    restarted.quietly(e.Resumed())
+    again = varied()
+    again.ledger = restored(again.ledger.snapshot())
+    again.quietly(e.Resumed())
+    assert seen(restarted) == seen(again) != before, "they know the same, and that the connections are gone"
+
+
+def test_memory_that_two_versions_of_an_earlier_format_have_is_refused() -> None:
+    items = earlier(2)
+    items[b"l/version/3/b"] = items[b"l/version/2/b"]
+    with pytest.raises(CorruptJournal, match="memory 5 is another version's as well"):
+        restored(items)
 
 
 @pytest.mark.parametrize("key", [b"l/format", b"l/counters"])

@@ -235,12 +235,13 @@ def test_a_notice_that_no_client_reads_whole_is_a_line_in_the_log(caplog: pytest
 
 
 @pytest.fixture
-def files() -> Iterator[dict[int, tuple[int, ...]]]:
+def files() -> Iterator[dict[int, dict[int, int]]]:
     """Descriptors of two tickets: 3 of the first, 40 of the second."""
-    made = {ticket: tuple(map(_file, range(ticket, ticket + count))) for ticket, count in ((100, 3), (200, 40))}
+    counts = ((100, 3), (200, 40))
+    made = {ticket: {number: _file(ticket + number) for number in range(count)} for ticket, count in counts}
     yield made
     for descriptors in made.values():
-        for descriptor in descriptors:
+        for descriptor in descriptors.values():
             os.close(descriptor)
 
 
@@ -253,12 +254,21 @@ def named(*numbers: int) -> list[str]:
 
 
 def test_descriptors_come_in_order_in_packets_and_between_the_notices_around_them(
-    files: dict[int, tuple[int, ...]],
+    files: dict[int, dict[int, int]],
 ) -> None:
     async def test() -> None:
         async with ends() as pair:
             pair.session.notify(PoolChanged("before", 1))
-            pair.session.notify(FdTransfer(7, (200, 100), files))
+            pair.session.notify(
+                FdTransfer(
+                    7,
+                    (
+                        (200, ()),
+                        (100, ()),
+                    ),
+                    files,
+                )
+            )
             pair.session.notify(PoolChanged("after", 1))
             received: list[tuple[Notice, list[str]]] = []
             while not received or received[-1][0] != PoolChanged("after", 1):
@@ -276,12 +286,12 @@ def test_descriptors_come_in_order_in_packets_and_between_the_notices_around_the
 
 
 def test_two_packets_of_descriptors_are_on_their_way_to_a_client_that_does_not_read_and_none_is_lost(
-    files: dict[int, tuple[int, ...]],
+    files: dict[int, dict[int, int]],
 ) -> None:
     async def test() -> None:
         async with ends() as pair:
             for lease in range(1, 101):
-                pair.session.notify(FdTransfer(lease, (200,), files))
+                pair.session.notify(FdTransfer(lease, ((200, ()),), files))
                 await asyncio.sleep(0)
             assert pair.heard() == [Descriptors(1, 16), Descriptors(1, 16, 16)]
             received: list[tuple[Notice, list[str]]] = []
@@ -299,11 +309,11 @@ def test_two_packets_of_descriptors_are_on_their_way_to_a_client_that_does_not_r
     run(test())
 
 
-def test_descriptors_of_a_lease_that_has_ended_are_not_sent(files: dict[int, tuple[int, ...]]) -> None:
+def test_descriptors_of_a_lease_that_has_ended_are_not_sent(files: dict[int, dict[int, int]]) -> None:
     async def test() -> None:
         async with ends() as pair:
             for lease in (1, 2, 3):
-                pair.session.notify(FdTransfer(lease, (200,), files))
+                pair.session.notify(FdTransfer(lease, ((200, ()),), files))
             pair.session.cancel_fds(1)  # of which two packets are on their way
             pair.session.cancel_fds(2)
             pair.session.cancel_fds(9)
@@ -320,7 +330,7 @@ def test_descriptors_of_a_lease_that_has_ended_are_not_sent(files: dict[int, tup
 
 
 def test_a_shortage_of_the_system_delays_descriptors_and_what_comes_after_them(
-    files: dict[int, tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+    files: dict[int, dict[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     send_fds, refusals = socket.send_fds, [errno.ETOOMANYREFS, errno.ENOMEM]
 
@@ -331,7 +341,7 @@ def test_a_shortage_of_the_system_delays_descriptors_and_what_comes_after_them(
 
     async def test() -> None:
         async with ends() as pair:
-            pair.session.notify(FdTransfer(1, (100,), files))
+            pair.session.notify(FdTransfer(1, ((100, ()),), files))
             pair.session.notify(GatewayChanged())
             received: list[tuple[Notice, list[str]]] = []
             while len(received) < 2:
@@ -344,7 +354,7 @@ def test_a_shortage_of_the_system_delays_descriptors_and_what_comes_after_them(
 
 
 def test_what_is_lent_in_the_place_of_descriptors_is_opened_for_each_packet_and_closed(
-    files: dict[int, tuple[int, ...]], caplog: pytest.LogCaptureFixture
+    files: dict[int, dict[int, int]], caplog: pytest.LogCaptureFixture
 ) -> None:
     """A shortage at opening delays it; what this process may not open is in the log, and nobody waits behind it."""
     refusals = [errno.EMFILE, errno.ENFILE]
@@ -365,7 +375,17 @@ def test_what_is_lent_in_the_place_of_descriptors_is_opened_for_each_packet_and_
 
     async def test() -> None:
         async with ends() as pair:
-            pair.session.notify(FdTransfer(1, (100, 200), files, readers=SimpleNamespace(for_reading=lend)))
+            pair.session.notify(
+                FdTransfer(
+                    1,
+                    (
+                        (100, ()),
+                        (200, ()),
+                    ),
+                    files,
+                    readers=SimpleNamespace(for_reading=lend),
+                )
+            )
             received: list[tuple[Notice, list[str]]] = []
             while len(received) < 3:
                 received += pair.received()
@@ -378,7 +398,7 @@ def test_what_is_lent_in_the_place_of_descriptors_is_opened_for_each_packet_and_
             assert not lent
             for lease, failure in ((2, errno.EACCES), (3, errno.ENOENT)):
                 refusals.append(failure)
-                pair.session.notify(FdTransfer(lease, (100,), files, readers=SimpleNamespace(for_reading=lend)))
+                pair.session.notify(FdTransfer(lease, ((100, ()),), files, readers=SimpleNamespace(for_reading=lend)))
                 pair.session.notify(GatewayChanged())
                 assert pair.heard() == [GatewayChanged()]
                 assert f"session 1 is not sent the memory of lease {lease}, which this broker cannot" in caplog.text
@@ -386,13 +406,13 @@ def test_what_is_lent_in_the_place_of_descriptors_is_opened_for_each_packet_and_
     run(test())
 
 
-def test_descriptors_for_whoever_has_hung_up_go_nowhere(files: dict[int, tuple[int, ...]]) -> None:
+def test_descriptors_for_whoever_has_hung_up_go_nowhere(files: dict[int, dict[int, int]]) -> None:
     async def test() -> None:
         async with ends() as pair:
             pair.client.close()
-            pair.session.notify(FdTransfer(1, (200,), files))
+            pair.session.notify(FdTransfer(1, ((200, ()),), files))
             await until(lambda: pair.events)
-            pair.session.notify(FdTransfer(2, (200,), files))
+            pair.session.notify(FdTransfer(2, ((200, ()),), files))
             await until(lambda: ConnectionLost(1) in pair.events)
             assert [each for each in pair.events if not isinstance(each, FdsDelivered)] == [ConnectionLost(1)]
 

@@ -1,0 +1,107 @@
+"""Updates that share memory: publishing 1 % of a model's tensors beside all of it, in time and in device memory.
+
+The tensors are those of :mod:`benchmarks.publish`, in one allocation. Whole publications, and updates of the
+same few tensors with the version before as their base, take turns in one process. So the updates replace what the first
+of them moved apart. One kind of update is given the changed tensors and a base that is attached, one the base's number,
+and one all tensors, of which it finds the unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from benchmarks import weights
+from benchmarks.harness import SHARES, beside_broker, run_alone, seconds
+from benchmarks.options import Plan
+from benchmarks.publish import POOL, settle
+from benchmarks.report import Figure, median
+from cubroker.client import Broker
+
+if TYPE_CHECKING:
+    import torch
+
+ROUNDS = 10
+WARM = 2
+PART = 0.01
+"""How much of the bytes changes, at most."""
+
+KINDS = "the changed tensors, base attached", "the changed tensors, base by number", "all tensors, base attached"
+
+
+def measure(plan: Plan) -> list[Figure]:
+    """Measure."""
+    figures: list[Figure] = []
+    tensors = weights.tensors(plan.nbytes)
+    nbytes = weights.total(tensors)
+    for share in SHARES:
+        part, taken, times = beside_broker(plan.devices, update_by_turns, tensors, share)
+        what = f"{part / nbytes:.2%} of {len(tensors)} tensors, {nbytes / 1e9:.2f} GB"
+        whole = times[0]
+        call = [each * 1e3 for each in whole]
+        figures.append(median(f"{share}: publish() of all tensors, without a base: the call", call, "ms", what))
+        for kind, row in zip(KINDS, times[1:], strict=True):
+            ratios = [update / other for update, other in zip(row, whole, strict=True)]
+            figures.append(median(f"{share}: update, {kind}: the call", [each * 1e3 for each in row], "ms", what))
+            figures.append(median(f"{share}: update, {kind} ÷ publish() of all: time", ratios, "", what))
+        figures.append(median(f"{share}: update ÷ publish() of all: device memory", [taken / nbytes], "", what))
+    return figures
+
+
+def update_by_turns(connection: Connection, directory: Path, tensors: weights.Tensors, share: str) -> None:
+    """In a child: send the bytes that change, the device memory that an update takes, and the seconds of each way."""
+    import torch
+
+    with Broker(directory) as broker:
+        context = broker.driver.context(broker.driver.devices[0].index)
+        where = "cpu" if context.host else f"cuda:{context.device.index}"
+        arrays = {name: torch.ones(shape, dtype=torch.bfloat16, device=where) for name, _, shape in tensors}
+        changed = _few(arrays, PART * weights.total(tensors))
+        publish = partial(broker.publish, POOL, share=share, wait=60.0)
+
+        def step() -> None:
+            for array in changed.values():
+                array.add_(1)
+            if not context.host:
+                torch.cuda.synchronize()
+
+        times: list[tuple[float, ...]] = []
+        taken = 0
+        for _ in range(WARM + ROUNDS):
+            settle(broker)
+            whole = seconds(partial(publish, arrays, devices=(context.device.index,)))
+            row = [whole]
+            step()
+            publish(changed, base=POOL)  # which moves them apart
+            ways = [(changed, True), (changed, False), (arrays, True)]
+            for given, attached in ways:
+                settle(broker)
+                step()
+                with broker.attach(POOL) as pool:
+                    base = pool if attached else pool.version
+                    row.append(seconds(partial(publish, given, base=base)))
+                    new = max(broker.pools(), key=lambda info: info.version)
+                    taken = new.memory - new.shared
+            times.append(tuple(row))
+            broker.retire(POOL)
+        part = sum(array.numel() * array.element_size() for array in changed.values())
+        connection.send((part, taken, tuple(zip(*times[WARM:], strict=True))))
+
+
+def _few(arrays: Mapping[str, torch.Tensor], most: float) -> dict[str, torch.Tensor]:
+    """Return projections of the first layers, up to ``most`` bytes; one at least."""
+    found: dict[str, torch.Tensor] = {}
+    for name, array in arrays.items():
+        most -= array.numel() * array.element_size() if "v_proj" in name or "k_proj" in name else 0
+        if most < 0 and found:
+            break
+        if "v_proj" in name or "k_proj" in name:
+            found[name] = array
+    return found
+
+
+if __name__ == "__main__":
+    run_alone(measure)

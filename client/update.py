@@ -1,0 +1,310 @@
+"""Updates: which arrays differ from an earlier version, and the layout of a version that shares memory with it.
+
+What versions share is allocations, so the layout of the next version decides how much that is:
+
+- An allocation without a change is shared.
+- If at least half of its live bytes change in place, it is replaced: another one takes its number, with every tensor at
+  its offset. So a version that changes what the one before changed has that one's layout, and ``Pool.switch`` works.
+- Otherwise the tensors that change move to a new allocation at the end, and their old bytes stay behind in the shared
+  one. Where less than half of an allocation is live then, its tensors are copied to a new one without holes.
+
+A tensor of another type or shape moves in any case. An allocation without tensors is dropped.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import NamedTuple
+
+import msgspec
+
+from cubroker.client.arrays import DeviceArray, HostArray
+from cubroker.client.tensor import SharedTensor
+from cubroker.driver import Context
+from cubroker.driver.basics import address
+from cubroker.protocol.dtypes import nbytes as size_of
+from cubroker.protocol.layout import ALIGNMENT, Layout, TensorSpec, round_up
+
+PIECE = 16
+"""What the address of bytes that a device digests is a multiple of."""
+
+MAX_COPIES = 256 << 20
+"""Bytes of arrays with gaps that are made contiguous at a time."""
+
+CHUNK = 16 << 20
+"""Bytes of a device's memory that are read at a time, to be compared with an array in host memory."""
+
+_memcmp = ctypes.CDLL(None).memcmp
+_memcmp.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
+
+# -- layouts -------------------------------------------------------------------------------------------
+
+
+class Change(NamedTuple):
+    """A tensor that is not as the base has it, or that the base lacks."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    #: The same for names of one tensor.
+    key: Hashable
+    #: Where it goes if the base lacks it: the group of an allocation.
+    group: Hashable = None
+
+
+class Updated(NamedTuple):
+    """The layout of an update, and where its allocations come from."""
+
+    layout: Layout
+    #: For each allocation the number of the base's that it is; None: it is new.
+    kept: tuple[int | None, ...]
+    #: The group of each allocation.
+    groups: tuple[Hashable, ...]
+
+
+class _Place:
+    """The bytes of one tensor of the base, and what becomes of them."""
+
+    def __init__(self, spec: TensorSpec) -> None:
+        self.size = round_up(spec.nbytes, ALIGNMENT)
+        self.offset = spec.offset
+        self.names: list[str] = []
+        #: Whether all its names change to one array of the same type and shape.
+        self.rewritten = False
+        #: Names that go elsewhere.
+        self.leaving: set[str] = set()
+
+    @property
+    def empty(self) -> bool:
+        return len(self.leaving) == len(self.names)
+
+    def take(self, specs: Mapping[str, TensorSpec], changes: Mapping[str, Change]) -> None:
+        """Decide what the changes make of it."""
+        given = {name: changes[name] for name in self.names if name in changes}
+        alike = all((each.dtype, each.shape) == (specs[n].dtype, specs[n].shape) for n, each in given.items())
+        one = len({each.key for each in given.values()}) == 1
+        self.rewritten = alike and one and len(given) == len(self.names)
+        self.leaving = set() if self.rewritten else set(given)
+
+    def move(self) -> None:
+        """Have what would be rewritten go elsewhere."""
+        if self.rewritten:
+            self.rewritten, self.leaving = False, set(self.names)
+
+
+def updated(base: Layout, groups: Sequence[Hashable], changes: Mapping[str, Change]) -> Updated:
+    """Lay an update out.
+
+    Args:
+        base: the layout of the version that it is one of.
+        groups: of each of the base's allocations; allocations of different groups share no tensors.
+        changes: what is not as the base has it, by name. Names that are left out stay.
+
+    Raises:
+        Invalid: a limit is exceeded.
+    """
+    specs = {spec.name: spec for spec in base.tensors}
+    places: list[dict[int, _Place]] = [{} for _ in base.allocations]
+    for spec in base.tensors:
+        if spec.nbytes:
+            places[spec.allocation].setdefault(spec.offset, _Place(spec)).names.append(spec.name)
+    made = _Made()
+    moves: dict[str, Hashable] = {}
+    for number, (size, group) in enumerate(zip(base.allocations, groups, strict=True)):
+        here = sorted(places[number].values(), key=lambda place: place.offset)
+        for place in here:
+            place.take(specs, changes)
+        made.settle(number, size, group, here)
+        moves.update({name: group for place in here for name in place.leaving})
+    for name, change in changes.items():
+        if name not in specs:
+            moves[name] = change.group
+        elif not specs[name].nbytes:
+            moves[name] = groups[specs[name].allocation]
+    made.add({name: changes[name] for name in changes if name in moves}, moves)
+    tensors = [made.spec(spec) for spec in base.tensors]
+    tensors += [made.moved[name] for name in changes if name not in specs]
+    layout = Layout(tuple(tensors), tuple(made.sizes))
+    layout.check()
+    return Updated(layout, tuple(made.kept), tuple(made.groups))
+
+
+class _Made:
+    """The allocations of an update."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.kept: list[int | None] = []
+        self.groups: list[Hashable] = []
+        #: What moves to new allocations, by name.
+        self.moved: dict[str, TensorSpec] = {}
+        #: Where the base's tensors are, by allocation and offset there.
+        self._places: dict[tuple[int, int], tuple[int, int]] = {}
+        #: The base's allocations, or what took their places, by number, and whether that has other offsets.
+        self._numbers: dict[int, tuple[int, bool]] = {}
+
+    def settle(self, number: int, size: int, group: Hashable, places: Sequence[_Place]) -> None:
+        """Keep an allocation of the base, replace it, or drop it."""
+        stays = sum(place.size for place in places if not (place.rewritten or place.empty))
+        changes = sum(place.size for place in places if place.rewritten)
+        goes = sum(place.size for place in places if place.empty)
+        if not changes + goes:
+            return self._put(number, size, group, places, kept=number)
+        if 2 * (changes + goes) < stays + changes + goes:
+            for place in places:
+                place.move()
+            if 2 * stays >= size:
+                return self._put(number, size, group, places, kept=number)
+            return self._put(number, size, group, places, packed=True)
+        if not any(not place.empty for place in places):
+            return None
+        return self._put(number, size, group, places, packed=bool(goes) or 2 * (stays + changes) < size)
+
+    def _put(
+        self,
+        number: int,
+        size: int,
+        group: Hashable,
+        places: Sequence[_Place],
+        *,
+        kept: int | None = None,
+        packed: bool = False,
+    ) -> None:
+        self._numbers[number] = len(self.sizes), packed
+        end = 0
+        for place in places:
+            if not place.empty:
+                self._places[number, place.offset] = len(self.sizes), end if packed else place.offset
+                end += place.size
+        self._add(max(end, ALIGNMENT) if packed else size, group, kept)
+
+    def _add(self, size: int, group: Hashable, kept: int | None = None) -> None:
+        self.sizes.append(size)
+        self.kept.append(kept)
+        self.groups.append(group)
+
+    def add(self, changes: Mapping[str, Change], groups: Mapping[str, Hashable]) -> None:
+        """Put tensors into new allocations, one for each group; those of one key share their bytes."""
+        numbers: dict[Hashable, int] = {}
+        firsts: dict[Hashable, TensorSpec] = {}
+        for name, (dtype, shape, key, _) in changes.items():
+            group = groups[name]
+            if group not in numbers:
+                numbers[group] = len(self.sizes)
+                self._add(0, group)
+            number, nbytes = numbers[group], size_of(dtype, shape)
+            first = firsts.setdefault(
+                (group, dtype, shape, key) if nbytes else name,
+                TensorSpec(name, dtype, shape, number, self.sizes[number]),
+            )
+            self.moved[name] = msgspec.structs.replace(first, name=name)
+            if first.name == name:
+                self.sizes[number] += round_up(nbytes, ALIGNMENT)
+        for number in numbers.values():
+            self.sizes[number] = max(self.sizes[number], ALIGNMENT)
+
+    def spec(self, spec: TensorSpec) -> TensorSpec:
+        """Return where a tensor of the base is now."""
+        if spec.name in self.moved:
+            return self.moved[spec.name]
+        if not spec.nbytes:
+            number, packed = self._numbers.get(spec.allocation, (0, True))
+            return msgspec.structs.replace(spec, allocation=number, offset=0 if packed else spec.offset)
+        allocation, offset = self._places[spec.allocation, spec.offset]
+        return msgspec.structs.replace(spec, allocation=allocation, offset=offset)
+
+
+# -- comparing -----------------------------------------------------------------------------------------
+
+
+def differing(
+    arrays: Mapping[str, HostArray | DeviceArray], base: Mapping[str, SharedTensor]
+) -> dict[str, HostArray | DeviceArray]:
+    """Return the arrays that are not what the base has by the same name, or that it lacks.
+
+    Arrays at the base's own addresses are the base's tensors. Other arrays on a device are compared by digest, each
+    where it lies; those in host memory byte by byte. Work of a device that was submitted before is waited for.
+
+    Raises:
+        DriverError: the driver refused.
+        Invalid: the base, or a source, was given back meanwhile.
+    """
+    found: dict[str, HostArray | DeviceArray] = {}
+    near: dict[str, tuple[DeviceArray, SharedTensor]] = {}
+    for name, array in arrays.items():
+        tensor = base.get(name)
+        if tensor is None or (tensor.dtype, tensor.shape) != (array.dtype, array.shape):
+            found[name] = array
+        elif not tensor.nbytes or _is_at(array, tensor):
+            continue
+        elif isinstance(array, DeviceArray):
+            near[name] = array, tensor
+        elif not _holds(array, tensor):
+            found[name] = array
+    for context in {array.context for array, _ in near.values()}:
+        context.synchronize()
+    found.update({name: near[name][0] for name in _unlike(near)})
+    return {name: arrays[name] for name in arrays if name in found}
+
+
+def _is_at(array: HostArray | DeviceArray, tensor: SharedTensor) -> bool:
+    """Whether an array is a tensor of the base itself, by its address."""
+    return array.pointer == tensor.pointer and (isinstance(array, DeviceArray) or tensor.context.host)
+
+
+def _holds(array: HostArray, tensor: SharedTensor) -> bool:
+    """Whether a tensor has the bytes of an array in host memory."""
+    with tensor.hold() as start, address(array.contiguous()) as (source, nbytes):
+        if tensor.context.host:
+            return not _memcmp(source, start, nbytes)
+        buffer = bytearray(min(CHUNK, nbytes))
+        for offset in range(0, nbytes, CHUNK):
+            with memoryview(buffer)[: nbytes - offset] as part:
+                tensor.context.read_into(start + offset, part)
+                with address(part) as (there, size):
+                    if _memcmp(source + offset, there, size):
+                        return False
+    return True
+
+
+def _unlike(pairs: Mapping[str, tuple[DeviceArray, SharedTensor]]) -> Iterator[str]:
+    """Yield the names whose arrays have another digest than their tensors."""
+    batch: list[str] = []
+    copied = 0
+    for name, (array, tensor) in pairs.items():
+        batch.append(name)
+        copied += tensor.nbytes * array.copies
+        if copied > MAX_COPIES:
+            yield from _unlike_batch(batch, pairs)
+            batch, copied = [], 0
+    yield from _unlike_batch(batch, pairs)
+
+
+def _unlike_batch(names: Iterable[str], pairs: Mapping[str, tuple[DeviceArray, SharedTensor]]) -> Iterator[str]:
+    ranges: dict[Context, list[tuple[int, int]]] = {}
+    rows: list[tuple[str, tuple[Context, int], tuple[Context, int]]] = []
+
+    def note(context: Context, start: int, nbytes: int) -> tuple[Context, int]:
+        there = ranges.setdefault(context, [])
+        there.append((start, nbytes))
+        return context, len(there) - 1
+
+    with ExitStack() as held:
+        kept: list[object] = []
+        held.callback(kept.clear)
+        for name in names:
+            array, tensor = pairs[name]
+            start, keeper = array.contiguous()
+            kept.append(keeper)
+            if array.copies:
+                array.context.synchronize()
+            if start % PIECE:  # no device digests it
+                yield name
+                continue
+            there = held.enter_context(tensor.hold())
+            rows.append((name, note(array.context, start, tensor.nbytes), note(tensor.context, there, tensor.nbytes)))
+        digests = {context: context.digests(each) for context, each in ranges.items()}
+    for name, (context, mine), (other, theirs) in rows:
+        if digests[context][mine] != digests[other][theirs]:
+            yield name
