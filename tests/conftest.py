@@ -4,13 +4,14 @@ import gc
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests import forkserver, sampling
 from tests.brokers import BrokerProcess, serving
+from tests.measuring import collecting
 
 # A shell starts what it runs in the background with SIGINT ignored, and so do our children then: no test of an
 # interrupt could pass. A handler, unlike SIG_IGN, does not outlive an exec.
@@ -26,6 +27,13 @@ def pytest_report_header() -> str:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Have the slow ones run first, so that no worker is left with them alone at the end."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect without measuring: that pytest rewrites all tests' assertions says nothing about ours."""
+    with collecting():
+        return (yield)
 
 
 @pytest.hookimpl(trylast=True)

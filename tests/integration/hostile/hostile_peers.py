@@ -75,7 +75,7 @@ def witnessed(process: BrokerProcess) -> Iterator[Witness]:
 
 def acknowledge(client: RawClient) -> None:
     """Tell the broker that all answers of a session have come, so that it need not keep them."""
-    client.answer(client.send(ListDevices(), oldest=client._last + 1))
+    client.answer(client.send(ListDevices(), oldest=client.last + 1))
 
 
 def push(connection: socket.socket, data: bytes, descriptors: Sequence[int]) -> bool:

@@ -64,7 +64,7 @@ def test_as_many_waiting_requests_as_there_may_be(broker: BrokerProcess, witness
                 assert client.ask(Attach("never", 0, None, MAX_WAIT), Failed).code == "over_quota"
             witness.check()
             for number in waiting:
-                client.answer(client.send(Cancel(number), oldest=client._last + 1))
+                client.answer(client.send(Cancel(number), oldest=client.last + 1))
                 reply = client.answer(number)
                 assert isinstance(reply, Failed)
                 assert reply.code == "timeout"

@@ -55,8 +55,14 @@ def child(keeper: int) -> int:
 
 def next_child(keeper: int, before: int) -> int:
     """Wait for another broker than the one before."""
-    eventually(lambda: child(keeper) not in (0, before), "the next broker")
-    return child(keeper)
+    found = [0]
+
+    def look() -> bool:
+        found[0] = child(keeper)
+        return found[0] not in (0, before)
+
+    eventually(look, "the next broker")
+    return found[0]
 
 
 class Kept:

@@ -201,7 +201,7 @@ def test_what_a_client_asked_whose_answer_it_kept_back_is_done_once(process: Bro
         client.send(ListDevices(), 22, oldest=22)
         client.answer(22)
         assert [answer and answer.id for answer in middle.send(client, 23, *[frame] * 3)] == [23]
-        client._last = 23
+        client.last = 23
         assert not client.clients()[0].leases
 
 

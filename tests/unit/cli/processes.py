@@ -115,7 +115,9 @@ def mute(kind: str, *arguments: str | Path) -> Iterator[subprocess.Popen[bytes]]
 def kill_with_children(process: subprocess.Popen[bytes]) -> None:
     """Kill a process and its children, if it still runs: a broker outlives its keeper."""
     if process.poll() is None:
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        children: list[str] = []
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it may end now
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         for pid in (process.pid, *map(int, children)):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -11,7 +11,7 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -104,7 +104,8 @@ def running(built: Image, *arguments: str, group: str = "") -> Iterator[Containe
                 # Changing its user made the first process forget that it is to end with the one that started it.
                 first = children(process.pid) if process.poll() is None else []
                 for pid in first:
-                    os.kill(pid, signal.SIGKILL)
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
                 process.kill()
         eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in first), "the container to end")
 

@@ -87,15 +87,16 @@ class RawClient:
         self.secret = self.authentication.secret
         self.context = zmq.Context()
         self._directory = directory
-        self.dealer = self._dial()
-        self._last = 0
+        self.dealer = self.dial()
+        #: The number of the last request.
+        self.last = 0
         self._answers: dict[int, Reply] = {}
         self._received: list[int] = []
 
     def send(self, body: Request, number: int | None = None, oldest: int = 1) -> int:
         """Send a request, with a new id unless one is given."""
         if number is None:
-            self._last = number = self._last + 1
+            self.last = number = self.last + 1
         self.dealer.send(self.frame(number, oldest, body))
         return number
 
@@ -132,11 +133,11 @@ class RawClient:
 
     def ask_again(self, body: Request, shape: type[Body]) -> Body:
         """As :meth:`ask`, and let the broker forget all earlier answers, of which there may be 4,096."""
-        reply = self.answer(self.send(body, oldest=self._last + 1))
+        reply = self.answer(self.send(body, oldest=self.last + 1))
         assert isinstance(reply, shape), reply
         return reply
 
-    def _dial(self) -> zmq.Socket[bytes]:
+    def dial(self) -> zmq.Socket[bytes]:
         dealer = self.context.socket(zmq.DEALER)
         dealer.setsockopt(zmq.LINGER, 0)
         dealer.connect(f"ipc://{self._directory / REQUEST_SOCKET}")
@@ -149,7 +150,7 @@ class RawClient:
 
     def dial_again(self) -> None:
         self.dealer.close()
-        self.dealer = self._dial()
+        self.dealer = self.dial()
 
     def notice(self) -> Notice:
         """Return the next notice."""

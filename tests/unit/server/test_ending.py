@@ -253,5 +253,5 @@ def test_a_keeper_passes_on_that_the_next_broker_is_to_go_on() -> None:
         assert "draining" not in said()
         assert heard(client, GatewayChanged) == GatewayChanged()
         client.dealer.close()
-        client.dealer = client._dial()
+        client.dealer = client.dial()
         assert client.ask(Close(lease), Done)

@@ -1,0 +1,43 @@
+"""When the coverage of a test process is measured, and when it need not be."""
+
+from __future__ import annotations
+
+import os
+import pkgutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from importlib import import_module
+
+import coverage
+
+import cubroker
+
+MEASURED = "PYTEST_XDIST_WORKER" in os.environ and coverage.Coverage.current() is not None
+"""Whether this is a process that runs tests, and measures them. Where pytest runs by itself, nothing is put off."""
+
+
+@contextmanager
+def unmeasured() -> Iterator[None]:
+    """Within a ``with`` block the coverage of a process of pytest-xdist is not measured, which takes time."""
+    measured = coverage.Coverage.current() if MEASURED else None
+    if measured:
+        measured.stop()
+    try:
+        yield
+    finally:
+        if measured:
+            measured.start()
+
+
+@contextmanager
+def collecting() -> Iterator[None]:
+    """Within a ``with`` block tests are collected: modules of ours are imported before, and only that is measured."""
+    if MEASURED:
+        with unmeasured(), suppress(ImportError):
+            import_module("torch")
+        for module in pkgutil.walk_packages(cubroker.__path__, "cubroker."):
+            if not module.name.endswith(".__main__"):
+                with suppress(ImportError):
+                    import_module(module.name)
+    with unmeasured():
+        yield
