@@ -5,9 +5,9 @@ from __future__ import annotations
 import click
 
 from cubroker.cli import options, signals
+from cubroker.server.keeper.child_lifecycle import LONGEST_PAUSE, Limits
 from cubroker.server.keeper.keeper import StderrLog, Terms
 from cubroker.server.keeper.keeper import keep as run_keeper
-from cubroker.server.keeper.run import LONGEST_PAUSE, Limits
 
 
 @click.command("keep", context_settings={"allow_interspersed_args": False})

@@ -620,7 +620,7 @@ class LockWaiter:
 class Phase(Enum):
     """What a create waits for.
 
-    Not to be confused with :class:`cubroker.server.keeper.run.Phase`.
+    Not to be confused with :class:`cubroker.server.keeper.child_lifecycle.Phase`.
     """
 
     TURN = "its turn as the writer"
