@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, NamedTuple
 from uuid import UUID
 
-from cubroker.driver import linux, vmm
+from cubroker.driver import system_calls, vmm
 from cubroker.driver.basics import handle_bytes, handle_of, keep_first
 from cubroker.driver.checked_calls import Calls, DriverError, explained, tolerated
 from cubroker.driver.digest import Digester
@@ -94,9 +94,9 @@ class Driver:
         """
         return vmm.Physical(self._calls, self._device(index).index, nbytes, descriptor=descriptor)
 
-    def file_id(self, descriptor: int) -> linux.FileId | None:
+    def file_id(self, descriptor: int) -> system_calls.FileId | None:
         """Return the file that holds a descriptor's memory on host devices; None on GPUs."""
-        return linux.file_id(descriptor) if self.host else None
+        return system_calls.file_id(descriptor) if self.host else None
 
     @property
     def version(self) -> int:
@@ -197,9 +197,9 @@ class Context(PrimaryContext):
         with self.current():
             self.calls.cuMemFree(pointer)  # which waits by itself
 
-    def file_id(self, pointer: int) -> linux.FileId | None:
+    def file_id(self, pointer: int) -> system_calls.FileId | None:
         """Return the file that holds memory of :meth:`allocate` on a host device; None on a GPU."""
-        found: linux.FileId | None = self.calls.module.file_id(pointer) if self.host else None
+        found: system_calls.FileId | None = self.calls.module.file_id(pointer) if self.host else None
         return found
 
     def memory(self) -> tuple[int, int]:

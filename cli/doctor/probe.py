@@ -27,7 +27,7 @@ from cubroker.cli.doctor.facts import (
 )
 from cubroker.cli.doctor.trials import read_answer, trial_command
 from cubroker.client import Broker
-from cubroker.driver import linux
+from cubroker.driver import system_calls
 from cubroker.protocol import directory as places
 from cubroker.protocol.errors import CubrokerError, Invalid, reason
 from cubroker.protocol.messages import IPC, VMM
@@ -143,8 +143,8 @@ def examine_machine(directory: Path, root: Path = Path("/"), environ: Mapping[st
         namespace=bool(users) and users != ["0", "0", _ALL_USERS],
         descriptors=descriptors,
         locked=locked,
-        memfd=_refusal(lambda: linux.memfd_create("cubroker-doctor", linux.MFD_CLOEXEC)),
-        pidfd=_refusal(lambda: linux.pidfd_open(os.getpid())),
+        memfd=_refusal(lambda: system_calls.memfd_create("cubroker-doctor", system_calls.MFD_CLOEXEC)),
+        pidfd=_refusal(lambda: system_calls.pidfd_open(os.getpid())),
         peer_pidfd=_peer_pidfd(),
         unconfined=tuple(sandbox.obstacles()),
     )

@@ -10,7 +10,7 @@ from typing import Any
 
 from cuda.bindings import driver as cuda
 
-from cubroker.driver import linux
+from cubroker.driver import system_calls
 from cubroker.driver.basics import handle_bytes, handle_of
 from cubroker.driver.host import handle_server, memory
 from cubroker.driver.host.devices import Refusal, Result, answers, check
@@ -144,10 +144,10 @@ class MemoryFunctions(EventFunctions):
             if not region.count:
                 self.unmap(region)
 
-    def file_id(self, pointer: int) -> linux.FileId:
+    def file_id(self, pointer: int) -> system_calls.FileId:
         """Return the file that holds the memory at an address that this process allocated."""
         with self.lock:
-            return linux.file_id(self._allocation(pointer)[0].fd)
+            return system_calls.file_id(self._allocation(pointer)[0].fd)
 
     def readable(self, pointer: Any, nbytes: int) -> Bytes:
         """Return the bytes that the current device reads at an address."""

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cubroker.driver import linux
+from cubroker.driver import system_calls
 from cubroker.driver.basics import round_up
 
 BLOCK = 2 << 20
@@ -34,7 +34,7 @@ SMALL = 1 << 20
 ALIGNMENT = 512
 """Bytes: the alignment of allocations within a block."""
 
-_SEALS = linux.F_SEAL_SHRINK | linux.F_SEAL_GROW | linux.F_SEAL_SEAL
+_SEALS = system_calls.F_SEAL_SHRINK | system_calls.F_SEAL_GROW | system_calls.F_SEAL_SEAL
 _MAP_NORESERVE = 0x4000
 _MAP_FIXED = 0x10
 _EMPTY = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
@@ -96,10 +96,10 @@ os.register_at_fork(after_in_child=_close_all)
 def create(nbytes: int, name: str = "cubroker-host") -> int:
     """Return the descriptor of new shared memory, all zero, sealed at its size, so that no access to it can fault."""
     with fork_lock() as ours:
-        ours.add(fd := linux.memfd_create(name, linux.MFD_CLOEXEC | linux.MFD_ALLOW_SEALING))
+        ours.add(fd := system_calls.memfd_create(name, system_calls.MFD_CLOEXEC | system_calls.MFD_ALLOW_SEALING))
     try:
         os.ftruncate(fd, nbytes)
-        fcntl.fcntl(fd, linux.F_ADD_SEALS, _SEALS)
+        fcntl.fcntl(fd, system_calls.F_ADD_SEALS, _SEALS)
     except OSError:
         close(fd)
         raise
@@ -108,7 +108,7 @@ def create(nbytes: int, name: str = "cubroker-host") -> int:
 
 def sealed(fd: int) -> bool:
     """Whether the size of shared memory can never change."""
-    return fcntl.fcntl(fd, linux.F_GET_SEALS) & _SEALS == _SEALS
+    return fcntl.fcntl(fd, system_calls.F_GET_SEALS) & _SEALS == _SEALS
 
 
 def writable(fd: int) -> bool:

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from cuda.bindings import driver as cuda
 
-from cubroker.driver import linux
+from cubroker.driver import system_calls
 from cubroker.driver.basics import HANDLE_BYTES
 from cubroker.driver.host import handle_server, memory
 from cubroker.driver.host.device_memory import Bytes, MemoryFunctions
@@ -210,13 +210,13 @@ class Table:
                 return False
             self._layout.devices[len(known)] = device
             self._layout.added = len(known) + 1
-        linux.futex_wake(self._pointer + _Layout.added.offset)
+        system_calls.futex_wake(self._pointer + _Layout.added.offset)
         return True
 
     def await_devices(self) -> None:
         """Return once every device was added, by any process."""
         while (added := self._layout.added) < self.size:
-            linux.futex_wait(self._pointer + _Layout.added.offset, added)
+            system_calls.futex_wait(self._pointer + _Layout.added.offset, added)
 
     @property
     def changes(self) -> int:
@@ -269,11 +269,11 @@ class Table:
     def _changing(self) -> Iterator[None]:
         """Keep other threads and processes from changing the table."""
         with self._mutex:
-            fcntl.fcntl(self._fd, linux.F_OFD_SETLKW, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+            fcntl.fcntl(self._fd, system_calls.F_OFD_SETLKW, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
             try:
                 yield
             finally:
-                fcntl.fcntl(self._fd, linux.F_OFD_SETLK, _LOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, 0, 0, 0))
+                fcntl.fcntl(self._fd, system_calls.F_OFD_SETLK, _LOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, 0, 0, 0))
 
     def _abandoned(self) -> bool:
         """Whether the creator no longer has the object, on which it holds a shared lock."""

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from cuda.bindings import driver as cuda
 
-from cubroker.driver import linux
+from cubroker.driver import system_calls
 from cubroker.driver.basics import HANDLE_BYTES, handle_of
 from cubroker.driver.host import handle_server, memory
 from cubroker.driver.host.devices import DeviceFunctions, Refusal, Result, answers, check
@@ -138,9 +138,9 @@ class PhysicalMemory:
         return MappedRegion(self.device, pointer, self.nbytes, reserved, self.identity, writable=self.writable)
 
     @property
-    def identity(self) -> linux.FileId:
+    def identity(self) -> system_calls.FileId:
         """The file, which all handles and mappings of the same memory have in common."""
-        return linux.file_id(self.fd)
+        return system_calls.file_id(self.fd)
 
     @property
     def writable(self) -> bool:
@@ -179,7 +179,7 @@ class MappedRegion(Region):
 
     range: AddressRange
     #: The same in every mapping of the same memory.
-    identity: linux.FileId | None = None
+    identity: system_calls.FileId | None = None
     #: Whether the memory was not lent for reading.
     writable: bool = True
     #: The access that was set, as bits, by device.

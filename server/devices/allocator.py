@@ -25,7 +25,7 @@ from queue import SimpleQueue
 from typing import Generic, TypeVar
 
 from cubroker.driver import Context, Device, Driver, DriverError, Multicast, Physical
-from cubroker.driver.linux import FileId
+from cubroker.driver.system_calls import FileId
 from cubroker.protocol.errors import InternalFailure, Invalid, Unavailable
 from cubroker.protocol.messages import BY_DESCRIPTOR, DESCRIPTOR, IPC, MULTICAST, VMM
 from cubroker.server.config.schema import DEFAULT_BUDGET, OTHERS, Budgets

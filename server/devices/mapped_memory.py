@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from cubroker.driver.linux import FileId
+from cubroker.driver.system_calls import FileId
 from cubroker.server.devices.allocator import MemoryWatch, WorkerThread
 from cubroker.server.event_queue import EventQueue, MappedCheckDone, MappedCheckDue
 from cubroker.server.ledger.access import ROOT

@@ -24,7 +24,7 @@ from struct import Struct
 from typing import NamedTuple, Self
 from zlib import crc32
 
-from cubroker.driver import linux
+from cubroker.driver import system_calls
 from cubroker.protocol.errors import CorruptJournal
 
 MAGIC = b"cubroker"
@@ -104,7 +104,7 @@ class Journal:
     @classmethod
     def create(cls) -> Self:
         """Return an empty journal; raises ``OSError``."""
-        journal = cls(linux.memfd_create("cubroker-ledger", linux.MFD_CLOEXEC), Slot(0, AREA, 0))
+        journal = cls(system_calls.memfd_create("cubroker-ledger", system_calls.MFD_CLOEXEC), Slot(0, AREA, 0))
         try:
             journal._switch(AREA, AREA)
         except OSError:

@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from time import monotonic
 
-from cubroker.driver import linux
+from cubroker.driver import system_calls
 from cubroker.protocol.errors import Denied, Unsupported
 from cubroker.server.transport.unix_sockets import is_ready
 
@@ -146,7 +146,7 @@ def open_pidfd(connection: socket.socket, pid: int) -> int:
     the pidfd is open proves that the pidfd is the peer's (or that the peer's child inherited the
     connection, which the kernel gives no means to tell on these versions).
     """
-    pidfd = linux.pidfd_open(pid)
+    pidfd = system_calls.pidfd_open(pid)
     if is_ready(connection, select.POLLRDHUP):
         os.close(pidfd)
         raise ProcessLookupError(errno.ESRCH, f"process {pid} hung up as it was identified")

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from cubroker.driver import linux
+from cubroker.driver import system_calls
 from cubroker.protocol.messages import Attach, Attached
 from tests.unit.server.clients import session
 
@@ -81,7 +81,7 @@ ATTACKS: dict[str, Callable[[int], object]] = {
     "opens it again": open_again(os.O_RDWR),
     "opens it again to append": open_again(os.O_WRONLY | os.O_APPEND),
     "has everybody open it": lambda descriptor: os.fchmod(descriptor, 0o777),
-    "seals it": lambda descriptor: fcntl.fcntl(descriptor, linux.F_ADD_SEALS, F_SEAL_WRITE),
+    "seals it": lambda descriptor: fcntl.fcntl(descriptor, system_calls.F_ADD_SEALS, F_SEAL_WRITE),
 }
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from cuda.bindings import driver as cuda
 
-from cubroker.driver import Driver, DriverError, linux, load
+from cubroker.driver import Driver, DriverError, load, system_calls
 from cubroker.driver.host import handle_server, memory
 from cubroker.driver.host.memory import BLOCK, close
 from cubroker.driver.host.module import HostModule
@@ -240,13 +240,13 @@ def test_an_option_that_makes_no_sense_is_named(text: str) -> None:
 @pytest.fixture
 def waiting(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Set when somebody starts to wait for devices."""
-    started, wait = threading.Event(), linux.futex_wait
+    started, wait = threading.Event(), system_calls.futex_wait
 
     def watched(address: int, number: int) -> None:
         started.set()
         wait(address, number)
 
-    monkeypatch.setattr(linux, "futex_wait", watched)
+    monkeypatch.setattr(system_calls, "futex_wait", watched)
     return started
 
 
@@ -302,17 +302,17 @@ def test_an_object_that_is_released_while_a_bind_waits_is_refused(module: HostMo
 
 WAIT = """
 import os, signal, sys, threading
-from cubroker.driver import linux
+from cubroker.driver import system_calls
 from cubroker.driver.host.module import HostModule
 from tests.unit.driver.host.test_multicast import create, team_of, value
 module = HostModule(2, 8 << 20)
 module.cuInit(0)
 team = value(module.cuMulticastCreate(team_of()))
-wait = linux.futex_wait
+wait = system_calls.futex_wait
 def started(address, number):
     print("waiting", flush=True)
     wait(address, number)
-linux.futex_wait = started
+system_calls.futex_wait = started
 try:
     module.cuMulticastBindMem(team, 0, create(module), 0, 2 << 20, 0)
 except KeyboardInterrupt:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from cubroker.driver.host import memory
-from cubroker.driver.linux import FileId, file_id
+from cubroker.driver.system_calls import FileId, file_id
 from cubroker.server.devices.allocator import MemoryWatch
 from cubroker.server.devices.mapped_memory import (
     FileWatch,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cubroker.driver import linux
+from cubroker.driver import system_calls
 
 
 @pytest.fixture(params=["named", "not named"], autouse=True)
@@ -25,22 +25,22 @@ def python(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def test_a_file_in_memory_can_be_made_and_sealed() -> None:
-    descriptor = linux.memfd_create("test", linux.MFD_CLOEXEC | linux.MFD_ALLOW_SEALING)
+    descriptor = system_calls.memfd_create("test", system_calls.MFD_CLOEXEC | system_calls.MFD_ALLOW_SEALING)
     try:
         assert str(Path(f"/proc/self/fd/{descriptor}").readlink()).startswith("/memfd:test")
         assert not os.get_inheritable(descriptor)
-        seals = linux.F_SEAL_SHRINK | linux.F_SEAL_GROW | linux.F_SEAL_SEAL
-        fcntl.fcntl(descriptor, linux.F_ADD_SEALS, seals)
-        assert fcntl.fcntl(descriptor, linux.F_GET_SEALS) == seals
+        seals = system_calls.F_SEAL_SHRINK | system_calls.F_SEAL_GROW | system_calls.F_SEAL_SEAL
+        fcntl.fcntl(descriptor, system_calls.F_ADD_SEALS, seals)
+        assert fcntl.fcntl(descriptor, system_calls.F_GET_SEALS) == seals
     finally:
         os.close(descriptor)
     with pytest.raises(OSError, match=os.strerror(errno.EINVAL)):
-        linux.memfd_create("test", 1 << 31)
+        system_calls.memfd_create("test", 1 << 31)
 
 
 def test_a_process_can_be_watched_that_is_there() -> None:
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as child:
-        descriptor = linux.pidfd_open(child.pid)
+        descriptor = system_calls.pidfd_open(child.pid)
         try:
             assert not os.get_inheritable(descriptor)
             assert not select.select([descriptor], [], [], 0)[0]
@@ -49,10 +49,10 @@ def test_a_process_can_be_watched_that_is_there() -> None:
         finally:
             os.close(descriptor)
     with pytest.raises(ProcessLookupError):
-        linux.pidfd_open(child.pid)
+        system_calls.pidfd_open(child.pid)
 
 
 def test_the_numbers_are_those_that_other_pythons_name() -> None:
-    names = [name for name in vars(linux) if name.startswith("F_")]
-    assert [getattr(linux, name) for name in names] == [getattr(fcntl, name) for name in names]
-    assert (linux.MFD_CLOEXEC, linux.MFD_ALLOW_SEALING) == (os.MFD_CLOEXEC, os.MFD_ALLOW_SEALING)
+    names = [name for name in vars(system_calls) if name.startswith("F_")]
+    assert [getattr(system_calls, name) for name in names] == [getattr(fcntl, name) for name in names]
+    assert (system_calls.MFD_CLOEXEC, system_calls.MFD_ALLOW_SEALING) == (os.MFD_CLOEXEC, os.MFD_ALLOW_SEALING)
