@@ -11,9 +11,9 @@ from threading import Thread
 
 from cubroker.protocol.messages import View
 from cubroker.server.monitoring.http import TokenCheck
+from cubroker.server.monitoring.http_thread import HttpThread, Site
 from cubroker.server.monitoring.metrics import BrokerCounters
 from cubroker.server.monitoring.observer import LedgerObserver, Snapshot
-from cubroker.server.monitoring.server import HttpThread, Site
 from tests.brokers import PATIENCE
 
 
