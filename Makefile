@@ -17,7 +17,7 @@ SOURCES := pyproject.toml README.md LICENSE $(shell find $(PACKAGES) -name '*.py
 
 SBOM ?= dist/cubroker.cdx.json
 
-.PHONY: help demo test lint types unit long simulate kill restart-test soak fuzz hostile systemd-test benchmarks lock sbom clean
+.PHONY: help demo test lint types unit long simulate kill restart-test soak fuzz hostile systemd-test engines benchmarks lock sbom clean
 
 help:
 	@echo 'make demo        load real weights, share them, kill a worker, publish a second version'
@@ -31,6 +31,7 @@ help:
 	@echo 'make fuzz        INPUTS=$(INPUTS) mutated inputs to everything that reads bytes'
 	@echo 'make hostile     peers that mean harm, ten times as hard as in make test'
 	@echo 'make systemd-test  100 SIGKILLs of a broker under a systemd of its own, and an upgrade (root)'
+	@echo 'make engines     real vLLM engines on emulated devices, under CUBROKER_VLLM_PYTHON'
 	@echo 'make install     the systemd units, PREFIX=$(PREFIX) SYSCONFDIR=$(SYSCONFDIR) DESTDIR=$(DESTDIR)'
 	@echo 'make benchmarks  DEVICES=$(DEVICES): the figures of benchmarks/, on this machine'
 	@echo 'make lock        requirements/ anew: the newest versions of what the image and the tests are built from'
@@ -86,6 +87,10 @@ hostile: $(VENV)/test
 
 systemd-test: $(VENV)/test
 	CUBROKER_SYSTEMD_KILLS=100 $(BIN)/python -m pytest tests/systemd --timeout 1800
+
+# vLLM has requirements of its own: CUBROKER_VLLM_PYTHON names an interpreter that has it, with cubroker's dependencies.
+engines: $(VENV)/test
+	$(BIN)/python -m pytest tests/engines -rs
 
 benchmarks: $(VENV)/test
 	$(BIN)/python -m benchmarks --devices $(DEVICES)

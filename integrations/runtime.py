@@ -92,6 +92,8 @@ class Entry(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True)
     host: bool = False
     #: Of a buffer: whether it is part of the module's ``state_dict``.
     persistent: bool = True
+    #: Whether a parameter requires a gradient, which compilers tell apart.
+    gradient: bool = False
     #: The qualified name of a parameter's class.
     type: str = ""
     #: Attributes of a parameter that are truth values, whole numbers, strings or None.
@@ -231,6 +233,7 @@ def publish(
     written: Collection[str] = (),
     attributes: Mapping[str, Scalar] | None = None,
     consumed: Collection[str] = (),
+    like: Manifest | None = None,
     device: DeviceId | None = None,
     **terms: Any,
 ) -> int:
@@ -246,6 +249,9 @@ def publish(
         attributes: attributes of the module itself that :func:`bind` sets.
         consumed: names of tensors that a new module of the kind has and this one has no more, since post-processing
             has removed them; :func:`bind` removes them, too.
+        like: the manifest of the version before: the names in there are published, and no others, and ``written``,
+            ``attributes`` and ``consumed`` are as there. So a module that runs publishes nothing that came later, such
+            as its caches, and those who have the version before can :func:`switch`.
         device: where; by default where the tensors are, for those in host memory the broker's first device.
         **terms: as for :meth:`Broker.publish`: ``share``, ``mode``, ``durable``, ``wait``, ``digest``.
 
@@ -254,28 +260,39 @@ def publish(
             others); by name.
         CubrokerError: as :meth:`Broker.publish`.
     """
-    entries, arrays = _described(model, written)
+    names: Collection[str] | None = None
+    if like is not None:
+        names = {entry.name for entry in like.entries if entry.stored is not None}
+        written = {entry.name for entry in like.entries if entry.private and not entry.constant}
+        attributes, consumed = like.attributes, like.consumed
+    entries, arrays = _described(model, written, names)
+    if like is not None:
+        ours = {entry.name: entry for entry in entries}
+        entries = [msgspec.structs.replace(ours.get(each.name, each), object=each.object) for each in like.entries]
     manifest = Manifest(FORMAT, tuple(entries), dict(attributes or {}), tuple(consumed))
     arrays[MANIFEST] = torch.frombuffer(bytearray(msgspec.json.encode(manifest)), dtype=torch.uint8)
     devices = None if device is None else (device,)
     return broker.publish(name, arrays, devices=devices, **terms)
 
 
-def _described(model: nn.Module, written: Collection[str]) -> tuple[list[Entry], dict[str, torch.Tensor]]:
-    """Return the entries of a module's tensors, and the arrays to store, by name."""
+def _described(
+    model: nn.Module, written: Collection[str], names: Collection[str] | None
+) -> tuple[list[Entry], dict[str, torch.Tensor]]:
+    """Return the entries of a module's tensors, of those with ``names`` if there are any, and the arrays to store."""
     objects: dict[int, list[_Found]] = defaultdict(list)
     for found in _found(model):
-        objects[id(found.tensor)].append(found)
-    if refused := [names[0].name for names in objects.values() if names[0].tensor.is_meta]:
+        if names is None or found.name in names:
+            objects[id(found.tensor)].append(found)
+    if refused := [group[0].name for group in objects.values() if group[0].tensor.is_meta]:
         raise Invalid(f"{_some(refused)} of {type(model).__name__} cannot be published: on the meta device")
-    if refused := [names[0].name for names in objects.values() if not _is_plain(names[0].tensor)]:
+    if refused := [group[0].name for group in objects.values() if not _is_plain(group[0].tensor)]:
         raise Invalid(
             f"{_some(refused)} of {type(model).__name__} cannot be published: a tensor has to be its memory, dtype,"
             f" shape and strides, and these are sparse, quantized by torch or wrap other tensors"
         )
     groups = list(objects.values())
-    numbers = {names[0].name: number for number, names in enumerate(groups)}
-    on_device = any(names[0].tensor.device.type != "cpu" for names in groups)
+    numbers = {group[0].name: number for number, group in enumerate(groups)}
+    on_device = any(group[0].tensor.device.type != "cpu" for group in groups)
     entries: list[Entry] = []
     arrays: dict[str, torch.Tensor] = {}
     for members in _regions(groups):
@@ -283,16 +300,16 @@ def _described(model: nn.Module, written: Collection[str]) -> tuple[list[Entry],
         if not first.tensor.numel():
             entries += _entries(members, numbers, None, 0, on_device=on_device)
             continue
-        begin = min(_extent(names[0].tensor)[0] for names in members)
-        end = max(_extent(names[0].tensor)[1] for names in members)
+        begin = min(_extent(group[0].tensor)[0] for group in members)
+        end = max(_extent(group[0].tensor)[1] for group in members)
         dense = _dense(first.tensor) if len(members) == 1 else None
         if dense is None:
             begin -= begin % ALIGNMENT
             dense = _view(first.tensor.untyped_storage(), torch.uint8, begin, (end - begin,), (1,))
         arrays[first.name] = dense
-        names = [found for group in members for found in group]
-        measured = any(found.name in written for found in names)
-        small = end - begin <= SMALL and all(found.kind != PARAMETER for found in names)
+        everyone = [found for group in members for found in group]
+        measured = any(found.name in written for found in everyone)
+        small = end - begin <= SMALL and all(found.kind != PARAMETER for found in everyone)
         entries += _entries(
             members, numbers, first.name, begin, private=measured or small, constant=not measured, on_device=on_device
         )
@@ -361,6 +378,7 @@ def _entries(
                 constant=private and constant,
                 host=on_device and tensor.device.type == "cpu",
                 persistent=found.persistent,
+                gradient=of_parameter and tensor.requires_grad,
                 type=_qualified(type(tensor)) if of_parameter else "",
                 attributes=scalars,
                 kept=tuple(sorted(extra.keys() - scalars.keys())),
@@ -409,7 +427,7 @@ def bind(model: Model, pool: Pool, *, strict: bool = True) -> Model:
             loaded says False, and then :func:`refuse_meta`, since its module has other tensors before than after.
 
     Returns:
-        ``model``, for convenience. No parameter requires a gradient.
+        ``model``, for convenience. Parameters require a gradient if they did in the module that was published.
 
     Raises:
         Invalid: it is no runtime pool; names, shapes or dtypes differ; a parameter's class is not the module's; or with
@@ -520,7 +538,7 @@ def _object(
     """Return the object of an entry: of a parameter one of its class, with its attributes."""
     if kind is None:
         return tensor
-    made: torch.Tensor = torch.Tensor._make_subclass(kind, tensor, False)
+    made: torch.Tensor = torch.Tensor._make_subclass(kind, tensor, entry.gradient)
     had = vars(before) if before is not None else {}
     vars(made).update({key: had[key] for key in entry.kept if key in had}, **entry.attributes)
     if lacking := [key for key in entry.kept if key not in had]:

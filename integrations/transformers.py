@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
+from cubroker.client.broker import Broker
+from cubroker.client.devices import DeviceId
 from cubroker.client.pool import Pool
-from cubroker.protocol.errors import Invalid
+from cubroker.protocol.errors import Invalid, NotFound
 
 try:
     import torch
     from torch import nn
 
+    from cubroker.integrations import runtime
     from cubroker.integrations.torch import state_dict
 except ImportError as error:
     raise ImportError(
@@ -20,6 +26,116 @@ except ImportError as error:
     ) from error
 
 Model = TypeVar("Model", bound=nn.Module)
+
+
+class Pretrained(NamedTuple):
+    """What :func:`from_pool` returns."""
+
+    #: In evaluation mode, with the generation config of its folder; it keeps the memory mapped while it lives.
+    model: Any
+    #: None if there is none beside the configuration.
+    tokenizer: Any
+
+
+def from_pool(
+    name: str,
+    config: Any,
+    *,
+    auto: Any = None,
+    broker: Broker | None = None,
+    version: int | None = None,
+    device: DeviceId | None = None,
+    wait: float = 0.0,
+    strict: bool = True,
+    trust_remote_code: bool = False,
+) -> Pretrained:
+    """Return a model on the weights of a pool, and its tokenizer: ``AutoModel.from_pretrained`` without its files.
+
+    ::
+
+        model, tokenizer = from_pool("llama", "/models/llama", device=0)
+
+    Of the folder, the configuration, the generation config and the tokenizer are read. The weights are neither read nor
+    copied: the pool was loaded by ``cubroker load``, published from a model, or is a runtime pool.
+
+    Args:
+        name: the pool.
+        config: a folder or the name of a model of the hub, as ``from_pretrained`` takes it; or a configuration, whose
+            folder, if it has one, has the rest.
+        auto: the class that makes the model of its configuration, such as ``AutoModelForCausalLM``; by default that
+            which the configuration names first among its architectures.
+        broker: where; by default a session of its own, on ``$CUBROKER_DIR`` or this user's default.
+        version: as for :meth:`Broker.attach`.
+        device: as for :meth:`Broker.attach`.
+        wait: as for :meth:`Broker.attach`.
+        strict: as for :func:`attach_model`.
+        trust_remote_code: as for ``from_pretrained``: whether code of the model's authors may run.
+
+    Raises:
+        NotFound: there is no such configuration; or as :meth:`Broker.attach`.
+        Invalid: the configuration names no architecture of this release of transformers, and ``auto`` is not given; or
+            as :func:`attach_model`.
+        CubrokerError: as :meth:`Broker.attach`.
+    """
+    from transformers import AutoConfig, PretrainedConfig
+
+    if isinstance(config, str | os.PathLike):
+        source = os.fspath(config)
+        try:
+            config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+        except (OSError, ValueError) as error:
+            raise NotFound(f"no configuration of a model in {source!r}: {error}") from error
+    elif isinstance(config, PretrainedConfig):
+        source = config._name_or_path
+    else:
+        raise Invalid(f"the configuration of a model is a folder, a name or a PretrainedConfig, not {config!r}")
+    with ExitStack() as stack:
+        broker = broker or stack.enter_context(Broker())
+        pool = stack.enter_context(broker.attach(name, version=version, device=device, wait=wait))
+        with torch.device("meta"):
+            model = _made(config, auto, trust_remote_code=trust_remote_code)
+        if runtime.MANIFEST in pool:
+            runtime.bind(model, pool, strict=strict).requires_grad_(False).eval()
+        else:
+            attach_model(model, pool, strict=strict)
+    return Pretrained(_with_generation(model, source), _tokenizer(source, trust_remote_code=trust_remote_code))
+
+
+def _made(config: Any, auto: Any, *, trust_remote_code: bool) -> Any:
+    """Make a model of a configuration."""
+    import transformers
+
+    if auto is not None:
+        options = {"trust_remote_code": trust_remote_code} if hasattr(auto, "_model_mapping") else {}
+        return auto.from_config(config, **options) if hasattr(auto, "from_config") else auto(config)
+    names = config.architectures or []
+    kind = getattr(transformers, names[0], None) if names else None
+    if kind is None:
+        raise Invalid(
+            f"the configuration names {_some(names)} as architecture, and transformers {transformers.__version__} has"
+            f" no such class; say with `auto` what makes the model, such as auto=AutoModelForCausalLM"
+        )
+    return kind(config)
+
+
+def _with_generation(model: Any, source: str) -> Any:
+    """Give a model that generates the generation config beside its configuration, if there is one."""
+    from transformers import GenerationConfig
+
+    if source and getattr(model, "can_generate", lambda: False)():
+        with suppress(OSError):  # there is none: the model has that of its configuration
+            model.generation_config = GenerationConfig.from_pretrained(source)
+    return model
+
+
+def _tokenizer(source: str, *, trust_remote_code: bool) -> Any:
+    """Return the tokenizer beside a configuration; None if there is none."""
+    from transformers import AutoTokenizer
+
+    files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.txt", "vocab.json")
+    if not source or (Path(source).is_dir() and not any((Path(source) / file).exists() for file in files)):
+        return None
+    return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
 
 
 def attach_model(model: Model, pool: Pool, *, strict: bool = True) -> Model:

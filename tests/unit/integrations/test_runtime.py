@@ -40,6 +40,7 @@ def same(one: nn.Module, other: nn.Module) -> None:
         assert (mine.kind, mine.persistent) == (twin.kind, twin.persistent), name
         a, b = mine.tensor, twin.tensor
         assert (a.dtype, a.shape, a.stride(), type(a)) == (b.dtype, b.shape, b.stride(), type(b)), name
+        assert a.requires_grad == b.requires_grad, name
         assert torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)), name
 
 
@@ -68,7 +69,6 @@ def test_a_module_made_on_the_meta_device_gets_all_that_another_computes_with(cl
     assert twin.view.untyped_storage().data_ptr() == twin.table.untyped_storage().data_ptr()
     assert twin.fused.weight.output_dim == 0
     assert twin.fused.weight.loader is Fused.loader
-    assert not any(parameter.requires_grad for parameter in twin.parameters())
     assert torch.equal(twin(torch.arange(4)), model(torch.arange(4)))
     assert list(twin.state_dict()) == list(model.state_dict())
 
@@ -133,6 +133,20 @@ def test_the_module_that_was_loaded_can_be_bound_itself(client: Broker, name: st
     same(model, twin)
     assert (model.has_own_head, model.rank) == (True, 3)
     assert model.head.weight is model.embed.weight
+
+
+def test_a_module_that_runs_publishes_what_the_version_before_has_and_no_caches(client: Broker, name: str) -> None:
+    publish(client, name, loaded(1), written=["scale"], attributes={"rank": 3})
+    with client.attach(name) as pool:
+        twin = runtime.bind(meta(), pool, strict=False)
+        model, manifest = loaded(2), runtime.read_manifest(pool)
+        model.cache = torch.zeros(1 << 16)
+        model.none = torch.zeros(1 << 16)  # it was empty when it was published
+        runtime.publish(client, name, model, like=manifest, share="vmm")
+        assert runtime.switch(client, twin, pool) == 2
+        assert torch.equal(twin.embed.weight, model.embed.weight)
+        assert runtime.read_manifest(pool) == manifest
+        del twin
 
 
 Change = Callable[[Any], object]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from transformers import (
     AutoModel,
@@ -25,6 +26,7 @@ from transformers import (
     MixtralConfig,
     MixtralForCausalLM,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
 )
@@ -33,9 +35,10 @@ from transformers.utils import logging
 from cubroker.client import Broker, Pool
 from cubroker.client.loading.loader import load
 from cubroker.client.loading.verify import verify
-from cubroker.integrations.transformers import attach_model
-from cubroker.protocol.errors import Invalid
-from tests.brokers import PATIENCE, serving
+from cubroker.integrations import runtime
+from cubroker.integrations.transformers import attach_model, from_pool
+from cubroker.protocol.errors import Invalid, NotFound
+from tests.brokers import PATIENCE, eventually, serving
 from tests.unit.integrations.embed_process import embed, meta_model
 
 SIZES = {
@@ -263,3 +266,80 @@ def test_two_processes_embed_with_shared_weights_exactly_as_with_the_file(minilm
         assert other.communicate(timeout=PATIENCE)[0] == ""
         assert other.returncode == 0
         assert verify(client, "minilm", minilm).differences == ()
+
+
+# -- in one call -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    """A folder with a model that generates otherwise than by default, and a tokenizer."""
+    model = made(LlamaForCausalLM, LlamaConfig(**SIZES, num_key_value_heads=2))
+    model.generation_config.max_new_tokens = 7
+    model.save_pretrained(tmp_path)
+    words = {word: number for number, word in enumerate(["[UNK]", "to", "be", "or", "not"])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_a_model_and_its_tokenizer_come_from_a_pool_and_a_folder_without_weights(
+    client: Broker, name: str, llama: Path
+) -> None:
+    expected = LlamaForCausalLM.from_pretrained(llama).eval()
+    load(client, name, [llama])
+    (llama / "model.safetensors").unlink()
+    model, tokenizer = from_pool(name, llama, broker=client)
+    assert type(model) is LlamaForCausalLM
+    assert model.generation_config.max_new_tokens == 7
+    tokens = tokenizer("to be or not", return_tensors="pt")["input_ids"]
+    assert tokens.tolist() == [[1, 2, 3, 4]]
+    assert torch.equal(model.generate(tokens, do_sample=False), expected.generate(tokens, do_sample=False))
+    base, _ = from_pool(name, model.config, broker=client, auto=AutoModel, strict=False)
+    assert torch.equal(base(tokens).last_hidden_state, expected.model(tokens).last_hidden_state)
+    model = base = None
+
+
+def test_a_runtime_pool_of_a_model_serves_as_well(client: Broker, name: str, llama: Path) -> None:
+    expected = LlamaForCausalLM.from_pretrained(llama).eval()
+    runtime.publish(client, name, expected)
+    for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        (llama / file).unlink(missing_ok=True)
+    model, tokenizer = from_pool(name, str(llama), broker=client)
+    assert tokenizer is None
+    tokens = torch.tensor([[1, 2, 3, 4]])
+    assert torch.equal(model(tokens).logits, expected(tokens).logits)
+    assert not model.training
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    model = None
+
+
+def test_a_session_of_its_own_stays_as_long_as_the_model(
+    client: Broker, name: str, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load(client, name, [llama])
+    monkeypatch.setenv("CUBROKER_DIR", str(client.directory))
+    model, _ = from_pool(name, llama)
+    assert [pool.leases for pool in client.pools() if pool.name == name] == [1]
+    del model
+    eventually(lambda: [pool.leases for pool in client.pools() if pool.name == name] == [0], "the end of the lease")
+
+
+def test_what_makes_no_model_is_told(client: Broker, name: str, llama: Path, tmp_path: Path) -> None:
+    load(client, name, [llama])
+    with pytest.raises(NotFound, match="no configuration of a model in"):
+        from_pool(name, tmp_path / "absent", broker=client)
+    with pytest.raises(NotFound, match="no pool is named"):
+        from_pool(f"{name}-absent", llama, broker=client)
+    with pytest.raises(Invalid, match="not 7"):
+        from_pool(name, 7, broker=client)
+    for architectures, words in (([], "names nothing as"), (["OtherForCausalLM"], "names 'OtherForCausalLM' as")):
+        config = LlamaConfig(**SIZES, num_key_value_heads=2, architectures=architectures)
+        with pytest.raises(Invalid, match=words):
+            from_pool(name, config, broker=client)
+    config = LlamaConfig(**SIZES, num_key_value_heads=2)
+    model, tokenizer = from_pool(name, config, broker=client, auto=LlamaForCausalLM)
+    assert tokenizer is None
+    assert model.generation_config is not None
+    model = None

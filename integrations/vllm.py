@@ -1,0 +1,346 @@
+"""vLLM takes its weights from runtime pools: ``--load-format cubroker``.
+
+The first engine of a model loads as ever and publishes what each rank computes with; every engine, the first one too,
+then has the pool's memory as its parameters. The name of a pool has a fingerprint of all that its bytes depend on, and
+the UUID of the device. Releases of vLLM are told apart by what they have, not by their numbers.
+
+``--model-loader-extra-config`` has, as JSON:
+
+``directory``
+    where the broker listens; by default ``$CUBROKER_DIR``, else this user's default.
+``pool``
+    how names of pools begin; by default ``vllm``.
+``share``, ``durable``, ``mode``
+    as for :meth:`cubroker.Broker.create`.
+``timeout``
+    seconds to wait for an engine that loads the same; by default 600.
+``fallback``
+    whether vLLM's own loader is used where the broker or the pool cannot be; by default false: the engine fails.
+``checkpoint``
+    what stands for the checkpoint's bytes, which are not digested then: its revision in a registry, say.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import logging
+import os
+import time
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cubroker.client.broker import Broker
+from cubroker.client.pool import Pool
+from cubroker.integrations import fingerprint
+from cubroker.protocol.errors import CubrokerError, Invalid, Unsupported
+
+try:
+    import torch
+    import vllm
+    import vllm.envs
+    from torch import nn
+    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config.load import LoadConfig
+    from vllm.distributed import get_dp_group, get_pp_group, get_tp_group
+    from vllm.model_executor import utils as model_utils
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+    from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
+    from vllm.platforms import current_platform
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    from cubroker.integrations import runtime
+except ImportError as error:
+    raise ImportError(f"cubroker.integrations.vllm needs vLLM ({error}): pip install 'cubroker[vllm]'") from error
+
+log = logging.getLogger("vllm.cubroker")  # below vLLM's own logger, which has handlers
+
+LOAD_FORMAT = __name__.partition(".")[0]
+
+NEUTRAL = (
+    "CUDA_VISIBLE_DEVICES",
+    "LOCAL_RANK",
+    "NO_COLOR",
+    "VLLM_API_",
+    "VLLM_CACHE_ROOT",
+    "VLLM_CONFIG_ROOT",
+    "VLLM_CPU_KVCACHE_SPACE",
+    "VLLM_CPU_OMP_THREADS_BIND",
+    "VLLM_DEBUG_",
+    "VLLM_DO_NOT_TRACK",
+    "VLLM_DP_MASTER_",
+    "VLLM_ENABLE_V1_MULTIPROCESSING",
+    "VLLM_HOST_IP",
+    "VLLM_LOGGING_",
+    "VLLM_LOG_",
+    "VLLM_NO_USAGE_STATS",
+    "VLLM_PORT",
+    "VLLM_RPC_",
+    "VLLM_USAGE_",
+    "VLLM_WORKER_MULTIPROC_METHOD",
+)
+"""How variables of vLLM's begin that no tensor depends on; all others are part of the fingerprint.
+
+Variables that vLLM does not list, such as those by which its processes find each other, are not."""
+
+PROCESSED: Any = getattr(model_utils, "weights_already_processed", None)
+"""The context in which post-processing leaves tensors alone; None: this vLLM has none."""
+
+_HELD = "_cubroker"
+
+
+class Held(NamedTuple):
+    """What a model's tensors are held by, for as long as the model lives."""
+
+    broker: Broker
+    pool: Pool
+
+
+class CubrokerModelLoader(BaseModelLoader):  # type: ignore[misc]
+    """vLLM's loader of runtime pools."""
+
+    def __init__(self, load_config: LoadConfig) -> None:
+        super().__init__(load_config)
+        extra = dict(load_config.model_loader_extra_config or {})
+        self._directory: str | None = extra.pop("directory", None)
+        self._prefix = str(extra.pop("pool", "vllm"))
+        self._timeout = float(extra.pop("timeout", 600.0))
+        self._fallback = bool(extra.pop("fallback", False))
+        self._checkpoint: str | None = extra.pop("checkpoint", None)
+        self._terms = {key: extra.pop(key) for key in ("share", "durable", "mode") if key in extra}
+        if extra:
+            raise ValueError(f"--model-loader-extra-config of load format {LOAD_FORMAT} has no {', '.join(extra)}")
+
+    # -- what vLLM calls ---------------------------------------------------------------------------
+
+    def download_model(self, model_config: ModelConfig) -> None:
+        """Download the checkpoint, unless ``checkpoint`` stands for it: then only an engine that loads needs it."""
+        if self._checkpoint is None:
+            self._plain().download_model(model_config)
+
+    def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
+        """Refuse: weights in a pool are changed by publishing another version."""
+        raise NotImplementedError("weights of a pool are read-only; publish a new version, and switch to it")
+
+    def get_external_weight_memory(self, vllm_config: VllmConfig) -> int:
+        """Return the bytes of the pool, which are not this process's; 0 if there is none yet."""
+        target = self._target(vllm_config)
+        try:
+            with Broker(self._directory) as broker:
+                name = self._name(vllm_config, vllm_config.model_config, self._place(broker, target)[1])
+                return broker.describe(name)[0].nbytes
+        except CubrokerError:
+            return 0
+
+    def load_model(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "") -> nn.Module:
+        """Return the model on the tensors of its pool, after it was published if need be."""
+        began = time.perf_counter()
+        target = self._target(vllm_config)
+        if target.type == "cpu":
+            _compute_on_the_weights_themselves()
+
+        def load() -> nn.Module:
+            model: nn.Module = self._plain().load_model(
+                vllm_config=vllm_config, model_config=model_config, prefix=prefix
+            )
+            return model
+
+        try:
+            broker = Broker(self._directory)
+            device, uuid = self._place(broker, target)
+            name = self._name(vllm_config, model_config, uuid)
+        except CubrokerError as error:
+            if not self._fallback:
+                raise
+            log.warning("vLLM's own loader is used, and no pool: %s", error)
+            return load()
+
+        def publish(model: nn.Module) -> None:
+            with runtime.writes(model) as written:
+                _finish(model, model_config, target)
+            runtime.publish(
+                broker, name, model, written=written, attributes=_attributes(model), device=device, **self._terms
+            )
+
+        def attach(pool: Pool) -> nn.Module:
+            with set_default_torch_dtype(model_config.dtype):
+                with torch.device("meta"):
+                    model: nn.Module = initialize_model(
+                        vllm_config=vllm_config, model_config=model_config, prefix=prefix
+                    )
+                _check_quantization(model)
+                runtime.bind(model, pool, strict=False)
+                _finish(model, model_config, target)
+            runtime.refuse_meta(model, pool)
+            return model
+
+        got = runtime.obtain(
+            broker,
+            name,
+            load=load,
+            publish=publish,
+            attach=attach,
+            device=device,
+            timeout=self._timeout,
+            fallback=self._fallback,
+        )
+        if got.pool is None:
+            broker.close()
+            return got.model
+        if got.loaded:
+            _finish(got.model, model_config, target)  # what it made of the tensors before refers to those
+            gc.collect()
+            if target.type != "cpu":
+                torch.accelerator.empty_cache()
+        vars(got.model)[_HELD] = Held(broker, got.pool)
+        how, size = "published" if got.loaded else "attached to", got.pool.nbytes / (1 << 20)
+        seconds = time.perf_counter() - began
+        log.info("cubroker: %s %s@%d, %.1f MiB, in %.3f s", how, name, got.pool.version, size, seconds)
+        return got.model.eval()
+
+    # -- how ---------------------------------------------------------------------------------------
+
+    def _plain(self) -> DefaultModelLoader:
+        plain = dataclasses.replace(self.load_config, load_format="auto", model_loader_extra_config={})
+        return DefaultModelLoader(plain)
+
+    def _target(self, vllm_config: VllmConfig) -> torch.device:
+        return torch.device(self.load_config.device or vllm_config.device_config.device)
+
+    def _place(self, broker: Broker, target: torch.device) -> tuple[int, str]:
+        """Return the device of this rank, as this process counts them, and its UUID; host devices take turns."""
+        devices = broker.driver.devices
+        if target.type == "cpu":
+            index = get_tp_group().rank % len(devices)
+        else:
+            index = torch.accelerator.current_device_index() if target.index is None else target.index
+        return index, devices[index].uuid
+
+    def _name(self, vllm_config: VllmConfig, model_config: ModelConfig, uuid: str) -> str:
+        facts = self._facts(vllm_config, model_config)
+        stem = Path(str(model_config.model)).name
+        label = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in stem)[:64]
+        return f"{self._prefix}/{label}/{fingerprint.fingerprint(facts)}/{uuid}"
+
+    def _facts(self, vllm_config: VllmConfig, model_config: ModelConfig) -> dict[str, object]:
+        """Return all that the tensors of this rank depend on."""
+        config = json.loads(model_config.hf_config.to_json_string(use_diff=False))
+        config.pop("_name_or_path", None)
+        parallel, speculative = vllm_config.parallel_config, vllm_config.speculative_config
+        groups = {"tp": get_tp_group(), "pp": get_pp_group(), "dp": get_dp_group()}
+        capability = current_platform.get_device_capability() if current_platform.is_cuda_alike() else None
+        parts = ("kernel_config", "attention_config", "lora_config", "offload_config")
+        configs: dict[str, Any] = {key: getattr(vllm_config, key, None) for key in parts}
+        kernels = {key: part.compute_hash() for key, part in configs.items() if hasattr(part, "compute_hash")}
+        variables = {key: os.environ[key] for key in vllm.envs.environment_variables if key in os.environ}
+        return {
+            "format": runtime.FORMAT,
+            "engine": ["vllm", vllm.__version__, torch.__version__],
+            "checkpoint": self._digest(model_config),
+            "config": config,
+            "dtype": str(model_config.dtype),
+            "quantization": model_config.quantization,
+            "quantization_config": getattr(model_config, "quantization_config", None),
+            "groups": {name: [group.rank_in_group, group.world_size] for name, group in groups.items()},
+            "experts": [parallel.enable_expert_parallel, getattr(parallel, "enable_eplb", False)],
+            "draft": speculative is not None and model_config is speculative.draft_model_config,
+            "platform": [current_platform.device_type, list(capability) if capability else None],
+            "kernels": kernels,
+            "variables": {key: value for key, value in sorted(variables.items()) if not key.startswith(NEUTRAL)},
+        }
+
+    def _digest(self, model_config: ModelConfig) -> str:
+        if self._checkpoint is not None:
+            return f"declared:{self._checkpoint}"
+        return fingerprint.checkpoint(self._folder(model_config))
+
+    def _folder(self, model_config: ModelConfig) -> str:
+        """Return the folder of a checkpoint, which is downloaded if need be."""
+        if Path(model_config.model).is_dir():
+            return str(model_config.model)
+        from huggingface_hub import snapshot_download
+
+        self._plain().download_model(model_config)
+        return str(
+            snapshot_download(
+                model_config.model,
+                revision=model_config.revision,
+                cache_dir=self.load_config.download_dir,
+                local_files_only=True,
+            )
+        )
+
+
+def register() -> None:
+    """Make ``--load-format cubroker`` known: the entry point of ``vllm.general_plugins``, called in every process."""
+    from vllm.model_executor.model_loader import register_model_loader
+
+    register_model_loader(LOAD_FORMAT)(CubrokerModelLoader)
+
+
+def held(model: nn.Module) -> Held:
+    """Return what the tensors of a model are held by.
+
+    Raises:
+        Invalid: it has no pool: another loader loaded it.
+    """
+    found = vars(model).get(_HELD)
+    if not isinstance(found, Held):
+        raise Invalid(f"this {type(model).__name__} has no pool; start the engine with --load-format {LOAD_FORMAT}")
+    return found
+
+
+def switch(worker: Any, version: int | None = None) -> int:
+    """Show another version to a worker's model, at the same addresses; returns the version.
+
+    ::
+
+        llm.collective_rpc(cubroker.integrations.vllm.switch)
+        llm.reset_prefix_cache()
+
+    Args:
+        worker: vLLM's worker, between two steps of the engine.
+        version: which; by default the current one.
+
+    Raises:
+        CubrokerError: as :func:`cubroker.integrations.runtime.switch`.
+    """
+    model = worker.get_model()
+    broker, pool = held(model)
+    return runtime.switch(broker, model, pool, version)
+
+
+def _finish(model: nn.Module, model_config: ModelConfig, target: torch.device) -> None:
+    """Have post-processing make what it makes beside tensors, of tensors that it has processed."""
+    processed: AbstractContextManager[object] = nullcontext() if PROCESSED is None else PROCESSED()
+    with processed:
+        process_weights_after_loading(model, model_config, target)
+
+
+def _check_quantization(model: nn.Module) -> None:
+    """Raise ``Unsupported`` for methods that would process weights once more."""
+    for name, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        kind = type(method).__name__
+        plain = method is None or kind.startswith("Unquantized")
+        if not plain and not getattr(method, "supports_pre_processed_weights", False):
+            raise Unsupported(
+                f"{name or 'the model'} is quantized by {kind}, and this vLLM ({vllm.__version__}) cannot take weights"
+                f" that it has processed; use another load format, or a vLLM where this method can"
+            )
+
+
+def _attributes(model: nn.Module) -> dict[str, bool]:
+    """Return the attributes that vLLM sets on a model as it loads: which embeddings a draft model has of its own."""
+    names = ("has_own_embed_tokens", "has_own_lm_head")
+    return {name: bool(getattr(model, name)) for name in names if hasattr(model, name)}
+
+
+def _compute_on_the_weights_themselves() -> None:
+    """On a CPU, vLLM packs weights into memory of oneDNN's own; without it, it computes where they are."""
+    from vllm import _custom_ops
+
+    _custom_ops._supports_onednn = False

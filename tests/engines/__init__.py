@@ -1,0 +1,1 @@
+"""Tests with real engines, where those are installed: ``make engines``."""
