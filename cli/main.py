@@ -37,6 +37,7 @@ COMMANDS = {
     "story": ("admin:story", "Tell the last events of a pool or a session."),
     "devices": ("list:devices", "List the devices and what is allocated on them."),
     "topology": ("list:topology", "Show which devices reach each other's memory, and how well."),
+    "vllm": ("vllm:vllm", "Prepare runtime pools for engines of vLLM."),
     "verify": ("load:verify_pool", "Compare a pool, byte for byte, with files."),
     "retire": ("admin:retire", "Take a version out of service."),
     "drain": ("admin:drain", "Lend nothing new, and wait until everything is given back."),

@@ -28,6 +28,7 @@ import json
 import logging
 import os
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -89,6 +90,9 @@ Variables that vLLM does not list, such as those by which its processes find eac
 PROCESSED: Any = getattr(model_utils, "weights_already_processed", None)
 """The context in which post-processing leaves tensors alone; None: this vLLM has none."""
 
+PREFIX = "vllm"
+"""How names of pools begin by default."""
+
 _HELD = "_cubroker"
 
 
@@ -106,7 +110,7 @@ class CubrokerModelLoader(BaseModelLoader):  # type: ignore[misc]
         super().__init__(load_config)
         extra = dict(load_config.model_loader_extra_config or {})
         self._directory: str | None = extra.pop("directory", None)
-        self._prefix = str(extra.pop("pool", "vllm"))
+        self._prefix = str(extra.pop("pool", PREFIX))
         self._timeout = float(extra.pop("timeout", 600.0))
         self._fallback = bool(extra.pop("fallback", False))
         self._checkpoint: str | None = extra.pop("checkpoint", None)
@@ -221,9 +225,7 @@ class CubrokerModelLoader(BaseModelLoader):  # type: ignore[misc]
 
     def _name(self, vllm_config: VllmConfig, model_config: ModelConfig, uuid: str) -> str:
         facts = self._facts(vllm_config, model_config)
-        stem = Path(str(model_config.model)).name
-        label = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in stem)[:64]
-        return f"{self._prefix}/{label}/{fingerprint.fingerprint(facts)}/{uuid}"
+        return f"{_label(self._prefix, str(model_config.model))}{fingerprint.fingerprint(facts)}/{uuid}"
 
     def _facts(self, vllm_config: VllmConfig, model_config: ModelConfig) -> dict[str, object]:
         """Return all that the tensors of this rank depend on."""
@@ -279,6 +281,41 @@ def register() -> None:
     from vllm.model_executor.model_loader import register_model_loader
 
     register_model_loader(LOAD_FORMAT)(CubrokerModelLoader)
+
+
+def preload(model: str, arguments: Sequence[str] = (), directory: Path | None = None) -> str:
+    """Start an engine, which loads and publishes unless that was done, and end it; returns how its pools' names begin.
+
+    Args:
+        model: a folder, or a name of the hub.
+        arguments: of ``vllm serve``, those of engines that shall attach.
+        directory: where the broker listens, if the arguments do not say so.
+
+    Raises:
+        CubrokerError: the broker or the pool cannot be used.
+        SystemExit: vLLM does not know an argument.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    register()
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    parsed = parser.parse_args(["--model", model, *arguments, "--load-format", LOAD_FORMAT])
+    options = EngineArgs.from_cli_args(parsed)
+    extra = dict(options.model_loader_extra_config or {})
+    if directory is not None:
+        extra.setdefault("directory", str(directory))
+    options.model_loader_extra_config = extra
+    engine = LLMEngine.from_engine_args(options)
+    engine.engine_core.shutdown()
+    return _label(str(extra.get("pool", PREFIX)), model)
+
+
+def _label(prefix: str, model: str) -> str:
+    """Return how the names of a model's pools begin."""
+    stem = Path(model).name
+    return f"{prefix}/{''.join(letter if letter.isascii() and letter.isalnum() else '-' for letter in stem)[:64]}/"
 
 
 def held(model: nn.Module) -> Held:

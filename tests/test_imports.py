@@ -47,6 +47,7 @@ ARROWS: dict[str, set[str]] = {
         "client.loading",
         "client.transport",
         "driver",
+        "integrations",
         "protocol",
         "server",
         "server.config",

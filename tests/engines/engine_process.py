@@ -10,6 +10,8 @@ import os
 import sys
 import time
 import traceback
+from contextlib import redirect_stdout
+from io import StringIO
 from typing import Any
 
 ENVIRONMENT = {
@@ -17,6 +19,7 @@ ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
 }
@@ -94,6 +97,12 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     """Start an engine, do what the job says, and return what came of it."""
     from vllm import LLM
 
+    if "preload" in job:
+        from cubroker.cli.main import run as command
+
+        with redirect_stdout(StringIO()) as printed:
+            status = command(["vllm", "preload", job["model"], *job["preload"]])
+        return {"status": status, "printed": printed.getvalue()}
     if job["format"] == "auto":  # compute as engines on pools do: not on packed copies of the weights
         from vllm import _custom_ops
 

@@ -149,6 +149,28 @@ def test_engines_on_a_pool_say_what_a_plain_engine_says_and_read_no_weights(
     assert names(lender) == [(pool, 2)]
 
 
+def test_a_model_that_was_preloaded_is_only_attached_to(
+    engines: Engines, lender: BrokerProcess, tmp_path: Path
+) -> None:
+    model = made(tmp_path / "preloaded", 3)
+    terms = ["--skip-tokenizer-init", "--max-model-len", "128", "--dtype", "bfloat16", "--enforce-eager"]
+    extra = {"checkpoint": "third"}
+    done = engines.run(
+        model,
+        preload=[
+            *("--json", "--directory", str(lender.directory), *terms, "--max-num-seqs", "4"),
+            *("--distributed-executor-backend", "uni", "--model-loader-extra-config", json.dumps(extra)),
+        ],
+    )
+    assert done.get("status") == 0, done
+    assert [pool["tensors"] > 20 for pool in json.loads(done["printed"])] == [True]
+    before = names(lender)
+    hollow = hollowed(model, tmp_path / "hollow" / "preloaded")
+    attached = engines.run(hollow, extra={**extra, "directory": str(lender.directory)})
+    assert attached["said"] == engines.run(model, "auto")["said"]
+    assert names(lender) == before
+
+
 def test_two_fine_tunes_never_meet_and_an_engine_without_a_broker_falls_back_only_if_told(
     engines: Engines, lender: BrokerProcess, tmp_path: Path
 ) -> None:

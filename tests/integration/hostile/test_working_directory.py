@@ -47,6 +47,7 @@ QUICK = {
     "retire": ["retire", "tiny"],
     "drain": ["drain", "--wait", "1"],
     "config": ["config", "check"],
+    "vllm": ["vllm", "--help"],
 }
 """Commands to a broker of their own directory, in an order in which they succeed."""
 
