@@ -341,9 +341,8 @@ class Model(Facts):
     def set_layout(self, version: Version, body: m.SetLayout, layout: Outline) -> None:
         if version.state != "draft":
             raise Refusal("unavailable" if version.state == "lost" else "invalid")
-        same = len(layout.allocations) == len(version.layout.allocations)
-        blocks = self.blocks_of(version)
-        if not same or any(block.sizes != self.sizes(version.body, layout, block.device) for block in blocks):
+        before, after = ([-(-size // (2 << 20)) for size in each.allocations] for each in (version.layout, layout))
+        if before != after:
             raise Refusal("invalid")
         limit, more = self.quota(version.owner).layouts, len(body.layout) - len(version.body.layout)
         if limit is not None and more > 0 and self.layouts_of(version.owner) + more > limit:
@@ -358,6 +357,8 @@ class Model(Facts):
         if stays and (
             version.body.share == "multicast" or (version.body.plan is None and len(version.body.devices) > 1)
         ):
+            raise Refusal("unsupported")
+        if stays and any(cell.block.version is not version for cell in self.cells_of(version)):
             raise Refusal("unsupported")
         if isinstance(body, m.SealDigested | m.SealInPlace) and body.digests is not None:
             if version.body.writable:

@@ -133,15 +133,33 @@ def test_a_ledger_that_frees_memory_that_is_still_bound_is_found(monkeypatch: py
     def hasty(tables: Tables, version: Version) -> None:
         release_memory(tables, version)
         if version.multicast_group is not None:
-            for ticket in version.replicas.values():
-                memory.free(tables, ticket)
+            for ticket in {allocation.ticket for allocation in version.allocations}:
+                memory._free(tables, ticket, tuple(ticket.allocations))
 
     monkeypatch.setattr(memory, "release_memory", hasty)
     assert is_found()
 
 
 def test_a_ledger_that_gives_objects_to_who_may_only_read_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "tickets_for", lambda version, chosen, device: memory._reachable(version, chosen[0]))
+    monkeypatch.setattr(memory, "replicas_for", lambda version, chosen, device: memory._reachable(version, chosen[0]))
+    assert is_found()
+
+
+def test_a_ledger_that_frees_what_another_version_has_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    release_memory = memory.release_memory
+
+    def hasty(tables: Tables, version: Version) -> None:
+        shared = [allocation for allocation in version.allocations if len(allocation.versions) > 1]
+        release_memory(tables, version)
+        for allocation in shared:
+            memory._free(tables, allocation.ticket, (allocation.number,))
+
+    monkeypatch.setattr(memory, "release_memory", hasty)
+    assert is_found()
+
+
+def test_a_ledger_that_lends_a_writer_what_is_shared_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "own", lambda _, replica: [each for each in replica.allocations if each is not None])
     assert is_found()
 
 
