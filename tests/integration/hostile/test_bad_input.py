@@ -16,7 +16,20 @@ import pytest
 from cubroker.protocol import wire
 from cubroker.protocol.directory import REQUEST_SOCKET
 from cubroker.protocol.errors import ERRORS
-from cubroker.protocol.messages import VERSIONS, Answer, Done, Drain, Failed, Greeting, Hello, Pong, Refused, Welcome
+from cubroker.protocol.messages import (
+    VERSIONS,
+    Answer,
+    Done,
+    Drain,
+    Failed,
+    Greeting,
+    Hello,
+    Locked,
+    Pong,
+    Refused,
+    Unlock,
+    Welcome,
+)
 from cubroker.server.transport import admission
 from tests.brokers import BrokerProcess, eventually
 from tests.integration.hostile.hostile_peers import MIB, Witness, push
@@ -140,6 +153,19 @@ class Sender:
                 assert len(answer.body.message) < 1000
             self.answers.append(answer)
 
+    def unlock(self) -> None:
+        """Release every name that was locked: a process that lives keeps its locks when its connection ends.
+
+        Each may be waited for by another request, which has the lock then.
+        """
+        released = 0
+        while held := [answer.body.lock for answer in self.answers if isinstance(answer.body, Locked)][released:]:
+            for lock in held:
+                released += 1
+                number = FIRST + (1 << 29) + released
+                self.send(head(self.client.secret, number) + wire.pack(Unlock(lock)))
+            self.settle()
+
 
 def bodies(way: Callable[[bytes], Iterator[bytes]], body: object) -> Iterator[bytes]:
     """Every wrong form of a request's body. What may wait waits, and ends with its session."""
@@ -162,6 +188,7 @@ def test_a_request_that_is_wrong_is_answered_with_what_is_wrong(
         for number, data in enumerate(data for body in REQUESTS for data in bodies(way, body)):
             sender.send(head(client.secret, FIRST + number) + data)
         sender.settle()
+        sender.unlock()
         failed = [answer.body for answer in sender.answers if isinstance(answer.body, Failed)]
         assert len(failed) > sender.sent / 4
         assert {body.code for body in failed} <= set(ERRORS)
@@ -189,6 +216,7 @@ def test_messages_of_other_kinds_are_no_requests(broker: BrokerProcess) -> None:
             sender.send(wire.pack(value))
             sender.send(head(client.secret, FIRST + number) + wire.pack(getattr(value, "body", value)))
         sender.settle()
+        sender.unlock()
         others = sum(type(getattr(value, "body", value)) not in map(type, REQUESTS) for value, _ in SAMPLES)
         refusals = [answer for answer in sender.answers if isinstance(answer.body, Failed) and answer.id >= FIRST]
         assert len(refusals) >= others
