@@ -6,9 +6,11 @@ import os
 import threading
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
-from cubroker.client import Broker
+from cubroker.client import Broker, Draft
+from cubroker.client.publish import Sources
 from cubroker.protocol import Layout
 from cubroker.protocol.errors import Invalid, NotFound, Unavailable
 from tests.brokers import eventually
@@ -146,8 +148,9 @@ def test_a_missing_descriptor_costs_the_pool_that_it_belonged_to(client: Broker,
     for each in (name, f"{name}-other"):
         publish(client, each, LAYOUT, share="vmm", durable=True)
     kept.kill()
-    mine = sorted(each for each in kept.fdstore.stored if each.startswith("m"))
+    mine = [each for each in kept.fdstore.stored if each.startswith("m")]
     assert len(mine) == 4
+    mine.sort(key=lambda each: [int(number) for number in each[1:].split(".")])
     kept.fdstore.forget(mine[0])
     kept.start()
     states = {info.name: info.state for info in client.pools()}
@@ -155,6 +158,51 @@ def test_a_missing_descriptor_costs_the_pool_that_it_belonged_to(client: Broker,
     assert f"{name}@1" in kept.log()
     with client.attach(f"{name}-other") as pool:
         assert pool["weight"].tobytes() == content("weight", 300)
+
+
+def test_versions_that_share_memory_outlive_the_broker_and_what_one_alone_had_is_freed_with_it(
+    client: Broker, kept: StoredBroker, name: str
+) -> None:
+    layout = Layout.pack([(each, "U8", (1 << 20,)) for each in "abcd"], slab=1 << 20)
+    publish(client, name, layout, share="vmm", durable=True)
+    changed = {"b": np.full(1 << 20, 7, np.uint8)}
+    with client.attach(name) as old:
+        assert client.publish(name, changed, base=old) == 2
+        kept.restart()
+        with client.attach(name) as new:
+            assert set(new["b"].tobytes()) == {7}
+            for pool, tensors in ((old, "abcd"), (new, "acd")):
+                assert all(pool[each].tobytes() == content(each, 1 << 20) for each in tensors)
+        assert sum(device.allocated for device in client.devices()) == 10 << 20
+
+    def stored() -> int:
+        kept.settled()
+        return sum(each.startswith("m") for each in kept.fdstore.stored)
+
+    eventually(lambda: stored() == 4, "what version 1 alone had to leave the store")
+    assert sum(device.allocated for device in client.devices()) == 8 << 20
+    kept.restart()
+    assert [(info.version, info.memory, info.shared) for info in client.pools()] == [(2, 8 << 20, 0)]
+    with client.attach(name) as new:
+        assert [new[each].tobytes()[:1] for each in "ab"] == [content("a", 1), b"\7"]
+
+
+def test_an_update_goes_on_when_the_broker_is_killed_in_the_middle(
+    client: Broker, kept: StoredBroker, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = Layout.pack([(each, "U8", (1 << 20,)) for each in "abcd"])
+    publish(client, name, layout, share="vmm", durable=True)
+    fill = Sources.fill
+
+    def killed(sources: Sources, draft: Draft) -> None:
+        fill(sources, draft)
+        kept.restart()
+
+    monkeypatch.setattr(Sources, "fill", killed)
+    assert client.publish(name, {"b": np.full(1 << 20, 7, np.uint8)}, base=name) == 2
+    with client.attach(name) as new:
+        assert [new[each].tobytes()[:1] for each in "ab"] == [content("a", 1), b"\7"]
+    assert [(info.version, info.memory, info.shared) for info in client.pools()] == [(2, 6 << 20, 0)]
 
 
 def test_nothing_stays_stored_of_what_is_over(client: Broker, kept: StoredBroker, name: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -302,6 +303,31 @@ def test_a_follower_takes_updates_in_place_and_processes_share_the_bytes(
         process.kill()
     eventually(lambda: held(client, name) == {4: (8 * MIB + GRANULE, 0)}, "the end of version 3")
     eventually(lambda: allocated(client) == 8 * MIB + GRANULE, "its memory to be freed")
+
+
+@pytest.mark.parametrize("moment", ["fill", "seal"])
+def test_a_writer_that_is_killed_leaves_its_base_and_nothing_else(
+    lender: BrokerProcess, client: Broker, name: str, moment: str
+) -> None:
+    client.publish(name, model(), share="vmm")
+    program = """
+        import numpy as np
+        from cubroker.client.pool import Draft
+        from cubroker.client.publish import Sources
+        owner = Sources if sys.argv[3] == "fill" else Draft
+        setattr(owner, sys.argv[3], lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+        with Broker(directory) as broker:
+            broker.publish(sys.argv[2], {"b": np.full(1 << 20, 9, np.uint8)}, base=1)
+    """
+    process = start(lender, program, name, moment, measured=False)
+    try:
+        process.communicate(timeout=60)
+        assert process.returncode == -signal.SIGKILL
+    finally:
+        process.kill()
+    eventually(lambda: held(client, name) == {1: (8 * MIB, 0)}, "the end of the draft")
+    eventually(lambda: allocated(client) == 8 * MIB, "its memory to be freed")
+    assert content(client, name) == values()
 
 
 def test_versions_say_what_they_share(client: Broker, name: str) -> None:
