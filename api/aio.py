@@ -30,14 +30,14 @@ from typing import ParamSpec, Self, TypeVar, cast
 
 from cubroker.client import broker as blocking
 from cubroker.client import devices as local
-from cubroker.client import locks, notices, pool
+from cubroker.client import events, locks, notices, pool
 from cubroker.client.broker import Owner
 from cubroker.client.devices import DeviceId, Plan
 from cubroker.client.follow import Follow
 from cubroker.client.tensor import SharedTensor
 from cubroker.client.transport.handshake import NotServing, Patience
 from cubroker.client.transport.requests import Steps, run_in_loop, seconds
-from cubroker.driver import Device, Driver
+from cubroker.driver import Device, Driver, Stream
 from cubroker.protocol import messages
 from cubroker.protocol.errors import CubrokerError, Denied, Unavailable
 from cubroker.protocol.infos import ClientInfo, DeviceInfo, Line, PoolInfo
@@ -46,7 +46,7 @@ from cubroker.protocol.layout import Layout, Tensors
 P = ParamSpec("P")
 T = TypeVar("T")
 
-__all__ = ["Broker", "Draft", "NameLock", "Pool", "Watch"]
+__all__ = ["Broker", "Draft", "Event", "NameLock", "Pool", "Watch"]
 
 
 async def awaited(method: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -430,6 +430,18 @@ class Pool(Mapping[str, SharedTensor]):
             await run_in_loop(request.settle())
             raise
 
+    async def broadcast(self, source: object, name: str) -> None:
+        """See :meth:`cubroker.Pool.broadcast`. A thread of the loop stores; it is not cancelled."""
+        await asyncio.to_thread(self.blocking.broadcast, source, name)
+
+    async def event(self, name: str, *, device: int | str | None = None) -> Event:
+        """See :meth:`cubroker.Pool.event`."""
+        return Event(await awaited(pool.Pool.event, self.blocking, name, device=device))
+
+    async def open_event(self, name: str, *, wait: float = 0.0) -> Event:
+        """See :meth:`cubroker.Pool.open_event`."""
+        return Event(await awaited(pool.Pool.open_event, self.blocking, name, wait=wait))
+
     async def check(self) -> None:
         """See :meth:`cubroker.Pool.check`. The digests are computed in a thread of the loop."""
         await asyncio.to_thread(self.blocking.check)
@@ -496,6 +508,60 @@ class NameLock:
     async def close(self) -> None:
         """See :meth:`cubroker.client.NameLock.close`. Once begun, it happens, even if this is cancelled."""
         await awaited(locks.NameLock.close, self.blocking)
+
+
+class Event:
+    """A place in a stream of the process that made it; see :class:`cubroker.client.SharedEvent`.
+
+    ``async with`` closes it at the end.
+
+    Attributes:
+        blocking: the event below, whose calls block.
+    """
+
+    def __init__(self, below: events.SharedEvent) -> None:
+        self.blocking = below
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def __repr__(self) -> str:
+        return repr(self.blocking)
+
+    @property
+    def name(self) -> str:
+        """Its name on the pool's version."""
+        return self.blocking.name
+
+    @property
+    def device(self) -> Device:
+        """Whose work it marks."""
+        return self.blocking.device
+
+    @property
+    def mine(self) -> bool:
+        """Whether this process made it, and so records it."""
+        return self.blocking.mine
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed, here or with the pool."""
+        return self.blocking.closed
+
+    async def record(self, stream: Stream | int = 0) -> int:
+        """See :meth:`cubroker.client.SharedEvent.record`."""
+        return await awaited(events.SharedEvent.record, self.blocking, stream)
+
+    async def wait(self, stream: Stream | int | None = None, *, after: int | None = None, timeout: float = 60.0) -> int:
+        """See :meth:`cubroker.client.SharedEvent.wait`; without a ``stream`` this task waits until the work is done."""
+        return await awaited(events.SharedEvent.wait, self.blocking, stream, after=after, timeout=timeout)
+
+    async def close(self) -> None:
+        """See :meth:`cubroker.client.SharedEvent.close`. Once begun, it happens, even if this is cancelled."""
+        await awaited(events.SharedEvent.close, self.blocking)
 
 
 class Watch(AsyncIterator[int | None]):

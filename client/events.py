@@ -320,7 +320,7 @@ class SharedEvent(NotPicklable, Closeable):
         body = AwaitEvent(self.pool.lease, self._number, since, float(timeout))
         generation = (yield from self._waits.ask(body, Generation)).generation
         if stream is None:
-            self._finish(generation, deadline)
+            yield from self._finish(generation, deadline)
         else:
             self._use(lambda event: event.hold(_stream(stream)), "waiting for")
         self._seen = max(self._seen, generation)
@@ -355,13 +355,13 @@ class SharedEvent(NotPicklable, Closeable):
     def _closed(self) -> Invalid:
         return Invalid(f"{self._label} is closed in this process; make or open it again")
 
-    def _finish(self, generation: int, deadline: float) -> None:
+    def _finish(self, generation: int, deadline: float) -> Steps[None]:
         """Wait until the work is done: by looking, since the driver's own wait ends for no signal and no time limit."""
-        pause = SOON
+        pause, never = SOON, Future[None]()
         while not self._use(Event.done, "waiting for"):
             if time.monotonic() > deadline:
                 raise TimedOut(f"{self._label} was recorded, generation {generation}, but the work before is not done")
-            time.sleep(pause)
+            yield never, pause
             pause = min(2 * pause, LATE)
 
     def _use(self, call: Callable[[Event], T], doing: str) -> T:

@@ -74,7 +74,7 @@ class Room:
     Args:
         start: the first address.
         nbytes: its size.
-        keeper: what keeps the memory mapped.
+        keeper: what keeps the memory mapped; dropped when the room is closed and nothing is taken any more.
     """
 
     def __init__(self, start: int, nbytes: int, keeper: object = None) -> None:
@@ -87,6 +87,7 @@ class Room:
         self._keeper = keeper
         self._free = [(start, nbytes)]  # by address; no two touch
         self._taken: dict[int, int] = {}
+        self._closed = False
 
     @property
     def left(self) -> int:
@@ -106,6 +107,7 @@ class Room:
     def take(self, nbytes: int) -> int | None:
         """Return the address of a piece, a multiple of 512 bytes behind the start; None if no free one is as large."""
         nbytes = round_up(max(nbytes, 1), BLOCK)
+        assert not self._closed
         for index, (pointer, size) in enumerate(self._free):
             if size >= nbytes:
                 self._free[index : index + 1] = [(pointer + nbytes, size - nbytes)] * (size > nbytes)
@@ -113,6 +115,12 @@ class Room:
                 return pointer
         self.refused = nbytes
         return None
+
+    def close(self) -> None:
+        """Keep the memory mapped only for as long as some of it is taken."""
+        self._closed = True
+        if not self._taken:
+            self._keeper = None
 
     def give_back(self, pointer: int) -> None:
         """Take a piece back; raises ``KeyError`` if it is not taken."""
@@ -125,6 +133,8 @@ class Room:
             pointer, before = self._free.pop(index)
             nbytes += before
         insort(self._free, (pointer, nbytes))
+        if self._closed:
+            self.close()
 
 
 # -- what torch calls ------------------------------------------------------------------------------------
@@ -271,14 +281,7 @@ class MemPool(Closeable, NotPicklable):
         mode: int | None = None,
         durable: bool | None = None,
     ) -> None:
-        if broker.driver.host:
-            raise Unsupported(
-                f"a MemPool for {name!r} needs a GPU: torch lets no one else allocate its memory on the CPU, where the"
-                f" broker's devices are emulated; put arrays into a draft's allocation_views, and seal it with"
-                f" layout_of them"
-            )
-        if not hasattr(torch.cuda, "use_mem_pool"):
-            raise Unsupported(f"a MemPool for {name!r} needs torch 2.5 or later, and this is {torch.__version__}")
+        _check_torch(broker, name)
         if nbytes <= 0:
             raise Invalid(f"a MemPool of {nbytes} bytes for {name!r}; it needs room, see MemPool.size_of(model)")
         index = torch.device("cuda" if device is None else device).index if not isinstance(device, int) else device
@@ -290,6 +293,9 @@ class MemPool(Closeable, NotPicklable):
         self._owner = self.pool._owner
         self._driver = broker.driver
         self._torch: torch.cuda.MemPool | None = None
+        self._room = Room(0, 0)
+        #: Threads that allocate here now.
+        self._users: set[int] = set()
         try:
             (view,) = self.pool.allocation_views
             self._room = Room(view.pointer, view.nbytes, from_dlpack(view))
@@ -325,6 +331,7 @@ class MemPool(Closeable, NotPicklable):
         self._warm_up()
         room, room.refused, room.error = self._room, 0, None
         _active.room = room
+        self._users.add(threading.get_ident())
         try:
             with _signals_wait(), torch.cuda.use_mem_pool(self._torch, self._device):
                 yield
@@ -334,6 +341,7 @@ class MemPool(Closeable, NotPicklable):
             raise OutOfRoom(self._shortage()) from error
         finally:
             _active.room = None
+            self._users.discard(threading.get_ident())
             if room.error is not None:
                 raise room.error
 
@@ -357,6 +365,10 @@ class MemPool(Closeable, NotPicklable):
         """
         if self._torch is None:
             raise Invalid(f"{self.pool!r} is closed; make another MemPool")
+        if self._users:
+            raise Invalid(
+                f"{self.pool!r} cannot be sealed inside of use(): torch would go on allocating there; leave it"
+            )
         tensors = source.state_dict(keep_vars=True) if isinstance(source, nn.Module) else dict(source)
         if copy:
             self._copy(tensors)
@@ -368,6 +380,7 @@ class MemPool(Closeable, NotPicklable):
     def close(self) -> None:
         """Let torch give the memory back as soon as no tensor lives in it; without a seal, discard the draft."""
         self._torch = None
+        self._room.close()
         self.pool.close()
 
     @staticmethod
@@ -432,6 +445,21 @@ class MemPool(Closeable, NotPicklable):
                     found.append((pointer, block["size"]))
                 pointer += block["size"]
         return found
+
+
+def _check_torch(broker: Broker, name: str) -> None:
+    """Raise ``Unsupported`` if torch cannot allocate in a pool of this broker."""
+    if broker.driver.host:
+        raise Unsupported(
+            f"a MemPool for {name!r} needs a GPU: torch lets no one else allocate its memory on the CPU, where the"
+            f" broker's devices are emulated; put arrays into a draft's allocation_views, and seal it with"
+            f" layout_of them"
+        )
+    if not hasattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool"):
+        raise Unsupported(
+            f"a MemPool for {name!r} needs a torch in which one thread can have a memory pool, later than"
+            f" {torch.__version__}; upgrade it"
+        )
 
 
 def segments(sizes: Any) -> int:

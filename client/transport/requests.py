@@ -45,6 +45,9 @@ RESEND = 1.0
 PART = 1.0
 """Seconds: the longest part of a wait with a limit."""
 
+SHORT = 0.01
+"""Seconds: a wait as short as this has no parts."""
+
 UNWANTED = Unavailable("nobody waits for it any more")
 
 Settle = Callable[[Reply | CubrokerError], None]
@@ -79,7 +82,7 @@ class Future(Generic[T]):
         Time in which this process is stopped hardly counts: the wait has parts, and a stop costs one of them.
         """
         left = inf if timeout is None else timeout
-        part = min(PART, left / 10)
+        part = min(PART, max(left / 10, SHORT), max(left, 0.0))
         while not self._done:
             if self._gate.acquire(timeout=part):
                 self._gate.release()
@@ -191,7 +194,7 @@ async def _arrives(future: Future[Any], timeout: float | None) -> bool:
             loop.call_soon_threadsafe(take)
 
     left = inf if timeout is None else timeout
-    part = None if left == inf else min(PART, left / 10)
+    part = None if left == inf else min(PART, max(left / 10, SHORT), left)
     future.when_done(tell)
     try:
         while not future.done() and left > 0:

@@ -226,6 +226,8 @@ def test_only_the_thread_and_the_device_of_the_block_allocate_there(broker: Brok
             thread.join()
             with pytest.raises(Invalid, match="in use in this thread already"), pool.use():
                 pass
+            with pytest.raises(Invalid, match="sealed inside of use"):
+                pool.seal({})
         assert pool.left == pool._room.nbytes, told(pool)
         assert not pool._room.start <= found[0] < pool._room.start + pool._room.nbytes
 

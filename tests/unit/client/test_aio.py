@@ -22,9 +22,11 @@ from cubroker.aio import Broker, Draft, Pool
 from cubroker.client import session
 from cubroker.client.process import SessionThread
 from cubroker.driver import Context, DriverError
+from cubroker.driver import Event as DriverEvent
 from cubroker.protocol.errors import DeviceFailure, Invalid, NotFound, TimedOut, Unavailable, Unsupported
 from cubroker.protocol.messages import Answer, Attached
 from tests.brokers import PATIENCE, BrokerProcess, eventually
+from tests.unit.client import test_events
 from tests.unit.client.conftest import LAYOUT, begun, content, leases, publish
 
 PAGE = Path(__file__).parents[3] / "docs" / "live-weights.md"
@@ -773,6 +775,102 @@ def test_a_wake_whose_answer_comes_after_a_switch_maps_no_version_under_the_numb
             await pool.wake()
             assert (pool.version, pool["weight"].tobytes()) == (2, content("weight", 128))
             assert leases(client, name) == 1
+
+    run(main())
+
+
+def test_an_event_is_made_recorded_waited_for_and_closed(client: BlockingBroker, name: str) -> None:
+    publish(client, name, writable=True)
+
+    async def main() -> None:
+        async with Broker(client.directory) as broker, await broker.attach(name) as pool, beating() as heart:
+            async with await pool.event("ready", device=0) as event:
+                assert (event.name, event.mine, event.device.index, event.closed) == ("ready", True, 0, False)
+                assert "mine" in repr(event)
+                with pytest.raises(TimedOut):
+                    await event.wait(timeout=0.01)
+                waiting = asyncio.create_task(event.wait(timeout=PATIENCE))
+                await heart.more(100)
+                assert not waiting.done()
+                assert await event.record() == 1
+                assert await waiting == 1
+                assert await event.record() == 2
+                assert await event.wait(stream=0, after=1) == 2
+                with pytest.raises(NotFound):
+                    await pool.open_event("other")
+            assert event.closed
+            with pytest.raises(Invalid, match="closed"):
+                await event.record()
+
+    run(main())
+
+
+def test_an_event_of_another_process_is_waited_for_and_a_cancelled_wait_ends_at_the_broker(
+    client: BlockingBroker, lender: BrokerProcess, name: str
+) -> None:
+    test_events.scratch(client, name)
+
+    async def main() -> None:
+        async with Broker(client.directory) as broker, await broker.attach(name) as pool:
+
+            async def waits() -> bool:
+                return name in [waiter.pool for waiter in (await broker.look()).waiters]
+
+            async def waits_no_more() -> bool:
+                return not await waits()
+
+            opening = asyncio.create_task(pool.open_event("ready", wait=PATIENCE))
+            await until(waits)
+            with test_events.producing(lender, name) as producer:
+                event = await opening
+                waiting = asyncio.create_task(event.wait(timeout=PATIENCE))
+                await until(waits)
+                waiting.cancel()
+                with suppress(asyncio.CancelledError):
+                    await waiting
+                await until(waits_no_more)
+                waiting = asyncio.create_task(event.wait(timeout=PATIENCE))
+                assert await asyncio.to_thread(producer.ask, "write 7") == "1"
+                assert await waiting == 1
+                assert set(pool["x"].tobytes()) == {7}
+                waiting = asyncio.create_task(event.wait(timeout=PATIENCE))
+                await until(waits)
+            with pytest.raises(Unavailable):  # its maker has ended
+                await waiting
+
+    run(main())
+
+
+def test_work_before_an_event_is_waited_for_while_the_loop_goes_on(
+    client: BlockingBroker, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(client, name, writable=True)
+    finished = threading.Event()
+    monkeypatch.setattr(DriverEvent, "done", lambda event: finished.is_set())
+
+    async def main() -> None:
+        async with Broker(client.directory) as broker, await broker.attach(name) as pool, beating() as heart:
+            event = await pool.event("ready")
+            await event.record()
+            with pytest.raises(TimedOut, match="the work before is not done"):
+                await event.wait(timeout=0.01)
+            waiting = asyncio.create_task(event.wait(after=0, timeout=PATIENCE))
+            await heart.more(1000)
+            assert not waiting.done()
+            finished.set()
+            assert await waiting == 1
+
+    run(main())
+
+
+def test_an_array_is_broadcast_to_all_replicas(client: BlockingBroker, name: str) -> None:
+    async def main() -> None:
+        async with (
+            Broker(client.directory) as broker,
+            await broker.create(name, LAYOUT, devices=(0, 1), share="multicast") as draft,
+        ):
+            await draft.broadcast(np.full((4, 8), 3, np.float32), "weight")
+            assert [set(replica["weight"].numpy().flat) for replica in draft.replicas] == [{3.0}, {3.0}]
 
     run(main())
 

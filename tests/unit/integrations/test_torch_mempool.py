@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import itertools
+import math
 import signal
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -17,11 +24,12 @@ from torch import nn
 from cubroker.client import Broker
 from cubroker.integrations import torch_mempool
 from cubroker.integrations.torch_mempool import BLOCK, SEGMENT, MemPool, OutOfRoom, Room, segments
-from cubroker.protocol.errors import CubrokerError, Unsupported
-from tests.brokers import BrokerProcess
+from cubroker.protocol.errors import CubrokerError, Invalid, Unsupported
+from tests.brokers import BrokerProcess, eventually
 
 MIB = 1 << 20
 START = 7 * SEGMENT
+NUMBERS = itertools.count()
 
 
 @given(some.lists(some.tuples(some.booleans(), some.integers(0, 1 << 16), some.integers(0, 1 << 30)), max_size=60))
@@ -61,6 +69,23 @@ def test_a_room_takes_the_first_piece_that_fits() -> None:
     assert room.take(BLOCK) == START
     with pytest.raises(KeyError):
         room.give_back(START + BLOCK)
+
+
+def test_a_closed_room_keeps_its_memory_until_the_last_piece_is_back() -> None:
+    class Keeper:
+        pass
+
+    for pieces in (0, 1, 2):
+        keeper = Keeper()
+        there, room = weakref.ref(keeper), Room(START, 10 * BLOCK, keeper)
+        del keeper
+        taken = [room.take(BLOCK) or 0 for _ in range(pieces)]
+        assert there() is not None
+        room.close()
+        for pointer in taken:
+            assert there() is not None
+            room.give_back(pointer)
+        assert there() is None
 
 
 # -- what torch calls ----------------------------------------------------------------------------------
@@ -148,6 +173,139 @@ def test_handlers_that_are_set_inside_stay() -> None:
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+# -- a pool, with a stand-in for torch's allocator -----------------------------------------------------
+
+
+class Allocator:
+    """As much of torch's caching allocator as a pool needs, in host memory: a segment for every tensor."""
+
+    def __init__(self, _: object) -> None:
+        self.blocks: dict[int, int] = {}
+
+    def make(self, *shape: int) -> torch.Tensor:
+        """Return a tensor in a new segment; its bytes are not freed with it."""
+        nbytes = 4 * math.prod(shape)
+        pointer = take(SEGMENT, 0, None)
+        if pointer is None:
+            raise torch.cuda.OutOfMemoryError
+        self.blocks[pointer] = nbytes
+        data = np.frombuffer((ctypes.c_char * nbytes).from_address(pointer), np.float32)
+        return torch.from_numpy(data).reshape(shape)
+
+    def snapshot(self) -> list[dict[str, object]]:
+        blocks = [(pointer, {"size": size, "state": "active_allocated"}) for pointer, size in self.blocks.items()]
+        rest = {"size": SEGMENT, "state": "inactive"}
+        return [{"address": pointer, "blocks": [block, rest]} for pointer, block in blocks]
+
+    def __del__(self) -> None:
+        for pointer in self.blocks:
+            give_back(pointer, SEGMENT, 0, None)
+
+
+@pytest.fixture
+def pool(lender: BrokerProcess, monkeypatch: pytest.MonkeyPatch) -> Iterator[MemPool]:
+    """A pool of four segments on a host device."""
+    monkeypatch.setattr(torch_mempool, "_check_torch", lambda *_: None)
+    monkeypatch.setattr(torch_mempool, "_allocator", lambda: None)
+    monkeypatch.setattr(MemPool, "_warm_up", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "MemPool", Allocator)
+    monkeypatch.setattr(torch.cuda, "use_mem_pool", lambda *_: nullcontext())
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    with Broker(lender.directory) as broker:
+        made = MemPool(broker, f"pool-{next(NUMBERS)}", 4 * SEGMENT, device=0)
+        yield made
+        made.close()
+        del made
+        gc.collect()
+        for info in broker.pools():
+            if info.state == "current":
+                broker.retire(info.name)
+        eventually(lambda: not broker.pools(), "the end of the pool")
+
+
+class Net(nn.Module):
+    def __init__(self, allocator: Allocator) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(allocator.make(30, 20))
+        self.tied = self.weight
+        self.register_buffer("scales", allocator.make(20), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.scales) @ self.tied.T
+
+
+@torch.no_grad()
+def test_a_model_is_sealed_where_it_is(lender: BrokerProcess, pool: MemPool) -> None:
+    allocator: Any = pool._torch
+    with pool.use():
+        model = Net(allocator)
+        model.weight.copy_(torch.arange(600).reshape(30, 20))
+        model.scales.fill_(2)
+        with pytest.raises(Invalid, match="sealed inside of use"):
+            pool.seal(model)
+    x = torch.ones(1, 20)
+    made, pointer = model(x), model.weight.data_ptr()
+    assert pool.left == 2 * SEGMENT
+    assert pool.seal(model) == 1
+    assert (model.weight.data_ptr(), pool.pool.version) == (pointer, 1)
+    assert torch.equal(model(x), made)
+    with Broker(lender.directory) as other, other.attach(pool.pool.name) as reader:
+        assert list(reader) == ["weight", "tied"]
+        assert torch.equal(torch.from_dlpack(reader["tied"]), model.weight)
+    with pytest.raises(Invalid, match="takes no more tensors"), pool.use():
+        pass
+    pool.close()
+    assert torch.equal(model(x), made)
+    with pytest.raises(Invalid, match="is closed; make another"):
+        pool.seal(model)
+    del allocator, model
+
+
+@torch.no_grad()
+def test_what_is_not_published_keeps_a_pool_from_being_sealed(pool: MemPool) -> None:
+    allocator: Any = pool._torch
+    with pool.use():
+        weight, cache = allocator.make(30, 20), allocator.make(100)
+    with pytest.raises(Invalid, match=r"1 allocations of torch.* \(400 bytes at"):
+        pool.seal({"weight": weight})
+    with pytest.raises(Invalid, match="'outside' lies in other memory"):
+        pool.seal({"weight": weight, "cache": cache, "outside": torch.ones(3)})
+    assert pool.seal({"weight": weight, "cache": cache}) == 1
+    del allocator, weight, cache
+
+
+def test_running_out_of_room_says_how_much_there_would_have_to_be(pool: MemPool) -> None:
+    allocator: Any = pool._torch
+    with pool.use():
+        for _ in range(4):
+            allocator.make(1)
+        with pytest.raises(torch.cuda.OutOfMemoryError):
+            allocator.make(1)
+    with pytest.raises(OutOfRoom, match=f"of its {4 * SEGMENT} are 0 free; make it with nbytes={5 * SEGMENT} or more"):
+        exhaust(pool, allocator)
+    with pytest.raises(torch.cuda.OutOfMemoryError, match="not ours"), pool.use():
+        raise torch.cuda.OutOfMemoryError("not ours")
+    del allocator
+
+
+def exhaust(pool: MemPool, allocator: Any) -> None:
+    with pool.use():
+        allocator.make(1)
+
+
+def test_an_error_in_a_call_is_raised_at_the_end_of_the_block(pool: MemPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    allocator: Any = pool._torch
+
+    def fails(_: int) -> int:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(pool._room, "take", fails)
+    with pytest.raises(ZeroDivisionError):
+        exhaust(pool, allocator)
+    monkeypatch.undo()
+    del allocator
 
 
 # -- sizes ---------------------------------------------------------------------------------------------
