@@ -174,7 +174,7 @@ def test_clients_are_processes_and_what_they_hold(directory: Path, llama: str) -
         (client,) = document(directory, "clients")
         table = lines(directory, "clients")
         session = broker.session
-    assert list(client) == ["session", "pid", "uid", "state", "leases", "mapped_beyond_leases"]
+    assert list(client) == ["session", "pid", "uid", "state", "leases", "mapped_beyond_leases", "locks"]
     assert client == {
         "session": session,
         "pid": os.getpid(),
@@ -182,6 +182,7 @@ def test_clients_are_processes_and_what_they_hold(directory: Path, llama: str) -
         "state": "connected",
         "leases": [{"pool": llama, "version": 1}] * 2,
         "mapped_beyond_leases": client["mapped_beyond_leases"],
+        "locks": [],
     }
     assert client["mapped_beyond_leases"] in (0, None)  # None until the broker has looked for the first time
     assert [line.split() for line in table] == [

@@ -33,7 +33,7 @@ BAD = [
     (wire.pack(Hello("kubroker", (1,))), "invalid"),
     (wire.pack(["cubroker"]), "invalid"),
     (HELLO + bytes(admission.MAX_HELLO), "invalid"),
-    (wire.pack(Hello("cubroker", (5, 6))), "unsupported"),
+    (wire.pack(Hello("cubroker", (98, 99))), "unsupported"),
 ]
 
 
