@@ -214,15 +214,15 @@ def pool(lender: BrokerProcess, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mem
     monkeypatch.setattr(torch.cuda, "use_mem_pool", lambda *_: nullcontext())
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     with Broker(lender.directory) as broker:
-        made = MemPool(broker, f"pool-{next(NUMBERS)}", 4 * SEGMENT, device=0)
+        name = f"mempool-{next(NUMBERS)}"  # other modules have pools on the same broker
+        made = MemPool(broker, name, 4 * SEGMENT, device=0)
         yield made
         made.close()
         del made
         gc.collect()
-        for info in broker.pools():
-            if info.state == "current":
-                broker.retire(info.name)
-        eventually(lambda: not broker.pools(), "the end of the pool")
+        if any((info.name, info.state) == (name, "current") for info in broker.pools()):
+            broker.retire(name)
+        eventually(lambda: all(info.name != name for info in broker.pools()), "the end of the pool")
 
 
 class Net(nn.Module):
