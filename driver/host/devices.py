@@ -15,7 +15,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from cuda.bindings import driver as cuda
 
-from cubroker.driver.host.handle_server import HandleServer, join_stopped
+from cubroker.driver.host import memory
+from cubroker.driver.host.handle_server import HandleServer, join_stopped, stopped
 from cubroker.driver.host.memory import AddressMap, Block, Heap, OpenedRegion
 
 PEERS = "CUBROKER_HOST_PEERS"
@@ -84,6 +85,9 @@ def answers(
                 result = method(self, *args, **kwargs)
             except (Refusal, MemoryError, OSError) as error:
                 return _status(error), *(None,) * values
+            finally:
+                if stopped and not (self.lock._is_owned() or memory.fork_lock_held()):  # type: ignore[attr-defined]
+                    join_stopped()  # else this is a finalizer's call inside of another, and the next call does it
             if values == 1:
                 return Result.CUDA_SUCCESS, result
             return Result.CUDA_SUCCESS, *(result or ())
@@ -209,8 +213,6 @@ class DeviceFunctions:
             if self.handle_server and not any(self.retained):
                 self.handle_server.stop()
                 self.handle_server = None
-        if not self.lock._is_owned():  # type: ignore[attr-defined]  # else this is a finalizer's, in another call
-            join_stopped()
 
     @answers(1)
     def cuCtxCreate(self, ctxCreateParams: Any, flags: int, dev: Any) -> Any:

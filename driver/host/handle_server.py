@@ -34,7 +34,8 @@ _INT = struct.Struct("=i")
 _ANSWER = struct.Struct("=QI")
 
 
-_stopped: deque[threading.Thread] = deque()
+stopped: deque[threading.Thread] = deque()
+"""Threads of servers that were stopped and may not have ended yet."""
 
 
 class SharedFd(NamedTuple):
@@ -84,7 +85,7 @@ class HandleServer:
     def stop(self) -> None:
         """Have the thread end, which gives the address up; returns at once."""
         self._stopping = True
-        _stopped.append(self._thread)
+        stopped.append(self._thread)
         self._socket.shutdown(socket.SHUT_RDWR)
 
     def _serve(self) -> None:
@@ -131,7 +132,7 @@ def join_stopped() -> None:
     """Wait for the threads of servers that were stopped, but for this one. The caller has not the driver's lock."""
     with suppress(IndexError):
         while True:
-            thread = _stopped.popleft()
+            thread = stopped.popleft()
             if thread is not threading.current_thread():
                 thread.join()
 

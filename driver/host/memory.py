@@ -65,6 +65,11 @@ def fork_lock() -> Iterator[set[int | socket.socket]]:
         yield _open
 
 
+def fork_lock_held() -> bool:
+    """Whether this thread is in a block of :func:`fork_lock`."""
+    return _fork_lock._is_owned()  # type: ignore[attr-defined,no-any-return]
+
+
 def duplicate(fd: int) -> int:
     """Return a duplicate of a descriptor."""
     return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0)

@@ -350,6 +350,7 @@ PUBLIC: dict[str, Callable[[Broker, Pool, Draft], object]] = {
     "Broker": lambda broker, pool, draft: broker,
     "Draft": lambda broker, pool, draft: draft,
     "Follow": lambda broker, pool, draft: broker.follow(pool.name),
+    "NameLock": lambda broker, pool, draft: broker.lock(pool.name, timeout=60),
     "Pool": lambda broker, pool, draft: pool,
     "Replica": lambda broker, pool, draft: draft.replicas[0],
     "SharedEvent": lambda broker, pool, draft: pool.event("done"),
