@@ -421,7 +421,9 @@ class MemPool(Closeable, NotPicklable):
 
     def _check_alone(self, tensors: list[torch.Tensor]) -> None:
         """Raise ``Invalid`` if anything in the pool lives that is in none of the storages of these tensors."""
-        known = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        # A view keeps its base, even when its data was replaced by a copy. No one else needs that memory any more.
+        whole = [*tensors, *(tensor._base for tensor in tensors if tensor._base is not None)]
+        known = {tensor.untyped_storage().data_ptr() for tensor in whole}
         strays = self._strays(known)
         if strays:
             gc.collect()

@@ -276,6 +276,17 @@ def test_what_is_not_published_keeps_a_pool_from_being_sealed(pool: MemPool) -> 
     del allocator, weight, cache
 
 
+def test_the_base_of_a_view_that_was_replaced_by_a_copy_keeps_no_pool_open(pool: MemPool) -> None:
+    allocator: Any = pool._torch
+    with pool.use():
+        turned, copied = allocator.make(30, 20).t(), allocator.make(20, 30)
+    with pytest.raises(Invalid, match="'turned' has gaps"):
+        pool.seal({"turned": turned})
+    turned.data = copied  # as seal(copy=True) does
+    assert pool.seal({"turned": turned}) == 1
+    del allocator, turned, copied
+
+
 def test_running_out_of_room_says_how_much_there_would_have_to_be(pool: MemPool) -> None:
     allocator: Any = pool._torch
     with pool.use():
