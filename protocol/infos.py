@@ -124,6 +124,10 @@ class BlockInfo(Struct, frozen=True):
     owner: int
 
 
+WAITS = ("attach", "create", "event", "lock")
+"""The requests that wait."""
+
+
 class WaiterInfo(Struct, frozen=True):
     """One waiting request."""
 
@@ -132,7 +136,7 @@ class WaiterInfo(Struct, frozen=True):
     uid: int
     #: The request's id.
     request: int
-    #: ``attach``, ``create``, ``event`` or ``lock``.
+    #: One of :data:`WAITS`.
     what: str
     #: Empty if the receiver may not know it.
     pool: str

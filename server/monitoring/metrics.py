@@ -21,7 +21,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from cubroker.protocol.errors import ERRORS
-from cubroker.protocol.infos import NOBODY
+from cubroker.protocol.infos import NOBODY, WAITS
 from cubroker.protocol.messages import View
 from cubroker.server.monitoring.observer import BrokerGauges, EventCounter
 
@@ -158,7 +158,7 @@ class MetricsWriter:
         sessions = [((client.state, self._users.label(str(client.uid))), 1) for client in view.clients]
         words = "Sessions; those that are detached have lost their connection."
         yield _gauge("cubroker_sessions", words, ("state", "user"), sessions)
-        waits = {what: [0.0] for what in ("attach", "create", "event")}
+        waits = {what: [0.0] for what in WAITS}
         for waiter in view.waiters:
             waits[waiter.what].append(now - waiter.since)
         number = [((what,), len(times) - 1) for what, times in waits.items()]

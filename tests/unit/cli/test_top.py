@@ -182,13 +182,14 @@ def test_sixteen_devices_and_five_hundred_pools_fit_a_screen() -> None:
 def test_a_picture_says_everything_in_one_line_each() -> None:
     view = scenes.view(1, 5)
     drawn = lines(view)
-    assert drawn[0] == "1 device, 54.6 of 126.0 GiB, 5 versions, 10 sessions (1 detached), 2 waiting"
+    assert drawn[0] == "1 device, 54.6 of 126.0 GiB, 5 versions, 10 sessions (1 detached), 3 waiting"
     assert drawn[2] == " 0 NVIDIA H200      [███████████████~                    ····] 54.6 of 126.0 GiB"
     assert drawn[3] == "   █ current  ~ freeing  · outside the budget"
     assert drawn[6] == "create mixtral-8x22b: for room, 88.0 GiB, 5 min, process 40000 (root)"
-    assert drawn[9].split() == ["POOL", "STATE", "SIZE", "ON", "LEASES", "HELD", "BY"]
+    assert drawn[8] == "lock mixtral-8x22b: for its turn, 7 s, process 40021 (root)"
+    assert drawn[10].split() == ["POOL", "STATE", "SIZE", "ON", "LEASES", "HELD", "BY"]
     largest = max(view.pools, key=lambda pool: pool.nbytes)
-    assert drawn[10].split()[:2] == [f"{largest.name}@{largest.version}", "current"]
+    assert drawn[11].split()[:2] == [f"{largest.name}@{largest.version}", "current"]
 
 
 def test_whoever_looks_is_not_counted() -> None:

@@ -135,14 +135,21 @@ def test_the_samples_of_the_traps_print_what_stands_below_them(
         assert here.run(lender, path) == printed
 
 
-def test_the_sample_of_publishing_publishes(lender: BrokerProcess, client: Broker, tmp_path: Path, here: Here) -> None:
+def test_the_samples_of_publishing_publish(lender: BrokerProcess, client: Broker, tmp_path: Path, here: Here) -> None:
     (section,) = re.findall(r"^## Publish\n(.*?)^## ", WEIGHTS.read_text(), re.MULTILINE | re.DOTALL)
-    (sample,) = re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
+    first, *others = re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
     path = tmp_path / "sample.py"
-    path.write_text(sample)
+    path.write_text(first)
     assert here.run(lender, path) == "1\n"
     with client.attach("policy") as pool:
         assert {name: (each.dtype, each.shape) for name, each in pool.items()} == {
             "weight": ("BF16", (4096, 4096)),
             "bias": ("BF16", (4096,)),
         }
+    for number, sample in enumerate(others):
+        if client.pools():
+            client.retire("policy")  # the next one has no room beside it
+            client.wait_ended("policy")
+        path = tmp_path / f"other_{number}.py"
+        path.write_text(sample)
+        here.run(lender, path)

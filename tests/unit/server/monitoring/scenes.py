@@ -87,6 +87,7 @@ def _waiters(pools: list[PoolInfo]) -> tuple[WaiterInfo, ...]:
     return (
         WaiterInfo(7, 40_000, 0, 12, "create", "mixtral-8x22b", "room", 88 * GIB, NOW - 300),
         WaiterInfo(8, 40_013, 1000, 3, "attach", "mixtral-8x22b", "version 4", 0, NOW - 12),
+        WaiterInfo(9, 40_021, 0, 4, "lock", "mixtral-8x22b", "its turn", 0, NOW - 7),
     )
 
 

@@ -69,8 +69,8 @@ def test_devices_sessions_leases_and_waiting_requests_are_told() -> None:
     assert sum(found["cubroker_sessions"].values()) == len(view.clients)
     assert {key[0] for key in found["cubroker_sessions"]} == {"connected", "detached"}
     assert sum(found["cubroker_leases"].values()) == sum(pool.leases for pool in view.pools)
-    assert found["cubroker_waiting_requests"] == {("attach",): 1, ("create",): 1, ("event",): 0}
-    assert found["cubroker_longest_wait_seconds"] == {("attach",): 12, ("create",): 300, ("event",): 0}
+    assert found["cubroker_waiting_requests"] == {("attach",): 1, ("create",): 1, ("event",): 0, ("lock",): 1}
+    assert found["cubroker_longest_wait_seconds"] == {("attach",): 12, ("create",): 300, ("event",): 0, ("lock",): 7}
 
 
 def test_where_not_all_sessions_and_requests_are_seen_none_are_counted() -> None:
@@ -86,7 +86,7 @@ def test_where_not_all_sessions_and_requests_are_seen_none_are_counted() -> None
 
 def test_nobody_has_waited_less_than_no_time_when_the_clock_was_put_back() -> None:
     found = scrape(scenes.view(2, 5), now=scenes.NOW - 3600)
-    assert found["cubroker_longest_wait_seconds"] == {("attach",): 0, ("create",): 0, ("event",): 0}
+    assert found["cubroker_longest_wait_seconds"] == {("attach",): 0, ("create",): 0, ("event",): 0, ("lock",): 0}
 
 
 def test_whatever_users_name_there_are_only_so_many_series() -> None:
