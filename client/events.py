@@ -1,7 +1,7 @@
 """Events on pools whose readers may write: one process says when bytes are ready, others wait on their streams.
 
 An :class:`EventHandle` is one event in this process, from its making or opening to its end, through any interrupt of
-its caller. Its way, and the thread of each step: ``carry`` (the caller's), ``begin`` (the cleanup thread),
+its caller. Its way, and the thread of each step: ``obtain`` (the caller's), ``begin`` (the cleanup thread),
 ``_shared`` (the connection's, of an event that this process makes), ``_hand_over`` (the cleanup thread); then the
 caller has an :class:`EventRef`. With the last reference to that come ``_end`` and, once the broker has told all who
 wait, ``_destroy`` (the cleanup thread). As with leases, no frame of the caller owns an event at any time.
@@ -13,15 +13,14 @@ import logging
 import time
 from abc import abstractmethod
 from collections.abc import Callable
-from contextlib import suppress
 from threading import RLock
-from typing import ClassVar, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from cubroker.client import devices
-from cubroker.client.cleanup_thread import Guard, Retry
+from cubroker.client.cleanup_thread import Retry
 from cubroker.client.memory.mapping import DeviceMapping
 from cubroker.client.process import Closeable, NotPicklable, WeakRefs
-from cubroker.client.session import Asked, Session
+from cubroker.client.session import Resource, Session
 from cubroker.client.transport.requests import Future, Pending, Steps, blocking, expect
 from cubroker.driver import Context, Device, DriverError, Event, Stream
 from cubroker.protocol import limits
@@ -59,52 +58,21 @@ class EventRef:
         self.number = number  # the broker's for it
 
 
-class EventHandle(Asked[EventRef]):
+class EventHandle(Resource[EventRef]):
     """One event in this process, made or opened. The driver's event is in ``context``."""
 
-    request: ClassVar[str]
-    """The name of the request that brings it."""
-
     def __init__(self, session: Session, context: Context, label: str) -> None:
-        super().__init__()
-        self._session = session
+        super().__init__(session, label)
         self._context = context
-        self._label = label
         self._begun = False
         self._number = 0
         self._event: Event | None = None
-        self._guard: Guard[EventRef] | None = None
-        self._ended: Future[None] = Future()
         self._closing = Retry(session.cleanup, self._destroy)
-
-    # -- on callers' threads -----------------------------------------------------------------------
-
-    def carry(self) -> Steps[EventRef]:
-        """Have it made or opened. If the caller gives up, by time or by interrupt, it is closed."""
-        return self._session.obtain(self, self._put, self.request, 0.0)
-
-    def abandon(self, reason: CubrokerError) -> None:
-        """See :meth:`Held.abandon`. What was not begun ends at once."""
-        super().abandon(reason)
-        self._put()
-
-    @property
-    def ending(self) -> bool:
-        """Whether it was handed over, and nothing uses it any more."""
-        return self._guard is not None and self._guard() is None
-
-    def confirm(self) -> Steps[None]:
-        """Wait until an event that is ending is closed, and the broker knows."""
-        with suppress(Unavailable):  # a broker that is gone knows of no event
-            yield from self._session.confirm(self._ended, self._label)
-
-    def _put(self) -> None:
-        self._session.cleanup.put(self.begin)
 
     # -- on the cleanup thread ---------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Make it, or open it, unless that was done, or it was abandoned."""
+        """See :meth:`Resource.begin`."""
         if self._begun:
             return
         self._begun = True
@@ -112,19 +80,17 @@ class EventHandle(Asked[EventRef]):
             self._end()
             return
         try:
-            self._obtain()
+            self._open()
         except (DriverError, ValueError) as error:
-            self._refuse(devices.failure(error, self._label))
+            self._refuse(devices.failure(error, self.label))
 
     @abstractmethod
-    def _obtain(self) -> None:
+    def _open(self) -> None:
         """Get the driver's event, and see to it that it is handed over."""
 
     def _hand_over(self) -> None:
         assert self._event is not None
-        ref = EventRef(self._event, self._number)
-        self._guard = self._session.cleanup.guard(ref, self._end)
-        self.hand_over(ref)
+        self._guarded(EventRef(self._event, self._number), self._end)
 
     def _refuse(self, error: CubrokerError) -> None:
         self.fail(error)
@@ -140,7 +106,7 @@ class EventHandle(Asked[EventRef]):
                 self._event.close()
         except DriverError as error:
             if self._closing.first:
-                failure = devices.failure(error, f"closing {self._label}")
+                failure = devices.failure(error, f"closing {self.label}")
                 log.error("%s; this process tries again until it succeeds", failure)
             self._closing.again()
         else:
@@ -159,7 +125,7 @@ class OwnedEvent(EventHandle):
         self._lease = lease
         self._name = name
 
-    def _obtain(self) -> None:
+    def _open(self) -> None:
         self._event = self._context.event(shared=True)
         body = ShareEvent(self._lease, self._name, self._context.device.uuid, self._event.export())
         self._session.requests.send(body, self._shared)
@@ -190,7 +156,7 @@ class OpenedEvent(EventHandle):
         self._number = reply.event
         self._handle = reply.handle
 
-    def _obtain(self) -> None:
+    def _open(self) -> None:
         self._event = self._context.open_event(self._handle)
         self._hand_over()
 
@@ -444,7 +410,7 @@ class Events:
             event.let_go()
 
     def _keep(self, pool: EventPool, lease: int, handle: EventHandle, name: str, device: Device) -> Steps[SharedEvent]:
-        event = SharedEvent((yield from handle.carry()), handle, pool, self._session, name, device)
+        event = SharedEvent((yield from handle.obtain()), handle, pool, self._session, name, device)
         self._open.add(event)
         # By another thread, meanwhile:
         if (pool.closed or pool.asleep or pool.lease != lease) and event.let_go():

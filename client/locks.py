@@ -6,12 +6,9 @@ with leases, no frame of the caller owns a lock: with the last reference to its 
 
 from __future__ import annotations
 
-from contextlib import suppress
-
-from cubroker.client.cleanup_thread import Guard
 from cubroker.client.process import Closeable, NotPicklable
-from cubroker.client.session import Asked, Session
-from cubroker.client.transport.requests import Future, Pending, Steps, blocking
+from cubroker.client.session import Resource, Session
+from cubroker.client.transport.requests import Pending, Steps, blocking
 from cubroker.protocol.errors import CubrokerError, Unavailable
 from cubroker.protocol.messages import Lock, Locked, Reply, Unlock
 
@@ -22,47 +19,22 @@ class LockRef:
     __slots__ = ("__weakref__",)
 
 
-class LockHandle(Asked[LockRef]):
+class LockHandle(Resource[LockRef]):
     """The lock of a name: asked for, held, or on its way back."""
 
+    request = "Lock"
+
     def __init__(self, session: Session, name: str, wait: float) -> None:
-        super().__init__()
-        self.label = f"the lock of {name!r}"
-        self._session = session
+        super().__init__(session, f"the lock of {name!r}")
         self._body = Lock(name, wait)
         self._pending = Pending(self._answered)
         self._posted = False
         self._number = 0
-        self._guard: Guard[LockRef] | None = None
-        self._ended: Future[None] = Future()
-
-    # -- on callers' threads -----------------------------------------------------------------------
-
-    def obtain(self) -> Steps[LockRef]:
-        """Ask for it and wait. If the caller gives up, by time or by interrupt, it goes back."""
-        return self._session.obtain(self, self._put, "Lock", self._body.wait)
-
-    def abandon(self, reason: CubrokerError) -> None:
-        """See :meth:`Held.abandon`. What was not asked for ends at once."""
-        super().abandon(reason)
-        self._put()
-
-    @property
-    def ending(self) -> bool:
-        """Whether it was handed over, and nothing refers to it any more."""
-        return self._guard is not None and self._guard() is None
-
-    def confirm(self) -> Steps[None]:
-        """Wait until the broker has taken back a lock that is ending."""
-        with suppress(Unavailable):  # a broker that is gone knows of no lock
-            yield from self._session.confirm(self._ended, self.label)
-
-    def _put(self) -> None:
-        self._session.cleanup.put(self._ask)
 
     # -- on the cleanup thread ---------------------------------------------------------------------
 
-    def _ask(self) -> None:
+    def begin(self) -> None:
+        """See :meth:`Resource.begin`."""
         if self.abandoned:
             if self._posted:
                 self._session.requests.cancel(self._pending)
@@ -80,9 +52,7 @@ class LockHandle(Asked[LockRef]):
     def _answered(self, reply: Reply | CubrokerError) -> None:
         if isinstance(reply, Locked):
             self._number = reply.lock
-            ref = LockRef()
-            self._guard = self._session.cleanup.guard(ref, self._release)
-            self.hand_over(ref)
+            self._guarded(LockRef(), self._release)
         else:
             strange = Unavailable(f"the broker answered the request Lock with {type(reply).__name__}")
             self.fail(reply if isinstance(reply, CubrokerError) else strange)
@@ -144,4 +114,4 @@ class NameLock(NotPicklable, Closeable):
 def obtain(session: Session, name: str, wait: float) -> Steps[NameLock]:
     """Take the lock of a name; see :meth:`cubroker.client.broker.Broker.lock`."""
     handle = LockHandle(session, name, wait)
-    return NameLock(handle, (yield from handle.obtain()), session, name)
+    return NameLock(handle, (yield from handle.obtain(wait)), session, name)

@@ -12,15 +12,16 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from threading import current_thread
-from typing import Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 from cubroker.client import devices
-from cubroker.client.cleanup_thread import CleanupThread
+from cubroker.client.cleanup_thread import CleanupThread, Guard
 from cubroker.client.notices import DrainState, Notices, Rebindable, Watch, Watcher, Watches
 from cubroker.client.process import OwnerProcess, SessionThread, WeakRefs, fork_lock
 from cubroker.client.transport import headroom
@@ -84,6 +85,52 @@ class Asked(Held, Generic[T]):
         """Tell the caller that it does not come."""
         if future := self.future:
             future.fail(error)
+
+
+class Resource(Asked[T], ABC):
+    """An event or a lock of a session, obtained on the cleanup thread; it ends with the last reference to its value."""
+
+    #: The name of the request that brings it.
+    request: ClassVar[str]
+
+    def __init__(self, session: Session, label: str) -> None:
+        super().__init__()
+        #: What messages call it.
+        self.label = label
+        self._session = session
+        self._guard: Guard[T] | None = None
+        self._ended: Future[None] = Future()
+
+    def obtain(self, wait: float = 0.0) -> Steps[T]:
+        """Ask for it, and wait. If the caller gives up, by time or by interrupt, it goes back."""
+        return self._session.obtain(self, self._put, self.request, wait)
+
+    def abandon(self, reason: CubrokerError) -> None:
+        """See :meth:`Held.abandon`. What was not begun ends at once."""
+        super().abandon(reason)
+        self._put()
+
+    @property
+    def ending(self) -> bool:
+        """Whether it was handed over, and nothing refers to it any more."""
+        return self._guard is not None and self._guard() is None
+
+    def confirm(self) -> Steps[None]:
+        """Wait until what is ending has ended, and the broker knows."""
+        with suppress(Unavailable):  # a broker that is gone knows of nothing
+            yield from self._session.confirm(self._ended, self.label)
+
+    @abstractmethod
+    def begin(self) -> None:
+        """On the cleanup thread: obtain it, unless that was done; or end it, if it was abandoned."""
+
+    def _put(self) -> None:
+        self._session.cleanup.put(self.begin)
+
+    def _guarded(self, value: T, end: Callable[[], None]) -> None:
+        """Hand it over; ``end`` is called on the cleanup thread after the last reference to it."""
+        self._guard = self._session.cleanup.guard(value, end)
+        self.hand_over(value)
 
 
 class Session:

@@ -77,18 +77,7 @@ def from_pool(
             as :func:`attach_model`.
         CubrokerError: as :meth:`Broker.attach`.
     """
-    from transformers import AutoConfig, PretrainedConfig
-
-    if isinstance(config, str | os.PathLike):
-        source = os.fspath(config)
-        try:
-            config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
-        except (OSError, ValueError) as error:
-            raise NotFound(f"no configuration of a model in {source!r}: {error}") from error
-    elif isinstance(config, PretrainedConfig):
-        source = config._name_or_path
-    else:
-        raise Invalid(f"the configuration of a model is a folder, a name or a PretrainedConfig, not {config!r}")
+    config, source = _configuration(config, trust_remote_code=trust_remote_code)
     with ExitStack() as stack:
         broker = broker or stack.enter_context(Broker())
         pool = stack.enter_context(broker.attach(name, version=version, device=device, wait=wait))
@@ -99,6 +88,21 @@ def from_pool(
         else:
             attach_model(model, pool, strict=strict)
     return Pretrained(_with_generation(model, source), _tokenizer(source, trust_remote_code=trust_remote_code))
+
+
+def _configuration(config: Any, *, trust_remote_code: bool) -> tuple[Any, str]:
+    """Return the configuration that was named or given, and the folder or name that it is of."""
+    from transformers import AutoConfig, PretrainedConfig
+
+    if isinstance(config, PretrainedConfig):
+        return config, config._name_or_path
+    if not isinstance(config, str | os.PathLike):
+        raise Invalid(f"the configuration of a model is a folder, a name or a PretrainedConfig, not {config!r}")
+    source = os.fspath(config)
+    try:
+        return AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code), source
+    except (OSError, ValueError) as error:
+        raise NotFound(f"no configuration of a model in {source!r}: {error}") from error
 
 
 def _made(config: Any, auto: Any, *, trust_remote_code: bool) -> Any:

@@ -147,10 +147,8 @@ class CubrokerModelLoader(BaseModelLoader):  # type: ignore[misc]
             _compute_on_the_weights_themselves()
 
         def load() -> nn.Module:
-            model: nn.Module = self._plain().load_model(
-                vllm_config=vllm_config, model_config=model_config, prefix=prefix
-            )
-            return model
+            plain: nn.Module = self._plain().load_model(vllm_config, model_config, prefix=prefix)
+            return plain
 
         try:
             broker = Broker(self._directory)
@@ -196,9 +194,7 @@ class CubrokerModelLoader(BaseModelLoader):  # type: ignore[misc]
             return got.model
         if got.loaded:
             _finish(got.model, model_config, target)  # what it made of the tensors before refers to those
-            gc.collect()
-            if target.type != "cpu":
-                torch.accelerator.empty_cache()
+            _give_back(target)
         vars(got.model)[_HELD] = Held(broker, got.pool)
         how, size = "published" if got.loaded else "attached to", got.pool.nbytes / (1 << 20)
         seconds = time.perf_counter() - began
@@ -348,6 +344,13 @@ def switch(worker: Any, version: int | None = None) -> int:
     model = worker.get_model()
     broker, pool = held(model)
     return runtime.switch(broker, model, pool, version)
+
+
+def _give_back(target: torch.device) -> None:
+    """Give the memory of tensors that nothing refers to any more back to the device."""
+    gc.collect()
+    if target.type != "cpu":
+        torch.accelerator.empty_cache()
 
 
 def _finish(model: nn.Module, model_config: ModelConfig, target: torch.device) -> None:

@@ -117,13 +117,7 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
             size = round_up(_nbytes(name, dtype, shape), ALIGNMENT)
             group = None if groups is None else _group(groups, name)
             if name in ties:
-                first, home = firsts.get(ties[name], (None, None))
-                if first is None or (first.dtype, first.shape, home) != (dtype, shape, group):
-                    raise Invalid(
-                        f"tensor {name!r} cannot be {ties[name]!r} by another name: that has to come before it, with"
-                        f" the same dtype, shape and device"
-                    )
-                placed.append(TensorSpec(name, dtype, shape, first.allocation, first.offset))
+                placed.append(_tie(name, ties[name], (dtype, shape, group), firsts.get(ties[name])))
                 continue
             here = last.get(group)
             if here is None or (slab is not None and sizes[here] and sizes[here] + size > slab):
@@ -334,6 +328,19 @@ class _Check:
 def round_up(nbytes: int, unit: int) -> int:
     """Return the smallest multiple of ``unit`` that is no less than ``nbytes``."""
     return -(-nbytes // unit) * unit
+
+
+def _tie(
+    name: str, other: str, form: tuple[str, tuple[int, ...], Hashable], first: tuple[TensorSpec, Hashable] | None
+) -> TensorSpec:
+    """Return the spec of a tensor that is the ``first`` one by another name; ``form`` is its dtype, shape and group."""
+    if first is None or (first[0].dtype, first[0].shape, first[1]) != form:
+        raise Invalid(
+            f"tensor {name!r} cannot be {other!r} by another name: that has to come before it, with the same dtype,"
+            f" shape and device"
+        )
+    spec = first[0]
+    return TensorSpec(name, spec.dtype, spec.shape, spec.allocation, spec.offset)
 
 
 def _group(groups: Mapping[str, Group], name: str) -> Group:

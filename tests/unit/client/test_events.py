@@ -383,16 +383,16 @@ def test_an_event_that_comes_while_its_pool_falls_asleep_is_closed(
     with client.create(name, SCRATCH, share="vmm", writable=True) as draft:
         draft.seal()
     with client.attach(name) as pool:
-        carry = EventHandle.carry
+        obtain = EventHandle.obtain
 
         def interfered(handle: EventHandle) -> Steps[EventRef]:
-            held = yield from carry(handle)
+            held = yield from obtain(handle)
             pool.sleep()
             if woken:
                 pool.wake()
             return held
 
-        monkeypatch.setattr(EventHandle, "carry", interfered)
+        monkeypatch.setattr(EventHandle, "obtain", interfered)
         with pool.event("full") as event, pytest.raises(Invalid, match="is closed in this process"):
             event.record()
 
