@@ -1,4 +1,7 @@
-"""Kill workers at every point and at any moment: ``python -m tests.crash.kills --kills 1000 --seed 7``."""
+"""Kill workers at every point and at any moment: ``python -m tests.crash.kills --kills 1000 --seed 7``.
+
+Several at a time are as many processes, each with its ``--part`` of the points: ``--part 1/4`` has every fourth one.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,11 @@ import argparse
 import random
 import sys
 import time
+from collections.abc import Sequence
+from math import inf
 
 from tests.crash.kills.campaign import Campaign
-from tests.crash.kills.kill_points import POINTS
+from tests.crash.kills.kill_points import POINTS, Point
 from tests.unit.server.processes import descriptors, gateway_of, resident
 
 BATCH = 50
@@ -20,25 +25,42 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.crash.kills", description=__doc__)
     parser.add_argument("--kills", type=int, default=1000, help="half of them at points, half at any moment")
     parser.add_argument("--seed", type=int, default=0, help="of the order of points, and of the moments")
+    parser.add_argument(
+        "--part", type=part, default=(1, 1), metavar="K/N", help="only every N-th point from the K-th on"
+    )
+    parser.add_argument("--seconds", type=float, default=inf, help="begin no kill after so long")
     options = parser.parse_args()
+    first, step = options.part
+    points = POINTS[first - 1 :: step]
     chance = random.Random(options.seed)
     with Campaign.begin() as campaign:
-        at_points(campaign, len(POINTS), chance)  # whatever is opened once and kept is open afterwards
+        end = time.monotonic() + options.seconds
+        at_points(campaign, points, len(points), chance, end)  # whatever is opened once and kept is open afterwards
         before = holdings(campaign)
-        at_points(campaign, options.kills // 2, chance)
-        at_any_moment(campaign, options.kills - campaign.kills, chance)
+        at_points(campaign, points, options.kills // 2, chance, end)
+        at_any_moment(campaign, options.kills - campaign.kills, chance, end)
         after = holdings(campaign)
-        report(campaign, options.seed)
+        report(campaign, len(points), options.seed)
         print(f"descriptors of broker and gateway: {before[:2]} before, {after[:2]} after")
         print(f"resident KiB of broker and gateway: {before[2:]} before, {after[2:]} after")
         return int(before[:2] != after[:2])
 
 
-def at_points(campaign: Campaign, until: int, chance: random.Random) -> None:
-    """Kill at points, each as often as any other, until there were so many kills."""
+def part(text: str) -> tuple[int, int]:
+    """Read which of how many parts this is."""
+    first, step = map(int, text.split("/"))
+    if not 1 <= first <= step:
+        raise ValueError
+    return first, step
+
+
+def at_points(campaign: Campaign, points: Sequence[Point], until: int, chance: random.Random, end: float) -> None:
+    """Kill at points, each as often as any other, until there were so many kills, or that moment has come."""
     began = time.monotonic()
-    while campaign.kills < until:
-        for point in chance.sample(POINTS, min(len(POINTS), until - campaign.kills)):
+    while campaign.kills < until and time.monotonic() < end:
+        for point in chance.sample(points, min(len(points), until - campaign.kills)):
+            if time.monotonic() >= end:
+                break
             try:
                 campaign.kill_at(point)
             except BaseException:
@@ -47,10 +69,10 @@ def at_points(campaign: Campaign, until: int, chance: random.Random) -> None:
         print(f"{campaign.kills} kills, {time.monotonic() - began:.0f} s", file=sys.stderr)
 
 
-def at_any_moment(campaign: Campaign, count: int, chance: random.Random) -> None:
+def at_any_moment(campaign: Campaign, count: int, chance: random.Random, end: float) -> None:
     """Kill at random moments, in batches."""
     last = campaign.kills + count
-    while campaign.kills < last:
+    while campaign.kills < last and time.monotonic() < end:
         campaign.kill_at_any_moment(min(BATCH, last - campaign.kills), chance)
         print(f"{campaign.kills} kills", file=sys.stderr)
 
@@ -62,11 +84,13 @@ def holdings(campaign: Campaign) -> tuple[int, int, int, int]:
     return files[0], files[1], memory[0], memory[1]
 
 
-def report(campaign: Campaign, seed: int) -> None:
+def report(campaign: Campaign, points: int, seed: int) -> None:
     """Say how long leases outlived their holders."""
     delays = sorted(campaign.delays)
+    print(f"{campaign.kills} kills at {points} points and at any moment, seed {seed}: nothing found")
+    if not delays:
+        return
     p50, p99 = (1e3 * delays[int(len(delays) * share)] for share in (0.5, 0.99))
-    print(f"{campaign.kills} kills at {len(POINTS)} points and at any moment, seed {seed}: nothing found")
     print(
         f"from the kill to the end of the leases, {len(delays)} holders:"
         f" p50 {p50:.1f} ms, p99 {p99:.1f} ms, most {1e3 * delays[-1]:.1f} ms"

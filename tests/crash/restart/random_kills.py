@@ -1,5 +1,4 @@
-"""Brokers killed or stopped at any moment under load: ``python -m tests.crash.restart.random_kills --kills 1000``.
-1000``.
+"""Brokers killed or stopped at any moment under load: ``python -m tests.crash.restart.random_kills``.
 
 It is the real ``cubroker keep`` that keeps what is stored, notices a broker that is stopped (SIGSTOP), and starts the
 next one. Workers that do anything are killed as well, and gateways; all workers are halted now and then, and asked what
@@ -24,6 +23,7 @@ from collections import Counter as Count
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Self
 
@@ -132,11 +132,13 @@ class RandomKills:
 
     # -- blows -----------------------------------------------------------------------------------------
 
-    def blow(self, kills: int, report: Callable[[str], None]) -> None:
-        """Kill or stop so many brokers, and others in between."""
+    def blow(self, kills: int, report: Callable[[str], None], end: float = inf) -> None:
+        """Kill or stop so many brokers, and others in between; none once a moment has come."""
         while len(self.crew) < CREW:
             self._hire()
         for number in range(1, kills + 1):
+            if time.monotonic() >= end:
+                break
             if number > 1 and self.chance.random() < EARLY:
                 self.early += 1
             else:
@@ -320,13 +322,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.crash.restart.random_kills", description=__doc__)
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=inf, help="begin no kill after so long")
     options = parser.parse_args()
     began = time.monotonic()
     with RandomKills.begin(options.seed) as campaign:
         campaign.begin_counting()
         try:
             campaign.blow(
-                options.kills, lambda text: print(f"{text}, {time.monotonic() - began:.0f} s", file=sys.stderr)
+                options.kills,
+                lambda text: print(f"{text}, {time.monotonic() - began:.0f} s", file=sys.stderr),
+                began + options.seconds,
             )
             campaign.calm()
         except BaseException:
