@@ -34,6 +34,7 @@ from cubroker.client import events, locks, notices, pool
 from cubroker.client.broker import Owner
 from cubroker.client.devices import DeviceId, Plan
 from cubroker.client.follow import Follow
+from cubroker.client.replica import AllocationHandle
 from cubroker.client.tensor import SharedTensor
 from cubroker.client.transport.handshake import NotServing, Patience
 from cubroker.client.transport.requests import Steps, run_in_loop, seconds
@@ -408,6 +409,10 @@ class Pool(Mapping[str, SharedTensor]):
     def closed(self) -> bool:
         """Whether it was closed, here or with the Broker."""
         return self.blocking.closed
+
+    def handles(self) -> tuple[AllocationHandle, ...]:
+        """See :meth:`cubroker.Pool.handles`; it waits for nothing."""
+        return self.blocking.handles()
 
     def follow(self, *, switch: bool = False, timeout: float | None = None) -> Follow:
         """See :meth:`cubroker.Pool.follow`; it returns at once, and is iterated by ``async for``."""

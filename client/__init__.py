@@ -18,12 +18,24 @@ if TYPE_CHECKING:
     from cubroker.client.locks import NameLock
     from cubroker.client.notices import Watch
     from cubroker.client.pool import Draft, Pool
-    from cubroker.client.replica import Replica
+    from cubroker.client.replica import AllocationHandle, Replica
     from cubroker.client.tensor import SharedTensor
 
-__all__ = ["Broker", "Draft", "Follow", "NameLock", "Pool", "Replica", "SharedEvent", "SharedTensor", "Watch"]
+__all__ = [
+    "AllocationHandle",
+    "Broker",
+    "Draft",
+    "Follow",
+    "NameLock",
+    "Pool",
+    "Replica",
+    "SharedEvent",
+    "SharedTensor",
+    "Watch",
+]
 
 _MODULES = {
+    "AllocationHandle": "replica",
     "Broker": "broker",
     "Draft": "pool",
     "Follow": "follow",

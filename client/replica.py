@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import zip_longest
 
@@ -50,6 +51,24 @@ def difference(layout: Layout, other: Layout) -> str:
 def _described(tensor: TensorSpec) -> str:
     place = f"at byte {tensor.offset} of allocation {tensor.allocation}"
     return f"{tensor.name!r} ({tensor.dtype} {tensor.shape}, {place})"
+
+
+@dataclass(frozen=True, slots=True)
+class AllocationHandle:
+    """One allocation of a pool, for a library or server that opens CUDA memory itself; see :meth:`Pool.handles`."""
+
+    #: Its number in the layout: the ``allocation`` of its tensors, which begin there at their ``offset``.
+    allocation: int
+    #: How it is shared: ``ipc``, ``vmm`` or ``multicast``.
+    share: str
+    #: The device in whose memory it lies.
+    device: Device
+    #: Its bytes, as in the layout; the device may have allocated more.
+    nbytes: int
+    #: Of ``ipc``, 64 bytes: what ``cudaIpcOpenMemHandle`` takes, which returns the address of the allocation's first
+    #: byte. Who knows them can open the memory. None for other kinds: their descriptors are closed once mapped, and no
+    #: importer can export them again.
+    handle: bytes | None = field(repr=False)
 
 
 class Replica(NotPicklable, Mapping[str, SharedTensor]):
@@ -128,6 +147,29 @@ class Replica(NotPicklable, Mapping[str, SharedTensor]):
         """
         return tuple(
             self._tensor(f"allocation {number}", "U8", (self.layout.allocations[number],), number, 0)
+            for number in self.allocations
+        )
+
+    def handles(self) -> tuple[AllocationHandle, ...]:
+        """Return what opens each of :attr:`allocations` in another process of this host, in that order.
+
+        It is for code that opens CUDA IPC handles itself, such as an inference server or a transfer library; a process
+        that can use cubroker attaches instead. What a handle opens is valid while this pool's lease is held, and is
+        writable, as all ``ipc`` memory is. The broker does not know who has opened it: have it closed there before the
+        lease ends, or the version is retired, since CUDA leaves undefined what a handle opens once its memory is freed.
+
+        Raises:
+            Invalid: the memory was given back, or is asleep.
+        """
+        share = self._memory().share
+        return tuple(
+            AllocationHandle(
+                number,
+                share,
+                self._place[number].memory,
+                self.layout.allocations[number],
+                self._place[number].handles[number],
+            )
             for number in self.allocations
         )
 

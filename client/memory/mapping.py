@@ -36,15 +36,23 @@ Spot = tuple[str, int]
 class DeviceMapping:
     """The memory of a version that one device uses."""
 
-    __slots__ = ("context", "memory", "pointers", "upstream")
+    __slots__ = ("context", "handles", "memory", "pointers", "upstream")
 
-    def __init__(self, context: Context, memory: Device, pointers: tuple[int | None, ...]) -> None:
+    def __init__(
+        self,
+        context: Context,
+        memory: Device,
+        pointers: tuple[int | None, ...],
+        handles: tuple[bytes | None, ...] | None = None,
+    ) -> None:
         #: The context in which it is mapped.
         self.context = context
         #: The device in whose memory it lies.
         self.memory = memory
         #: The address of each allocation of the layout, in order; None for those on other devices.
         self.pointers = pointers
+        #: The legacy handle of each allocation; None for those that were opened in another way, or are not here.
+        self.handles = handles or (None,) * len(pointers)
         #: Where this device reads the same allocations of the replica before it, if it reaches them directly.
         self.upstream: tuple[int, ...] | None = None
 
@@ -357,7 +365,8 @@ class AddressSpace:
         memory = devices.find(driver, device)
         granule = _granule(driver, memory, pieces)
         pointers = tuple(self._piece(context, piece, granule, readonly=self._readonly) for piece in pieces)
-        return DeviceMapping(context, memory, pointers)
+        handles = tuple(handle if source is None and handle else None for handle, _, source in pieces)
+        return DeviceMapping(context, memory, pointers, handles)
 
     def _upstream(
         self, driver: Driver, place: DeviceMapping, before: DeviceMapping, pieces: Sequence[Piece]

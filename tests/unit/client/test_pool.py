@@ -11,8 +11,10 @@ import pytest
 from cubroker.client import Broker
 from cubroker.driver import Context, DriverError
 from cubroker.driver.vmm import Reservation
+from cubroker.protocol import Layout
 from cubroker.protocol.errors import DeviceFailure, Invalid, NotFound, OutOfMemory, Unavailable
-from tests.brokers import eventually
+from tests.brokers import BrokerProcess, eventually
+from tests.unit.client import scripts
 from tests.unit.client.conftest import LAYOUT, content, leases, publish
 
 pytestmark = pytest.mark.usefixtures("share")
@@ -28,6 +30,53 @@ def test_a_closed_pool_is_of_no_use_and_may_be_closed_again(client: Broker, name
     for use in (lambda: pool["weight"], lambda: pool.allocation_views):
         with pytest.raises(Invalid, match=f"pool {name!r} version 1 is closed in this process; get another"):
             use()
+
+
+OPENS = """
+    from cubroker.driver import load
+    handle, offset = bytes.fromhex(sys.argv[2]), int(sys.argv[3])
+    context = load(sys.argv[4]).context(1)
+    pointer = context.open(handle)
+    print(context.read(pointer + offset, 128).hex())
+    context.write(pointer + offset, bytes(128))
+    context.close(pointer)
+"""
+
+
+def test_a_handle_opens_an_allocation_in_a_process_without_a_lease(
+    lender: BrokerProcess, client: Broker, name: str, share: str
+) -> None:
+    publish(client, name, devices=(1,), writable=True)
+    with client.attach(name) as pool:
+        (given,) = pool.handles()
+        facts = (given.allocation, given.share, given.device, given.nbytes)
+        assert facts == (0, share, pool.memory_device, LAYOUT.allocations[0])
+        if share != "ipc":
+            assert given.handle is None
+        else:
+            assert given.handle is not None
+            assert repr(given.handle) not in repr(given)
+            assert len(given.handle) == 64
+            offset = next(tensor.offset for tensor in LAYOUT.tensors if tensor.name == "weight")
+            done = scripts.run(lender, OPENS, given.handle.hex(), str(offset), lender.devices)
+            assert done.stdout.strip() == content("weight", 128).hex(), done.stderr
+            assert pool["weight"].tobytes() == bytes(128)
+    with pytest.raises(Invalid, match="is closed in this process"):
+        pool.handles()
+
+
+def test_each_replica_and_each_shard_has_its_own_handles(client: Broker, name: str, share: str) -> None:
+    with client.create(name, LAYOUT, devices=(0, 1)) as draft:
+        opened = [each for replica in draft.replicas for each in replica.handles()]
+        assert [each.device.index for each in opened] == [0, 1]
+        assert len({each.handle for each in opened}) == (2 if share == "ipc" else 1)
+        assert draft.handles() == draft.replicas[0].handles()
+    layout = Layout.pack([("a", "U8", (8,)), ("b", "U8", (9,))], groups={"a": 0, "b": 1})
+    with client.create(f"{name}/sharded", layout, plan={"a": 0, "b": 1}) as draft:
+        draft.seal()
+    with client.attach(f"{name}/sharded") as pool:
+        found = [(each.allocation, each.device.index, each.nbytes) for each in pool.handles()]
+        assert found == [(0, 0, layout.allocations[0]), (1, 1, layout.allocations[1])]
 
 
 def test_a_tensor_keeps_the_memory_and_the_lease(client: Broker, name: str) -> None:
