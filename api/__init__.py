@@ -12,8 +12,11 @@ below: ``protocol`` and ``driver`` (which import nothing else of ours), ``server
 each other), ``integrations`` (on ``client`` alone) and ``cli`` (which may import everything).
 """
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
+
+from cubroker.deprecated import RenamedModules
 
 if TYPE_CHECKING:
     from cubroker.client.broker import Broker
@@ -79,6 +82,8 @@ __all__ = [
     "Unsupported",
     "__version__",
 ]
+
+sys.meta_path.append(RenamedModules())
 
 
 def __getattr__(name: str) -> object:

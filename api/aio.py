@@ -30,7 +30,7 @@ from typing import ParamSpec, Self, TypeVar, cast
 
 from cubroker.client import broker as blocking
 from cubroker.client import devices as local
-from cubroker.client import events, locks, notices, pool
+from cubroker.client import ipc_events, locks, notices, pool
 from cubroker.client.broker import Owner
 from cubroker.client.devices import DeviceId, Plan
 from cubroker.client.follow import Follow
@@ -41,8 +41,8 @@ from cubroker.client.transport.requests import Steps, run_in_loop, seconds
 from cubroker.driver import Device, Driver, Stream
 from cubroker.protocol import messages
 from cubroker.protocol.errors import CubrokerError, Denied, Unavailable
-from cubroker.protocol.infos import ClientInfo, DeviceInfo, Line, PoolInfo
 from cubroker.protocol.layout import Layout, Tensors
+from cubroker.protocol.status import ClientInfo, DeviceInfo, Line, PoolInfo
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -524,7 +524,7 @@ class Event:
         blocking: the event below, whose calls block.
     """
 
-    def __init__(self, below: events.SharedEvent) -> None:
+    def __init__(self, below: ipc_events.SharedEvent) -> None:
         self.blocking = below
 
     async def __aenter__(self) -> Self:
@@ -558,15 +558,15 @@ class Event:
 
     async def record(self, stream: Stream | int = 0) -> int:
         """See :meth:`cubroker.client.SharedEvent.record`."""
-        return await awaited(events.SharedEvent.record, self.blocking, stream)
+        return await awaited(ipc_events.SharedEvent.record, self.blocking, stream)
 
     async def wait(self, stream: Stream | int | None = None, *, after: int | None = None, timeout: float = 60.0) -> int:
         """See :meth:`cubroker.client.SharedEvent.wait`; without a ``stream`` this task waits until the work is done."""
-        return await awaited(events.SharedEvent.wait, self.blocking, stream, after=after, timeout=timeout)
+        return await awaited(ipc_events.SharedEvent.wait, self.blocking, stream, after=after, timeout=timeout)
 
     async def close(self) -> None:
         """See :meth:`cubroker.client.SharedEvent.close`. Once begun, it happens, even if this is cancelled."""
-        await awaited(events.SharedEvent.close, self.blocking)
+        await awaited(ipc_events.SharedEvent.close, self.blocking)
 
 
 class Watch(AsyncIterator[int | None]):

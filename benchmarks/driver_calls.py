@@ -21,7 +21,7 @@ from benchmarks.options import Plan, neighbours
 from benchmarks.report import Figure, median
 from cubroker import driver
 from cubroker.driver import Context, Driver
-from cubroker.driver.basics import round_up
+from cubroker.driver.buffers import round_up
 
 SIZES = {"2 MiB": 2 << 20, "64 MiB": 64 << 20, "1 GiB": 1 << 30, "16 GiB": 16 << 30, "64 GiB": 64 << 30}
 """Bytes. Measured are those up to half of a GPU, or up to a pool's size on host devices."""

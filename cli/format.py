@@ -17,7 +17,7 @@ import click
 import msgspec
 
 from cubroker.protocol.errors import CubrokerError, explain
-from cubroker.protocol.infos import ClientInfo
+from cubroker.protocol.status import ClientInfo
 
 R = TypeVar("R")
 

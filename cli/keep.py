@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from cubroker.cli import options, signals
-from cubroker.server.keeper.child_lifecycle import LONGEST_PAUSE, Limits
+from cubroker.server.keeper.child_state import LONGEST_PAUSE, Limits
 from cubroker.server.keeper.keeper import StderrLog, Terms
 from cubroker.server.keeper.keeper import keep as run_keeper
 

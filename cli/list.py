@@ -12,11 +12,11 @@ import msgspec
 from cubroker.cli import format, options
 from cubroker.client.transport.requests import expect
 from cubroker.driver import Device, Driver, DriverError
-from cubroker.driver.peers import Link
+from cubroker.driver.peer_access import Link
 from cubroker.protocol.errors import DeviceFailure, NotFound
-from cubroker.protocol.infos import ClientInfo, DeviceInfo, PoolInfo, SharingInfo
 from cubroker.protocol.layout import Layout, TensorSpec
 from cubroker.protocol.messages import VMM, Describe, Description, DigestList
+from cubroker.protocol.status import ClientInfo, DeviceInfo, PoolInfo, SharingInfo
 
 Row = TypeVar("Row")
 Columns: TypeAlias = dict[str, Callable[[Row], str]]

@@ -16,9 +16,9 @@ from cubroker.client import Broker
 from cubroker.client.loading.loader import Loaded, load
 from cubroker.client.loading.verify import Verified, verify
 from cubroker.protocol.errors import Corrupted, CubrokerError
-from cubroker.protocol.infos import PoolInfo
-from cubroker.protocol.limits import MAX_WAIT
+from cubroker.protocol.fields import MAX_WAIT
 from cubroker.protocol.messages import AUTO, IPC, MULTICAST, VMM
+from cubroker.protocol.status import PoolInfo
 
 EVERY = 5.0
 """Seconds between two plain lines of progress."""

@@ -15,10 +15,10 @@ import click
 import msgspec
 
 from cubroker.cli import format
-from cubroker.protocol import limits
-from cubroker.protocol.directory import default_directory
+from cubroker.protocol import fields
 from cubroker.protocol.errors import CubrokerError, Invalid, NotFound
-from cubroker.protocol.infos import DeviceInfo
+from cubroker.protocol.paths import default_directory
+from cubroker.protocol.status import DeviceInfo
 from cubroker.server.sizes import parse_bytes
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class Reference(NamedTuple):
 def pool_name(value: str) -> str:
     """Return the name of a pool, or fail as wrong usage."""
     try:
-        limits.check_pool_name(value)
+        fields.check_pool_name(value)
     except Invalid as error:
         raise click.BadParameter(error.message) from None
     return value

@@ -19,8 +19,8 @@ from rich.text import Text
 from cubroker.cli import format, options
 from cubroker.client import Broker
 from cubroker.protocol.errors import CubrokerError
-from cubroker.protocol.infos import BlockInfo, DeviceInfo, WaiterInfo
 from cubroker.protocol.messages import View
+from cubroker.protocol.status import BlockInfo, DeviceInfo, WaiterInfo
 
 NARROWEST = 60
 """Columns that a picture has at least, however narrow the terminal."""

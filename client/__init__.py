@@ -1,20 +1,16 @@
 """What a worker imports: the broker, pools and their tensors.
 
 The bridges to frameworks are in ``cubroker.integrations``; the loader, and the check of pools against files, in
-``cubroker.client.loading``; ``renamed`` finds these modules by their old names. Imports ``driver`` and ``protocol``,
-never the server.
+``cubroker.client.loading``. Imports ``driver`` and ``protocol``, never the server.
 """
 
-import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from cubroker.client.renamed import RenamedModules
-
 if TYPE_CHECKING:
     from cubroker.client.broker import Broker
-    from cubroker.client.events import SharedEvent
     from cubroker.client.follow import Follow
+    from cubroker.client.ipc_events import SharedEvent
     from cubroker.client.locks import NameLock
     from cubroker.client.notices import Watch
     from cubroker.client.pool import Draft, Pool
@@ -42,12 +38,10 @@ _MODULES = {
     "NameLock": "locks",
     "Pool": "pool",
     "Replica": "replica",
-    "SharedEvent": "events",
+    "SharedEvent": "ipc_events",
     "SharedTensor": "tensor",
     "Watch": "notices",
 }
-
-sys.meta_path.append(RenamedModules())
 
 
 def __getattr__(name: str) -> object:

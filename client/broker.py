@@ -17,24 +17,24 @@ from cubroker.client import devices as local
 from cubroker.client.devices import DeviceId, Placed, Plan, place
 from cubroker.client.digests import sealed
 from cubroker.client.follow import Follow
+from cubroker.client.fork_guard import Closeable, NotPicklable, WeakRefs
 from cubroker.client.locks import NameLock, obtain
 from cubroker.client.memory.lease import LeaseHandle, acquire
 from cubroker.client.memory.mapping import LeasedMemory
 from cubroker.client.notices import Count, Watch, time_limit
 from cubroker.client.pool import Draft, Pool
-from cubroker.client.process import Closeable, NotPicklable, WeakRefs
 from cubroker.client.publish import Sources
 from cubroker.client.replica import Index, decode
 from cubroker.client.session import Session
 from cubroker.client.transport.handshake import until_served
 from cubroker.client.transport.requests import Future, Requests, Steps, blocking, expect, run, seconds
 from cubroker.driver import Driver
-from cubroker.protocol import limits, messages
-from cubroker.protocol.directory import default_directory
+from cubroker.protocol import fields, messages
 from cubroker.protocol.errors import Invalid, Retired, Unavailable, Unsupported
-from cubroker.protocol.infos import ClientInfo, DeviceInfo, Line, PoolInfo
+from cubroker.protocol.fields import MAX_WAIT
 from cubroker.protocol.layout import Layout, Tensors
-from cubroker.protocol.limits import MAX_WAIT
+from cubroker.protocol.paths import default_directory
+from cubroker.protocol.status import ClientInfo, DeviceInfo, Line, PoolInfo
 
 log = logging.getLogger(__name__)
 
@@ -197,7 +197,7 @@ class Broker(NotPicklable, Closeable):
             Invalid: the pool is on several devices and ``device`` does not say which; or ``peer`` without ``device``.
             OutOfMemory, DeviceFailure: the memory could not be mapped.
         """
-        limits.check_pool_name(name)
+        fields.check_pool_name(name)
         if version is None and self.lost:
             self.reconnect()
         return self.attaching(name, version=version, device=device, wait=wait, peer=peer, owner=owner)
@@ -213,7 +213,7 @@ class Broker(NotPicklable, Closeable):
         owner: Owner | Sequence[Owner] | None = None,
     ) -> Steps[Pool]:
         """As :meth:`attach`, but opens no session: if this one is lost it raises ``Unavailable``."""
-        limits.check_pool_name(name)
+        fields.check_pool_name(name)
         where = self._where(name, device, owner, peer=peer)
         body = messages.Attach(name, _version(version), where.device, seconds(wait), where.peers, where.owners)
         lease, reply, mapped = yield from acquire(self._session, body)
@@ -364,7 +364,7 @@ class Broker(NotPicklable, Closeable):
                 device, of a type that pools lack), by its name; or as :meth:`create`.
             CubrokerError: as :meth:`create` and :meth:`Draft.seal`.
         """
-        limits.check_pool_name(name)
+        fields.check_pool_name(name)
         sources = Sources.of(source, self.driver)
         if base is not None:
             if devices is not None or plan is not None:
@@ -386,7 +386,7 @@ class Broker(NotPicklable, Closeable):
             Retired: the version was retired, or replaced, and is no more.
             Denied: it is another user's, whose mode keeps this one from writing.
         """
-        limits.check_pool_name(name)
+        fields.check_pool_name(name)
         return self._session.ask(messages.Retire(name, _version(version)), messages.Retirement)
 
     @blocking
@@ -405,7 +405,7 @@ class Broker(NotPicklable, Closeable):
             Unsupported: an owner is asked for, and the broker is too old to heed that.
             OverQuota: this session, or this user, watches as many pools as it may.
         """
-        limits.check_pool_name(name)
+        fields.check_pool_name(name)
         time_limit(timeout)
         return self._session.watch(name, self._owners("watch", name, owner, messages.FINDS), timeout)
 
@@ -429,7 +429,7 @@ class Broker(NotPicklable, Closeable):
             Unsupported: the broker is too old to tell.
             OverQuota: this session, or this user, watches as many pools as it may.
         """
-        limits.check_pool_name(name)
+        fields.check_pool_name(name)
         number, deadline = _version(version), monotonic() + time_limit(timeout)
         session, changes = self._session, Count(name)
         if session.version < messages.ENDS:
@@ -474,7 +474,7 @@ class Broker(NotPicklable, Closeable):
             Unavailable: this process is short of threads or memory, or this object is closed.
         """
         self._owner.check()
-        limits.check_pool_name(name)
+        fields.check_pool_name(name)
         self._check_open()
         owners = self._owners("follow", name, owner, messages.FINDS)
         follow = Follow(name, lambda pause: self._live(inf, pause), owners, timeout)
@@ -507,7 +507,7 @@ class Broker(NotPicklable, Closeable):
             OverQuota: this session, or this user, has as many locks as it may.
             Unsupported: the broker is too old to have locks.
         """
-        limits.check_pool_name(name)
+        fields.check_pool_name(name)
         if self._session.version < messages.LOCKS:
             raise Unsupported(f"the lock of {name!r}: the broker is too old to have locks; upgrade it")
         held = yield from obtain(self._session, name, seconds(timeout))
@@ -545,7 +545,7 @@ class Broker(NotPicklable, Closeable):
             Retired: the version was retired, or replaced, and is no more.
             Denied: the pool's mode keeps this user from reading it.
         """
-        limits.check_pool_name(name)
+        fields.check_pool_name(name)
         description = yield from self._session.ask(messages.Describe(name, _version(version)), messages.Description)
         info, plan = description.info, description.plan or ()
         return info, decode(description.layout).layout, tuple(info.devices[index] for index in plan)
@@ -558,7 +558,7 @@ class Broker(NotPicklable, Closeable):
             NotFound, Retired, Denied: as :meth:`describe`.
             Unsupported: the broker is too old to keep digests.
         """
-        limits.check_pool_name(name)
+        fields.check_pool_name(name)
         if self._session.version < messages.DIGESTS:
             raise Unsupported(f"the digests of {name!r}: the broker is too old to keep any; upgrade it")
         return self._session.ask(messages.ListDigests(name, _version(version)), messages.DigestList)
@@ -702,7 +702,7 @@ class Broker(NotPicklable, Closeable):
         base: messages.Base | None = None,
     ) -> Steps[Pool | Draft]:
         """Ask for a draft; or, with ``attach``, for the current version if there is one."""
-        limits.check_pool_name(name)
+        fields.check_pool_name(name)
         if mode is not None and not 0 <= mode <= 0o777:
             raise Invalid(f"a mode of 0o{mode:o}; it can be 0 to 0o777")
         if self._session.version < messages.CHOOSES:  # such a broker has to be told

@@ -16,7 +16,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 from weakref import ref
 
-from cubroker.client.process import SessionThread
+from cubroker.client.fork_guard import SessionThread
 from cubroker.client.transport.requests import Future
 
 T = TypeVar("T")

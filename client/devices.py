@@ -9,10 +9,10 @@ from fnmatch import translate
 from typing import NamedTuple
 
 from cubroker.driver import Context, Device, Driver, DriverError, load
-from cubroker.driver.basics import keep_first
+from cubroker.driver.buffers import keep_first
 from cubroker.protocol.errors import CubrokerError, DeviceFailure, Invalid, NotFound, OutOfMemory, Unavailable
+from cubroker.protocol.fields import MAX_DEVICES
 from cubroker.protocol.layout import Layout
-from cubroker.protocol.limits import MAX_DEVICES
 
 DeviceId = int | str
 """A device: its ordinal in this process, or its UUID."""

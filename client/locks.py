@@ -6,7 +6,7 @@ with leases, no frame of the caller owns a lock: with the last reference to its 
 
 from __future__ import annotations
 
-from cubroker.client.process import Closeable, NotPicklable
+from cubroker.client.fork_guard import Closeable, NotPicklable
 from cubroker.client.session import Resource, Session
 from cubroker.client.transport.requests import Pending, Steps, blocking
 from cubroker.protocol.errors import CubrokerError, Unavailable

@@ -14,7 +14,7 @@ from threading import RLock
 from typing import Protocol
 
 from cubroker.client.cleanup_thread import CleanupThread
-from cubroker.client.process import Closeable, NotPicklable, OwnerProcess, WeakRefs
+from cubroker.client.fork_guard import Closeable, NotPicklable, OwnerProcess, WeakRefs
 from cubroker.client.transport.fd_receiver import FdReceiver
 from cubroker.client.transport.requests import Future, Requests, Settle, Steps, run, seconds
 from cubroker.protocol import messages

@@ -7,13 +7,13 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from threading import RLock
 
-from cubroker.client import devices, digests, sources
-from cubroker.client.events import Events, SharedEvent
+from cubroker.client import devices, digests, named_arrays
 from cubroker.client.follow import Follow
+from cubroker.client.fork_guard import Closeable, WeakRefs
+from cubroker.client.ipc_events import Events, SharedEvent
 from cubroker.client.memory.lease import LeaseHandle, LeaseRequest
 from cubroker.client.memory.mapping import DeviceMapping, LeasedMemory, Spot
 from cubroker.client.memory.multicast import MulticastMapping
-from cubroker.client.process import Closeable, WeakRefs
 from cubroker.client.replica import Index, Replica, difference
 from cubroker.client.session import Session
 from cubroker.client.tensor import SharedTensor
@@ -564,7 +564,7 @@ class Draft(Pool):
         """
         self._owner.check()
         self._memory()
-        return sources.layout_in(self, sources.describe(source, self._session.driver), self._label)
+        return named_arrays.layout_in(self, named_arrays.describe(source, self._session.driver), self._label)
 
     def _lay_out(self, mapped: LeasedMemory, index: Index) -> None:
         self._index = index

@@ -16,15 +16,15 @@ from threading import Lock
 from typing import Self
 
 from cubroker.client.arrays import DeviceArray, HostArray
+from cubroker.client.delta import Change, Updated, differing, updated
 from cubroker.client.devices import DeviceId, Plan, failure, resolve_plan
 from cubroker.client.loading.copy import Target, copy_files, hold_all, target_of
 from cubroker.client.loading.safetensors import StoredTensor
+from cubroker.client.named_arrays import Arrays, describe
 from cubroker.client.pool import Draft, Pool
-from cubroker.client.sources import Arrays, describe
-from cubroker.client.update import Change, Updated, differing, updated
 from cubroker.driver import Context, Driver, DriverError, Stream
-from cubroker.driver.basics import address
-from cubroker.driver.gather import Segment
+from cubroker.driver.batched_copy import Segment
+from cubroker.driver.buffers import address
 from cubroker.protocol.layout import Layout, TensorSpec
 
 MAX_COPIES = 256 << 20
@@ -46,7 +46,7 @@ class Sources:
 
     @classmethod
     def of(cls, source: object, driver: Driver) -> Self:
-        """Describe what is to be published; arguments and errors are those of :func:`~.sources.describe`."""
+        """Describe what is to be published; arguments and errors are those of :func:`~.named_arrays.describe`."""
         return cls(driver, describe(source, driver))
 
     def placed(
@@ -240,7 +240,7 @@ def _start(target: Target, stream: Stream, pieces: Iterable[_Piece]) -> None:
         if (start := target.pointers[spec.allocation]) is not None:
             (near if home is target.context else far).append((start + spec.offset, pointer, nbytes))
     with target.context.current():
-        target.context.gather(stream, near)
+        target.context.copy_batch(stream, near)
         for segment in far:
             stream.copy(*segment)
 

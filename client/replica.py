@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import zip_longest
 
+from cubroker.client.fork_guard import NotPicklable
 from cubroker.client.memory.mapping import DeviceMapping, LeasedMemory
-from cubroker.client.process import NotPicklable
 from cubroker.client.tensor import SharedTensor
 from cubroker.driver import Context, Device
 from cubroker.protocol.errors import Invalid

@@ -22,9 +22,9 @@ from typing import ClassVar, Generic, TypeVar
 
 from cubroker.client import devices
 from cubroker.client.cleanup_thread import CleanupThread, Guard
+from cubroker.client.fork_guard import OwnerProcess, SessionThread, WeakRefs, fork_lock
 from cubroker.client.notices import DrainState, Notices, Rebindable, Watch, Watcher, Watches
-from cubroker.client.process import OwnerProcess, SessionThread, WeakRefs, fork_lock
-from cubroker.client.transport import headroom
+from cubroker.client.transport import zmq_preflight
 from cubroker.client.transport.connection import Connection, Waker
 from cubroker.client.transport.fd_receiver import FdReceiver
 from cubroker.client.transport.handshake import greet
@@ -165,7 +165,7 @@ class Session:
         self._left: Future[bool] = Future()
         try:
             self._begin(connect_timeout)
-        except (OSError, RuntimeError, MemoryError, headroom.Shortage) as error:
+        except (OSError, RuntimeError, MemoryError, zmq_preflight.Shortage) as error:
             reason = f"no connection for requests to the broker on {self.directory}: {shortage(error)}"
             raise Unavailable(reason) from error
         SESSIONS.add(self)
@@ -188,9 +188,9 @@ class Session:
             self.requests = Requests(secret, self.owner, waker.set)
             self.watches = Watches(self.requests)
             undo.callback(cleanup.stop)
-            with headroom.turn():
+            with zmq_preflight.turn():
                 # For both threads: Thread.start() waits for ever for a thread without memory to run in.
-                headroom.try_memory(2)
+                zmq_preflight.try_memory(2)
                 cleanup.start()
             notices = Notices(
                 self.watches, self.drain_state, self.losses, self.held, self.rebindable, self.receiver, cleanup
@@ -367,9 +367,9 @@ def shortage(error: Exception) -> str:
     """Return what kept a session from beginning; with the limits, where threads or memory have run out."""
     match error:
         case RuntimeError():
-            return f"{error}; {headroom.thread_limits()}"
+            return f"{error}; {zmq_preflight.thread_limits()}"
         case MemoryError():
-            return f"no memory is left; {headroom.memory_limits()}"
+            return f"no memory is left; {zmq_preflight.memory_limits()}"
     return explain(error)
 
 

@@ -5,11 +5,11 @@ Server, client and command line may import this package; it imports nothing of t
 """
 
 from cubroker.driver.checked_calls import DriverError
-from cubroker.driver.load import Context, Driver, load
+from cubroker.driver.context import CurrentContext, Device, Event, Pinned, Stream
+from cubroker.driver.driver import Context, Driver, load
 from cubroker.driver.multicast import Granularity, Multicast, Window
 from cubroker.driver.multicast_guard import MulticastOff
-from cubroker.driver.peers import Link, Peers
-from cubroker.driver.primary_context import CurrentContext, Device, Event, Pinned, Stream
+from cubroker.driver.peer_access import Link, Peers
 from cubroker.driver.vmm import Physical, Reservation
 
 __all__ = [

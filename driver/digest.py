@@ -30,7 +30,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from cubroker.driver.primary_context import Kernel, PrimaryContext
+from cubroker.driver.context import Kernel, PrimaryContext
 
 if TYPE_CHECKING:
     import numpy as np

@@ -14,9 +14,9 @@ from contextlib import ExitStack
 from typing import Any, NamedTuple, Self
 
 from cubroker.driver import multicast_guard, vmm
-from cubroker.driver.basics import round_up
+from cubroker.driver.buffers import round_up
 from cubroker.driver.checked_calls import Calls, DriverError, explained
-from cubroker.driver.primary_context import Kernel, PrimaryContext
+from cubroker.driver.context import Kernel, PrimaryContext
 
 REFUSALS = {
     "CUDA_ERROR_NOT_SUPPORTED": "these devices, or their driver, have no multicast",

@@ -15,10 +15,10 @@ from contextlib import ExitStack, contextmanager, suppress
 from enum import IntFlag
 from typing import Any
 
-from cubroker.driver.basics import handle_bytes, handle_of
+from cubroker.driver.buffers import handle_bytes, handle_of
 from cubroker.driver.checked_calls import Calls, DriverError, explained, tolerated
+from cubroker.driver.context import Closeable, PrimaryContext
 from cubroker.driver.errors import unmapped
-from cubroker.driver.primary_context import Closeable, PrimaryContext
 
 _IMPORT = "cuMemImportFromShareableHandle"
 

@@ -1,6 +1,6 @@
 """Bridges to frameworks and inference engines: torch, transformers, vLLM.
 
-``runtime`` and ``fingerprint``, which know no engine, are what the bridges to engines stand on.
+``runtime_pools`` and ``fingerprint``, which know no engine, are what the bridges to engines stand on.
 
 Imports ``client`` and ``protocol`` alone; imported by users.
 """

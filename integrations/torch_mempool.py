@@ -25,10 +25,10 @@ from functools import cache
 from types import FrameType
 from typing import Any
 
-from cubroker.client import sources
+from cubroker.client import named_arrays
 from cubroker.client.broker import Broker
+from cubroker.client.fork_guard import Closeable, NotPicklable
 from cubroker.client.pool import Draft
-from cubroker.client.process import Closeable, NotPicklable
 from cubroker.protocol.errors import Invalid, OutOfMemory, Unsupported
 from cubroker.protocol.layout import Layout, round_up
 from cubroker.protocol.messages import AUTO
@@ -409,7 +409,7 @@ class MemPool(Closeable, NotPicklable):
 
     def _copy(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Give the tensors that cannot be published where they are copies in the draft as their ``data``."""
-        _, elsewhere = sources.find(self.pool, sources.describe(tensors, self._driver))
+        _, elsewhere = named_arrays.find(self.pool, named_arrays.describe(tensors, self._driver))
         device, done = torch.device("cuda", self._device), set[int]()
         with self.use(), torch.no_grad():
             for name in elsewhere:

@@ -18,7 +18,7 @@ try:
     import torch
     from torch import nn
 
-    from cubroker.integrations import runtime
+    from cubroker.integrations import runtime_pools
     from cubroker.integrations.torch import state_dict
 except ImportError as error:
     raise ImportError(
@@ -83,8 +83,8 @@ def from_pool(
         pool = stack.enter_context(broker.attach(name, version=version, device=device, wait=wait))
         with torch.device("meta"):
             model = _made(config, auto, trust_remote_code=trust_remote_code)
-        if runtime.MANIFEST in pool:
-            runtime.bind(model, pool, strict=strict).requires_grad_(False).eval()
+        if runtime_pools.MANIFEST in pool:
+            runtime_pools.bind(model, pool, strict=strict).requires_grad_(False).eval()
         else:
             attach_model(model, pool, strict=strict)
     return Pretrained(_with_generation(model, source), _tokenizer(source, trust_remote_code=trust_remote_code))

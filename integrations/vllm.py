@@ -53,7 +53,7 @@ try:
     from vllm.platforms import current_platform
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    from cubroker.integrations import runtime
+    from cubroker.integrations import runtime_pools
 except ImportError as error:
     raise ImportError(f"cubroker.integrations.vllm needs vLLM ({error}): pip install 'cubroker[vllm]'") from error
 
@@ -161,9 +161,9 @@ class CubrokerModelLoader(BaseModelLoader):  # type: ignore[misc]
             return load()
 
         def publish(model: nn.Module) -> None:
-            with runtime.writes(model) as written:
+            with runtime_pools.writes(model) as written:
                 _finish(model, model_config, target)
-            runtime.publish(
+            runtime_pools.publish(
                 broker, name, model, written=written, attributes=_attributes(model), device=device, **self._terms
             )
 
@@ -174,12 +174,12 @@ class CubrokerModelLoader(BaseModelLoader):  # type: ignore[misc]
                         vllm_config=vllm_config, model_config=model_config, prefix=prefix
                     )
                 _check_quantization(model)
-                runtime.bind(model, pool, strict=False)
+                runtime_pools.bind(model, pool, strict=False)
                 _finish(model, model_config, target)
-            runtime.refuse_meta(model, pool)
+            runtime_pools.refuse_meta(model, pool)
             return model
 
-        got = runtime.obtain(
+        got = runtime_pools.obtain(
             broker,
             name,
             load=load,
@@ -235,7 +235,7 @@ class CubrokerModelLoader(BaseModelLoader):  # type: ignore[misc]
         kernels = {key: part.compute_hash() for key, part in configs.items() if hasattr(part, "compute_hash")}
         variables = {key: os.environ[key] for key in vllm.envs.environment_variables if key in os.environ}
         return {
-            "format": runtime.FORMAT,
+            "format": runtime_pools.FORMAT,
             "engine": ["vllm", vllm.__version__, torch.__version__],
             "checkpoint": self._digest(model_config),
             "config": config,
@@ -339,11 +339,11 @@ def switch(worker: Any, version: int | None = None) -> int:
         version: which; by default the current one.
 
     Raises:
-        CubrokerError: as :func:`cubroker.integrations.runtime.switch`.
+        CubrokerError: as :func:`cubroker.integrations.runtime_pools.switch`.
     """
     model = worker.get_model()
     broker, pool = held(model)
-    return runtime.switch(broker, model, pool, version)
+    return runtime_pools.switch(broker, model, pool, version)
 
 
 def _give_back(target: torch.device) -> None:

@@ -6,11 +6,11 @@ broker answers with a :data:`Greeting`, and afterwards the broker alone sends: e
 clients skip empty messages.
 
 Every struct of this module travels as an array of its fields in their order; the first element of a :class:`Message`
-is its tag, the name of its class. The structs of :mod:`~cubroker.protocol.infos` travel as maps by field name. A field
+is its tag, the name of its class. The structs of :mod:`~cubroker.protocol.status` travel as maps by field name. A field
 that is added later comes last, has a default, and stands in ``ADDED`` (:func:`~cubroker.protocol.wire.for_version`).
 
 Units: sizes are bytes, times are seconds, ``wait`` is how long a request may wait before it fails with ``timeout``.
-Bounds: the types in :mod:`~cubroker.protocol.limits`. A ``version`` of 0 in a request means the current version.
+Bounds: the types in :mod:`~cubroker.protocol.fields`. A ``version`` of 0 in a request means the current version.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ from typing import Annotated, ClassVar, NamedTuple
 
 from msgspec import Meta, Struct
 
-from cubroker.protocol.infos import BlockInfo, ClientInfo, DeviceInfo, Line, PoolInfo, SharingInfo, WaiterInfo
-from cubroker.protocol.layout import MAX_ALLOCATIONS
-from cubroker.protocol.limits import (
+from cubroker.protocol.fields import (
     MAX_DESCRIPTORS,
     MAX_DEVICES,
     MAX_ITEMS,
@@ -43,6 +41,8 @@ from cubroker.protocol.limits import (
     Users,
     Uuid,
 )
+from cubroker.protocol.layout import MAX_ALLOCATIONS
+from cubroker.protocol.status import BlockInfo, ClientInfo, DeviceInfo, Line, PoolInfo, SharingInfo, WaiterInfo
 
 VERSIONS = (1, 2, 3, 4, 5)
 """Protocol versions that this build speaks, oldest first."""

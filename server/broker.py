@@ -47,7 +47,7 @@ from cubroker.server.store.fdstore import StoreReplied
 from cubroker.server.transport.admission import Sessions, answer_ping
 from cubroker.server.transport.requests import Requests, own_failure
 from cubroker.server.transport.session import FdTransfer, Session
-from cubroker.server.transport.session_log import LoggedSession, SessionLog
+from cubroker.server.transport.session_journal import LoggedSession, SessionLog
 
 if TYPE_CHECKING:
     from cubroker.driver import Driver

@@ -14,17 +14,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cubroker.driver import Device, Driver, DriverError, load
-from cubroker.protocol.directory import REQUEST_SOCKET
 from cubroker.protocol.errors import DeviceFailure, Invalid
 from cubroker.protocol.messages import GatewayChanged
-from cubroker.server import logs, process
+from cubroker.protocol.paths import REQUEST_SOCKET
+from cubroker.server import hardening, logs
 from cubroker.server.broker import Broker
 from cubroker.server.config.load import Current, Sources
 from cubroker.server.config.schema import Config
 from cubroker.server.devices.allocator import DeviceAllocator, MulticastBinder, device_budgets
 from cubroker.server.devices.gpu_processes import NvmlWatch
 from cubroker.server.devices.mapped_memory import FileWatch, MappedChecks
-from cubroker.server.directory import DOOR, REQUESTS, Directory
+from cubroker.server.directory_lock import DOOR, REQUESTS, Directory
 from cubroker.server.event_queue import EventQueue
 from cubroker.server.ledger import Ledger
 from cubroker.server.ledger.events import Reconfigured
@@ -36,7 +36,7 @@ from cubroker.server.store.fdstore import JOURNAL, AsyncNotifier, Store
 from cubroker.server.takeover import InheritedFds, inherited, readable, restore
 from cubroker.server.transport.admission import Listener
 from cubroker.server.transport.gateway_process import GatewayProcess
-from cubroker.server.transport.session_log import SessionLog
+from cubroker.server.transport.session_journal import SessionLog
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ def configure(file: Path | None, options: Mapping[str, str]) -> Current:
         InvalidConfig: it makes no sense.
         Invalid: nor does what a service manager says of its store.
     """
-    process.hide()
+    hardening.hide()
     _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))  # a session takes two
     return Current(Sources(file, options, os.environ, min(files, sd_notify.places(os.environ) or files)))
@@ -84,7 +84,7 @@ def serve(current: Current, ready: Callable[[], None] | None = None) -> int:
     """
     config = current.config
     logs.adjust(config.log.format, config.log.level)
-    process.return_freed_blocks()
+    hardening.return_freed_blocks()
     with ExitStack() as undo:
         fds = undo.enter_context(inherited(os.environ))
         _check_room(fds.store)

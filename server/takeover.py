@@ -18,14 +18,14 @@ from dataclasses import dataclass
 from cubroker.protocol.errors import CorruptJournal, Unavailable
 from cubroker.server.broker import Broker
 from cubroker.server.devices.allocator import DeviceAllocator, stored_as
-from cubroker.server.directory import LISTENERS
+from cubroker.server.directory_lock import LISTENERS
 from cubroker.server.ledger import HeldMemory, Ledger
 from cubroker.server.ledger.events import ConnectionLost, Event, MemoryLost, ProcessExited, Resumed, SessionOpened
 from cubroker.server.store.fdstore import AsyncNotifier, Store
 from cubroker.server.store.sd_notify import VARIABLES, Manager, close_all, inherit
 from cubroker.server.transport.peer_credentials import Peer
 from cubroker.server.transport.session import label
-from cubroker.server.transport.session_log import LoggedSession, SessionLog, recall
+from cubroker.server.transport.session_journal import LoggedSession, SessionLog, recall
 
 log = logging.getLogger(__name__)
 

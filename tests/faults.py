@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from cubroker.driver.host import memory
+from cubroker.driver.host import shared_memory
 from cubroker.server.__main__ import main as serve
 from tests import forkserver
 from tests.brokers import BrokerProcess, started
@@ -116,7 +116,7 @@ class _FaultyLibc:
 
 def install(plan: Plan) -> None:
     """Have the host driver, the system calls beneath it and the sending of descriptors fail as ``plan`` says, here."""
-    host: Any = importlib.import_module("cubroker.driver.host.module")  # cubroker.driver.load asks it at each load
+    host: Any = importlib.import_module("cubroker.driver.host.bindings")  # cubroker.driver.driver asks it at each load
     host_module = host.host_module
     host.host_module = lambda *args: FaultyModule(host_module(*args), plan)
     fail_system_calls(pytest.MonkeyPatch(), plan)
@@ -125,7 +125,7 @@ def install(plan: Plan) -> None:
 
 def fail_system_calls(patch: pytest.MonkeyPatch, plan: Plan) -> None:
     """Have the system calls beneath host memory fail as ``plan`` says, in this process."""
-    patch.setattr(memory, "_libc", _FaultyLibc(vars(memory)["_libc"], plan))
+    patch.setattr(shared_memory, "_libc", _FaultyLibc(vars(shared_memory)["_libc"], plan))
     for module, name in ((os, "memfd_create"), (os, "ftruncate"), (os, "open"), (fcntl, "fcntl")):
         patch.setattr(module, name, _failing(getattr(module, name), name, plan))
 

@@ -33,17 +33,17 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 
-SERVER = ("cubroker.server.__main__", "cubroker.driver.host.module")
+SERVER = ("cubroker.server.__main__", "cubroker.driver.host.bindings")
 CLIENT = (
     "cubroker.client.broker",
     "cubroker.client.pool",
-    "cubroker.driver.host.module",
+    "cubroker.driver.host.bindings",
     "numpy",
 )
 CLI = (
     *("cubroker.cli.main", "cubroker.cli.admin", "cubroker.cli.list", "cubroker.cli.load", "cubroker.cli.top"),
     *("cubroker.cli.serve", "cubroker.cli.keep", "cubroker.cli.doctor.command"),
-    *("cubroker.cli.demo", "cubroker.client.broker", "cubroker.server.__main__", "cubroker.driver.host.module"),
+    *("cubroker.cli.demo", "cubroker.client.broker", "cubroker.server.__main__", "cubroker.driver.host.bindings"),
 )
 """Modules that a fork server has imported before its first child."""
 

@@ -61,7 +61,7 @@ ARROWS: dict[str, set[str]] = {
 An arrow that is not here is a new dependency: think twice, then add it. An arrow that nothing uses any more goes.
 """
 
-ALIASES = {"cubroker.client.renamed"}
+ALIASES = {"cubroker.deprecated"}
 """Forwards old names of modules to the new ones: the only module whose arrows point up."""
 
 TRANSPORT = ("zmq", "cuda", "asyncio", "socket", "selectors", "ssl")

@@ -53,6 +53,14 @@ def test_a_folder_of_that_name_beside_a_script_is_not_imported_in_its_place(tmp_
         ("cubroker.client.transformers", "attach_model"),
         ("cubroker.client.loader", "load"),
         ("cubroker.client.verify", "verify"),
+        ("cubroker.client.events", "SharedEvent"),
+        ("cubroker.client.process", "Closeable"),
+        ("cubroker.client.sources", "describe"),
+        ("cubroker.client.update", "differing"),
+        ("cubroker.integrations.runtime", "bind"),
+        ("cubroker.protocol.directory", "default_directory"),
+        ("cubroker.protocol.infos", "PoolInfo"),
+        ("cubroker.protocol.limits", "check_pool_name"),
     ],
 )
 def test_a_module_that_has_moved_answers_to_its_old_name_and_warns(

@@ -28,7 +28,7 @@ from cubroker.cli.doctor.facts import (
 from cubroker.cli.doctor.trials import read_answer, trial_command
 from cubroker.client import Broker
 from cubroker.driver import system_calls
-from cubroker.protocol import directory as places
+from cubroker.protocol import paths as places
 from cubroker.protocol.errors import CubrokerError, Invalid, reason
 from cubroker.protocol.messages import IPC, VMM
 from cubroker.server.transport import sandbox

@@ -21,9 +21,9 @@ import msgspec
 
 from cubroker.cli.doctor.facts import DeviceFacts, DriverFacts, Survey, Trial
 from cubroker.driver import Context, Device, Driver, DriverError, load
-from cubroker.driver.basics import round_up
+from cubroker.driver.buffers import round_up
 from cubroker.protocol.messages import IPC, VMM
-from cubroker.server.process import python_command
+from cubroker.server.hardening import python_command
 
 R = TypeVar("R")
 

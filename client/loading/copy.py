@@ -30,7 +30,7 @@ from typing import Any, Generic, ParamSpec, Protocol, TypeVar, cast
 from cubroker.client.loading.checkpoint import Checkpoint
 from cubroker.client.loading.safetensors import StoredTensor
 from cubroker.client.replica import Replica
-from cubroker.client.transport import headroom
+from cubroker.client.transport import zmq_preflight
 from cubroker.client.transport.requests import Future
 from cubroker.driver import Context, Event, Pinned
 from cubroker.protocol import Layout
@@ -445,7 +445,7 @@ class WorkerThreads(ThreadPoolExecutor):
 
 
 def _no_thread(name: str, error: RuntimeError) -> Unavailable:
-    return Unavailable(f"{name} has no threads to work in: {error}; {headroom.thread_limits()}")
+    return Unavailable(f"{name} has no threads to work in: {error}; {zmq_preflight.thread_limits()}")
 
 
 class SupervisedThread(Generic[T]):

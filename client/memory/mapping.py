@@ -13,9 +13,9 @@ from threading import RLock
 
 from cubroker.client import devices
 from cubroker.client.cleanup_thread import Guard
-from cubroker.client.process import OwnerProcess, WeakRefs
+from cubroker.client.fork_guard import OwnerProcess, WeakRefs
 from cubroker.driver import Context, CurrentContext, Device, Driver, DriverError
-from cubroker.driver.basics import round_up
+from cubroker.driver.buffers import round_up
 from cubroker.driver.vmm import Reservation, replace, unmap
 from cubroker.protocol.errors import Invalid, Unavailable
 from cubroker.protocol.messages import BY_DESCRIPTOR, Replica

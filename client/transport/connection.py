@@ -15,16 +15,16 @@ from threading import Lock
 
 import zmq
 
+from cubroker.client.fork_guard import SessionThread
 from cubroker.client.notices import Notices
-from cubroker.client.process import SessionThread
-from cubroker.client.transport import headroom
+from cubroker.client.transport import zmq_preflight
 from cubroker.client.transport.fd_receiver import FdReceiver
 from cubroker.client.transport.handshake import hang_up
 from cubroker.client.transport.requests import RESEND, Future, Requests, read_notice
 from cubroker.protocol import wire
-from cubroker.protocol.directory import REQUEST_SOCKET
 from cubroker.protocol.errors import CubrokerError, Unavailable, explain
 from cubroker.protocol.messages import Descriptors, Farewell, GatewayChanged, PoolLost
+from cubroker.protocol.paths import REQUEST_SOCKET
 
 BATCH = 256
 """Answers that are read before requests get their turn."""
@@ -117,8 +117,8 @@ class Connection:
 
     def start(self) -> None:
         """Start the thread, and return when it can send, or raise an error that says what it is short of."""
-        with headroom.turn():
-            headroom.try_memory(1)  # Thread.start() waits for ever for a thread without memory to run in
+        with zmq_preflight.turn():
+            zmq_preflight.try_memory(1)  # Thread.start() waits for ever for a thread without memory to run in
             self._thread.start()
         self._ready.result()
 
@@ -164,7 +164,7 @@ class Connection:
             reason = self._converse()
         except CubrokerError as error:
             reason = Unavailable(f"the broker on {self._directory} sent {error.message}")
-        except (zmq.ZMQError, OSError, headroom.Shortage) as error:
+        except (zmq.ZMQError, OSError, zmq_preflight.Shortage) as error:
             reason = Unavailable(f"no connection for requests to the broker on {self._directory}: {explain(error)}")
         finally:
             if self._ready.done() and not self._stopping:
@@ -183,8 +183,8 @@ class Connection:
 
     def _converse(self) -> CubrokerError:
         with ExitStack() as undo:
-            with headroom.turn():
-                headroom.check()
+            with zmq_preflight.turn():
+                zmq_preflight.check()
                 self._context = zmq.Context()
                 undo.callback(self._context.destroy, linger=0)
                 self._dealer = self._dial()

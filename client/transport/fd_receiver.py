@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from socket import CMSG_SPACE, MSG_CMSG_CLOEXEC, MSG_DONTWAIT, SCM_RIGHTS, SOL_SOCKET, socket
 
-from cubroker.client.process import fork_lock
+from cubroker.client.fork_guard import fork_lock
 from cubroker.protocol.errors import CubrokerError, DeviceFailure, NotFound, Unsupported
-from cubroker.protocol.limits import MAX_DESCRIPTORS, MAX_NOTICE
+from cubroker.protocol.fields import MAX_DESCRIPTORS, MAX_NOTICE
 from cubroker.protocol.messages import (
     DESCRIPTOR,
     SHARES,

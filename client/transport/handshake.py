@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from cubroker.protocol import wire
-from cubroker.protocol.directory import SESSION_SOCKET, SYSTEM, check, directory_of
 from cubroker.protocol.errors import Denied, Invalid, TimedOut, Unavailable, explain, from_code, reason
-from cubroker.protocol.limits import MAX_NOTICE
+from cubroker.protocol.fields import MAX_NOTICE
 from cubroker.protocol.messages import VERSIONS, Greeting, Hello, Pong, Refused, Welcome
+from cubroker.protocol.paths import SESSION_SOCKET, SYSTEM, check, directory_of
 
 T = TypeVar("T")
 

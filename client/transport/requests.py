@@ -26,10 +26,10 @@ from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar, cast, get_args
 
 from msgspec import Struct
 
-from cubroker.client.process import NotPicklable, OwnerProcess
+from cubroker.client.fork_guard import NotPicklable, OwnerProcess
 from cubroker.protocol import wire
 from cubroker.protocol.errors import CubrokerError, Invalid, TimedOut, Unavailable, from_code
-from cubroker.protocol.limits import MAX_RECEIVED, MAX_WAIT
+from cubroker.protocol.fields import MAX_RECEIVED, MAX_WAIT
 from cubroker.protocol.messages import Answer, Cancel, Envelope, Failed, Notice, Reply, Request
 from cubroker.protocol.wire import Bearer
 

@@ -11,11 +11,11 @@ from typing import Any
 from cuda.bindings import driver as cuda
 
 from cubroker.driver import system_calls
-from cubroker.driver.basics import handle_bytes, handle_of
-from cubroker.driver.host import handle_server, memory
+from cubroker.driver.buffers import handle_bytes, handle_of
+from cubroker.driver.host import handle_server, shared_memory
 from cubroker.driver.host.devices import Refusal, Result, answers, check
 from cubroker.driver.host.handle_server import HandleServer, SharedFd
-from cubroker.driver.host.memory import Block, OpenedRegion
+from cubroker.driver.host.shared_memory import Block, OpenedRegion
 from cubroker.driver.host.streams import EventFunctions
 
 Bytes = int | ctypes.Array[ctypes.c_char]
@@ -58,7 +58,7 @@ class MemoryFunctions(EventFunctions):
     @answers(0)
     def cuMemsetD8Async(self, dstDevice: Any, uc: int, N: int, hStream: Any) -> None:
         if not self.records(hStream):
-            memory.fill(self._checked(dstDevice, N, writing=True), uc, N)
+            shared_memory.fill(self._checked(dstDevice, N, writing=True), uc, N)
 
     @answers(0)
     def cuMemcpyHtoDAsync(self, dstDevice: Any, srcHost: int, ByteCount: int, hStream: Any) -> None:
@@ -84,7 +84,7 @@ class MemoryFunctions(EventFunctions):
     def cuMemHostAlloc(self, bytesize: int, Flags: int) -> int:
         self._check_waits()
         check(bytesize > 0)
-        pointer = memory.map_private(bytesize)
+        pointer = shared_memory.map_private(bytesize)
         self._pinned[pointer] = bytesize
         return pointer
 
@@ -93,7 +93,7 @@ class MemoryFunctions(EventFunctions):
         self._check_waits()
         nbytes = self._pinned.pop(p, 0)
         check(nbytes)
-        memory.unmap(p, nbytes)
+        shared_memory.unmap(p, nbytes)
 
     @answers(0)
     def cuMemHostRegister(self, p: int, bytesize: int, Flags: int) -> None:
@@ -195,7 +195,7 @@ class MemoryFunctions(EventFunctions):
             raise Refusal(Result.CUDA_ERROR_INVALID_VALUE) from None
         try:
             check(stat.S_ISREG(os.fstat(fd).st_mode))  # else it is a handle of an event
-            check(memory.sealed(fd), Result.CUDA_ERROR_OPERATING_SYSTEM)
+            check(shared_memory.sealed(fd), Result.CUDA_ERROR_OPERATING_SYSTEM)
             nbytes = os.fstat(fd).st_size
             check(offset < nbytes)
             check(self.reaches(device, owner), Result.CUDA_ERROR_PEER_ACCESS_UNSUPPORTED)
@@ -203,11 +203,11 @@ class MemoryFunctions(EventFunctions):
                 self.admit(device, owner)
                 return self._open_again(device, raw) or self._map(device, raw, fd, nbytes, offset, owner)
         finally:
-            memory.close(fd)
+            shared_memory.close(fd)
 
     def _map(self, device: int, raw: bytes, fd: int, nbytes: int, offset: int, owner: int) -> int:
         try:
-            base = memory.map_shared(fd, nbytes)
+            base = shared_memory.map_shared(fd, nbytes)
         except OSError:
             raise Refusal(Result.CUDA_ERROR_MAP_FAILED) from None
         region = OpenedRegion(device, base, nbytes, raw, base + offset, owner)

@@ -15,9 +15,9 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from cuda.bindings import driver as cuda
 
-from cubroker.driver.host import memory
+from cubroker.driver.host import shared_memory
 from cubroker.driver.host.handle_server import HandleServer, join_stopped, stopped
-from cubroker.driver.host.memory import AddressMap, Block, Heap, OpenedRegion
+from cubroker.driver.host.shared_memory import AddressMap, Block, Heap, OpenedRegion
 
 PEERS = "CUBROKER_HOST_PEERS"
 """For tests: the environment variable with the number of peers that a device can have; unset, any number."""
@@ -86,7 +86,7 @@ def answers(
             except (Refusal, MemoryError, OSError) as error:
                 return _status(error), *(None,) * values
             finally:
-                if stopped and not (self.lock._is_owned() or memory.fork_lock_held()):  # type: ignore[attr-defined]
+                if stopped and not (self.lock._is_owned() or shared_memory.fork_lock_held()):  # type: ignore[attr-defined]
                     join_stopped()  # else this is a finalizer's call inside of another, and the next call does it
             if values == 1:
                 return Result.CUDA_SUCCESS, result

@@ -18,8 +18,8 @@ from collections import deque
 from contextlib import suppress
 from typing import NamedTuple
 
-from cubroker.driver.basics import HANDLE_BYTES
-from cubroker.driver.host import memory
+from cubroker.driver.buffers import HANDLE_BYTES
+from cubroker.driver.host import shared_memory
 
 SECRET_BYTES = 16
 PATIENCE = 30.0
@@ -52,8 +52,8 @@ class HandleServer:
     """Serves the handles of this process, on a thread of its own, until stopped.
 
     The collector may call any object's finalizer on that thread, and such a finalizer may call the driver. So the
-    thread holds no lock that a driver call takes but :func:`memory.fork_lock`, and who has the driver's lock does not
-    wait for it (:func:`join_stopped`).
+    thread holds no lock that a driver call takes but :func:`shared_memory.fork_lock`, and a thread that has the
+    driver's lock does not wait for it (:func:`join_stopped`).
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class HandleServer:
         self._shared: dict[bytes, SharedFd] = {}
         self._stopping = False
         self._thread = threading.Thread(target=self._serve, name="cubroker-host-memory", daemon=True)
-        with memory.fork_lock() as ours:
+        with shared_memory.fork_lock() as ours:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
             self._socket.bind(_NAMESPACE + self._address.hex().encode())
             self._thread.start()
@@ -96,7 +96,7 @@ class HandleServer:
             if client:  # else there is no address to reply to
                 with suppress(OSError):  # the client is gone, or does not read
                     self._reply(secret, client)
-        with memory.fork_lock() as ours:
+        with shared_memory.fork_lock() as ours:
             ours.discard(self._socket)
             self._socket.close()
 
@@ -110,7 +110,7 @@ class HandleServer:
             answer = _ANSWER.pack(shared.offset, shared.device)
             self._socket.sendmsg([answer], [rights], socket.MSG_DONTWAIT, client)
         finally:
-            memory.close(shared.fd)
+            shared_memory.close(shared.fd)
 
     def _duplicated(self, secret: bytes) -> SharedFd | None:
         """Return what a secret stands for, with a descriptor to be closed; None if it stands for nothing.
@@ -120,11 +120,11 @@ class HandleServer:
         shared = self._shared.get(secret)
         if shared is None:
             return None
-        with memory.fork_lock() as ours:
-            ours.add(fd := memory.duplicate(shared.fd))
+        with shared_memory.fork_lock() as ours:
+            ours.add(fd := shared_memory.duplicate(shared.fd))
         if self._shared.get(secret) is shared:
             return shared._replace(fd=fd)
-        memory.close(fd)
+        shared_memory.close(fd)
         return None
 
 
@@ -166,7 +166,9 @@ def secret_of(handle: bytes) -> bytes:
 
 
 def fetch(handle: bytes) -> SharedFd:
-    """Return what a handle stands for; the descriptor is in :func:`memory.fork_lock`'s set, and the caller closes it.
+    """Return what a handle stands for. The caller closes the descriptor.
+
+    Until then it is in the set of :func:`shared_memory.fork_lock`.
 
     Raises:
         LookupError: the handle is made up, its memory or event is gone, or its process is.
@@ -191,18 +193,18 @@ def fetch(handle: bytes) -> SharedFd:
 def _ask(client: socket.socket, secret: bytes) -> SharedFd:
     client.send(secret)
     client.recv(1, socket.MSG_PEEK)  # waits here, not under the lock below
-    with memory.fork_lock() as ours:
+    with shared_memory.fork_lock() as ours:
         # socket.recv_fds would drop the flag, and a child that is started meanwhile would inherit the memory.
         data, ancillary, flags, _ = client.recvmsg(_ANSWER.size, socket.CMSG_LEN(_INT.size), socket.MSG_CMSG_CLOEXEC)
         received: list[int] = [_INT.unpack(rights)[0] for _, _, rights in ancillary]
         ours.update(received)
     if flags & socket.MSG_CTRUNC:
-        memory.close(*received)
+        shared_memory.close(*received)
         raise OSError(errno.EMFILE, "no descriptor is left for the memory, or more than one was sent")
     if not received:
         raise LookupError("the owner of the memory does not know the handle")
     if len(data) < _ANSWER.size:  # another version of this module, or an impostor
-        memory.close(*received)
+        shared_memory.close(*received)
         raise LookupError("the owner of the memory does not answer as it should")
     offset, device = _ANSWER.unpack(data)
     return SharedFd(received[0], device, offset)

@@ -27,12 +27,12 @@ from typing import Any, NamedTuple
 from cuda.bindings import driver as cuda
 
 from cubroker.driver import system_calls
-from cubroker.driver.basics import HANDLE_BYTES
-from cubroker.driver.host import handle_server, memory
+from cubroker.driver.buffers import HANDLE_BYTES
+from cubroker.driver.host import handle_server, shared_memory
 from cubroker.driver.host.device_memory import Bytes, MemoryFunctions
 from cubroker.driver.host.devices import Refusal, Result, answers, check
 from cubroker.driver.host.handle_server import SharedFd, SharedFds
-from cubroker.driver.host.memory import BLOCK
+from cubroker.driver.host.shared_memory import BLOCK
 from cubroker.driver.host.virtual_memory import (
     WRITE,
     AddressRange,
@@ -142,13 +142,13 @@ class Table:
     """The table of a descriptor, by another one of this process's own, so that locks on it are this object's alone."""
 
     def __init__(self, descriptor: int) -> None:
-        with memory.fork_lock() as ours:
+        with shared_memory.fork_lock() as ours:
             self._fd = _reopen(descriptor)
             ours.add(self._fd)
         try:
-            self._pointer = memory.map_unforked(self._fd, ctypes.sizeof(_Layout))
+            self._pointer = shared_memory.map_unforked(self._fd, ctypes.sizeof(_Layout))
         except OSError:
-            memory.close(self._fd)
+            shared_memory.close(self._fd)
             raise
         self._mutex = threading.Lock()
         self._layout = _Layout.from_address(self._pointer)
@@ -160,12 +160,12 @@ class Table:
     @classmethod
     def create(cls, nbytes: int, size: int) -> Table:
         """Make the table of a new object, whose creator this process is."""
-        made = memory.create(ctypes.sizeof(_Layout), NAME)
+        made = shared_memory.create(ctypes.sizeof(_Layout), NAME)
         try:
             os.pwrite(made, struct.pack("@QI", nbytes, size), 0)
             table = cls(made)
         finally:
-            memory.close(made)
+            shared_memory.close(made)
         fcntl.flock(table._fd, fcntl.LOCK_SH)
         return table
 
@@ -176,7 +176,7 @@ class Table:
         Raises:
             LookupError: it is no table.
         """
-        if not memory.sealed(descriptor) or os.fstat(descriptor).st_size != ctypes.sizeof(_Layout):
+        if not shared_memory.sealed(descriptor) or os.fstat(descriptor).st_size != ctypes.sizeof(_Layout):
             raise LookupError(f"descriptor {descriptor} is not a multicast object")
         table = cls(descriptor)
         if not 0 < table.size <= MAX_DEVICES or not 0 < table.nbytes < 1 << 47 or table.nbytes % BLOCK:
@@ -195,8 +195,8 @@ class Table:
         fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def close(self) -> None:
-        memory.unmap(self._pointer, ctypes.sizeof(_Layout))
-        memory.close(self._fd)
+        shared_memory.unmap(self._pointer, ctypes.sizeof(_Layout))
+        shared_memory.close(self._fd)
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -361,15 +361,15 @@ class MulticastObject:
         if self._uses:
             return
         for bound in self._bound.values():
-            memory.unmap(bound.pointer, bound.nbytes)
+            shared_memory.unmap(bound.pointer, bound.nbytes)
         for handle in tuple(self._fds):
             self._withdraw(handle)
         self.table.close()
 
     def bind(self, physical: PhysicalMemory, start: int, offset: int, nbytes: int) -> bool:
         """Bind memory, and serve it to every process that has the object; False if the offsets are taken."""
-        with memory.fork_lock() as ours:
-            ours.add(fd := memory.duplicate(physical.fd))
+        with shared_memory.fork_lock() as ours:
+            ours.add(fd := shared_memory.duplicate(physical.fd))
         handle = self._shared.share(SharedFd(fd, physical.device, start))
         self._fds[handle] = fd
         with ExitStack() as undo:
@@ -387,7 +387,7 @@ class MulticastObject:
 
     def _withdraw(self, handle: bytes) -> None:
         self._shared.withdraw(handle)
-        memory.close(self._fds.pop(handle))
+        shared_memory.close(self._fds.pop(handle))
 
     def store(self, offset: int, source: int, nbytes: int) -> bool:
         """Copy bytes to every device's memory; False, and nothing is copied, where some device has none."""
@@ -418,7 +418,7 @@ class MulticastObject:
         bindings = {binding for binding in self.table.bindings() if binding.end <= self.nbytes}
         for binding in self._bound.keys() - bindings:
             bound = self._bound.pop(binding)
-            memory.unmap(bound.pointer, bound.nbytes)
+            shared_memory.unmap(bound.pointer, bound.nbytes)
         for binding in bindings - self._bound.keys():
             if found := _fetch(binding):
                 self._bound[binding] = found
@@ -433,12 +433,12 @@ def _fetch(binding: Binding) -> _Bound | None:
         return None
     try:
         nbytes = os.fstat(fd).st_size
-        usable = stat.S_ISREG(os.fstat(fd).st_mode) and memory.sealed(fd) and memory.writable(fd)
+        usable = stat.S_ISREG(os.fstat(fd).st_mode) and shared_memory.sealed(fd) and shared_memory.writable(fd)
         if not usable or start + binding.nbytes > nbytes or device != binding.device:
             return None
-        return _Bound(memory.map_shared(fd, nbytes), nbytes, start)
+        return _Bound(shared_memory.map_shared(fd, nbytes), nbytes, start)
     finally:
-        memory.close(fd)
+        shared_memory.close(fd)
 
 
 @dataclass(eq=False)
@@ -534,7 +534,7 @@ class MulticastFunctions(MemoryFunctions, VirtualMemoryFunctions):
     def import_descriptor(self, descriptor: int) -> Mappable:
         name = ""
         with suppress(OSError):  # it may be of anything
-            name = memory.name_of(descriptor)
+            name = shared_memory.name_of(descriptor)
         if name == NAME:
             return MulticastObject.adopt(descriptor, len(self.heaps))
         return super().import_descriptor(descriptor)

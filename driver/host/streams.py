@@ -30,8 +30,8 @@ from typing import Any
 
 from cuda.bindings import driver as cuda
 
-from cubroker.driver.basics import handle_bytes, handle_of
-from cubroker.driver.host import handle_server, memory
+from cubroker.driver.buffers import handle_bytes, handle_of
+from cubroker.driver.host import handle_server, shared_memory
 from cubroker.driver.host.devices import DeviceFunctions, Refusal, Result, answers, check
 from cubroker.driver.host.handle_server import HandleServer, SharedFd
 
@@ -249,7 +249,7 @@ class EventFunctions(StreamFunctions):
             if known is None or not known.shareable:
                 raise Refusal(Result.CUDA_ERROR_INVALID_HANDLE)
             if not known.fds:
-                with memory.fork_lock() as ours:
+                with shared_memory.fork_lock() as ours:
                     known.fds = os.pipe()
                     ours.update(known.fds)
             self.handle_server = self.handle_server or HandleServer()
@@ -272,7 +272,7 @@ class EventFunctions(StreamFunctions):
             check(stat.S_ISFIFO(os.fstat(shared.fd).st_mode), Result.CUDA_ERROR_INVALID_HANDLE)  # else it is of memory
             check(self.reaches(device, shared.device), Result.CUDA_ERROR_PEER_ACCESS_UNSUPPORTED)
         except Refusal:
-            memory.close(shared.fd)
+            shared_memory.close(shared.fd)
             raise
         return self._enter(_Event(device, opened=True, fds=(shared.fd,)))
 
@@ -300,4 +300,4 @@ class EventFunctions(StreamFunctions):
         event = self._events.pop(number)
         if self.handle_server:
             self.handle_server.withdraw(event.handle)
-        memory.close(*event.fds)
+        shared_memory.close(*event.fds)

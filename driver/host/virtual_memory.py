@@ -23,11 +23,11 @@ from typing import Any, Protocol
 from cuda.bindings import driver as cuda
 
 from cubroker.driver import system_calls
-from cubroker.driver.basics import HANDLE_BYTES, handle_of
-from cubroker.driver.host import handle_server, memory
+from cubroker.driver.buffers import HANDLE_BYTES, handle_of
+from cubroker.driver.host import handle_server, shared_memory
 from cubroker.driver.host.devices import DeviceFunctions, Refusal, Result, answers, check
 from cubroker.driver.host.handle_server import SharedFd, SharedFds
-from cubroker.driver.host.memory import BLOCK, Heap, Region
+from cubroker.driver.host.shared_memory import BLOCK, Heap, Region
 
 CHANNEL = "CUBROKER_HOST_CHANNEL"
 """For tests: the environment variable with this process's channel; unset, there is none."""
@@ -97,7 +97,7 @@ class PhysicalMemory:
     def create(cls, device: int, nbytes: int, heap: Heap, *, kinds: int) -> PhysicalMemory:
         """Return new memory, all zero; raises MemoryError if the device is full, OSError if the system is."""
         heap.require(nbytes)
-        fd = memory.create(nbytes, _NAME.format(device))
+        fd = shared_memory.create(nbytes, _NAME.format(device))
         heap.used += nbytes
         return cls(device, nbytes, fd, kinds, heap)
 
@@ -110,31 +110,31 @@ class PhysicalMemory:
             OSError: the system is short of something.
         """
         try:
-            with memory.fork_lock() as ours:
-                ours.add(fd := memory.duplicate(descriptor))
+            with shared_memory.fork_lock() as ours:
+                ours.add(fd := shared_memory.duplicate(descriptor))
         except OSError as error:
             if error.errno == errno.EBADF:
                 raise LookupError(f"descriptor {descriptor} is not open") from None
             raise
         try:
-            match = _NAMES.fullmatch(memory.name_of(fd))
-            if match is None or int(match[1]) >= devices or not memory.sealed(fd):
+            match = _NAMES.fullmatch(shared_memory.name_of(fd))
+            if match is None or int(match[1]) >= devices or not shared_memory.sealed(fd):
                 raise LookupError(f"descriptor {descriptor} is not the memory of a device")
             return cls(int(match[1]), os.fstat(fd).st_size, fd, kinds=0, heap=None)
         except (LookupError, OSError):
-            memory.close(fd)
+            shared_memory.close(fd)
             raise
 
     def release(self) -> None:
-        memory.close(self.fd)
+        shared_memory.close(self.fd)
         if self.heap:
             self.heap.used -= self.nbytes
 
     def export(self) -> int:
-        return memory.duplicate(self.fd)
+        return shared_memory.duplicate(self.fd)
 
     def mapped_at(self, pointer: int, reserved: AddressRange) -> MappedRegion:
-        memory.map_at(pointer, self.fd, self.nbytes)
+        shared_memory.map_at(pointer, self.fd, self.nbytes)
         return MappedRegion(self.device, pointer, self.nbytes, reserved, self.identity, writable=self.writable)
 
     @property
@@ -145,7 +145,7 @@ class PhysicalMemory:
     @property
     def writable(self) -> bool:
         """Whether it was not lent for reading; see :func:`for_reading`."""
-        return memory.writable(self.fd)
+        return shared_memory.writable(self.fd)
 
     @property
     def shareable(self) -> bool:
@@ -196,16 +196,16 @@ class MappedRegion(Region):
     def set_access(self, access: dict[int, int]) -> None:
         """Set the access of some devices; the process has the access of all of them together."""
         merged = self.access | access
-        memory.protect(self.pointer, self.nbytes, reduce(or_, merged.values(), 0))
+        shared_memory.protect(self.pointer, self.nbytes, reduce(or_, merged.values(), 0))
         self.access = merged
 
     def remove(self) -> None:
         """Undo the mapping; the addresses are reserved again."""
-        memory.unmap_at(self.pointer, self.nbytes)
+        shared_memory.unmap_at(self.pointer, self.nbytes)
 
     def retained(self) -> Mappable:
         """Return what the memory can be mapped by again, once it is unmapped here."""
-        return RetainedMemory(self, memory.map_again(self.pointer, self.nbytes), self.nbytes)
+        return RetainedMemory(self, shared_memory.map_again(self.pointer, self.nbytes), self.nbytes)
 
 
 @dataclass(eq=False)
@@ -222,10 +222,10 @@ class RetainedMemory:
         raise Refusal(Result.CUDA_ERROR_INVALID_VALUE)
 
     def release(self) -> None:
-        memory.unmap(self.pointer, self.nbytes)
+        shared_memory.unmap(self.pointer, self.nbytes)
 
     def mapped_at(self, pointer: int, reserved: AddressRange) -> MappedRegion:
-        memory.map_again(self.pointer, self.nbytes, pointer)
+        shared_memory.map_again(self.pointer, self.nbytes, pointer)
         return replace(self.region, pointer=pointer, range=reserved, access={})
 
 
@@ -261,7 +261,7 @@ def _import_fabric(handle: bytes, devices: int) -> PhysicalMemory:
         check(_CHANNEL.unpack_from(handle, _CHANNEL_AT) == (channel,), Result.CUDA_ERROR_NOT_PERMITTED)
         return PhysicalMemory.adopt(fd, devices)
     finally:
-        memory.close(fd)
+        shared_memory.close(fd)
 
 
 # -- the functions -------------------------------------------------------------------------------------
@@ -333,7 +333,7 @@ class VirtualMemoryFunctions(DeviceFunctions):
     def cuMemAddressReserve(self, size: int, alignment: int, addr: Any, flags: int) -> Any:
         check_blocks(size)
         check(not flags and alignment >= 0 and not alignment & (alignment - 1))
-        pointer = memory.reserve(size, max(alignment, BLOCK))
+        pointer = shared_memory.reserve(size, max(alignment, BLOCK))
         with self.lock:
             self._ranges[pointer] = AddressRange(pointer, pointer + size)
         return cuda.CUdeviceptr(pointer)
@@ -343,7 +343,7 @@ class VirtualMemoryFunctions(DeviceFunctions):
         with self.lock:
             reserved = self._ranges.get(int(ptr))
             check(reserved and reserved.end == int(ptr) + size and not reserved.mappings)
-            memory.unmap(int(ptr), size)
+            shared_memory.unmap(int(ptr), size)
             del self._ranges[int(ptr)]
 
     @answers(0)

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cubroker.protocol.directory import default_directory
 from cubroker.protocol.errors import CubrokerError, Invalid, explain
+from cubroker.protocol.paths import default_directory
 from cubroker.server.config import schema
 from cubroker.server.config.schema import PERSONAL, SETTINGS, TABLES, Config, Setting
 

@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from msgspec import Meta, Struct, ValidationError, convert
 
-from cubroker.driver.load import check as check_devices
+from cubroker.driver.driver import check as check_devices
 from cubroker.protocol.errors import Invalid
 from cubroker.protocol.messages import AUTO, IPC, VMM
 from cubroker.server.ledger.model import SESSION_FDS
@@ -388,7 +388,7 @@ class Config:
 
     #: Where to serve.
     directory: Path
-    #: Which devices, as :func:`cubroker.driver.load` names them.
+    #: Which devices, as :func:`cubroker.driver.driver` names them.
     devices: str
     #: What pools may take of the devices.
     budget: Budgets

@@ -22,11 +22,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cubroker.protocol.errors import Unavailable, explain
+from cubroker.server.hardening import hide
 from cubroker.server.keeper import child
 from cubroker.server.keeper.child import ENDING, Signals
-from cubroker.server.keeper.child_lifecycle import FORCED, LONGEST_PAUSE, Backoff, Limits, Phase, Run
+from cubroker.server.keeper.child_state import FORCED, LONGEST_PAUSE, Backoff, Limits, Phase, Run
 from cubroker.server.keeper.fd_set import NAMELESS, FdSet, make_room
-from cubroker.server.process import hide
 from cubroker.server.store import sd_notify
 from cubroker.server.store.sd_notify import Datagram, Malformed, close_all
 

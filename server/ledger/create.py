@@ -24,7 +24,7 @@ from itertools import count
 
 from msgspec import structs
 
-from cubroker.protocol import errors, limits, messages
+from cubroker.protocol import errors, fields, messages
 from cubroker.protocol.layout import Outline
 from cubroker.protocol.messages import AUTO, BY_DESCRIPTOR, IPC, MULTICAST, SHARES, VMM
 from cubroker.server.ledger import error_text, leases, memory
@@ -54,8 +54,8 @@ from cubroker.server.ledger.model import (
 )
 from cubroker.server.ledger.policy import admin_reserve, exceeds
 from cubroker.server.ledger.publish import find
+from cubroker.server.ledger.states import MemoryEvent, VersionEvent, VersionState
 from cubroker.server.ledger.tables import Kind, Tables
-from cubroker.server.ledger.transitions import MemoryEvent, VersionEvent, VersionState
 
 MAX_LISTED = 4
 """Sizes of allocations that a message lists."""
@@ -134,7 +134,7 @@ def _checked_sizes(
     tables: Tables, body: messages.Create, layout: Outline, base: Version | None
 ) -> dict[Account, tuple[int, ...]]:
     """Return what a create allocates on each device; raise if it can never be granted, whatever else there is."""
-    limits.check_pool_name(body.name)
+    fields.check_pool_name(body.name)
     if body.share not in SHARES:
         raise errors.Invalid(f"unknown share kind {body.share[:16]!r}; use {' or '.join((AUTO, *SHARES))}")
     if body.durable and body.share not in BY_DESCRIPTOR:

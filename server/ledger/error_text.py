@@ -34,8 +34,8 @@ from cubroker.server.ledger.model import (
     Waiter,
 )
 from cubroker.server.ledger.policy import Limits
+from cubroker.server.ledger.states import MemoryState
 from cubroker.server.ledger.tables import Tables
-from cubroker.server.ledger.transitions import MemoryState
 
 NEAR_NAMES = 32
 NEAR_LENGTH = 48

@@ -38,7 +38,7 @@ class FdSource(NamedTuple):
 
 
 class Event(Struct, frozen=True):
-    """What happened. Not to be confused with :class:`cubroker.driver.primary_context.Event`, a CUDA event."""
+    """What happened. Not to be confused with :class:`cubroker.driver.context.Event`, a CUDA event."""
 
 
 class SessionOpened(Event, frozen=True):

@@ -30,8 +30,8 @@ from cubroker.server.ledger.model import (
 )
 from cubroker.server.ledger.policy import Limits, Quota
 from cubroker.server.ledger.publish import digests_fit
+from cubroker.server.ledger.states import ALLOCATED, PROMISED, GroupState, MemoryState, VersionState
 from cubroker.server.ledger.tables import Tables
-from cubroker.server.ledger.transitions import ALLOCATED, PROMISED, GroupState, MemoryState, VersionState
 
 Part = tuple[str, Callable[[], None]]
 """Something to check, and what it is about."""

@@ -7,14 +7,14 @@ client waits here first, and is told when the event was recorded, or that it nev
 
 from __future__ import annotations
 
-from cubroker.protocol import limits, messages
+from cubroker.protocol import fields, messages
 from cubroker.protocol.errors import Exists, Invalid, NotFound, TimedOut, Unavailable
 from cubroker.server.ledger import error_text, leases
 from cubroker.server.ledger.events import RequestReceived
 from cubroker.server.ledger.model import EventWaiter, IpcEvent, Lease, Session
 from cubroker.server.ledger.policy import exceeds
+from cubroker.server.ledger.states import VersionState
 from cubroker.server.ledger.tables import Kind, Tables
-from cubroker.server.ledger.transitions import VersionState
 
 MAX_ENDED_REASONS = 64
 """Ended events of a version whose end is remembered, for requests that come too late."""
@@ -53,7 +53,7 @@ def end_event(tables: Tables, ipc_event: IpcEvent, how: str) -> None:
 def share(tables: Tables, session: Session, body: messages.ShareEvent) -> messages.EventShared:
     """Make an event by a lease, and serve the requests that wait for it."""
     lease = _lease(session, body.lease)
-    limits.check_pool_name(body.name)
+    fields.check_pool_name(body.name)
     version = lease.version
     if body.device not in tables.accounts:
         raise NotFound(error_text.no_device(tables, body.device))
@@ -80,7 +80,7 @@ def open_event(
 ) -> messages.EventOpened | None:
     """Return an event, by its name; None if the request waits for it to be made."""
     lease = _lease(session, body.lease)
-    limits.check_pool_name(body.name)
+    fields.check_pool_name(body.name)
     ipc_event = lease.version.ipc_events.get(body.name)
     if ipc_event is not None:
         return _opened(ipc_event)

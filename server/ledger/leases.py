@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cubroker.protocol import limits, messages
+from cubroker.protocol import fields, messages
 from cubroker.protocol.errors import CubrokerError, Denied, Invalid, NotFound, OverQuota, Retired, TimedOut, Unavailable
 from cubroker.protocol.messages import BY_DESCRIPTOR, DESCRIPTOR, MULTICAST
 from cubroker.server.ledger import error_text, events, memory
@@ -34,8 +34,8 @@ from cubroker.server.ledger.model import (
     Waiter,
 )
 from cubroker.server.ledger.policy import exceeds
+from cubroker.server.ledger.states import VersionEvent, VersionState
 from cubroker.server.ledger.tables import Kind, Tables
-from cubroker.server.ledger.transitions import VersionEvent, VersionState
 
 FABRIC = "fabric handle"
 
@@ -109,7 +109,7 @@ def _check_owner(session: Session, pool: Pool, where: messages.Attach | messages
 
 def _check_expected(tables: Tables, session: Session, pool: Pool | None, body: messages.Attach) -> None:
     """Raise unless the missing version can still be published, and the request may wait for it."""
-    limits.check_pool_name(body.name)
+    fields.check_pool_name(body.name)
     past = visible_past(tables, session, body.name)
     if 0 < body.version <= past.last:
         raise Retired(error_text.retired(body.name, body.version, pool, past.loss))

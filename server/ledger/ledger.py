@@ -6,7 +6,7 @@ expire, and devices report the outcomes of what the ledger asked for.
 
 Theory of operation. A *session* sends requests; each is answered exactly once, at once or after waiting, unless the
 session ends first. Versions, their memory and multicast groups have state tables
-(:mod:`cubroker.server.ledger.transitions`). Everything that ends has one path, whatever the cause:
+(:mod:`cubroker.server.ledger.states`). Everything that ends has one path, whatever the cause:
 
     request    leases.stop_waiting  answered, refused, timed out, cancelled, its session ended
     lease      leases.release       closed, sealed, its session ended
@@ -35,9 +35,9 @@ from typing import Any, NamedTuple, Self
 
 from cubroker.protocol import messages
 from cubroker.protocol.errors import CubrokerError, Unavailable
-from cubroker.protocol.infos import NOBODY
-from cubroker.protocol.limits import LATEST
+from cubroker.protocol.fields import LATEST
 from cubroker.protocol.messages import IPC, LAST_WORDS, Attached, Created, Failed, Reply, Request, View
+from cubroker.protocol.status import NOBODY
 from cubroker.server.ledger import (
     create,
     error_text,
@@ -56,8 +56,8 @@ from cubroker.server.ledger.events import Effect, Event, RequestReceived, Respon
 from cubroker.server.ledger.model import Budget, Session, User
 from cubroker.server.ledger.policy import Limits, Policy, Quota
 from cubroker.server.ledger.snapshot import Audit, ChangeRecorder
+from cubroker.server.ledger.states import Impossible, MemoryState, VersionState
 from cubroker.server.ledger.tables import Tables
-from cubroker.server.ledger.transitions import Impossible, MemoryState, VersionState
 
 __all__ = ["Audit", "Budget", "HeldMemory", "Holder", "Impossible", "LeaseGrant", "Ledger", "Limits"]
 

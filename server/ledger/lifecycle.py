@@ -37,8 +37,8 @@ from cubroker.server.ledger.model import (
     Version,
 )
 from cubroker.server.ledger.policy import admin_reserve, exceeds
+from cubroker.server.ledger.states import Impossible, VersionEvent, VersionState
 from cubroker.server.ledger.tables import Kind, Tables
-from cubroker.server.ledger.transitions import Impossible, VersionEvent, VersionState
 
 RESTARTED = "the broker was started again"
 

@@ -9,7 +9,7 @@ whose connection ended keeps its locks until its process ends.
 
 from __future__ import annotations
 
-from cubroker.protocol import limits, messages
+from cubroker.protocol import fields, messages
 from cubroker.protocol.errors import CubrokerError, NotFound, TimedOut, Unavailable
 from cubroker.server.ledger import error_text, leases
 from cubroker.server.ledger.events import RequestReceived
@@ -27,7 +27,7 @@ def lock(tables: Tables, session: Session, body: messages.Lock, event: RequestRe
         TimedOut: another request has the lock, and this one may not wait.
         Unavailable: no leases are granted, so that what the lock is for could not be published.
     """
-    limits.check_pool_name(body.name)
+    fields.check_pool_name(body.name)
     if not tables.lends(durable=True):
         raise Unavailable(error_text.not_lending(tables))
     pool = tables.pools.get(body.name)

@@ -37,8 +37,7 @@ from cubroker.server.ledger.model import (
     User,
     Version,
 )
-from cubroker.server.ledger.tables import Kind, Tables
-from cubroker.server.ledger.transitions import (
+from cubroker.server.ledger.states import (
     ALLOCATED,
     GROUP,
     MEMORY,
@@ -49,6 +48,7 @@ from cubroker.server.ledger.transitions import (
     MemoryState,
     VersionState,
 )
+from cubroker.server.ledger.tables import Kind, Tables
 
 GRANULARITY = 2 << 20
 """Bytes. Smaller pieces of device memory share a block, and opening one would expose its neighbours."""

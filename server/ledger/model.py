@@ -19,7 +19,7 @@ from cubroker.protocol.layout import Outline
 from cubroker.protocol.messages import BY_DESCRIPTOR, MULTICAST, Attach, AwaitEvent, Create, Digests, Lock, OpenEvent
 from cubroker.server.ledger.events import AllocationId, FdSource
 from cubroker.server.ledger.policy import MODE, NO_LIMITS, NOTHING, Limits, Quota, exceeds
-from cubroker.server.ledger.transitions import (
+from cubroker.server.ledger.states import (
     GroupState,
     MemoryState,
     VersionState,
@@ -620,7 +620,7 @@ class LockWaiter:
 class Phase(Enum):
     """What a create waits for.
 
-    Not to be confused with :class:`cubroker.server.keeper.child_lifecycle.Phase`.
+    Not to be confused with :class:`cubroker.server.keeper.child_state.Phase`.
     """
 
     TURN = "its turn as the writer"

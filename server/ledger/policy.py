@@ -66,7 +66,7 @@ class Reservation:
 class Limits:
     """What one session may have at once, so that a flood of requests cannot grow the ledger.
 
-    Not to be confused with :class:`cubroker.server.keeper.child_lifecycle.Limits`.
+    Not to be confused with :class:`cubroker.server.keeper.child_state.Limits`.
     """
 
     leases: int = 4096

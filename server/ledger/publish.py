@@ -6,8 +6,8 @@ that there is one for each piece of memory.
 
 from __future__ import annotations
 
-from cubroker.protocol import errors, limits, messages
-from cubroker.protocol.limits import DIGEST_BYTES
+from cubroker.protocol import errors, fields, messages
+from cubroker.protocol.fields import DIGEST_BYTES
 from cubroker.protocol.messages import MULTICAST
 from cubroker.server.ledger import error_text, leases
 from cubroker.server.ledger.access import can_read, visible_past
@@ -24,8 +24,8 @@ from cubroker.server.ledger.leases import (
 )
 from cubroker.server.ledger.model import AttachWaiter, CreateWaiter, Session, Version
 from cubroker.server.ledger.policy import exceeds
+from cubroker.server.ledger.states import VersionEvent, VersionState
 from cubroker.server.ledger.tables import Kind, Tables
-from cubroker.server.ledger.transitions import VersionEvent, VersionState
 
 
 def seal(tables: Tables, session: Session, body: messages.Seal | messages.SealInPlace) -> messages.Sealed:
@@ -116,7 +116,7 @@ def retire(tables: Tables, session: Session, body: messages.Retire) -> messages.
 
 def find(tables: Tables, session: Session, name: str, number: int) -> Version:
     """Return a live version, whatever its state (0: the current one); raises ``NotFound`` or ``Retired``."""
-    limits.check_pool_name(name)
+    fields.check_pool_name(name)
     pool = tables.pools.get(name)
     if pool is not None:
         version = pool.versions.get(number) if number else pool.current
@@ -130,7 +130,7 @@ def find(tables: Tables, session: Session, name: str, number: int) -> Version:
 
 def watch(tables: Tables, session: Session, body: messages.Watch) -> messages.Done:
     """Begin or end a watch, which tells a session of every change of a name's current version."""
-    limits.check_pool_name(body.name)
+    fields.check_pool_name(body.name)
     if not body.on:
         unwatch(tables, session, body.name)
         return messages.Done()
@@ -154,7 +154,7 @@ def find_current(tables: Tables, session: Session, body: messages.Find) -> messa
     Raises:
         Denied: ``session`` may not read the pool, which one of these owners has, or any owner that is asked for.
     """
-    limits.check_pool_name(body.name)
+    fields.check_pool_name(body.name)
     pool = tables.pools.get(body.name)
     if pool is None or (body.owners and pool.owner not in (session.uid, *body.owners)):
         return messages.Found(0)

@@ -28,7 +28,7 @@ from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 from msgspec import DecodeError, Meta, Struct, msgpack
 
 from cubroker.protocol.errors import CorruptJournal
-from cubroker.protocol.limits import Encoded, EventHandle, Handles, Mode, Name, Plan, Uuid
+from cubroker.protocol.fields import Encoded, EventHandle, Handles, Mode, Name, Plan, Uuid
 from cubroker.protocol.messages import Digests
 from cubroker.server.ledger import invariants, memory
 from cubroker.server.ledger.leases import FABRIC, opened_by
@@ -47,8 +47,8 @@ from cubroker.server.ledger.model import (
     Ticket,
     Version,
 )
+from cubroker.server.ledger.states import MemoryState, VersionState
 from cubroker.server.ledger.tables import DirtyKey, Kind, Tables
-from cubroker.server.ledger.transitions import MemoryState, VersionState
 
 FORMAT = 4
 """The format of everything below. Up to format 3 each version had the memory of its own in its entry. Format 1 had no

@@ -25,7 +25,7 @@ from cubroker.server.ledger.model import (
     Waiter,
 )
 from cubroker.server.ledger.policy import Limits, Policy
-from cubroker.server.ledger.transitions import VERSION, E, S, VersionEvent, VersionState, step
+from cubroker.server.ledger.states import VERSION, E, S, VersionEvent, VersionState, step
 
 MAX_PAST_NAMES = 65_536
 """Names without versions whose past is remembered; beyond it the oldest are forgotten."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 
-from cubroker.protocol import limits, messages
+from cubroker.protocol import fields, messages
 from cubroker.protocol.errors import Denied, NotFound
-from cubroker.protocol.infos import (
+from cubroker.protocol.messages import BY_DESCRIPTOR
+from cubroker.protocol.status import (
     NOBODY,
     BlockInfo,
     ClientInfo,
@@ -17,7 +18,6 @@ from cubroker.protocol.infos import (
     SharingInfo,
     WaiterInfo,
 )
-from cubroker.protocol.messages import BY_DESCRIPTOR
 from cubroker.server.ledger import memory
 from cubroker.server.ledger.access import can_read, can_read_history, can_see_session
 from cubroker.server.ledger.leases import check_readable, opened_by
@@ -32,8 +32,8 @@ from cubroker.server.ledger.model import (
     Waiter,
 )
 from cubroker.server.ledger.publish import find
+from cubroker.server.ledger.states import MemoryState, VersionState
 from cubroker.server.ledger.tables import Tables
-from cubroker.server.ledger.transitions import MemoryState, VersionState
 
 STAGES = {
     MemoryState.PROMISED: "promised",
@@ -248,7 +248,7 @@ def tell(tables: Tables, session: Session, body: messages.Tell) -> messages.Stor
             )
         log = other.log
     else:
-        limits.check_pool_name(body.pool)
+        fields.check_pool_name(body.pool)
         pool = tables.pools.get(body.pool) or tables.past_pools.get(body.pool)
         if pool is None or not can_read_history(tables, session, pool):
             if pool is not None and pool.owner is not None:

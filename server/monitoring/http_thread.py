@@ -25,8 +25,8 @@ from threading import Thread
 import msgspec
 
 from cubroker.protocol.errors import InternalFailure, Invalid, explain
-from cubroker.protocol.infos import NOBODY
 from cubroker.protocol.messages import View
+from cubroker.protocol.status import NOBODY
 from cubroker.server.config.schema import Metrics
 from cubroker.server.monitoring.http import HttpResponse, HttpServer, Routes, TokenCheck, read_token
 from cubroker.server.monitoring.metrics import CONTENT_TYPE, BrokerCounters, MetricsWriter

@@ -21,8 +21,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from cubroker.protocol.errors import ERRORS
-from cubroker.protocol.infos import NOBODY, WAITS
 from cubroker.protocol.messages import View
+from cubroker.protocol.status import NOBODY, WAITS
 from cubroker.server.monitoring.observer import BrokerGauges, EventCounter
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # no samples of when each counter began

@@ -39,7 +39,7 @@ from cubroker.server.ledger.events import ForgetSession, ProcessExited, SessionO
 from cubroker.server.transport.peer_credentials import CREDENTIALS, Peer, RejectionLog, identify, verify
 from cubroker.server.transport.requests import Requests
 from cubroker.server.transport.session import Session, label
-from cubroker.server.transport.session_log import LoggedSession, SessionLog
+from cubroker.server.transport.session_journal import LoggedSession, SessionLog
 
 if TYPE_CHECKING:
     from cubroker.driver import Driver

@@ -30,7 +30,7 @@ from contextlib import suppress
 
 import zmq
 
-from cubroker.server.process import PR_SET_NO_NEW_PRIVS, PR_SET_PDEATHSIG, hide, prctl
+from cubroker.server.hardening import PR_SET_NO_NEW_PRIVS, PR_SET_PDEATHSIG, hide, prctl
 from cubroker.server.transport import framing, sandbox
 
 MAX_DESCRIPTORS = 65_536

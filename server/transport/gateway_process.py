@@ -37,7 +37,7 @@ from typing import cast
 from cubroker.protocol.errors import Unavailable, explain
 from cubroker.protocol.wire import MAX_MESSAGE, Digest, layout_start, session_of
 from cubroker.server.event_queue import BatchReceived, EventQueue, GatewayStarted
-from cubroker.server.process import python_command
+from cubroker.server.hardening import python_command
 from cubroker.server.transport import framing, sandbox
 from cubroker.server.transport.unix_sockets import is_ready
 

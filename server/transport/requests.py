@@ -38,7 +38,7 @@ from cubroker.server.transport import framing
 from cubroker.server.transport.fair_queue import FairQueue, Job
 from cubroker.server.transport.reply_cache import LEASES, MAX_BYTES, MAX_REQUESTS, Account, Admission, Frame, weight
 from cubroker.server.transport.session import Session
-from cubroker.server.transport.session_log import LASTING, SessionLog
+from cubroker.server.transport.session_journal import LASTING, SessionLog
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from itertools import islice
 from typing import Protocol
 
 from cubroker.protocol import wire
-from cubroker.protocol.limits import MAX_DESCRIPTORS, MAX_NOTICE
+from cubroker.protocol.fields import MAX_DESCRIPTORS, MAX_NOTICE
 from cubroker.protocol.messages import Descriptors, Notice, PoolChanged, PoolLost, Rebound
 from cubroker.protocol.wire import authentication
 from cubroker.server.event_queue import EventQueue, FdsDelivered

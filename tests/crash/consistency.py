@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Collection
 
 from cubroker.client import Broker
-from cubroker.driver.basics import round_up
-from cubroker.driver.host.memory import BLOCK
+from cubroker.driver.buffers import round_up
+from cubroker.driver.host.shared_memory import BLOCK
 from cubroker.protocol.errors import NotFound, Retired
-from cubroker.protocol.infos import ClientInfo, DeviceInfo, PoolInfo
+from cubroker.protocol.status import ClientInfo, DeviceInfo, PoolInfo
 from tests.brokers import eventually
 
 

@@ -55,7 +55,7 @@ def placed(worker: Any) -> dict[str, Any]:
 
 def described(worker: Any) -> dict[str, Any]:
     """All that a compiler may see of a model's tensors, in the order of their names."""
-    from cubroker.integrations.runtime import _found
+    from cubroker.integrations.runtime_pools import _found
 
     return {
         each.name: {
@@ -77,7 +77,7 @@ def publish_changed(worker: Any) -> int:
     """Publish another version of the model's pool, with other numbers: as a trainer does."""
     import torch
 
-    from cubroker.integrations import runtime
+    from cubroker.integrations import runtime_pools
     from cubroker.integrations.vllm import held
 
     model = worker.get_model()
@@ -85,8 +85,8 @@ def publish_changed(worker: Any) -> int:
     changed = {name: parameter.data for name, parameter in model.named_parameters() if "embed_tokens" in name}
     for name, data in changed.items():
         model.get_parameter(name).data = data.flip(0).contiguous()
-    like, device = runtime.read_manifest(pool), pool.devices[0].uuid
-    version = runtime.publish(broker, pool.name, model, like=like, device=device, share=pool.share)
+    like, device = runtime_pools.read_manifest(pool), pool.devices[0].uuid
+    version = runtime_pools.publish(broker, pool.name, model, like=like, device=device, share=pool.share)
     for name, data in changed.items():
         model.get_parameter(name).data = data
     assert all(torch.equal(model.get_parameter(name), data) for name, data in changed.items())

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cubroker.client import Broker
-from cubroker.protocol.infos import ClientInfo
+from cubroker.protocol.status import ClientInfo
 from tests.brokers import eventually, serving
 from tests.crash.consistency import lives, settles
 from tests.crash.content import LAYOUT, fill

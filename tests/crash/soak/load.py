@@ -20,7 +20,6 @@ import zmq
 
 from cubroker.client import Broker
 from cubroker.protocol import wire
-from cubroker.protocol.directory import REQUEST_SOCKET, SESSION_SOCKET
 from cubroker.protocol.messages import (
     VERSIONS,
     Attach,
@@ -33,6 +32,7 @@ from cubroker.protocol.messages import (
     Request,
     Welcome,
 )
+from cubroker.protocol.paths import REQUEST_SOCKET, SESSION_SOCKET
 from cubroker.protocol.wire import authentication
 from tests.brokers import eventually, serving
 from tests.crash.content import LAYOUT, check, fill

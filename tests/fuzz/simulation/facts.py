@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from cubroker.protocol import infos
 from cubroker.protocol import messages as m
+from cubroker.protocol import status
 from cubroker.protocol.layout import Outline
 from cubroker.server.ledger import Budget, Limits
 from cubroker.server.ledger.policy import Policy, Quota
@@ -257,12 +257,12 @@ class Facts:
 
     # -- reports -------------------------------------------------------------------------------
 
-    def info(self, version: Version) -> infos.PoolInfo:
+    def info(self, version: Version) -> status.PoolInfo:
         body, layout = version.body, version.layout
         state = "draft" if version.state == "allocating" else version.state
         told = self.told(version)
         nbytes, tensors, leases = sum(layout.allocations), layout.tensors, self.holds(version)
-        return infos.PoolInfo(
+        return status.PoolInfo(
             version.name,
             version.number,
             state,
@@ -286,29 +286,29 @@ class Facts:
             sum(cell.nbytes for cell in self.cells_of(version) if self.having(cell)[0] is not version),
         )
 
-    def sharing(self, version: Version) -> tuple[infos.SharingInfo, ...]:
+    def sharing(self, version: Version) -> tuple[status.SharingInfo, ...]:
         found = []
         for other in sorted(self.of(version.name), key=lambda other: other.number):
             both = [cell for cell in self.cells_of(other) if cell in self.cells_of(version)]
             if both and other is not version:
-                found.append(infos.SharingInfo(other.number, len(both), sum(cell.nbytes for cell in both)))
+                found.append(status.SharingInfo(other.number, len(both), sum(cell.nbytes for cell in both)))
         return tuple(found)
 
-    def client(self, asking: Session, session: Session) -> infos.ClientInfo:
+    def client(self, asking: Session, session: Session) -> status.ClientInfo:
         state = "connected" if session.connected else "detached"
         leases = [lease.version for lease in self.leases if lease.session is session]
-        held = tuple(infos.LeaseInfo(v.name, v.number) for v in leases if self.may("r", asking, v.name))
+        held = tuple(status.LeaseInfo(v.name, v.number) for v in leases if self.may("r", asking, v.name))
         locks = tuple(each.name for each in self.locks if each.session is session and self.may("r", asking, each.name))
-        return infos.ClientInfo(session.id, session.pid, session.uid, state, held, locks=locks)
+        return status.ClientInfo(session.id, session.pid, session.uid, state, held, locks=locks)
 
-    def device(self, device: Budget) -> infos.DeviceInfo:
+    def device(self, device: Budget) -> status.DeviceInfo:
         allocated, promised = (
             sum(block.nbytes for block in self.blocks if block.device == device.uuid and block.state in states)
             for states in (("held", "freeing"), ("wanted", "unwanted"))
         )
         allocated += self.lost[device.uuid]
         totals = device.total, device.budget, allocated, promised
-        return infos.DeviceInfo(device.index, device.uuid, device.name, *totals)
+        return status.DeviceInfo(device.index, device.uuid, device.name, *totals)
 
 
 def allows(letter: str, session: Session, group: int, mode: int) -> bool:

@@ -21,8 +21,8 @@ from cubroker.server.ledger.events import CancelFds, Effect, Event, SendFds
 from cubroker.server.ledger.memory import rounded
 from cubroker.server.ledger.model import Account, Session, Ticket, User, Version, Waiter
 from cubroker.server.ledger.policy import exceeds
+from cubroker.server.ledger.states import VersionEvent, VersionState
 from cubroker.server.ledger.tables import Kind, Tables
-from cubroker.server.ledger.transitions import VersionEvent, VersionState
 from tests.fuzz.simulation import DAILY, today
 from tests.fuzz.simulation.histories import OBSERVER, generate
 from tests.fuzz.simulation.search import attempt, search

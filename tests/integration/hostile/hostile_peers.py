@@ -13,9 +13,9 @@ from contextlib import contextmanager
 import pytest
 
 from cubroker.client import Broker
-from cubroker.protocol.directory import REQUEST_SOCKET
 from cubroker.protocol.layout import Layout
 from cubroker.protocol.messages import ListDevices
+from cubroker.protocol.paths import REQUEST_SOCKET
 from tests.brokers import PATIENCE, BrokerProcess
 from tests.unit.server.clients import RawClient
 from tests.unit.server.processes import all_closed, files

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import zmq
 
-from cubroker.protocol.directory import REQUEST_SOCKET
 from cubroker.protocol.messages import Answer, ListDevices
+from cubroker.protocol.paths import REQUEST_SOCKET
 from tests.brokers import PATIENCE, eventually
 from tests.unit.server.clients import RawClient
 

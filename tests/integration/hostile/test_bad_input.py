@@ -14,7 +14,6 @@ import msgspec
 import pytest
 
 from cubroker.protocol import wire
-from cubroker.protocol.directory import REQUEST_SOCKET
 from cubroker.protocol.errors import ERRORS
 from cubroker.protocol.messages import (
     VERSIONS,
@@ -30,6 +29,7 @@ from cubroker.protocol.messages import (
     Unlock,
     Welcome,
 )
+from cubroker.protocol.paths import REQUEST_SOCKET
 from cubroker.server.transport import admission
 from tests.brokers import BrokerProcess, eventually
 from tests.integration.hostile.hostile_peers import MIB, Witness, push

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from cubroker.protocol.fields import MAX_WAIT
 from cubroker.protocol.layout import MAX_TENSORS, Layout
-from cubroker.protocol.limits import MAX_WAIT
 from cubroker.protocol.messages import (
     Attach,
     Attached,

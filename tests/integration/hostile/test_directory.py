@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from cubroker.client import Broker
+from cubroker.protocol.fields import LATEST
 from cubroker.protocol.layout import Layout
-from cubroker.protocol.limits import LATEST
 from tests import forkserver
 from tests.brokers import DEVICES, PATIENCE, BrokerProcess, eventually, started
 from tests.forkserver import SERVER

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import zmq
 
-from cubroker.protocol.directory import REQUEST_SOCKET
 from cubroker.protocol.layout import Layout
 from cubroker.protocol.messages import Describe, Description, ListPools
+from cubroker.protocol.paths import REQUEST_SOCKET
 from cubroker.server.transport.gateway_process import INTERVAL, UNANSWERED
 from tests.brokers import BrokerProcess, eventually
 from tests.integration.hostile.hostile_peers import (

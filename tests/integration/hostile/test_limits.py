@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from cubroker.protocol.directory import REQUEST_SOCKET, SESSION_SOCKET
+from cubroker.protocol.paths import REQUEST_SOCKET, SESSION_SOCKET
 from tests.brokers import PATIENCE, serving
 from tests.integration.hostile.hostile_peers import HOSTILITY, witnessed
 from tests.unit.client.scripts import start

@@ -55,7 +55,7 @@ def test_devices_that_reach_each_other_are_looked_for(capsys: pytest.CaptureFixt
 def workers() -> Iterator[None]:
     """Children of benchmarks are forked from a process that has imported torch, and are not measured."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, "torch", "cubroker.integrations.torch", "cubroker.driver.host.module"])
+    context.set_forkserver_preload([__name__, "torch", "cubroker.integrations.torch", "cubroker.driver.host.bindings"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(harness, "processes", context)
         for name in os.environ:

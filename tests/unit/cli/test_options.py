@@ -8,7 +8,7 @@ import pytest
 from cubroker.cli import options
 from cubroker.cli.options import Reference, find_devices
 from cubroker.protocol.errors import Invalid, NotFound
-from cubroker.protocol.infos import DeviceInfo
+from cubroker.protocol.status import DeviceInfo
 
 DEVICES = [DeviceInfo(index, uuid, "GPU", 0, 0, 0, 0) for index, uuid in ((0, "GPU-aa11"), (1, "GPU-aa22"))]
 

@@ -14,8 +14,8 @@ import pytest
 
 from cubroker.client import Broker
 from cubroker.protocol import wire
-from cubroker.protocol.directory import SESSION_SOCKET
 from cubroker.protocol.messages import Pong, Refused, Welcome
+from cubroker.protocol.paths import SESSION_SOCKET
 from tests.brokers import BrokerProcess
 from tests.stores import storing
 from tests.unit.cli.processes import run, started

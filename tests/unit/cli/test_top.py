@@ -20,8 +20,8 @@ import pytest
 from cubroker.cli.top import Frame, of, ranges, since, some_of
 from cubroker.client import Broker
 from cubroker.protocol import Layout
-from cubroker.protocol.infos import BlockInfo
 from cubroker.protocol.messages import View
+from cubroker.protocol.status import BlockInfo
 from tests import forkserver
 from tests.brokers import PATIENCE, BrokerProcess, eventually
 from tests.forkserver import CLI

@@ -20,7 +20,7 @@ from tests.unit.client.scripts import run
 WITHOUT_VMM = """
 import sys
 from cuda.bindings import driver as cuda
-from cubroker.driver.host.module import HostModule
+from cubroker.driver.host.bindings import HostModule
 from cubroker.server.__main__ import main
 
 create = HostModule.cuMemCreate

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from cubroker.client import Broker, Pool, SharedTensor, process
+from cubroker.client import Broker, Pool, SharedTensor, fork_guard
 from cubroker.client.loading import loader
 from cubroker.client.loading.checkpoint import CheckpointFile
 from cubroker.client.memory.lease import acquire
@@ -237,7 +237,7 @@ def test_a_pool_may_be_closed_in_the_middle_of_being_closed_or_used(client: Brok
 def test_a_finalizer_in_the_middle_of_a_driver_call_or_of_a_fork_waits_for_nothing(client: Broker, name: str) -> None:
     publish(client, name)
     module: Any = client.driver.context(0).calls.module
-    for lock in (module.lock, process.fork_lock):
+    for lock in (module.lock, fork_guard.fork_lock):
         pool = client.attach(name)
         with lock:
             pool.close()

@@ -19,12 +19,12 @@ from cuda.bindings import driver as cuda
 
 from cubroker.client import Broker, devices
 from cubroker.driver import Driver
+from cubroker.driver.host.bindings import host_module
 from cubroker.driver.host.devices import PEERS
-from cubroker.driver.host.module import host_module
 from cubroker.protocol import CubrokerError, Layout, wire
-from cubroker.protocol.directory import REQUEST_SOCKET, SESSION_SOCKET
 from cubroker.protocol.errors import DeviceFailure, OutOfMemory, Unavailable
 from cubroker.protocol.messages import Refused
+from cubroker.protocol.paths import REQUEST_SOCKET, SESSION_SOCKET
 from tests import faults
 from tests.brokers import BrokerProcess, eventually, serving
 from tests.faults import FaultyModule, Plan, fail_nth

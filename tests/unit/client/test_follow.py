@@ -17,11 +17,11 @@ import pytest
 
 from cubroker.client import Broker, Follow, Pool
 from cubroker.client import follow as follow_module
-from cubroker.client.transport import headroom
+from cubroker.client.transport import zmq_preflight
 from cubroker.protocol import wire
-from cubroker.protocol.directory import SESSION_SOCKET
 from cubroker.protocol.errors import Invalid, OverQuota, TimedOut, Unavailable, Unsupported
 from cubroker.protocol.messages import FINDS, Found, Welcome
+from cubroker.protocol.paths import SESSION_SOCKET
 from tests.brokers import PATIENCE, BrokerProcess, eventually
 from tests.faults import fail_nth
 from tests.stores import storing
@@ -246,9 +246,9 @@ def test_without_room_for_its_thread_nothing_is_followed(
     client: Broker, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(stacks: int) -> None:
-        raise headroom.Shortage("no memory")
+        raise zmq_preflight.Shortage("no memory")
 
-    monkeypatch.setattr(headroom, "try_memory", refuse)
+    monkeypatch.setattr(zmq_preflight, "try_memory", refuse)
     with pytest.raises(Unavailable, match=f"no thread to follow pool {name!r}: no memory"):
         client.follow(name)
 

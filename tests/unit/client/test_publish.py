@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from cubroker.client import Broker, Draft, SharedTensor, dlpack, sources
+from cubroker.client import Broker, Draft, SharedTensor, dlpack, named_arrays
 from cubroker.client import publish as publishing
 from cubroker.client.devices import context as context_on
 from cubroker.client.loading import copy as copying
@@ -338,7 +338,7 @@ class Copies(OnGpu):
 @pytest.fixture
 def gpus(client: Broker, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Context]]:
     """The contexts of the host devices, which stand for GPUs; their memory is freed."""
-    monkeypatch.setattr(sources, "_context", context_on)
+    monkeypatch.setattr(named_arrays, "_context", context_on)
     contexts = [context_on(client.driver, index) for index in (0, 1)]
     made: list[tuple[Context, int]] = []
     allocate = Context.allocate
@@ -357,12 +357,14 @@ def test_an_array_on_a_gpu_stays_there_after_the_work_that_makes_it(
     client: Broker, name: str, gpus: list[Context], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[tuple[str, int]] = []
-    synchronize, gather = Context.synchronize, Context.gather
+    synchronize, copy_batch = Context.synchronize, Context.copy_batch
     monkeypatch.setattr(
         Context, "synchronize", lambda self: (calls.append(("wait", self.device.index)), synchronize(self))[1]
     )
     monkeypatch.setattr(
-        Context, "gather", lambda self, *args: (calls.append(("copy", self.device.index)), gather(self, *args))[1]
+        Context,
+        "copy_batch",
+        lambda self, *args: (calls.append(("copy", self.device.index)), copy_batch(self, *args))[1],
     )
     arrays = {"a": OnGpu(gpus[1], VALUES), "b": OnGpu(gpus[1], VALUES + 1)}
     client.publish(name, arrays)
@@ -606,7 +608,7 @@ def test_views_of_a_draft_that_is_filled_by_hand_keep_it_from_being_sealed_by_th
 def test_a_copy_that_fails_leaves_nothing(client: Broker, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     publish(client, f"{name}-old")
     with client.attach(f"{name}-old") as pool:
-        monkeypatch.setattr(Context, "gather", refused)
+        monkeypatch.setattr(Context, "copy_batch", refused)
         with pytest.raises(DeviceFailure, match=f"copying tensors into a draft of {name!r}: .*ILLEGAL_ADDRESS"):
             client.publish(name, pool)
         monkeypatch.undo()

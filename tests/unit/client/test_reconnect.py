@@ -19,9 +19,9 @@ from cubroker.client import broker as broker_module
 from cubroker.client.session import Session
 from cubroker.client.transport.handshake import NotServing
 from cubroker.protocol import wire
-from cubroker.protocol.directory import SESSION_SOCKET
 from cubroker.protocol.errors import Denied, Invalid, NotFound, TimedOut, Unavailable, Unsupported
 from cubroker.protocol.messages import Refused
+from cubroker.protocol.paths import SESSION_SOCKET
 from tests.brokers import PATIENCE, BrokerProcess, eventually
 from tests.stores import storing
 from tests.unit.client.conftest import LAYOUT, begun, content, leases, publish

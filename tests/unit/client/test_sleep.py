@@ -12,7 +12,7 @@ from cuda.bindings import driver as cuda
 
 from cubroker.client import Broker, Pool
 from cubroker.driver import DriverError
-from cubroker.driver.primary_context import PrimaryContext
+from cubroker.driver.context import PrimaryContext
 from cubroker.driver.vmm import Reservation
 from cubroker.protocol import CubrokerError, Layout
 from cubroker.protocol.errors import DeviceFailure, Invalid, NotFound, OutOfMemory, Retired, TimedOut, Unsupported

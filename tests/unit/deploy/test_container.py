@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from cubroker.client import Broker
-from cubroker.protocol.directory import REQUEST_SOCKET, SESSION_SOCKET
 from cubroker.protocol.layout import Layout
+from cubroker.protocol.paths import REQUEST_SOCKET, SESSION_SOCKET
 from tests.brokers import PATIENCE, eventually
 from tests.namespaces import children
 from tests.unit.deploy import containerfile, image

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from cubroker.protocol.directory import REQUEST_SOCKET, SESSION_SOCKET
-from cubroker.server.directory import BACKLOG, DOOR, REQUESTS
+from cubroker.protocol.paths import REQUEST_SOCKET, SESSION_SOCKET
+from cubroker.server.directory_lock import BACKLOG, DOOR, REQUESTS
 from cubroker.server.store.sd_notify import LONGEST_NAME
 from tests.unit.cli.processes import run
 

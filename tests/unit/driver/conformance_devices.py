@@ -178,7 +178,9 @@ def test_segments_come_from_another_device_that_is_enabled(driver: Driver, pair:
     with blocks(near, far) as (ours, theirs), near.stream() as stream:
         driver.peers.enable(near, far.device.index)
         far.write(theirs, data)
-        near.gather(stream, [(ours, theirs, 100), (ours + 4096, theirs + 7, 5000), (ours + 16384, theirs + 16, 8192)])
+        near.copy_batch(
+            stream, [(ours, theirs, 100), (ours + 4096, theirs + 7, 5000), (ours + 16384, theirs + 16, 8192)]
+        )
         stream.synchronize()
         found = [near.read(ours + place, nbytes) for place, nbytes in ((0, 100), (4096, 5000), (16384, 8192))]
         assert found == [data[:100], data[7:5007], data[16 : 16 + 8192]]

@@ -7,8 +7,8 @@ import random
 import pytest
 
 from cubroker.driver import Context, Driver, DriverError
+from cubroker.driver.context import Kernel
 from cubroker.driver.digest import PIECE, digest
-from cubroker.driver.primary_context import Kernel
 from tests.unit.driver.conformance import BLOCK, refused
 
 # Around what a word, a piece, a block of threads, four of their pieces, a share and a stride of the kernel have.

@@ -20,7 +20,7 @@ from tests.unit.driver.mapping_commands import in_child
 from tests.unit.driver.multicast_commands import MulticastCommands
 
 ROOT = Path(__file__).parents[3]
-PRELOAD = ("tests.unit.driver.other_process", "cubroker.driver.host.module")
+PRELOAD = ("tests.unit.driver.other_process", "cubroker.driver.host.bindings")
 """Modules of the fork server of other processes."""
 
 

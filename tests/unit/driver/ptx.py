@@ -1,6 +1,6 @@
 """Runs the PTX of the kernels in Python, thread by thread: what they compute can be looked at without a GPU.
 
-It knows the instructions that ``digest.ptx`` and ``gather.ptx`` have, and no others.
+It knows the instructions that ``digest.ptx`` and ``batched_copy.ptx`` have, and no others.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ import cuda.bindings.driver
 import pytest
 
 from cubroker.driver import Context, Driver, DriverError, multicast_guard
-from cubroker.driver.host.memory import BLOCK
-from cubroker.driver.host.module import HostModule
+from cubroker.driver.host.bindings import HostModule
+from cubroker.driver.host.shared_memory import BLOCK
 from cubroker.driver.host.virtual_memory import CHANNEL
 
 BINDINGS = cuda.bindings.driver

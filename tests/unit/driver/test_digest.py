@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from cubroker.driver import Driver, DriverError
+from cubroker.driver.context import Kernel
 from cubroker.driver.digest import ALGORITHM, PIECE, add, digest, finish, sums
-from cubroker.driver.primary_context import Kernel
-from cubroker.protocol.limits import DIGEST_BYTES
+from cubroker.protocol.fields import DIGEST_BYTES
 
 WORDS = 1 << 64
 BLOCK = 2 << 20

@@ -14,11 +14,11 @@ from cuda.bindings import driver as cuda
 
 from cubroker.driver import Driver, DriverError, Multicast, MulticastOff, Window
 from cubroker.driver.checked_calls import Calls
-from cubroker.driver.host.memory import BLOCK
-from cubroker.driver.host.module import HostModule
+from cubroker.driver.context import KERNEL_FOLDER as HERE
+from cubroker.driver.host.bindings import HostModule
+from cubroker.driver.host.shared_memory import BLOCK
 from cubroker.driver.host.virtual_memory import PhysicalMemory
 from cubroker.driver.multicast import KERNEL, granularity, obstacle, unavailable
-from cubroker.driver.primary_context import KERNEL_FOLDER as HERE
 from cubroker.driver.vmm import Reservation
 from tests.brokers import PATIENCE
 from tests.faults import FaultyModule, Plan

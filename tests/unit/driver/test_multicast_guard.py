@@ -17,7 +17,7 @@ from cuda.bindings import driver as cuda
 
 from cubroker.driver import DriverError, multicast_guard
 from cubroker.driver.checked_calls import Calls
-from cubroker.driver.host.module import HostModule
+from cubroker.driver.host.bindings import HostModule
 from cubroker.driver.multicast_guard import MulticastOff
 from tests.unit.driver.hardware import SETTINGS, YES, StandIn
 
@@ -229,8 +229,8 @@ def test_nothing_takes_functions_from_a_module_past_the_checked_calls() -> None:
         "which only look whether it is there"
     )
     bindings = mentioning(r"(from|import) +cuda\b|import_module\(.*cuda")
-    assert {path for path in bindings if not path.startswith("driver/host/")} == {"driver/load.py"}
-    for path in bindings - {"driver/load.py"}:
+    assert {path for path in bindings if not path.startswith("driver/host/")} == {"driver/driver.py"}
+    for path in bindings - {"driver/driver.py"}:
         for node in ast.walk(ast.parse((ROOT / path).read_text())):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "cuda":
                 assert node.attr.startswith("CU"), f"{path} calls {node.attr} of the bindings"

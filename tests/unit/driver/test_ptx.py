@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from cubroker.driver.batched_copy import CHUNK, THREADS, table_of
+from cubroker.driver.context import KERNEL_FOLDER as HERE
 from cubroker.driver.digest import add, digest, finish
-from cubroker.driver.gather import CHUNK, THREADS, table_of
-from cubroker.driver.primary_context import KERNEL_FOLDER as HERE
 from tests.unit.driver.ptx import PAIR, Program
 
 ROOT = Path(__file__).parents[3]
 SINCE_VOLTA = ("sm_75", "sm_80", "sm_90", "sm_100", "sm_120")
-KERNELS = {"multimem.ptx": ("sm_90", "sm_100"), "digest.ptx": SINCE_VOLTA, "gather.ptx": SINCE_VOLTA}
+KERNELS = {"multimem.ptx": ("sm_90", "sm_100"), "digest.ptx": SINCE_VOLTA, "batched_copy.ptx": SINCE_VOLTA}
 """The files, and architectures that each is for."""
 
 BASE = 1 << 40
@@ -71,7 +71,7 @@ def test_the_kernel_of_copies_stores_every_byte_once(beside: int, sizes: list[in
     end = sum(segments[-1][1:])  # no byte beyond the last segment may be loaded
     data = random.Random(beside).randbytes(end)
     table, row = table_of(segments)
-    program, count = Program(HERE / "gather.ptx"), {"count": len(segments)}
+    program, count = Program(HERE / "batched_copy.ptx"), {"count": len(segments)}
     found: dict[int, int] = {}
     for address, stored in program.run(data, count, row // CHUNK, THREADS, bytes(table)):
         for place, byte in enumerate(stored, address):
@@ -81,6 +81,6 @@ def test_the_kernel_of_copies_stores_every_byte_once(beside: int, sizes: list[in
 
 
 def test_a_table_has_the_size_that_the_kernel_declares() -> None:
-    declared = re.search(r"\.b8 table\[(\d+)\]", (HERE / "gather.ptx").read_text())
+    declared = re.search(r"\.b8 table\[(\d+)\]", (HERE / "batched_copy.ptx").read_text())
     assert declared
     assert len(bytes(table_of([])[0])) == int(declared[1]) <= 4096 - 8

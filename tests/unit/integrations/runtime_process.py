@@ -11,7 +11,7 @@ from torch import nn
 
 from cubroker.client import Broker
 from cubroker.client.pool import Pool
-from cubroker.integrations import runtime
+from cubroker.integrations import runtime_pools
 
 CONSUMED = ("fused.first", "fused.second")
 """What the module below has before its post-processing alone."""
@@ -95,16 +95,16 @@ def obtain(
     load: Callable[[], nn.Module],
     publish: Callable[[nn.Module], object] | None = None,
     **terms: Any,
-) -> runtime.Obtained:
+) -> runtime_pools.Obtained:
     def attach(pool: Pool) -> nn.Module:
-        model = runtime.bind(meta(), pool, strict=False)
-        runtime.refuse_meta(model, pool)
+        model = runtime_pools.bind(meta(), pool, strict=False)
+        runtime_pools.refuse_meta(model, pool)
         return model
 
     def usual(model: nn.Module) -> object:
-        return runtime.publish(broker, name, model, consumed=CONSUMED, share="vmm")
+        return runtime_pools.publish(broker, name, model, consumed=CONSUMED, share="vmm")
 
-    return runtime.obtain(broker, name, load=load, publish=publish or usual, attach=attach, **terms)
+    return runtime_pools.obtain(broker, name, load=load, publish=publish or usual, attach=attach, **terms)
 
 
 def work(directory: str, name: str) -> None:
@@ -127,7 +127,7 @@ def work(directory: str, name: str) -> None:
         def publish(model: nn.Module) -> object:
             with broker.create(name, [("half", "F32", (9,))], share="vmm"):
                 pause("publishing")
-            return runtime.publish(broker, name, model, consumed=CONSUMED, share="vmm")
+            return runtime_pools.publish(broker, name, model, consumed=CONSUMED, share="vmm")
 
         got = obtain(broker, name, load, publish)
         total = sum(tensor.double().sum().item() for tensor in got.model.state_dict().values())

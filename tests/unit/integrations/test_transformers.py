@@ -35,7 +35,7 @@ from transformers.utils import logging
 from cubroker.client import Broker, Pool
 from cubroker.client.loading.loader import load
 from cubroker.client.loading.verify import verify
-from cubroker.integrations import runtime
+from cubroker.integrations import runtime_pools
 from cubroker.integrations.transformers import attach_model, from_pool
 from cubroker.protocol.errors import Invalid, NotFound
 from tests.brokers import PATIENCE, eventually, serving
@@ -303,7 +303,7 @@ def test_a_model_and_its_tokenizer_come_from_a_pool_and_a_folder_without_weights
 
 def test_a_runtime_pool_of_a_model_serves_as_well(client: Broker, name: str, llama: Path) -> None:
     expected = LlamaForCausalLM.from_pretrained(llama).eval()
-    runtime.publish(client, name, expected)
+    runtime_pools.publish(client, name, expected)
     for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         (llama / file).unlink(missing_ok=True)
     model, tokenizer = from_pool(name, str(llama), broker=client)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
-from cubroker.protocol import Layout, infos, limits
+from cubroker.protocol import Layout, fields, status
 from cubroker.protocol import messages as m
 
 SECRET = bytes(range(16))
@@ -13,10 +13,10 @@ LAYOUT = Layout.pack(
     slab=256,
     tied={"tied": "scalar"},
 )
-INFO = infos.PoolInfo(
+INFO = status.PoolInfo(
     "llama", 3, "current", 1024, 3, "ipc", ("GPU-a", "GPU-b"), False, 2, 1000, 100, 0o640, False, True, "", "", "handle"
 )
-SHARDED = infos.PoolInfo(
+SHARDED = status.PoolInfo(
     "moe",
     1,
     "draft",
@@ -38,11 +38,11 @@ SHARDED = infos.PoolInfo(
     memory=8 << 20,
     shared=2 << 20,
 )
-CLIENT = infos.ClientInfo(7, 4711, 1000, "connected", (infos.LeaseInfo("llama", 3),), 64 << 20)
-UNSEEN = infos.ClientInfo(8, 4712, 1001, "detached", ())
-DEVICE = infos.DeviceInfo(0, "GPU-a", "NVIDIA H200", 150_754_820_096, 135_679_338_086, 8 << 30, 0)
-BLOCK = infos.BlockInfo("GPU-a", "llama", 3, "current", "held", 8 << 30, 1000)
-WAITER = infos.WaiterInfo(7, 4711, 1000, 12, "create", "llama", "room", 8 << 30, 1_763_779_200.5)
+CLIENT = status.ClientInfo(7, 4711, 1000, "connected", (status.LeaseInfo("llama", 3),), 64 << 20)
+UNSEEN = status.ClientInfo(8, 4712, 1001, "detached", ())
+DEVICE = status.DeviceInfo(0, "GPU-a", "NVIDIA H200", 150_754_820_096, 135_679_338_086, 8 << 30, 0)
+BLOCK = status.BlockInfo("GPU-a", "llama", 3, "current", "held", 8 << 30, 1000)
+WAITER = status.WaiterInfo(7, 4711, 1000, 12, "create", "llama", "room", 8 << 30, 1_763_779_200.5)
 HANDLES = (bytes(64), b"h" * 64)
 SHARDS = (m.Replica("GPU-a", (m.DESCRIPTOR, b"")), m.Replica("GPU-b", (b"", m.DESCRIPTOR)))
 
@@ -63,11 +63,11 @@ NOTICES = (
     m.Draining("it was told to end"),
     m.Draining(""),
     m.Descriptors(5, 1),
-    m.Descriptors(5, limits.MAX_DESCRIPTORS),
+    m.Descriptors(5, fields.MAX_DESCRIPTORS),
     m.PoolLost("llama", 2, "it went with the broker"),
     m.Rebound(5, (), m.Team("multicast", "it works", (2 << 20,))),
     m.Rebound(5, SHARDS[:1], m.Team("copies", "no slots left")),
-    m.Descriptors(5, limits.MAX_DESCRIPTORS, 32),
+    m.Descriptors(5, fields.MAX_DESCRIPTORS, 32),
     m.Descriptors(5, 1, 0, rebound=True),
     m.Welcome(1, 7, SECRET, "host:2@1048576"),
 )
@@ -134,10 +134,10 @@ REPLIES = (
     m.View((DEVICE,), (INFO, SHARDED), (CLIENT,), (BLOCK,), (WAITER,)),
     m.View((DEVICE,), (INFO, SHARDED), (UNSEEN,), (BLOCK,), (WAITER,)),
     m.View((), (), (), (), ()),
-    m.Story((infos.Line(1.5, "its writer sealed it"),)),
+    m.Story((status.Line(1.5, "its writer sealed it"),)),
     m.Description(INFO, LAYOUT.encode()),
     m.Description(SHARDED, LAYOUT.encode(), (1, 0)),
-    m.Description(SHARDED, LAYOUT.encode(), (1, 0), (infos.SharingInfo(2, 1, 2 << 20),)),
+    m.Description(SHARDED, LAYOUT.encode(), (1, 0), (status.SharingInfo(2, 1, 2 << 20),)),
     m.DigestList(1, ("GPU-a", "GPU-b"), DIGESTS),
     m.DigestList(3, ("GPU-a",), None),
     m.EventShared(7),

@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from cubroker.protocol import infos, wire
 from cubroker.protocol import messages as m
+from cubroker.protocol import status, wire
 from cubroker.protocol.errors import Invalid
 from cubroker.protocol.layout import MAX_ENCODED
 from cubroker.protocol.wire import (
@@ -215,7 +215,7 @@ def test_little_is_looked_at_before_the_author_is_known() -> None:
 @pytest.mark.parametrize("version", m.VERSIONS[:-1])
 def test_an_older_peer_is_sent_the_fields_that_it_knows(version: int) -> None:
     both = authentication(version, 7, SECRET)
-    described = m.Description(INFO, b"layout", None, (infos.SharingInfo(1, 1, 4096),))
+    described = m.Description(INFO, b"layout", None, (status.SharingInfo(1, 1, 4096),))
     read = both.read(both.reply(m.Answer(3, described)))
     assert read is not None
     assert read.body == m.Description(INFO, b"layout")

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from cubroker.protocol import Layout, infos, limits, wire
+from cubroker.protocol import Layout, fields, status, wire
 from cubroker.protocol import messages as m
 from cubroker.protocol.errors import Invalid
 from cubroker.protocol.layout import MAX_ALLOCATIONS, MAX_ENCODED
@@ -47,7 +47,7 @@ def test_messages_travel_as_arrays_and_what_they_describe_as_maps() -> None:
         own = (each for each in vars(module).values() if getattr(each, "__module__", "") == module.__name__)
         return {each.__struct_config__.array_like for each in own if hasattr(each, "__struct_config__")}
 
-    assert (arrays(m), arrays(infos)) == ({True}, {False})
+    assert (arrays(m), arrays(status)) == ({True}, {False})
 
 
 @each_sample
@@ -181,7 +181,7 @@ def test_a_field_of_another_type_is_refused(sample: tuple[Any, Any]) -> None:
 
 LATER = {
     field.name
-    for info in (infos.PoolInfo, infos.ClientInfo)
+    for info in (status.PoolInfo, status.ClientInfo)
     for field in msgspec.structs.fields(info)
     if not field.required
 }
@@ -212,14 +212,14 @@ def envelope(body: Any, secret: bytes = SECRET, request: int = 1, oldest: int = 
 
 
 @pytest.mark.parametrize(
-    "wait", [math.nan, math.inf, -math.inf, -0.001, limits.MAX_WAIT + 1, True, "1", None, (1 << 64) - 1], ids=repr
+    "wait", [math.nan, math.inf, -math.inf, -0.001, fields.MAX_WAIT + 1, True, "1", None, (1 << 64) - 1], ids=repr
 )
 def test_a_wait_that_is_no_time_is_refused(wait: Any) -> None:
     with pytest.raises(Invalid):
         wire.unpack(envelope(m.Attach("llama", 0, None, wait)), m.Envelope)
 
 
-@pytest.mark.parametrize("wait", [0, 0.0, 30, limits.MAX_WAIT])
+@pytest.mark.parametrize("wait", [0, 0.0, 30, fields.MAX_WAIT])
 def test_a_wait_is_read_as_a_float(wait: float) -> None:
     read = wire.unpack(envelope(m.Attach("llama", 0, None, wait)), m.Envelope)
     assert isinstance(read.body, m.Attach)
@@ -275,7 +275,7 @@ def test_a_stranger_s_hello_is_refused(hello: m.Hello) -> None:
 
 
 @pytest.mark.parametrize(
-    "notice", [m.Descriptors(0, 1), m.Descriptors(1, 0), m.Descriptors(1, limits.MAX_DESCRIPTORS + 1)]
+    "notice", [m.Descriptors(0, 1), m.Descriptors(1, 0), m.Descriptors(1, fields.MAX_DESCRIPTORS + 1)]
 )
 def test_a_notice_out_of_bounds_is_refused(notice: m.Descriptors) -> None:
     assert accept(wire.pack(notice), m.Notice) is None
@@ -286,17 +286,17 @@ def test_a_hello_of_a_later_version_is_understood() -> None:
     assert wire.unpack(wire.pack(later), m.Hello) == m.Hello("cubroker", (1, 2, 3))
 
 
-MOST = ("u" * 64,) * limits.MAX_DEVICES
+MOST = ("u" * 64,) * fields.MAX_DEVICES
 
 
 def test_the_largest_answers_fit_into_a_message() -> None:
     handles = (bytes(64),) * MAX_ALLOCATIONS
-    created = m.Created(1, "n" * 255, 1, "ipc", (m.Replica("u" * 64, handles),) * limits.MAX_DEVICES)
+    created = m.Created(1, "n" * 255, 1, "ipc", (m.Replica("u" * 64, handles),) * fields.MAX_DEVICES)
     attached = m.Attached(1, "n" * 255, 1, "ipc", bytes(MAX_ENCODED), (m.Replica("u" * 64, handles),))
     shard = m.Replica(
-        "u" * 64, (bytes(64),) * (MAX_ALLOCATIONS // limits.MAX_DEVICES) + (b"",) * (MAX_ALLOCATIONS * 63 // 64)
+        "u" * 64, (bytes(64),) * (MAX_ALLOCATIONS // fields.MAX_DEVICES) + (b"",) * (MAX_ALLOCATIONS * 63 // 64)
     )
-    sharded = m.Attached(1, "n" * 255, 1, "ipc", bytes(MAX_ENCODED), (shard,) * limits.MAX_DEVICES)
+    sharded = m.Attached(1, "n" * 255, 1, "ipc", bytes(MAX_ENCODED), (shard,) * fields.MAX_DEVICES)
     for body in (created, attached, sharded):
         assert wire.unpack(wire.pack(m.Answer(1, body)), m.Answer).body == body
     assert (
@@ -331,7 +331,7 @@ def check_bounded(node: msgspec.inspect.Type, above: tuple[object, ...] = ()) ->
     else:
         assert isinstance(node, CONTAINERS), f"{node} in {above}"
         assert node.max_length is not None, f"an array without a bound in {above[-1]}"
-        assert node.max_length <= limits.MAX_ITEMS
+        assert node.max_length <= fields.MAX_ITEMS
         check_bounded(node.item_type, above)
 
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cubroker.protocol import infos, wire
 from cubroker.protocol import messages as m
+from cubroker.protocol import status, wire
 from cubroker.protocol.errors import Invalid
 from cubroker.protocol.wire import Bearer, for_version
 from tests.unit.protocol.samples import SHAPES
@@ -83,7 +83,7 @@ def test_a_key_that_comes_twice_counts_once() -> None:
     info = {"pool": "llama", "version": 3}
     plain = msgspec.msgpack.encode(info)
     twice = b"\x83" + plain[1:] + msgspec.msgpack.encode("version") + b"\x04"
-    assert wire.unpack(twice, infos.LeaseInfo) == infos.LeaseInfo("llama", 4)
+    assert wire.unpack(twice, status.LeaseInfo) == status.LeaseInfo("llama", 4)
 
 
 SECRET = bytes(range(16))

@@ -14,10 +14,8 @@ from typing import TypeVar
 import zmq
 
 from cubroker.protocol import wire
-from cubroker.protocol.directory import REQUEST_SOCKET, SESSION_SOCKET
-from cubroker.protocol.infos import ClientInfo, DeviceInfo
+from cubroker.protocol.fields import MAX_DESCRIPTORS
 from cubroker.protocol.layout import Layout
-from cubroker.protocol.limits import MAX_DESCRIPTORS
 from cubroker.protocol.messages import (
     VERSIONS,
     Answer,
@@ -41,6 +39,8 @@ from cubroker.protocol.messages import (
     Sealed,
     Welcome,
 )
+from cubroker.protocol.paths import REQUEST_SOCKET, SESSION_SOCKET
+from cubroker.protocol.status import ClientInfo, DeviceInfo
 from cubroker.protocol.wire import Keyed, authentication
 from tests.brokers import PATIENCE
 

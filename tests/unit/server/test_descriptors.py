@@ -11,8 +11,8 @@ from contextlib import ExitStack, contextmanager
 import pytest
 
 from cubroker.driver import Context, DriverError, load
+from cubroker.protocol.fields import MAX_DESCRIPTORS
 from cubroker.protocol.layout import Layout
-from cubroker.protocol.limits import MAX_DESCRIPTORS
 from cubroker.protocol.messages import (
     DESCRIPTOR,
     Attach,

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from cubroker.client import Broker
-from cubroker.protocol.directory import MAX_PATH, SESSION_SOCKET
 from cubroker.protocol.errors import Unavailable
+from cubroker.protocol.paths import MAX_PATH, SESSION_SOCKET
 from cubroker.server import logs
 from cubroker.server.logs import LogWriter
 from cubroker.server.transport.gateway_process import GatewayProcess

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from cubroker.client import Broker
-from cubroker.protocol.directory import REQUEST_SOCKET, SESSION_SOCKET
 from cubroker.protocol.errors import OverQuota
-from cubroker.protocol.infos import ClientInfo
 from cubroker.protocol.messages import Welcome
+from cubroker.protocol.paths import REQUEST_SOCKET, SESSION_SOCKET
+from cubroker.protocol.status import ClientInfo
 from cubroker.server.store.sd_notify import VARIABLES
 from tests.brokers import PATIENCE, BrokerProcess, started
 from tests.stores import StoredBroker, launch, storing

@@ -21,11 +21,11 @@ from typing import Any
 import msgspec
 import numpy as np  # noqa: F401  # before the user changes, who may not read where Python lies
 
-import cubroker.driver.host.module  # noqa: F401  # likewise
+import cubroker.driver.host.bindings  # noqa: F401  # likewise
 from cubroker.client import Broker
 from cubroker.client.broker import VARIABLE
 from cubroker.protocol import CubrokerError, Layout
-from cubroker.server.process import hide
+from cubroker.server.hardening import hide
 from tests import forkserver
 
 libc = ctypes.CDLL(None, use_errno=True)

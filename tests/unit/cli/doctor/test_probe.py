@@ -20,10 +20,10 @@ from cubroker.cli.doctor.command import DoctorReport
 from cubroker.cli.doctor.facts import DirectoryFacts, Examined, Facts, Survey, Trial
 from cubroker.cli.doctor.probe import ask, trial_command
 from cubroker.driver import Driver, DriverError, Peers, load
-from cubroker.driver.host.module import host_module
+from cubroker.driver.host.bindings import host_module
 from cubroker.driver.host.virtual_memory import CHANNEL
 from cubroker.protocol.errors import Denied
-from cubroker.server.directory import Directory
+from cubroker.server.directory_lock import Directory
 from cubroker.server.transport import sandbox
 from tests.brokers import BrokerProcess, eventually
 from tests.unit.cli import terminal

@@ -22,9 +22,9 @@ from cubroker.client.transport.connection import Waker
 from cubroker.client.transport.handshake import ATTEMPTS
 from cubroker.client.transport.requests import RESEND
 from cubroker.protocol import wire
-from cubroker.protocol.directory import SESSION_SOCKET, directory_of
 from cubroker.protocol.errors import Denied, Invalid, TimedOut, Unavailable, Unsupported
 from cubroker.protocol.messages import Attach, DeviceList, Done, ListDevices, Pong, Refused, Welcome
+from cubroker.protocol.paths import SESSION_SOCKET, directory_of
 from tests.accounts import group_name
 from tests.brokers import PATIENCE, BrokerProcess, eventually, serving
 from tests.unit.client.conftest import LAYOUT, begun, content, impatient, leases, publish

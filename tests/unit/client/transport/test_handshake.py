@@ -10,8 +10,8 @@ import pytest
 
 from cubroker.client import Broker
 from cubroker.client.transport import handshake
-from cubroker.protocol.directory import SESSION_SOCKET
 from cubroker.protocol.errors import Invalid
+from cubroker.protocol.paths import SESSION_SOCKET
 from tests.brokers import PATIENCE, BrokerProcess
 from tests.unit.client.scripts import run
 
@@ -20,7 +20,7 @@ def test_signals_neither_cut_a_wait_for_the_broker_short_nor_make_it_longer(lend
     program = """
     import socket, tempfile
     from cubroker.protocol import CubrokerError
-    from cubroker.protocol.directory import SESSION_SOCKET
+    from cubroker.protocol.paths import SESSION_SOCKET
 
     signal.signal(signal.SIGALRM, lambda *_: None)
     with tempfile.TemporaryDirectory() as place, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:

@@ -16,10 +16,10 @@ import pytest
 from cubroker.client import Broker
 from cubroker.client.transport.requests import read_notice
 from cubroker.protocol import wire
-from cubroker.protocol.directory import REQUEST_SOCKET, SESSION_SOCKET
 from cubroker.protocol.errors import Invalid
-from cubroker.protocol.limits import MAX_DESCRIPTORS
+from cubroker.protocol.fields import MAX_DESCRIPTORS
 from cubroker.protocol.messages import Draining
+from cubroker.protocol.paths import REQUEST_SOCKET, SESSION_SOCKET
 from tests.brokers import BrokerProcess
 from tests.crash.content import NBYTES, Form
 

@@ -5,12 +5,12 @@ import weakref
 
 import pytest
 
-from cubroker.client.process import OwnerProcess
+from cubroker.client.fork_guard import OwnerProcess
 from cubroker.client.transport import requests
 from cubroker.client.transport.requests import UNWANTED, Future, Pending, Requests, expect
 from cubroker.protocol import wire
 from cubroker.protocol.errors import CubrokerError, Invalid, NotFound, TimedOut, Unavailable
-from cubroker.protocol.limits import MAX_RECEIVED
+from cubroker.protocol.fields import MAX_RECEIVED
 from cubroker.protocol.messages import (
     Answer,
     Cancel,

@@ -9,7 +9,7 @@ from typing import Any
 
 from cuda.bindings import driver as cuda
 
-from cubroker.driver.host.module import HostModule
+from cubroker.driver.host.bindings import HostModule
 from tests.unit.server.processes import files
 
 Kind = cuda.CUmemAllocationHandleType

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from cuda.bindings import driver as cuda
 
-from cubroker.driver.host.memory import BLOCK
-from cubroker.driver.host.module import host_module
+from cubroker.driver.host.bindings import host_module
+from cubroker.driver.host.shared_memory import BLOCK
 from tests.unit.driver.host.calls import value
 
 Result = cuda.CUresult

@@ -11,8 +11,8 @@ import pytest
 from cuda.bindings import driver as cuda
 
 from cubroker.driver import Context, Driver, DriverError
-from cubroker.driver.host.memory import BLOCK
-from cubroker.driver.host.module import HostModule
+from cubroker.driver.host.bindings import HostModule
+from cubroker.driver.host.shared_memory import BLOCK
 from cubroker.driver.host.virtual_memory import CHANNEL
 from cubroker.driver.vmm import import_refused
 from tests import faults

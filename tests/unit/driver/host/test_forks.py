@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 import pytest
 
 from cubroker.driver import Driver
-from cubroker.driver.host.memory import BLOCK
+from cubroker.driver.host.shared_memory import BLOCK
 from tests.brokers import PATIENCE
 from tests.unit.driver.conformance_vmm import lent
 from tests.unit.driver.conftest import SPEC

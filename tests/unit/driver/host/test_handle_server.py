@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from cubroker.driver import Context, Driver, DriverError
-from cubroker.driver.host import handle_server, memory
-from cubroker.driver.host.memory import close
+from cubroker.driver.host import handle_server, shared_memory
+from cubroker.driver.host.shared_memory import close
 from tests import forkserver
 from tests.brokers import PATIENCE
 from tests.unit.driver.conftest import SPEC
@@ -290,7 +290,7 @@ def test_an_impostor_cannot_make_us_map_what_would_fault_nor_keep_what_it_sends(
 ) -> None:
     before = files(os.getpid())
     handle = os.urandom(64)  # an address that no test beside this one takes
-    fd = memory.create(BLOCK) if sealed else os.memfd_create("unsealed")
+    fd = shared_memory.create(BLOCK) if sealed else os.memfd_create("unsealed")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as impostor:
         impostor.bind(address_of(handle))
 
@@ -336,7 +336,7 @@ def fetched(handle: bytes) -> bool:
 def test_a_finalizer_on_the_servers_thread_may_call_the_driver(whose: str) -> None:
     driver_lock, inside = threading.RLock(), threading.Event()
     server = handle_server.HandleServer()
-    fd = memory.create(BLOCK)
+    fd = shared_memory.create(BLOCK)
     handle = server.share(handle_server.SharedFd(fd, 0))
 
     def end() -> None:
@@ -372,16 +372,16 @@ def test_a_finalizer_on_the_servers_thread_may_call_the_driver(whose: str) -> No
 
 def test_a_handle_that_is_withdrawn_while_it_is_asked_for_brings_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     server = handle_server.HandleServer()
-    fd = memory.create(BLOCK)
+    fd = shared_memory.create(BLOCK)
     handle, keeper = (server.share(handle_server.SharedFd(fd, 0)) for _ in range(2))
-    duplicate = memory.duplicate
+    duplicate = shared_memory.duplicate
 
     def withdrawing(fd: int) -> int:
         server.withdraw(handle)
         return duplicate(fd)
 
     assert fetched(handle)
-    monkeypatch.setattr(memory, "duplicate", withdrawing)
+    monkeypatch.setattr(shared_memory, "duplicate", withdrawing)
     assert not fetched(handle)
     assert fetched(keeper)
     server.stop()

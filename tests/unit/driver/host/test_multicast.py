@@ -17,9 +17,8 @@ import pytest
 from cuda.bindings import driver as cuda
 
 from cubroker.driver import Driver, DriverError, load, system_calls
-from cubroker.driver.host import handle_server, memory
-from cubroker.driver.host.memory import BLOCK, close
-from cubroker.driver.host.module import HostModule
+from cubroker.driver.host import handle_server, shared_memory
+from cubroker.driver.host.bindings import HostModule
 from cubroker.driver.host.multicast import (
     MAX_BINDINGS,
     MAX_DEVICES,
@@ -30,6 +29,7 @@ from cubroker.driver.host.multicast import (
     Options,
     Table,
 )
+from cubroker.driver.host.shared_memory import BLOCK, close
 from cubroker.driver.host.virtual_memory import for_reading
 from tests import faults, forkserver
 from tests.brokers import eventually
@@ -303,7 +303,7 @@ def test_an_object_that_is_released_while_a_bind_waits_is_refused(module: HostMo
 WAIT = """
 import os, signal, sys, threading
 from cubroker.driver import system_calls
-from cubroker.driver.host.module import HostModule
+from cubroker.driver.host.bindings import HostModule
 from tests.unit.driver.host.test_multicast import create, team_of, value
 module = HostModule(2, 8 << 20)
 module.cuInit(0)
@@ -472,10 +472,10 @@ def test_an_impostor_gets_nothing_imported(module: HostModule) -> None:
     os.close(exported)
     table.close()
     for size in sizes:
-        fake = memory.create(nbytes, NAME)
+        fake = shared_memory.create(nbytes, NAME)
         os.pwrite(fake, size, 0)
         refused(module, fake)
-    refused(module, memory.create(nbytes - 4096, NAME))
+    refused(module, shared_memory.create(nbytes - 4096, NAME))
     unsealed = os.memfd_create(NAME)
     os.ftruncate(unsealed, nbytes)
     refused(module, unsealed)
@@ -494,7 +494,7 @@ def refused(module: HostModule, fd: int) -> None:
 
 def test_memory_that_a_binding_lies_about_is_not_stored_to(multicast: MulticastSetup) -> None:
     """Whoever has the descriptor can write anything into the table; nothing that it says makes a store go astray."""
-    owner, pipe, small = handle_server.HandleServer(), os.pipe(), memory.create(BLOCK)
+    owner, pipe, small = handle_server.HandleServer(), os.pipe(), shared_memory.create(BLOCK)
     unsealed, readable = os.memfd_create("unsealed"), os.open(f"/proc/self/fd/{small}", os.O_RDONLY)
     os.ftruncate(unsealed, BLOCK)
     given = [

@@ -11,8 +11,8 @@ import pytest
 from cuda.bindings import driver as cuda
 
 from cubroker.driver import Context, Driver, DriverError, Event
-from cubroker.driver.host.memory import BLOCK
-from cubroker.driver.host.module import HostModule
+from cubroker.driver.host.bindings import HostModule
+from cubroker.driver.host.shared_memory import BLOCK
 from tests.unit.driver.conftest import SPEC
 from tests.unit.driver.other_process import OtherProcess
 from tests.unit.server.processes import files

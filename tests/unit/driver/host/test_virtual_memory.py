@@ -15,9 +15,9 @@ from cuda.bindings import driver as cuda
 
 from cubroker.driver import Context, Driver, DriverError, load
 from cubroker.driver.checked_calls import Calls
-from cubroker.driver.host import memory
-from cubroker.driver.host.memory import BLOCK, close
-from cubroker.driver.host.module import HostModule
+from cubroker.driver.host import shared_memory
+from cubroker.driver.host.bindings import HostModule
+from cubroker.driver.host.shared_memory import BLOCK, close
 from tests import faults, forkserver
 from tests.unit.driver.conformance_vmm import imported, lent, mapped
 from tests.unit.driver.conftest import SPEC
@@ -117,7 +117,7 @@ def test_a_system_that_refuses_to_map_retained_memory_has_the_addresses_and_noth
     value(module.cuMemMap(start, BLOCK, 0, handle, 0))
     value(module.cuMemRelease(handle))
     plan = faults.Plan()
-    monkeypatch.setattr(memory, "_libc", faults._FaultyLibc(memory._libc, plan))
+    monkeypatch.setattr(shared_memory, "_libc", faults._FaultyLibc(shared_memory._libc, plan))
     plan.arm([call], at, errno.ENOMEM)
     status, retained = module.cuMemRetainAllocationHandle(start)
     assert (status == Result.CUDA_SUCCESS) is (at == 2)
@@ -167,7 +167,7 @@ def test_memory_that_is_for_this_process_alone_has_no_descriptor(module: HostMod
 
 def test_an_impostor_cannot_make_us_map_what_would_fault(context: Context) -> None:
     before = held()
-    unsealed, elsewhere = os.memfd_create(f"{OURS}0"), memory.create(BLOCK, f"{OURS}2")
+    unsealed, elsewhere = os.memfd_create(f"{OURS}0"), shared_memory.create(BLOCK, f"{OURS}2")
     for descriptor in (unsealed, elsewhere):
         with pytest.raises(DriverError, match="CUDA_ERROR_INVALID_VALUE"), imported(context, descriptor):
             pass

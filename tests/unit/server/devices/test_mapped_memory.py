@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from cubroker.driver.host import memory
+from cubroker.driver.host import shared_memory
 from cubroker.driver.system_calls import FileId, file_id
 from cubroker.server.devices.allocator import MemoryWatch
 from cubroker.server.devices.mapped_memory import (
@@ -54,12 +54,12 @@ ctypes.CDLL(None).syscall(ctypes.c_long(60), ctypes.c_long(0))
 
 @contextmanager
 def shared(nbytes: int = MIB) -> Iterator[tuple[int, FileId]]:
-    descriptor = memory.create(nbytes)
+    descriptor = shared_memory.create(nbytes)
     try:
         yield descriptor, file_id(descriptor)
     finally:
         with suppress(OSError):  # a test has closed it
-            memory.close(descriptor)
+            shared_memory.close(descriptor)
 
 
 def test_memory_is_found_by_mapping_and_by_descriptor_and_not_by_its_name() -> None:
@@ -67,9 +67,9 @@ def test_memory_is_found_by_mapping_and_by_descriptor_and_not_by_its_name() -> N
         assert references(OURS, {first, second}) == {first, second}
         assert references(OURS, {second}) == {second}, "nobody asks for the other"
         assert references(OURS, {FileId(first.device, 1)}) == set()
-        memory.close(one)
+        shared_memory.close(one)
         assert references(OURS, {first, second}) == {second}
-        memory.close(two)
+        shared_memory.close(two)
         assert references(OURS, {first, second}) == {second}, "it is still mapped"
 
 

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from cubroker.protocol import infos
 from cubroker.protocol import messages as m
+from cubroker.protocol import status
 from cubroker.server.ledger import Ledger, Limits
 from cubroker.server.ledger import events as e
 from cubroker.server.ledger.policy import Policy, Reservation
@@ -42,7 +42,7 @@ def story() -> Iterator[Story]:
     story.end()
 
 
-def listed(story: Story, session: int) -> tuple[infos.PoolInfo, ...]:
+def listed(story: Story, session: int) -> tuple[status.PoolInfo, ...]:
     return story.tells(session, m.ListPools(), m.Pools).pools
 
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from cubroker.protocol import infos
 from cubroker.protocol import messages as m
+from cubroker.protocol import status
 from cubroker.server.ledger import Limits
 from cubroker.server.ledger import events as e
 from cubroker.server.ledger.policy import Policy, Quota
@@ -288,7 +288,7 @@ def test_a_turn_that_a_refusal_hands_on_is_in_order_of_arrival_too(story: Story)
     story << e.Allocate(2, "GPU-0", (6 * MIB,), "ipc")  # for the second c, which came before a
 
 
-def devices(story: Story, session: int = 1) -> tuple[infos.DeviceInfo, ...]:
+def devices(story: Story, session: int = 1) -> tuple[status.DeviceInfo, ...]:
     (listed,) = story.quietly(asks(session, 99, m.ListDevices()))
     assert isinstance(listed, e.Respond)
     assert isinstance(listed.body, m.DeviceList)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cubroker.protocol import infos
 from cubroker.protocol import messages as m
+from cubroker.protocol import status
 from cubroker.server.ledger import Limits, ipc_events
 from cubroker.server.ledger import events as e
 from cubroker.server.ledger.policy import Policy, Quota
@@ -58,7 +58,7 @@ def waits(session: int, request: int, event: int, after: int = 0, wait: float = 
 def test_a_writable_version_says_so_from_its_draft_on(story: Story) -> None:
     story >> asks(READER, 4, m.ListPools())
     place = "ipc", ("GPU-0",), False, 3
-    info = infos.PoolInfo(
+    info = status.PoolInfo(
         "a",
         1,
         "current",

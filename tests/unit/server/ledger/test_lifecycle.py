@@ -10,7 +10,7 @@ import pytest
 from cubroker.protocol import messages as m
 from cubroker.server.ledger import events as e
 from cubroker.server.ledger.policy import Limits, Policy, Quota
-from cubroker.server.ledger.transitions import Impossible
+from cubroker.server.ledger.states import Impossible
 from tests.unit.server.ledger.story import (
     ALICE,
     BOB,

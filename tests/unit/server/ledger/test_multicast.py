@@ -9,7 +9,7 @@ import pytest
 from cubroker.protocol import messages as m
 from cubroker.server.ledger import Limits
 from cubroker.server.ledger import events as e
-from cubroker.server.ledger.transitions import GROUP, GroupEvent, GroupState, Impossible, step
+from cubroker.server.ledger.states import GROUP, GroupEvent, GroupState, Impossible, step
 from tests.unit.server.ledger.story import MIB, Story, answer, asks, attaches, creates, done, layout, refused
 
 BOTH = ("GPU-0", "GPU-1")

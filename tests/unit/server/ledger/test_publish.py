@@ -14,7 +14,7 @@ from cubroker.server.ledger import Ledger, Limits
 from cubroker.server.ledger import events as e
 from cubroker.server.ledger.policy import Policy, Quota
 from cubroker.server.ledger.snapshot import StateEntry
-from cubroker.server.ledger.transitions import VersionState
+from cubroker.server.ledger.states import VersionState
 from tests.unit.server.ledger.story import (
     ALICE,
     BOB,

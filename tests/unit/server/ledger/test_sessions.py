@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from cubroker.protocol import infos
 from cubroker.protocol import messages as m
+from cubroker.protocol import status
 from cubroker.server.ledger import Limits
 from cubroker.server.ledger import events as e
 from tests.unit.server.ledger.story import (
@@ -155,7 +155,7 @@ def test_pools_clients_and_devices_are_listed(story: Story) -> None:
     story >> creates(2, 1, "b", 3 * MIB, devices=("GPU-0", "GPU-1"))
     story << e.Allocate(2, "GPU-0", (4 * MIB,), "ipc")
     story << e.Allocate(3, "GPU-1", (4 * MIB,), "ipc")
-    published = infos.PoolInfo(
+    published = status.PoolInfo(
         "a",
         1,
         "current",
@@ -175,7 +175,7 @@ def test_pools_clients_and_devices_are_listed(story: Story) -> None:
         "handle",
         memory=2 * MIB,
     )
-    draft = infos.PoolInfo(
+    draft = status.PoolInfo(
         "b",
         1,
         "draft",
@@ -199,25 +199,25 @@ def test_pools_clients_and_devices_are_listed(story: Story) -> None:
     story << answer(1, 1, m.Pools((published, draft)))
     story >> e.Allocated(2, (handle(2),))
     story >> asks(1, 2, m.ListDevices())
-    zero = infos.DeviceInfo(0, "GPU-0", "first", 16 * MIB, 10 * MIB, allocated=6 * MIB, promised=0)
-    one = infos.DeviceInfo(1, "GPU-1", "second", 16 * MIB, 6 * MIB, allocated=0, promised=4 * MIB)
+    zero = status.DeviceInfo(0, "GPU-0", "first", 16 * MIB, 10 * MIB, allocated=6 * MIB, promised=0)
+    one = status.DeviceInfo(1, "GPU-1", "second", 16 * MIB, 6 * MIB, allocated=0, promised=4 * MIB)
     story << answer(1, 2, m.DeviceList((zero, one)))
     story >> e.Allocated(3, (handle(3),))
     story << created(2, 1, 2, "b", 1, GPU_0=2, GPU_1=3)
     story >> e.ConnectionLost(2)
     story >> asks(1, 3, m.ListClients())
-    alice = infos.ClientInfo(1, 101, ALICE, "connected", ())
-    bob = infos.ClientInfo(2, 102, BOB, "detached", (infos.LeaseInfo("b", 1),))
+    alice = status.ClientInfo(1, 101, ALICE, "connected", ())
+    bob = status.ClientInfo(2, 102, BOB, "detached", (status.LeaseInfo("b", 1),))
     story << answer(1, 3, m.Clients((alice,)))
     story.joins(4, uid=BROKER)
     story >> asks(4, 1, m.ListClients())
-    broker = infos.ClientInfo(4, 104, BROKER, "connected", ())
+    broker = status.ClientInfo(4, 104, BROKER, "connected", ())
     story << answer(4, 1, m.Clients((alice, bob, broker)))
 
 
 def test_a_version_is_described_by_number_or_as_the_current_one(story: Story) -> None:
     place = "ipc", ("GPU-0",), False, 0
-    info = infos.PoolInfo(
+    info = status.PoolInfo(
         "a", 1, "current", MIB, 0, *place, ALICE, 100, 0o644, False, False, "", "", "handle", memory=2 * MIB
     )
     story >> asks(2, 1, m.Describe("a", 0))
@@ -238,7 +238,7 @@ def test_a_version_is_described_by_number_or_as_the_current_one(story: Story) ->
     story >> asks(2, 7, m.Describe("b", 0))
     story << refused(2, 7, "not_found", "b has no current version: b@1 is being written by session 2")
     story >> asks(2, 8, m.Describe("b", 1))
-    draft = infos.PoolInfo("b", 1, "draft", MIB, 0, *place, BOB, 100, 0o644, False, False, "", "", "", memory=2 * MIB)
+    draft = status.PoolInfo("b", 1, "draft", MIB, 0, *place, BOB, 100, 0o644, False, False, "", "", "", memory=2 * MIB)
     story << answer(2, 8, m.Description(draft, layout(MIB).encode()))
 
 

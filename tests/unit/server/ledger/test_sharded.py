@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cubroker.protocol import infos
 from cubroker.protocol import messages as m
+from cubroker.protocol import status
 from cubroker.server.ledger import events as e
 from cubroker.server.ledger.policy import Policy, Quota
 from tests.unit.server.ledger.story import (
@@ -138,7 +138,7 @@ def test_a_list_says_what_is_sharded(story: Story) -> None:
     publish(story)
     story >> asks(2, 1, m.ListPools())
     counts, policy = (sum(SIZES), 0), (ALICE, 100, 0o644)
-    info = infos.PoolInfo(
+    info = status.PoolInfo(
         "a", 1, "current", *counts, "ipc", BOTH, False, 0, *policy, True, False, "", "", "handle", memory=8 * MIB
     )
     story << answer(2, 1, m.Pools((info,)))

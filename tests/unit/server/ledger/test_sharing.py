@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from cubroker.protocol import infos
 from cubroker.protocol import messages as m
+from cubroker.protocol import status
 from cubroker.server.ledger import Budget, Impossible
 from cubroker.server.ledger import events as e
 from cubroker.server.ledger.policy import Policy, Quota
@@ -257,7 +257,7 @@ def test_where_some_memory_has_fabric_handles_and_some_none_descriptors_open_all
 def test_a_version_tells_what_it_shares_with_which(story: Story) -> None:
     published(story, 1, 0, None, 2, ticket=2, lease=3)
     described = story.tells(1, m.Describe("a", 1), m.Description)
-    assert described.shared == (infos.SharingInfo(2, 2, 4 * MIB),)
+    assert described.shared == (status.SharingInfo(2, 2, 4 * MIB),)
 
 
 def test_what_shares_memory_is_not_sealed_in_place(story: Story) -> None:

@@ -6,18 +6,18 @@ from collections.abc import Iterator
 
 import pytest
 
-from cubroker.protocol import infos
 from cubroker.protocol import messages as m
+from cubroker.protocol import status
 from cubroker.server.ledger import events as e
 from cubroker.server.ledger import memory, tables
 from cubroker.server.ledger.memory import transition
 from cubroker.server.ledger.model import EVENT_LOG_LINES, Ticket
 from cubroker.server.ledger.policy import Policy
+from cubroker.server.ledger.states import MemoryEvent
 from cubroker.server.ledger.tables import Tables
-from cubroker.server.ledger.transitions import MemoryEvent
 from tests.unit.server.ledger.story import ALICE, BOB, BROKER, MIB, Story, asks, attaches, creates, refused
 
-PROMISED = infos.BlockInfo("GPU-1", "b", 1, "draft", "promised", 6 * MIB, BOB)
+PROMISED = status.BlockInfo("GPU-1", "b", 1, "draft", "promised", 6 * MIB, BOB)
 
 
 class Mistake(Exception):
@@ -47,9 +47,9 @@ def test_a_view_is_what_the_lists_say_and_the_memory_and_what_waits(story: Story
     assert view.pools == story.tells(1, m.ListPools(), m.Pools).pools
     assert view.clients == story.tells(1, m.ListClients(), m.Clients).clients
     assert [client.uid for client in view.clients] == [ALICE]
-    assert view.blocks == (infos.BlockInfo("GPU-0", "a", 1, "current", "held", 4 * MIB, ALICE), PROMISED)
+    assert view.blocks == (status.BlockInfo("GPU-0", "a", 1, "current", "held", 4 * MIB, ALICE), PROMISED)
     assert view.waiters == ()
-    waiter = infos.WaiterInfo(2, 102, BOB, 1, "create", "b", "its memory", 6 * MIB, 7.5)
+    waiter = status.WaiterInfo(2, 102, BOB, 1, "create", "b", "its memory", 6 * MIB, 7.5)
     assert look(story, 2).waiters == story.ledger.view(everything=True).waiters == (waiter,)
 
 
@@ -59,7 +59,7 @@ def test_of_pools_that_somebody_may_not_read_there_is_the_sum_of_their_bytes_and
     story.quietly(attaches(1, 2, "a", 2, wait=5.0))
     for view, sessions in ((look(story, 2), [2]), (story.ledger.view(everything=False), [])):
         assert [pool.name for pool in view.pools] == ["b"]
-        assert view.blocks == (PROMISED, infos.BlockInfo("GPU-0", "", 0, "current", "held", 6 * MIB, infos.NOBODY))
+        assert view.blocks == (PROMISED, status.BlockInfo("GPU-0", "", 0, "current", "held", 6 * MIB, status.NOBODY))
         assert [client.session for client in view.clients] == sessions
         assert [waiter.session for waiter in view.waiters] == sessions
     assert story.ledger.view(everything=True) == look(story, 3)
@@ -145,11 +145,11 @@ def test_every_line_says_when_it_happened(logged: Story) -> None:
         logged.ledger.handle(event, now)
     logged.ledger.handle(asks(1, 2, m.Seal(1)), 12.25)
     assert logged.tells(1, m.Tell("a", 0), m.Story).lines == (
-        infos.Line(10.5, "request 1 of session 1 (pid 101, uid 1001) began to wait"),
-        infos.Line(11.0, "memory 1 is held: the device allocated it"),
-        infos.Line(11.0, "version 1 is draft: all its memory was allocated"),
-        infos.Line(11.0, "request 1 of session 1 (pid 101, uid 1001) stopped waiting"),
-        infos.Line(12.25, "version 1 is current: its writer sealed it"),
+        status.Line(10.5, "request 1 of session 1 (pid 101, uid 1001) began to wait"),
+        status.Line(11.0, "memory 1 is held: the device allocated it"),
+        status.Line(11.0, "version 1 is draft: all its memory was allocated"),
+        status.Line(11.0, "request 1 of session 1 (pid 101, uid 1001) stopped waiting"),
+        status.Line(12.25, "version 1 is current: its writer sealed it"),
     )
 
 

@@ -7,8 +7,8 @@ from collections import Counter
 
 import msgspec
 
-from cubroker.protocol.infos import NOBODY, BlockInfo, ClientInfo, DeviceInfo, LeaseInfo, PoolInfo, WaiterInfo
 from cubroker.protocol.messages import View
+from cubroker.protocol.status import NOBODY, BlockInfo, ClientInfo, DeviceInfo, LeaseInfo, PoolInfo, WaiterInfo
 
 GIB = 1 << 30
 NAMES = (

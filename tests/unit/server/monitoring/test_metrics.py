@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from cubroker.protocol import limits as pools
+from cubroker.protocol import fields as pools
 from cubroker.protocol.errors import Invalid
-from cubroker.protocol.infos import NOBODY
 from cubroker.protocol.messages import View
+from cubroker.protocol.status import NOBODY
 from cubroker.server.monitoring.metrics import (
     HIDDEN,
     LINGER,

@@ -40,7 +40,7 @@ from cubroker.server.store.fdstore import AsyncNotifier, Store
 from cubroker.server.store.sd_notify import Manager
 from cubroker.server.transport.gateway_process import GatewayProcess
 from cubroker.server.transport.peer_credentials import Peer
-from cubroker.server.transport.session_log import SessionLog
+from cubroker.server.transport.session_journal import SessionLog
 from tests.brokers import PATIENCE
 from tests.stores import ROOM, FdStore
 from tests.unit.server.loops import Gateway, run, until

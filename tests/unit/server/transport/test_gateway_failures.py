@@ -17,8 +17,8 @@ import pytest
 import zmq
 
 from cubroker.protocol import wire
-from cubroker.protocol.directory import REQUEST_SOCKET
 from cubroker.protocol.messages import Attach, Close, Done, Failed, GatewayChanged, ListDevices
+from cubroker.protocol.paths import REQUEST_SOCKET
 from cubroker.server.transport import gateway, gateway_process
 from tests.brokers import BrokerProcess, eventually
 from tests.unit.server.clients import HELLO_OF_3, RawClient, session

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from cubroker.protocol import wire
-from cubroker.protocol.directory import SESSION_SOCKET
 from cubroker.protocol.messages import Hello, Pong, Refused, Welcome
+from cubroker.protocol.paths import SESSION_SOCKET
 from cubroker.server.event_queue import ClientGreeted, Event, EventQueue
 from cubroker.server.transport import admission
 from cubroker.server.transport.admission import Listener, answer_ping

@@ -50,7 +50,7 @@ from cubroker.server.transport.peer_credentials import Peer, RejectionLog
 from cubroker.server.transport.requests import LARGE as LARGE_LEASE
 from cubroker.server.transport.requests import Requests, head
 from cubroker.server.transport.session import Session
-from cubroker.server.transport.session_log import SessionLog
+from cubroker.server.transport.session_journal import SessionLog
 from tests.brokers import PATIENCE, BrokerProcess
 from tests.unit.protocol.samples import INFO
 from tests.unit.server.clients import LAYOUT, RawClient, session

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from cubroker.protocol import wire
-from cubroker.protocol.limits import MAX_DESCRIPTORS, MAX_NOTICE
+from cubroker.protocol.fields import MAX_DESCRIPTORS, MAX_NOTICE
 from cubroker.protocol.messages import (
     Close,
     Descriptors,

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from cubroker.server.keeper.child_lifecycle import ABORTING, UNKILLABLE, Backoff, Limits, Phase, Run
+from cubroker.server.keeper.child_state import ABORTING, UNKILLABLE, Backoff, Limits, Phase, Run
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ import ctypes
 from collections.abc import Iterable, Iterator
 from itertools import islice
 
-from cubroker.driver.basics import round_up
-from cubroker.driver.primary_context import Kernel, PrimaryContext, Stream
+from cubroker.driver.buffers import round_up
+from cubroker.driver.context import Kernel, PrimaryContext, Stream
 
 Segment = tuple[int, int, int]
 """A copy: the address that it goes to, the address that it comes from, and its bytes."""
@@ -32,12 +32,12 @@ MAX_BLOCKS = (1 << 31) - 1
 _Table = ctypes.c_uint64 * (3 * ENTRIES)
 
 
-class Gatherer:
-    """Copies segments for one context; closed with it. See :meth:`Context.gather`."""
+class BatchedCopy:
+    """Copies segments for one context; closed with it. See :meth:`Context.copy_batch`."""
 
     def __init__(self, context: PrimaryContext) -> None:
         self._context = context
-        self._kernel = Kernel(context, "gather.ptx", b"cubroker_gather")
+        self._kernel = Kernel(context, "batched_copy.ptx", b"cubroker_batched_copy")
 
     def start(self, stream: Stream, segments: Iterable[Segment]) -> None:
         """Start the copies in a stream of the context."""

@@ -10,7 +10,7 @@ import cuda.bindings.driver
 import pytest
 
 from cubroker.driver import Context, DriverError, load
-from cubroker.driver.host.module import HostModule
+from cubroker.driver.host.bindings import HostModule
 
 MIB = 1 << 20
 

@@ -10,10 +10,18 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 NEW = {
+    "cubroker.client.events": "cubroker.client.ipc_events",
     "cubroker.client.loader": "cubroker.client.loading.loader",
+    "cubroker.client.process": "cubroker.client.fork_guard",
+    "cubroker.client.sources": "cubroker.client.named_arrays",
     "cubroker.client.torch": "cubroker.integrations.torch",
     "cubroker.client.transformers": "cubroker.integrations.transformers",
+    "cubroker.client.update": "cubroker.client.delta",
     "cubroker.client.verify": "cubroker.client.loading.verify",
+    "cubroker.integrations.runtime": "cubroker.integrations.runtime_pools",
+    "cubroker.protocol.directory": "cubroker.protocol.paths",
+    "cubroker.protocol.infos": "cubroker.protocol.status",
+    "cubroker.protocol.limits": "cubroker.protocol.fields",
 }
 
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from cubroker.driver.checked_calls import Calls, DriverError, explained, tolerated
+from cubroker.driver.context import Device, PrimaryContext
 from cubroker.driver.errors import too_many_peers
-from cubroker.driver.primary_context import Device, PrimaryContext
 
 
 @dataclass(frozen=True)

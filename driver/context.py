@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from cubroker.driver.basics import address, handle_bytes, handle_of, keep_first
+from cubroker.driver.buffers import address, handle_bytes, handle_of, keep_first
 from cubroker.driver.checked_calls import Calls, DriverError, explained, tolerated
 from cubroker.driver.errors import unmapped
 
@@ -215,7 +215,7 @@ class PrimaryContext:
 class Closeable:
     """A resource of a context with exactly one undo, which ``with`` calls.
 
-    Not to be confused with ``cubroker.client.process.Closeable``, the sessions and pools of a client.
+    Not to be confused with ``cubroker.client.fork_guard.Closeable``, the sessions and pools of a client.
     """
 
     def __init__(self, context: PrimaryContext) -> None:

@@ -39,7 +39,7 @@ try:
     from cubroker.integrations.torch import DTYPES, state_dict
 except ImportError as error:
     raise ImportError(
-        f"cubroker.integrations.runtime needs PyTorch ({error}): pip install 'cubroker[torch]'"
+        f"cubroker.integrations.runtime_pools needs PyTorch ({error}): pip install 'cubroker[torch]'"
     ) from error
 
 log = logging.getLogger(__name__)

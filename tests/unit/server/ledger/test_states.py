@@ -9,7 +9,7 @@ from cubroker.protocol import messages as m
 from cubroker.server.ledger import events as e
 from cubroker.server.ledger import ledger, tables
 from cubroker.server.ledger.error_text import size
-from cubroker.server.ledger.transitions import (
+from cubroker.server.ledger.states import (
     MEMORY,
     VERSION,
     Impossible,

@@ -9,7 +9,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from cubroker.protocol.limits import MAX_DEVICES, MAX_ITEMS, Time
+from cubroker.protocol.fields import MAX_DEVICES, MAX_ITEMS, Time
 
 NOBODY = 0xFFFF_FFFF
 """A uid and a gid that no process can have: it stands for a user whom the receiver may not know."""

@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cubroker.protocol import limits
+from cubroker.protocol import fields
 from cubroker.protocol.errors import Invalid
-from cubroker.protocol.limits import Name
+from cubroker.protocol.fields import Name
 
 
 @pytest.mark.parametrize("name", ["llama", "_x", "7", "meta-llama/Llama-3.1:fp8+lora", "a" * 255])
 def test_usual_names_are_taken(name: str) -> None:
-    limits.check_pool_name(name)
+    fields.check_pool_name(name)
 
 
 @pytest.mark.parametrize(
@@ -22,16 +22,16 @@ def test_usual_names_are_taken(name: str) -> None:
 )
 def test_other_names_are_refused_with_the_rule(name: str) -> None:
     with pytest.raises(Invalid, match="use 1 to 255 letters"):
-        limits.check_pool_name(name)
+        fields.check_pool_name(name)
 
 
 def test_the_message_stays_short_however_long_the_name() -> None:
     with pytest.raises(Invalid) as caught:
-        limits.check_pool_name("!" * 1_000_000)
+        fields.check_pool_name("!" * 1_000_000)
     assert len(caught.value.message) < 300
 
 
 @given(st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9_.:/+-]{0,254}", fullmatch=True))
 def test_every_name_that_passes_fits_into_the_messages(name: str) -> None:
-    limits.check_pool_name(name)
+    fields.check_pool_name(name)
     assert msgspec.convert(name, Name) == name

@@ -14,9 +14,9 @@ from cuda.bindings import driver as cuda
 
 from cubroker.driver import DriverError, load
 from cubroker.driver.checked_calls import Calls
-from cubroker.driver.host import memory
-from cubroker.driver.host.memory import BLOCK, AddressMap, Region
-from cubroker.driver.host.module import HostModule
+from cubroker.driver.host import shared_memory
+from cubroker.driver.host.bindings import HostModule
+from cubroker.driver.host.shared_memory import BLOCK, AddressMap, Region
 from tests.brokers import PATIENCE
 from tests.unit.server.processes import files
 
@@ -202,7 +202,7 @@ def test_the_systems_refusals_become_the_drivers(
         raise OSError(number, os.strerror(number))
 
     before = files(os.getpid())
-    monkeypatch.setattr(memory, "map_shared", refuse)
+    monkeypatch.setattr(shared_memory, "map_shared", refuse)
     assert current.cuMemAlloc(1)[0].name == name
     assert current.cuMemGetInfo()[1] == 16 * BLOCK
     assert files(os.getpid()) <= before
@@ -211,14 +211,14 @@ def test_the_systems_refusals_become_the_drivers(
 def test_memory_calls_that_fail_say_so() -> None:
     before = files(os.getpid())
     with pytest.raises(OSError, match="Invalid argument"):
-        memory.create(-1)
+        shared_memory.create(-1)
     assert files(os.getpid()) <= before
     with pytest.raises(OSError, match="mmap: Cannot allocate memory"):
-        memory.map_private(1 << 60)
+        shared_memory.map_private(1 << 60)
     with pytest.raises(OSError, match="munmap: Invalid argument"):
-        memory.unmap(1, 4096)
+        shared_memory.unmap(1, 4096)
     with pytest.raises(OSError, match="madvise: "):
-        memory.fill(mmap.PAGESIZE, 0, mmap.PAGESIZE)
+        shared_memory.fill(mmap.PAGESIZE, 0, mmap.PAGESIZE)
 
 
 class NotReady:

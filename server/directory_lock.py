@@ -17,8 +17,8 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Self
 
-from cubroker.protocol.directory import LOCK, REQUEST_SOCKET, SESSION_SOCKET, check, exposure
 from cubroker.protocol.errors import Denied, Unavailable, about, reason, remedy
+from cubroker.protocol.paths import LOCK, REQUEST_SOCKET, SESSION_SOCKET, check, exposure
 from cubroker.server.transport.peer_credentials import overflow_id
 from cubroker.server.transport.unix_sockets import Access, BoundSocket, probe, set_access
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from cubroker.client.process import WeakRefs
+from cubroker.client.fork_guard import WeakRefs
 
 
 class Thing:

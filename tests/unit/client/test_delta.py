@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from cubroker.client import Broker, update
+from cubroker.client import Broker, delta
 from cubroker.client import publish as publishing
 from cubroker.driver import DriverError
 from cubroker.protocol import Layout, messages
@@ -347,11 +347,11 @@ def test_versions_say_what_they_share(client: Broker, name: str) -> None:
 # -- layouts of updates --------------------------------------------------------------------------------
 
 
-def laid_out(base: Layout, *changed: str, **shapes: tuple[int, ...]) -> update.Updated:
+def laid_out(base: Layout, *changed: str, **shapes: tuple[int, ...]) -> delta.Updated:
     specs = {spec.name: spec for spec in base.tensors}
-    changes = {name: update.Change("U8", specs[name].shape, name) for name in changed}
-    changes |= {name: update.Change("U8", shape, name) for name, shape in shapes.items()}
-    return update.updated(base, (None,) * len(base.allocations), changes)
+    changes = {name: delta.Change("U8", specs[name].shape, name) for name in changed}
+    changes |= {name: delta.Change("U8", shape, name) for name, shape in shapes.items()}
+    return delta.updated(base, (None,) * len(base.allocations), changes)
 
 
 def packed(*sizes: int, slab: int | None = None) -> Layout:
@@ -360,17 +360,17 @@ def packed(*sizes: int, slab: int | None = None) -> Layout:
 
 def test_without_a_change_everything_is_shared() -> None:
     base = packed(256, 256, slab=256)
-    assert laid_out(base) == update.Updated(base, (0, 1), (None, None))
+    assert laid_out(base) == delta.Updated(base, (0, 1), (None, None))
 
 
 def test_half_of_the_bytes_are_replaced_in_place_and_less_moves() -> None:
     base = packed(512, 256, 256)
-    assert laid_out(base, "a") == update.Updated(base, (None,), (None,))
+    assert laid_out(base, "a") == delta.Updated(base, (None,), (None,))
     moved = laid_out(base, "b")
     assert moved.kept == (0, None)
     assert moved.layout.allocations == (1024, 256)
     again = laid_out(moved.layout, "b")
-    assert again == update.Updated(moved.layout, (0, None), (None, None))
+    assert again == delta.Updated(moved.layout, (0, None), (None, None))
 
 
 def test_an_allocation_with_many_holes_is_copied_without_them() -> None:

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from cubroker.driver import Context, DriverError
-from cubroker.driver.gather import CHUNK, ENTRIES
-from cubroker.driver.primary_context import Kernel
+from cubroker.driver.batched_copy import CHUNK, ENTRIES
+from cubroker.driver.context import Kernel
 from tests.unit.driver.conformance import BLOCK
 
 ROOM = 8 * BLOCK
@@ -38,7 +38,7 @@ def check(context: Context, ends: tuple[int, int, bytes], places: list[tuple[int
     for to, at, nbytes in places:
         expected[to : to + nbytes] = data[at : at + nbytes]
     with context.stream() as stream:
-        context.gather(stream, [(target + to, source + at, nbytes) for to, at, nbytes in places])
+        context.copy_batch(stream, [(target + to, source + at, nbytes) for to, at, nbytes in places])
         stream.synchronize()
     assert context.read(target, ROOM) == expected
 
@@ -85,5 +85,5 @@ def test_segments_without_a_kernel_are_copied_by_the_driver(
         raise DriverError("cuModuleLoadData", 221, "CUDA_ERROR_JIT_COMPILER_NOT_FOUND")
 
     monkeypatch.setattr(Kernel, "__init__", missing)
-    monkeypatch.setattr(context, "_gatherer", {})
+    monkeypatch.setattr(context, "_batched_copy", {})
     check(context, ends, in_a_row([1, 100, CHUNK], 32, 64, gap=16))

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cubroker.driver import system_calls
-from cubroker.driver.basics import round_up
+from cubroker.driver.buffers import round_up
 
 BLOCK = 2 << 20
 """Bytes: the granularity of device memory; larger allocations are multiples of it, small ones share one."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cubroker.protocol import directory
+from cubroker.protocol import paths
 from cubroker.protocol.errors import Invalid
 
 SOMEBODY = 1234
@@ -24,28 +24,28 @@ SOMEBODY = 1234
     ],
 )
 def test_the_default_directory(environ: dict[str, str], uid: int, expected: str) -> None:
-    assert directory.default_directory(environ, uid) == Path(expected)
+    assert paths.default_directory(environ, uid) == Path(expected)
 
 
 def test_the_own_user_and_environment_are_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUBROKER_DIR", raising=False)
-    assert directory.default_directory() == directory.default_directory(os.environ, os.getuid())
+    assert paths.default_directory() == paths.default_directory(os.environ, os.getuid())
     monkeypatch.setenv("CUBROKER_DIR", "/there")
-    assert directory.default_directory() == Path("/there")
+    assert paths.default_directory() == Path("/there")
 
 
 def test_a_directory_without_room_for_a_socket_is_refused() -> None:
-    socket_path = f"/{directory.SESSION_SOCKET}"
-    directory.check(Path("x" * (directory.MAX_PATH - len(socket_path))))
+    socket_path = f"/{paths.SESSION_SOCKET}"
+    paths.check(Path("x" * (paths.MAX_PATH - len(socket_path))))
     with pytest.raises(Invalid, match="longer than the 107 bytes"):
-        directory.check(Path("x" * (directory.MAX_PATH - len(socket_path) + 1)))
+        paths.check(Path("x" * (paths.MAX_PATH - len(socket_path) + 1)))
     with pytest.raises(Invalid, match="longer than the 107 bytes"):
-        directory.check(Path("ü" * 50))
+        paths.check(Path("ü" * 50))
 
 
 def test_a_directory_that_is_not_utf8_is_refused_in_printable_words() -> None:
     with pytest.raises(Invalid, match="is not UTF-8") as caught:
-        directory.check(Path(os.fsdecode(b"/run/\xff")))
+        paths.check(Path(os.fsdecode(b"/run/\xff")))
     assert str(caught.value).isprintable()
 
 
@@ -56,9 +56,9 @@ def test_the_longest_path_of_a_socket_is_what_the_kernel_takes(tmp_path: Path) -
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
             server.bind("\0" + "x" * (length - 1))  # abstract: leaves no file, has the same room
 
-    bind(directory.MAX_PATH)
+    bind(paths.MAX_PATH)
     with pytest.raises(OSError, match="too long"):
-        bind(directory.MAX_PATH + 2)  # the abstract kind needs no closing zero, so one more would still fit
+        bind(paths.MAX_PATH + 2)  # the abstract kind needs no closing zero, so one more would still fit
 
 
 # -- who could pose as the broker --------------------------------------------------------------------
@@ -76,15 +76,15 @@ def top(tmp_path: Path) -> Path:
 
 def test_nobody_else_could_pose_as_the_broker_below_folders_of_its_user_and_of_root(top: Path) -> None:
     owner = top.stat().st_uid
-    assert directory.exposure(top / "run", owner) == ""
-    assert directory.exposure(top / "run" / "not" / "there", owner) == ""
-    assert directory.exposure(Path("/"), owner) == ""
-    assert directory.exposure(top / "run" / ".." / "run", owner) == ""
+    assert paths.exposure(top / "run", owner) == ""
+    assert paths.exposure(top / "run" / "not" / "there", owner) == ""
+    assert paths.exposure(Path("/"), owner) == ""
+    assert paths.exposure(top / "run" / ".." / "run", owner) == ""
 
 
 def test_the_owner_of_a_folder_on_the_way_could(top: Path) -> None:
     owner = top.stat().st_uid
-    said = directory.exposure(top / "run", owner + 1)
+    said = paths.exposure(top / "run", owner + 1)
     # Of several such folders the uppermost is named.
     assert f"belongs to user {owner}, who could replace {top / 'run'} and pose as the broker" in said
     assert said.endswith("; choose a directory of your own")
@@ -92,8 +92,8 @@ def test_the_owner_of_a_folder_on_the_way_could(top: Path) -> None:
 
 def test_users_outside_of_the_namespace_are_taken_for_root_above_the_directory_alone(top: Path) -> None:
     owner = top.stat().st_uid
-    assert directory.exposure(top / "new", owner + 1, owner) == ""
-    said = directory.exposure(top / "run", owner + 1, owner)
+    assert paths.exposure(top / "new", owner + 1, owner) == ""
+    said = paths.exposure(top / "run", owner + 1, owner)
     assert (
         said == f"{top / 'run'} belongs to user {owner}, who could pose as the broker; choose a directory of your own"
     )
@@ -107,18 +107,18 @@ def test_folders_that_a_link_leads_through_count(top: Path, target: str) -> None
     if os.geteuid() == 0:
         for each in (shared, shared / "run", top / "link"):
             os.chown(each, owner, -1, follow_symlinks=False)
-    assert directory.exposure(top / "link", owner) == ""
+    assert paths.exposure(top / "link", owner) == ""
     shared.chmod(0o777)
-    said = directory.exposure(top / "link", owner)
+    said = paths.exposure(top / "link", owner)
     assert said.startswith(
         f"its group and everybody may write in {shared} (mode 0777), and so could replace {top}/link"
     )
     shared.chmod(0o1777)  # where names are their owners' alone
-    assert directory.exposure(top / "link", owner) == ""
+    assert paths.exposure(top / "link", owner) == ""
 
 
 def test_links_that_lead_to_each_other_end(top: Path) -> None:
     (top / "one").symlink_to("two")
     (top / "two").symlink_to("one")
     with pytest.raises(OSError, match="symbolic links"):
-        directory.exposure(top / "one", os.geteuid() or top.stat().st_uid)
+        paths.exposure(top / "one", os.geteuid() or top.stat().st_uid)

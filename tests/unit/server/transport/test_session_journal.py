@@ -13,7 +13,7 @@ from cubroker.protocol.errors import CorruptJournal
 from cubroker.protocol.messages import Answer, Attached, Created, Done, Failed, Pools, Replica, Sealed
 from cubroker.server.transport.reply_cache import Admission, Frame, Receipts, ReplyCache
 from cubroker.server.transport.session import Session
-from cubroker.server.transport.session_log import LASTING, Changes, LoggedSession, SessionLog, recall
+from cubroker.server.transport.session_journal import LASTING, Changes, LoggedSession, SessionLog, recall
 
 ATTACHED = Attached(7, "pool", 3, "vmm", b"layout", (Replica("device", (b"descriptor",)),))
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cubroker.protocol.errors import Denied, Invalid, Unavailable
-from cubroker.server.directory import Directory
+from cubroker.server.directory_lock import Directory
 from cubroker.server.transport.unix_sockets import Access
 
 

@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 from uuid import UUID
 
 from cubroker.driver import system_calls, vmm
-from cubroker.driver.basics import handle_bytes, handle_of, keep_first
+from cubroker.driver.batched_copy import BatchedCopy, Segment
+from cubroker.driver.buffers import handle_bytes, handle_of, keep_first
 from cubroker.driver.checked_calls import Calls, DriverError, explained, tolerated
+from cubroker.driver.context import CurrentContext, Device, PrimaryContext, Stream, current_context
 from cubroker.driver.digest import Digester
 from cubroker.driver.errors import unmapped
-from cubroker.driver.gather import Gatherer, Segment
-from cubroker.driver.host.memory import BLOCK
+from cubroker.driver.host.shared_memory import BLOCK
 from cubroker.driver.multicast import Granularity, Multicast, Window, granularity, obstacle
-from cubroker.driver.peers import Peers
-from cubroker.driver.primary_context import CurrentContext, Device, PrimaryContext, Stream, current_context
+from cubroker.driver.peer_access import Peers
 
 MAX_HOST_DEVICES = 64
 
@@ -171,11 +171,11 @@ class Context(PrimaryContext):
     def __init__(self, calls: Calls, device: Device, *, host: bool) -> None:
         super().__init__(calls, device, host=host)
         self._digester: dict[None, Digester] = {}
-        self._gatherer: dict[None, Gatherer] = {}
+        self._batched_copy: dict[None, BatchedCopy] = {}
 
     def release(self) -> None:
         """Release the context. If the process holds it nowhere else, everything in it is gone."""
-        for made in (self._digester.pop(None, None), self._gatherer.pop(None, None)):
+        for made in (self._digester.pop(None, None), self._batched_copy.pop(None, None)):
             if made:
                 with suppress(DriverError):  # a context that a failed kernel has ruined refuses everything
                     made.close()
@@ -222,7 +222,7 @@ class Context(PrimaryContext):
         digester = keep_first(self._digester, None, lambda: Digester(self), Digester.close)
         return digester.digests(ranges)
 
-    def gather(self, stream: Stream, segments: Sequence[Segment]) -> None:
+    def copy_batch(self, stream: Stream, segments: Sequence[Segment]) -> None:
         """Start copies of memory that this device reads and writes, in a stream of this context.
 
         The segments may be of any number, size and alignment; 16 bytes are copied at a time where both addresses are
@@ -233,9 +233,9 @@ class Context(PrimaryContext):
         with self.current():
             if len(found) > 1:
                 with suppress(DriverError):  # no compiler, or no memory, for the kernel
-                    keep_first(self._gatherer, None, lambda: Gatherer(self), Gatherer.close)
-            if len(found) > 1 and (gatherer := self._gatherer.get(None)):
-                gatherer.start(stream, found)
+                    keep_first(self._batched_copy, None, lambda: BatchedCopy(self), BatchedCopy.close)
+            if len(found) > 1 and (batched := self._batched_copy.get(None)):
+                batched.start(stream, found)
                 return
             for segment in found:
                 stream.copy(*segment)
@@ -338,7 +338,7 @@ def load(spec: str) -> Driver:
         return Driver(cuda, "cuda", host=False, ordinals=chosen)
     count, size, island = chosen
     full = f"host:{count}@{size}" + (f"/{island}" if island < count else "")
-    from cubroker.driver.host.module import host_module
+    from cubroker.driver.host.bindings import host_module
 
     return Driver(host_module(count, size, island), full, host=True)
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from cuda.bindings import driver as cuda
 
-from cubroker.driver import digest, gather
-from cubroker.driver.basics import keep_first, round_up
+from cubroker.driver import batched_copy, digest
+from cubroker.driver.buffers import keep_first, round_up
 from cubroker.driver.host.devices import Refusal, Result, answers, check
 from cubroker.driver.host.multicast import MulticastFunctions
 
@@ -24,7 +24,11 @@ _ENTRY = re.compile(rb"\.visible \.entry (\w+)\(")
 _PIECE = 16
 _WORD = (1 << 64) - 1
 
-_SIZES = {b"cubroker_broadcast": (1, 1, 1), b"cubroker_digest": (1, 1, 1), b"cubroker_gather": (1, 3 * gather.ENTRIES)}
+_SIZES = {
+    b"cubroker_broadcast": (1, 1, 1),
+    b"cubroker_digest": (1, 1, 1),
+    b"cubroker_batched_copy": (1, 3 * batched_copy.ENTRIES),
+}
 """The arguments of each entry that is known, in words of 64 bits."""
 
 
@@ -86,7 +90,7 @@ class HostModule(MulticastFunctions):
         known: dict[bytes, Callable[..., None]] = {
             b"cubroker_broadcast": self._broadcast,
             b"cubroker_digest": partial(self._digest, gridDimX),
-            b"cubroker_gather": partial(self._gather, gridDimX, blockDimX),
+            b"cubroker_batched_copy": partial(self._batched_copy, gridDimX, blockDimX),
         }
         check(entry in known, Result.CUDA_ERROR_NOT_SUPPORTED)
         if not self.records(hStream):
@@ -120,15 +124,15 @@ class HostModule(MulticastFunctions):
         stored = (ctypes.c_uint64 * (2 * blocks)).from_address(sums)
         stored[:] = [*digest.sums(read), *[0] * (2 * blocks - 2)]
 
-    def _gather(self, blocks: int, threads: int, count: int, *table: int) -> None:
+    def _batched_copy(self, blocks: int, threads: int, count: int, *table: int) -> None:
         """Copy the chunks that there are blocks for, segment by segment."""
-        check(threads == gather.THREADS and 0 < count <= gather.ENTRIES)
+        check(threads == batched_copy.THREADS and 0 < count <= batched_copy.ENTRIES)
         start = 0
         for entry in range(count):
             target, source, end = table[3 * entry : 3 * entry + 3]
-            end = min(end, blocks * gather.CHUNK)
+            end = min(end, blocks * batched_copy.CHUNK)
             self._copy_segment((target + start) & _WORD, (source + start) & _WORD, end - start)
-            start = round_up(end, gather.CHUNK)
+            start = round_up(end, batched_copy.CHUNK)
 
     def _copy_segment(self, target: int, source: int, nbytes: int) -> None:
         """Copy by ordinary loads and stores, which go from one region on to the next."""

@@ -1,4 +1,7 @@
-"""Helpers that the driver layer, the host driver and their users share: buffers, sizes, objects made on first use."""
+"""Bytes for driver calls: the addresses of Python buffers, handles and their structs, and sizes in units.
+
+Also :func:`keep_first`, objects made on first use without a lock, which the callers of this package need, too.
+"""
 
 from __future__ import annotations
 

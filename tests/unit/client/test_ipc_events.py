@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from cubroker.client import Broker, Pool
-from cubroker.client.events import EventHandle, EventRef, OwnedEvent
+from cubroker.client.ipc_events import EventHandle, EventRef, OwnedEvent
 from cubroker.client.transport.requests import Steps
 from cubroker.driver import DriverError
 from cubroker.driver import Event as DriverEvent

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from cubroker.client import Broker
-from cubroker.integrations import runtime
+from cubroker.integrations import runtime_pools
 from cubroker.integrations.torch import state_dict
 from cubroker.protocol.errors import Invalid, NotFound, TimedOut, Unavailable
 from tests.brokers import BrokerProcess, eventually
@@ -33,7 +33,7 @@ def loaded(seed: int = 0) -> Runtime:
 
 def same(one: nn.Module, other: nn.Module) -> None:
     """All tensors of two modules are equal in everything but their address."""
-    ours, theirs = ({found.name: found for found in runtime._found(model)} for model in (one, other))
+    ours, theirs = ({found.name: found for found in runtime_pools._found(model)} for model in (one, other))
     assert ours.keys() == theirs.keys()
     for name, mine in ours.items():
         twin = theirs[name]
@@ -45,7 +45,7 @@ def same(one: nn.Module, other: nn.Module) -> None:
 
 
 def publish(broker: Broker, name: str, model: nn.Module, **terms: Any) -> int:
-    return runtime.publish(broker, name, model, consumed=CONSUMED, share="vmm", **terms)
+    return runtime_pools.publish(broker, name, model, consumed=CONSUMED, share="vmm", **terms)
 
 
 def protected(tensor: torch.Tensor) -> bool:
@@ -62,8 +62,8 @@ def test_a_module_made_on_the_meta_device_gets_all_that_another_computes_with(cl
     model = loaded()
     assert publish(client, name, model) == 1
     with client.attach(name) as pool:
-        twin = runtime.bind(meta(), pool, strict=False)
-        runtime.refuse_meta(twin, pool)
+        twin = runtime_pools.bind(meta(), pool, strict=False)
+        runtime_pools.refuse_meta(twin, pool)
     same(twin, model)
     assert twin.head.weight is twin.embed.weight
     assert twin.view.untyped_storage().data_ptr() == twin.table.untyped_storage().data_ptr()
@@ -76,7 +76,7 @@ def test_a_module_made_on_the_meta_device_gets_all_that_another_computes_with(cl
 def test_parameters_are_shared_and_read_only_and_small_buffers_are_each_processs_own(client: Broker, name: str) -> None:
     publish(client, name, loaded())
     with client.attach(name) as pool:
-        one, two = (runtime.bind(meta(), pool, strict=False) for _ in range(2))
+        one, two = (runtime_pools.bind(meta(), pool, strict=False) for _ in range(2))
     for shared in ("embed.weight", "fused.weight", "table", "large"):
         tensors = [dict(model.named_parameters()) | dict(model.named_buffers()) for model in (one, two)]
         assert tensors[0][shared].data_ptr() == tensors[1][shared].data_ptr()
@@ -88,12 +88,12 @@ def test_parameters_are_shared_and_read_only_and_small_buffers_are_each_processs
 
 def test_tensors_that_were_seen_written_are_each_processs_own_whatever_their_size(client: Broker, name: str) -> None:
     model = loaded()
-    with runtime.writes(model) as written:
+    with runtime_pools.writes(model) as written:
         model.calibrate()
     assert written == {"large", "view", "scale", "table"}
     publish(client, name, model, written=written)
     with client.attach(name) as pool:
-        one, two = (runtime.bind(meta(), pool, strict=False) for _ in range(2))
+        one, two = (runtime_pools.bind(meta(), pool, strict=False) for _ in range(2))
     one.calibrate()
     assert not protected(one.large)
     assert one.view.untyped_storage().data_ptr() == one.table.untyped_storage().data_ptr()
@@ -104,7 +104,7 @@ def test_writes_that_torch_does_not_count_are_found_in_bytes(client: Broker) -> 
     with torch.inference_mode():
         model = loaded()
     numbers = model.large.numpy() if not model.large.is_inference() else model.large.detach().numpy()
-    with runtime.writes(model) as written:
+    with runtime_pools.writes(model) as written:
         numbers[0] += 1
         del model.scale
     assert written == {"large"}
@@ -127,9 +127,9 @@ def test_memory_is_stored_once_and_gaps_are_left_out(client: Broker, name: str) 
 
 def test_the_module_that_was_loaded_can_be_bound_itself(client: Broker, name: str) -> None:
     model, twin = loaded(), loaded()
-    runtime.publish(client, name, model, attributes={"has_own_head": True, "rank": 3})
+    runtime_pools.publish(client, name, model, attributes={"has_own_head": True, "rank": 3})
     with client.attach(name) as pool:
-        assert runtime.bind(model, pool) is model
+        assert runtime_pools.bind(model, pool) is model
     same(model, twin)
     assert (model.has_own_head, model.rank) == (True, 3)
     assert model.head.weight is model.embed.weight
@@ -138,14 +138,14 @@ def test_the_module_that_was_loaded_can_be_bound_itself(client: Broker, name: st
 def test_a_module_that_runs_publishes_what_the_version_before_has_and_no_caches(client: Broker, name: str) -> None:
     publish(client, name, loaded(1), written=["scale"], attributes={"rank": 3})
     with client.attach(name) as pool:
-        twin = runtime.bind(meta(), pool, strict=False)
-        model, manifest = loaded(2), runtime.read_manifest(pool)
+        twin = runtime_pools.bind(meta(), pool, strict=False)
+        model, manifest = loaded(2), runtime_pools.read_manifest(pool)
         model.cache = torch.zeros(1 << 16)
         model.none = torch.zeros(1 << 16)  # it was empty when it was published
-        runtime.publish(client, name, model, like=manifest, share="vmm")
-        assert runtime.switch(client, twin, pool) == 2
+        runtime_pools.publish(client, name, model, like=manifest, share="vmm")
+        assert runtime_pools.switch(client, twin, pool) == 2
         assert torch.equal(twin.embed.weight, model.embed.weight)
-        assert runtime.read_manifest(pool) == manifest
+        assert runtime_pools.read_manifest(pool) == manifest
         del twin
 
 
@@ -172,15 +172,15 @@ def test_a_module_that_does_not_fit_is_told_by_names_and_not_changed(
     twin = meta()
     twin.process()
     change(twin)
-    kept = {found.name: found.tensor for found in runtime._found(twin)}
+    kept = {found.name: found.tensor for found in runtime_pools._found(twin)}
     with client.attach(name) as pool:
         if "torch" in words:  # torch's own class takes any place
-            runtime.bind(twin, pool)
+            runtime_pools.bind(twin, pool)
             assert type(twin.norm.weight) is nn.Parameter
             return
         with pytest.raises(Invalid, match=rf"pool '{name}'@1 does not fit Runtime: .*{words}"):
-            runtime.bind(twin, pool)
-    assert {found.name: found.tensor for found in runtime._found(twin)} == kept
+            runtime_pools.bind(twin, pool)
+    assert {found.name: found.tensor for found in runtime_pools._found(twin)} == kept
 
 
 def test_a_class_that_the_module_does_not_have_is_not_imported(client: Broker, name: str) -> None:
@@ -190,7 +190,7 @@ def test_a_class_that_the_module_does_not_have_is_not_imported(client: Broker, n
     twin.process()
     twin.fused.weight = nn.Parameter(twin.fused.weight.data, requires_grad=False)
     with client.attach(name) as pool, pytest.raises(Invalid, match=r"is a .*runtime_process.Weight, and the module's"):
-        runtime.bind(twin, pool)
+        runtime_pools.bind(twin, pool)
 
 
 def test_what_would_stay_without_data_is_an_error(client: Broker, name: str) -> None:
@@ -198,14 +198,14 @@ def test_what_would_stay_without_data_is_an_error(client: Broker, name: str) -> 
     twin = meta()
     twin.extra = torch.zeros(2, device="meta")
     with client.attach(name) as pool:
-        runtime.bind(twin, pool, strict=False)
+        runtime_pools.bind(twin, pool, strict=False)
         with pytest.raises(Invalid, match=f"extra of Runtime would stay on the meta device: .*{name!r}@1 lacks them"):
-            runtime.refuse_meta(twin, pool)
+            runtime_pools.refuse_meta(twin, pool)
 
 
 def test_what_is_more_than_its_memory_is_not_published(client: Broker, name: str) -> None:
     with pytest.raises(Invalid, match=r"table, view, .* of Runtime cannot be published: on the meta device"):
-        runtime.publish(client, name, meta())
+        runtime_pools.publish(client, name, meta())
     model = loaded()
     model.register_buffer("sparse", torch.eye(3).to_sparse())
     with pytest.raises(Invalid, match="sparse of Runtime cannot be published: a tensor has to be its memory"):
@@ -225,45 +225,47 @@ def test_what_is_more_than_its_memory_is_not_published(client: Broker, name: str
 )
 def test_a_manifest_that_is_none_is_refused(client: Broker, name: str, manifest: bytes, words: str) -> None:
     dtype, stored = ("wide" if "wide" in words else "float32"), ("absent" if "absent" in words else "a")
-    entry = runtime.Entry("a", "buffer", 0, dtype, (9, 9), (9, 1), stored)
+    entry = runtime_pools.Entry("a", "buffer", 0, dtype, (9, 9), (9, 1), stored)
     text = manifest.replace(b"%s", msgspec.json.encode(entry))
-    client.publish(name, {"a": torch.zeros(4), runtime.MANIFEST: torch.frombuffer(bytearray(text), dtype=torch.uint8)})
+    client.publish(
+        name, {"a": torch.zeros(4), runtime_pools.MANIFEST: torch.frombuffer(bytearray(text), dtype=torch.uint8)}
+    )
     with client.attach(name) as pool, pytest.raises(Invalid, match=words):
-        runtime.bind(nn.Module(), pool, strict=False)
+        runtime_pools.bind(nn.Module(), pool, strict=False)
 
 
 def test_a_pool_of_another_kind_is_no_runtime_pool(client: Broker, name: str) -> None:
     client.publish(name, {"a": torch.zeros(4)})
     with client.attach(name) as pool, pytest.raises(Invalid, match=f"pool {name!r} is no runtime pool"):
-        runtime.bind(meta(), pool)
+        runtime_pools.bind(meta(), pool)
 
 
 def test_another_version_is_shown_at_the_same_addresses(client: Broker, name: str) -> None:
     one, two = loaded(1), loaded(2)
     publish(client, name, one, written=["scale"])
     with client.attach(name) as pool:
-        twin = runtime.bind(meta(), pool, strict=False)
+        twin = runtime_pools.bind(meta(), pool, strict=False)
         places = {key: tensor.data_ptr() for key, tensor in twin.state_dict().items()}
         twin.scale.fill_(5.0)
         publish(client, name, two, written=["scale"])
-        assert runtime.switch(client, twin, pool) == 2
+        assert runtime_pools.switch(client, twin, pool) == 2
         assert twin.scale.item() == 5.0  # what the engine has written is its own
         assert torch.equal(twin.bias, two.bias)
         twin.scale.copy_(two.scale)
         same(twin, two)
         assert {key: tensor.data_ptr() for key, tensor in twin.state_dict().items()} == places
         other = {key: tensor.clone() for key, tensor in state_dict(pool).items()}
-        text = bytes(other[runtime.MANIFEST].tolist()).replace(b'"scale"', b'"scala"')
-        other[runtime.MANIFEST] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        text = bytes(other[runtime_pools.MANIFEST].tolist()).replace(b'"scale"', b'"scala"')
+        other[runtime_pools.MANIFEST] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         client.publish(name, other, share="vmm")
         with pytest.raises(Invalid, match="another structure than version 2, which stays"):
-            runtime.switch(client, twin, pool)
+            runtime_pools.switch(client, twin, pool)
         assert pool.version == 2
         same(twin, two)
         del twin
 
 
-def obtain(broker: Broker, name: str, load: Callable[[], nn.Module] = loaded, **terms: Any) -> runtime.Obtained:
+def obtain(broker: Broker, name: str, load: Callable[[], nn.Module] = loaded, **terms: Any) -> runtime_pools.Obtained:
     return runtime_process.obtain(broker, name, load, **terms)
 
 

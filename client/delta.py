@@ -23,7 +23,7 @@ import msgspec
 from cubroker.client.arrays import DeviceArray, HostArray
 from cubroker.client.tensor import SharedTensor
 from cubroker.driver import Context
-from cubroker.driver.basics import address
+from cubroker.driver.buffers import address
 from cubroker.protocol.dtypes import nbytes as size_of
 from cubroker.protocol.layout import ALIGNMENT, Layout, TensorSpec, round_up
 

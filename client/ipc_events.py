@@ -18,15 +18,15 @@ from typing import Protocol, TypeVar
 
 from cubroker.client import devices
 from cubroker.client.cleanup_thread import Retry
+from cubroker.client.fork_guard import Closeable, NotPicklable, WeakRefs
 from cubroker.client.memory.mapping import DeviceMapping
-from cubroker.client.process import Closeable, NotPicklable, WeakRefs
 from cubroker.client.session import Resource, Session
 from cubroker.client.transport.requests import Future, Pending, Steps, blocking, expect
 from cubroker.driver import Context, Device, DriverError, Event, Stream
-from cubroker.protocol import limits
+from cubroker.protocol import fields
 from cubroker.protocol.errors import CubrokerError, Invalid, TimedOut, Unavailable
+from cubroker.protocol.fields import MAX_WAIT
 from cubroker.protocol.layout import MAX_EXTENT
-from cubroker.protocol.limits import MAX_WAIT
 from cubroker.protocol.messages import (
     AwaitEvent,
     DropEvent,
@@ -387,14 +387,14 @@ class Events:
 
     def make(self, pool: EventPool, place: DeviceMapping, name: str) -> Steps[SharedEvent]:
         """Make an event for the work of the device that uses ``place``; see :meth:`Pool.event`."""
-        limits.check_pool_name(name)
+        fields.check_pool_name(name)
         lease = pool.lease
         handle = OwnedEvent(self._session, place.context, f"event {name!r} of pool {pool.name!r}", lease, name)
         return (yield from self._keep(pool, lease, handle, name, place.context.device))
 
     def open(self, pool: EventPool, places: tuple[DeviceMapping, ...], name: str, wait: float) -> Steps[SharedEvent]:
         """Open another process's event, in the context of its device if there is one among ``places``."""
-        limits.check_pool_name(name)
+        fields.check_pool_name(name)
         lease = pool.lease
         reply = yield from self._opening.ask(OpenEvent(lease, name, wait), EventOpened)
         device = devices.find(self._session.driver, reply.device)

@@ -11,9 +11,9 @@ import pytest
 from cuda.bindings import driver as cuda
 
 from cubroker.driver import Driver, DriverError, load
+from cubroker.driver.host.bindings import HostModule
 from cubroker.driver.host.devices import PEERS
-from cubroker.driver.host.memory import BLOCK
-from cubroker.driver.host.module import HostModule
+from cubroker.driver.host.shared_memory import BLOCK
 from tests.unit.driver.other_process import OtherProcess
 
 Result = cuda.CUresult
