@@ -10,6 +10,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 NEW = {
+    "cubroker.client.dtypes": "cubroker.protocol.dtypes",
     "cubroker.client.events": "cubroker.client.ipc_events",
     "cubroker.client.loader": "cubroker.client.loading.loader",
     "cubroker.client.process": "cubroker.client.fork_guard",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from cubroker.cli import options, signals
-from cubroker.server.keeper.child_state import LONGEST_PAUSE, Limits
+from cubroker.server.keeper.child import LONGEST_PAUSE, TimeLimits
 from cubroker.server.keeper.keeper import StderrLog, Terms
 from cubroker.server.keeper.keeper import keep as run_keeper
 
@@ -39,6 +39,6 @@ def keep(
     `cubroker keep -- cubroker serve` is a broker that outlives its own crash: pools, sessions and leases are there
     again as soon as it is. SIGTERM or Ctrl-C ends both. It may be the first process of a container.
     """
-    limits = Limits(start_timeout or None, watchdog or None, stop_timeout or None)
+    limits = TimeLimits(start_timeout or None, watchdog or None, stop_timeout or None)
     with options.reported(StderrLog(2).say):
         return run_keeper(Terms(arguments, descriptors, limits, pause), signals.inherited_mask())

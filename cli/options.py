@@ -19,7 +19,7 @@ from cubroker.protocol import fields
 from cubroker.protocol.errors import CubrokerError, Invalid, NotFound
 from cubroker.protocol.paths import default_directory
 from cubroker.protocol.status import DeviceInfo
-from cubroker.server.sizes import parse_bytes
+from cubroker.server.byte_sizes import parse_bytes
 
 if TYPE_CHECKING:
     from cubroker.client import Broker

@@ -10,16 +10,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from cubroker.client import dlpack
-from cubroker.client.dtypes import carrier, torch_names
 from cubroker.driver import Context
 from cubroker.protocol import dtypes
-from cubroker.protocol.dtypes import NAMES
+from cubroker.protocol.dtypes import NAMES, carrier
 from cubroker.protocol.errors import Invalid
 
 if TYPE_CHECKING:
@@ -108,6 +107,20 @@ def _host(found: NDArray[Any]) -> HostArray:
 
 
 # -- torch ---------------------------------------------------------------------------------------------
+
+
+@cache
+def torch_dtypes() -> dict[str, torch.dtype]:
+    """Return the torch dtype of every dtype that the installed torch has."""
+    import torch
+
+    return {dtype: getattr(torch, name) for name, dtype in NAMES.items() if hasattr(torch, name)}
+
+
+@cache
+def torch_names() -> dict[torch.dtype, str]:
+    """Return the same the other way round."""
+    return {known: dtype for dtype, known in torch_dtypes().items()}
 
 
 def _is_torch(array: object) -> bool:

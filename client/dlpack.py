@@ -18,8 +18,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from cubroker.client.dtypes import ELEMENTS, carrier
-from cubroker.protocol.dtypes import BITS
+from cubroker.protocol.dtypes import BITS, ELEMENTS, carrier
 
 if TYPE_CHECKING:
     import numpy as np

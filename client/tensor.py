@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from cubroker.client import devices, dlpack
 from cubroker.client.arrays import ContextOf, DeviceArray, HostArray, source_of
-from cubroker.client.dtypes import ELEMENTS, carrier
 from cubroker.client.fork_guard import NotPicklable
 from cubroker.client.memory.mapping import DeviceMapping, LeasedMemory
 from cubroker.driver import Context, Device, DriverError
 from cubroker.protocol import dtypes
-from cubroker.protocol.dtypes import BITS, LIBRARY_NAMES
+from cubroker.protocol.dtypes import BITS, ELEMENTS, LIBRARY_NAMES, carrier
 from cubroker.protocol.errors import Invalid, Unsupported
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from cubroker.client.dtypes import torch_dtypes
+from cubroker.client.arrays import torch_dtypes
 from cubroker.client.pool import Pool
 from cubroker.protocol import dtypes
 

@@ -1,4 +1,4 @@
-"""Element types, by the names that safetensors gives them.
+"""Element types, by the names that safetensors gives them: one table, with their sizes and what libraries call them.
 
 Source: the ``Dtype`` enumeration of the safetensors format, version 0.8 and later, with types of less than one byte.
 Their elements are packed, so a tensor of them must fill whole bytes.
@@ -11,64 +11,68 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from cubroker.protocol.errors import Invalid
 
-BITS: dict[str, int] = {
-    "BOOL": 8,
-    "F4": 4,
-    "F6_E2M3": 6,
-    "F6_E3M2": 6,
-    "U8": 8,
-    "I8": 8,
-    "F8_E5M2": 8,
-    "F8_E4M3": 8,
-    "F8_E8M0": 8,
-    "F8_E4M3FNUZ": 8,
-    "F8_E5M2FNUZ": 8,
-    "I16": 16,
-    "U16": 16,
-    "F16": 16,
-    "BF16": 16,
-    "I32": 32,
-    "U32": 32,
-    "F32": 32,
-    "C64": 64,
-    "F64": 64,
-    "I64": 64,
-    "U64": 64,
-}
-"""Bits per element of every dtype."""
+
+class Element(NamedTuple):
+    """One element type."""
+
+    #: Its size.
+    bits: int
+    #: What torch, numpy or ml_dtypes call it, if one lays out its elements as pools do.
+    library: str | None
+    #: numpy's name of it in ``__array_interface__``; None if numpy itself has no such type.
+    typestr: str | None
+    #: DLPack's type code (``DLDataTypeCode`` in dlpack.h of DLPack 1.1).
+    code: int
+
+
+INT, UINT, FLOAT, BFLOAT, COMPLEX, BOOL = 0, 1, 2, 4, 5, 6  #: Type codes of DLPack.
 
 PAIRS = "float4_e2m1fn_x2"
 """Torch's type of two F4 elements, which its shapes count as one."""
 
-NAMES: dict[str, str] = {
-    "bool": "BOOL",
-    PAIRS: "F4",
-    "uint8": "U8",
-    "int8": "I8",
-    "float8_e5m2": "F8_E5M2",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e8m0fnu": "F8_E8M0",
-    "float8_e4m3fnuz": "F8_E4M3FNUZ",
-    "float8_e5m2fnuz": "F8_E5M2FNUZ",
-    "int16": "I16",
-    "uint16": "U16",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "int32": "I32",
-    "uint32": "U32",
-    "float32": "F32",
-    "complex64": "C64",
-    "float64": "F64",
-    "int64": "I64",
-    "uint64": "U64",
+ELEMENTS: dict[str, Element] = {
+    "BOOL": Element(8, "bool", "|b1", BOOL),
+    "F4": Element(4, PAIRS, None, 17),
+    "F6_E2M3": Element(6, None, None, 15),
+    "F6_E3M2": Element(6, None, None, 16),
+    "U8": Element(8, "uint8", "|u1", UINT),
+    "I8": Element(8, "int8", "|i1", INT),
+    "F8_E5M2": Element(8, "float8_e5m2", None, 12),
+    "F8_E4M3": Element(8, "float8_e4m3fn", None, 10),
+    "F8_E8M0": Element(8, "float8_e8m0fnu", None, 14),
+    "F8_E4M3FNUZ": Element(8, "float8_e4m3fnuz", None, 11),
+    "F8_E5M2FNUZ": Element(8, "float8_e5m2fnuz", None, 13),
+    "I16": Element(16, "int16", "<i2", INT),
+    "U16": Element(16, "uint16", "<u2", UINT),
+    "F16": Element(16, "float16", "<f2", FLOAT),
+    "BF16": Element(16, "bfloat16", None, BFLOAT),
+    "I32": Element(32, "int32", "<i4", INT),
+    "U32": Element(32, "uint32", "<u4", UINT),
+    "F32": Element(32, "float32", "<f4", FLOAT),
+    "C64": Element(64, "complex64", "<c8", COMPLEX),
+    "F64": Element(64, "float64", "<f8", FLOAT),
+    "I64": Element(64, "int64", "<i8", INT),
+    "U64": Element(64, "uint64", "<u8", UINT),
 }
-"""The dtype of every name that torch, numpy or ml_dtypes has for one whose elements it lays out as pools do."""
+"""Every dtype."""
 
-LIBRARY_NAMES = {dtype: name for name, dtype in NAMES.items()}
+BITS = {dtype: element.bits for dtype, element in ELEMENTS.items()}
+"""Bits per element of every dtype."""
+
+LIBRARY_NAMES = {dtype: element.library for dtype, element in ELEMENTS.items() if element.library}
+"""The name that libraries have for a dtype."""
+
+NAMES = {name: dtype for dtype, name in LIBRARY_NAMES.items()}
 """The same, the other way round."""
+
+
+def carrier(dtype: str) -> str:
+    """Return the typestr of unsigned integers as wide as ``dtype``; bytes for types that are packed."""
+    return f"<u{max(BITS[dtype] // 8, 1)}"
 
 
 def named(dtype: object) -> tuple[str, int]:

@@ -107,8 +107,6 @@ def _check_room(store: Store | None) -> None:
 class Signals:
     """The signals that end a broker, in order, and the one that has it read its configuration again.
 
-    Not to be confused with ``cubroker.server.keeper.child.Signals``, those of the keeper.
-
     A stop signal that is ignored stays so: shells start background work like that, and nohup. One that is blocked does
     not: the parent left that by mistake, and nothing could stop the broker.
 

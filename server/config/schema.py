@@ -25,9 +25,9 @@ from msgspec import Meta, Struct, ValidationError, convert
 from cubroker.driver.driver import check as check_devices
 from cubroker.protocol.errors import Invalid
 from cubroker.protocol.messages import AUTO, IPC, VMM
+from cubroker.server.byte_sizes import parse_budget, parse_bytes
 from cubroker.server.ledger.model import SESSION_FDS
 from cubroker.server.ledger.policy import MAX_KEEP, MODE, Limits, Policy, Quota, Reservation
-from cubroker.server.sizes import parse_budget, parse_bytes
 from cubroker.server.transport.unix_sockets import Access
 
 PREFIX = "CUBROKER_"

@@ -28,6 +28,7 @@ from cubroker.driver import Context, Device, Driver, DriverError, Multicast, Phy
 from cubroker.driver.system_calls import FileId
 from cubroker.protocol.errors import InternalFailure, Invalid, Unavailable
 from cubroker.protocol.messages import BY_DESCRIPTOR, DESCRIPTOR, IPC, MULTICAST, VMM
+from cubroker.server.byte_sizes import parse_budget
 from cubroker.server.config.schema import DEFAULT_BUDGET, OTHERS, Budgets
 from cubroker.server.event_queue import EventQueue
 from cubroker.server.ledger.events import (
@@ -45,7 +46,6 @@ from cubroker.server.ledger.events import (
 )
 from cubroker.server.ledger.memory import COPIES, rounded
 from cubroker.server.ledger.model import Budget
-from cubroker.server.sizes import parse_budget
 from cubroker.server.store.fdstore import Store
 
 log = logging.getLogger(__name__)

@@ -24,8 +24,16 @@ from pathlib import Path
 from cubroker.protocol.errors import Unavailable, explain
 from cubroker.server.hardening import hide
 from cubroker.server.keeper import child
-from cubroker.server.keeper.child import ENDING, Signals
-from cubroker.server.keeper.child_state import FORCED, LONGEST_PAUSE, Backoff, Limits, Phase, Run
+from cubroker.server.keeper.child import (
+    ENDING,
+    FORCED,
+    LONGEST_PAUSE,
+    Backoff,
+    KeeperSignals,
+    Run,
+    RunPhase,
+    TimeLimits,
+)
 from cubroker.server.keeper.fd_set import NAMELESS, FdSet, make_room
 from cubroker.server.store import sd_notify
 from cubroker.server.store.sd_notify import Datagram, Malformed, close_all
@@ -53,7 +61,7 @@ class Terms:
     #: How many descriptors may be stored; None: 4096, or as many as the limit of open files allows.
     descriptors: int | None = None
     #: How long the process may take to start, to give a sign of life and to end.
-    limits: Limits = field(default_factory=Limits)
+    limits: TimeLimits = field(default_factory=TimeLimits)
     #: The longest time between two starts, in seconds.
     pause: float = LONGEST_PAUSE
 
@@ -72,7 +80,7 @@ def keep(terms: Terms, mask: Collection[int] | None = None) -> int:
     hide()
     limit = make_room(terms.descriptors)
     with contextlib.ExitStack() as stack:
-        signals = stack.enter_context(contextlib.closing(Signals(mask)))
+        signals = stack.enter_context(contextlib.closing(KeeperSignals(mask)))
         try:
             # Others could flood a socket that they reach; and the user's runtime directory goes at their logout.
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="cubroker-keep-"))
@@ -89,7 +97,7 @@ def keep(terms: Terms, mask: Collection[int] | None = None) -> int:
 class Keeper:
     """Keeps one process, and up to ``limit`` descriptors for it; its messages arrive at ``channel``, at ``path``."""
 
-    def __init__(self, terms: Terms, limit: int, path: str, channel: socket.socket, signals: Signals) -> None:
+    def __init__(self, terms: Terms, limit: int, path: str, channel: socket.socket, signals: KeeperSignals) -> None:
         self._terms = terms
         self._channel = channel
         self._log = StderrLog(2)
@@ -143,7 +151,7 @@ class Keeper:
             return
         if news := run.enforce(now):
             self._log.say(f"process {run.pid} {news}")
-        if self._told_to_end and run.phase is Phase.STUCK:
+        if self._told_to_end and run.phase is RunPhase.STUCK:
             self._status = 128 + signal.SIGKILL
             self._over = True
             self._report_loss(run)
@@ -262,7 +270,7 @@ class Keeper:
 
     def _report_loss(self, run: Run) -> None:
         """Log what is left of a process that did not end in order."""
-        there = f" and is still there{_last_status(run)}" if run.phase is Phase.STUCK else ""
+        there = f" and is still there{_last_status(run)}" if run.phase is RunPhase.STUCK else ""
         names = f": {', '.join(self._stored.names.values())}" if len(self._stored) else ""
         self._log.say(
             f"process {run.pid} did not end in order{there}: what it lent was not given back, and "

@@ -618,10 +618,7 @@ class LockWaiter:
 
 
 class Phase(Enum):
-    """What a create waits for.
-
-    Not to be confused with :class:`cubroker.server.keeper.child_state.Phase`.
-    """
+    """What a create waits for."""
 
     TURN = "its turn as the writer"
     ROOM = "room"

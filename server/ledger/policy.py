@@ -64,10 +64,7 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one session may have at once, so that a flood of requests cannot grow the ledger.
-
-    Not to be confused with :class:`cubroker.server.keeper.child_state.Limits`.
-    """
+    """What one session may have at once, so that a flood of requests cannot grow the ledger."""
 
     leases: int = 4096
     #: Requests that wait.

@@ -17,12 +17,11 @@ import torch
 
 import cubroker.client
 from cubroker.client import Broker, Draft, Pool
-from cubroker.client.dtypes import ELEMENTS
 from cubroker.client.memory.mapping import DeviceMapping, LeasedMemory
 from cubroker.client.tensor import SharedTensor
 from cubroker.driver import Device, DriverError
 from cubroker.protocol import Layout
-from cubroker.protocol.dtypes import BITS, LIBRARY_NAMES
+from cubroker.protocol.dtypes import BITS, ELEMENTS, LIBRARY_NAMES
 from cubroker.protocol.errors import DeviceFailure, Invalid, OutOfMemory, Unsupported
 from tests.unit.client.conftest import LAYOUT, content, publish
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from cubroker.server.keeper.child_state import FIRST_PAUSE
+from cubroker.server.keeper.child import FIRST_PAUSE
 from tests.brokers import PATIENCE, eventually
 from tests.unit.cli.processes import COMMAND, run
 from tests.unit.server.keeper.harness import KEEP, Keep, contents, memory, pupil
@@ -40,8 +40,8 @@ def hasty(pause: float, *, first: float = FIRST_PAUSE) -> list[str]:
     """Return a keeper to which every run is a short one, however slow the machine."""
     script = f"""
 import sys
-from cubroker.server.keeper import child_state, keeper
-child_state.STEADY, child_state.FIRST_PAUSE = float("inf"), {first}
+from cubroker.server.keeper import child, keeper
+child.STEADY, child.FIRST_PAUSE = float("inf"), {first}
 sys.exit(keeper.keep(keeper.Terms(sys.argv[2:], 10, pause={pause})))
 """
     return [sys.executable, "-c", script]
@@ -242,10 +242,10 @@ def test_a_process_that_does_not_end_is_killed_and_the_last_line_says_what_was_l
 def test_a_process_that_not_even_sigkill_ends_holds_up_no_end(place: Path) -> None:
     harmless = """
 import os, signal, sys
-from cubroker.server.keeper import child_state, keeper
-child_state.UNKILLABLE, kill = 0.2, os.kill
+from cubroker.server.keeper import child, keeper
+child.UNKILLABLE, kill = 0.2, os.kill
 os.kill = lambda pid, number: number == signal.SIGKILL or kill(pid, number)
-sys.exit(keeper.keep(keeper.Terms(sys.argv[2:], 10, child_state.Limits(stop=0.2))))
+sys.exit(keeper.keep(keeper.Terms(sys.argv[2:], 10, child.TimeLimits(stop=0.2))))
 """
     with Keep(place, program=[sys.executable, "-c", harmless]) as keep:
         first = keep.next()

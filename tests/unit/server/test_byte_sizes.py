@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from cubroker.protocol.errors import Invalid
-from cubroker.server.sizes import parse_budget, parse_bytes
+from cubroker.server.byte_sizes import parse_budget, parse_bytes
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from cubroker.server.keeper.child_state import ABORTING, UNKILLABLE, Backoff, Limits, Phase, Run
+from cubroker.server.keeper.child import ABORTING, UNKILLABLE, Backoff, Run, RunPhase, TimeLimits
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
         started.kill()
 
 
-WATCHED = Limits(watchdog=10.0)
+WATCHED = TimeLimits(watchdog=10.0)
 
 
 def test_a_process_that_does_not_even_abort_is_killed(process: subprocess.Popen[bytes]) -> None:
@@ -36,17 +36,17 @@ def test_a_process_that_does_not_even_abort_is_killed(process: subprocess.Popen[
 
 
 def test_a_process_that_is_not_ready_in_time_is_aborted(process: subprocess.Popen[bytes]) -> None:
-    run = Run(process.pid, 100.0, Limits(start=30.0))
+    run = Run(process.pid, 100.0, TimeLimits(start=30.0))
     run.handle({"WATCHDOG": "1", "STATUS": "loads"}, 120.0)
     assert run.enforce(129.9) is None
     run.handle({"EXTEND_TIMEOUT_USEC": "60000000"}, 129.9)
     assert run.enforce(189.8) is None
     assert run.enforce(189.9) == "is not ready after 60 s, and is aborted"
-    assert run.phase is Phase.ABORTED
+    assert run.phase is RunPhase.ABORTED
 
 
 def test_a_process_that_does_not_end_in_time_is_killed_and_not_aborted(process: subprocess.Popen[bytes]) -> None:
-    run = Run(process.pid, 0.0, Limits(start=300.0, watchdog=10.0, stop=30.0))
+    run = Run(process.pid, 0.0, TimeLimits(start=300.0, watchdog=10.0, stop=30.0))
     run.stop(100.0)
     run.stop(120.0)
     run.handle({"READY": "1", "WATCHDOG": "1", "WATCHDOG_USEC": "5000000"}, 121.0)
@@ -59,7 +59,7 @@ def test_a_process_that_does_not_end_in_time_is_killed_and_not_aborted(process: 
 
 
 def test_a_process_that_ends_has_its_time_and_may_ask_for_more() -> None:
-    run = Run(0, 0.0, Limits(watchdog=10.0, stop=30.0))
+    run = Run(0, 0.0, TimeLimits(watchdog=10.0, stop=30.0))
     run.handle({"READY": "1"}, 100.0)
     run.handle({"STOPPING": "1", "EXTEND_TIMEOUT_USEC": "20000000"}, 101.0)
     assert run.due == 131.0
@@ -93,7 +93,7 @@ def test_a_process_may_change_the_time_it_has_or_end_the_watch() -> None:
 
 
 def test_a_process_that_asks_to_be_ended_is_aborted_unless_it_ends(process: subprocess.Popen[bytes]) -> None:
-    ending = Run(process.pid, 0.0, Limits(stop=30.0))
+    ending = Run(process.pid, 0.0, TimeLimits(stop=30.0))
     ending.handle({"STOPPING": "1", "WATCHDOG": "trigger"}, 1.0)
     assert ending.enforce(2.0) is None
     run = Run(process.pid, 0.0)
@@ -103,7 +103,7 @@ def test_a_process_that_asks_to_be_ended_is_aborted_unless_it_ends(process: subp
 
 
 def test_a_keeper_that_stood_still_itself_gives_the_process_its_time_again() -> None:
-    limits = Limits(start=20.0, watchdog=10.0, stop=30.0)
+    limits = TimeLimits(start=20.0, watchdog=10.0, stop=30.0)
     run = Run(0, 0.0, limits)
     assert run.enforce(500.0) is None
     assert run.due == 520.0
