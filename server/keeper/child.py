@@ -48,8 +48,8 @@ LONGEST_PAUSE = 5.0
 class KeeperSignals:
     """The signals that the keeper handles until it is closed; none of them ends it by itself.
 
-    A signal that is ignored stays ignored, as under nohup. Signals that were blocked and pending come first. The child is
-    to find those of ``mask`` blocked; None: those that are blocked now.
+    A signal that is ignored stays ignored, as under nohup. Signals that were blocked and pending come first. The child
+    is to find those of ``mask`` blocked; None: those that are blocked now.
 
     Attributes:
         wakeup: readable when a signal came, or a child ended.
