@@ -360,7 +360,7 @@ PUBLIC: dict[str, Callable[[Broker, Pool, Draft], object]] = {
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_no_public_object_can_be_copied_or_sent(client: Broker, name: str, copied: Callable[[object], object]) -> None:
-    assert PUBLIC.keys() == set(cubroker.client.__all__)
+    assert PUBLIC.keys() == set(cubroker.client.__all__) - {"AllocationHandle"}  # a value, which may be sent
     with client.create(name, LAYOUT, writable=True) as draft:
         draft.seal()
     with client.attach(name) as pool, client.create(name, LAYOUT) as draft:
