@@ -47,7 +47,7 @@ from cubroker.protocol.status import ClientInfo, DeviceInfo, Line, PoolInfo
 P = ParamSpec("P")
 T = TypeVar("T")
 
-__all__ = ["Broker", "Draft", "Event", "NameLock", "Pool", "Watch"]
+__all__ = ["Broker", "Draft", "Event", "NameLock", "Pool", "SharedEvent", "Watch"]
 
 
 async def awaited(method: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -439,13 +439,13 @@ class Pool(Mapping[str, SharedTensor]):
         """See :meth:`cubroker.Pool.broadcast`. A thread of the loop stores; it is not cancelled."""
         await asyncio.to_thread(self.blocking.broadcast, source, name)
 
-    async def event(self, name: str, *, device: int | str | None = None) -> Event:
+    async def event(self, name: str, *, device: int | str | None = None) -> SharedEvent:
         """See :meth:`cubroker.Pool.event`."""
-        return Event(await awaited(pool.Pool.event, self.blocking, name, device=device))
+        return SharedEvent(await awaited(pool.Pool.event, self.blocking, name, device=device))
 
-    async def open_event(self, name: str, *, wait: float = 0.0) -> Event:
+    async def open_event(self, name: str, *, wait: float = 0.0) -> SharedEvent:
         """See :meth:`cubroker.Pool.open_event`."""
-        return Event(await awaited(pool.Pool.open_event, self.blocking, name, wait=wait))
+        return SharedEvent(await awaited(pool.Pool.open_event, self.blocking, name, wait=wait))
 
     async def check(self) -> None:
         """See :meth:`cubroker.Pool.check`. The digests are computed in a thread of the loop."""
@@ -515,7 +515,7 @@ class NameLock:
         await awaited(locks.NameLock.close, self.blocking)
 
 
-class Event:
+class SharedEvent:
     """A place in a stream of the process that made it; see :class:`cubroker.client.SharedEvent`.
 
     ``async with`` closes it at the end.
@@ -567,6 +567,10 @@ class Event:
     async def close(self) -> None:
         """See :meth:`cubroker.client.SharedEvent.close`. Once begun, it happens, even if this is cancelled."""
         await awaited(ipc_events.SharedEvent.close, self.blocking)
+
+
+Event = SharedEvent
+"""The old name, which works for one more version."""
 
 
 class Watch(AsyncIterator[int | None]):

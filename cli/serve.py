@@ -13,7 +13,7 @@ import click
 
 from cubroker.cli import format, options
 from cubroker.protocol.errors import DeviceFailure
-from cubroker.server.config.load import DEFAULT, InvalidConfig, Sources
+from cubroker.server.config.load import DEFAULT, ConfigSources, InvalidConfig
 from cubroker.server.config.schema import DEFAULT_BUDGET, SETTINGS, find, get, nearest
 
 FILE_VARIABLE = "CUBROKER_CONFIG"
@@ -184,6 +184,6 @@ def show(file: Path | None, as_json: bool, given: Mapping[str, str]) -> int:
     return 0
 
 
-def _sources(file: Path | None, given: Mapping[str, str]) -> Sources:
+def _sources(file: Path | None, given: Mapping[str, str]) -> ConfigSources:
     _, descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)  # as many as serve raises the limit to
-    return Sources(file, given, os.environ, descriptors)
+    return ConfigSources(file, given, os.environ, descriptors)

@@ -24,8 +24,8 @@ from cubroker.client.memory.mapping import LeasedMemory
 from cubroker.client.notices import Count, Watch, time_limit
 from cubroker.client.pool import Draft, Pool
 from cubroker.client.publish import Sources
-from cubroker.client.replica import Index, decode
-from cubroker.client.session import Session
+from cubroker.client.replica import TensorIndex, decode
+from cubroker.client.session import ClientSession
 from cubroker.client.transport.handshake import until_served
 from cubroker.client.transport.requests import Future, Requests, Steps, blocking, expect, run, seconds
 from cubroker.driver import Driver
@@ -90,7 +90,7 @@ class Broker(NotPicklable, Closeable):
         self._follows: WeakRefs[Follow] = WeakRefs()
         self._locks: WeakRefs[NameLock] = WeakRefs()
         self._reopening = RLock()  # a signal handler or a finalizer may reopen in the middle
-        session = until_served(lambda: Session(place, timeout, greeting), seconds(wait), self._closed.wait)
+        session = until_served(lambda: ClientSession(place, timeout, greeting), seconds(wait), self._closed.wait)
         self._owner = session.owner
         #: The session, and what ends it when this object is no more: replaced together.
         self._opened = session, session.cleanup.guard(self, session.end)
@@ -99,7 +99,7 @@ class Broker(NotPicklable, Closeable):
         return f"<Broker on {self.directory}, session {self.session}>"
 
     @property
-    def _session(self) -> Session:
+    def _session(self) -> ClientSession:
         return self._opened[0]
 
     @property
@@ -639,17 +639,17 @@ class Broker(NotPicklable, Closeable):
             session.cleanup.put(guard)
         yield from session.left()
 
-    def _live(self, wait: float, pause: Callable[[float], object]) -> Session:
+    def _live(self, wait: float, pause: Callable[[float], object]) -> ClientSession:
         """Return a session that lives: this one, or another; see :func:`until_served`."""
         self._session.check_may_wait()
         return until_served(self._reopen, wait, pause)
 
-    def _reopen(self) -> Session:
+    def _reopen(self) -> ClientSession:
         with self._reopening:
             session, guard = self._opened
             self._check_open()
             if session.lost:
-                new = Session(session.directory, *self._timeouts)
+                new = ClientSession(session.directory, *self._timeouts)
                 if self._session is session:  # else this was done in the middle, and the new one ends with this call
                     session.cleanup.put(guard)
                     self._opened = new, new.cleanup.guard(self, new.end)
@@ -714,7 +714,7 @@ class Broker(NotPicklable, Closeable):
         if attach and isinstance(reply, messages.Attached):
             return (yield from self._attached(lease, reply, mapped, attach.owners))
         created = expect(reply, messages.Created)
-        draft = Draft(lease, mapped, Index(layout), created.name, scratch=writable)
+        draft = Draft(lease, mapped, TensorIndex(layout), created.name, scratch=writable)
         return (yield from self._keep(draft))
 
     def _update(

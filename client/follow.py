@@ -19,7 +19,7 @@ from weakref import ref
 
 from cubroker.client.fork_guard import Closeable, NotPicklable, OwnerProcess
 from cubroker.client.notices import News, time_limit
-from cubroker.client.session import Session, shortage
+from cubroker.client.session import ClientSession, shortage
 from cubroker.client.transport import zmq_preflight
 from cubroker.client.transport.handshake import LAST_PAUSE
 from cubroker.client.transport.requests import run, run_in_loop
@@ -60,7 +60,7 @@ class Follow(NotPicklable, Iterator[int], AsyncIterator[int], Closeable):
     def __init__(
         self,
         name: str,
-        live: Callable[[Pause], Session],
+        live: Callable[[Pause], ClientSession],
         owners: tuple[int, ...] = (),
         timeout: float | None = None,
         wanted: Callable[[int], bool] = bool,
@@ -223,7 +223,7 @@ class Follower:
     The death of the Follow is a call into C, as for the cleanup thread (:mod:`.cleanup_thread`).
     """
 
-    def __init__(self, name: str, live: Callable[[Pause], Session], owners: tuple[int, ...]) -> None:
+    def __init__(self, name: str, live: Callable[[Pause], ClientSession], owners: tuple[int, ...]) -> None:
         self.told = Told(0, 0)
         #: Why no version can come now.
         self.missing = ""
@@ -267,7 +267,7 @@ class Follower:
             self.news.fail(self._failure)  # else all who iterate would wait for ever
             raise
 
-    def _listen(self, session: Session) -> bool:
+    def _listen(self, session: ClientSession) -> bool:
         """Note what a session hears of the pool until it is lost; returns whether it has heard anything.
 
         Where owners count, each change takes a question, and an answer that was overtaken by a change does not count.

@@ -43,10 +43,7 @@ class OwnerProcess:
 
 
 class Closeable(ABC):
-    """A context manager that closes its object at the end; ``_owner`` is the process of the object.
-
-    Not to be confused with :class:`cubroker.driver.context.Closeable`, the resources of a CUDA context.
-    """
+    """A context manager that closes its object at the end; ``_owner`` is the process of the object."""
 
     _owner: OwnerProcess
 

@@ -20,7 +20,7 @@ from cubroker.client import devices
 from cubroker.client.cleanup_thread import Retry
 from cubroker.client.fork_guard import Closeable, NotPicklable, WeakRefs
 from cubroker.client.memory.mapping import DeviceMapping
-from cubroker.client.session import Resource, Session
+from cubroker.client.session import ClientSession, Resource
 from cubroker.client.transport.requests import Future, Pending, Steps, blocking, expect
 from cubroker.driver import Context, Device, DriverError, Event, Stream
 from cubroker.protocol import fields
@@ -61,7 +61,7 @@ class EventRef:
 class EventHandle(Resource[EventRef]):
     """One event in this process, made or opened. The driver's event is in ``context``."""
 
-    def __init__(self, session: Session, context: Context, label: str) -> None:
+    def __init__(self, session: ClientSession, context: Context, label: str) -> None:
         super().__init__(session, label)
         self._context = context
         self._begun = False
@@ -120,7 +120,7 @@ class OwnedEvent(EventHandle):
 
     request = "ShareEvent"
 
-    def __init__(self, session: Session, context: Context, label: str, lease: int, name: str) -> None:
+    def __init__(self, session: ClientSession, context: Context, label: str, lease: int, name: str) -> None:
         super().__init__(session, context, label)
         self._lease = lease
         self._name = name
@@ -151,7 +151,7 @@ class OpenedEvent(EventHandle):
 
     request = "OpenEvent"
 
-    def __init__(self, session: Session, context: Context, label: str, reply: EventOpened) -> None:
+    def __init__(self, session: ClientSession, context: Context, label: str, reply: EventOpened) -> None:
         super().__init__(session, context, label)
         self._number = reply.event
         self._handle = reply.handle
@@ -206,7 +206,7 @@ class SharedEvent(NotPicklable, Closeable):
     """
 
     def __init__(
-        self, ref: EventRef, handle: EventHandle, pool: EventPool, session: Session, name: str, device: Device
+        self, ref: EventRef, handle: EventHandle, pool: EventPool, session: ClientSession, name: str, device: Device
     ) -> None:
         self._ref: EventRef | None = ref  # first: the driver's event dies with this object
         self.name = name
@@ -345,7 +345,7 @@ class SharedEvent(NotPicklable, Closeable):
 class BlockingRequests:
     """Requests of one object that wait at the broker while a thread waits here; the end of the object ends them."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: ClientSession) -> None:
         self._session = session
         self._under_way: dict[Pending, Future[Reply]] = {}
         self._over: CubrokerError | None = None
@@ -380,7 +380,7 @@ class BlockingRequests:
 class Events:
     """The events of one pool in this process."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: ClientSession) -> None:
         self._session = session
         self._opening = BlockingRequests(session)
         self._open: WeakRefs[SharedEvent] = WeakRefs()

@@ -7,7 +7,7 @@ with leases, no frame of the caller owns a lock: with the last reference to its 
 from __future__ import annotations
 
 from cubroker.client.fork_guard import Closeable, NotPicklable
-from cubroker.client.session import Resource, Session
+from cubroker.client.session import ClientSession, Resource
 from cubroker.client.transport.requests import Pending, Steps, blocking
 from cubroker.protocol.errors import CubrokerError, Unavailable
 from cubroker.protocol.messages import Lock, Locked, Reply, Unlock
@@ -24,7 +24,7 @@ class LockHandle(Resource[LockRef]):
 
     request = "Lock"
 
-    def __init__(self, session: Session, name: str, wait: float) -> None:
+    def __init__(self, session: ClientSession, name: str, wait: float) -> None:
         super().__init__(session, f"the lock of {name!r}")
         self._body = Lock(name, wait)
         self._pending = Pending(self._answered)
@@ -70,7 +70,7 @@ class NameLock(NotPicklable, Closeable):
         name: the name.
     """
 
-    def __init__(self, handle: LockHandle, ref: LockRef, session: Session, name: str) -> None:
+    def __init__(self, handle: LockHandle, ref: LockRef, session: ClientSession, name: str) -> None:
         self._ref: LockRef | None = ref
         self.name = name
         self._handle = handle
@@ -111,7 +111,7 @@ class NameLock(NotPicklable, Closeable):
         return self._handle.confirm()
 
 
-def obtain(session: Session, name: str, wait: float) -> Steps[NameLock]:
+def obtain(session: ClientSession, name: str, wait: float) -> Steps[NameLock]:
     """Take the lock of a name; see :meth:`cubroker.client.broker.Broker.lock`."""
     handle = LockHandle(session, name, wait)
     return NameLock(handle, (yield from handle.obtain(wait)), session, name)

@@ -14,8 +14,8 @@ from cubroker.client.ipc_events import Events, SharedEvent
 from cubroker.client.memory.lease import LeaseHandle, LeaseRequest
 from cubroker.client.memory.mapping import DeviceMapping, LeasedMemory, Spot
 from cubroker.client.memory.multicast import MulticastMapping
-from cubroker.client.replica import Index, Replica, difference
-from cubroker.client.session import Session
+from cubroker.client.replica import Replica, TensorIndex, difference
+from cubroker.client.session import ClientSession
 from cubroker.client.tensor import SharedTensor
 from cubroker.client.transport.requests import Future, Steps, blocking, expect, run, seconds
 from cubroker.driver import DriverError
@@ -61,7 +61,7 @@ class Pool(Replica, Closeable):
         self,
         lease: LeaseHandle,
         mapped: LeasedMemory,
-        index: Index,
+        index: TensorIndex,
         name: str,
         owners: tuple[int, ...] = (),
     ) -> None:
@@ -254,7 +254,7 @@ class Pool(Replica, Closeable):
         self._owner.check()
         session, label = self._session, self._label
 
-        def live(_: object) -> Session:
+        def live(_: object) -> ClientSession:
             if session.lost:
                 raise Unavailable(f"{label} is lost: {session.lost}; close it, and attach again")
             return session
@@ -490,7 +490,7 @@ class Draft(Pool):
     _sealed = False
 
     def __init__(
-        self, lease: LeaseHandle, mapped: LeasedMemory, index: Index, name: str, *, scratch: bool = False
+        self, lease: LeaseHandle, mapped: LeasedMemory, index: TensorIndex, name: str, *, scratch: bool = False
     ) -> None:
         super().__init__(lease, mapped, index, name)
         self._scratch = scratch
@@ -566,7 +566,7 @@ class Draft(Pool):
         self._memory()
         return named_arrays.layout_in(self, named_arrays.describe(source, self._session.driver), self._label)
 
-    def _lay_out(self, mapped: LeasedMemory, index: Index) -> None:
+    def _lay_out(self, mapped: LeasedMemory, index: TensorIndex) -> None:
         self._index = index
         self.replicas = tuple(Replica(mapped, (place,), index) for place in mapped.places)
         #: What the broker has; None while it is told another.
@@ -583,7 +583,7 @@ class Draft(Pool):
             raise Invalid(f"the layout to seal {self._label} with cannot be that of its memory: {why}")
         self._told = None
         yield from self._session.ask(SetLayout(self._lease.number, layout.encode()), Done)
-        self._lay_out(self._memory(), Index(layout))
+        self._lay_out(self._memory(), TensorIndex(layout))
 
     def _check_stays(self) -> None:
         if self._session.version < IN_PLACE:

@@ -38,7 +38,7 @@ _Piece = tuple[Context, int, TensorSpec, int]
 
 
 class Sources:
-    """The arrays of a new version, by name. Not to be confused with ``cubroker.server.config.load.Sources``."""
+    """The arrays of a new version, by name."""
 
     def __init__(self, driver: Driver, arrays: Arrays) -> None:
         self._driver = driver

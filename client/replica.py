@@ -15,11 +15,8 @@ from cubroker.protocol.errors import Invalid
 from cubroker.protocol.layout import Layout, TensorSpec
 
 
-class Index:
-    """A layout, and its tensors by name; with ``allocations`` only the tensors of these.
-
-    Not to be confused with :class:`cubroker.server.store.journal.Index`.
-    """
+class TensorIndex:
+    """A layout, and its tensors by name; with ``allocations`` only the tensors of these."""
 
     __slots__ = ("layout", "tensors")
 
@@ -31,9 +28,9 @@ class Index:
 
 
 @lru_cache(maxsize=8)
-def decode(layout: bytes) -> Index:
+def decode(layout: bytes) -> TensorIndex:
     """Decode a layout of a message; the last few are cached, since processes attach to the same pools again."""
-    return Index(Layout.decode(layout))
+    return TensorIndex(Layout.decode(layout))
 
 
 def difference(layout: Layout, other: Layout) -> str:
@@ -74,8 +71,6 @@ class AllocationHandle:
 class Replica(NotPicklable, Mapping[str, SharedTensor]):
     """The tensors of one version on one device, or a sharded version's on all of them.
 
-    Not to be confused with :class:`cubroker.protocol.messages.Replica`.
-
     Tensors are made when they are asked for; indexing is cheap and gives a new object every time.
 
     Attributes:
@@ -85,7 +80,7 @@ class Replica(NotPicklable, Mapping[str, SharedTensor]):
     __eq__ = object.__eq__  # each belongs to one lease, even where two hold the same tensors
     __hash__ = object.__hash__
 
-    def __init__(self, mapped: LeasedMemory, places: Sequence[DeviceMapping], index: Index) -> None:
+    def __init__(self, mapped: LeasedMemory, places: Sequence[DeviceMapping], index: TensorIndex) -> None:
         self._mapped: LeasedMemory | None = mapped
         self._last_label = mapped.label
         # The first place that has an allocation stands for it: those of a draft of a replicated version all have it.
@@ -98,7 +93,7 @@ class Replica(NotPicklable, Mapping[str, SharedTensor]):
         self._places = tuple(place for place in places if place in self._place.values()) or tuple(places[:1])
         self.allocations = tuple(sorted(self._place))
         whole = len(self.allocations) == len(index.layout.allocations)
-        self._index = index if whole else Index(index.layout, self._place)
+        self._index = index if whole else TensorIndex(index.layout, self._place)
 
     @property
     def layout(self) -> Layout:

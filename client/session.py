@@ -48,18 +48,18 @@ T = TypeVar("T")
 EXIT = 1.0
 """Seconds that the interpreter's exit waits for each thread."""
 
-SESSIONS: WeakRefs[Session] = WeakRefs()
+SESSIONS: WeakRefs[ClientSession] = WeakRefs()
 """Those of this process."""
 
 
-class Held:
+class Holding:
     """A lease or an event of a session: asked for, held, or on its way back."""
 
     def abandon(self, reason: CubrokerError) -> None:
         """Give it back when it comes: its caller waits no more, because of ``reason``. No effect once it came."""
 
 
-class Asked(Held, Generic[T]):
+class Asked(Holding, Generic[T]):
     """What a caller asks for, until it is handed over."""
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class Resource(Asked[T], ABC):
     #: The name of the request that brings it.
     request: ClassVar[str]
 
-    def __init__(self, session: Session, label: str) -> None:
+    def __init__(self, session: ClientSession, label: str) -> None:
         super().__init__()
         #: What messages call it.
         self.label = label
@@ -133,11 +133,8 @@ class Resource(Asked[T], ABC):
         self.hand_over(value)
 
 
-class Session:
+class ClientSession:
     """A :class:`Broker`'s session. It ends when the Broker is closed and the last lease given back.
-
-    Not to be confused with :class:`cubroker.server.ledger.model.Session` or
-    :class:`cubroker.server.transport.session.Session`.
 
     Its arguments and errors are those of :class:`Broker`.
     """
@@ -153,7 +150,7 @@ class Session:
         #: Whether the interpreter exits.
         self.stopped = False
         #: Leases and events, from being asked for to their end.
-        self.held: set[Held] = set()
+        self.held: set[Holding] = set()
         #: Those of the leases that store to all replicas.
         self.rebindable: WeakRefs[Rebindable] = WeakRefs()
         #: Versions whose memory went with an earlier broker, and why.
@@ -330,7 +327,7 @@ class Session:
             self._stop_threads()
         self._left.set(not held)
 
-    def forget(self, held: Held) -> None:
+    def forget(self, held: Holding) -> None:
         """A lease or an event has ended. Runs on either thread of the session."""
         self.held.discard(held)
         if self._leaving and not self.held:

@@ -212,11 +212,8 @@ class PrimaryContext:
         return Pinned(self, nbytes)
 
 
-class Closeable:
-    """A resource of a context with exactly one undo, which ``with`` calls.
-
-    Not to be confused with ``cubroker.client.fork_guard.Closeable``, the sessions and pools of a client.
-    """
+class ContextResource:
+    """A resource of a context with exactly one undo, which ``with`` calls."""
 
     def __init__(self, context: PrimaryContext) -> None:
         self._context = context
@@ -233,10 +230,8 @@ class Closeable:
         self.close()
 
 
-class Event(Closeable):
+class Event(ContextResource):
     """A place in a stream; see :meth:`PrimaryContext.event` and :meth:`PrimaryContext.open_event`.
-
-    Not to be confused with ``cubroker.server.ledger.events.Event``, what the ledger is told.
 
     :meth:`record` puts it there, and may move it later. All processes that have the event open record, query and wait
     for the same place. Once the process that made it has closed it or has ended, the driver promises nothing about
@@ -319,7 +314,7 @@ _EVENT_IN_CAPTURE = (
 )
 
 
-class Stream(Closeable):
+class Stream(ContextResource):
     """Work that is done in order, beside other streams; see :meth:`PrimaryContext.stream`.
 
     Args:
@@ -398,7 +393,7 @@ class Stream(Closeable):
             self._calls.cuStreamDestroy(self._stream)
 
 
-class Pinned(Closeable):
+class Pinned(ContextResource):
     """Host memory that a GPU copies from at full speed; see :meth:`PrimaryContext.pin`."""
 
     def __init__(self, context: PrimaryContext, nbytes: int) -> None:
@@ -417,7 +412,7 @@ class Pinned(Closeable):
             self._calls.cuMemFreeHost(self.pointer)
 
 
-class Kernel(Closeable):
+class Kernel(ContextResource):
     """One entry of a PTX file of this package, which the driver compiles for the device when it is loaded.
 
     The caller closes it before the context is released.

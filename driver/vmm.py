@@ -17,7 +17,7 @@ from typing import Any
 
 from cubroker.driver.buffers import handle_bytes, handle_of
 from cubroker.driver.checked_calls import Calls, DriverError, explained, tolerated
-from cubroker.driver.context import Closeable, PrimaryContext
+from cubroker.driver.context import ContextResource, PrimaryContext
 from cubroker.driver.errors import unmapped
 
 _IMPORT = "cuMemImportFromShareableHandle"
@@ -79,11 +79,8 @@ class Physical:
             return self._calls.cuMemCreate(self.nbytes, _properties(module, self.device), 0)
 
 
-class Reservation(Closeable):
-    """A range of addresses at which one memory of the same size can be mapped; see :meth:`Context.reserve`.
-
-    Not to be confused with ``cubroker.server.ledger.policy.Reservation``, the right to publish names of one prefix.
-    """
+class Reservation(ContextResource):
+    """A range of addresses at which one memory of the same size can be mapped; see :meth:`Context.reserve`."""
 
     def __init__(self, context: PrimaryContext, nbytes: int) -> None:
         super().__init__(context)

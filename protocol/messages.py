@@ -153,10 +153,7 @@ class Welcome(Message, frozen=True):
 
 
 class Refused(Message, frozen=True):
-    """There will be no session; the broker closes the connection.
-
-    Not to be confused with :class:`cubroker.client.memory.multicast.Refused`.
-    """
+    """There will be no session; the broker closes the connection."""
 
     #: As in :mod:`cubroker.protocol.errors`.
     code: str
@@ -552,8 +549,8 @@ class Envelope(Struct, frozen=True, array_like=True):
 # -- answers ---------------------------------------------------------------------------------------
 
 
-class Replica(Struct, frozen=True, array_like=True):
-    """A version's memory on one device. Not to be confused with ``cubroker.client.Replica``, which is open."""
+class ReplicaHandles(Struct, frozen=True, array_like=True):
+    """What opens a version's memory on one device."""
 
     device: Uuid
     #: One per allocation of the layout: ``b""`` for an allocation that the device does not have, :data:`DESCRIPTOR`
@@ -561,7 +558,7 @@ class Replica(Struct, frozen=True, array_like=True):
     handles: Handles
 
 
-Replicas = Annotated[tuple[Replica, ...], Meta(max_length=MAX_DEVICES)]
+Replicas = Annotated[tuple[ReplicaHandles, ...], Meta(max_length=MAX_DEVICES)]
 
 
 class Team(Struct, frozen=True, array_like=True):

@@ -39,14 +39,13 @@ from cubroker.server.event_queue import (
     TurnDue,
 )
 from cubroker.server.ledger import Ledger, events
-from cubroker.server.ledger.events import Effect, RequestReceived, Respond
-from cubroker.server.ledger.events import Event as LedgerEvent
+from cubroker.server.ledger.events import Effect, LedgerEvent, RequestReceived, Respond
 from cubroker.server.ledger.snapshot import Audit
 from cubroker.server.monitoring.observer import LedgerObserver
 from cubroker.server.store.fdstore import StoreReplied
 from cubroker.server.transport.admission import Sessions, answer_ping
-from cubroker.server.transport.requests import Requests, own_failure
-from cubroker.server.transport.session import FdTransfer, Session
+from cubroker.server.transport.requests import IncomingRequests, own_failure
+from cubroker.server.transport.session import FdTransfer, SessionConnection
 from cubroker.server.transport.session_journal import LoggedSession, SessionLog
 
 if TYPE_CHECKING:
@@ -112,7 +111,7 @@ class Broker:
         self._checks = checks
         self._unwritten: list[tuple[bytes, bytes | None]] = []  # what the journal had no room for
         self._retry: asyncio.TimerHandle | None = None
-        self._requests = Requests(queue, self._loop, session_log)
+        self._requests = IncomingRequests(queue, self._loop, session_log)
         self.sessions = Sessions(queue, ledger, self._requests, driver, store, session_log)
         self._sessions = self.sessions.by_number
         self._descriptors: dict[int, dict[int, int]] = {}  # by ticket or multicast group, and by number in that
@@ -308,7 +307,7 @@ class Broker:
         elif refusal.code == OverQuota.code and self._checks:
             self._checks.soon()  # it may be for memory beyond leases; a client that is told to unmap asks again
 
-    def _awaiting(self, number: int, request: int) -> Session | None:
+    def _awaiting(self, number: int, request: int) -> SessionConnection | None:
         """Return the session of a request that is still to be answered, else None."""
         session = self._sessions.get(number)
         return session if session and session.replies.is_pending(request) else None

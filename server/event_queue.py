@@ -13,8 +13,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
-from cubroker.server.ledger.events import Event as LedgerEvent
-from cubroker.server.ledger.events import ProcessMemory
+from cubroker.server.ledger.events import LedgerEvent, ProcessMemory
 from cubroker.server.store.fdstore import StoreReplied
 from cubroker.server.transport.peer_credentials import Peer
 

@@ -19,7 +19,7 @@ from cubroker.protocol.messages import GatewayChanged
 from cubroker.protocol.paths import REQUEST_SOCKET
 from cubroker.server import hardening, logs
 from cubroker.server.broker import Broker
-from cubroker.server.config.load import Current, Sources
+from cubroker.server.config.load import ConfigSources, Current
 from cubroker.server.config.schema import Config
 from cubroker.server.devices.allocator import DeviceAllocator, MulticastBinder, device_budgets
 from cubroker.server.devices.gpu_processes import NvmlWatch
@@ -66,7 +66,7 @@ def configure(file: Path | None, options: Mapping[str, str]) -> Current:
     hardening.hide()
     _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))  # a session takes two
-    return Current(Sources(file, options, os.environ, min(files, sd_notify.places(os.environ) or files)))
+    return Current(ConfigSources(file, options, os.environ, min(files, sd_notify.places(os.environ) or files)))
 
 
 def serve(current: Current, ready: Callable[[], None] | None = None) -> int:

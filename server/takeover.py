@@ -20,7 +20,7 @@ from cubroker.server.broker import Broker
 from cubroker.server.devices.allocator import DeviceAllocator, stored_as
 from cubroker.server.directory_lock import LISTENERS
 from cubroker.server.ledger import HeldMemory, Ledger
-from cubroker.server.ledger.events import ConnectionLost, Event, MemoryLost, ProcessExited, Resumed, SessionOpened
+from cubroker.server.ledger.events import ConnectionLost, LedgerEvent, MemoryLost, ProcessExited, Resumed, SessionOpened
 from cubroker.server.store.fdstore import AsyncNotifier, Store
 from cubroker.server.store.sd_notify import VARIABLES, Manager, close_all, inherit
 from cubroker.server.transport.peer_credentials import Peer
@@ -144,7 +144,7 @@ def restore(
     if stray:
         log.error("the journal has %d values of sessions that the ledger does not know, and forgets them", len(stray))
         session_log.forget(stray)
-    news: list[Event] = []
+    news: list[LedgerEvent] = []
     for known in sessions:
         news += _adopt_session(broker, ledger, known, logged[known.session], store)
     for held in ledger.held_memory():
@@ -156,7 +156,7 @@ def restore(
 
 def _adopt_session(
     broker: Broker, ledger: Ledger, known: SessionOpened, logged: LoggedSession, store: Store
-) -> Iterator[Event]:
+) -> Iterator[LedgerEvent]:
     """Take a session over, and yield what happened to it meanwhile."""
     connection, pidfd = _ends(store.take(label(known.session)))
     if logged.no_secret:

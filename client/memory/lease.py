@@ -26,7 +26,7 @@ from cubroker.client.cleanup_thread import Guard, Retry
 from cubroker.client.memory.mapping import AddressSpace, LeasedMemory, Source, Spot
 from cubroker.client.memory.multicast import MulticastMapping
 from cubroker.client.replica import decode, difference
-from cubroker.client.session import Asked, Held, Session
+from cubroker.client.session import Asked, ClientSession, Holding
 from cubroker.client.transport import fd_receiver
 from cubroker.client.transport.requests import Future, Pending, Steps
 from cubroker.driver import CurrentContext, DriverError
@@ -100,10 +100,10 @@ TRANSITIONS: Mapping[LeaseState, Mapping[LeaseEvent, LeaseState]] = {
 """Every event that can come in a state, and the state after it; any other is a mistake of this module."""
 
 
-class LeaseHandle(Held):
+class LeaseHandle(Holding):
     """One lease of this process, and its memory."""
 
-    def __init__(self, session: Session, layout: Layout | None = None) -> None:
+    def __init__(self, session: ClientSession, layout: Layout | None = None) -> None:
         self.session = session
         self.state = LeaseState.ASKED
         #: The broker's, while the memory is mapped; 0 before, and while it sleeps.
@@ -584,7 +584,7 @@ class LeaseRequest(Asked[Granted]):
 
 
 def acquire(
-    session: Session, body: Attach | Create, layout: Layout | None = None
+    session: ClientSession, body: Attach | Create, layout: Layout | None = None
 ) -> Steps[tuple[LeaseHandle, Attached | Created, LeasedMemory]]:
     """Ask for a lease and map its memory; ``layout`` is the memory's, if the answer does not say it."""
     lease = LeaseHandle(session, layout)

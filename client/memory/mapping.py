@@ -18,7 +18,7 @@ from cubroker.driver import Context, CurrentContext, Device, Driver, DriverError
 from cubroker.driver.buffers import round_up
 from cubroker.driver.vmm import Reservation, replace, unmap
 from cubroker.protocol.errors import Invalid, Unavailable
-from cubroker.protocol.messages import BY_DESCRIPTOR, Replica
+from cubroker.protocol.messages import BY_DESCRIPTOR, ReplicaHandles
 
 log = logging.getLogger(__name__)
 
@@ -224,7 +224,7 @@ class AddressSpace:
     def open(
         self,
         driver: Driver,
-        replicas: Sequence[Replica],
+        replicas: Sequence[ReplicaHandles],
         sizes: Sequence[int],
         sources: Sequence[Source],
         accessor: str | None,
@@ -254,7 +254,12 @@ class AddressSpace:
         self._opened.append(reservation)
 
     def reach(
-        self, driver: Driver, home: DeviceMapping, replica: Replica, sources: Sequence[Source], sizes: Sequence[int]
+        self,
+        driver: Driver,
+        home: DeviceMapping,
+        replica: ReplicaHandles,
+        sources: Sequence[Source],
+        sizes: Sequence[int],
     ) -> DeviceMapping:
         """Map another replica for the device of ``home`` to write, or, if it does not reach it, for its own device."""
         near = driver.peers.can_access(home.memory.index, devices.find(driver, replica.device).index)

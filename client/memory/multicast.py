@@ -21,12 +21,12 @@ from weakref import ref
 
 from cubroker.client import devices
 from cubroker.client.memory.mapping import AddressSpace, DeviceMapping, LeasedMemory, Source, TensorUse
-from cubroker.client.session import Session
+from cubroker.client.session import ClientSession
 from cubroker.client.transport.requests import UNWANTED, Future
 from cubroker.driver import Context, DriverError, Window
 from cubroker.driver.multicast import PIECE, unavailable
 from cubroker.protocol.errors import CubrokerError, Invalid, NotFound, TimedOut, Unavailable, Unsupported
-from cubroker.protocol.messages import Attached, Created, Rebound, Replica, Team
+from cubroker.protocol.messages import Attached, Created, Rebound, ReplicaHandles, Team
 
 log = logging.getLogger(__name__)
 
@@ -102,11 +102,8 @@ class Copies:
                 _stage(home, first, place.context, place.pointer(allocation) + offset, nbytes)
 
 
-class Refused:
-    """No stores: this process cannot do what other holders can, and ``why``.
-
-    Not to be confused with :class:`cubroker.protocol.messages.Refused`.
-    """
+class StoresRefused:
+    """No stores: this process cannot do what other holders can, and ``why``."""
 
     def __init__(self, why: str) -> None:
         self.why = why
@@ -122,7 +119,7 @@ class Unbound:
         self.over: Future[None] = Future()
 
 
-Outlet = Windows | Copies | Refused | Unbound
+Outlet = Windows | Copies | StoresRefused | Unbound
 
 
 class MulticastOffer(NamedTuple):
@@ -131,7 +128,7 @@ class MulticastOffer(NamedTuple):
     #: How that is done.
     team: Team
     #: The replicas on other devices, for copies.
-    others: tuple[Replica, ...]
+    others: tuple[ReplicaHandles, ...]
     #: What opens the ``others``, in order, then what opens the multicast objects.
     sources: Sequence[Source]
     #: Whether its broker is gone, and such objects may be with it.
@@ -200,7 +197,9 @@ class MulticastMapping:
         sizes: bytes of every allocation of the layout.
     """
 
-    def __init__(self, session: Session, memory: LeasedMemory, version: tuple[str, int], sizes: Sequence[int]) -> None:
+    def __init__(
+        self, session: ClientSession, memory: LeasedMemory, version: tuple[str, int], sizes: Sequence[int]
+    ) -> None:
         #: The lease's number; 0 while it sleeps.
         self.lease = 0
         #: The way to all replicas; None if this lease has none.
@@ -268,7 +267,7 @@ class MulticastMapping:
         if (outlet := self.outlet) is None:
             device = self._places[0].context.device.index
             raise Invalid(f"{memory.label} has no replica on device {device}; attach on one of its devices")
-        if isinstance(outlet, Refused):
+        if isinstance(outlet, StoresRefused):
             raise Unsupported(f"this process cannot store to all replicas of {memory.label}: {outlet.why}")
         return outlet
 
@@ -380,14 +379,14 @@ class MulticastMapping:
                     raise
                 why = str(error)
         if why and not offer.others and len(self._places) == 1:  # the other replicas are not at hand
-            return Refused(why)
+            return StoresRefused(why)
         try:
             return self._copies(offer)
         except NotFound as error:
-            return Refused(error.message)
+            return StoresRefused(error.message)
 
     def _woken(self, label: str, outlet: Outlet | None, offer: MulticastOffer) -> Outlet | None:
-        if outlet is None or isinstance(outlet, Refused):
+        if outlet is None or isinstance(outlet, StoresRefused):
             return outlet
         before = outlet.before if isinstance(outlet, Unbound) else outlet
         if before is None:
@@ -476,7 +475,7 @@ class MulticastMapping:
             self.space.close()
         except DriverError as error:
             log.error("%s", str(error))  # it is tried again when the lease ends
-        return Refused(f"{why}; close it, and attach again")
+        return StoresRefused(f"{why}; close it, and attach again")
 
     def _found_again(self, before: Outlet | None, offer: MulticastOffer, *, asleep: bool) -> Outlet | None:
         if isinstance(before, Windows) and before.sizes == offer.team.sizes:

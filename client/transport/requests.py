@@ -244,8 +244,6 @@ class Pending:
 class Requests(NotPicklable):
     """All requests of one session.
 
-    Not to be confused with :class:`cubroker.server.transport.requests.Requests`.
-
     Args:
         authentication: authenticates the frames of this session.
         owner: the process that opened the session; other processes are refused.

@@ -75,8 +75,8 @@ class EffectiveConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Sources:
-    """All places where settings are looked for. Not to be confused with ``cubroker.client.publish.Sources``."""
+class ConfigSources:
+    """All places where settings are looked for."""
 
     #: A TOML file, if one is in use.
     file: Path | None = None
@@ -198,7 +198,7 @@ def _paths(table: Mapping[str, object]) -> Iterator[Place]:
 class Current:
     """The configuration in force, unless that raises ``InvalidConfig``; :meth:`reload` reads it again."""
 
-    def __init__(self, sources: Sources) -> None:
+    def __init__(self, sources: ConfigSources) -> None:
         self.sources = sources
         self.effective = sources.read()
 

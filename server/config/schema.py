@@ -27,7 +27,7 @@ from cubroker.protocol.errors import Invalid
 from cubroker.protocol.messages import AUTO, IPC, VMM
 from cubroker.server.byte_sizes import parse_budget, parse_bytes
 from cubroker.server.ledger.model import SESSION_FDS
-from cubroker.server.ledger.policy import MAX_KEEP, MODE, Limits, Policy, Quota, Reservation
+from cubroker.server.ledger.policy import MAX_KEEP, MODE, Limits, NameReservation, Policy, Quota
 from cubroker.server.transport.unix_sockets import Access
 
 PREFIX = "CUBROKER_"
@@ -63,11 +63,8 @@ def show(written: object) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
-    """One way to write a value.
-
-    Not to be confused with :class:`cubroker.server.ledger.tables.Kind`.
-    """
+class ValueKind:
+    """One way to write a value."""
 
     #: What may be written, said in a refusal.
     advice: str
@@ -99,18 +96,18 @@ def parse_number(text: str) -> int | str:
     return int(text) if re.fullmatch(r"-?\d{1,18}", text, re.ASCII) else text
 
 
-def number(least: int, most: int) -> Kind:
+def number(least: int, most: int) -> ValueKind:
     """Return the kind of whole numbers in a range."""
     bounds = Annotated[int, Meta(ge=least, le=most)]
-    return Kind(f"write a whole number from {least} to {most}", bounds, parse=parse_number)
+    return ValueKind(f"write a whole number from {least} to {most}", bounds, parse=parse_number)
 
 
-def choice(*names: str) -> Kind:
+def choice(*names: str) -> ValueKind:
     """Return the kind that is one of these words."""
-    return Kind(f"write {', '.join(map(show, names[:-1]))} or {show(names[-1])}", Literal.__getitem__(names))
+    return ValueKind(f"write {', '.join(map(show, names[:-1]))} or {show(names[-1])}", Literal.__getitem__(names))
 
 
-def mode(most: int) -> Kind:
+def mode(most: int) -> ValueKind:
     """Return the kind of permission bits, none but those of ``most``."""
 
     def bits(value: int | str) -> int:
@@ -120,7 +117,7 @@ def mode(most: int) -> Kind:
         return number
 
     written = Natural | Annotated[str, Meta(pattern=r"^(0o?)?[0-7]{3}\Z")]
-    return Kind(f'write it in octal, as in 0o640 or "640", up to 0o{most:03o}', written, bits, octal=True)
+    return ValueKind(f'write it in octal, as in 0o640 or "640", up to 0o{most:03o}', written, bits, octal=True)
 
 
 def _bytes(value: int | str) -> int | None:
@@ -155,9 +152,10 @@ class _ReservationTable(Struct, forbid_unknown_fields=True):
     groups: list[Identity] = []
 
 
-def _reservations(value: Mapping[str, _ReservationTable]) -> dict[str, Reservation]:
+def _reservations(value: Mapping[str, _ReservationTable]) -> dict[str, NameReservation]:
     return {
-        prefix: Reservation(_users(table.users), frozenset(map(group, table.groups))) for prefix, table in value.items()
+        prefix: NameReservation(_users(table.users), frozenset(map(group, table.groups)))
+        for prefix, table in value.items()
     }
 
 
@@ -195,38 +193,40 @@ def _listen(value: str) -> Address | Path | None:
     return Address(found[2], int(found[4]))
 
 
-COUNT = Kind('write 0 or more, or "unlimited"', Natural | Literal["unlimited"], _bytes, parse_number)
-BYTES = Kind('write bytes, as in 4096 or "40GiB", or "unlimited"', Natural | str, _bytes, parse_number)
-SECONDS = Kind(
+COUNT = ValueKind('write 0 or more, or "unlimited"', Natural | Literal["unlimited"], _bytes, parse_number)
+BYTES = ValueKind('write bytes, as in 4096 or "40GiB", or "unlimited"', Natural | str, _bytes, parse_number)
+SECONDS = ValueKind(
     "write seconds, from 0 to 86400",
     Annotated[float, Meta(ge=0, le=86_400)],
     parse=lambda text: float(text) if re.fullmatch(r"\d{1,9}(\.\d{1,9})?", text, re.ASCII) else text,
 )
-BOOLEAN = Kind("write true or false", bool, parse=lambda text: {"true": True, "false": False}.get(text, text))
-GROUP = Kind("write the name or the number of a group", Identity, group, parse_number)
-USERS = Kind(
+BOOLEAN = ValueKind("write true or false", bool, parse=lambda text: {"true": True, "false": False}.get(text, text))
+GROUP = ValueKind("write the name or the number of a group", Identity, group, parse_number)
+USERS = ValueKind(
     'write a list of users, by name or number, as in ["root", 1000]',
     list[Identity],
     _users,
     lambda text: [parse_number(part.strip()) for part in text.split(",")],
 )
-NAMES = Kind(
+NAMES = ValueKind(
     'write a table of users and groups by prefix, as in {"llm/" = {users = ["svc"], groups = ["ml"]}}',
     dict[Annotated[str, Meta(min_length=1)], _ReservationTable],
     _reservations,
     _parse_table,
 )
-PATH = Kind(
+PATH = ValueKind(
     "write a path that begins with /",
     Annotated[str, Meta(pattern="^/")],
     Path,
     lambda text: str(Path(text).absolute()),
 )
-DEVICES = Kind('write "cuda", "cuda:0,1" or "host:2"', str, _devices)
-BUDGET = Kind(
+DEVICES = ValueKind('write "cuda", "cuda:0,1" or "host:2"', str, _devices)
+BUDGET = ValueKind(
     'write a share or a size, as in "90%" or "40GiB", or a table of them by device', str | dict[str, str], _budget
 )
-LISTEN = Kind('write a loopback address and a port, as in "127.0.0.1:9464", or "unix:/PATH", or "off"', str, _listen)
+LISTEN = ValueKind(
+    'write a loopback address and a port, as in "127.0.0.1:9464", or "unix:/PATH", or "off"', str, _listen
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +235,7 @@ class Setting:
 
     #: Its name in the file; ``quota.memory`` is ``memory`` in the table ``quota``.
     key: str
-    kind: Kind
+    kind: ValueKind
     #: Its value as a file would have it; None if that depends on other things (:func:`derive`).
     default: object = None
     #: Whether a running broker takes another value.
@@ -264,7 +264,7 @@ def refusal(key: str, shown: str, advice: str) -> str:
     return f"{key} is {shown if len(shown) <= LONGEST else f'{shown[:LONGEST]}…'}; {advice}"
 
 
-QUOTA: Mapping[str, tuple[Kind, object]] = {
+QUOTA: Mapping[str, tuple[ValueKind, object]] = {
     "memory": (BYTES, UNLIMITED),
     "sessions": (COUNT, None),
     "leases": (COUNT, 1_000_000),

@@ -42,9 +42,9 @@ from cubroker.server.ledger.leases import (
 )
 from cubroker.server.ledger.model import (
     SESSION_FDS,
-    Account,
     Allocation,
     CreateWaiter,
+    DeviceAccount,
     Phase,
     Pool,
     Replica,
@@ -132,7 +132,7 @@ def _has_places(tables: Tables, pieces: int) -> bool:
 
 def _checked_sizes(
     tables: Tables, body: messages.Create, layout: Outline, base: Version | None
-) -> dict[Account, tuple[int, ...]]:
+) -> dict[DeviceAccount, tuple[int, ...]]:
     """Return what a create allocates on each device; raise if it can never be granted, whatever else there is."""
     fields.check_pool_name(body.name)
     if body.share not in SHARES:
@@ -297,7 +297,7 @@ def _check_writable(tables: Tables, session: Session, pool: Pool | None, body: m
 
 
 def _check_quotas(
-    tables: Tables, session: Session, body: messages.Create, sizes: Mapping[Account, tuple[int, ...]]
+    tables: Tables, session: Session, body: messages.Create, sizes: Mapping[DeviceAccount, tuple[int, ...]]
 ) -> None:
     """Raise if there can never be room in the user's quota, or the store or that has none for what is asked now."""
     user, quota = session.user, session.user.quota
@@ -405,7 +405,7 @@ def _is_ready(waiter: CreateWaiter) -> bool:
     return fits or _too_small(waiter) is not None
 
 
-def _too_small(waiter: CreateWaiter) -> Account | None:
+def _too_small(waiter: CreateWaiter) -> DeviceAccount | None:
     """Return a device that never has room for a create."""
     return next((account for account, nbytes in waiter.nbytes.items() if account.capacity < nbytes), None)
 
@@ -447,7 +447,9 @@ def _begin_draft(tables: Tables, waiter: CreateWaiter) -> None:
     return _assemble(tables, version)
 
 
-def _allocations(waiter: CreateWaiter, account: Account, new: Iterator[Allocation]) -> Iterator[Allocation | None]:
+def _allocations(
+    waiter: CreateWaiter, account: DeviceAccount, new: Iterator[Allocation]
+) -> Iterator[Allocation | None]:
     """Yield what a draft has of each allocation of its layout on one device: ``new`` ones, and the base's."""
     body, base, uuid = waiter.body, waiter.base, account.device.uuid
     for number in range(len(waiter.outline.allocations)):

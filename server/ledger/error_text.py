@@ -16,9 +16,9 @@ from cubroker.protocol.errors import OverQuota
 from cubroker.server.ledger.access import can_read, can_read_history, can_see_session, visible_past
 from cubroker.server.ledger.model import (
     SESSION_FDS,
-    Account,
     AttachWaiter,
     CreateWaiter,
+    DeviceAccount,
     EventWaiter,
     Footprint,
     LockWaiter,
@@ -245,7 +245,7 @@ def _no_room(tables: Tables, waiter: CreateWaiter) -> str:
     )
 
 
-def never_fits(name: str, nbytes: int, account: Account) -> str:
+def never_fits(name: str, nbytes: int, account: DeviceAccount) -> str:
     """Say that a request is larger than a device's whole budget."""
     device = account.device
     return (
@@ -255,7 +255,7 @@ def never_fits(name: str, nbytes: int, account: Account) -> str:
     )
 
 
-def _lost(account: Account) -> str:
+def _lost(account: DeviceAccount) -> str:
     return f" ({size(account.lost)} of it lost to a failed allocation)" if account.lost else ""
 
 

@@ -37,11 +37,11 @@ class FdSource(NamedTuple):
 # -- events ----------------------------------------------------------------------------------------
 
 
-class Event(Struct, frozen=True):
-    """What happened. Not to be confused with :class:`cubroker.driver.context.Event`, a CUDA event."""
+class LedgerEvent(Struct, frozen=True):
+    """What happened."""
 
 
-class SessionOpened(Event, frozen=True):
+class SessionOpened(LedgerEvent, frozen=True):
     """A process opened a session."""
 
     session: int
@@ -55,19 +55,19 @@ class SessionOpened(Event, frozen=True):
     verified: bool = False
 
 
-class ConnectionLost(Event, frozen=True):
+class ConnectionLost(LedgerEvent, frozen=True):
     """A session's connection ended. Its process may still live."""
 
     session: int
 
 
-class ProcessExited(Event, frozen=True):
+class ProcessExited(LedgerEvent, frozen=True):
     """A session's process ended, so it maps no memory any more."""
 
     session: int
 
 
-class RequestReceived(Event, frozen=True):
+class RequestReceived(LedgerEvent, frozen=True):
     """A session sent a request for the first time."""
 
     session: int
@@ -77,7 +77,7 @@ class RequestReceived(Event, frozen=True):
     layout: Outline | None = None
 
 
-class Allocated(Event, frozen=True):
+class Allocated(LedgerEvent, frozen=True):
     """An :class:`Allocate` succeeded; the memory is zeroed."""
 
     ticket: int
@@ -87,7 +87,7 @@ class Allocated(Event, frozen=True):
     descriptors: tuple[int, ...] = ()
 
 
-class AllocationFailed(Event, frozen=True):
+class AllocationFailed(LedgerEvent, frozen=True):
     """An :class:`Allocate` failed, and what it had allocated was freed again."""
 
     ticket: int
@@ -97,7 +97,7 @@ class AllocationFailed(Event, frozen=True):
     unfreed: int = 0
 
 
-class Freed(Event, frozen=True):
+class Freed(LedgerEvent, frozen=True):
     """A :class:`Free` is done; the device has the bytes again."""
 
     ticket: int
@@ -105,13 +105,13 @@ class Freed(Event, frozen=True):
     numbers: tuple[int, ...] = ()
 
 
-class TimerExpired(Event, frozen=True):
+class TimerExpired(LedgerEvent, frozen=True):
     """A timer set by :class:`SetTimer` expired."""
 
     timer: int
 
 
-class MulticastBound(Event, frozen=True):
+class MulticastBound(LedgerEvent, frozen=True):
     """A :class:`BindMulticast` is done, by multicast objects or, where the device has none, by copies."""
 
     group: int
@@ -125,13 +125,13 @@ class MulticastBound(Event, frozen=True):
     descriptors: tuple[int, ...] = ()
 
 
-class MulticastUnbound(Event, frozen=True):
+class MulticastUnbound(LedgerEvent, frozen=True):
     """An :class:`UnbindMulticast` is done; no object is bound to the group's memory any more."""
 
     group: int
 
 
-class Reconfigured(Event, frozen=True):
+class Reconfigured(LedgerEvent, frozen=True):
     """The configuration was reloaded."""
 
     policy: Policy
@@ -140,7 +140,7 @@ class Reconfigured(Event, frozen=True):
     budgets: Mapping[str, int]
 
 
-class MemoryLost(Event, frozen=True):
+class MemoryLost(LedgerEvent, frozen=True):
     """The memory of a ticket in a restored ledger cannot be reached any more."""
 
     ticket: int
@@ -148,7 +148,7 @@ class MemoryLost(Event, frozen=True):
     why: str
 
 
-class ProcessScanStarted(Event, frozen=True):
+class ProcessScanStarted(LedgerEvent, frozen=True):
     """A scan of the memory that processes refer to begins; its :class:`ProcessScanFinished` describes later moments."""
 
 
@@ -161,20 +161,20 @@ class ProcessMemory(Struct, frozen=True):
     memory: Mapping[AllocationId, int] | None
 
 
-class ProcessScanFinished(Event, frozen=True):
+class ProcessScanFinished(LedgerEvent, frozen=True):
     """The scan is done; processes without anything to report are left out."""
 
     processes: tuple[ProcessMemory, ...]
 
 
-class ShutdownStarted(Event, frozen=True):
+class ShutdownStarted(LedgerEvent, frozen=True):
     """The broker was told to end: no new lease on memory that ends with it, until :class:`ShutdownReady`."""
 
     #: Whether the store ends, too. Otherwise the next broker takes the stored memory up.
     with_store: bool = False
 
 
-class Resumed(Event, frozen=True):
+class Resumed(LedgerEvent, frozen=True):
     """A restored ledger has been told of all lost sessions and memory, and serves requests from now on."""
 
 

@@ -14,10 +14,10 @@ from cubroker.server.ledger.ipc_events import MAX_ENDED_REASONS
 from cubroker.server.ledger.leases import FABRIC, OUT_OF_SERVICE, is_kept, opened_by
 from cubroker.server.ledger.model import (
     SESSION_FDS,
-    Account,
     Allocation,
     AttachWaiter,
     CreateWaiter,
+    DeviceAccount,
     EventWaiter,
     Lease,
     LockWaiter,
@@ -174,7 +174,7 @@ def _check_store(tables: Tables) -> None:
     assert tables.store is None or tables.stored <= max(tables.store, tables.grandfathered_store)
 
 
-def _check_account(tables: Tables, account: Account) -> None:
+def _check_account(tables: Tables, account: DeviceAccount) -> None:
     tickets = account.tickets.values()
     assert all(tables.tickets[ticket.id] is ticket for ticket in tickets)
     assert all(ticket.account is account for ticket in tickets)

@@ -261,7 +261,7 @@ def attached(lease: Lease) -> messages.Attached:
         version=version.number,
         share=version.share,
         layout=version.layout,
-        replicas=tuple(messages.Replica(each.account.device.uuid, each.handles) for each in lease.replicas),
+        replicas=tuple(messages.ReplicaHandles(each.account.device.uuid, each.handles) for each in lease.replicas),
         writable=version.writable,
         team=memory.multicast_message(version, objects=lease.bound) if version.share == MULTICAST else None,
     )
@@ -269,12 +269,12 @@ def attached(lease: Lease) -> messages.Attached:
 
 def created(lease: Lease) -> messages.Created:
     """Return the answer that grants the lease on a draft: nothing opens memory that other versions have, too."""
-    version, replicas = lease.version, list[messages.Replica]()
+    version, replicas = lease.version, list[messages.ReplicaHandles]()
     for replica in lease.replicas:
         own = set(memory.own(version, replica))
         pairs = zip(replica.allocations, replica.handles, strict=True)
         handles = tuple(handle if each in own else b"" for each, handle in pairs)
-        replicas.append(messages.Replica(replica.account.device.uuid, handles))
+        replicas.append(messages.ReplicaHandles(replica.account.device.uuid, handles))
     group = memory.multicast_message(version, objects=True)
     return messages.Created(lease.id, version.pool.name, version.number, version.share, tuple(replicas), group)
 

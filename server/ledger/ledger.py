@@ -52,7 +52,7 @@ from cubroker.server.ledger import (
     snapshot,
     views,
 )
-from cubroker.server.ledger.events import Effect, Event, RequestReceived, Respond, SendFds, SessionOpened
+from cubroker.server.ledger.events import Effect, LedgerEvent, RequestReceived, Respond, SendFds, SessionOpened
 from cubroker.server.ledger.model import Budget, Session, User
 from cubroker.server.ledger.policy import Limits, Policy, Quota
 from cubroker.server.ledger.snapshot import Audit, ChangeRecorder
@@ -204,7 +204,7 @@ class Ledger:
         """Return why a user may open no session now; None if it may."""
         return lifecycle.admission_error(self._tables, uid, verified=verified)
 
-    def handle(self, event: Event, now: float = 0.0) -> list[Effect]:
+    def handle(self, event: LedgerEvent, now: float = 0.0) -> list[Effect]:
         """Take one event and return its effects, in order; ``now`` is in seconds since 1970.
 
         Raises:
@@ -344,7 +344,7 @@ class Ledger:
         return {uid: error_text.too_much_beyond(uid, *pair) for uid, pair in found.items() if pair is not None}
 
 
-_EVENTS: Mapping[type[Event], Callable[[Tables, Any], None]] = {
+_EVENTS: Mapping[type[LedgerEvent], Callable[[Tables, Any], None]] = {
     events.Allocated: create.memory_allocated,
     events.AllocationFailed: create.allocation_failed,
     events.Freed: create.memory_freed,

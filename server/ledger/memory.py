@@ -27,8 +27,8 @@ from cubroker.protocol.layout import round_up
 from cubroker.protocol.messages import DESCRIPTOR, MULTICAST
 from cubroker.server.ledger import events
 from cubroker.server.ledger.model import (
-    Account,
     Allocation,
+    DeviceAccount,
     Footprint,
     MulticastGroup,
     Replica,
@@ -71,7 +71,9 @@ def sizes_of(version: Version) -> tuple[int, ...]:
 # -- tickets -------------------------------------------------------------------------------------------
 
 
-def allocate(tables: Tables, version: Version, account: Account, sizes: tuple[int, ...]) -> tuple[Allocation, ...]:
+def allocate(
+    tables: Tables, version: Version, account: DeviceAccount, sizes: tuple[int, ...]
+) -> tuple[Allocation, ...]:
     """Promise a version memory on one device, and have it allocated; its user's quota has it reserved already."""
     if not sizes:
         return ()
@@ -108,7 +110,7 @@ def transition(tables: Tables, ticket: Ticket, event: MemoryEvent) -> None:
         _count(ticket.account, state, nbytes)
 
 
-def _count(account: Account, state: MemoryState, nbytes: int) -> None:
+def _count(account: DeviceAccount, state: MemoryState, nbytes: int) -> None:
     if state in PROMISED:
         account.promised += nbytes
     elif state in ALLOCATED:
@@ -226,7 +228,7 @@ def rebound(tables: Tables, version: Version) -> None:
             others = lease.replicas[1:]
             tables.mark_dirty(Kind.LEASE, lease.id)
         if session.connected:
-            replicas = tuple(messages.Replica(other.account.device.uuid, other.handles) for other in others)
+            replicas = tuple(messages.ReplicaHandles(other.account.device.uuid, other.handles) for other in others)
             told = messages.Rebound(lease.id, replicas, messages.Team(group.how, group.why, group.sizes))
             tables.effects.append(events.Notify(session.id, told))
             sources = tuple(source for other in others for source in other.fd_sources)

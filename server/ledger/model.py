@@ -62,11 +62,8 @@ class Budget:
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class Account:
-    """The memory of one device: what is allocated and promised, and the creates that wait for room.
-
-    Not to be confused with :class:`cubroker.server.transport.reply_cache.Account`.
-    """
+class DeviceAccount:
+    """The memory of one device: what is allocated and promised, and the creates that wait for room."""
 
     device: Budget
     #: Bytes allocated, ``lost`` ones included.
@@ -192,11 +189,7 @@ empty_log = partial(deque[tuple[float, str]], maxlen=EVENT_LOG_LINES)
 
 @dataclass(slots=True, eq=False, repr=False)
 class Session:
-    """One client process.
-
-    Not to be confused with :class:`cubroker.client.session.Session` or
-    :class:`cubroker.server.transport.session.Session`.
-    """
+    """One client process."""
 
     id: int
     pid: int
@@ -442,10 +435,10 @@ class Version:
 class Replica:
     """The memory of one version on one device: its own, and what it shares with other versions.
 
-    Not to be confused with :class:`cubroker.protocol.messages.Replica` or :class:`cubroker.client.replica.Replica`.
+    Not to be confused with :class:`cubroker.client.replica.Replica`.
     """
 
-    account: Account
+    account: DeviceAccount
     #: One per allocation of the version's layout; None for those on other devices.
     allocations: tuple[Allocation | None, ...]
     #: One per allocation of the layout once all are there; ``b""`` for those on other devices.
@@ -459,7 +452,7 @@ class Ticket:
     """The allocations that one draft was given on one device."""
 
     id: int
-    account: Account
+    account: DeviceAccount
     pool: Pool
     #: Number of the version whose draft it was.
     version: int
@@ -637,9 +630,9 @@ class CreateWaiter:
     #: Share kind and durability are decided.
     body: Create
     #: Sizes of its new allocations on each device, rounded to the granularity.
-    sizes: dict[Account, tuple[int, ...]]
+    sizes: dict[DeviceAccount, tuple[int, ...]]
     #: Their sums: the bytes that it takes of each device.
-    nbytes: dict[Account, int]
+    nbytes: dict[DeviceAccount, int]
     outline: Outline
     #: The version that its own is to share memory with.
     base: Version | None = None
@@ -652,7 +645,7 @@ class CreateWaiter:
     since: float = 0.0
 
     @property
-    def accounts(self) -> Iterable[Account]:
+    def accounts(self) -> Iterable[DeviceAccount]:
         """Its devices, in the order of the request."""
         return self.sizes
 

@@ -52,11 +52,8 @@ class Quota:
 
 
 @dataclass(frozen=True, slots=True)
-class Reservation:
-    """Who may publish names of one prefix, by uid and by gid; administrators may besides.
-
-    Not to be confused with :class:`cubroker.driver.vmm.Reservation`.
-    """
+class NameReservation:
+    """Who may publish names of one prefix, by uid and by gid; administrators may besides."""
 
     users: frozenset[int] = frozenset()
     groups: frozenset[int] = frozenset()
@@ -102,7 +99,7 @@ class Policy:
     quotas: Mapping[int, Quota] = field(default_factory=dict)
     share: str = AUTO
     trust_root: bool = True
-    reserved: Mapping[str, Reservation] = field(default_factory=dict)
+    reserved: Mapping[str, NameReservation] = field(default_factory=dict)
 
     def quota_of(self, uid: int) -> Quota:
         """Return what a user may have."""

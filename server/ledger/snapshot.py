@@ -82,11 +82,11 @@ T = TypeVar("T")
 # -- values: arrays, so the order of the fields is the format ------------------------------------------
 
 
-class Entry(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class SnapshotEntry(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Base of all values."""
 
 
-class Counters(Entry, frozen=True):
+class Counters(SnapshotEntry, frozen=True):
     """The last numbers given out, and whether the broker is drained by hand."""
 
     leases: Number = 0
@@ -97,7 +97,7 @@ class Counters(Entry, frozen=True):
     locks: Number = 0
 
 
-class SessionEntry(Entry, frozen=True):
+class SessionEntry(SnapshotEntry, frozen=True):
     """A session, by its number."""
 
     pid: Number
@@ -108,11 +108,11 @@ class SessionEntry(Entry, frozen=True):
     verified: bool = False
 
 
-class WatchEntry(Entry, frozen=True):
+class WatchEntry(SnapshotEntry, frozen=True):
     """A watch, by the session and the name."""
 
 
-class NameEntry(Entry, frozen=True):
+class NameEntry(SnapshotEntry, frozen=True):
     """The past of a name, and its owner while a version of it lives."""
 
     last: Number
@@ -126,7 +126,7 @@ class NameEntry(Entry, frozen=True):
     previous_owner: Uid | None = None
 
 
-class MemoryEntry(Entry, frozen=True):
+class MemoryEntry(SnapshotEntry, frozen=True):
     """A ticket, by its number and the pool; which of its allocations are still there, the versions say."""
 
     device: Uuid
@@ -139,7 +139,7 @@ class MemoryEntry(Entry, frozen=True):
     handles: Handles
 
 
-class Source(Entry, frozen=True):
+class Source(SnapshotEntry, frozen=True):
     """Allocations of one ticket."""
 
     ticket: Number
@@ -147,14 +147,14 @@ class Source(Entry, frozen=True):
     numbers: Sizes
 
 
-class Piece(Entry, frozen=True):
+class Piece(SnapshotEntry, frozen=True):
     """The memory of a version on one device, in the order of its layout."""
 
     device: Uuid
     sources: Annotated[tuple[Source, ...], Meta(max_length=4096)]
 
 
-class OwnPiece(Entry, frozen=True):
+class OwnPiece(SnapshotEntry, frozen=True):
     """The same up to format 3, when it was one ticket, and no other version had it."""
 
     device: Uuid
@@ -164,7 +164,7 @@ class OwnPiece(Entry, frozen=True):
     handles: Handles
 
 
-class VersionEntry(Entry, Generic[P], frozen=True):
+class VersionEntry(SnapshotEntry, Generic[P], frozen=True):
     """What does not change of a published version, by number and name; the layout makes it large."""
 
     uid: Uid
@@ -181,7 +181,7 @@ class VersionEntry(Entry, Generic[P], frozen=True):
     layout: Encoded
 
 
-class StateEntry(Entry, frozen=True):
+class StateEntry(SnapshotEntry, frozen=True):
     """What changes of a version, by number and name."""
 
     state: VersionState
@@ -189,7 +189,7 @@ class StateEntry(Entry, frozen=True):
     digests: Digests | None = None
 
 
-class LeaseEntry(Entry, frozen=True):
+class LeaseEntry(SnapshotEntry, frozen=True):
     """A lease, by its number."""
 
     session: Number
@@ -201,7 +201,7 @@ class LeaseEntry(Entry, frozen=True):
     unsent: bool
 
 
-class EventEntry(Entry, frozen=True):
+class EventEntry(SnapshotEntry, frozen=True):
     """An IPC event, by its number."""
 
     lease: Number
@@ -211,7 +211,7 @@ class EventEntry(Entry, frozen=True):
     generation: Number
 
 
-class LockEntry(Entry, frozen=True):
+class LockEntry(SnapshotEntry, frozen=True):
     """A lock, by its number and the name."""
 
     session: Number
@@ -255,7 +255,7 @@ def full_snapshot(tables: Tables) -> dict[bytes, bytes]:
     return found | {FORMAT_KEY: _encode(FORMAT), COUNTERS_KEY: _encode(counters(tables))}
 
 
-def entries(tables: Tables) -> Iterator[tuple[DirtyKey, Entry]]:
+def entries(tables: Tables) -> Iterator[tuple[DirtyKey, SnapshotEntry]]:
     """Return all entries but the counters."""
     keys: list[DirtyKey] = []
     for session in tables.sessions.values():
@@ -283,7 +283,7 @@ def counters(tables: Tables) -> Counters:
     return Counters(*numbers, tables.drained, tables.lock_ids.last)
 
 
-def _entry(tables: Tables, key: DirtyKey) -> Entry | None:
+def _entry(tables: Tables, key: DirtyKey) -> SnapshotEntry | None:
     """Return the entry of a key; None if the thing does not exist any more."""
     kind, number, name = key
     return _CODECS[kind].write(tables, number, name)
@@ -425,19 +425,19 @@ def _corrupt(key: bytes, reason: str) -> CorruptJournal:
     return CorruptJournal(f"the ledger's record is damaged at {key.decode('ascii', 'replace')}: {reason}")
 
 
-def _read(key: bytes, value: bytes, written: int) -> tuple[DirtyKey, Entry]:
+def _read(key: bytes, value: bytes, written: int) -> tuple[DirtyKey, SnapshotEntry]:
     parts = _KEY.fullmatch(key)
     kind, number, name = (part.decode() for part in parts.groups()) if parts else ("", "", "")
     if kind not in _CODECS:
         raise _corrupt(key, "this build does not know what that is")
     older = written < SHARES and kind == Kind.VERSION
-    shape: type[Entry] = VersionEntry[OwnPiece] if older else _CODECS[Kind(kind)].shape
+    shape: type[SnapshotEntry] = VersionEntry[OwnPiece] if older else _CODECS[Kind(kind)].shape
     return (Kind(kind), int(number), name), _decode(key, value, shape)
 
 
-def _upgraded(tables: Tables, read: Mapping[DirtyKey, Entry]) -> dict[DirtyKey, Entry]:
+def _upgraded(tables: Tables, read: Mapping[DirtyKey, SnapshotEntry]) -> dict[DirtyKey, SnapshotEntry]:
     """Return entries of an earlier format as this one has them; what becomes another is dirty."""
-    found: dict[DirtyKey, Entry] = {}
+    found: dict[DirtyKey, SnapshotEntry] = {}
     for key, entry in read.items():
         if not isinstance(entry, VersionEntry):
             found[key] = entry
@@ -457,7 +457,7 @@ def _upgraded(tables: Tables, read: Mapping[DirtyKey, Entry]) -> dict[DirtyKey, 
     return found
 
 
-def _check(tables: Tables, before: Mapping[DirtyKey, Entry]) -> None:
+def _check(tables: Tables, before: Mapping[DirtyKey, SnapshotEntry]) -> None:
     """Raise ``CorruptJournal`` unless the tables satisfy the invariants and write the entries that they came from."""
     after = dict(entries(tables))
     for key in sorted({*before, *after} - (tables.dirty_keys or {}).keys()):
@@ -636,8 +636,8 @@ def _read_lock(tables: Tables, key: DirtyKey, entry: LockEntry) -> None:
 
 
 class _Codec(NamedTuple):
-    shape: type[Entry]
-    write: Callable[[Tables, int, str], Entry | None]
+    shape: type[SnapshotEntry]
+    write: Callable[[Tables, int, str], SnapshotEntry | None]
     read: Callable[[Tables, DirtyKey, Any], None]
 
 

@@ -8,8 +8,8 @@ from enum import StrEnum
 
 from cubroker.server.ledger.events import Effect
 from cubroker.server.ledger.model import (
-    Account,
     Budget,
+    DeviceAccount,
     Footprint,
     IpcEvent,
     Lease,
@@ -38,10 +38,7 @@ NO_INDEX = -1
 
 
 class Kind(StrEnum):
-    """Kinds of snapshot entries; the value is part of the journal's key.
-
-    Not to be confused with :class:`cubroker.server.config.schema.Kind`.
-    """
+    """Kinds of snapshot entries; the value is part of the journal's key."""
 
     SESSION = "session"
     WATCH = "watch"
@@ -93,10 +90,10 @@ class Tables:
         self.effects: list[Effect] = []
 
         #: By device UUID.
-        self.accounts = {device.uuid: Account(device) for device in devices}
+        self.accounts = {device.uuid: DeviceAccount(device) for device in devices}
         assert len(self.accounts) == len(devices), "two devices with one UUID"
         #: Devices that an earlier broker served and this one does not, while memory on them is held.
-        self.absent: dict[str, Account] = {}
+        self.absent: dict[str, DeviceAccount] = {}
         #: By uid; a user without anything has no record.
         self.users: dict[int, User] = {}
         self.sessions: dict[int, Session] = {}
@@ -118,7 +115,7 @@ class Tables:
         #: Each is looked at once after the event, however often it was added: many requests may end together.
         self.recheck_pools: dict[Pool, None] = {}
         self.recheck_users: dict[User, None] = {}
-        self.recheck_accounts: dict[Account, None] = {}
+        self.recheck_accounts: dict[DeviceAccount, None] = {}
 
         self.lease_ids = Counter()
         self.event_ids = Counter()
@@ -202,11 +199,11 @@ class Tables:
             self.pools[name] = pool
         return pool
 
-    def account(self, uuid: str) -> Account:
+    def account(self, uuid: str) -> DeviceAccount:
         """Return the account of a device; one that is not served is ``absent`` and has no budget."""
         account = self.accounts.get(uuid) or self.absent.get(uuid)
         if account is None:
-            account = self.absent[uuid] = Account(Budget(NO_INDEX, uuid, "", 0, 0))
+            account = self.absent[uuid] = DeviceAccount(Budget(NO_INDEX, uuid, "", 0, 0))
         return account
 
     def user(self, uid: int) -> User:

@@ -44,8 +44,8 @@ from cubroker.server.ledger import Ledger
 from cubroker.server.ledger.events import (
     ConnectionLost,
     Effect,
-    Event,
     ForgetSession,
+    LedgerEvent,
     ProcessExited,
     ProcessScanFinished,
     Reconfigured,
@@ -182,7 +182,7 @@ class LedgerObserver:
         )
         return Snapshot(self._ledger.view(everything=everything), self.revision, gauges)
 
-    def before(self, event: Event) -> None:
+    def before(self, event: LedgerEvent) -> None:
         """Note an event that the ledger is about to handle."""
         self.revision += 1
         try:
@@ -191,7 +191,7 @@ class LedgerObserver:
         except Exception:
             log.exception(FAILURE)
 
-    def after(self, event: Event, effects: Collection[Effect]) -> None:
+    def after(self, event: LedgerEvent, effects: Collection[Effect]) -> None:
         """Note the effects of an event."""
         try:
             self._after(event, effects)
@@ -199,7 +199,7 @@ class LedgerObserver:
             log.exception(FAILURE)
 
     # Most events are requests, and most effects replies: they come first. `match` would cost more.
-    def _before(self, event: Event) -> None:
+    def _before(self, event: LedgerEvent) -> None:
         if isinstance(event, RequestReceived):
             body = event.body
             leased = self._ledger.leased_pool(event.session, body.lease) if isinstance(body, OF_DRAFTS) else ""
@@ -216,7 +216,7 @@ class LedgerObserver:
             else:
                 self._log(logging.DEBUG, who, why, why=why)
 
-    def _after(self, event: Event, effects: Collection[Effect]) -> None:
+    def _after(self, event: LedgerEvent, effects: Collection[Effect]) -> None:
         if isinstance(event, RequestReceived):
             if isinstance(event.body, Drain) and Respond(event.session, event.request, Done()) in effects:
                 lends = "drains the broker, which lends nothing new" if event.body.on else "has the broker lend again"

@@ -60,11 +60,8 @@ class Slot(NamedTuple):
         return self.start + self.length
 
 
-class Index:
-    """The places of the values, by key, and the bytes that their entries take.
-
-    Not to be confused with :class:`cubroker.client.replica.Index`.
-    """
+class JournalIndex:
+    """The places of the values, by key, and the bytes that their entries take."""
 
     def __init__(self) -> None:
         self.places: dict[bytes, Place] = {}
@@ -99,7 +96,7 @@ class Journal:
     def __init__(self, descriptor: int, slot: Slot) -> None:
         self.descriptor = descriptor
         self._slot = slot
-        self._index = Index()
+        self._index = JournalIndex()
 
     @classmethod
     def create(cls) -> Self:
@@ -189,7 +186,7 @@ class Journal:
         """Write the content to another place, before this one if it fits there, and give this one back."""
         old, most = self._slot, self._index.nbytes + HEAD * (self._index.nbytes // CHUNK + 1)
         start = at = AREA if AREA + most <= old.start else _page(old.end)
-        index = Index()
+        index = JournalIndex()
         for chunk in self._chunks():
             end = self._append(at, chunk)
             index.note(at + HEAD, chunk)

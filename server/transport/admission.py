@@ -37,8 +37,8 @@ from cubroker.server.event_queue import ClientGreeted, EventQueue
 from cubroker.server.ledger import Ledger
 from cubroker.server.ledger.events import ForgetSession, ProcessExited, SessionOpened
 from cubroker.server.transport.peer_credentials import CREDENTIALS, Peer, RejectionLog, identify, verify
-from cubroker.server.transport.requests import Requests
-from cubroker.server.transport.session import Session, label
+from cubroker.server.transport.requests import IncomingRequests
+from cubroker.server.transport.session import SessionConnection, label
 from cubroker.server.transport.session_journal import LoggedSession, SessionLog
 
 if TYPE_CHECKING:
@@ -245,13 +245,13 @@ class Sessions:
         self,
         queue: EventQueue,
         ledger: Ledger,
-        requests: Requests,
+        requests: IncomingRequests,
         driver: Driver,
         store: Store | None,
         log: SessionLog | None,
     ) -> None:
-        self.by_number: dict[int, Session] = {}
-        self.unwelcomed: dict[str, Session] = {}
+        self.by_number: dict[int, SessionConnection] = {}
+        self.unwelcomed: dict[str, SessionConnection] = {}
         self.rejections = RejectionLog()
         self._queue = queue
         self._ledger = ledger
@@ -265,7 +265,7 @@ class Sessions:
     def open(self, greeted: ClientGreeted, *, journal_full: bool) -> SessionOpened | CubrokerError:
         """Begin to admit a client; return what the ledger is to be told, or why the client was turned away."""
         number, peer = next(self._numbers), greeted.peer
-        session = Session(number, greeted.connection, peer, self._queue, self.rejections, greeted.version)
+        session = SessionConnection(number, greeted.connection, peer, self._queue, self.rejections, greeted.version)
         refusal = self._ledger.admission_error(peer.uid, verified=peer.verified)
         refusal = refusal or self._obstacle(session, journal_full=journal_full)
         if refusal is not None:
@@ -282,7 +282,9 @@ class Sessions:
         """Take over a session of an earlier broker, whose ``connection`` or process may be gone."""
         replies = logged.reply_cache(partial(self._grant, number))
         own = logged.version, logged.secret, replies
-        session = Session(number, connection, peer, self._queue, self.rejections, *own, welcomed=logged.welcomed)
+        session = SessionConnection(
+            number, connection, peer, self._queue, self.rejections, *own, welcomed=logged.welcomed
+        )
         session.watch()
         self._enter(session)
         if self._log and logged.no_secret:
@@ -296,7 +298,7 @@ class Sessions:
             return None
         return self.reject(session, not_stored(reply.error))
 
-    def reject(self, session: Session, error: CubrokerError) -> ProcessExited:
+    def reject(self, session: SessionConnection, error: CubrokerError) -> ProcessExited:
         """Turn away a client whose session the ledger may have; return what the ledger is to be told."""
         self.unwelcomed.pop(label(session.number), None)
         self._turn_away(session, error)
@@ -318,7 +320,7 @@ class Sessions:
                 del self.unwelcomed[name]
                 self.welcome(session)
 
-    def welcome(self, session: Session) -> None:
+    def welcome(self, session: SessionConnection) -> None:
         """Tell a client that its session is open."""
         welcome = Welcome(session.version, session.number, session.secret, self._driver.spec, os.geteuid())
         session.welcome(wire.pack(wire.for_version(welcome, session.version)))
@@ -347,7 +349,7 @@ class Sessions:
         for session in self.by_number.values():
             session.notify(notice)
 
-    def _obstacle(self, session: Session, *, journal_full: bool) -> CubrokerError | None:
+    def _obstacle(self, session: SessionConnection, *, journal_full: bool) -> CubrokerError | None:
         """Watch and store a session; return why the broker would not hear of its end, or would lose it, or None."""
         if journal_full:  # nor has the store forgotten what ended, so it may be full
             return Unavailable("the broker's host has no memory left for the journal; try again later")
@@ -366,11 +368,11 @@ class Sessions:
         grant = self._ledger.lease_grant(session, lease)
         return None if grant is None else grant.answer
 
-    def _enter(self, session: Session) -> None:
+    def _enter(self, session: SessionConnection) -> None:
         self.by_number[session.number] = session
         self._requests.enter(session)
 
-    def _turn_away(self, session: Session, error: CubrokerError) -> None:
+    def _turn_away(self, session: SessionConnection, error: CubrokerError) -> None:
         self.rejections.log(session.peer, error.message)
         session.send(wire.pack(Refused(error.code, error.message)))
 

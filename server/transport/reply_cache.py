@@ -74,10 +74,8 @@ class SharedLayout:
         return self._outcome
 
 
-class Account:
+class ReplyAccount:
     """What one user's requests and answers cost.
-
-    Not to be confused with ``cubroker.server.ledger.model.Account``, the memory of a device.
 
     Attributes:
         nbytes: what they cost together, in bytes.
@@ -213,7 +211,7 @@ class ReplyCache:
     def __init__(self, receipts: Receipts | None = None, kept: Mapping[int, Frame | None] | None = None) -> None:
         receipts, kept = receipts or NO_RECEIPTS, kept or {}
         #: What the requests and answers count on.
-        self.account = Account()
+        self.account = ReplyAccount()
         self._nbytes = 0  # what is on the account, layouts apart
         self._travelling = 0  # bytes of requests without an answer and of answers without a receipt
         self._pending: dict[int, tuple[bytes, int, bytes]] = {}  # routing id, bytes and layout of the request
@@ -247,7 +245,7 @@ class ReplyCache:
         """Whether more bytes have no answer or receipt than there may be: nothing more should be told for now."""
         return self._travelling > MAX_BYTES
 
-    def move(self, account: Account) -> None:
+    def move(self, account: ReplyAccount) -> None:
         """Count everything on another account from now on: that of the session's user."""
         for nbytes, layout in (
             *((cost, layout) for _, cost, layout in self._pending.values()),

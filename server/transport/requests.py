@@ -36,8 +36,16 @@ from cubroker.server.event_queue import EventQueue
 from cubroker.server.ledger.events import RequestReceived, Respond
 from cubroker.server.transport import framing
 from cubroker.server.transport.fair_queue import FairQueue, Job
-from cubroker.server.transport.reply_cache import LEASES, MAX_BYTES, MAX_REQUESTS, Account, Admission, Frame, weight
-from cubroker.server.transport.session import Session
+from cubroker.server.transport.reply_cache import (
+    LEASES,
+    MAX_BYTES,
+    MAX_REQUESTS,
+    Admission,
+    Frame,
+    ReplyAccount,
+    weight,
+)
+from cubroker.server.transport.session import SessionConnection
 from cubroker.server.transport.session_journal import LASTING, SessionLog
 
 log = logging.getLogger(__name__)
@@ -105,10 +113,8 @@ class LayoutHashes:
             self._nbytes -= len(oldest)
 
 
-class Requests:
+class IncomingRequests:
     """Decodes requests, each of them passed on once, and encodes their replies.
-
-    Not to be confused with the client's ``cubroker.client.transport.requests.Requests``, which sends them.
 
     Args:
         queue: gets :class:`~cubroker.server.event_queue.TurnDue` when ``turns.step()`` should be called.
@@ -121,25 +127,25 @@ class Requests:
 
     def __init__(self, queue: EventQueue, loop: asyncio.AbstractEventLoop, log: SessionLog | None = None) -> None:
         self._log = log
-        self._sessions: dict[bytes, Session] = {}  # by what their requests begin with
+        self._sessions: dict[bytes, SessionConnection] = {}  # by what their requests begin with
         self._layout_hashes = LayoutHashes()
         self._batches: list[list[framing.Part]] = [[]]  # of replies; the last one is not full
         self._unsent = 0  # bytes in the last batch
         #: By user; an account stays as long as there is a reference to it.
-        self._accounts: WeakValueDictionary[int, Account] = WeakValueDictionary()
+        self._accounts: WeakValueDictionary[int, ReplyAccount] = WeakValueDictionary()
         self.turns = FairQueue(queue, loop)
 
-    def enter(self, session: Session) -> None:
+    def enter(self, session: SessionConnection) -> None:
         """Accept the requests of a session."""
-        session.replies.move(self._accounts.setdefault(session.peer.uid, Account()))
+        session.replies.move(self._accounts.setdefault(session.peer.uid, ReplyAccount()))
         self._sessions[session.authentication.name] = session
 
-    def hang_up(self, session: Session) -> None:
+    def hang_up(self, session: SessionConnection) -> None:
         """Drop the pending requests of a session whose connection has ended: it hears no reply."""
         self.turns.drop(session.peer.uid, session)
         session.replies.abandon()
 
-    def leave(self, session: Session) -> None:
+    def leave(self, session: SessionConnection) -> None:
         """Accept no more requests of a session, and drop all that is kept for it."""
         del self._sessions[session.authentication.name]
         self.turns.drop(session.peer.uid, session)
@@ -161,7 +167,7 @@ class Requests:
             if request is not None:
                 yield request
 
-    def respond(self, session: Session, request: int, body: Reply) -> None:
+    def respond(self, session: SessionConnection, request: int, body: Reply) -> None:
         """Encode the reply to a pending request; it is kept for copies, unless it can be worked out anew.
 
         A lease is encoded when it is sent. A reply that is longer than a client reads becomes a refusal.
@@ -238,7 +244,7 @@ class Requests:
             self._deliver(session, envelope.id, routing, admission)
         return None
 
-    def _opened(self, frame: bytes) -> tuple[Session | None, tuple[bytes, bytes]] | None:
+    def _opened(self, frame: bytes) -> tuple[SessionConnection | None, tuple[bytes, bytes]] | None:
         """Return the session that a frame names, None if its secret does, and its message and the layout beside it.
 
         None: its session did not write it, or is over; the sender hears nothing.
@@ -252,7 +258,7 @@ class Requests:
             return None
         return session, opened
 
-    def _bearer(self, secret: bytes) -> Session | None:
+    def _bearer(self, secret: bytes) -> SessionConnection | None:
         """Return the session of version 1 to 3 that has a secret.
 
         Later ones are known by their number, which is no secret and shorter: it proves nothing.
@@ -270,12 +276,12 @@ class Requests:
         if session and request:
             self._refuse(session, request, routing, refusal)
 
-    def _refuse(self, session: Session, request: int, routing: bytes, refusal: Failed) -> None:
+    def _refuse(self, session: SessionConnection, request: int, routing: bytes, refusal: Failed) -> None:
         """Send a refusal of which nothing is kept."""
         frame = session.authentication.reply(Answer(request, refusal))
         self._put(routing, frame, len(frame))
 
-    def _work(self, session: Session, request: int, body: Request) -> Job:
+    def _work(self, session: SessionConnection, request: int, body: Request) -> Job:
         """Prepare an expensive request for the ledger: check its layout, if it has one."""
         outline: Outline | Failed | None = None
         try:
@@ -293,7 +299,7 @@ class Requests:
             return Respond(session.number, request, FULL)
         return RequestReceived(session.number, request, body, outline)
 
-    def _deliver(self, session: Session, request: int, routing: bytes, reply: Frame) -> None:
+    def _deliver(self, session: SessionConnection, request: int, routing: bytes, reply: Frame) -> None:
         """Send a reply; a large lease, which costs next to nothing while it waits, in its user's turn."""
         if isinstance(reply, bytes):
             self._put(routing, reply, len(reply))
@@ -302,7 +308,7 @@ class Requests:
         else:
             self._put(routing, session.authentication.reply(reply, self._layout_hashes.of), nbytes)
 
-    def _delivery(self, session: Session, routing: bytes, reply: Answer, nbytes: int) -> Job:
+    def _delivery(self, session: SessionConnection, routing: bytes, reply: Answer, nbytes: int) -> Job:
         """Send a lease that is encoded with its batch: many that wait may have the same layout."""
         if layout := session.authentication.bulk(reply.body):
             yield from self._layout_hashes.steps(layout)
@@ -322,7 +328,7 @@ def own_failure(error: Exception) -> Failed:
     return Failed(InternalFailure.code, f"the broker itself failed at this request: {error!r}; its log says more")
 
 
-def _suspect(session: Session) -> None:
+def _suspect(session: SessionConnection) -> None:
     """Count a request in a session's name that its client did not write."""
     session.forged += 1
     if session.forged == 1:

@@ -90,10 +90,8 @@ class FdTransfer:
         self._next = list(islice(self._places, MAX_DESCRIPTORS))
 
 
-class Session:
+class SessionConnection:
     """Watches a client's connection and process, and sends it notices without ever waiting for it.
-
-    Not to be confused with ``cubroker.server.ledger.model.Session``, what the client holds.
 
     Notices that the client does not read wait, only the latest for each pool and of each other kind, so a client that
     does not read costs at most one notice for each pool that it watches. Descriptors that it does not take wait as

@@ -36,7 +36,7 @@ from cubroker.protocol.messages import (
 )
 from cubroker.server.ledger.snapshot import PREFIX
 from cubroker.server.transport.reply_cache import LEASES, NO_RECEIPTS, Frame, Receipts, ReplyCache
-from cubroker.server.transport.session import Session
+from cubroker.server.transport.session import SessionConnection
 
 if TYPE_CHECKING:
     pass
@@ -92,20 +92,20 @@ class SessionLog:
     def __init__(self, items: Mapping[bytes, bytes] | None = None) -> None:
         self.restarts = 0
         self._changes: dict[bytes, bytes | None] = {}
-        self._asked: dict[Session, None] = {}
+        self._asked: dict[SessionConnection, None] = {}
         if items is not None:
             self.restarts = 1 + (_decode(items[RESTARTS], int) if RESTARTS in items else 0)
             self._changes[RESTARTS] = _encode(self.restarts)
 
-    def opened(self, session: Session, *, welcomed: bool) -> None:
+    def opened(self, session: SessionConnection, *, welcomed: bool) -> None:
         """Write a session down; its client knows that it is open once it is ``welcomed``."""
         self._changes[_session_key(session)] = _encode(_Session(session.secret, session.version, welcomed))
 
-    def asked(self, session: Session) -> None:
+    def asked(self, session: SessionConnection) -> None:
         """Note that a session's receipts or replies may have changed."""
         self._asked[session] = None
 
-    def closed(self, session: Session) -> None:
+    def closed(self, session: SessionConnection) -> None:
         """Strike a session out."""
         self._asked.pop(session, None)
         number = session.number
@@ -136,7 +136,7 @@ class SessionLog:
         changes, self._changes = self._changes, {}
         return list(changes.items())
 
-    def _write(self, session: Session) -> None:
+    def _write(self, session: SessionConnection) -> None:
         number, changes = session.number, self._changes  # keys are formatted here and not by _key: this runs often
         changes[b"r/%d" % number] = _encode(session.replies.receipts)
         for request, reply in session.replies.changes().items():
@@ -218,7 +218,7 @@ def _remember(session: LoggedSession, key: _Key, data: bytes) -> None:
             session.undelivered_fds.append(numbers[0])
 
 
-def _session_key(session: Session) -> bytes:
+def _session_key(session: SessionConnection) -> bytes:
     return _key("k" if session.version >= AUTHENTICATED else "s", session.number)
 
 

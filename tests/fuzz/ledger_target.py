@@ -19,7 +19,7 @@ from cubroker.server.ledger import Budget, Ledger, Limits
 from cubroker.server.ledger import events as e
 from cubroker.server.transport import framing
 from cubroker.server.transport.reply_cache import Frame, ReplyCache
-from cubroker.server.transport.requests import Requests
+from cubroker.server.transport.requests import IncomingRequests
 
 MIB = 1 << 20
 DEVICES = (Budget(0, "GPU-a", "first", 16 * MIB, 12 * MIB), Budget(1, "GPU-b", "second", 16 * MIB, 8 * MIB))
@@ -54,7 +54,7 @@ class World:
     def __init__(self) -> None:
         self.ledger = Ledger(DEVICES, 0, LIMITS)
         self.loop = Loop()
-        self.requests = Requests(self, self.loop)  # type: ignore[arg-type]
+        self.requests = IncomingRequests(self, self.loop)  # type: ignore[arg-type]
         self.guests: dict[int, Guest] = {}
         self.submitted: deque[e.Allocate | e.Free | e.BindMulticast | e.UnbindMulticast] = deque()
         self.timers: dict[int, float] = {}
@@ -81,7 +81,7 @@ class World:
             plain = any(isinstance(each, Keyed) and each.read(frame) for each in guests)
             assert plain or wire.unpack(frame, m.Answer)
 
-    def tell(self, event: e.Event) -> None:
+    def tell(self, event: e.LedgerEvent) -> None:
         for effect in self.ledger.handle(event):
             match effect:
                 case e.Respond(session, request, body):

@@ -37,8 +37,8 @@ from cubroker.server.store.journal import Journal
 from cubroker.server.store.sd_notify import Manager
 from cubroker.server.transport.admission import Listener, Sessions
 from cubroker.server.transport.gateway_process import GatewayProcess
-from cubroker.server.transport.requests import Requests
-from cubroker.server.transport.session import Session
+from cubroker.server.transport.requests import IncomingRequests
+from cubroker.server.transport.session import SessionConnection
 from tests.crash.worker_pool import Channel
 
 NEVER = 0
@@ -121,15 +121,15 @@ def install(reach: Reach) -> None:
     around(reach, Manager, "_transmit", lambda message, *_: (f"say {_field(message)}", f"said {_field(message)}"))
     around(reach, Broker, "_execute", lambda effect: (f"do {type(effect).__name__}", f"done {type(effect).__name__}"))
     around(reach, GatewayProcess, "send", lambda *_: ("answer", "answered"))
-    around(reach, Session, "send", lambda *_: ("send", "sent"))
-    around(reach, Session, "_send_descriptors", lambda *_: ("send descriptors", "sent descriptors"))
+    around(reach, SessionConnection, "send", lambda *_: ("send", "sent"))
+    around(reach, SessionConnection, "_send_descriptors", lambda *_: ("send descriptors", "sent descriptors"))
     before(reach, DeviceAllocator, "_execute", "device")
     before(reach, DeviceAllocator, "_piece", "allocate")
     after(reach, DeviceAllocator, "_piece", "allocated")
     after(reach, DeviceAllocator, "_obtain", "report")
     before(reach, DeviceAllocator, "_release", "free")
     around(reach, MulticastBinder, "_execute", lambda *_: ("assemble", "assembled"))
-    before(reach, Requests, "decode", "batch")
+    before(reach, IncomingRequests, "decode", "batch")
     before(reach, Sessions, "open", "admit")
     before(reach, Sessions, "adopt", "take over")
     before(reach, DeviceAllocator, "adopt", "adopt")

@@ -38,7 +38,7 @@ class Pair:
         assert (refusal is None) == self.model.admits(uid, verified=verified)
         return refusal is None
 
-    def handle(self, event: e.Event) -> None:
+    def handle(self, event: e.LedgerEvent) -> None:
         """Give an event to both; raises ``AssertionError`` if the effects differ or the ledger contradicts itself."""
         effects = self.ledger.handle(event)
         self.ledger.check()

@@ -222,20 +222,20 @@ class Facts:
             and (body.base is None or body.base.allocations[number] is None)
         )
 
-    def replica(self, home: Home) -> m.Replica:
+    def replica(self, home: Home) -> m.ReplicaHandles:
         """A home as it travels: with nothing for the allocations that are on other devices."""
         by_descriptor = m.DESCRIPTOR in {cell.handle for cell in self.cells_of(home.version)}
         handles = [cell.handle if cell else b"" for cell in home.cells]
         if by_descriptor:
             handles = [handle and m.DESCRIPTOR for handle in handles]
-        return m.Replica(home.device, tuple(handles))
+        return m.ReplicaHandles(home.device, tuple(handles))
 
-    def written(self, home: Home) -> m.Replica:
+    def written(self, home: Home) -> m.ReplicaHandles:
         """The same for the writer of a draft: with nothing for what is its base's."""
         whole = self.replica(home).handles
         pairs = zip(whole, home.cells, strict=True)
         handles = tuple(handle if cell and cell.block.version is home.version else b"" for handle, cell in pairs)
-        return m.Replica(home.device, handles)
+        return m.ReplicaHandles(home.device, handles)
 
     def sources(self, lease: Lease, homes: list[Home]) -> tuple[tuple[str, int, tuple[int, ...]], ...]:
         """Where the descriptors come from: runs of allocations of the same ticket."""

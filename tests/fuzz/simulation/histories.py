@@ -16,7 +16,7 @@ from cubroker.protocol import messages as m
 from cubroker.protocol.layout import Layout, Outline
 from cubroker.server.ledger import Budget, Limits
 from cubroker.server.ledger import events as e
-from cubroker.server.ledger.policy import Policy, Quota, Reservation
+from cubroker.server.ledger.policy import NameReservation, Policy, Quota
 from tests.fuzz.simulation.compare import Pair
 from tests.fuzz.simulation.model import MIB, digest
 
@@ -33,7 +33,7 @@ LIMITS = (Limits(), Limits(leases=3, unfinished=3, watches=1, events=1, locks=1)
 SCARCE = Quota(
     memory=8 * MIB, sessions=4, leases=5, requests=4, watches=2, events=2, locks=2, layouts=60, descriptors=9
 )
-RESERVED = {"b": Reservation(frozenset((1001,)), frozenset((200,)))}
+RESERVED = {"b": NameReservation(frozenset((1001,)), frozenset((200,)))}
 POLICIES = (
     Policy(),
     Policy(quota=Quota(memory=8 * MIB), quotas={1002: Quota(memory=4 * MIB), BROKER: Quota()}),
@@ -172,7 +172,7 @@ class Play:
         self.events: list[object] = []
         self.tell(e.SessionOpened(OBSERVER, 1, BROKER, BROKER, verified=True))
 
-    def tell(self, event: e.Event) -> None:
+    def tell(self, event: e.LedgerEvent) -> None:
         self.events.append(event)
         self.pair.handle(event)
 

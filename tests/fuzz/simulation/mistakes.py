@@ -67,7 +67,7 @@ class Survivor:
         self.kept = game.pair.kept
         self.mistakes: list[str] = []
 
-    def handle(self, event: e.Event, interruption: Interruption | None = None) -> list[e.Effect]:
+    def handle(self, event: e.LedgerEvent, interruption: Interruption | None = None) -> list[e.Effect]:
         effects: list[e.Effect] = []
         try:
             with interruption or Interruption():
@@ -169,7 +169,9 @@ def _states(items: Mapping[bytes, bytes]) -> dict[tuple[str, int], VersionState]
 
 def _finish(ledger: Ledger) -> None:
     """End every session and report every free; then nothing is left."""
-    todo: list[e.Event] = [e.ProcessExited(each.session) for each in ledger.sessions() if each.session != OBSERVER]
+    todo: list[e.LedgerEvent] = [
+        e.ProcessExited(each.session) for each in ledger.sessions() if each.session != OBSERVER
+    ]
     todo += [e.RequestReceived(OBSERVER, 1 << 20, m.Retire(*version)) for version in _states(ledger.snapshot())]
     while todo:
         for effect in ledger.handle(todo.pop(0)):

@@ -50,7 +50,7 @@ class Model(Facts):
 
     # -- events --------------------------------------------------------------------------------
 
-    def handle(self, event: e.Event) -> Expected:
+    def handle(self, event: e.LedgerEvent) -> Expected:
         self.out = Expected()
         match event:
             case e.SessionOpened():

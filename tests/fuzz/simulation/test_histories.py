@@ -17,9 +17,9 @@ from cubroker.server.ledger import (
     memory,
     snapshot,
 )
-from cubroker.server.ledger.events import CancelFds, Effect, Event, SendFds
+from cubroker.server.ledger.events import CancelFds, Effect, LedgerEvent, SendFds
 from cubroker.server.ledger.memory import rounded
-from cubroker.server.ledger.model import Account, Session, Ticket, User, Version, Waiter
+from cubroker.server.ledger.model import DeviceAccount, Session, Ticket, User, Version, Waiter
 from cubroker.server.ledger.policy import exceeds
 from cubroker.server.ledger.states import VersionEvent, VersionState
 from cubroker.server.ledger.tables import Kind, Tables
@@ -56,7 +56,7 @@ def test_a_ledger_that_forgets_to_serve_the_next_in_line_is_found_and_its_histor
 
 
 def test_a_ledger_that_lets_small_requests_overtake_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Account, "position", lambda account, waiter: 0)
+    monkeypatch.setattr(DeviceAccount, "position", lambda account, waiter: 0)
     assert is_found()
 
 
@@ -91,7 +91,7 @@ def test_a_ledger_that_forgets_to_hand_descriptors_over_or_to_withdraw_them_is_f
 ) -> None:
     handle = Ledger.handle
 
-    def forgetful(ledger: Ledger, event: Event) -> list[Effect]:
+    def forgetful(ledger: Ledger, event: LedgerEvent) -> list[Effect]:
         return [each for each in handle(ledger, event) if not isinstance(each, effect)]
 
     monkeypatch.setattr(Ledger, "handle", forgetful)
@@ -101,7 +101,7 @@ def test_a_ledger_that_forgets_to_hand_descriptors_over_or_to_withdraw_them_is_f
 def test_a_ledger_that_answers_before_it_hands_over_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     handle = Ledger.handle
 
-    def late(ledger: Ledger, event: Event) -> list[Effect]:
+    def late(ledger: Ledger, event: LedgerEvent) -> list[Effect]:
         return sorted(handle(ledger, event), key=lambda effect: isinstance(effect, SendFds))
 
     monkeypatch.setattr(Ledger, "handle", late)

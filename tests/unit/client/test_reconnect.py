@@ -16,7 +16,7 @@ import pytest
 
 from cubroker.client import Broker, Pool
 from cubroker.client import broker as broker_module
-from cubroker.client.session import Session
+from cubroker.client.session import ClientSession
 from cubroker.client.transport.handshake import NotServing
 from cubroker.protocol import wire
 from cubroker.protocol.errors import Denied, Invalid, NotFound, TimedOut, Unavailable, Unsupported
@@ -255,11 +255,11 @@ def test_closing_a_broker_ends_the_wait_for_the_next_one(
     die(broker, client)
     looked = threading.Event()
 
-    def opening(*args: object) -> Session:
+    def opening(*args: object) -> ClientSession:
         looked.set()
-        return Session(*args)  # type: ignore[arg-type]
+        return ClientSession(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(broker_module, "Session", opening)
+    monkeypatch.setattr(broker_module, "ClientSession", opening)
     waiting = begun(lambda: client.reconnect(wait=3600))
     assert looked.wait(PATIENCE)
     client.close()
@@ -275,13 +275,13 @@ def test_a_broker_that_is_closed_while_it_reconnects_opens_nothing(
     die(broker, client)
     broker.start()
 
-    def opening(*args: object) -> Session:
-        session = Session(*args)  # type: ignore[arg-type]
+    def opening(*args: object) -> ClientSession:
+        session = ClientSession(*args)  # type: ignore[arg-type]
         client.close()
         return session
 
     with monkeypatch.context() as patch:
-        patch.setattr(broker_module, "Session", opening)
+        patch.setattr(broker_module, "ClientSession", opening)
         with pytest.raises(Unavailable, match="this Broker is closed"):
             client.reconnect()
     with Broker(broker.directory) as other:
@@ -294,12 +294,12 @@ def test_a_signal_handler_that_reconnects_in_the_middle_of_it_leaves_one_session
     die(broker, client)
     broker.start()
 
-    def opening(*args: object) -> Session:
-        monkeypatch.setattr(broker_module, "Session", Session)
+    def opening(*args: object) -> ClientSession:
+        monkeypatch.setattr(broker_module, "ClientSession", ClientSession)
         client.reconnect()
-        return Session(*args)  # type: ignore[arg-type]
+        return ClientSession(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(broker_module, "Session", opening)
+    monkeypatch.setattr(broker_module, "ClientSession", opening)
     client.reconnect()
     eventually(lambda: [info.session for info in client.clients()] == [client.session], "the end of the others")
 

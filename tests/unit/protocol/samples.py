@@ -44,7 +44,7 @@ DEVICE = status.DeviceInfo(0, "GPU-a", "NVIDIA H200", 150_754_820_096, 135_679_3
 BLOCK = status.BlockInfo("GPU-a", "llama", 3, "current", "held", 8 << 30, 1000)
 WAITER = status.WaiterInfo(7, 4711, 1000, 12, "create", "llama", "room", 8 << 30, 1_763_779_200.5)
 HANDLES = (bytes(64), b"h" * 64)
-SHARDS = (m.Replica("GPU-a", (m.DESCRIPTOR, b"")), m.Replica("GPU-b", (b"", m.DESCRIPTOR)))
+SHARDS = (m.ReplicaHandles("GPU-a", (m.DESCRIPTOR, b"")), m.ReplicaHandles("GPU-b", (b"", m.DESCRIPTOR)))
 
 DIGESTS = m.Digests("cubroker-128-1", ((bytes(16), b""), (b"", bytes(range(16)))))
 
@@ -117,10 +117,10 @@ REQUESTS = (
     m.DropEvent(7),
 )
 REPLIES = (
-    m.Attached(5, "llama", 3, "ipc", LAYOUT.encode(), (m.Replica("GPU-a", HANDLES),)),
+    m.Attached(5, "llama", 3, "ipc", LAYOUT.encode(), (m.ReplicaHandles("GPU-a", HANDLES),)),
     m.Attached(5, "llama", 3, "vmm", LAYOUT.encode(), SHARDS, True),
     m.Attached(5, "llama", 3, "multicast", LAYOUT.encode(), SHARDS, True, m.Team("multicast", "it works", (4, 2))),
-    m.Created(6, "llama", 4, "ipc", (m.Replica("GPU-a", HANDLES), m.Replica("GPU-b", ()))),
+    m.Created(6, "llama", 4, "ipc", (m.ReplicaHandles("GPU-a", HANDLES), m.ReplicaHandles("GPU-b", ()))),
     m.Sealed(4),
     m.Done(),
     m.Retirement(3, 0),

@@ -30,7 +30,7 @@ SECRET = bytes(range(16))
 BODIES = [pytest.param(body, id=type(body).__name__) for body in (*REQUESTS, *REPLIES)]
 LAYOUT = os.urandom(3 * SHORT)
 HANDLE = os.urandom(64)
-REPLICAS = (m.Replica("device", (HANDLE, b"", m.DESCRIPTOR, HANDLE)),)
+REPLICAS = (m.ReplicaHandles("device", (HANDLE, b"", m.DESCRIPTOR, HANDLE)),)
 
 
 def keyed(number: int = 7, secret: bytes = SECRET) -> Keyed:
@@ -94,7 +94,7 @@ def test_layouts_travel_beside_a_message_if_they_are_long(layout: bytes) -> None
 
 def test_a_handle_is_never_to_be_seen() -> None:
     both = keyed()
-    plain = m.Replica("another", (m.DESCRIPTOR,))
+    plain = m.ReplicaHandles("another", (m.DESCRIPTOR,))
     bodies: list[m.Reply] = [m.Created(1, "pool", 1, "ipc", REPLICAS), m.EventOpened(1, "device", HANDLE)]
     for layout in (b"layout", LAYOUT):
         bodies += [
@@ -116,7 +116,7 @@ def test_a_handle_is_never_to_be_seen() -> None:
 
 @pytest.mark.parametrize("layout", [b"layout", LAYOUT])
 def test_what_has_no_handle_is_not_hidden(layout: bytes) -> None:
-    both, replicas = keyed(), (m.Replica("device", (m.DESCRIPTOR, b"", m.DESCRIPTOR)),) * 2
+    both, replicas = keyed(), (m.ReplicaHandles("device", (m.DESCRIPTOR, b"", m.DESCRIPTOR)),) * 2
     for body in (
         m.Attached(1, "pool", 1, "vmm", layout, replicas),
         m.Created(1, "pool", 1, "vmm", replicas),

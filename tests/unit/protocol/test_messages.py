@@ -291,9 +291,9 @@ MOST = ("u" * 64,) * fields.MAX_DEVICES
 
 def test_the_largest_answers_fit_into_a_message() -> None:
     handles = (bytes(64),) * MAX_ALLOCATIONS
-    created = m.Created(1, "n" * 255, 1, "ipc", (m.Replica("u" * 64, handles),) * fields.MAX_DEVICES)
-    attached = m.Attached(1, "n" * 255, 1, "ipc", bytes(MAX_ENCODED), (m.Replica("u" * 64, handles),))
-    shard = m.Replica(
+    created = m.Created(1, "n" * 255, 1, "ipc", (m.ReplicaHandles("u" * 64, handles),) * fields.MAX_DEVICES)
+    attached = m.Attached(1, "n" * 255, 1, "ipc", bytes(MAX_ENCODED), (m.ReplicaHandles("u" * 64, handles),))
+    shard = m.ReplicaHandles(
         "u" * 64, (bytes(64),) * (MAX_ALLOCATIONS // fields.MAX_DEVICES) + (b"",) * (MAX_ALLOCATIONS * 63 // 64)
     )
     sharded = m.Attached(1, "n" * 255, 1, "ipc", bytes(MAX_ENCODED), (shard,) * fields.MAX_DEVICES)

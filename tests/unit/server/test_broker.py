@@ -35,10 +35,10 @@ from cubroker.server.ledger.events import (
     Allocate,
     Allocated,
     Effect,
-    Event,
     ForgetSession,
     Free,
     Freed,
+    LedgerEvent,
     Notify,
     ProcessExited,
     RequestReceived,
@@ -140,7 +140,7 @@ class Mistaken(Idle):
         """It has no books."""
         return Audit((), (), "")
 
-    def handle(self, event: Event, now: float) -> list[Effect]:
+    def handle(self, event: LedgerEvent, now: float) -> list[Effect]:
         match event:
             case SessionOpened():
                 return []
@@ -165,7 +165,7 @@ class Obedient(Idle):
     def __init__(self, effects: list[Effect]) -> None:
         self._effects = effects
 
-    def handle(self, _: Event, now: float) -> list[Effect]:
+    def handle(self, _: LedgerEvent, now: float) -> list[Effect]:
         return self._effects
 
 

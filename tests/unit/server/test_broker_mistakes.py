@@ -13,7 +13,7 @@ from cubroker.server import broker
 from cubroker.server.broker import Recovery
 from cubroker.server.ledger import Ledger, publish
 from cubroker.server.ledger import events as e
-from cubroker.server.ledger.model import Account, CreateWaiter
+from cubroker.server.ledger.model import CreateWaiter, DeviceAccount
 from cubroker.server.ledger.snapshot import Audit
 from tests.unit.server.ledger.story import MIB, Story, answer, asks, attaches, creates
 from tests.unit.server.loops import run
@@ -112,13 +112,13 @@ def test_a_line_that_a_mistake_left_broken_keeps_nothing_else_from_being_done(
     story = Story()
     story.joins(1, 2)
     story.publishes(1, "a")
-    place = Account.position
+    place = DeviceAccount.position
 
-    def fail_at_the_second(account: Account, writer: CreateWaiter) -> int:
+    def fail_at_the_second(account: DeviceAccount, writer: CreateWaiter) -> int:
         return fail() if account.device.index else place(account, writer)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Account, "position", fail_at_the_second)
+        patch.setattr(DeviceAccount, "position", fail_at_the_second)
         with pytest.raises(Mistake):
             story.ledger.handle(creates(2, 1, "b", MIB, devices=("GPU-0", "GPU-1")))
 

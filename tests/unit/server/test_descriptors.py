@@ -25,7 +25,7 @@ from cubroker.protocol.messages import (
     Failed,
     ListPools,
     Pools,
-    Replica,
+    ReplicaHandles,
     Retire,
     Retirement,
     Seal,
@@ -93,7 +93,7 @@ def test_readers_map_what_the_writer_wrote_and_cannot_write_it(broker: BrokerPro
     with session(broker.directory) as reader:
         attached = reader.attach("pool")
         assert attached.share == "vmm"
-        assert attached.replicas == (Replica(client.devices()[0].uuid, (DESCRIPTOR,) * 20),)
+        assert attached.replicas == (ReplicaHandles(client.devices()[0].uuid, (DESCRIPTOR,) * 20),)
         opened = reader.descriptors(attached.lease, 20)
         assert read(reader, opened) == [{number} for number in range(1, 21)]
         with mapped(reader, opened[:1], readonly=True) as (context, (pointer,)), pytest.raises(DriverError):

@@ -19,7 +19,7 @@ from cubroker.protocol.layout import Layout
 from cubroker.protocol.messages import Attach, Close, Create, Created, Done, Failed, Refused
 from cubroker.server import main
 from cubroker.server.broker import Broker
-from cubroker.server.config.load import Current, Sources
+from cubroker.server.config.load import ConfigSources, Current
 from cubroker.server.config.schema import Config
 from cubroker.server.main import ServiceStatus
 from tests.brokers import eventually
@@ -147,7 +147,7 @@ def test_users_are_looked_up_beside_the_loop_where_that_may_take_long(
 ) -> None:
     file = tmp_path / "cubroker.toml"
     file.write_text("admins = ['root']\n[quotas.root]\nsessions = 7")
-    current, lookups = Current(Sources(file)), list[int]()
+    current, lookups = Current(ConfigSources(file)), list[int]()
 
     def look_up(name: str) -> pwd.struct_passwd:
         lookups.append(threading.get_ident())
@@ -177,7 +177,7 @@ def test_a_mistake_of_the_brokers_own_is_in_the_log_and_the_next_time_may_go_wel
         signals = cast(main.Signals, SimpleNamespace(reload=again))
         parts = cast(main.Parts, SimpleNamespace(reconfigure=apply))
         service = ServiceStatus(None, cast(Broker, None))
-        reloading = asyncio.create_task(main._reload(Current(Sources()), signals, parts, service))
+        reloading = asyncio.create_task(main._reload(Current(ConfigSources()), signals, parts, service))
         await done.wait()
         reloading.cancel()
 

@@ -9,7 +9,7 @@ import pytest
 
 from cubroker.client.memory.mapping import LeasedMemory
 from cubroker.client.memory.multicast import AbandonableCall, MulticastMapping, MulticastOffer, Unbound, Windows
-from cubroker.client.session import Session
+from cubroker.client.session import ClientSession
 from cubroker.driver import Context, DriverError, Window
 from cubroker.protocol.messages import Team
 
@@ -49,7 +49,7 @@ def offer(source: int) -> MulticastOffer:
 def mapping() -> tuple[MulticastMapping, LeasedMemory]:
     """What a lease without any memory has mapped."""
     memory = LeasedMemory("pool 'p' version 1", (), "multicast", readonly=False, finish=lambda: None)
-    return MulticastMapping(cast(Session, None), memory, ("p", 1), ()), memory
+    return MulticastMapping(cast(ClientSession, None), memory, ("p", 1), ()), memory
 
 
 @pytest.mark.timeout(60)

@@ -25,7 +25,7 @@ from cubroker.protocol.messages import (
     Done,
     ListPools,
     Rebound,
-    Replica,
+    ReplicaHandles,
     Team,
 )
 from tests.brokers import eventually, serving
@@ -468,7 +468,7 @@ def test_descriptors_of_a_notice_are_told_from_those_of_the_answer_and_of_the_no
     inbox.put(Descriptors(3, 1), made(1))
     inbox.rebound(notice(3, 1), taken("unwanted"))
     inbox.put(Descriptors(3, 1, rebound=True), unwanted := made(1))
-    inbox.settled(ListPools(), Created(3, "x", 1, "multicast", (Replica("d", (DESCRIPTOR,)),)))
+    inbox.settled(ListPools(), Created(3, "x", 1, "multicast", (ReplicaHandles("d", (DESCRIPTOR,)),)))
     assert delivered() == [("unwanted", tuple(unwanted))]
 
     # It ends while something is on its way, and so does the connection.

@@ -26,7 +26,7 @@ from cubroker.protocol.messages import (
     Descriptors,
     Done,
     ListPools,
-    Replica,
+    ReplicaHandles,
 )
 from tests.brokers import BrokerProcess, eventually
 from tests.unit.client import shares
@@ -208,7 +208,7 @@ def test_descriptors_may_come_before_the_answer_or_after_it_and_in_parts(client:
     inbox.expect(2, 1, came.append)
     inbox.put(Descriptors(2, 1), more)
     assert came[1:] == [tuple(more)]
-    reply = Created(3, "x", 1, "vmm", (Replica("d", (DESCRIPTOR, b"")), Replica("e", (b"", DESCRIPTOR))))
+    reply = Created(3, "x", 1, "vmm", (ReplicaHandles("d", (DESCRIPTOR, b"")), ReplicaHandles("e", (b"", DESCRIPTOR))))
     assert due(reply) == 2
     inbox.settled(ListPools(), reply)  # nobody wants them
     inbox.put(Descriptors(3, 2), [*never, *wrong])

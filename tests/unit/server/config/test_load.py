@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from cubroker.server.config.load import EffectiveConfig, InvalidConfig, Sources, line_numbers
+from cubroker.server.config.load import ConfigSources, EffectiveConfig, InvalidConfig, line_numbers
 from cubroker.server.config.schema import SETTINGS, Address, Config, Log, Metrics
-from cubroker.server.ledger.policy import Limits, Policy, Quota, Reservation
+from cubroker.server.ledger.policy import Limits, NameReservation, Policy, Quota
 from cubroker.server.transport.unix_sockets import Access
 
 USER, GROUP = pwd.getpwuid(0).pw_name, grp.getgrgid(0).gr_name  # whoever runs the tests may have no account
@@ -31,7 +31,7 @@ def read(
 ) -> EffectiveConfig:
     path = tmp_path / "cubroker.toml"
     path.write_text(text)
-    return Sources(path, options or {}, environment or {}, 1000).read()
+    return ConfigSources(path, options or {}, environment or {}, 1000).read()
 
 
 def complaints(tmp_path: Path, text: str) -> list[str]:
@@ -41,7 +41,7 @@ def complaints(tmp_path: Path, text: str) -> list[str]:
 
 
 def test_an_empty_file_says_what_no_file_says(tmp_path: Path) -> None:
-    nothing = Sources(descriptors=1000).read()
+    nothing = ConfigSources(descriptors=1000).read()
     assert read(tmp_path, "") == nothing
     assert {value.origin for value in nothing.values.values()} == {"default"}
     assert nothing.config == Config(
@@ -56,7 +56,7 @@ def test_an_empty_file_says_what_no_file_says(tmp_path: Path) -> None:
         drain=10.0,
         mapped_check=10.0,
     )
-    least = Sources(descriptors=1).read().config.policy.quota
+    least = ConfigSources(descriptors=1).read().config.policy.quota
     assert (least.sessions, least.descriptors) == (1, 2)
 
 
@@ -151,13 +151,13 @@ def test_modes_are_octal_however_they_are_written(tmp_path: Path) -> None:
 )
 def test_metrics_are_served_on_a_loopback_port_or_a_socket(text: str, meant: object) -> None:
     options = {"metrics.listen": text, "metrics.token_file": "/token"}
-    assert Sources(options=options).read().config.metrics == Metrics(meant, token_file=Path("/token"))
+    assert ConfigSources(options=options).read().config.metrics == Metrics(meant, token_file=Path("/token"))
 
 
 def test_a_socket_for_metrics_is_for_the_brokers_user_and_for_a_group_that_is_named() -> None:
     listen = {"metrics.listen": "unix:/run/metrics", "sockets.group": "7"}
-    assert Sources(options=listen).read().config.metrics.access == Access(0o600, None)
-    assert Sources(options=listen | {"metrics.group": "8"}).read().config.metrics.access == Access(0o660, 8)
+    assert ConfigSources(options=listen).read().config.metrics.access == Access(0o600, None)
+    assert ConfigSources(options=listen | {"metrics.group": "8"}).read().config.metrics.access == Access(0o660, 8)
 
 
 def test_metrics_on_a_port_take_a_token_or_the_word_that_they_are_public(tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_metrics_on_a_port_take_a_token_or_the_word_that_they_are_public(tmp_pat
     assert read(tmp_path, listen + "public = true").config.metrics == Metrics(Address("127.0.0.1", 9464), public=True)
     assert read(tmp_path, listen + 'token_file = "/token"').config.metrics.token_file == Path("/token")
     with pytest.raises(InvalidConfig, match=r"CUBROKER_METRICS_LISTEN: metrics\.listen: every user"):
-        Sources(environment={"CUBROKER_METRICS_LISTEN": "[::1]:9464"}).read()
+        ConfigSources(environment={"CUBROKER_METRICS_LISTEN": "[::1]:9464"}).read()
 
 
 def test_options_come_before_the_environment_that_before_the_file_and_that_before_the_default(tmp_path: Path) -> None:
@@ -197,7 +197,10 @@ TEXTS = {
     "mode": ("640", 0o640),
     "admins": ("root, 4711", frozenset((0, 4711))),
     "trust_root": ("false", False),
-    "names": ('{"llm/" = {users = [7], groups = ["root"]}}', {"llm/": Reservation(frozenset((7,)), frozenset((0,)))}),
+    "names": (
+        '{"llm/" = {users = [7], groups = ["root"]}}',
+        {"llm/": NameReservation(frozenset((7,)), frozenset((0,)))},
+    ),
     "sockets.mode": ("0o660", 0o660),
     "sockets.group": ("4711", 4711),
     "quota.memory": ("40GiB", 40 << 30),
@@ -217,13 +220,13 @@ TEXTS = {
 def test_every_setting_can_be_set_by_the_environment_and_by_an_option(key: str) -> None:
     text, meant = TEXTS.get(key, ("12", 12))
     variable = SETTINGS[key].variable
-    assert Sources(environment={variable: text}).read().values[key][1:] == (meant, f"${variable}")
-    assert Sources(options={key: text}).read().values[key].meant == meant
+    assert ConfigSources(environment={variable: text}).read().values[key][1:] == (meant, f"${variable}")
+    assert ConfigSources(options={key: text}).read().values[key].meant == meant
 
 
 def test_a_relative_directory_is_one_of_here() -> None:
-    assert Sources(environment={"CUBROKER_DIR": "run"}).read().config.directory == Path("run").absolute()
-    assert Sources(options={"directory": "run"}).read().config.directory == Path("run").absolute()
+    assert ConfigSources(environment={"CUBROKER_DIR": "run"}).read().config.directory == Path("run").absolute()
+    assert ConfigSources(options={"directory": "run"}).read().config.directory == Path("run").absolute()
 
 
 @pytest.mark.parametrize(
@@ -295,7 +298,7 @@ def test_everything_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
     path = tmp_path / "cubroker.toml"
     path.write_text("keep = -1\nzzz = 1")
     with pytest.raises(InvalidConfig) as caught:
-        Sources(path, {"budget": "lots", "log.level": "x"}, {"CUBROKER_KEEP": "two"}).read()
+        ConfigSources(path, {"budget": "lots", "log.level": "x"}, {"CUBROKER_KEEP": "two"}).read()
     assert [complaint.partition(";")[0] for complaint in caught.value.complaints] == [
         f"{path}:1: keep is -1",
         f"{path}:2: there is no setting zzz",
@@ -308,10 +311,10 @@ def test_everything_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidConfig, match=r"cannot read the configuration .*none\.toml: No such file"):
-        Sources(tmp_path / "none.toml").read()
+        ConfigSources(tmp_path / "none.toml").read()
     (tmp_path / "binary.toml").write_bytes(b"\xff")
     with pytest.raises(InvalidConfig, match=r"binary\.toml is no TOML"):
-        Sources(tmp_path / "binary.toml").read()
+        ConfigSources(tmp_path / "binary.toml").read()
     assert complaints(tmp_path, "\nkeep = ?\n")[0].endswith(
         "cubroker.toml is no TOML: Invalid value (at line 2, column 8)"
     )

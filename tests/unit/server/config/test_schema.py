@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cubroker.server.config.load import Sources
+from cubroker.server.config.load import ConfigSources
 from cubroker.server.config.schema import PERSONAL, QUOTA, SETTINGS, Setting
 from cubroker.server.ledger.policy import Quota
 
@@ -21,7 +21,7 @@ SETTING_OR_TABLE = re.compile(r"^#(?=\w+ = |\[)", re.MULTILINE)
 
 
 def test_the_example_as_it_is_shipped_makes_pools_their_owners_and_changes_nothing_else() -> None:
-    shipped, usual = Sources(EXAMPLE).read(), Sources().read()
+    shipped, usual = ConfigSources(EXAMPLE).read(), ConfigSources().read()
     differing = [key for key in shipped.values if shipped.values[key] != usual.values.get(key)]
     assert {key: shipped.values[key].meant for key in differing} == SHIPPED
     assert usual.config.policy.mode == 0o644
@@ -31,7 +31,7 @@ def test_the_example_as_it_is_shipped_makes_pools_their_owners_and_changes_nothi
 def test_the_example_has_every_setting_with_its_default_where_that_does_not_depend(tmp_path: Path) -> None:
     path = tmp_path / "cubroker.toml"
     path.write_text(SETTING_OR_TABLE.sub("", EXAMPLE.read_text()))
-    shown, usual = Sources(path).read(), Sources().read()
+    shown, usual = ConfigSources(path).read(), ConfigSources().read()
     for key, setting in SETTINGS.items():
         assert shown.values[key].origin.startswith(f"{path}:"), key
         if setting.default is not None:
@@ -72,4 +72,4 @@ def test_the_examples_for_metrics_are_configurations(tmp_path: Path) -> None:
     assert len(examples) == 2
     for example in examples:
         path.write_text(example)
-        assert Sources(path).read().config.metrics.listen is not None
+        assert ConfigSources(path).read().config.metrics.listen is not None

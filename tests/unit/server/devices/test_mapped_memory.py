@@ -31,7 +31,13 @@ from cubroker.server.devices.mapped_memory import (
 )
 from cubroker.server.event_queue import Event as QueuedEvent
 from cubroker.server.event_queue import EventQueue, MappedCheckDone, MappedCheckDue
-from cubroker.server.ledger.events import AllocationId, Event, ProcessMemory, ProcessScanFinished, ProcessScanStarted
+from cubroker.server.ledger.events import (
+    AllocationId,
+    LedgerEvent,
+    ProcessMemory,
+    ProcessScanFinished,
+    ProcessScanStarted,
+)
 from tests.brokers import PATIENCE
 from tests.unit.server.loops import run, until
 
@@ -234,7 +240,7 @@ class Scene:
     async def looks(self, times: int = 1) -> None:
         await until(lambda: len(self.watch.asked) == times)
 
-    async def tells(self, *events: Event) -> None:
+    async def tells(self, *events: LedgerEvent) -> None:
         await until(lambda: len(self.told) >= len(events))
         assert self.told == [*events]
         self.told.clear()

@@ -37,7 +37,7 @@ class Story:
         self.ledger = Ledger(self.devices, BROKER, limits, policy, store)
         self.effects: deque[e.Effect] = deque()
 
-    def __rshift__(self, event: e.Event) -> Story:
+    def __rshift__(self, event: e.LedgerEvent) -> Story:
         self.end()
         self.effects.extend(self.ledger.handle(event))
         self.ledger.check()
@@ -70,7 +70,7 @@ class Story:
         self.ledger.check()
         self.quietly(*(e.MemoryLost(ticket, "it went with the broker") for ticket in lost), e.Resumed())
 
-    def quietly(self, *events: e.Event) -> list[e.Effect]:
+    def quietly(self, *events: e.LedgerEvent) -> list[e.Effect]:
         """Tell the beginning of a story whose effects are asserted elsewhere; return those of the last event."""
         self.end()
         effects: list[e.Effect] = []
@@ -197,14 +197,16 @@ def attached(
     device: str = "GPU-0",
     nbytes: int = MIB,
 ) -> e.Respond:
-    replicas = (m.Replica(device, (handle(ticket),)),)
+    replicas = (m.ReplicaHandles(device, (handle(ticket),)),)
     body = m.Attached(lease, name, version, "ipc", layout(nbytes).encode(), replicas)
     return e.Respond(session, request, body)
 
 
 def created(session: int, request: int, lease: int, name: str, version: int, **tickets: int) -> e.Respond:
     """Expect a draft; ``tickets`` are those of its devices, ``GPU_0=1``."""
-    replicas = tuple(m.Replica(device.replace("_", "-"), (handle(ticket),)) for device, ticket in tickets.items())
+    replicas = tuple(
+        m.ReplicaHandles(device.replace("_", "-"), (handle(ticket),)) for device, ticket in tickets.items()
+    )
     return e.Respond(session, request, m.Created(lease, name, version, "ipc", replicas))
 
 

@@ -9,7 +9,7 @@ from cubroker.protocol import messages as m
 from cubroker.protocol import status
 from cubroker.server.ledger import Ledger, Limits
 from cubroker.server.ledger import events as e
-from cubroker.server.ledger.policy import Policy, Reservation
+from cubroker.server.ledger.policy import NameReservation, Policy
 from tests.unit.server.ledger.story import (
     ALICE,
     BOB,
@@ -251,7 +251,10 @@ def test_who_waited_for_a_pool_of_another_owner_is_denied_what_comes(story: Stor
 
 
 def test_reserved_names_are_published_by_those_whom_they_are_reserved_for() -> None:
-    reserved = {"llm/": Reservation(frozenset((ALICE,)), frozenset((200,))), "llm/x": Reservation(frozenset((BOB,)))}
+    reserved = {
+        "llm/": NameReservation(frozenset((ALICE,)), frozenset((200,))),
+        "llm/x": NameReservation(frozenset((BOB,))),
+    }
     story = Story(policy=Policy(reserved=reserved))
     story.joins(1)
     story.joins(2, uid=BOB, gid=300)

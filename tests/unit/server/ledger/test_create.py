@@ -48,7 +48,7 @@ def test_a_draft_gets_memory_in_units_of_2_mib_on_each_of_its_devices(story: Sto
     assert [(device.allocated, device.promised) for device in devices] == [(0, 6 * MIB)] * 2
     story >> e.Allocated(2, (b"0", b"1"))
     story >> e.Allocated(1, (b"2", b"3"))
-    replicas = (m.Replica("GPU-1", (b"2", b"3")), m.Replica("GPU-0", (b"0", b"1")))
+    replicas = (m.ReplicaHandles("GPU-1", (b"2", b"3")), m.ReplicaHandles("GPU-0", (b"0", b"1")))
     story << answer(1, 1, m.Created(1, "a", 1, "ipc", replicas))
     story >> asks(1, 2, m.Close(1))
     story << e.Free(1, "GPU-1")

@@ -21,7 +21,7 @@ def story() -> Story:
 
 def attached(lease: int, *devices: str) -> m.Attached:
     return m.Attached(
-        lease, "a", 1, "vmm", layout(MIB, MIB).encode(), tuple(m.Replica(each, (D, D)) for each in devices)
+        lease, "a", 1, "vmm", layout(MIB, MIB).encode(), tuple(m.ReplicaHandles(each, (D, D)) for each in devices)
     )
 
 
@@ -29,7 +29,7 @@ FABRIC = (b"f" * 64, b"g" * 64)
 
 
 def created(*handles: tuple[bytes, ...]) -> m.Created:
-    return m.Created(1, "a", 1, "vmm", tuple(map(m.Replica, BOTH, handles)))
+    return m.Created(1, "a", 1, "vmm", tuple(map(m.ReplicaHandles, BOTH, handles)))
 
 
 def allocates(story: Story) -> None:
@@ -79,7 +79,7 @@ def test_descriptors_are_withdrawn_before_their_memory_is_freed_however_a_lease_
     story << e.Allocate(3, "GPU-0", (2 * MIB,), "vmm")
     story >> e.Allocated(3, (D,), (14,))
     story << e.SendFds(2, 2, (("GPU-0", 3, ()),), writable=True)
-    story << answer(2, 1, m.Created(2, "b", 1, "vmm", (m.Replica("GPU-0", (D,)),)))
+    story << answer(2, 1, m.Created(2, "b", 1, "vmm", (m.ReplicaHandles("GPU-0", (D,)),)))
     story >> e.ProcessExited(2)
     story << e.CancelFds(2, 2)
     story << e.Free(3, "GPU-0")
@@ -101,7 +101,7 @@ def test_fabric_handles_come_with_the_answer_and_descriptors_to_whoever_asks_for
     story << e.CancelFds(1, 1)
     story << answer(1, 4, m.Sealed(1))
     story >> attaches(2, 1, "a", device="GPU-1")
-    replica = (m.Replica("GPU-1", FABRIC),)
+    replica = (m.ReplicaHandles("GPU-1", FABRIC),)
     story << answer(2, 1, m.Attached(2, "a", 1, "vmm", layout(MIB, MIB).encode(), replica))
     story >> asks(2, 2, m.SendDescriptors(1))
     story << refused(2, 2, "not_found", "this session holds no lease 1")

@@ -57,7 +57,7 @@ def test_only_memory_that_descriptors_open_can_be_durable() -> None:
     )
     story >> e.Allocated(1, (m.DESCRIPTOR,))
     story << e.SendFds(1, 1, (("GPU-0", 1, ()),), writable=True)
-    story << answer(1, 2, m.Created(1, "a", 1, "vmm", (m.Replica("GPU-0", (m.DESCRIPTOR,)),)))
+    story << answer(1, 2, m.Created(1, "a", 1, "vmm", (m.ReplicaHandles("GPU-0", (m.DESCRIPTOR,)),)))
     assert story.tells(1, m.ListPools(), m.Pools).pools[0].durable
 
 

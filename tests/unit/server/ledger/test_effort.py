@@ -23,7 +23,7 @@ Trace = Callable[[FrameType, str, object], Any]
 LARGE = Budget(0, "GPU-0", "first", 16384 * MIB, 16384 * MIB)
 
 
-def effort(story: Story, event: e.Event) -> int:
+def effort(story: Story, event: e.LedgerEvent) -> int:
     """Return how many opcodes the ledger runs over an event, whose effects the story has from then on."""
     opcodes = 0
 
@@ -66,7 +66,7 @@ def waits(story: Story, session: int, requests: int, *, attach: str | None = Non
 
 
 @pytest.mark.parametrize("ends", [e.ProcessExited(2), e.ConnectionLost(2)])
-def test_the_end_of_a_session_costs_in_proportion_to_what_it_waits_for_in_a_quota(ends: e.Event) -> None:
+def test_the_end_of_a_session_costs_in_proportion_to_what_it_waits_for_in_a_quota(ends: e.LedgerEvent) -> None:
     def cost(requests: int) -> int:
         story = used_up()
         waits(story, 1, requests)
@@ -77,7 +77,7 @@ def test_the_end_of_a_session_costs_in_proportion_to_what_it_waits_for_in_a_quot
 
 
 @pytest.mark.parametrize("event", [creates(2, 1, "a", MIB, wait=9.0), asks(1, 9000, m.Cancel(FEW))])
-def test_one_who_comes_or_goes_costs_the_same_however_many_wait_in_a_quota(event: e.Event) -> None:
+def test_one_who_comes_or_goes_costs_the_same_however_many_wait_in_a_quota(event: e.LedgerEvent) -> None:
     def cost(requests: int) -> int:
         story = used_up()
         waits(story, 1, requests)

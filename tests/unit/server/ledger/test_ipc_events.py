@@ -29,7 +29,7 @@ def told(limits: Limits | None = None, policy: Policy | None = None) -> Story:
     for session in (MAKER, READER, OTHER):
         story >> asks(session, 3, m.Attach("a", 0, None, 0.0))
         body = m.Attached(
-            session + 1, "a", 1, "ipc", layout(MIB).encode(), (m.Replica("GPU-0", (handle(1),)),), writable=True
+            session + 1, "a", 1, "ipc", layout(MIB).encode(), (m.ReplicaHandles("GPU-0", (handle(1),)),), writable=True
         )
         story << answer(session, 3, body)
     return story
@@ -124,7 +124,7 @@ def test_who_opens_may_wait_for_the_maker_in_order_of_arrival(story: Story) -> N
     ids=["dropped", "closed", "gone"],
 )
 def test_whoever_waits_is_told_who_ended_an_event_and_at_which_generation(
-    story: Story, ends: e.Event, how: str, effects: tuple[e.Effect, ...]
+    story: Story, ends: e.LedgerEvent, how: str, effects: tuple[e.Effect, ...]
 ) -> None:
     story.quietly(share(MAKER, 10), asks(MAKER, 11, m.Recorded(1)))
     story >> waits(READER, 11, 1, after=1) << e.SetTimer(1, 5.0)

@@ -9,7 +9,7 @@ import pytest
 from cubroker.protocol import messages as m
 from cubroker.server.ledger import Ledger, Limits
 from cubroker.server.ledger import events as e
-from cubroker.server.ledger.policy import Policy, Quota, Reservation
+from cubroker.server.ledger.policy import NameReservation, Policy, Quota
 from tests.unit.server.ledger.story import ALICE, BOB, BROKER, Story, answer, asks, done, refused
 
 
@@ -87,7 +87,7 @@ def test_a_session_without_a_connection_ends_with_its_last_lock(story: Story) ->
 
 
 def test_only_those_who_may_publish_a_pool_have_its_lock_also_when_their_turn_comes() -> None:
-    reserved = {"b": Reservation(frozenset((ALICE,)))}
+    reserved = {"b": NameReservation(frozenset((ALICE,)))}
     story = Story(policy=Policy(reserved=reserved))
     story.joins(1)
     story.joins(2, uid=BOB, gid=200)

@@ -20,8 +20,8 @@ MADE = e.MulticastBound(3, "multicast", "it works", (4 * MIB,), (77,))
 WITHOUT = e.MulticastBound(3, "copies", "no slots left")
 
 
-def replicas(*devices: str) -> tuple[m.Replica, ...]:
-    return tuple(m.Replica(device, (D,)) for device in devices)
+def replicas(*devices: str) -> tuple[m.ReplicaHandles, ...]:
+    return tuple(m.ReplicaHandles(device, (D,)) for device in devices)
 
 
 def begun(*, writable: bool = True, limits: Limits | None = None) -> Story:
@@ -109,7 +109,7 @@ def test_one_device_alone_needs_no_group() -> None:
 
 
 @pytest.mark.parametrize("order", [(MADE, e.MulticastUnbound(3)), (e.MulticastUnbound(3),)])
-def test_a_group_that_is_cancelled_while_it_is_bound_is_unbound_all_the_same(order: tuple[e.Event, ...]) -> None:
+def test_a_group_that_is_cancelled_while_it_is_bound_is_unbound_all_the_same(order: tuple[e.LedgerEvent, ...]) -> None:
     story = begun()
     story >> e.ProcessExited(1) << e.UnbindMulticast(3) << e.ForgetSession(1)
     for event in order[:-1]:

@@ -53,7 +53,7 @@ def several() -> Story:
     return story
 
 
-def entry(items: Mapping[bytes, bytes], key: bytes, kind: type[snapshot.Entry], **changes: object) -> bytes:
+def entry(items: Mapping[bytes, bytes], key: bytes, kind: type[snapshot.SnapshotEntry], **changes: object) -> bytes:
     """Return a value with other fields than it has."""
     return msgspec.msgpack.encode(msgspec.structs.replace(msgspec.msgpack.decode(items[key], type=kind), **changes))
 
@@ -192,7 +192,7 @@ def gone_on(ledger: Ledger, items: Items) -> None:
     later = restored(kept)
     assert not later.findings
     assert states(later) == states(ledger)
-    todo: list[e.Event] = [e.ProcessExited(session.session) for session in ledger.sessions()]
+    todo: list[e.LedgerEvent] = [e.ProcessExited(session.session) for session in ledger.sessions()]
     todo += [e.SessionOpened(99, 1, BROKER, BROKER, verified=True)]
     todo += [e.RequestReceived(99, 1, m.Retire(pool.name, pool.version)) for pool in ledger.view(everything=True).pools]
     for each in todo:

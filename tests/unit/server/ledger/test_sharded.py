@@ -27,7 +27,7 @@ SIZES = (2 * MIB, 3 * MIB, 1)
 PLAN = (0, 1, 0)
 """The first and the last allocation on GPU-1, the other one on GPU-0."""
 
-SHARDS = (m.Replica("GPU-1", (b"1a", b"", b"1b")), m.Replica("GPU-0", (b"", b"0", b"")))
+SHARDS = (m.ReplicaHandles("GPU-1", (b"1a", b"", b"1b")), m.ReplicaHandles("GPU-0", (b"", b"0", b"")))
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def publish(story: Story) -> None:
     )
 
 
-def attached(lease: int, replicas: tuple[m.Replica, ...]) -> m.Attached:
+def attached(lease: int, replicas: tuple[m.ReplicaHandles, ...]) -> m.Attached:
     return m.Attached(lease, "a", 1, "ipc", layout(*SIZES).encode(), replicas)
 
 
@@ -149,7 +149,7 @@ def test_a_list_says_what_is_sharded(story: Story) -> None:
 
 def test_a_replica_here_comes_before_those_that_can_be_reached_and_these_are_taken_best_first(story: Story) -> None:
     number = story.publishes(1, "a", devices=("GPU-0", "GPU-1"))
-    here, there = (m.Replica(uuid, (b"handle %d" % ticket,)) for uuid, ticket in (("GPU-0", 1), ("GPU-1", 2)))
+    here, there = (m.ReplicaHandles(uuid, (b"handle %d" % ticket,)) for uuid, ticket in (("GPU-0", 1), ("GPU-1", 2)))
     for request, device, peers, taken in (
         (1, "GPU-0", ("GPU-1",), here),
         (2, "GPU-7", ("GPU-1", "GPU-0"), there),
@@ -177,7 +177,7 @@ def test_whoever_reaches_a_device_of_the_broker_from_another_may_wait_for_a_pool
     story.quietly(creates(1, 1, "a", MIB), e.Allocated(1, (b"handle 1",)))
     story >> asks(1, 2, m.Seal(1))
     story << e.CancelTimer(1)
-    replica = m.Replica("GPU-0", (b"handle 1",))
+    replica = m.ReplicaHandles("GPU-0", (b"handle 1",))
     story << answer(2, 2, m.Attached(2, "a", 1, "ipc", layout(MIB).encode(), (replica,)))
     story << answer(1, 2, m.Sealed(1))
 
@@ -194,7 +194,7 @@ def test_a_create_that_attaches_reaches_a_peer_as_an_attach_does(story: Story) -
     story.quietly(e.Allocated(1, (b"handle",)))
     story >> asks(1, 4, m.Seal(1))
     story << e.CancelTimer(1)
-    there = (m.Replica("GPU-1", (b"handle",)),)
+    there = (m.ReplicaHandles("GPU-1", (b"handle",)),)
     story << answer(2, 1, m.Attached(2, "a", 1, "ipc", layout(MIB).encode(), there))
     story << answer(1, 4, m.Sealed(1))
     story >> creates(2, 2, "a", MIB, attach=near)

@@ -87,13 +87,13 @@ def allocated(story: Story) -> int:
 def test_an_update_is_allocated_what_is_new_and_its_writer_gets_that_alone(story: Story) -> None:
     story >> updates(1, 3, 0, None, 2) << e.Allocate(2, "GPU-0", (4 * MIB,), "vmm", True)
     story >> e.Allocated(2, (D,)) << e.SendFds(1, 3, (e.FdSource("GPU-0", 2),), writable=True)
-    replicas = (m.Replica("GPU-0", (b"", D, b"")),)
+    replicas = (m.ReplicaHandles("GPU-0", (b"", D, b"")),)
     story << answer(1, 3, m.Created(3, "a", 2, "vmm", replicas))
     story >> asks(1, 4, m.Seal(3)) << e.CancelFds(1, 3) << answer(1, 4, m.Sealed(2))
     story >> attaches(1, 5, "a")
     sources = (e.FdSource("GPU-0", 1, (0,)), e.FdSource("GPU-0", 2), e.FdSource("GPU-0", 1, (2,)))
     story << e.SendFds(1, 4, sources)
-    story << answer(1, 5, m.Attached(4, "a", 2, "vmm", layout(*BASE).encode(), (m.Replica("GPU-0", (D, D, D)),)))
+    story << answer(1, 5, m.Attached(4, "a", 2, "vmm", layout(*BASE).encode(), (m.ReplicaHandles("GPU-0", (D, D, D)),)))
 
 
 def test_shared_memory_counts_once_and_is_freed_with_the_last_version_that_has_it(story: Story) -> None:
@@ -131,7 +131,7 @@ def test_a_device_frees_nothing_that_a_version_has_and_nothing_twice(story: Stor
 
 def test_an_update_without_a_change_is_granted_at_once_and_sends_nothing(story: Story) -> None:
     story >> updates(1, 3, 0, 1, 2)
-    story << answer(1, 3, m.Created(3, "a", 2, "vmm", (m.Replica("GPU-0", (b"", b"", b"")),)))
+    story << answer(1, 3, m.Created(3, "a", 2, "vmm", (m.ReplicaHandles("GPU-0", (b"", b"", b"")),)))
     story >> asks(1, 4, m.Seal(3)) << e.CancelFds(1, 3) << answer(1, 4, m.Sealed(2))
     assert memory(story) == {1: (8 * MIB, 0), 2: (8 * MIB, 8 * MIB)}
 
@@ -199,7 +199,11 @@ def test_a_draft_and_a_lost_version_are_no_base_nor_is_a_superseded_one_without_
     published(story, 1, 0, None, 2, ticket=2, lease=3)
     story >> updates(1, 3, 0, 1, 2) << refused(1, 3, "invalid", "a@1 is superseded and not leased")
     story.quietly(attaches(1, 4, "a", 1))
-    story >> updates(1, 5, 0, 1, 2) << answer(1, 5, m.Created(5, "a", 3, "vmm", (m.Replica("GPU-0", (b"", b"", b"")),)))
+    (
+        story
+        >> updates(1, 5, 0, 1, 2)
+        << answer(1, 5, m.Created(5, "a", 3, "vmm", (m.ReplicaHandles("GPU-0", (b"", b"", b"")),)))
+    )
     story >> updates(1, 6, 0, 1, 2, base=3) << refused(1, 6, "invalid", "a@3 is a draft")
     story.quietly(asks(1, 7, m.Close(5)), e.MemoryLost(1, "it was taken away"))
     story >> updates(1, 8, 0, 1, 2, base=1) << refused(1, 8, "unavailable", "a@1 was lost: it was taken away")
@@ -241,7 +245,7 @@ def test_a_sharded_version_shares_on_each_device() -> None:
     story >> updates(1, 3, 0, None, 2, None, sizes=(*BASE, MIB), devices=both, plan=(1, 0, 0, 0))
     story << e.Allocate(3, "GPU-0", (4 * MIB, 2 * MIB), "vmm", True)
     story >> e.Allocated(3, (D, D)) << e.SendFds(1, 2, (e.FdSource("GPU-0", 3),), writable=True)
-    replicas = (m.Replica("GPU-0", (b"", D, b"", D)), m.Replica("GPU-1", (b"", b"", b"", b"")))
+    replicas = (m.ReplicaHandles("GPU-0", (b"", D, b"", D)), m.ReplicaHandles("GPU-1", (b"", b"", b"", b"")))
     story << answer(1, 3, m.Created(2, "a", 2, "vmm", replicas))
     story >> updates(1, 4, None, 0, 2, devices=both, plan=(0, 1, 0)) << refused(1, 4, "invalid", "not its allocation 0")
     story >> asks(1, 5, m.Close(2)) << e.CancelFds(1, 2) << e.Free(3, "GPU-0") << done(1, 5)
@@ -251,7 +255,7 @@ def test_where_some_memory_has_fabric_handles_and_some_none_descriptors_open_all
     story = told(durable=False)
     story.quietly(updates(1, 3, 0, None, 2))
     story >> e.Allocated(2, (b"fabric",)) << e.SendFds(1, 3, (e.FdSource("GPU-0", 2),), writable=True)
-    story << answer(1, 3, m.Created(3, "a", 2, "vmm", (m.Replica("GPU-0", (b"", D, b"")),)))
+    story << answer(1, 3, m.Created(3, "a", 2, "vmm", (m.ReplicaHandles("GPU-0", (b"", D, b"")),)))
 
 
 def test_a_version_tells_what_it_shares_with_which(story: Story) -> None:
@@ -302,7 +306,7 @@ def test_a_draft_that_shares_memory_outlives_a_restart(story: Story) -> None:
     story.restarts()
     grant = story.ledger.lease_grant(1, 3)
     assert grant is not None
-    assert grant.answer == m.Created(3, "a", 2, "vmm", (m.Replica("GPU-0", (b"", D, b"")),))
+    assert grant.answer == m.Created(3, "a", 2, "vmm", (m.ReplicaHandles("GPU-0", (b"", D, b"")),))
     story.quietly(asks(1, 4, m.Seal(3)))
     assert memory(story) == {1: (8 * MIB, 0), 2: (8 * MIB, 4 * MIB)}
 

@@ -51,8 +51,8 @@ def multicast(group: e.MulticastBound) -> Story:
     return story
 
 
-def replicas(*devices: str) -> tuple[m.Replica, ...]:
-    return tuple(m.Replica(device, (D,)) for device in devices)
+def replicas(*devices: str) -> tuple[m.ReplicaHandles, ...]:
+    return tuple(m.ReplicaHandles(device, (D,)) for device in devices)
 
 
 def with_multicast(group: int) -> e.MulticastBound:
@@ -160,7 +160,7 @@ def test_memory_and_leases_can_be_asked_for_as_they_are() -> None:
     assert (ipc := story.ledger.lease_grant(3, 4)) is not None
     assert ipc.hand_over is None
     assert (draft := story.ledger.lease_grant(3, 5)) is not None
-    assert draft == (m.Created(5, "c", 1, "vmm", (m.Replica("GPU-0", (b"fabric",)),)), None)
+    assert draft == (m.Created(5, "c", 1, "vmm", (m.ReplicaHandles("GPU-0", (b"fabric",)),)), None)
     story.quietly(asks(3, 3, m.SendDescriptors(5)))
     assert (draft := story.ledger.lease_grant(3, 5)) is not None
     assert draft.hand_over == e.SendFds(3, 5, (("GPU-0", 5, ()),), writable=True)

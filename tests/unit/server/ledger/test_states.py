@@ -84,7 +84,7 @@ def test_an_event_or_a_request_of_no_known_kind_is_a_fault() -> None:
 
 
 def test_every_kind_of_event_and_of_request_is_handled_in_one_place() -> None:
-    assert {*e.Event.__subclasses__()} == {e.RequestReceived, *ledger._EVENTS}
+    assert {*e.LedgerEvent.__subclasses__()} == {e.RequestReceived, *ledger._EVENTS}
     assert sorted(map(repr, get_args(m.Request))) == sorted(map(repr, [*ledger._AT_ONCE, *ledger._MAY_WAIT]))
 
 

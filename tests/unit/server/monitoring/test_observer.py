@@ -25,7 +25,7 @@ class Scene:
         self.observer = LedgerObserver(self.ledger, self.counters)
         self.tell(e.SessionOpened(1, 101, ALICE, 100), e.SessionOpened(2, 102, BOB, 200))
 
-    def tell(self, *events: e.Event) -> None:
+    def tell(self, *events: e.LedgerEvent) -> None:
         for event in events:
             self.observer.before(event)
             self.observer.after(event, self.ledger.handle(event))

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from cubroker.protocol.errors import CorruptJournal
 from cubroker.server.store import journal
-from cubroker.server.store.journal import AREA, ENTRY_HEAD, SLOTS, Change, Index, Journal
+from cubroker.server.store.journal import AREA, ENTRY_HEAD, SLOTS, Change, Journal, JournalIndex
 from tests.unit.server.store import journal_process
 
 SLOT = 40
@@ -227,7 +227,7 @@ def test_an_index_that_is_interrupted_still_counts_the_bytes_that_it_has() -> No
         yield b"other", None
         raise MemoryError
 
-    index = Index()
+    index = JournalIndex()
     with pytest.raises(MemoryError):
         index.note(0, interrupted())
     assert index.nbytes == sum(ENTRY_HEAD + len(key) + size for key, (_, size) in index.places.items()) > 0

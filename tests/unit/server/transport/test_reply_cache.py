@@ -4,15 +4,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cubroker.protocol import wire
-from cubroker.protocol.messages import DESCRIPTOR, Answer, Attached, Created, Replica
+from cubroker.protocol.messages import DESCRIPTOR, Answer, Attached, Created, ReplicaHandles
 from cubroker.server.transport.reply_cache import (
     MAX_BYTES,
     MAX_REQUESTS,
     OVERHEAD,
     SHARE,
-    Account,
     Admission,
     Receipts,
+    ReplyAccount,
     ReplyCache,
     Spans,
     weight,
@@ -76,7 +76,7 @@ def test_a_request_about_another_one_that_has_not_come_is_for_later() -> None:
 
 def test_a_lease_weighs_no_less_than_its_bytes_however_large_its_layout_and_however_its_memory_is_opened() -> None:
     for rows in ([bytes(64)], [bytes(64), b""], [b"", b"", bytes(64)], [DESCRIPTOR] * 64):
-        replicas = tuple(Replica(f"HOST-{place}", (handle,) * 4096) for place, handle in enumerate(rows))
+        replicas = tuple(ReplicaHandles(f"HOST-{place}", (handle,) * 4096) for place, handle in enumerate(rows))
         reader = Answer(1, Attached(1, "name", 1, "multicast", bytes(1 << 20), replicas))
         for lease in (reader, Answer(1, Created(1, "name", 1, "multicast", replicas))):
             assert len(wire.pack(lease)) <= weight(lease) < 2 * len(wire.pack(lease))
@@ -117,14 +117,14 @@ def test_what_its_client_insists_on_is_not_refused_but_done_when_there_is_room()
 
 def of_one_user(count: int) -> list[ReplyCache]:
     """Return the answers of so many sessions of one user."""
-    account, sessions = Account(), [ReplyCache() for _ in range(count)]
+    account, sessions = ReplyAccount(), [ReplyCache() for _ in range(count)]
     for each in sessions:
         each.move(account)
     return sessions
 
 
 def attached(lease: int, layout: bytes) -> Answer:
-    return Answer(lease, Attached(lease, "name", 1, "ipc", layout, (Replica("HOST-0", (bytes(64),)),)))
+    return Answer(lease, Attached(lease, "name", 1, "ipc", layout, (ReplicaHandles("HOST-0", (bytes(64),)),)))
 
 
 def test_bytes_past_the_bound_of_a_user_are_refused_to_all_its_sessions_and_to_nobody_else() -> None:
@@ -191,7 +191,7 @@ def test_a_session_that_hung_up_keeps_its_answers_and_no_request() -> None:
 def test_what_a_session_brings_along_counts_on_its_users_account() -> None:
     answers = ReplyCache(None, {1: b"one", 2: attached(2, b"layout"), 3: None})
     assert answers.admit(4, 1, b"here", 10) is Admission.NEW
-    before, account = answers.account, Account()
+    before, account = answers.account, ReplyAccount()
     nbytes = before.nbytes
     answers.move(account)
     assert (before.nbytes, account.nbytes) == (0, nbytes)

@@ -34,7 +34,7 @@ from cubroker.protocol.messages import (
     ListPools,
     Look,
     Pools,
-    Replica,
+    ReplicaHandles,
     Reply,
     Request,
     Retire,
@@ -48,8 +48,8 @@ from cubroker.server.ledger.events import RequestReceived, Respond
 from cubroker.server.transport import fair_queue, framing, reply_cache
 from cubroker.server.transport.peer_credentials import Peer, RejectionLog
 from cubroker.server.transport.requests import LARGE as LARGE_LEASE
-from cubroker.server.transport.requests import Requests, head
-from cubroker.server.transport.session import Session
+from cubroker.server.transport.requests import IncomingRequests, head
+from cubroker.server.transport.session import SessionConnection
 from cubroker.server.transport.session_journal import SessionLog
 from tests.brokers import PATIENCE, BrokerProcess
 from tests.unit.protocol.samples import INFO
@@ -136,7 +136,7 @@ def test_many_who_wait_for_one_large_layout_share_it(broker: BrokerProcess, clie
 # -- without a broker ------------------------------------------------------------------------------
 
 
-def framed(session: Session, number: int, body: Request, oldest: int = 1) -> bytes:
+def framed(session: SessionConnection, number: int, body: Request, oldest: int = 1) -> bytes:
     """A request of a session as it travels."""
     client = session.authentication
     return client.request(Envelope(client.secret, number, oldest, body))
@@ -149,12 +149,12 @@ class Desk:
         ours, self.client = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         peer = Peer(os.getpid(), 0, 0, os.pidfd_open(os.getpid()))
         self.queue = EventQueue()
-        self.session = Session(1, ours, peer, self.queue, RejectionLog(), version)
+        self.session = SessionConnection(1, ours, peer, self.queue, RejectionLog(), version)
         self.asked: list[RequestReceived] = []
         self.gateway = Gateway()
         self.sent = self.gateway.sent
         self.answer: Reply | None = None  # what the ledger says to everything, if that is at once
-        self.requests = Requests(self.queue, asyncio.get_running_loop(), log)
+        self.requests = IncomingRequests(self.queue, asyncio.get_running_loop(), log)
         self.requests.enter(self.session)
         self.queue.attach(self)
 
@@ -207,10 +207,12 @@ async def desk(scribe: SessionLog | None = None, version: int = VERSIONS[-1]) ->
 
 
 @asynccontextmanager
-async def visitor(at: Desk, uid: int) -> AsyncIterator[Session]:
+async def visitor(at: Desk, uid: int) -> AsyncIterator[SessionConnection]:
     """A session of another user."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    session = Session(2, ours, Peer(os.getpid(), uid, uid, os.pidfd_open(os.getpid())), at.queue, RejectionLog(), 4)
+    session = SessionConnection(
+        2, ours, Peer(os.getpid(), uid, uid, os.pidfd_open(os.getpid())), at.queue, RejectionLog(), 4
+    )
     at.requests.enter(session)
     try:
         yield session
@@ -226,7 +228,7 @@ def test_an_account_is_one_for_a_user_and_goes_with_the_last_session() -> None:
             assert second.replies.account is first.replies.account
             assert other.replies.account is not first.replies.account
             for each in (first, second):
-                each.replies.move(reply_cache.Account())
+                each.replies.move(reply_cache.ReplyAccount())
             async with visitor(at, 1) as late:
                 assert late.replies.account.nbytes == 0
 
@@ -540,7 +542,7 @@ def test_large_leases_are_sent_in_turn_and_a_copy_of_the_request_sends_none_more
     monkeypatch.setattr(fair_queue, "QUANTUM", PATIENCE)  # a turn is a lease, however long the machine takes for it
 
     def lease(number: int) -> Attached:
-        return Attached(number, "pool", 1, "ipc", bytes(LARGE_LEASE + 1), (Replica("HOST-0", (bytes(64),)),))
+        return Attached(number, "pool", 1, "ipc", bytes(LARGE_LEASE + 1), (ReplicaHandles("HOST-0", (bytes(64),)),))
 
     async def test() -> None:
         async with desk() as at:
@@ -560,7 +562,7 @@ def test_large_leases_are_sent_in_turn_and_a_copy_of_the_request_sends_none_more
 
 
 def test_a_large_lease_that_a_create_is_answered_with_at_once_is_sent() -> None:
-    lease = Attached(7, "pool", 1, "ipc", LARGE.encode(), (Replica("HOST-0", (bytes(64),)),))
+    lease = Attached(7, "pool", 1, "ipc", LARGE.encode(), (ReplicaHandles("HOST-0", (bytes(64),)),))
 
     async def test() -> None:
         async with desk() as at:

@@ -36,7 +36,7 @@ from cubroker.protocol.messages import (
 from cubroker.server.event_queue import FdsDelivered
 from cubroker.server.ledger.events import ConnectionLost, ProcessExited
 from cubroker.server.transport.peer_credentials import Peer, RejectionLog
-from cubroker.server.transport.session import FdTransfer, Session
+from cubroker.server.transport.session import FdTransfer, SessionConnection
 from tests.brokers import BrokerProcess, eventually
 from tests.unit.server.clients import RawClient, holder, session
 from tests.unit.server.loops import Recorder, run, until
@@ -115,7 +115,7 @@ class Ends:
         self.recorder = Recorder()
         self.events = self.recorder.events
         peer = Peer(pid, os.getuid(), os.getgid(), os.pidfd_open(pid))
-        self.session = Session(1, ours, peer, self.recorder.queue, RejectionLog(), 4, welcomed=True)
+        self.session = SessionConnection(1, ours, peer, self.recorder.queue, RejectionLog(), 4, welcomed=True)
         self.session.watch()
 
     def heard(self) -> list[Notice]:

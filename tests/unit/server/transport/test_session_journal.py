@@ -10,12 +10,12 @@ import pytest
 
 from cubroker.protocol import wire
 from cubroker.protocol.errors import CorruptJournal
-from cubroker.protocol.messages import Answer, Attached, Created, Done, Failed, Pools, Replica, Sealed
+from cubroker.protocol.messages import Answer, Attached, Created, Done, Failed, Pools, ReplicaHandles, Sealed
 from cubroker.server.transport.reply_cache import Admission, Frame, Receipts, ReplyCache
-from cubroker.server.transport.session import Session
+from cubroker.server.transport.session import SessionConnection
 from cubroker.server.transport.session_journal import LASTING, Changes, LoggedSession, SessionLog, recall
 
-ATTACHED = Attached(7, "pool", 3, "vmm", b"layout", (Replica("device", (b"descriptor",)),))
+ATTACHED = Attached(7, "pool", 3, "vmm", b"layout", (ReplicaHandles("device", (b"descriptor",)),))
 
 
 class Client:
@@ -35,8 +35,8 @@ class Client:
             self.replies.settle(number, frame, lasting=type(body) in LASTING)
 
     @property
-    def session(self) -> Session:
-        return cast(Session, self)
+    def session(self) -> SessionConnection:
+        return cast(SessionConnection, self)
 
 
 class Book:
