@@ -49,6 +49,12 @@ Model = TypeVar("Model", bound=nn.Module)
 MANIFEST = "cubroker:manifest"
 """The tensor of a runtime pool that has the manifest."""
 
+SOURCE = "cubroker:source"
+"""The tensor of a runtime pool that says, by :data:`SOURCE_BYTES` bytes, what a version was made from, or zeros."""
+
+SOURCE_BYTES = 32
+"""Bytes of that tensor; as many in every version, so that :func:`switch` can go from one to another."""
+
 FORMAT = 1
 """The format of the manifest; any other is refused."""
 
@@ -86,7 +92,7 @@ class Entry(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True)
     offset: Extent = 0
     #: Whether each process has a copy.
     private: bool = False
-    #: Whether it is private for its size alone, so that a new version's values are as good as the old one's.
+    #: Whether it is private though no process was seen to write it, so that it gets a new version's values.
     constant: bool = False
     #: Whether it was in host memory.
     host: bool = False
@@ -231,9 +237,11 @@ def publish(
     model: nn.Module,
     *,
     written: Collection[str] = (),
+    private: Collection[str] = (),
     attributes: Mapping[str, Scalar] | None = None,
     consumed: Collection[str] = (),
     like: Manifest | None = None,
+    source: bytes = bytes(SOURCE_BYTES),
     device: DeviceId | None = None,
     **terms: Any,
 ) -> int:
@@ -246,37 +254,43 @@ def publish(
         name: the pool; :mod:`cubroker.integrations.fingerprint` makes names that tell models apart.
         model: after post-processing. It is not changed, and not needed any more when this returns.
         written: names of tensors that engines write, which are private, as :func:`writes` has measured them.
+        private: names of other tensors that shall be private, as those are that engines save and restore.
         attributes: attributes of the module itself that :func:`bind` sets.
         consumed: names of tensors that a new module of the kind has and this one has no more, since post-processing
             has removed them; :func:`bind` removes them, too.
         like: the manifest of the version before: the names in there are published, and no others, and ``written``,
-            ``attributes`` and ``consumed`` are as there. So a module that runs publishes nothing that came later, such
-            as its caches, and those who have the version before can :func:`switch`.
+            ``private``, ``attributes`` and ``consumed`` are as there. So a module that runs publishes nothing that
+            came later, such as its caches, and those who have the version before can :func:`switch`.
+        source: :data:`SOURCE_BYTES` bytes that stand for what the module was loaded from, for :func:`read_source`.
         device: where; by default where the tensors are, for those in host memory the broker's first device.
         **terms: as for :meth:`Broker.publish`: ``share``, ``mode``, ``durable``, ``wait``, ``digest``.
 
     Raises:
         Invalid: a tensor has no data, or is more than its memory (sparse, quantized by torch, a subclass that wraps
-            others); by name.
+            others), by name; or ``source`` has another length.
         CubrokerError: as :meth:`Broker.publish`.
     """
+    if len(source) != SOURCE_BYTES:
+        raise Invalid(f"the source of a runtime pool is {SOURCE_BYTES} bytes, not {len(source)}; give a digest")
     names: Collection[str] | None = None
     if like is not None:
         names = {entry.name for entry in like.entries if entry.stored is not None}
         written = {entry.name for entry in like.entries if entry.private and not entry.constant}
+        private = {entry.name for entry in like.entries if entry.constant}
         attributes, consumed = like.attributes, like.consumed
-    entries, arrays = _described(model, written, names)
+    entries, arrays = _described(model, written, private, names)
     if like is not None:
         ours = {entry.name: entry for entry in entries}
         entries = [msgspec.structs.replace(ours.get(each.name, each), object=each.object) for each in like.entries]
     manifest = Manifest(FORMAT, tuple(entries), dict(attributes or {}), tuple(consumed))
     arrays[MANIFEST] = torch.frombuffer(bytearray(msgspec.json.encode(manifest)), dtype=torch.uint8)
+    arrays[SOURCE] = torch.frombuffer(bytearray(source), dtype=torch.uint8)
     devices = None if device is None else (device,)
     return broker.publish(name, arrays, devices=devices, **terms)
 
 
 def _described(
-    model: nn.Module, written: Collection[str], names: Collection[str] | None
+    model: nn.Module, written: Collection[str], private: Collection[str], names: Collection[str] | None
 ) -> tuple[list[Entry], dict[str, torch.Tensor]]:
     """Return the entries of a module's tensors, of those with ``names`` if there are any, and the arrays to store."""
     objects: dict[int, list[_Found]] = defaultdict(list)
@@ -310,8 +324,9 @@ def _described(
         everyone = [found for group in members for found in group]
         measured = any(found.name in written for found in everyone)
         small = end - begin <= SMALL and all(found.kind != PARAMETER for found in everyone)
+        own = measured or small or any(found.name in private for found in everyone)
         entries += _entries(
-            members, numbers, first.name, begin, private=measured or small, constant=not measured, on_device=on_device
+            members, numbers, first.name, begin, private=own, constant=not measured, on_device=on_device
         )
     order = {found.name: index for index, found in enumerate(_found(model))}
     return sorted(entries, key=lambda entry: order[entry.name]), arrays
@@ -415,6 +430,11 @@ def read_manifest(pool: Pool) -> Manifest:
 
 class _Head(Struct):
     format: int
+
+
+def read_source(pool: Pool) -> bytes:
+    """Return the bytes that stand for what a version was made from, as :func:`publish` was given them."""
+    return pool[SOURCE].tobytes() if SOURCE in pool else bytes(SOURCE_BYTES)
 
 
 def bind(model: Model, pool: Pool, *, strict: bool = True) -> Model:
@@ -567,7 +587,15 @@ def _clear(module: nn.Module, leaf: str) -> None:
 # -- other versions ----------------------------------------------------------------------------------------
 
 
-def switch(broker: Broker, model: nn.Module, pool: Pool, version: int | None = None, *, wait: float = 0.0) -> int:
+def switch(
+    broker: Broker,
+    model: nn.Module,
+    pool: Pool,
+    version: int | None = None,
+    *,
+    wait: float = 0.0,
+    manifest: Manifest | None = None,
+) -> int:
     """Show another version to a module that a pool is bound to, at the same addresses; returns the version.
 
     No work may run on the module meanwhile. Private tensors that no process was seen to write get the new values.
@@ -578,12 +606,14 @@ def switch(broker: Broker, model: nn.Module, pool: Pool, version: int | None = N
         pool: the pool.
         version: which; by default the current one.
         wait: seconds to wait for its publication.
+        manifest: that of the version which the module has, if the pool is asleep: it wakes on the other version.
 
     Raises:
         Invalid: the version was not published from a module of the same structure; nothing has changed.
         CubrokerError: as :meth:`Broker.attach` and :meth:`Pool.switch`.
     """
-    manifest = read_manifest(pool)
+    if manifest is None:
+        manifest = read_manifest(pool)
     with broker.attach(pool.name, version=version, device=pool.devices[0].uuid, wait=wait) as target:
         if read_manifest(target) != manifest:
             raise Invalid(

@@ -22,6 +22,7 @@ the UUID of the device. Releases of vLLM are told apart by what they have, not b
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import gc
 import json
@@ -31,7 +32,7 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from cubroker.client.broker import Broker
 from cubroker.client.pool import Pool
@@ -53,16 +54,19 @@ try:
     from vllm.platforms import current_platform
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    from cubroker.integrations import runtime_pools
+    from cubroker.integrations import runtime_pools, vllm_live
+    from cubroker.integrations.torch import state_dict
+    from cubroker.integrations.vllm_live import LOAD_FORMAT, Held, held, switch
 except ImportError as error:
     raise ImportError(f"cubroker.integrations.vllm needs vLLM ({error}): pip install 'cubroker[vllm]'") from error
 
 log = logging.getLogger("vllm.cubroker")  # below vLLM's own logger, which has handlers
 
-LOAD_FORMAT = __name__.partition(".")[0]
+__all__ = ["CubrokerModelLoader", "PoolCheckpointLoader", "held", "preload", "register", "switch"]
 
 NEUTRAL = (
     "CUDA_VISIBLE_DEVICES",
+    "LD_LIBRARY_PATH",
     "LOCAL_RANK",
     "NO_COLOR",
     "VLLM_API_",
@@ -78,29 +82,28 @@ NEUTRAL = (
     "VLLM_LOGGING_",
     "VLLM_LOG_",
     "VLLM_NO_USAGE_STATS",
+    "VLLM_OBJECT_STORAGE_",
     "VLLM_PORT",
     "VLLM_RPC_",
     "VLLM_USAGE_",
     "VLLM_WORKER_MULTIPROC_METHOD",
 )
-"""How variables of vLLM's begin that no tensor depends on; all others are part of the fingerprint.
+"""How variables of vLLM's begin that no tensor depends on, besides those that its keys of compiled code leave out.
 
-Variables that vLLM does not list, such as those by which its processes find each other, are not."""
+All others are part of the fingerprint. Variables that vLLM does not list, such as those by which its processes find
+each other, are not."""
+
+PACKED = "PREPACK"
+"""What is in the names of variables by which weights are packed, which are not part of keys of compiled code."""
 
 PROCESSED: Any = getattr(model_utils, "weights_already_processed", None)
 """The context in which post-processing leaves tensors alone; None: this vLLM has none."""
 
+PLAIN = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
+"""Methods that leave weights as they are, in any release of vLLM."""
+
 PREFIX = "vllm"
 """How names of pools begin by default."""
-
-_HELD = "_cubroker"
-
-
-class Held(NamedTuple):
-    """What a model's tensors are held by, for as long as the model lives."""
-
-    broker: Broker
-    pool: Pool
 
 
 class CubrokerModelLoader(BaseModelLoader):  # type: ignore[misc]
@@ -161,10 +164,19 @@ class CubrokerModelLoader(BaseModelLoader):  # type: ignore[misc]
             return load()
 
         def publish(model: nn.Module) -> None:
+            _check_quantization(model)
             with runtime_pools.writes(model) as written:
                 _finish(model, model_config, target)
+            restored = [name for name, _ in model.named_buffers()] if _sleeps(model_config) else []
             runtime_pools.publish(
-                broker, name, model, written=written, attributes=_attributes(model), device=device, **self._terms
+                broker,
+                name,
+                model,
+                written=written,
+                private=restored,
+                attributes=_attributes(model),
+                device=device,
+                **self._terms,
             )
 
         def attach(pool: Pool) -> nn.Module:
@@ -195,7 +207,17 @@ class CubrokerModelLoader(BaseModelLoader):  # type: ignore[misc]
         if got.loaded:
             _finish(got.model, model_config, target)  # what it made of the tensors before refers to those
             _give_back(target)
-        vars(got.model)[_HELD] = Held(broker, got.pool)
+
+        def load_from(source: Pool) -> nn.Module:
+            loader = PoolCheckpointLoader(self.load_config, source)
+            made: nn.Module = loader.load_model(_apart(vllm_config), model_config, prefix)
+            return made
+
+        manifest = runtime_pools.read_manifest(got.pool)
+        vllm_live.hold(
+            got.model,
+            Held(broker, got.pool, manifest, load_from, lambda: _give_back(target), self._timeout, self._terms),
+        )
         how, size = "published" if got.loaded else "attached to", got.pool.nbytes / (1 << 20)
         seconds = time.perf_counter() - began
         log.info("cubroker: %s %s@%d, %.1f MiB, in %.3f s", how, name, got.pool.version, size, seconds)
@@ -233,7 +255,6 @@ class CubrokerModelLoader(BaseModelLoader):  # type: ignore[misc]
         parts = ("kernel_config", "attention_config", "lora_config", "offload_config")
         configs: dict[str, Any] = {key: getattr(vllm_config, key, None) for key in parts}
         kernels = {key: part.compute_hash() for key, part in configs.items() if hasattr(part, "compute_hash")}
-        variables = {key: os.environ[key] for key in vllm.envs.environment_variables if key in os.environ}
         return {
             "format": runtime_pools.FORMAT,
             "engine": ["vllm", vllm.__version__, torch.__version__],
@@ -245,9 +266,10 @@ class CubrokerModelLoader(BaseModelLoader):  # type: ignore[misc]
             "groups": {name: [group.rank_in_group, group.world_size] for name, group in groups.items()},
             "experts": [parallel.enable_expert_parallel, getattr(parallel, "enable_eplb", False)],
             "draft": speculative is not None and model_config is speculative.draft_model_config,
+            "sleep": _sleeps(model_config),
             "platform": [current_platform.device_type, list(capability) if capability else None],
             "kernels": kernels,
-            "variables": {key: value for key, value in sorted(variables.items()) if not key.startswith(NEUTRAL)},
+            "variables": _variables(),
         }
 
     def _digest(self, model_config: ModelConfig) -> str:
@@ -272,11 +294,62 @@ class CubrokerModelLoader(BaseModelLoader):  # type: ignore[misc]
         )
 
 
+def _variables() -> dict[str, str]:
+    """Return the variables of the environment that tensors may depend on."""
+    known = vllm.envs.environment_variables
+    told = known if (factors := getattr(vllm.envs, "compile_factors", None)) is None else factors()
+    counts = [key for key in known if key in told or PACKED in key]
+    return {key: os.environ[key] for key in sorted(counts) if key in os.environ and not key.startswith(NEUTRAL)}
+
+
+class PoolCheckpointLoader(BaseModelLoader):  # type: ignore[misc]
+    """Loads a model from a pool with the checkpoint's own tensors, as vLLM loads it from files."""
+
+    def __init__(self, load_config: LoadConfig, source: Pool) -> None:
+        super().__init__(load_config)
+        self._source = source
+
+    def download_model(self, model_config: ModelConfig) -> None:
+        """Do nothing: the tensors are in memory."""
+
+    def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
+        """Have the model take its weights from the pool.
+
+        Raises:
+            Invalid: the pool lacks parameters of the model.
+        """
+        take: Any = model.load_weights
+        loaded = take(state_dict(self._source).items())
+        if loaded is not None and model_config.quantization is None:
+            lacking = [name for name, _ in model.named_parameters() if name not in loaded]
+            if lacking:
+                raise Invalid(
+                    f"pool {self._source.name!r}@{self._source.version} is no checkpoint of {type(model).__name__}: it"
+                    f" has nothing for {lacking[0]!r} and {len(lacking) - 1} more; publish all tensors by the names"
+                    f" that the checkpoint's files have"
+                )
+
+
+def _apart(vllm_config: VllmConfig) -> VllmConfig:
+    """Return a configuration whose models the engine does not know."""
+    compilation = copy.copy(vllm_config.compilation_config)
+    compilation.static_forward_context = {}
+    if hasattr(compilation, "static_all_moe_layers"):
+        compilation.static_all_moe_layers = []
+    apart = copy.copy(vllm_config)
+    apart.compilation_config = compilation
+    return apart
+
+
 def register() -> None:
-    """Make ``--load-format cubroker`` known: the entry point of ``vllm.general_plugins``, called in every process."""
+    """Make cubroker known to vLLM: the entry point of ``vllm.general_plugins``, called in every process.
+
+    A load format, and where this vLLM has them a backend of weight transfer and one of sleep mode.
+    """
     from vllm.model_executor.model_loader import register_model_loader
 
     register_model_loader(LOAD_FORMAT)(CubrokerModelLoader)
+    vllm_live.register()
 
 
 def preload(model: str, arguments: Sequence[str] = (), directory: Path | None = None) -> str:
@@ -314,38 +387,6 @@ def _label(prefix: str, model: str) -> str:
     return f"{prefix}/{''.join(letter if letter.isascii() and letter.isalnum() else '-' for letter in stem)[:64]}/"
 
 
-def held(model: nn.Module) -> Held:
-    """Return what the tensors of a model are held by.
-
-    Raises:
-        Invalid: it has no pool: another loader loaded it.
-    """
-    found = vars(model).get(_HELD)
-    if not isinstance(found, Held):
-        raise Invalid(f"this {type(model).__name__} has no pool; start the engine with --load-format {LOAD_FORMAT}")
-    return found
-
-
-def switch(worker: Any, version: int | None = None) -> int:
-    """Show another version to a worker's model, at the same addresses; returns the version.
-
-    ::
-
-        llm.collective_rpc(cubroker.integrations.vllm.switch)
-        llm.reset_prefix_cache()
-
-    Args:
-        worker: vLLM's worker, between two steps of the engine.
-        version: which; by default the current one.
-
-    Raises:
-        CubrokerError: as :func:`cubroker.integrations.runtime_pools.switch`.
-    """
-    model = worker.get_model()
-    broker, pool = held(model)
-    return runtime_pools.switch(broker, model, pool, version)
-
-
 def _give_back(target: torch.device) -> None:
     """Give the memory of tensors that nothing refers to any more back to the device."""
     gc.collect()
@@ -365,12 +406,17 @@ def _check_quantization(model: nn.Module) -> None:
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
         kind = type(method).__name__
-        plain = method is None or kind.startswith("Unquantized")
-        if not plain and not getattr(method, "supports_pre_processed_weights", False):
+        takes = getattr(method, "supports_pre_processed_weights", kind in PLAIN)
+        if method is not None and not takes:
             raise Unsupported(
-                f"{name or 'the model'} is quantized by {kind}, and this vLLM ({vllm.__version__}) cannot take weights"
+                f"{name or 'the model'} is computed by {kind}, and this vLLM ({vllm.__version__}) cannot take weights"
                 f" that it has processed; use another load format, or a vLLM where this method can"
             )
+
+
+def _sleeps(model_config: ModelConfig) -> bool:
+    """Whether the engine may sleep: on level 2, vLLM saves all buffers, and writes them when it wakes."""
+    return bool(getattr(model_config, "enable_sleep_mode", False))
 
 
 def _attributes(model: nn.Module) -> dict[str, bool]:

@@ -67,7 +67,8 @@ def main() -> None:
     parser.add_argument("--graphs", action="store_true", help="with torch.compile and CUDA graphs")
     parser.add_argument("--extra", default="{}", help="what --model-loader-extra-config gets, as JSON")
     options = parser.parse_args()
-    base = {"model": str(options.model), "facts": True, "graphs": options.graphs}
+    engine = {"enforce_eager": not options.graphs}
+    base = {"model": str(options.model), "do": ["said", "tensors"], "engine": engine}
     pool = {**base, "format": "cubroker", "extra": json.loads(options.extra)}
     plain = {**base, "format": "auto"}
     with tempfile.TemporaryDirectory() as folder:

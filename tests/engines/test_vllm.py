@@ -2,6 +2,7 @@
 
 They run under ``$CUBROKER_VLLM_PYTHON``, by default the interpreter of the tests, and are skipped where that has no
 vLLM. An engine takes seconds, and the import of vLLM up to a minute, so one process imports it for all engines.
+``$CUBROKER_ENGINES`` says how many start at once, where several do: 3 by default.
 """
 
 from __future__ import annotations
@@ -9,24 +10,27 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import cubroker
 from cubroker.client import Broker
 from cubroker.integrations.fingerprint import checkpoint
-from tests.brokers import BrokerProcess, serving
+from tests.brokers import BrokerProcess, eventually, serving, started
 
 ROOT = Path(__file__).parents[2]
 PYTHON = os.environ.get("CUBROKER_VLLM_PYTHON", sys.executable)
+AT_ONCE = int(os.environ.get("CUBROKER_ENGINES", "3"))
 
 FIND = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
 pytestmark = [
@@ -38,7 +42,7 @@ Said = dict[str, Any]
 
 
 class Engines:
-    """Starts engines, one after the other."""
+    """Starts engines, those of one job at once, and jobs one after the other."""
 
     def __init__(self, folder: Path) -> None:
         with (ROOT / "pyproject.toml").open("rb") as file:
@@ -59,18 +63,32 @@ class Engines:
             env={**os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": ""},
         )
 
-    def run(self, model: Path, format: str = "cubroker", **job: Any) -> Said:
+    def ask(self, model: Path, format: str = "cubroker", **job: Any) -> None:
+        """Start the engines of a job."""
         assert self._process.stdin is not None
-        assert self._process.stdout is not None
         print(json.dumps({"model": str(model), "format": format, **job}), file=self._process.stdin, flush=True)
+
+    def answer(self) -> Said:
+        """Return what came of one engine."""
+        assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            self._log.seek(0)
-            raise AssertionError(self._log.read())
+            raise AssertionError(self.log())
         reply: Said = json.loads(line)
         return reply
 
+    def log(self) -> str:
+        """What the engines wrote, which is long."""
+        self._log.seek(0)
+        return self._log.read()
+
+    def run(self, model: Path, format: str = "cubroker", **job: Any) -> Said:
+        """Start one engine, and return what came of it."""
+        self.ask(model, format, **job)
+        return self.answer()
+
     def close(self) -> None:
+        """Wait for the last engine."""
         self._process.communicate("")
         self._log.close()
 
@@ -84,23 +102,38 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
 
 @pytest.fixture(scope="module")
 def lender() -> Iterator[BrokerProcess]:
-    with serving("host:2@256MiB") as process:
+    with serving("host:2@512MiB") as process:
         yield process
 
 
-def made(folder: Path, seed: int) -> Path:
+SHAPE: dict[str, Any] = {
+    "hidden_size": 256,
+    "num_hidden_layers": 2,
+    "vocab_size": 512,
+    "intermediate_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.5,
+}
+
+
+def llama(**terms: Any) -> PreTrainedModel:
+    return LlamaForCausalLM(LlamaConfig(**SHAPE, **terms))
+
+
+def tied() -> PreTrainedModel:
+    return llama(tie_word_embeddings=True)
+
+
+def mixture() -> PreTrainedModel:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "head_dim": 32}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE, **experts))
+
+
+def made(folder: Path, seed: int, kind: Callable[[], PreTrainedModel] = llama) -> Path:
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        hidden_size=256,
-        num_hidden_layers=2,
-        vocab_size=512,
-        intermediate_size=512,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        max_position_embeddings=512,
-        initializer_range=0.5,
-    )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    kind().to(torch.bfloat16).save_pretrained(folder)
     return folder
 
 
@@ -114,9 +147,68 @@ def hollowed(model: Path, folder: Path) -> Path:
     return folder
 
 
+def quantized(
+    model: Path, config: dict[str, Any], pack: Callable[[str, torch.Tensor], dict[str, torch.Tensor]]
+) -> Path:
+    """Replace the weights of all linear layers but the last by what ``pack`` makes of them."""
+    state = load_file(model / "model.safetensors")
+    packed: dict[str, torch.Tensor] = {}
+    for name, tensor in state.items():
+        packed |= pack(name.removesuffix("weight"), tensor) if "proj" in name else {name: tensor}
+    save_file(packed, model / "model.safetensors", metadata={"format": "pt"})
+    described = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**described, "quantization_config": config}))
+    return model
+
+
+def fp8(model: Path) -> Path:
+    def pack(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        rows, columns = (size // 128 for size in tensor.shape)
+        blocks = tensor.float().view(rows, 128, columns, 128)
+        scale = blocks.abs().amax((1, 3)) / 448
+        whole = (blocks / scale[:, None, :, None]).view(tensor.shape).to(torch.float8_e4m3fn)
+        return {name + "weight": whole, name + "weight_scale_inv": scale}
+
+    return quantized(
+        model, {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}, pack
+    )
+
+
+def awq(model: Path) -> Path:
+    def pack(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        rows, columns = tensor.shape  # a random integer is eight weights
+        whole, zeros = (
+            torch.randint(-(1 << 31), 1 << 31, (size, rows // 8)).int() for size in (columns, columns // 64)
+        )
+        return {
+            name + "qweight": whole,
+            name + "qzeros": zeros,
+            name + "scales": torch.rand(columns // 64, rows).half(),
+        }
+
+    return quantized(
+        model, {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm", "zero_point": True}, pack
+    )
+
+
+def adapter(folder: Path) -> Path:
+    """A LoRA adapter of the queries and values."""
+    folder.mkdir(parents=True)
+    tensors = {}
+    for layer in range(SHAPE["num_hidden_layers"]):
+        for part, size in (("q_proj", 256), ("v_proj", 128)):
+            prefix = f"base_model.model.model.layers.{layer}.self_attn.{part}"
+            tensors[f"{prefix}.lora_A.weight"] = torch.randn(8, 256).bfloat16() / 16
+            tensors[f"{prefix}.lora_B.weight"] = torch.randn(size, 8).bfloat16()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    terms = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(terms))
+    return folder
+
+
 def names(lender: BrokerProcess) -> list[tuple[str, int]]:
     with Broker(lender.directory) as broker:
-        return [(pool.name, pool.version) for pool in broker.pools() if pool.state == "current"]
+        return sorted((pool.name, pool.version) for pool in broker.pools() if pool.state == "current")
 
 
 def test_engines_on_a_pool_say_what_a_plain_engine_says_and_read_no_weights(
@@ -126,27 +218,78 @@ def test_engines_on_a_pool_say_what_a_plain_engine_says_and_read_no_weights(
     model = made(tmp_path / "model", 0)
     hollow = hollowed(model, tmp_path / "hollow" / "model")
     extra = {"directory": str(lender.directory), "checkpoint": checkpoint(model)}
-    plain = engines.run(model, "auto", facts=True)
-    first = engines.run(model, extra=extra, facts=True)
+    looked = ["said", "placed", "tensors"]
+    plain = engines.run(model, "auto", do=looked)
+    first = engines.run(model, extra=extra, do=looked)
     ((pool, version),) = names(lender)
     assert version == 1
-    second = engines.run(hollow, extra=extra, facts=True, switch=True)
+    second = engines.run(hollow, extra=extra, do=[*looked, "accounted", "published", "still", "switched", "after"])
     assert "error" not in {**plain, **first, **second}, second
     assert first["said"] == plain["said"]
     assert second["said"] == plain["said"]
+    (there,) = plain["placed"]
     for engine in (first, second):
-        assert engine["placed"] == {
-            "inside": plain["placed"]["total"],
-            "writable": 0,
-            "total": plain["placed"]["total"],
-        }
+        assert engine["placed"] == [{"inside": there["total"], "writable": 0, "total": there["total"]}]
         assert list(engine["tensors"]) == list(plain["tensors"])
         for name, facts in engine["tensors"].items():  # a compiler tells none of them from the plain engine's
             assert {**facts, "aligned": 0} == {**plain["tensors"][name], "aligned": 0}, name
-    assert (second["published"], second["version"]) == (2, 2)
+    told, size = second["accounted"]
+    assert told == size >= there["total"]
+    assert (second["published"], second["switched"]) == (2, [2])
     assert second["still"] == plain["said"]
     assert second["after"] != plain["said"]
     assert names(lender) == [(pool, 2)]
+    assert engines.run(hollow, extra=extra)["said"] == second["after"]
+
+
+def test_weights_that_a_trainer_publishes_reach_running_engines(
+    engines: Engines, lender: BrokerProcess, tmp_path: Path
+) -> None:
+    """By vLLM's own weight transfer; the trainer has the checkpoint's tensors, and one engine of all converts them."""
+    before, trained = made(tmp_path / "policy", 10), made(tmp_path / "trained", 11)
+    extra = {"directory": str(lender.directory)}
+    backend = {"weight_transfer_config": {"backend": "cubroker"}}
+    known = {name for name, _ in names(lender)}
+    with Broker(lender.directory) as broker:
+        version = broker.publish("steps", load_file(trained / "model.safetensors"))
+    update = {"pool": "steps", "version": version, "wait": 10.0}
+    steps = ["said", "met", "transferred", "after"]
+    engines.ask(before, extra=extra, engine=backend, copies=AT_ONCE, update=update, do=steps)
+    found = [engines.answer() for _ in range(AT_ONCE)]
+    wanted = [engines.run(model, "auto")["said"] for model in (before, trained)]
+    assert [[engine.get("said"), engine.get("after")] for engine in found] == [wanted] * AT_ONCE, found
+    assert [version for name, version in names(lender) if name not in known and name != "steps"] == [2]
+
+    there_and_back = engines.run(
+        trained, extra=extra, engine=backend, trained=str(before), do=["said", "trained", "after", "placed"]
+    )
+    assert [there_and_back.get("said"), there_and_back.get("after")] == wanted[::-1], there_and_back
+    assert [each["inside"] == each["total"] for each in there_and_back["placed"]] == [True]
+    assert ("policy", 2) in names(lender)
+    lacking = engines.run(before, extra=extra, engine=backend, update={"pool": "none"}, do=["said", "transferred"])
+    assert "'none'" in lacking["error"]
+    other = engines.run(before, "auto", engine=backend, update={"version": 1}, do=["transferred"])
+    assert "has no pool; start the engine with --load-format cubroker" in other["error"]
+
+
+def test_an_engine_sleeps_without_its_pool_and_wakes_where_it_was(
+    engines: Engines, lender: BrokerProcess, tmp_path: Path
+) -> None:
+    model = made(tmp_path / "sleeper", 20)
+    with serving("host:1@64MiB") as alone:
+        extra = {"directory": str(alone.directory)}
+        backend = {"sleep_mode_backend": "cubroker"}
+        steps = ["said", "slept", "asleep", "resumed", "woken", "placed"]
+        found = engines.run(model, extra=extra, engine=backend, do=steps)
+        assert found.get("woken") == found.get("said", found)
+        assert found["slept"] == [0]
+        assert found["resumed"] == 1
+        (awake,), (asleep,) = found["placed"], found["asleep"]
+        assert (awake["inside"], asleep["inside"]) == (awake["total"], 0)
+        steps = ["said", "published", "slept", "resumed", "after"]
+        gone = engines.run(model, extra=extra, engine=backend, level=2, do=steps)
+        assert gone.get("resumed", gone) == 2
+        assert engines.run(model, extra=extra, engine=backend)["said"] == gone["after"] != gone["said"]
 
 
 def test_a_model_that_was_preloaded_is_only_attached_to(
@@ -185,3 +328,104 @@ def test_two_fine_tunes_never_meet_and_an_engine_without_a_broker_falls_back_onl
     assert "no broker serves" in engines.run(one, extra=absent)["error"]
     assert engines.run(one, extra={**absent, "fallback": True})["said"] == said[0]
     assert "has no other" in engines.run(one, extra={"other": 1})["error"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "terms"),
+    [
+        (mixture, {}),
+        (tied, {}),
+        (llama, {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}),
+        (llama, {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}),
+    ],
+    ids=["mixture of experts", "tied embeddings", "tensor parallel", "pipeline parallel"],
+)
+def test_models_of_other_kinds_are_equal_to_the_bit(
+    engines: Engines, lender: BrokerProcess, tmp_path: Path, kind: Callable[[], PreTrainedModel], terms: dict[str, Any]
+) -> None:
+    model = made(tmp_path / "model", 30, kind)
+    extra = {"directory": str(lender.directory), "checkpoint": f"{checkpoint(model)} {terms}"}
+    plain = engines.run(model, "auto", engine=terms)
+    known = names(lender)
+    first = engines.run(model, extra=extra, engine=terms)
+    hollow = hollowed(model, tmp_path / "hollow" / "model")
+    second = engines.run(hollow, extra=extra, engine=terms, do=["said", "placed"])
+    assert [first.get("said"), second.get("said")] == [plain["said"]] * 2, (first, second)
+    for rank in second["placed"]:
+        assert rank["inside"] == rank["total"] > 0
+        assert rank["writable"] == 0
+    assert len(names(lender)) - len(known) == len(second["placed"])
+
+
+def test_an_adapter_is_computed_with_on_a_pool(engines: Engines, lender: BrokerProcess, tmp_path: Path) -> None:
+    model, adapted = made(tmp_path / "model", 40), str(adapter(tmp_path / "adapter"))
+    terms = {"enable_lora": True, "max_lora_rank": 8}
+    plain = engines.run(model, "auto", engine=terms, adapter=adapted)
+    extra = {"directory": str(lender.directory)}
+    pools = [engines.run(model, extra=extra, engine=terms, adapter=adapted, do=["said", "placed"]) for _ in range(2)]
+    assert [engine.get("said") for engine in pools] == [plain["said"]] * 2, pools
+    assert plain["said"] != engines.run(model, "auto", engine=terms)["said"]
+
+
+def test_quantized_models_run_or_are_refused_by_name(engines: Engines, lender: BrokerProcess, tmp_path: Path) -> None:
+    extra = {"directory": str(lender.directory)}
+    eight = fp8(made(tmp_path / "eight", 50))
+    plain = engines.run(eight, "auto")
+    pools = [engines.run(eight, extra=extra, do=["said", "placed"]) for _ in range(2)]
+    assert [engine.get("said") for engine in pools] == [plain["said"]] * 2, (plain, pools)
+    four = awq(made(tmp_path / "four", 51))
+    terms = {"dtype": "bfloat16"}
+    plain = engines.run(four, "auto", engine=terms)
+    refused = engines.run(four, extra=extra, engine=terms)
+    assert "model.layers.0.self_attn.qkv_proj is computed by" in refused["error"], (plain, refused)
+    assert engines.run(four, extra={**extra, "fallback": True}, engine=terms)["said"] == plain["said"]
+
+
+def test_engines_at_once_load_once_and_one_that_dies_hands_over(
+    engines: Engines, lender: BrokerProcess, tmp_path: Path
+) -> None:
+    model = made(tmp_path / "model", 60)
+    known = set(names(lender))
+    extra = {"directory": str(lender.directory)}
+    engines.ask(model, extra=extra, copies=AT_ONCE + 1, once=str(tmp_path / "once"))
+    os.kill(engines.answer()["pid"], signal.SIGKILL)  # it has a draft that is full
+    found = [engines.answer() for _ in range(AT_ONCE + 1)]
+    killed = [engine for engine in found if engine.get("error") == "killed by signal 9"]
+    rest = [engine.get("said") for engine in found if engine not in killed]
+    assert len(killed) == 1, found
+    assert rest == [engines.run(model, "auto")["said"]] * AT_ONCE, found
+    assert [version for _, version in set(names(lender)) - known] == [1]
+
+
+class KeptBroker(BrokerProcess):
+    """A broker under ``cubroker keep``."""
+
+    def command(self) -> list[str]:
+        return [sys.executable, "-m", "cubroker", "keep", "--", *super().command()]
+
+    def spawn(self, log: int) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(self.command(), stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+    def broker(self) -> int:
+        """The process of the broker."""
+        return int(Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()[0])
+
+
+def test_an_engine_serves_on_when_the_broker_is_killed_and_the_next_one_attaches(
+    engines: Engines, tmp_path: Path
+) -> None:
+    model, pipe = made(tmp_path / "model", 70), tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with started(lambda directory: KeptBroker(directory, "host:1@64MiB")) as kept:
+        extra = {"directory": str(kept.directory), "durable": True, "checkpoint": "kept"}
+        engines.ask(model, extra=extra, pipe=str(pipe), do=["said", "waited", "again"])
+        with pipe.open("w"):  # the engine serves
+            before = kept.broker()
+            os.kill(before, signal.SIGKILL)
+            eventually(lambda: kept.log().count("cubroker: serving on ") == 2, "the next broker")
+            assert kept.broker() != before
+        found = engines.answer()
+        assert found.get("again") == found["said"], found
+        hollow = hollowed(model, tmp_path / "hollow" / "model")
+        assert engines.run(hollow, extra=extra)["said"] == found["said"]
+        assert [version for _, version in names(kept)] == [1]

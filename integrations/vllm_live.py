@@ -1,0 +1,362 @@
+"""What a running engine of vLLM does with its runtime pools: weight transfer to another version, and sleep.
+
+Both need ``--load-format cubroker``; ``--weight-transfer-config '{"backend": "cubroker"}'`` and ``--sleep-mode-backend
+cubroker`` ask for them.
+
+*Weight transfer.* The message of an update is ``{"pool": name, "version": number}``. Without a pool, or with the
+engine's own, the engine goes to that version of its runtime pool, at the same addresses. Any other pool has the
+checkpoint's own tensors, by the names of its files, as a trainer publishes them: the first engine of many loads a model
+from it, as vLLM loads from files, and publishes what came of it as the runtime pool's next version; all go there.
+
+*Sleep.* The pools are unmapped, and nothing of theirs is copied to host memory: the broker has it. All else that vLLM
+puts to sleep goes by its own allocator. The two levels do the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import uuid
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+from cubroker.client.broker import Broker
+from cubroker.client.pool import Draft, Pool
+from cubroker.integrations import runtime_pools
+from cubroker.protocol import Layout
+from cubroker.protocol.errors import Invalid, NotFound, Retired, Unsupported
+
+try:
+    import torch
+    from torch import nn
+    from torch.utils.dlpack import from_dlpack
+    from vllm.distributed.weight_transfer import base, factory
+    from vllm.platforms import current_platform
+
+    from cubroker.integrations.torch import DTYPES
+except ImportError as error:
+    raise ImportError(f"cubroker.integrations.vllm_live needs vLLM with weight transfer ({error})") from error
+
+try:
+    from vllm.device_allocator import sleep_mode_backend as sleep_mode
+except ImportError:  # this vLLM's sleep mode has no backends to choose from
+    sleep_mode = None
+
+log = logging.getLogger("vllm.cubroker")  # below vLLM's own logger, which has handlers
+
+LOAD_FORMAT = __name__.partition(".")[0]
+
+_HELD = "_cubroker"
+
+_MODELS: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class Held(NamedTuple):
+    """What a model's tensors are held by, for as long as the model lives."""
+
+    broker: Broker
+    pool: Pool
+    manifest: runtime_pools.Manifest
+    #: Loads another model of the kind, which the engine does not know, from a pool with the checkpoint's own tensors.
+    load_from: Callable[[Pool], nn.Module]
+    #: Gives memory of models that are gone back to the device.
+    give_back: Callable[[], None]
+    #: Seconds to wait for an engine that loads the same.
+    timeout: float
+    #: The pool's share kind, durability and mode, as the engine was told.
+    terms: dict[str, Any]
+
+
+def hold(model: nn.Module, by: Held) -> None:
+    """Keep what a model's tensors are held by."""
+    vars(model)[_HELD] = by
+    _MODELS.add(model)
+
+
+def held(model: nn.Module) -> Held:
+    """Return what the tensors of a model are held by.
+
+    Raises:
+        Invalid: it has no pool: another loader loaded it.
+    """
+    found = vars(model).get(_HELD)
+    if not isinstance(found, Held):
+        raise Invalid(f"this {type(model).__name__} has no pool; start the engine with --load-format {LOAD_FORMAT}")
+    return found
+
+
+def switch(worker: Any, version: int | None = None) -> int:
+    """Show another version to a worker's model, at the same addresses; returns the version.
+
+    ::
+
+        llm.collective_rpc(cubroker.integrations.vllm.switch)
+        llm.reset_prefix_cache()
+
+    Args:
+        worker: vLLM's worker, between two steps of the engine.
+        version: which; by default the current one.
+
+    Raises:
+        CubrokerError: as :func:`cubroker.integrations.runtime_pools.switch`.
+    """
+    model = worker.get_model()
+    mine = held(model)
+    return runtime_pools.switch(mine.broker, model, mine.pool, version, manifest=mine.manifest)
+
+
+def register() -> None:
+    """Make the backends known to vLLM; twice is as good as once."""
+    with suppress(ValueError):  # it was registered before
+        factory.WeightTransferEngineFactory.register_engine(LOAD_FORMAT, PoolWeightTransfer)
+    if hasattr(factory, "WeightTransferTrainerFactory"):
+        with suppress(ValueError):
+            factory.WeightTransferTrainerFactory.register_engine(LOAD_FORMAT, PoolTrainer)
+    if sleep_mode is not None:
+        with suppress(ValueError):
+            sleep_mode.SleepModeBackendFactory.register_backend(LOAD_FORMAT, __name__, PoolSleepMode.__name__)
+
+
+# -- weight transfer ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class PoolInitInfo(base.WeightTransferInitInfo):  # type: ignore[misc]
+    """What a trainer says first: nothing has to be known."""
+
+
+@dataclass
+class PoolUpdateInfo(base.WeightTransferUpdateInfo):  # type: ignore[misc]
+    """Which weights an engine shall have."""
+
+    #: A pool with the checkpoint's own tensors, or the engine's runtime pool, which is the default.
+    pool: str | None = None
+    #: By default the current one.
+    version: int | None = None
+    #: Seconds to wait for its publication.
+    wait: float = 0.0
+    #: What tells this publication of ``pool`` from another one with the same number, after a restart of the broker.
+    publication: str = ""
+
+
+class PoolWeightTransfer(base.WeightTransferEngine[PoolInitInfo, PoolUpdateInfo]):  # type: ignore[misc]
+    """vLLM's weight transfer by versions of pools."""
+
+    init_info_cls = PoolInitInfo
+    update_info_cls = PoolUpdateInfo
+    supports_draft_weight_update = False
+
+    def init_transfer_engine(self, init_info: PoolInitInfo) -> None:
+        """Check that the model has a pool.
+
+        Raises:
+            Invalid: it has none.
+        """
+        held(self.model)
+
+    def start_weight_update(self) -> None:
+        """Do nothing: the model stays as it is until it has the other version."""
+
+    def finish_weight_update(self) -> None:
+        """Do nothing: the model has the other version."""
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Go to another version; the device has nothing left to do for it when this returns."""
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: PoolUpdateInfo, load_weights: Callable[..., Any] | None = None) -> None:
+        """Go to another version.
+
+        Args:
+            update_info: which.
+            load_weights: what older releases of vLLM have an engine load with, which is not used.
+
+        Raises:
+            Unsupported: vLLM has prepared the model for weights of a checkpoint.
+            CubrokerError: as :func:`cubroker.integrations.runtime_pools.switch` and :meth:`Broker.attach`; the model
+                has the version that it had.
+        """
+        mine = held(self.model)
+        if runtime_pools.on_meta(self.model):
+            raise Unsupported(
+                "vLLM has taken the model's tensors away, to load others in their place; begin the update with"
+                " start_weight_update(is_checkpoint_format=False)"
+            )
+        version = update_info.version
+        if update_info.pool not in (None, mine.pool.name):
+            version = _converted(mine, update_info)
+        runtime_pools.switch(mine.broker, self.model, mine.pool, version, wait=update_info.wait, manifest=mine.manifest)
+
+    def shutdown(self) -> None:
+        """Do nothing: the pool's lease ends with the model."""
+
+    @staticmethod
+    def trainer_send_weights(iterator: Iterator[tuple[str, torch.Tensor]], trainer_args: Any) -> int:
+        """Publish tensors as the next version of a pool; returns the version.
+
+        For releases of vLLM whose trainers have no engine of their own. ``update_weights`` then takes the pool's name
+        and the version.
+
+        Args:
+            iterator: names of the checkpoint's files, and tensors.
+            trainer_args: ``pool``, its name; ``directory``, where the broker listens; all else is for
+                :meth:`Broker.publish`.
+        """
+        terms = dict(trainer_args)
+        name = terms.pop("pool")
+        with Broker(terms.pop("directory", None)) as broker:
+            return broker.publish(name, dict(iterator), **terms)
+
+
+def _converted(mine: Held, wanted: PoolUpdateInfo) -> int:
+    """Return the version of the runtime pool that was made from a pool with a checkpoint's tensors.
+
+    The first of the processes that ask for it makes it; the others wait. One on an older version takes what was made.
+    """
+    assert wanted.pool is not None
+    name, device = mine.pool.name, mine.pool.devices[0].uuid
+    with (
+        mine.broker.attach(wanted.pool, version=wanted.version, device=device, wait=wanted.wait, peer=True) as source,
+        mine.broker.lock(name, timeout=mine.timeout),
+    ):
+        mark = hashlib.sha256(f"{source.name}@{source.version} {wanted.publication}".encode()).digest()
+        with suppress(NotFound), mine.broker.attach(name, device=device) as current:
+            if current.version > mine.pool.version and runtime_pools.read_source(current) == mark:
+                return current.version
+        model = mine.load_from(source)
+        try:
+            return runtime_pools.publish(
+                mine.broker, name, model, like=mine.manifest, source=mark, device=device, **mine.terms
+            )
+        finally:
+            del model
+            mine.give_back()
+
+
+if hasattr(base, "TrainerWeightTransferEngine"):
+
+    @dataclass
+    class PoolTrainerInit(base.TrainerInitInfo):  # type: ignore[misc]
+        """How a trainer publishes."""
+
+        backend: ClassVar[str] = LOAD_FORMAT
+
+        #: The pool's name.
+        pool: str
+        #: Where the broker listens; by default ``$CUBROKER_DIR``, else this user's default.
+        directory: str | None = None
+        #: The broker's device that gets it; by default the one that the sender's tensors are on.
+        device: int | str | None = None
+
+    class PoolTrainer(base.TrainerWeightTransferEngine[PoolTrainerInit]):  # type: ignore[misc]
+        """Publishes a trainer's weights as versions of a pool, and tells the engines."""
+
+        init_info_cls = PoolTrainerInit
+
+        def __init__(self, init_info: PoolTrainerInit, *, client: Any, source: Any) -> None:
+            if source is None:
+                raise ValueError(f"backend {LOAD_FORMAT} sends all weights each time: give a source")
+            super().__init__(client=client, source=source, is_sender=init_info.is_sender)
+            self._init = init_info
+            self._broker = Broker(init_info.directory) if self.is_sender else None
+
+        @classmethod
+        def trainer_init(cls, init_info: PoolTrainerInit, *, client: Any, source: Any = None) -> PoolTrainer:
+            """Return an engine that can send; on every rank. The first one tells the engines to be ready."""
+            made = cls(init_info, client=client, source=source)
+            if made.is_sender:
+                client.init_weight_transfer_engine({})
+            return made
+
+        def send_weights(self) -> None:
+            """Publish the source's tensors as the pool's next version, and have the engines go there; on every rank."""
+            if self._broker is None:
+                for _ in self.source:  # each is gathered from all ranks
+                    pass
+                return
+            version = self._publish(self._broker)
+            self.client.start_weight_update()
+            update = {"pool": self._init.pool, "version": version, "publication": uuid.uuid4().hex}
+            self.client.update_weights(update)
+            self.client.finish_weight_update(str(version))
+
+        def _publish(self, broker: Broker) -> int:
+            tensors: Iterable[tuple[str, torch.Tensor]] = iter(self.source)
+            first_name, first = next(iter(tensors))
+            device = self._init.device
+            if device is None:
+                device = 0 if first.device.type == "cpu" else first.device.index
+            said = self.source.metadata()
+            layout = Layout.pack([(each.name, _NAMES[each.dtype], tuple(each.shape)) for each in said])
+            with broker.create(self._init.pool, layout, devices=[device]) as draft:
+                _fill(draft, first_name, first)
+                for name, tensor in tensors:
+                    _fill(draft, name, tensor)
+                return draft.seal()
+
+        def shutdown(self) -> None:
+            """Close the connection to the broker; what was published stays."""
+            if self._broker is not None:
+                self._broker.close()
+
+
+def _fill(draft: Draft, name: str, tensor: torch.Tensor) -> None:
+    from_dlpack(draft[name]).copy_(tensor)
+
+
+# -- sleep -------------------------------------------------------------------------------------------------
+
+
+if sleep_mode is not None:
+
+    class PoolSleepMode(sleep_mode.CuMemBackend):  # type: ignore[misc]
+        """vLLM's sleep mode, in which pools sleep: their memory is not copied to the host, nor back."""
+
+        def suspend(self, level: int = 1) -> None:
+            """Unmap the pools of this process's models, then have vLLM's allocator do what it does.
+
+            Raises:
+                CubrokerError: as :meth:`Pool.sleep`; all pools are awake.
+            """
+            pools = [held(model).pool for model in _MODELS]
+            try:
+                for pool in pools:
+                    pool.sleep()
+            except BaseException:
+                for pool in pools:
+                    pool.wake()
+                raise
+            if current_platform.is_sleep_mode_available():
+                super().suspend(1)  # on level 2 it would throw away what is private, which no one loads again
+            self._state = "SUSPENDED"
+
+        def resume(self, tags: list[str] | None = None) -> None:
+            """Have vLLM's allocator do what it does, then map the pools again: the versions that they had.
+
+            A version that is gone, since another was published meanwhile, is replaced by the current one, with a
+            warning in the log.
+
+            Raises:
+                CubrokerError: as :meth:`Pool.wake`, :func:`cubroker.integrations.runtime_pools.switch`.
+            """
+            if current_platform.is_sleep_mode_available():
+                super().resume(tags)
+            if tags is None or "weights" in tags:
+                for model in _MODELS:
+                    _wake(model)
+            self._state = "RUNNING"
+
+
+def _wake(model: nn.Module) -> None:
+    mine = held(model)
+    try:
+        mine.pool.wake()
+    except (NotFound, Retired) as error:
+        before = mine.pool.version
+        version = runtime_pools.switch(mine.broker, model, mine.pool, manifest=mine.manifest)
+        log.warning("cubroker: %s woke on version %d, not %d: %s", mine.pool.name, version, before, error)
