@@ -10,6 +10,7 @@ from functools import partial
 from weakref import WeakValueDictionary
 
 import msgpack
+from msgspec import Struct
 from msgspec.structs import replace
 
 from cubroker.protocol import wire
@@ -43,6 +44,7 @@ from cubroker.server.transport.reply_cache import (
     Admission,
     Frame,
     ReplyAccount,
+    SharedLayout,
     weight,
 )
 from cubroker.server.transport.session import SessionConnection
@@ -66,8 +68,8 @@ TOO_LONG = Failed(
     "over_quota", f"the answer has over {wire.MAX_MESSAGE} bytes, the most of a message; ask again when less is in use"
 )
 
-MAX_HASHED = 32 << 20
-"""Bytes of the layouts whose digests are remembered. Most of them are those of versions, which have them anyway."""
+MAX_REMEMBERED = 32 << 20
+"""Bytes of the layouts that are remembered. Most of them are those of versions, which have them anyway."""
 
 HASH_STEP = 256 << 10  #: Bytes of a layout that are hashed between two looks at the clock.
 HEAD = 64  #: Bytes of a message that are looked at for its secret and its id, which take 28 at most.
@@ -80,37 +82,63 @@ FULL = Failed(
 )
 
 
-class LayoutHashes:
-    """The digests of the layouts used last, worked out once: the first one used is forgotten first.
+class RecentLayouts:
+    """The layouts used last, with what was worked out of each once: the first one used is forgotten first.
 
-    Every reply with a layout of more than a few kilobytes is authenticated by the layout's digest. All leases on a
-    version have the same layout, of megabytes perhaps, and a digest takes a millisecond for each of them.
+    A model is published again and again, and checking 723 tensors takes a millisecond. Every reply with a layout of
+    more than a few kilobytes is authenticated by the layout's digest. All leases on a version have the same layout, of
+    megabytes perhaps, and a digest takes a millisecond for each of them.
     """
 
     def __init__(self) -> None:
-        self._known: dict[bytes, bytes] = {}
+        self._known: dict[bytes, _Known] = {}
         self._nbytes = 0
 
-    def of(self, layout: bytes) -> bytes:
+    def check(self, layout: SharedLayout) -> Generator[None, None, Outline | Failed]:
+        """Check a layout in short steps, unless it was found to be right before."""
+        known = self._known.get(layout.data)
+        if known and known.outline:
+            return known.outline
+        outcome = yield from layout.check()
+        if isinstance(outcome, Outline):
+            self._remember(layout.data).outline = outcome
+        return outcome
+
+    def digest(self, layout: bytes) -> bytes:
         """Return a layout's digest, at once."""
         deque(self.steps(layout), maxlen=0)
-        return self._known[layout]
+        return self._known[layout].digest
 
     def steps(self, layout: bytes) -> Generator[None, None, None]:
         """Work out a layout's digest in short steps, unless it is known."""
-        if layout in self._known:
+        known = self._known.get(layout)
+        if known and known.digest:
             return
         digest, view = Digest(), memoryview(layout)
         for start in range(0, len(layout), HASH_STEP):
             digest.add(view[start : start + HASH_STEP])
             yield
-        if layout not in self._known:  # by another's steps
-            self._known[layout] = digest.done()
+        self._remember(layout).digest = digest.done()
+
+    def _remember(self, layout: bytes) -> _Known:
+        """Return what is known of a layout, of which others may be forgotten."""
+        if layout not in self._known:
+            self._known[layout] = _Known()
             self._nbytes += len(layout)
-        while self._nbytes > MAX_HASHED and len(self._known) > 1:
+        while self._nbytes > MAX_REMEMBERED and len(self._known) > 1:
             oldest = next(iter(self._known))
             del self._known[oldest]
             self._nbytes -= len(oldest)
+        return self._known[layout]
+
+
+class _Known(Struct):
+    """What was worked out of a layout."""
+
+    #: Empty: not yet.
+    digest: bytes = b""
+    #: None: it was not checked, or is wrong.
+    outline: Outline | None = None
 
 
 class IncomingRequests:
@@ -128,7 +156,7 @@ class IncomingRequests:
     def __init__(self, queue: EventQueue, loop: asyncio.AbstractEventLoop, log: SessionLog | None = None) -> None:
         self._log = log
         self._sessions: dict[bytes, SessionConnection] = {}  # by what their requests begin with
-        self._layout_hashes = LayoutHashes()
+        self._layouts = RecentLayouts()
         self._batches: list[list[framing.Part]] = [[]]  # of replies; the last one is not full
         self._unsent = 0  # bytes in the last batch
         #: By user; an account stays as long as there is a reference to it.
@@ -175,7 +203,7 @@ class IncomingRequests:
         answer = Answer(request, body)
         reply: Frame = answer
         if type(body) not in LEASES:
-            reply = session.authentication.reply(answer, self._layout_hashes.of)
+            reply = session.authentication.reply(answer, self._layouts.digest)
             if len(reply) > wire.MAX_MESSAGE:
                 reply = session.authentication.reply(Answer(request, TOO_LONG))
         if self._log:
@@ -288,7 +316,7 @@ class IncomingRequests:
             if isinstance(body, LAID_OUT):
                 layout = session.replies.account.shared(body.layout)
                 body = replace(body, layout=layout.data)
-                outline = yield from layout.check()
+                outline = yield from self._layouts.check(layout)
         # The request would stay unanswered otherwise.
         except Exception as error:
             log.exception("the broker failed at a %s", type(body).__name__)
@@ -306,13 +334,13 @@ class IncomingRequests:
         elif (nbytes := weight(reply)) > LARGE:
             self.turns.put(session.peer.uid, session, request, self._delivery(session, routing, reply, nbytes))
         else:
-            self._put(routing, session.authentication.reply(reply, self._layout_hashes.of), nbytes)
+            self._put(routing, session.authentication.reply(reply, self._layouts.digest), nbytes)
 
     def _delivery(self, session: SessionConnection, routing: bytes, reply: Answer, nbytes: int) -> Job:
         """Send a lease that is encoded with its batch: many that wait may have the same layout."""
         if layout := session.authentication.bulk(reply.body):
-            yield from self._layout_hashes.steps(layout)
-        self._put(routing, partial(session.authentication.reply, reply, self._layout_hashes.of), nbytes)
+            yield from self._layouts.steps(layout)
+        self._put(routing, partial(session.authentication.reply, reply, self._layouts.digest), nbytes)
         return None
 
     def _put(self, routing: bytes, frame: framing.Part, nbytes: int) -> None:

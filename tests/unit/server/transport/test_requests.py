@@ -7,6 +7,7 @@ import socket
 from collections.abc import AsyncIterator, Generator, Sequence
 from contextlib import asynccontextmanager
 
+import msgspec
 import pytest
 
 from cubroker.protocol import layout as layouts
@@ -465,6 +466,24 @@ def test_a_layout_that_many_sessions_of_a_user_offer_is_checked_and_kept_once(mo
             assert isinstance(second, Create)
             assert first.layout is second.layout
             assert len(checked) == 1
+
+    run(test())
+
+
+def test_a_layout_that_was_found_right_is_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked = counted(monkeypatch)
+    wrong = msgspec.msgpack.encode(([("a", "BF16", (2,), 0, 0), ("a", "BF16", (2,), 0, 256)], (512,)))
+
+    async def test() -> None:
+        async with desk() as at, visitor(at, uid=1000) as other:
+            for number, who in enumerate((at.session, at.session, other), 1):
+                at.receive([b"id", framed(who, 2 * number, create(LARGE.encode()))])
+                await until(lambda number=number: len(at.asked) == number)
+                at.requests.respond(who, 2 * number, Done())  # which leaves no request that holds the layout
+            assert checked == [LARGE.encode()]
+            for number in (9, 10):
+                at.receive([b"id", framed(at.session, number, create(wrong))])
+                await until(lambda number=number: len(checked) == number - 7)
 
     run(test())
 
