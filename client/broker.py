@@ -7,6 +7,7 @@ import os
 import pwd
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from math import inf
 from pathlib import Path
 from threading import RLock
@@ -373,7 +374,7 @@ class Broker(NotPicklable, Closeable):
         devices, places = sources.placed(devices, plan)
         layout = sources.layout(places, tie=self._session.version >= messages.TIES)
         drafting = self._drafted(name, layout, devices, places, share, wait, mode, writable=False, durable=durable)
-        with run(drafting) as draft:
+        with run(drafting, meanwhile=partial(sources.prepare, layout)) as draft:
             sources.fill(draft)
             return draft.seal(digest=digest)
 
@@ -745,7 +746,8 @@ class Broker(NotPicklable, Closeable):
             draft = run(
                 self._create(
                     name, layout, placed, None, share, wait, mode, writable=False, durable=durable, base=shares
-                )
+                ),
+                meanwhile=partial(changed.prepare, layout),
             )
             assert isinstance(draft, Draft)
             undo.enter_context(draft)

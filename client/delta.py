@@ -16,6 +16,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import lru_cache
 from typing import NamedTuple
 
 import msgspec
@@ -104,6 +105,15 @@ def updated(base: Layout, groups: Sequence[Hashable], changes: Mapping[str, Chan
     Raises:
         Invalid: a limit is exceeded.
     """
+    numbers: dict[Hashable, int] = {}
+    alike = [change._replace(key=numbers.setdefault(change.key, len(numbers))) for change in changes.values()]
+    return _updated(base, tuple(groups), tuple(zip(changes, alike, strict=True)))
+
+
+@lru_cache(maxsize=8)
+def _updated(base: Layout, groups: tuple[Hashable, ...], changed: tuple[tuple[str, Change], ...]) -> Updated:
+    """As :func:`updated`; the last few are cached, since the same tensors change again and again."""
+    changes = dict(changed)
     specs = {spec.name: spec for spec in base.tensors}
     places: list[dict[int, _Place]] = [{} for _ in base.allocations]
     for spec in base.tensors:

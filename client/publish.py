@@ -9,11 +9,12 @@ made contiguous one by one, so that no second copy of a model is needed beside t
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from functools import cache, lru_cache, partial
+from functools import lru_cache, partial
 from threading import Lock
-from typing import Self
+from typing import NamedTuple, Self
 
 from cubroker.client.arrays import DeviceArray, HostArray
 from cubroker.client.delta import Change, Updated, differing, updated
@@ -30,11 +31,37 @@ from cubroker.protocol.layout import Layout, TensorSpec
 MAX_COPIES = 256 << 20
 """Bytes of arrays with gaps that a device has made contiguous and that may wait for their copy into the draft."""
 
-_Near = tuple[DeviceArray, TensorSpec, int]
-"""An array that is copied from device to device, its place, and its bytes."""
+_Placed = tuple[str, TensorSpec, int]
+"""An array by name, its place, and its bytes."""
 
-_Piece = tuple[Context, int, TensorSpec, int]
-"""The same once it is contiguous: the context of its device, and its address there."""
+_Near = tuple[DeviceArray, TensorSpec, int]
+"""An array that a device has to make contiguous before it is copied from device to device."""
+
+
+class _Group:
+    """Arrays without gaps that a device has, and that go into one allocation."""
+
+    def __init__(self) -> None:
+        self.members: list[_Placed] = []
+        #: Where in the allocation each goes, its address, and its bytes.
+        self.segments: list[Segment] = []
+        self._keepers: list[object] = []
+
+    def add(self, placed: _Placed, array: DeviceArray) -> None:
+        """Take one more array, which stays where it is while this object lives."""
+        pointer, keeper = array.contiguous()
+        self.members.append(placed)
+        self.segments.append((placed[1].offset, pointer, placed[2]))
+        self._keepers.append(keeper)
+
+
+class _Ways(NamedTuple):
+    """How arrays can get to their places in a layout."""
+
+    #: By context, whether they are lent, and allocation.
+    groups: Mapping[tuple[Context, bool, int], _Group]
+    #: All others.
+    rest: Sequence[_Placed]
 
 
 class Sources:
@@ -43,6 +70,7 @@ class Sources:
     def __init__(self, driver: Driver, arrays: Arrays) -> None:
         self._driver = driver
         self._arrays = arrays
+        self._ways: _Ways | None = None
 
     @classmethod
     def of(cls, source: object, driver: Driver) -> Self:
@@ -125,6 +153,28 @@ class Sources:
         there = {array.context.device.uuid for array in self._arrays.values() if isinstance(array, DeviceArray)}
         return next((uuid for uuid in devices if uuid in there), devices[0])
 
+    def prepare(self, layout: Layout) -> None:
+        """Do what needs no draft of this layout yet; :meth:`fill` does it otherwise.
+
+        Raises:
+            Invalid: a source was given back meanwhile.
+        """
+        specs = {spec.name: spec for spec in layout.tensors}
+        groups: defaultdict[tuple[Context, bool, int], _Group] = defaultdict(_Group)
+        rest: list[_Placed] = []
+        filled: set[tuple[int, int]] = set()
+        for name, array in self._arrays.items():
+            spec = specs[name]
+            place, nbytes = (spec.allocation, spec.offset), spec.nbytes
+            if not nbytes or place in filled:
+                continue
+            filled.add(place)
+            if isinstance(array, DeviceArray) and not array.copies:
+                groups[array.context, array.lent, spec.allocation].add((name, spec, nbytes), array)
+            else:
+                rest.append((name, spec, nbytes))
+        self._ways = _Ways(groups, rest)
+
     def fill(self, draft: Draft) -> None:
         """Copy the arrays to their places in a draft, on all its devices; all is there when this returns.
 
@@ -133,25 +183,31 @@ class Sources:
             Unavailable: threads have run out.
             OutOfMemory, DeviceFailure: the driver refused.
         """
-        specs = {spec.name: spec for spec in draft.layout.tensors}
+        if self._ways is None:
+            self.prepare(draft.layout)
+        ways, self._ways = self._ways, None
+        assert ways
         targets = [target_of(replica) for replica in draft.replicas if replica.allocations]
-        reach = cache(partial(self._reach, targets))
-        files: list[_ArrayFile] = []
-        stored: list[tuple[StoredTensor, TensorSpec]] = []
+        ready: list[tuple[Context, int, _Group]] = []
         near: list[_Near] = []
-        filled: set[tuple[int, int]] = set()
-        for name, array in self._arrays.items():
-            spec = specs[name]
-            place, nbytes = (spec.allocation, spec.offset), spec.nbytes
-            if not nbytes or place in filled:
-                continue
-            filled.add(place)
-            if isinstance(array, DeviceArray) and reach(array.context, array.lent, spec.allocation):
+        far: list[_Placed] = []
+        for (home, lent, allocation), group in ways.groups.items():
+            if self._reach(targets, home, lent, allocation):
+                ready.append((home, allocation, group))
+            else:
+                far += group.members
+        for name, spec, nbytes in ways.rest:
+            array = self._arrays[name]
+            if isinstance(array, DeviceArray) and self._reach(targets, array.context, array.lent, spec.allocation):
                 near.append((array, spec, nbytes))
             else:
-                stored.append((StoredTensor(name, spec.dtype, spec.shape, 0, nbytes, len(files)), spec))
-                files.append(_ArrayFile(array, nbytes))
-        besides = partial(_copy_on_devices, self._driver, near) if near else None
+                far.append((name, spec, nbytes))
+        files = [_ArrayFile(self._arrays[name], nbytes) for name, _, nbytes in far]
+        stored = [
+            (StoredTensor(name, spec.dtype, spec.shape, 0, nbytes, number), spec)
+            for number, (name, spec, nbytes) in enumerate(far)
+        ]
+        besides = partial(_copy_on_devices, self._driver, ready, near) if ready or near else None
         try:
             copy_files(
                 "cubroker-publish", files, stored, draft.layout.allocations, targets, in_turn=False, besides=besides
@@ -186,41 +242,57 @@ def _home(array: HostArray | DeviceArray, devices: Sequence[str]) -> str:
     return uuid if uuid in devices else devices[0]
 
 
-def _copy_on_devices(driver: Driver, arrays: Sequence[_Near], targets: Sequence[Target]) -> None:
-    """Copy arrays to their places on all targets, from device to device."""
+def _copy_on_devices(
+    driver: Driver,
+    ready: Sequence[tuple[Context, int, _Group]],
+    near: Sequence[_Near],
+    targets: Sequence[Target],
+) -> None:
+    """Copy arrays to their places on all targets, from device to device.
+
+    Args:
+        driver: of all devices.
+        ready: arrays without gaps, the context that they are in, and the allocation that they go into.
+        near: arrays that have to be made contiguous.
+        targets: the devices that they go to.
+    """
     kept: list[object] = []
     with ExitStack() as undo:
         undo.enter_context(hold_all(targets))
-        sources = {array.context for array, _, _ in arrays}
+        sources = {home for home, _, _ in ready}.union(array.context for array, _, _ in near)
         _enable_peers(driver, undo, targets, sources)
         undo.callback(kept.clear)  # when the streams are finished
         streams = [undo.enter_context(target.context.stream()) for target in targets]
         for source in sources:
             source.synchronize()
-        for batch in _batches(arrays):
-            pieces: list[_Piece] = []
+        for target, stream in zip(targets, streams, strict=True):
+            for home, allocation, group in ready:
+                _start(target, stream, home, allocation, group.segments)
+        for batch in _batches(near):
+            pieces: dict[tuple[Context, int], list[Segment]] = {}
             for array, spec, nbytes in batch:
                 pointer, keeper = array.contiguous()
                 kept.append(keeper)
-                pieces.append((array.context, pointer, spec, nbytes))
+                pieces.setdefault((array.context, spec.allocation), []).append((spec.offset, pointer, nbytes))
             del keeper  # a traceback may keep this frame for long
-            for source in {array.context for array, _, _ in batch if array.copies}:
+            for source in {array.context for array, _, _ in batch}:
                 source.synchronize()
             for target, stream in zip(targets, streams, strict=True):
-                _start(target, stream, pieces)
-            if batch[-1] is not arrays[-1]:
+                for (home, allocation), segments in pieces.items():
+                    _start(target, stream, home, allocation, segments)
+            if batch[-1] is not near[-1]:
                 for stream in streams:
                     stream.synchronize()
                 kept.clear()
 
 
 def _batches(arrays: Iterable[_Near]) -> Iterator[list[_Near]]:
-    """Cut arrays into runs, in which not much more than ``MAX_COPIES`` bytes have to be made contiguous."""
+    """Cut arrays into runs of not much more than ``MAX_COPIES`` bytes."""
     batch: list[_Near] = []
     copied = 0
     for each in arrays:
         batch.append(each)
-        copied += each[2] if each[0].copies else 0
+        copied += each[2]
         if copied > MAX_COPIES:
             yield batch
             batch, copied = [], 0
@@ -228,21 +300,21 @@ def _batches(arrays: Iterable[_Near]) -> Iterator[list[_Near]]:
         yield batch
 
 
-def _start(target: Target, stream: Stream, pieces: Iterable[_Piece]) -> None:
-    """Start the copies of all pieces that a target takes.
+def _start(target: Target, stream: Stream, home: Context, allocation: int, segments: Sequence[Segment]) -> None:
+    """Start the copies of segments to places in an allocation, if a target has that.
 
     A kernel copies what lies on the target's own device. What is on another one may be memory that kernels do not reach
     and copies do, and a kernel's fault would cost the context.
     """
-    near: list[Segment] = []
-    far: list[Segment] = []
-    for home, pointer, spec, nbytes in pieces:
-        if (start := target.pointers[spec.allocation]) is not None:
-            (near if home is target.context else far).append((start + spec.offset, pointer, nbytes))
+    start = target.pointers[allocation]
+    if start is None:
+        return
     with target.context.current():
-        target.context.copy_batch(stream, near)
-        for segment in far:
-            stream.copy(*segment)
+        if home is target.context:
+            target.context.copy_batch(stream, segments, start)
+        else:
+            for offset, pointer, nbytes in segments:
+                stream.copy(start + offset, pointer, nbytes)
 
 
 def _enable_peers(driver: Driver, undo: ExitStack, targets: Sequence[Target], sources: Iterable[Context]) -> None:

@@ -154,10 +154,12 @@ It yields each future that it waits for, and for how many seconds (None: without
 """
 
 
-def run(steps: Steps[T]) -> T:
-    """Go through steps, and block this thread while they wait."""
+def run(steps: Steps[T], meanwhile: Callable[[], None] | None = None) -> T:
+    """Go through steps, and block this thread while they wait; ``meanwhile`` is called before the first wait."""
     try:
         future, limit = next(steps)
+        if meanwhile:
+            meanwhile()
         while True:
             future, limit = steps.send(future.wait(limit))
     except StopIteration as ended:
