@@ -374,7 +374,7 @@ class Broker(NotPicklable, Closeable):
         devices, places = sources.placed(devices, plan)
         layout = sources.layout(places, tie=self._session.version >= messages.TIES)
         drafting = self._drafted(name, layout, devices, places, share, wait, mode, writable=False, durable=durable)
-        with run(drafting, meanwhile=partial(sources.prepare, layout)) as draft:
+        with run(drafting, meanwhile=partial(self._prepare, sources, layout)) as draft:
             sources.fill(draft)
             return draft.seal(digest=digest)
 
@@ -747,7 +747,7 @@ class Broker(NotPicklable, Closeable):
                 self._create(
                     name, layout, placed, None, share, wait, mode, writable=False, durable=durable, base=shares
                 ),
-                meanwhile=partial(changed.prepare, layout),
+                meanwhile=partial(self._prepare, changed, layout),
             )
             assert isinstance(draft, Draft)
             undo.enter_context(draft)
@@ -759,6 +759,11 @@ class Broker(NotPicklable, Closeable):
                 if digest and old is not None and (plan is None or plan[number] == index)
             }
             return draft.seal(digest=digest)
+
+    def _prepare(self, sources: Sources, layout: Layout) -> None:
+        """While the broker allocates the memory of a draft, prepare to fill it."""
+        self._session.requests.flush()
+        sources.prepare(layout)
 
     def _base(
         self, name: str, base: Pool | int | str, sources: Sources, undo: ExitStack

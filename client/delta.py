@@ -14,7 +14,7 @@ A tensor of another type or shape moves in any case. An allocation without tenso
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import lru_cache
 from typing import NamedTuple
@@ -24,6 +24,7 @@ import msgspec
 from cubroker.client.arrays import DeviceArray, HostArray
 from cubroker.client.tensor import SharedTensor
 from cubroker.driver import Context
+from cubroker.driver.batched_copy import Segment
 from cubroker.driver.buffers import address
 from cubroker.protocol.dtypes import nbytes as size_of
 from cubroker.protocol.layout import ALIGNMENT, Layout, TensorSpec, round_up
@@ -233,8 +234,9 @@ def differing(
 ) -> dict[str, HostArray | DeviceArray]:
     """Return the arrays that are not what the base has by the same name, or that it lacks.
 
-    Arrays at the base's own addresses are the base's tensors. Other arrays on a device are compared by digest, each
-    where it lies; those in host memory byte by byte. Work of a device that was submitted before is waited for.
+    Arrays at the base's own addresses are the base's tensors. Other arrays on the device of the base's tensor are
+    compared by the device, those on another device by digest, each where it lies, and those in host memory byte by
+    byte. Work of a device that was submitted before is waited for.
 
     Raises:
         DriverError: the driver refused.
@@ -279,42 +281,42 @@ def _holds(array: HostArray, tensor: SharedTensor) -> bool:
 
 
 def _unlike(pairs: Mapping[str, tuple[DeviceArray, SharedTensor]]) -> Iterator[str]:
-    """Yield the names whose arrays have another digest than their tensors."""
-    batch: list[str] = []
+    """Yield the names whose arrays have other bytes than their tensors."""
+    batch: dict[str, tuple[DeviceArray, SharedTensor]] = {}
     copied = 0
-    for name, (array, tensor) in pairs.items():
-        batch.append(name)
-        copied += tensor.nbytes * array.copies
+    for name, pair in pairs.items():
+        batch[name] = pair
+        copied += pair[1].nbytes * pair[0].copies
         if copied > MAX_COPIES:
-            yield from _unlike_batch(batch, pairs)
-            batch, copied = [], 0
-    yield from _unlike_batch(batch, pairs)
+            yield from _unlike_batch(batch)
+            batch, copied = {}, 0
+    yield from _unlike_batch(batch)
 
 
-def _unlike_batch(names: Iterable[str], pairs: Mapping[str, tuple[DeviceArray, SharedTensor]]) -> Iterator[str]:
-    ranges: dict[Context, list[tuple[int, int]]] = {}
-    rows: list[tuple[str, tuple[Context, int], tuple[Context, int]]] = []
-
-    def note(context: Context, start: int, nbytes: int) -> tuple[Context, int]:
-        there = ranges.setdefault(context, [])
-        there.append((start, nbytes))
-        return context, len(there) - 1
-
+def _unlike_batch(pairs: Mapping[str, tuple[DeviceArray, SharedTensor]]) -> Iterator[str]:
+    near: dict[Context, list[tuple[str, Segment]]] = {}
     with ExitStack() as held:
         kept: list[object] = []
         held.callback(kept.clear)
-        for name in names:
-            array, tensor = pairs[name]
+        for name, (array, tensor) in pairs.items():
+            if not kept:  # all tensors are of one version, whose memory stays mapped
+                held.enter_context(tensor.hold())
             start, keeper = array.contiguous()
             kept.append(keeper)
             if array.copies:
                 array.context.synchronize()
-            if start % PIECE:  # no device digests it
+            if array.context is tensor.context:
+                near.setdefault(tensor.context, []).append((name, (start, tensor.pointer, tensor.nbytes)))
+            elif _other_digest(array.context, start, tensor):
                 yield name
-                continue
-            there = held.enter_context(tensor.hold())
-            rows.append((name, note(array.context, start, tensor.nbytes), note(tensor.context, there, tensor.nbytes)))
-        digests = {context: context.digests(each) for context, each in ranges.items()}
-    for name, (context, mine), (other, theirs) in rows:
-        if digests[context][mine] != digests[other][theirs]:
-            yield name
+        for context, rows in near.items():
+            differs = context.differing([segment for _, segment in rows])
+            yield from (name for (name, _), found in zip(rows, differs, strict=True) if found)
+
+
+def _other_digest(context: Context, start: int, tensor: SharedTensor) -> bool:
+    """Whether bytes on another device than a tensor's have another digest, or none."""
+    if start % PIECE:
+        return True
+    nbytes = tensor.nbytes
+    return context.digests([(start, nbytes)]) != tensor.context.digests([(tensor.pointer, nbytes)])

@@ -1,7 +1,7 @@
-"""Copies of many segments of memory by one device, in few launches.
+"""Copies and comparisons of many segments of memory by one device, in few launches.
 
 A copy by the driver takes as long to submit as a GPU takes for 20 MB, so that hundreds of tensors are submitted more
-slowly than they are copied. A kernel copies up to ``ENTRIES`` segments in one launch. All segments are cut into chunks
+slowly than they are copied. A kernel takes up to ``ENTRIES`` segments in one launch. All segments are cut into chunks
 of the same size, one for each block of threads, so that large and small ones are balanced. The table of the segments
 is an argument of the kernel: it takes no memory of the device, and several threads can launch at once.
 """
@@ -9,25 +9,30 @@ is an argument of the kernel: it takes no memory of the device, and several thre
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Iterator
-from itertools import islice
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 
-from cubroker.driver.buffers import round_up
-from cubroker.driver.context import Kernel, PrimaryContext, Stream
+from cubroker.driver.context import Kernel, Pinned, PrimaryContext, Stream
 
 Segment = tuple[int, int, int]
-"""A copy: the address that it goes to, the address that it comes from, and its bytes."""
+"""Of a copy the address that it goes to, the one that it comes from, and its bytes. Of a comparison two addresses, and
+the bytes at each."""
 
 ENTRIES = 170
 """Segments of a launch at most: arguments have 4,096 bytes in all on GPUs and drivers of any age."""
 
 CHUNK = 32 << 10
-"""Bytes that a block of threads copies: each thread has eight loads of 16 bytes on their way at once."""
+"""Bytes of a block of threads. Of a copy each thread has eight loads of 16 bytes on their way at once."""
 
 THREADS = 256
 
 MAX_BLOCKS = (1 << 31) - 1
 """Blocks of a launch at most."""
+
+FLAGS = 1 << 14
+"""Segments that are compared at once at most: each has a flag of 32 bits in pinned host memory."""
+
+Table = ctypes.Array[ctypes.c_uint64]
 
 _Table = ctypes.c_uint64 * (3 * ENTRIES)
 
@@ -39,37 +44,87 @@ class BatchedCopy:
         self._context = context
         self._kernel = Kernel(context, "batched_copy.ptx", b"cubroker_batched_copy")
 
-    def start(self, stream: Stream, segments: Iterable[Segment]) -> None:
-        """Start the copies in a stream of the context."""
-        left = joined(segments)
+    def start(self, stream: Stream, segments: Iterable[Segment], base: int) -> None:
+        """Start the copies in a stream of the context; targets are offsets from ``base``."""
         with self._context.current():
-            while batch := list(islice(left, ENTRIES)):
-                self._launch(stream, batch)
+            for table, count, chunks in tables(joined(segments), base):
+                self._kernel.launch(stream, chunks, THREADS, count, table)
 
     def close(self) -> None:
         """Unload the kernel; to be called once."""
         self._kernel.close()
 
-    def _launch(self, stream: Stream, segments: list[Segment]) -> None:
-        table, start = table_of(segments)
-        blocks = start // CHUNK
-        if blocks > MAX_BLOCKS:  # 64 TiB
-            raise ValueError(f"{blocks * CHUNK} bytes to copy at once; the most are {MAX_BLOCKS * CHUNK}")
-        self._kernel.launch(stream, blocks, THREADS, len(segments), table)
+
+class BatchedCompare:
+    """Compares segments for one context; closed with it. See :meth:`Context.differing`."""
+
+    def __init__(self, context: PrimaryContext) -> None:
+        self._context = context
+        self._kernel = Kernel(context, "batched_compare.ptx", b"cubroker_batched_compare")
+        #: Pinned memory for flags, which takes longer to allocate than hundreds of tensors to compare.
+        self._spare: deque[Pinned] = deque()
+
+    def differing(self, segments: Sequence[Segment]) -> list[bool]:
+        """Return whether the two ends of each segment differ."""
+        found: list[bool] = []
+        with self._context.current():
+            try:
+                pinned = self._spare.pop()
+            except IndexError:  # another thread compares
+                pinned = self._context.pin(4 * FLAGS)
+            try:
+                for start in range(0, len(segments), FLAGS):
+                    found += self._compared(segments[start : start + FLAGS], pinned)
+            finally:
+                self._spare.append(pinned)
+        return found
+
+    def close(self) -> None:
+        """Unload the kernel, and free the flags; to be called once."""
+        self._kernel.close()
+        while self._spare:
+            self._spare.pop().close()
+
+    def _compared(self, segments: Sequence[Segment], pinned: Pinned) -> list[bool]:
+        """Compare up to ``FLAGS`` segments; no launch runs any more when it returns or raises."""
+        view = pinned.view[: 4 * len(segments)]
+        view[:] = bytes(len(view))
+        copies, flags = self._context.copies(), pinned.pointer
+        try:
+            for table, count, chunks in tables(segments):
+                if chunks:
+                    self._kernel.launch(copies, chunks, THREADS, count, flags, table)
+                flags += 4 * count
+        finally:
+            copies.synchronize()
+        with view, view.cast("I") as words:
+            return list(map(bool, words))
 
 
-def table_of(segments: list[Segment]) -> tuple[ctypes.Array[ctypes.c_uint64], int]:
-    """Return the kernel's table of segments that are not empty, and the bytes of all chunks.
+def tables(segments: Iterable[Segment], base: int = 0) -> Iterator[tuple[Table, int, int]]:
+    """Yield the kernels' tables of up to ``ENTRIES`` segments, the entries of each, and its chunks.
 
-    The segments lie in a row, each from a multiple of ``CHUNK`` on. An entry is the target and the source, both less
-    the place in the row where the segment begins (modulo 2 ** 64), and the place where it ends.
+    The segments lie in a row, each from a multiple of ``CHUNK`` on. An entry is both addresses, less the place in the
+    row where the segment begins (modulo 2 ** 64), and the place where it ends. First addresses are offsets from
+    ``base``. An empty segment has no chunk.
     """
     words: list[int] = []
     start = 0
-    for target, source, nbytes in segments:
-        words += (target - start, source - start, start + nbytes)
-        start = round_up(start + nbytes, CHUNK)
-    return _Table(*words), start
+    for first, second, nbytes in segments:
+        words += (base + first - start, second - start, start + nbytes)
+        start = (start + nbytes + CHUNK - 1) & -CHUNK
+        if len(words) == 3 * ENTRIES:
+            yield _Table(*words), ENTRIES, _blocks(start)
+            words, start = [], 0
+    if words:
+        yield _Table(*words), len(words) // 3, _blocks(start)
+
+
+def _blocks(end: int) -> int:
+    blocks = end // CHUNK
+    if blocks > MAX_BLOCKS:  # 64 TiB
+        raise ValueError(f"{end} bytes at once; the most are {MAX_BLOCKS * CHUNK}")
+    return blocks
 
 
 def joined(segments: Iterable[Segment]) -> Iterator[Segment]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from uuid import UUID
 
 from cubroker.driver import system_calls, vmm
-from cubroker.driver.batched_copy import BatchedCopy, Segment
+from cubroker.driver.batched_copy import BatchedCompare, BatchedCopy, Segment
 from cubroker.driver.buffers import handle_bytes, handle_of, keep_first
 from cubroker.driver.checked_calls import Calls, DriverError, explained, tolerated
 from cubroker.driver.context import CurrentContext, Device, PrimaryContext, Stream, current_context
@@ -172,11 +172,12 @@ class Context(PrimaryContext):
         super().__init__(calls, device, host=host)
         self._digester: dict[None, Digester] = {}
         self._batched_copy: dict[None, BatchedCopy] = {}
+        self._batched_compare: dict[None, BatchedCompare] = {}
 
     def release(self) -> None:
         """Release the context. If the process holds it nowhere else, everything in it is gone."""
-        for made in (self._digester.pop(None, None), self._batched_copy.pop(None, None)):
-            if made:
+        for kernels in (self._digester, self._batched_copy, self._batched_compare):
+            if made := kernels.pop(None, None):
                 with suppress(DriverError):  # a context that a failed kernel has ruined refuses everything
                     made.close()
         super().release()
@@ -222,23 +223,41 @@ class Context(PrimaryContext):
         digester = keep_first(self._digester, None, lambda: Digester(self), Digester.close)
         return digester.digests(ranges)
 
-    def copy_batch(self, stream: Stream, segments: Sequence[Segment]) -> None:
+    def differing(self, segments: Sequence[Segment]) -> list[bool]:
+        """Return whether memory at two addresses, which this device reads, differs, for each segment.
+
+        The device compares them, at about the rate at which it reads. Work in other streams is not waited for. Sizes
+        and alignments may be any; 16 bytes are compared at a time where both addresses are multiples of 16. A wrong
+        address costs the context.
+
+        Raises:
+            DriverError: no kernel can be loaded.
+        """
+        compare = keep_first(self._batched_compare, None, lambda: BatchedCompare(self), BatchedCompare.close)
+        return compare.differing(segments)
+
+    def copy_batch(self, stream: Stream, segments: Sequence[Segment], base: int = 0) -> None:
         """Start copies of memory that this device reads and writes, in a stream of this context.
 
         The segments may be of any number, size and alignment; 16 bytes are copied at a time where both addresses are
         multiples of 16. They overlap nothing. A kernel does the work, which is loaded by the first call, and a wrong
         address costs the context; one segment, or any number where no kernel can be loaded, is copied by the driver.
+
+        Args:
+            stream: where the copies are submitted.
+            segments: the copies.
+            base: what is added to the addresses that they go to.
         """
-        found = [segment for segment in segments if segment[2]]
         with self.current():
-            if len(found) > 1:
+            if len(segments) > 1:
                 with suppress(DriverError):  # no compiler, or no memory, for the kernel
                     keep_first(self._batched_copy, None, lambda: BatchedCopy(self), BatchedCopy.close)
-            if len(found) > 1 and (batched := self._batched_copy.get(None)):
-                batched.start(stream, found)
+            if len(segments) > 1 and (batched := self._batched_copy.get(None)):
+                batched.start(stream, segments, base)
                 return
-            for segment in found:
-                stream.copy(*segment)
+            for target, source, nbytes in segments:
+                if nbytes:
+                    stream.copy(base + target, source, nbytes)
 
     # -- memory shared between processes -----------------------------------------------------------
 

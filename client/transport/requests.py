@@ -296,6 +296,12 @@ class Requests(NotPicklable):
         self._owner.check()
         self._put(task)
 
+    def flush(self) -> None:
+        """Wait until what was posted before is encoded: a caller that computes would keep the interpreter from that."""
+        taken: Future[None] = Future()
+        self.call(partial(taken.set, None))
+        taken.wait()
+
     def waiting(self) -> bool:
         """Whether any request is unanswered."""
         return bool(self._pending or self._posted)

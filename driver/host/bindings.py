@@ -9,7 +9,8 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -24,10 +25,14 @@ _ENTRY = re.compile(rb"\.visible \.entry (\w+)\(")
 _PIECE = 16
 _WORD = (1 << 64) - 1
 
+_memcmp = ctypes.CDLL(None).memcmp
+_memcmp.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
+
 _SIZES = {
     b"cubroker_broadcast": (1, 1, 1),
     b"cubroker_digest": (1, 1, 1),
     b"cubroker_batched_copy": (1, 3 * batched_copy.ENTRIES),
+    b"cubroker_batched_compare": (1, 1, 3 * batched_copy.ENTRIES),
 }
 """The arguments of each entry that is known, in words of 64 bits."""
 
@@ -91,6 +96,7 @@ class HostModule(MulticastFunctions):
             b"cubroker_broadcast": self._broadcast,
             b"cubroker_digest": partial(self._digest, gridDimX),
             b"cubroker_batched_copy": partial(self._batched_copy, gridDimX, blockDimX),
+            b"cubroker_batched_compare": partial(self._batched_compare, gridDimX, blockDimX),
         }
         check(entry in known, Result.CUDA_ERROR_NOT_SUPPORTED)
         if not self.records(hStream):
@@ -115,10 +121,8 @@ class HostModule(MulticastFunctions):
     def _digest(self, blocks: int, source: int, pieces: int, sums: int) -> None:
         """Store the sums of a digest as those of the first block, and zeros for the others."""
         check(not (source | sums) % _PIECE, Result.CUDA_ERROR_MISALIGNED_ADDRESS)
-        try:
+        with _faulting():
             start = self.readable(source, pieces * _PIECE)
-        except Refusal:
-            raise Refusal(Result.CUDA_ERROR_ILLEGAL_ADDRESS) from None
         check(self.is_pinned(sums, blocks * _PIECE), Result.CUDA_ERROR_ILLEGAL_ADDRESS)
         read = (ctypes.c_ubyte * (pieces * _PIECE)).from_address(start) if isinstance(start, int) else start
         stored = (ctypes.c_uint64 * (2 * blocks)).from_address(sums)
@@ -126,26 +130,29 @@ class HostModule(MulticastFunctions):
 
     def _batched_copy(self, blocks: int, threads: int, count: int, *table: int) -> None:
         """Copy the chunks that there are blocks for, segment by segment."""
-        check(threads == batched_copy.THREADS and 0 < count <= batched_copy.ENTRIES)
-        start = 0
-        for entry in range(count):
-            target, source, end = table[3 * entry : 3 * entry + 3]
-            end = min(end, blocks * batched_copy.CHUNK)
-            self._copy_segment((target + start) & _WORD, (source + start) & _WORD, end - start)
-            start = round_up(end, batched_copy.CHUNK)
+        for _, target, source, nbytes in _segments(blocks, threads, count, table):
+            for to, at, part in self._parts(target, source, nbytes):
+                with _faulting():
+                    ctypes.memmove(self._checked(to, part, writing=True), self.readable(at, part), part)
 
-    def _copy_segment(self, target: int, source: int, nbytes: int) -> None:
-        """Copy by ordinary loads and stores, which go from one region on to the next."""
+    def _batched_compare(self, blocks: int, threads: int, count: int, flags: int, *table: int) -> None:
+        """Compare the chunks that there are blocks for, segment by segment."""
+        check(self.is_pinned(flags, 4 * count), Result.CUDA_ERROR_ILLEGAL_ADDRESS)
+        for entry, one, other, nbytes in _segments(blocks, threads, count, table):
+            for here, there, part in self._parts(one, other, nbytes):
+                with _faulting():
+                    if _memcmp(self.readable(here, part), self.readable(there, part), part):
+                        ctypes.c_uint32.from_address(flags + 4 * entry).value = 1
+
+    def _parts(self, one: int, other: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
+        """Cut a segment where a region of memory ends: ordinary loads and stores go on to the next one."""
         while nbytes > 0:
             with self.lock:
-                ends = [region.end - at for at in (target, source) if (region := self.addresses.find(at))]
+                ends = [region.end - at for at in (one, other) if (region := self.addresses.find(at))]
             check(len(ends) == 2, Result.CUDA_ERROR_ILLEGAL_ADDRESS)
-            count = min(nbytes, *ends)
-            try:
-                ctypes.memmove(self._checked(target, count, writing=True), self.readable(source, count), count)
-            except Refusal:
-                raise Refusal(Result.CUDA_ERROR_ILLEGAL_ADDRESS) from None
-            target, source, nbytes = target + count, source + count, nbytes - count
+            part = min(nbytes, *ends)
+            yield one, other, part
+            one, other, nbytes = one + part, other + part, nbytes - part
 
     def forked(self) -> None:
         """Refuse all calls in a forked child, if the parent used the driver. The parent's mappings stay readable."""
@@ -156,6 +163,26 @@ class HostModule(MulticastFunctions):
         if name.startswith("CU"):
             return getattr(cuda, name)
         raise AttributeError(f"the host driver has no {name}")
+
+
+@contextmanager
+def _faulting() -> Iterator[None]:
+    """Have a kernel's access that is refused end as on a GPU, whose context would be lost."""
+    try:
+        yield
+    except Refusal:
+        raise Refusal(Result.CUDA_ERROR_ILLEGAL_ADDRESS) from None
+
+
+def _segments(blocks: int, threads: int, count: int, table: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
+    """Yield the number, the addresses and the bytes of each segment of a table that there are blocks for."""
+    check(threads == batched_copy.THREADS and 0 < count <= batched_copy.ENTRIES)
+    start = 0
+    for entry in range(count):
+        one, other, end = table[3 * entry : 3 * entry + 3]
+        end = min(end, blocks * batched_copy.CHUNK)
+        yield entry, (one + start) & _WORD, (other + start) & _WORD, end - start
+        start = round_up(end, batched_copy.CHUNK)
 
 
 def _arguments(given: Any, sizes: tuple[int, ...]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Copies of many segments at once, whose bytes arrive whatever their number, size and alignment."""
+"""Copies and comparisons of many segments at once, whatever their number, size and alignment."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from cubroker.driver import Context, DriverError
-from cubroker.driver.batched_copy import CHUNK, ENTRIES
+from cubroker.driver.batched_copy import CHUNK, ENTRIES, FLAGS
 from cubroker.driver.context import Kernel
 from tests.unit.driver.conformance import BLOCK
 
@@ -87,3 +87,38 @@ def test_segments_without_a_kernel_are_copied_by_the_driver(
     monkeypatch.setattr(Kernel, "__init__", missing)
     monkeypatch.setattr(context, "_batched_copy", {})
     check(context, ends, in_a_row([1, 100, CHUNK], 32, 64, gap=16))
+
+
+# -- comparisons ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("to", [0, 1, 2, 8])
+@pytest.mark.parametrize("at", [0, 1, 4, 15])
+def test_segments_that_differ_are_found_whatever_their_size_and_alignment(
+    context: Context, ends: tuple[int, int, bytes], to: int, at: int
+) -> None:
+    target, source, data = ends
+    places = in_a_row([*SIZES, 0], to, at, gap=256)
+    for here, there, nbytes in places:
+        context.write(target + here, data[there : there + nbytes])
+    segments = [(target + here, source + there, nbytes) for here, there, nbytes in places]
+    assert context.differing(segments) == [False] * len(places)
+    chosen = random.Random(16 * to + at)
+    wrong = [nbytes > 0 and chosen.random() < 0.5 for _, _, nbytes in places]
+    for (here, there, nbytes), differs in zip(places, wrong, strict=True):
+        if differs:
+            place = chosen.choice((0, nbytes // 2, nbytes - 1))
+            context.write(target + here + place, bytes([data[there + place] ^ 1]))
+    assert context.differing(segments) == wrong
+    assert context.differing([]) == []
+
+
+def test_more_segments_than_have_flags_at_once_are_compared(context: Context, ends: tuple[int, int, bytes]) -> None:
+    target, source, data = ends
+    context.write(target, data)
+    count = FLAGS + ENTRIES + 1
+    wrong = {0, ENTRIES, FLAGS - 1, FLAGS, count - 1}
+    for number in wrong:
+        context.write(target + 32 * number, bytes([data[32 * number] ^ 1]))
+    found = context.differing([(target + 32 * number, source + 32 * number, 32) for number in range(count)])
+    assert {number for number, differs in enumerate(found) if differs} == wrong

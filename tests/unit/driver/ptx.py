@@ -1,6 +1,6 @@
 """Runs the PTX of the kernels in Python, thread by thread: what they compute can be looked at without a GPU.
 
-It knows the instructions that ``digest.ptx`` and ``batched_copy.ptx`` have, and no others.
+It knows the instructions that ``digest.ptx``, ``batched_copy.ptx`` and ``batched_compare.ptx`` have, and no others.
 """
 
 from __future__ import annotations
@@ -73,11 +73,11 @@ class Program:
         """
         stored: list[tuple[int, bytes]] = []
         for block in range(blocks):
-            shared = bytearray(SHARED)
+            shared, votes = bytearray(SHARED), list[int]()
             ids = {"%ntid.x": threads, "%ctaid.x": block, "%nctaid.x": blocks}
             spaces = {"global": memory, "shared": shared, "param": table}
             running = [
-                self._thread(spaces, stored, parameters | ids | {"%tid.x": thread, "partial": 0, "table": 0})
+                self._thread(spaces, stored, votes, parameters | ids | {"%tid.x": thread, "partial": 0, "table": 0})
                 for thread in range(threads)
             ]
             while running:
@@ -87,9 +87,13 @@ class Program:
         return stored
 
     def _thread(
-        self, spaces: dict[str, bytes | bytearray], stored: list[tuple[int, bytes]], registers: dict[str, int]
+        self,
+        spaces: dict[str, bytes | bytearray],
+        stored: list[tuple[int, bytes]],
+        votes: list[int],
+        registers: dict[str, int],
     ) -> Iterator[bool]:
-        """Run one thread; stops at each barrier."""
+        """Run one thread; stops at each barrier. The threads of a block vote once, if at all."""
 
         def value(operand: str) -> int:
             name, _, offset = operand.strip("[] ").partition("+")
@@ -107,7 +111,11 @@ class Program:
             kind, *more = operation.split(".")
             if kind == "ret":
                 return
-            if kind == "bar":
+            if kind == "bar" and more[0] == "red":
+                votes.append(value(operands[2]))
+                yield True
+                registers[operands[0]] = int(any(votes))
+            elif kind == "bar":
                 yield True
             elif kind == "bra":
                 place = self.labels[operands[0]]

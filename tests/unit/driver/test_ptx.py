@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 import shutil
+import struct
 import subprocess
 import tomllib
 from importlib import resources
@@ -12,14 +13,19 @@ from pathlib import Path
 
 import pytest
 
-from cubroker.driver.batched_copy import CHUNK, THREADS, table_of
+from cubroker.driver.batched_copy import CHUNK, THREADS, tables
 from cubroker.driver.context import KERNEL_FOLDER as HERE
 from cubroker.driver.digest import add, digest, finish
 from tests.unit.driver.ptx import PAIR, Program
 
 ROOT = Path(__file__).parents[3]
 SINCE_VOLTA = ("sm_75", "sm_80", "sm_90", "sm_100", "sm_120")
-KERNELS = {"multimem.ptx": ("sm_90", "sm_100"), "digest.ptx": SINCE_VOLTA, "batched_copy.ptx": SINCE_VOLTA}
+KERNELS = {
+    "multimem.ptx": ("sm_90", "sm_100"),
+    "digest.ptx": SINCE_VOLTA,
+    "batched_copy.ptx": SINCE_VOLTA,
+    "batched_compare.ptx": SINCE_VOLTA,
+}
 """The files, and architectures that each is for."""
 
 BASE = 1 << 40
@@ -70,17 +76,43 @@ def test_the_kernel_of_copies_stores_every_byte_once(beside: int, sizes: list[in
         start += -(-nbytes // 16) * 16 + 32
     end = sum(segments[-1][1:])  # no byte beyond the last segment may be loaded
     data = random.Random(beside).randbytes(end)
-    table, row = table_of(segments)
-    program, count = Program(HERE / "batched_copy.ptx"), {"count": len(segments)}
+    ((table, count, blocks),) = tables(((to - BASE, at, nbytes) for to, at, nbytes in segments), BASE)
+    program = Program(HERE / "batched_copy.ptx")
     found: dict[int, int] = {}
-    for address, stored in program.run(data, count, row // CHUNK, THREADS, bytes(table)):
+    for address, stored in program.run(data, {"count": count}, blocks, THREADS, bytes(table)):
         for place, byte in enumerate(stored, address):
             assert place not in found, "a byte is stored twice"
             found[place] = byte
     assert found == {to + place: data[at + place] for to, at, nbytes in segments for place in range(nbytes)}
 
 
-def test_a_table_has_the_size_that_the_kernel_declares() -> None:
-    declared = re.search(r"\.b8 table\[(\d+)\]", (HERE / "batched_copy.ptx").read_text())
+@pytest.mark.parametrize(
+    ("beside", "sizes"), [(0, [17, 0, 5, CHUNK + 9, 1]), (0, [16, 5000, 0]), (1, [16, 100, 0, 1, 300]), (8, [24])]
+)
+def test_the_kernel_of_comparisons_finds_any_byte_and_no_other(beside: int, sizes: list[int]) -> None:
+    segments, start = [], beside
+    for nbytes in sizes:
+        segments.append((start, nbytes))
+        start += -(-nbytes // 16) * 16 + 32
+    row, flags = -(-start // 16) * 16, 1 << 40
+    first = random.Random(beside).randbytes(row)
+    ends = sorted({start + at for start, nbytes in segments for at in (0, nbytes - 1) if nbytes})
+    between, within = [segments[0][0] + sizes[0]], random.Random(beside).sample(ends, 2)
+    for changed in (between, within):
+        second = bytearray(first)
+        for place in changed:
+            second[place] ^= 0x40
+        ((table, count, blocks),) = tables((start, row + start, nbytes) for start, nbytes in segments)
+        program, parameters = Program(HERE / "batched_compare.ptx"), {"count": count, "flags": flags}
+        stored = program.run(first + second, parameters, blocks, THREADS, bytes(table))
+        expected = {n for n, (start, nbytes) in enumerate(segments) for at in changed if start <= at < start + nbytes}
+        assert {(address - flags) // 4 for address, _ in stored} == expected
+        assert all(data == struct.pack("<I", 1) for _, data in stored)
+
+
+@pytest.mark.parametrize(("name", "beside"), [("batched_copy.ptx", 8), ("batched_compare.ptx", 16)])
+def test_a_table_has_the_size_that_the_kernel_declares(name: str, beside: int) -> None:
+    declared = re.search(r"\.b8 table\[(\d+)\]", (HERE / name).read_text())
     assert declared
-    assert len(bytes(table_of([])[0])) == int(declared[1]) <= 4096 - 8
+    ((table, _, _),) = tables([(0, 0, 1)])
+    assert len(bytes(table)) == int(declared[1]) <= 4096 - beside
