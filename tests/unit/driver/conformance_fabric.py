@@ -75,6 +75,21 @@ def test_memory_with_or_without_a_fabric_handle_has_a_descriptor(
     assert context.memory() == before
 
 
+def test_a_fabric_handle_is_refused_before_memory_is_created(
+    driver: Driver, context: Context, has_fabric: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    create = context.calls.cuMemCreate
+
+    def noted(nbytes: int, *terms: object) -> object:
+        sizes.append(nbytes)
+        return create(nbytes, *terms)
+
+    monkeypatch.setattr(context.calls, "cuMemCreate", noted)
+    with lent(driver, PIECE):
+        assert sizes == [GRANULE, PIECE], f"with fabric handles: {has_fabric}"
+
+
 def test_memory_that_is_not_to_have_a_fabric_handle_has_none(driver: Driver, has_fabric: bool) -> None:
     physical = driver.create(driver.devices[0].index, GRANULE)
     assert physical.export_fabric() is None
