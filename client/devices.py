@@ -82,6 +82,14 @@ def reachable(driver: Driver, device: DeviceId) -> tuple[str, ...]:
     return tuple(uuid for *_, uuid in sorted(near)[:MAX_DEVICES])
 
 
+def synchronize(context: Context, asked: str) -> None:
+    """Wait for all work that was submitted to a context; raises as :func:`failure` turns the driver's error."""
+    try:
+        context.synchronize()
+    except DriverError as error:
+        raise failure(error, asked) from error
+
+
 def failure(error: DriverError | CubrokerError | ValueError, asked: str) -> CubrokerError:
     """Turn a driver's error into a ``CubrokerError``, or keep one; ``asked`` says what was being done."""
     if isinstance(error, CubrokerError):

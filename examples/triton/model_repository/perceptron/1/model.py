@@ -1,0 +1,41 @@
+"""A model of Triton's Python backend whose instances, a process each, compute on one copy of the weights: a pool's.
+
+The server's Python has cubroker and torch, and its environment $CUBROKER_DIR. Tensors come and go by DLPack, since the
+backend (2.51) does not get along with numpy 2.
+"""
+
+import json
+
+import torch
+import triton_python_backend_utils as backend
+from torch.nn.functional import linear
+from torch.utils.dlpack import from_dlpack
+
+from cubroker import Broker
+from cubroker.integrations.torch import state_dict
+
+
+class TritonPythonModel:
+    """One instance of the model."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Attach to the pool that the configuration names."""
+        name = json.loads(args["model_config"])["parameters"]["pool"]["string_value"]
+        device = int(args["model_instance_device_id"]) if args["model_instance_kind"] == "GPU" else None
+        with Broker() as broker, broker.attach(name, device=device, wait=60) as pool:
+            self.weights = state_dict(pool)  # which keep the memory and the lease
+
+    def execute(self, requests: list) -> list:
+        """Answer requests."""
+        return [backend.InferenceResponse(output_tensors=[self.answer(request)]) for request in requests]
+
+    @torch.inference_mode()
+    def answer(self, request: object) -> object:
+        """Compute what one request asks for."""
+        x = from_dlpack(backend.get_input_tensor_by_name(request, "X").to_dlpack())
+        hidden = linear(x.to(self.weights["up"].device), self.weights["up"]).relu()
+        return backend.Tensor.from_dlpack("Y", linear(hidden, self.weights["down"]))
+
+    def finalize(self) -> None:
+        """Let go of the weights, and with them of the lease."""
+        del self.weights

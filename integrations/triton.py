@@ -1,0 +1,550 @@
+"""Triton Inference Server: inputs and outputs of requests in a scratch pool, in place of in the requests.
+
+::
+
+    with broker.attach("io") as pool, register(pool, "http://127.0.0.1:8000") as regions:
+        pool["X"].copy_from(samples)
+        regions.infer("model", inputs={"X": "X"}, outputs={"Y": "Y"})
+        pool["Y"]  # has the answer
+
+On a GPU the server opens the memory of an ``ipc`` pool by CUDA IPC handle, as CUDA regions, and nothing is copied. It
+opens system regions by a name in ``/dev/shm`` alone, which the memory of host devices does not have: for them a file of
+the same size is registered for each allocation, and bytes are copied there and back.
+
+The server keeps what it has opened until it is told to unregister it, or ends. So :class:`Regions` holds the pool's
+lease until that was done, also if the pool is closed before. A client that is killed leaves its regions registered;
+:func:`sweep`, with which each registration begins, finds them by the processes in their names. Until then the pool
+should not be retired: the broker does not see the server's mapping, and would free the memory under it.
+
+What is spoken is Triton's HTTP API: its extensions ``system_shared_memory`` and ``cuda_shared_memory``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import itertools
+import json
+import logging
+import mmap
+import os
+import re
+import weakref
+from base64 import b64encode
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from urllib.parse import quote, urlsplit
+
+import numpy as np
+
+from cubroker.client.devices import synchronize
+from cubroker.client.fork_guard import OwnerProcess
+from cubroker.client.pool import Draft, Pool
+from cubroker.client.replica import AllocationHandle
+from cubroker.client.tensor import SharedTensor
+from cubroker.protocol.errors import CubrokerError, Invalid, OutOfMemory, TimedOut, Unavailable, Unsupported, explain
+from cubroker.protocol.messages import IPC
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+log = logging.getLogger(__name__)
+
+URL = "http://127.0.0.1:8000"
+"""Where a server listens by default."""
+
+SYSTEM, CUDA = "systemsharedmemory", "cudasharedmemory"
+"""The kinds of regions, as the API's paths have them."""
+
+TYPES = {
+    "BOOL": "BOOL",
+    "U8": "UINT8",
+    "U16": "UINT16",
+    "U32": "UINT32",
+    "U64": "UINT64",
+    "I8": "INT8",
+    "I16": "INT16",
+    "I32": "INT32",
+    "I64": "INT64",
+    "F16": "FP16",
+    "BF16": "BF16",
+    "F32": "FP32",
+    "F64": "FP64",
+}
+"""Triton's name of each dtype that it has."""
+
+FOLDER = Path("/dev/shm")
+"""Where shm_open(3) finds shared memory by name."""
+
+JSON = {"Content-Type": "application/json"}
+
+_NAME = re.compile(r"cubroker-([0-9a-f]+)-(\d+)-(\d+)-\d+")
+"""Names of regions: the namespace of the process's id, the id, when the process started, and a number."""
+
+_numbers = itertools.count(1)
+
+
+class Span(NamedTuple):
+    """Where a tensor lies, in the order in which tritonclient's ``set_shared_memory`` takes it."""
+
+    region: str
+    nbytes: int
+    offset: int
+
+
+class Answer(NamedTuple):
+    """One output, which lies in its tensor from the first byte on."""
+
+    #: Triton's name of its type, which is that of the tensor.
+    datatype: str
+    #: Of the output, which may be smaller than the tensor.
+    shape: tuple[int, ...]
+
+
+def register(
+    pool: Pool,
+    url: str = URL,
+    *,
+    device_id: int | None = None,
+    timeout: float = 10.0,
+    headers: Mapping[str, str] | None = None,
+) -> Regions:
+    """Register the memory of a pool with a running server, after regions of processes that have ended were swept.
+
+    Args:
+        pool: a ``writable`` one; on GPUs shared as ``ipc``.
+        url: of the server's HTTP endpoint, on this host.
+        device_id: the number of the pool's GPU in the server's process; by default that in this process.
+        timeout: seconds that the server may take to answer anything but an inference.
+        headers: sent with every request, such as that of ``--http-restricted-api``.
+
+    Raises:
+        Invalid: the pool is a draft, not writable, closed or asleep, or on several GPUs with one ``device_id``; the URL
+            is none; or the server refused, and why.
+        Unsupported: the pool is on a GPU and not shared as ``ipc``.
+        OutOfMemory: ``/dev/shm`` has no room for what is registered in place of a host device's memory.
+        Unavailable, TimedOut: the server cannot be reached, or does not answer. What it may keep is said.
+    """
+    _check(pool, device_id)
+    server = _Server(url, timeout, headers or {})
+    _sweep(server)
+    registration = _Registration(server)
+    try:
+        for number in range(len(pool.allocations)):
+            registration.add(pool, number, device_id)
+    except BaseException as error:
+        registration.abandoned = True
+        try:
+            registration.release()
+        except CubrokerError as left:
+            error.add_note(str(left))
+        raise
+    return Regions(pool, registration)
+
+
+def sweep(url: str = URL, *, timeout: float = 10.0, headers: Mapping[str, str] | None = None) -> tuple[str, ...]:
+    """Unregister what processes have registered that have ended since; returns the names of the regions.
+
+    Processes in another namespace of process ids, as in another container, are left alone.
+
+    Raises:
+        Invalid, Unavailable, TimedOut: as :func:`register`.
+    """
+    return _sweep(_Server(url, timeout, headers or {}))
+
+
+class Regions:
+    """The memory of a pool, as regions of a server, and the requests that use them.
+
+    Leaving it as a context manager unregisters them. An error of the ``with`` block goes on, then, with a note if that
+    failed. They are unregistered too when this object is dropped, and at the interpreter's exit; failures are logged.
+    """
+
+    def __init__(self, pool: Pool, registration: _Registration) -> None:
+        self._pool = pool
+        self._tensors = {each.name: each for each in pool.layout.tensors if each.allocation in pool.allocations}
+        self._registration = registration
+        weakref.finalize(self, registration.abandon).atexit = False  # the registration is released then
+
+    def __repr__(self) -> str:
+        return f"<Regions {', '.join(self.names) or 'none'} of {self._pool!r} at {self._registration.server.url}>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        if error is None:
+            return self.close()
+        try:
+            self.close()
+        except CubrokerError as failure:
+            log.error("%s", failure)
+            error.add_note(str(failure))
+        return None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The regions that are registered, one for each allocation."""
+        return self._registration.names
+
+    def __getitem__(self, tensor: str) -> Span:
+        """Return where a tensor of the pool lies: ``infer_input.set_shared_memory(*regions["X"])``.
+
+        Raises:
+            KeyError: the pool has no such tensor.
+            Invalid: the regions are not registered any more.
+        """
+        return Span(self._region(tensor).name, self._tensors[tensor].nbytes, self._tensors[tensor].offset)
+
+    def copy_in(self, *tensors: str) -> None:
+        """Show the server what tensors hold now; on a GPU it sees the tensors, and submitted work is waited for.
+
+        Raises:
+            KeyError, Invalid: as for an item.
+            DeviceFailure: work on the GPU has failed.
+        """
+        for tensor in tensors:
+            self._region(tensor).copy_in(self[tensor])
+
+    def copy_out(self, *tensors: str) -> None:
+        """Give tensors what the server has stored; on GPUs it has stored it in the tensors themselves.
+
+        Raises:
+            KeyError, Invalid: as for an item.
+        """
+        for tensor in tensors:
+            self._region(tensor).copy_out(self[tensor])
+
+    def infer(
+        self,
+        model: str,
+        inputs: Mapping[str, str],
+        outputs: Mapping[str, str],
+        *,
+        version: str = "",
+        timeout: float = 600.0,
+    ) -> dict[str, Answer]:
+        """Have a model compute; its inputs are tensors of the pool, and so are its outputs afterwards.
+
+        Args:
+            model: its name at the server.
+            inputs: the tensor for each input of the model; its shape is that of the input.
+            outputs: the tensor for each output, which has room for it.
+            version: the model's; by default as the server chooses.
+            timeout: seconds until the answer. After them the server may still write to the outputs.
+
+        Returns:
+            Type and shape of each output.
+
+        Raises:
+            KeyError: the pool has no such tensor.
+            Invalid: the server refused, an output is of another type than its tensor, or as for an item.
+            Unsupported: Triton has no such type.
+            Unavailable, TimedOut: the server cannot be reached, or does not answer.
+        """
+        body = {
+            "inputs": [{**self._described(tensor), "name": name} for name, tensor in inputs.items()],
+            "outputs": [
+                {"name": name, "parameters": self._described(tensor)["parameters"]} for name, tensor in outputs.items()
+            ],
+        }
+        self.copy_in(*inputs.values())
+        path = f"models/{quote(model, safe='')}" + (f"/versions/{quote(version, safe='')}" if version else "")
+        reply = self._registration.server.call("POST", f"{path}/infer", body, timeout)
+        answers = {each["name"]: Answer(each["datatype"], tuple(each["shape"])) for each in reply["outputs"]}
+        for name, tensor in outputs.items():
+            if (given := answers[name].datatype) != (wanted := TYPES[self._tensors[tensor].dtype]):
+                raise Invalid(f"model {model!r} answers with {name} of {given}, and tensor {tensor!r} is {wanted}")
+        self.copy_out(*outputs.values())
+        return answers
+
+    def close(self) -> None:
+        """Unregister the regions, and let go of the pool's lease; again: try what has failed before.
+
+        A server that refuses the connection has ended, and has nothing open any more; the log says so.
+
+        Raises:
+            Unavailable, TimedOut, Invalid: regions stay registered, which are named. The lease stays, too, while this
+                object lives.
+        """
+        self._registration.release()
+
+    def _region(self, tensor: str) -> _Region:
+        return self._registration.region(self._tensors[tensor].allocation)
+
+    def _described(self, tensor: str) -> dict[str, Any]:
+        span, spec = self[tensor], self._tensors[tensor]
+        if spec.dtype not in TYPES:
+            raise Unsupported(f"Triton has no type for {spec.dtype}, that of {tensor!r}; it has {', '.join(TYPES)}")
+        parameters: dict[str, Any] = {"shared_memory_region": span.region, "shared_memory_byte_size": span.nbytes}
+        if span.offset:
+            parameters["shared_memory_offset"] = span.offset
+        return {"datatype": TYPES[spec.dtype], "shape": list(spec.shape), "parameters": parameters}
+
+
+class _Registration:
+    """What this process has registered for one pool. It does not refer to :class:`Regions`, and may outlive it.
+
+    Tracebacks keep frames, so no frame that raises refers to what keeps the memory leased.
+    """
+
+    def __init__(self, server: _Server) -> None:
+        self.server = server
+        #: Whether nobody can close it any more, so that it is released with the next occasion.
+        self.abandoned = False
+        self._regions: dict[int, _Region] = {}
+        self._owner = OwnerProcess()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(region.name for region in self._regions.values())
+
+    def region(self, allocation: int) -> _Region:
+        self._owner.check()
+        if allocation not in self._regions:
+            raise Invalid(f"the pool is not registered with Triton at {self.server.url} any more; register it again")
+        return self._regions[allocation]
+
+    def add(self, pool: Pool, number: int, device_id: int | None) -> None:
+        """Register the allocation that is so many after the first, and keep it leased from now on."""
+        path, body, mirror = self._prepare(pool.handles()[number], pool.allocation_views[number], device_id)
+        with mirror.named(body["key"]) if mirror else nullcontext():
+            self.server.call("POST", path, body)
+
+    def _prepare(
+        self, handle: AllocationHandle, view: SharedTensor, device_id: int | None
+    ) -> tuple[str, dict[str, Any], _Mirror | None]:
+        """Note a region first, since a server that does not answer may have registered it, and return the request."""
+        name = f"{_own_name()}-{next(_numbers)}"
+        body: dict[str, Any] = {"byte_size": handle.nbytes}
+        mirror = _Mirror(name, handle.nbytes) if view.context.host else None
+        if mirror:
+            body |= {"key": f"/{name}", "offset": 0}
+        else:
+            assert handle.handle is not None
+            device = handle.device.index if device_id is None else device_id
+            body |= {"raw_handle": {"b64": b64encode(handle.handle).decode()}, "device_id": device}
+        region = self._regions[handle.allocation] = _Region(name, SYSTEM if mirror else CUDA, view, mirror)
+        _registrations.add(self)
+        return f"{region.path}/register", body, mirror
+
+    def release(self) -> None:
+        """Unregister what is registered; raises why some of it is left, and what."""
+        if not self._owner.here():
+            return
+        for allocation in list(self._regions):
+            self._unregister(self._regions[allocation].path)
+            self._regions.pop(allocation, None)
+        _registrations.discard(self)
+
+    def abandon(self) -> None:
+        """Release it for one who cannot be told of a failure: that is logged, and it is tried again later."""
+        self.abandoned = True
+        try:
+            self.release()
+        except CubrokerError as error:
+            log.error("%s", error)
+
+    def _unregister(self, path: str) -> None:
+        try:
+            self.server.call("POST", f"{path}/unregister")
+        except _Ended as error:
+            log.warning("%s: %s has ended with it", error.message, path)
+        except CubrokerError as error:
+            raise type(error)(
+                f"{error.message}; {', '.join(self.names)} may still be registered there: close the regions again when"
+                f" it answers, call cubroker.integrations.triton.sweep after this process has ended, or end the server;"
+                f" do not retire the pool before"
+            ) from error
+
+
+_registrations: set[_Registration] = set()
+"""Those of this process that have regions."""
+
+
+def _release_all() -> None:
+    for registration in list(_registrations):
+        registration.abandon()
+
+
+atexit.register(_release_all)  # called before what ends sessions, which was registered earlier
+
+
+class _Region(NamedTuple):
+    """One allocation that is registered."""
+
+    name: str
+    kind: str
+    #: All its bytes; it keeps the memory mapped, and leased.
+    view: SharedTensor
+    #: What the server has open in its place; None: it has the memory itself.
+    mirror: _Mirror | None
+
+    @property
+    def path(self) -> str:
+        return f"{self.kind}/region/{self.name}"
+
+    def copy_in(self, span: Span) -> None:
+        if self.mirror:
+            self.mirror.part(span)[:] = self._part(span)
+        else:
+            synchronize(self.view.context, f"waiting for work on {self.view.device.name}")
+
+    def copy_out(self, span: Span) -> None:
+        if self.mirror:
+            self._part(span)[:] = self.mirror.part(span)
+
+    def _part(self, span: Span) -> NDArray[Any]:
+        return self.view.numpy()[span.offset : span.offset + span.nbytes]
+
+
+class _Mirror:
+    """Shared memory with a name, which is taken away as soon as the server has opened it: nothing is left behind."""
+
+    def __init__(self, name: str, nbytes: int) -> None:
+        self._path = FOLDER / name
+        self._nbytes = nbytes
+
+    @contextmanager
+    def named(self, key: str) -> Iterator[str]:
+        """Make it, and have it found under a name within a ``with`` block; yields the name."""
+        try:
+            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            try:
+                os.posix_fallocate(fd, 0, self._nbytes)  # so that no access to it fails later
+                self._bytes = np.frombuffer(mmap.mmap(fd, self._nbytes), np.uint8)
+                yield key
+            finally:
+                os.close(fd)
+                self._path.unlink()
+        except OSError as error:
+            kind = OutOfMemory if error.errno in (errno.ENOSPC, errno.ENOMEM) else Unavailable
+            raise kind(f"{self._nbytes} bytes of shared memory with a name cannot be made: {explain(error)}") from error
+
+    def part(self, span: Span) -> NDArray[Any]:
+        return self._bytes[span.offset : span.offset + span.nbytes]
+
+
+class _Ended(Unavailable):
+    """Nothing listens at the server's address."""
+
+
+class _Server:
+    """One server, by its HTTP API."""
+
+    def __init__(self, url: str, timeout: float, headers: Mapping[str, str]) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise Invalid(f"{url!r} is no address of a Triton server; write {URL}, with its own host and port")
+        self.url = url.rstrip("/")
+        self._connection = HTTPSConnection if parts.scheme == "https" else HTTPConnection
+        self._host, self._port, self._path = parts.hostname, parts.port, parts.path.rstrip("/")
+        self._timeout = timeout
+        self._headers = dict(headers)
+
+    def call(self, method: str, path: str, body: Mapping[str, Any] | None = None, timeout: float | None = None) -> Any:
+        """Send a request to a path below ``v2``, and return what the answer has, None if it is empty.
+
+        Raises:
+            Invalid: the server refused; it says why.
+            TimedOut, Unavailable: there was no answer; of the latter ``_Ended`` if nothing listens.
+        """
+        seconds = self._timeout if timeout is None else timeout
+        connection = self._connection(self._host, self._port, timeout=seconds)
+        try:
+            text = b"" if body is None else json.dumps(body).encode()
+            connection.request(method, f"{self._path}/v2/{path}", text, {**JSON, **self._headers})
+            reply = connection.getresponse()
+            data = reply.read()
+        except TimeoutError:
+            raise TimedOut(f"Triton at {self.url} has not answered {path} for {seconds:g} s") from None
+        except ConnectionRefusedError as error:
+            raise _Ended(f"Triton at {self.url} does not listen: {explain(error)}") from None
+        except (OSError, HTTPException) as error:
+            raise Unavailable(f"Triton at {self.url} did not answer {path}: {explain(error)}") from error
+        finally:
+            connection.close()
+        return self._read(path, reply.status, data)
+
+    def _read(self, path: str, status: int, data: bytes) -> Any:
+        try:
+            found = json.loads(data) if data else None
+        except ValueError:
+            found = {"error": data[:200].decode(errors="replace")}
+            status = max(status, 400)  # no answer of Triton's
+        if status >= 400:
+            why = found.get("error", found) if isinstance(found, dict) else found
+            raise Invalid(f"Triton at {self.url} refused {path} ({status}): {why}")
+        return found
+
+
+def _check(pool: Pool, device_id: int | None) -> None:
+    """Raise unless a server may keep the pool's memory open."""
+    label = f"pool {pool.name!r} version {pool.version}"
+    if isinstance(pool, Draft):
+        raise Invalid(
+            f"{label} is a draft, which ends with its process while a server would keep its memory open; seal it,"
+            f" and register what attach returns"
+        )
+    if not pool.writable:
+        raise Invalid(f"{label} is only read, and a server may write to all that is registered; create it writable")
+    if not all(view.context.host for view in pool.allocation_views) and pool.share != IPC:
+        raise Unsupported(
+            f"{label} is shared as {pool.share}, and Triton opens memory of a GPU by CUDA IPC handle alone; create it"
+            f" with share={IPC!r}"
+        )
+    if device_id is not None and len(pool.devices) > 1:
+        raise Invalid(f"{label} is on {len(pool.devices)} devices; leave device_id out, or attach to one shard")
+
+
+# -- regions of processes that have ended ----------------------------------------------------------------
+
+
+def _sweep(server: _Server) -> tuple[str, ...]:
+    """See :func:`sweep`; what this process has left there goes, too."""
+    for registration in list(_registrations):
+        if registration.abandoned and registration.server.url == server.url:
+            registration.release()
+    swept = []
+    for kind in (SYSTEM, CUDA):
+        for region in server.call("GET", f"{kind}/status"):
+            if _has_ended(region["name"]):
+                server.call("POST", f"{kind}/region/{region['name']}/unregister")
+                swept.append(region["name"])
+    if swept:
+        log.info("unregistered what ended processes had left at %s: %s", server.url, ", ".join(swept))
+    return tuple(swept)
+
+
+def _own_name() -> str:
+    return f"cubroker-{_namespace():x}-{os.getpid()}-{_started(os.getpid())}"
+
+
+def _has_ended(name: str) -> bool:
+    """Whether a region is of a process of this namespace that has ended."""
+    match = _NAME.fullmatch(name)
+    if match is None or int(match[1], 16) != _namespace():
+        return False
+    try:
+        return _started(int(match[2])) != int(match[3])
+    except FileNotFoundError:
+        pass
+    try:
+        os.kill(int(match[2]), 0)  # it may only be hidden (proc(5), hidepid)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _namespace() -> int:
+    return Path("/proc/self/ns/pid").stat().st_ino
+
+
+def _started(pid: int) -> int:
+    """Return when a process started, in the kernel's ticks (proc_pid_stat(5), field 22): with the id it is unique."""
+    return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19])
