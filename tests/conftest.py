@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 import sys
 import tempfile
@@ -18,29 +19,46 @@ from tests.measuring import collecting
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+"""The processes of pytest-xdist that run tests, and the number of this one."""
+
 
 def pytest_report_header() -> str:
     """Say what repeats today's samples."""
     return "every sweep whole" if sampling.WHOLE else f"samples of sweeps: CUBROKER_TEST_SEED={sampling.SEED}"
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Have each worker begin at another place: what one has compiled, the others read."""
+    report = yield
+    if isinstance(collector, pytest.Directory):
+        entries = report.result
+        first = len(entries) * WORKER // WORKERS
+        report.result = [*entries[first:], *entries[:first]]
+    return report
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Have the slow ones run first, so that no worker is left with them alone at the end."""
+    if WORKERS > 1:
+        items.sort(key=lambda item: item.path)  # in the same order for all of them
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Collect without measuring: that pytest rewrites all tests' assertions says nothing about ours."""
-    with collecting():
-        return (yield)
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_collection_finish() -> None:
-    """Have collections look at what the tests make, and not at torch and all that was imported: half a second each."""
-    gc.collect()
-    gc.freeze()
+    """Collect without measuring, and without looking for garbage: later, neither, in what was imported."""
+    gc.disable()
+    try:
+        with collecting():
+            return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(trylast=True)

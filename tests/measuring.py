@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pkgutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
@@ -31,7 +32,11 @@ def unmeasured() -> Iterator[None]:
 
 @contextmanager
 def collecting() -> Iterator[None]:
-    """Within a ``with`` block tests are collected: modules of ours are imported before, and only that is measured."""
+    """Within a ``with`` block tests are collected: modules of ours are imported before, and only that is measured.
+
+    Assertions that pytest rewrites are kept in ``__pycache__``, whatever the environment says of bytecode.
+    """
+    written, sys.dont_write_bytecode = sys.dont_write_bytecode, False
     if MEASURED:
         with unmeasured(), suppress(ImportError):
             import_module("torch")
@@ -41,3 +46,4 @@ def collecting() -> Iterator[None]:
                     import_module(module.name)
     with unmeasured():
         yield
+    sys.dont_write_bytecode = written

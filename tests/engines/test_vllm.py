@@ -20,8 +20,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import cubroker
 from cubroker.client import Broker
@@ -118,20 +118,20 @@ SHAPE: dict[str, Any] = {
 }
 
 
-def llama(**terms: Any) -> PreTrainedModel:
-    return LlamaForCausalLM(LlamaConfig(**SHAPE, **terms))
+def llama(**terms: Any) -> transformers.PreTrainedModel:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE, **terms))
 
 
-def tied() -> PreTrainedModel:
+def tied() -> transformers.PreTrainedModel:
     return llama(tie_word_embeddings=True)
 
 
-def mixture() -> PreTrainedModel:
+def mixture() -> transformers.PreTrainedModel:
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "head_dim": 32}
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE, **experts))
+    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**SHAPE, **experts))
 
 
-def made(folder: Path, seed: int, kind: Callable[[], PreTrainedModel] = llama) -> Path:
+def made(folder: Path, seed: int, kind: Callable[[], transformers.PreTrainedModel] = llama) -> Path:
     torch.manual_seed(seed)
     kind().to(torch.bfloat16).save_pretrained(folder)
     return folder
@@ -341,7 +341,11 @@ def test_two_fine_tunes_never_meet_and_an_engine_without_a_broker_falls_back_onl
     ids=["mixture of experts", "tied embeddings", "tensor parallel", "pipeline parallel"],
 )
 def test_models_of_other_kinds_are_equal_to_the_bit(
-    engines: Engines, lender: BrokerProcess, tmp_path: Path, kind: Callable[[], PreTrainedModel], terms: dict[str, Any]
+    engines: Engines,
+    lender: BrokerProcess,
+    tmp_path: Path,
+    kind: Callable[[], transformers.PreTrainedModel],
+    terms: dict[str, Any],
 ) -> None:
     model = made(tmp_path / "model", 30, kind)
     extra = {"directory": str(lender.directory), "checkpoint": f"{checkpoint(model)} {terms}"}

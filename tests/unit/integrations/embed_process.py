@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModel, AutoTokenizer
+import transformers
 
 from cubroker.client import Broker
 from cubroker.integrations.transformers import attach_model
@@ -21,7 +21,7 @@ SENTENCES = ["weights are loaded once", "every worker attaches to them, without 
 def embed(model: Any, folder: Path) -> torch.Tensor:
     """Return one vector per sentence: the mean over its tokens, as sentence-transformers takes it."""
     torch.set_num_threads(1)
-    tokens = AutoTokenizer.from_pretrained(folder)(SENTENCES, padding=True, return_tensors="pt")
+    tokens = transformers.AutoTokenizer.from_pretrained(folder)(SENTENCES, padding=True, return_tensors="pt")
     with torch.inference_mode():
         hidden = model(**tokens).last_hidden_state
     mask = tokens["attention_mask"].unsqueeze(-1).to(hidden.dtype)
@@ -32,7 +32,7 @@ def embed(model: Any, folder: Path) -> torch.Tensor:
 def meta_model(folder: Path) -> Any:
     """Return the model without memory."""
     with torch.device("meta"):
-        return AutoModel.from_config(AutoConfig.from_pretrained(folder))
+        return transformers.AutoModel.from_config(transformers.AutoConfig.from_pretrained(folder))
 
 
 def main(directory: str, name: str, model: str) -> None:

@@ -3,34 +3,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
-from transformers import (
-    AutoModel,
-    BertConfig,
-    BertForMaskedLM,
-    BertModel,
-    GPT2Config,
-    GPT2LMHeadModel,
-    GPT2Model,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
-from transformers.utils import logging
 
 from cubroker.client import Broker, Pool
 from cubroker.client.loading.loader import load
@@ -56,32 +38,39 @@ ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-GPT2 = GPT2Config(vocab_size=99, n_embd=32, n_layer=2, n_head=4, n_positions=64)
-MODELS: list[tuple[Callable[[Any], PreTrainedModel], Any]] = [
-    (BertModel, BertConfig(**SIZES)),
-    (BertForMaskedLM, BertConfig(**SIZES)),
-    (GPT2LMHeadModel, GPT2),
-    (LlamaForCausalLM, LlamaConfig(**SIZES, num_key_value_heads=2, rope_scaling=ROPE)),
-    (Qwen2ForCausalLM, Qwen2Config(**SIZES, num_key_value_heads=2, tie_word_embeddings=True)),
+GPT2 = {"vocab_size": 99, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+LLAMA = {**SIZES, "num_key_value_heads": 2}
+MODELS: list[tuple[str, dict[str, Any]]] = [
+    ("BertModel", SIZES),
+    ("BertForMaskedLM", SIZES),
+    ("GPT2LMHeadModel", GPT2),
+    ("LlamaForCausalLM", {**LLAMA, "rope_scaling": ROPE}),
+    ("Qwen2ForCausalLM", {**LLAMA, "tie_word_embeddings": True}),
 ]
+"""Classes by name, and their configurations: transformers imports a class when it is asked for, in seconds."""
 
 
 @pytest.fixture(autouse=True)
 def quiet() -> None:
-    logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()
 
 
-def made(kind: Callable[[Any], PreTrainedModel], config: Any) -> PreTrainedModel:
+def fresh(kind: str, config: dict[str, Any]) -> Any:
+    model = getattr(transformers, kind)
+    return model(model.config_class(**config))
+
+
+def made(kind: str, config: dict[str, Any]) -> Any:
     torch.manual_seed(0)
-    return kind(config).eval()
+    return fresh(kind, config).eval()
 
 
-def empty(kind: Callable[[Any], PreTrainedModel], config: Any) -> PreTrainedModel:
+def empty(kind: str, config: dict[str, Any]) -> Any:
     with torch.device("meta"):
-        return kind(config)
+        return fresh(kind, config)
 
 
-def share(client: Broker, model: PreTrainedModel, folder: Path) -> Pool:
+def share(client: Broker, model: Any, folder: Path) -> Pool:
     model.save_pretrained(folder)
     load(client, "m", folder)
     return client.attach("m")
@@ -96,9 +85,7 @@ def twins(model: nn.Module) -> set[tuple[str, ...]]:
 
 
 @pytest.mark.parametrize(("kind", "config"), MODELS)
-def test_an_attached_model_is_the_saved_one(
-    client: Broker, tmp_path: Path, kind: Callable[[Any], PreTrainedModel], config: Any
-) -> None:
+def test_an_attached_model_is_the_saved_one(client: Broker, tmp_path: Path, kind: str, config: dict[str, Any]) -> None:
     original = made(kind, config)
     with share(client, original, tmp_path) as pool:
         model = empty(kind, config)
@@ -122,43 +109,43 @@ def test_attaching_in_inference_mode_or_on_meta_changes_nothing(client: Broker, 
     kind, config = MODELS[3]
     original = made(kind, config)
     with share(client, original, tmp_path) as pool, torch.inference_mode(), torch.device("meta"):
-        model = attach_model(kind(config), pool)
+        model = attach_model(fresh(kind, config), pool)
     theirs, ours = dict(original.named_buffers()), dict(model.named_buffers())
     assert all(torch.equal(theirs[name], ours[name]) for name in theirs)
 
 
 def test_a_base_models_file_fits_a_model_with_a_head_and_the_reverse(client: Broker, tmp_path: Path) -> None:
-    headed = made(GPT2LMHeadModel, GPT2)
+    headed = made("GPT2LMHeadModel", GPT2)
     with share(client, headed.transformer, tmp_path / "base") as pool:
-        assert twins(attach_model(empty(GPT2LMHeadModel, GPT2), pool)) == twins(headed)
+        assert twins(attach_model(empty("GPT2LMHeadModel", GPT2), pool)) == twins(headed)
     with share(client, headed, tmp_path / "headed") as pool:
-        base = attach_model(empty(GPT2Model, GPT2), pool)
+        base = attach_model(empty("GPT2Model", GPT2), pool)
     assert torch.equal(base.wte.weight, headed.transformer.wte.weight)
 
 
 def test_a_checkpoint_with_different_bytes_for_tied_parameters_unties_them(client: Broker, tmp_path: Path) -> None:
-    state = {name: tensor.clone() for name, tensor in made(GPT2LMHeadModel, GPT2).state_dict().items()}
+    state = {name: tensor.clone() for name, tensor in made("GPT2LMHeadModel", GPT2).state_dict().items()}
     state["lm_head.weight"] += 1
     save_file(state, tmp_path / "m.safetensors")
     load(client, "m", tmp_path)
     with client.attach("m") as pool:
-        model = attach_model(empty(GPT2LMHeadModel, GPT2), pool)
+        model = attach_model(empty("GPT2LMHeadModel", GPT2), pool)
     assert torch.equal(model.lm_head.weight, state["lm_head.weight"])
     assert torch.equal(model.transformer.wte.weight, state["transformer.wte.weight"])
 
 
 def test_tied_parameters_that_are_stored_in_two_dtypes_keep_both(client: Broker, tmp_path: Path) -> None:
-    state = {name: tensor.clone() for name, tensor in made(GPT2LMHeadModel, GPT2).state_dict().items()}
+    state = {name: tensor.clone() for name, tensor in made("GPT2LMHeadModel", GPT2).state_dict().items()}
     state["lm_head.weight"] = state["lm_head.weight"].double()
     save_file(state, tmp_path / "m.safetensors")
     load(client, "m", tmp_path)
     with client.attach("m") as pool:
-        model = attach_model(empty(GPT2LMHeadModel, GPT2), pool)
+        model = attach_model(empty("GPT2LMHeadModel", GPT2), pool)
     assert (model.lm_head.weight.dtype, model.transformer.wte.weight.dtype) == (torch.float64, torch.float32)
 
 
 def test_names_that_only_one_side_has_are_refused_unless_told_otherwise(client: Broker, tmp_path: Path) -> None:
-    state = made(GPT2LMHeadModel, GPT2).state_dict()
+    state = made("GPT2LMHeadModel", GPT2).state_dict()
     del state["lm_head.weight"]
     bias = state.pop("transformer.ln_f.bias")
     save_file(state | {f"extra.{n}": torch.zeros(1) for n in range(6)}, tmp_path / "m.safetensors")
@@ -166,19 +153,19 @@ def test_names_that_only_one_side_has_are_refused_unless_told_otherwise(client: 
     with client.attach("m") as pool:
         says = r"pool 'm' does not fit GPT2LMHeadModel: it lacks 'transformer.ln_f.bias', and has besides .* and 1 more"
         with pytest.raises(Invalid, match=says):
-            attach_model(empty(GPT2LMHeadModel, GPT2), pool)
+            attach_model(empty("GPT2LMHeadModel", GPT2), pool)
         with pytest.raises(Invalid, match=r"'transformer.ln_f.bias' of GPT2LMHeadModel would stay on the meta device"):
-            attach_model(empty(GPT2LMHeadModel, GPT2), pool, strict=False)
-        prepared = empty(GPT2LMHeadModel, GPT2)
+            attach_model(empty("GPT2LMHeadModel", GPT2), pool, strict=False)
+        prepared = empty("GPT2LMHeadModel", GPT2)
         prepared.transformer.ln_f.bias = nn.Parameter(bias)
         assert torch.equal(attach_model(prepared, pool, strict=False).transformer.ln_f.bias, bias)
 
 
 def test_another_shape_is_refused(client: Broker, tmp_path: Path) -> None:
-    with share(client, made(GPT2LMHeadModel, GPT2), tmp_path) as pool:
-        other = GPT2Config(vocab_size=98, n_embd=32, n_layer=2, n_head=4, n_positions=64)
+    with share(client, made("GPT2LMHeadModel", GPT2), tmp_path) as pool:
+        other = {**GPT2, "vocab_size": 98}
         with pytest.raises(Invalid, match=r"pool 'm' does not fit GPT2LMHeadModel: .*size mismatch"):
-            attach_model(empty(GPT2LMHeadModel, other), pool)
+            attach_model(empty("GPT2LMHeadModel", other), pool)
 
 
 class Frozen(nn.Module):
@@ -221,17 +208,17 @@ def test_a_pool_may_have_buffers_that_the_model_computes(client: Broker, tmp_pat
 def test_a_checkpoint_that_is_converted_when_it_is_loaded_is_published_converted(
     client: Broker, tmp_path: Path
 ) -> None:
-    config = MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=2)
-    original = made(MixtralForCausalLM, config)
+    config = {**LLAMA, "num_local_experts": 2}
+    original = made("MixtralForCausalLM", config)
     with (
         share(client, original, tmp_path) as pool,
         pytest.raises(Invalid, match="publish the loaded model's state_dict"),
     ):
-        attach_model(empty(MixtralForCausalLM, config), pool)
+        attach_model(empty("MixtralForCausalLM", config), pool)
     save_file(original.state_dict(), tmp_path / "converted.safetensors")
     load(client, "m", tmp_path / "converted.safetensors")
     with client.attach("m") as pool:
-        model = attach_model(empty(MixtralForCausalLM, config), pool)
+        model = attach_model(empty("MixtralForCausalLM", config), pool)
         tokens = torch.arange(24).reshape(1, 24)
         with torch.no_grad():
             assert torch.equal(original(tokens)[0], model(tokens)[0])
@@ -241,7 +228,7 @@ def test_a_checkpoint_that_is_converted_when_it_is_loaded_is_published_converted
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_two_processes_embed_with_shared_weights_exactly_as_with_the_file(minilm: Path) -> None:
-    expected = embed(AutoModel.from_pretrained(minilm).eval(), minilm).numpy().tobytes()
+    expected = embed(transformers.AutoModel.from_pretrained(minilm).eval(), minilm).numpy().tobytes()
     with serving("host:1@256MiB") as broker, Broker(broker.directory) as client, ExitStack() as undo:
         load(client, "minilm", minilm)
         command = [sys.executable, "-m", "tests.unit.integrations.embed_process"]
@@ -274,35 +261,35 @@ def test_two_processes_embed_with_shared_weights_exactly_as_with_the_file(minilm
 @pytest.fixture
 def llama(tmp_path: Path) -> Path:
     """A folder with a model that generates otherwise than by default, and a tokenizer."""
-    model = made(LlamaForCausalLM, LlamaConfig(**SIZES, num_key_value_heads=2))
+    model = made("LlamaForCausalLM", LLAMA)
     model.generation_config.max_new_tokens = 7
     model.save_pretrained(tmp_path)
     words = {word: number for number, word in enumerate(["[UNK]", "to", "be", "or", "not"])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path)
     return tmp_path
 
 
 def test_a_model_and_its_tokenizer_come_from_a_pool_and_a_folder_without_weights(
     client: Broker, name: str, llama: Path
 ) -> None:
-    expected = LlamaForCausalLM.from_pretrained(llama).eval()
+    expected = transformers.LlamaForCausalLM.from_pretrained(llama).eval()
     load(client, name, [llama])
     (llama / "model.safetensors").unlink()
     model, tokenizer = from_pool(name, llama, broker=client)
-    assert type(model) is LlamaForCausalLM
+    assert type(model) is transformers.LlamaForCausalLM
     assert model.generation_config.max_new_tokens == 7
     tokens = tokenizer("to be or not", return_tensors="pt")["input_ids"]
     assert tokens.tolist() == [[1, 2, 3, 4]]
     assert torch.equal(model.generate(tokens, do_sample=False), expected.generate(tokens, do_sample=False))
-    base, _ = from_pool(name, model.config, broker=client, auto=AutoModel, strict=False)
+    base, _ = from_pool(name, model.config, broker=client, auto=transformers.AutoModel, strict=False)
     assert torch.equal(base(tokens).last_hidden_state, expected.model(tokens).last_hidden_state)
     model = base = None
 
 
 def test_a_runtime_pool_of_a_model_serves_as_well(client: Broker, name: str, llama: Path) -> None:
-    expected = LlamaForCausalLM.from_pretrained(llama).eval()
+    expected = transformers.LlamaForCausalLM.from_pretrained(llama).eval()
     runtime_pools.publish(client, name, expected)
     for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         (llama / file).unlink(missing_ok=True)
@@ -335,11 +322,11 @@ def test_what_makes_no_model_is_told(client: Broker, name: str, llama: Path, tmp
     with pytest.raises(Invalid, match="not 7"):
         from_pool(name, 7, broker=client)
     for architectures, words in (([], "names nothing as"), (["OtherForCausalLM"], "names 'OtherForCausalLM' as")):
-        config = LlamaConfig(**SIZES, num_key_value_heads=2, architectures=architectures)
+        config = transformers.LlamaConfig(**LLAMA, architectures=architectures)
         with pytest.raises(Invalid, match=words):
             from_pool(name, config, broker=client)
-    config = LlamaConfig(**SIZES, num_key_value_heads=2)
-    model, tokenizer = from_pool(name, config, broker=client, auto=LlamaForCausalLM)
+    config = transformers.LlamaConfig(**LLAMA)
+    model, tokenizer = from_pool(name, config, broker=client, auto=transformers.LlamaForCausalLM)
     assert tokenizer is None
     assert model.generation_config is not None
     model = None
