@@ -125,7 +125,7 @@ def ping(directory: Path, live: bool, timeout: float, as_json: bool) -> int:
         format.say(f"{directory} is held for the broker: {obstacle}")
     elif obstacle:
         took = format.duration(seconds)
-        format.say(f"The broker on {directory} answers in {took}, and serves nobody new: {obstacle}")
+        format.say(f"The broker on {directory} answers in {took}, and opens no new session: {obstacle}")
     else:
         format.say(f"The broker on {directory} answers in {format.duration(seconds)}.")
     return options.REFUSED if obstacle and not live else 0

@@ -186,7 +186,7 @@ def clients(directory: Path, as_json: bool) -> None:
             columns |= {">BEYOND LEASES": _beyond}
         format.print_table(clients, columns)
     else:
-        format.say("No clients: nobody is attached, or no process of this user.")
+        format.say("No clients: no process is attached, or none of this user.")
 
 
 def _beyond(client: ClientInfo) -> str:

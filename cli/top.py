@@ -207,7 +207,7 @@ class Frame:
         for pool, name in zip(shown, names, strict=True):
             on = ranges(sorted(indexes[uuid] for uuid in pool.devices if uuid in indexes)) or "gone"
             cells = (name, pool.state, format.size(pool.nbytes), on, str(pool.leases))
-            by = held.get((pool.name, pool.version), ["other users" if pool.leases else "nobody"])
+            by = held.get((pool.name, pool.version), ["other users" if pool.leases else "-"])
             yield self._row(wide, cells, by, BAR.get(pool.state, ("",))[0])
         if len(pools) > len(shown):
             yield Text(f"… and {len(pools) - len(shown):,} more", "dim")

@@ -350,7 +350,7 @@ def load(spec: str) -> Driver:
         ValueError: ``spec`` is none of these.
         DriverError: there is no CUDA driver, or no such GPU.
     """
-    chosen = _parse(spec)
+    chosen = parse_spec(spec)
     if not isinstance(chosen, _HostDevices):
         from cuda.bindings import driver as cuda
 
@@ -362,19 +362,14 @@ def load(spec: str) -> Driver:
     return Driver(host_module(count, size, island), full, host=True)
 
 
-def check(spec: str) -> None:
-    """Raise ``ValueError`` if ``spec`` names no driver. No driver is loaded."""
-    _parse(spec)
-
-
 class _HostDevices(NamedTuple):
     devices: int
     size: int
     island: int
 
 
-def _parse(spec: str) -> _HostDevices | tuple[int, ...] | None:
-    """Return the host devices, or the ordinals of GPUs, None for all of them."""
+def parse_spec(spec: str) -> _HostDevices | tuple[int, ...] | None:
+    """Return the host devices, or the ordinals of GPUs, None for all of them; raises ``ValueError`` if it is none."""
     match = _SPEC.fullmatch(spec)
     if match is None:
         raise ValueError(f"no driver {spec!r}; write cuda, cuda:0,1, host:2, host:2@64MiB or host:4@64MiB/2")

@@ -22,7 +22,7 @@ REFUSALS = {
     "CUDA_ERROR_NOT_SUPPORTED": "these devices, or their driver, have no multicast",
     "CUDA_ERROR_NOT_PERMITTED": "this process may not use multicast; does its container lack the fabric's device file?",
     "CUDA_ERROR_SYSTEM_NOT_READY": "the fabric manager is not ready yet; it may be in a while",
-    "CUDA_ERROR_ILLEGAL_STATE": "the fabric manager is broken; whoever runs this machine should look at it",
+    "CUDA_ERROR_ILLEGAL_STATE": "the fabric manager is broken; the administrator of this machine should look at it",
     "CUDA_ERROR_INVALID_DEVICE": "these devices cannot share an object: not all reach each other through one NVSwitch",
     "CUDA_ERROR_OUT_OF_MEMORY": "the devices have no multicast slots left; other programs' objects take them too",
 }

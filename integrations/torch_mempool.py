@@ -2,7 +2,7 @@
 
 Inside ``with pool.use():`` torch's caching allocator takes its segments from a draft, through two functions of ours.
 They are made by ctypes, live as long as the process, and serve all pools: :class:`Room` says what is free in a draft.
-Torch calls them in the middle of an allocation, with its own lock held. So no exception leaves them, whatever comes:
+Torch calls them in the middle of an allocation, with its own lock held. So no exception leaves them:
 errors are kept, and raised where the block ends; a signal waits until the call is over; no garbage is collected
 meanwhile, since that could free tensors. Torch gives a segment back when nothing lives in it any more, maybe long
 after the seal; until then the segment keeps the memory mapped.

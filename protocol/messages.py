@@ -596,7 +596,7 @@ class Created(Message, frozen=True):
     version: Natural
     #: The share kind that was chosen.
     share: str
-    #: Without a handle for what the version shares with its :class:`Base`: nobody may write that.
+    #: Without a handle for memory that the version shares with its :class:`Base`, which stays read-only.
     replicas: Replicas
     team: Team | None = None
 

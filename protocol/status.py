@@ -11,7 +11,7 @@ from msgspec import Meta, Struct
 
 from cubroker.protocol.fields import MAX_DEVICES, MAX_ITEMS, Time
 
-NOBODY = 0xFFFF_FFFF
+HIDDEN_ID = 0xFFFF_FFFF
 """A uid and a gid that no process can have: it stands for a user whom the receiver may not know."""
 
 
@@ -109,7 +109,7 @@ class BlockInfo(Struct, frozen=True):
     """The memory of one version on one device, without what an older live version has, too.
 
     Memory of pools that the receiver may not read is summed up, one block for each ``stage``: such a block has no
-    ``pool``, version 0, the state ``current`` and the owner :data:`NOBODY`.
+    ``pool``, version 0, the state ``current`` and the owner :data:`HIDDEN_ID`.
     """
 
     #: The UUID.

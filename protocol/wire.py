@@ -132,9 +132,7 @@ def prepare(*shapes: object) -> None:
         _decoder(shape)
 
 
-@cache
-def _decoder(shape: object) -> msgspec.msgpack.Decoder[Any]:
-    return msgspec.msgpack.Decoder(shape)
+_decoder = cache(msgspec.msgpack.Decoder)
 
 
 def _name(shape: object) -> str:

@@ -73,7 +73,7 @@ class LeaseEvent(Enum):
 
     MAPPED = "its memory was mapped"
     REFUSED = "the broker granted no lease, or was not asked"
-    UNWANTED = "its memory could not be mapped, or nobody waits for it"
+    UNWANTED = "its memory could not be mapped, or its caller has stopped waiting"
     SLEPT = "its memory was unmapped for a sleep"
     WOKEN = "its memory was mapped again, under another lease"
     SWITCHED = "the memory of another version was mapped in its place, under another lease"

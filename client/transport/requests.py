@@ -48,7 +48,7 @@ PART = 1.0
 SHORT = 0.01
 """Seconds: a wait as short as this has no parts."""
 
-UNWANTED = Unavailable("nobody waits for it any more")
+UNWANTED = Unavailable("its caller has stopped waiting")
 
 Settle = Callable[[Reply | CubrokerError], None]
 """Takes the answer of a request, or the reason for none. Runs on the connection's thread: it must be quick."""
@@ -341,7 +341,7 @@ class Requests(NotPicklable):
             if self._forged == 1:
                 log.warning(
                     "answers that the broker did not write are dropped, and what was asked is asked again: the gateway"
-                    " alters or forges them; have whoever runs the broker end its gateway, which starts another"
+                    " alters or forges them; have the broker's operator end its gateway: the broker starts another"
                 )
         return answer
 

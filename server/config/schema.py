@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from msgspec import Meta, Struct, ValidationError, convert
 
-from cubroker.driver.driver import check as check_devices
+from cubroker.driver.driver import parse_spec
 from cubroker.protocol.errors import Invalid
 from cubroker.protocol.messages import AUTO, IPC, VMM
 from cubroker.server.byte_sizes import parse_budget, parse_bytes
@@ -167,7 +167,7 @@ def _parse_table(text: str) -> object:
 
 
 def _devices(value: str) -> str:
-    check_devices(value)
+    parse_spec(value)
     return value
 
 

@@ -319,7 +319,7 @@ class StderrLog:
         if self._complaints < MOST_COMPLAINTS:
             self.say(text)
         elif self._complaints == MOST_COMPLAINTS:
-            self.say(f"{text}; whatever else is wrong will not be reported before the next start")
+            self.say(f"{text}; further complaints will not be reported before the next start")
 
     def new_run(self) -> None:
         """Count the complaints of another run."""

@@ -2,7 +2,7 @@
 
 A pool has an owner, a group and a mode, like a file. Reading is attaching, describing and watching; writing is
 publishing and retiring. Of the mode's classes one counts: the group's for members of the group, otherwise the one for
-others; execution means nothing. The owner may do both, whatever the mode says, so that its memory stays releasable.
+others; execution means nothing. The owner may do both with any mode, so that its memory stays releasable.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ def _has_places(tables: Tables, pieces: int) -> bool:
 def _checked_sizes(
     tables: Tables, body: messages.Create, layout: Outline, base: Version | None
 ) -> dict[DeviceAccount, tuple[int, ...]]:
-    """Return what a create allocates on each device; raise if it can never be granted, whatever else there is."""
+    """Return what a create allocates on each device; raise if it cannot be granted even on an empty device."""
     fields.check_pool_name(body.name)
     if body.share not in SHARES:
         raise errors.Invalid(f"unknown share kind {body.share[:16]!r}; use {' or '.join((AUTO, *SHARES))}")

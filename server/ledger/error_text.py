@@ -51,7 +51,7 @@ NEAR_POOLS = 1000
 SURVEY = 1000
 """Sessions or tickets of one user that are looked at for its largest."""
 
-BY_HAND = "whoever runs it wants everything to be given back"
+BY_HAND = "its operator wants everything to be given back"
 ENDING = "it was told to end"
 """Why a broker grants no leases."""
 

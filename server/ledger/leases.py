@@ -1,12 +1,12 @@
 """Leases: how they are asked for, waited for, granted and ended; and how every request waits.
 
-A lease ends because its holder closed it, sealed its draft, or exited. Whatever the cause, it ends in :func:`release`,
+A lease ends because its holder closed it, sealed its draft, or exited. For every cause it ends in :func:`release`,
 after its events (:mod:`cubroker.server.ledger.ipc_events`). A version ends in :func:`end_version`, the one path on
 which memory is released. The policy may keep the newest superseded versions of each pool without leases, until a newer
 one takes their place or a user retires them.
 
 An attach waits for a publication; a create waits for its turn, for room, and for its memory; others wait for IPC
-events and for locks. All of them stop in :func:`stop_waiting`, whatever the cause: served, refused, timed out,
+events and for locks. All of them stop in :func:`stop_waiting`, for every cause: served, refused, timed out,
 cancelled, or their session ended. A request that waits is answered exactly once, unless its session ends.
 """
 

@@ -6,7 +6,7 @@ expire, and devices report the outcomes of what the ledger asked for.
 
 Theory of operation. A *session* sends requests; each is answered exactly once, at once or after waiting, unless the
 session ends first. Versions, their memory and multicast groups have state tables
-(:mod:`cubroker.server.ledger.states`). Everything that ends has one path, whatever the cause:
+(:mod:`cubroker.server.ledger.states`). Everything that ends has one path, for every cause:
 
     request    leases.stop_waiting  answered, refused, timed out, cancelled, its session ended
     lease      leases.release       closed, sealed, its session ended
@@ -37,7 +37,7 @@ from cubroker.protocol import messages
 from cubroker.protocol.errors import CubrokerError, Unavailable
 from cubroker.protocol.fields import LATEST
 from cubroker.protocol.messages import IPC, LAST_WORDS, Attached, Created, Failed, Reply, Request, View
-from cubroker.protocol.status import NOBODY
+from cubroker.protocol.status import HIDDEN_ID
 from cubroker.server.ledger import (
     create,
     error_text,
@@ -327,8 +327,8 @@ class Ledger:
 
     def view(self, *, everything: bool) -> View:
         """Return ``everything``, or what a user may see who can read no private pool."""
-        uid = self._tables.uid if everything else NOBODY
-        return views.view(self._tables, Session(0, 0, User(uid, Quota()), NOBODY, verified=True))
+        uid = self._tables.uid if everything else HIDDEN_ID
+        return views.view(self._tables, Session(0, 0, User(uid, Quota()), HIDDEN_ID, verified=True))
 
     def beyond_leases(self) -> Mapping[int, int]:
         """Return the bytes that processes refer to beyond leases, by uid of the users of whom anything is known."""

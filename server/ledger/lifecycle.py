@@ -262,7 +262,7 @@ def reconfigure(tables: Tables, event: events.Reconfigured) -> None:
 
 
 def accept_present(tables: Tables) -> None:
-    """Accept present usage, whatever the rules say: they may allow less than when it was granted."""
+    """Accept present usage, though the rules may allow less than when it was granted."""
     for account in (*tables.accounts.values(), *tables.absent.values()):
         account.grandfathered = account.allocated + account.promised
     for user in tables.users.values():

@@ -3,7 +3,7 @@
 A lock is advice: it keeps no session from publishing. It is for work that begins before a create can, such as that of a
 loader that knows its layout only once it has loaded. A session that may publish a pool may lock its name.
 
-A lock ends in :func:`release`, whatever the cause: it was given back, or its session ended. As with leases, a session
+A lock ends in :func:`release`, for every cause: it was given back, or its session ended. As with leases, a session
 whose connection ended keeps its locks until its process ends.
 """
 

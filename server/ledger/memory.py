@@ -2,7 +2,7 @@
 
 *Allocations.* A draft is given new allocations, one ticket for each device. Later versions may have some of them, too.
 An allocation is freed when no version has it any more, and its ticket is gone when the device has all of them again.
-Whatever counts bytes or descriptors counts tickets, so nothing is counted twice.
+Bytes and descriptors are counted by ticket, so nothing is counted twice.
 
 *Multicast.* A version may have a group, which binds its replicas so that one store goes to all of them; the rest of the
 ledger knows no more of it. A group begins when all memory of a draft is allocated, and ends with the version: it is

@@ -456,7 +456,7 @@ class Ticket:
     pool: Pool
     #: Number of the version whose draft it was.
     version: int
-    #: The user to whose quota it counts, whatever versions have its allocations later.
+    #: The user to whose quota it counts, also when other versions have its allocations later.
     user: User
     #: Share kind.
     share: str

@@ -115,7 +115,7 @@ def retire(tables: Tables, session: Session, body: messages.Retire) -> messages.
 
 
 def find(tables: Tables, session: Session, name: str, number: int) -> Version:
-    """Return a live version, whatever its state (0: the current one); raises ``NotFound`` or ``Retired``."""
+    """Return a live version in any state (0: the current one); raises ``NotFound`` or ``Retired``."""
     fields.check_pool_name(name)
     pool = tables.pools.get(name)
     if pool is not None:

@@ -615,7 +615,7 @@ def _read_watch(tables: Tables, key: DirtyKey, _: WatchEntry) -> None:
     number, name = key[1:]
     session = tables.sessions.get(number)
     if session is None or not session.connected:
-        _drop(tables, key, f"a watch on {name} of session {number}, which nobody can be told by")
+        _drop(tables, key, f"a watch on {name} of session {number}, which has no connection to be told by")
         return
     pool = session.watches[name] = tables.pool(name)
     pool.watchers[session] = None
@@ -661,7 +661,7 @@ def _repair(tables: Tables) -> None:
     """Lose every version that contradicts the rest of the tables."""
     for pool in tuple(tables.pools.values()):
         if pool.owner is not None and not pool.versions:
-            tables.findings.append(f"{pool.name} belongs to nobody any more: there is no version of it")
+            tables.findings.append(f"{pool.name} has no owner any more: there is no version of it")
             pool.owner = None
             tables.mark_dirty(Kind.NAME, name=pool.name)
         elif pool.owner is None and pool.versions:

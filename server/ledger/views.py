@@ -8,7 +8,7 @@ from cubroker.protocol import fields, messages
 from cubroker.protocol.errors import Denied, NotFound
 from cubroker.protocol.messages import BY_DESCRIPTOR
 from cubroker.protocol.status import (
-    NOBODY,
+    HIDDEN_ID,
     BlockInfo,
     ClientInfo,
     DeviceInfo,
@@ -138,7 +138,7 @@ def _blocks(tables: Tables, session: Session) -> tuple[BlockInfo, ...]:
             else:
                 hidden[device, stage] += nbytes
     others = [
-        BlockInfo(device, "", 0, VersionState.CURRENT.value, stage, nbytes, NOBODY)
+        BlockInfo(device, "", 0, VersionState.CURRENT.value, stage, nbytes, HIDDEN_ID)
         for (device, stage), nbytes in hidden.items()
     ]
     return (*seen, *others)

@@ -26,7 +26,7 @@ import msgspec
 
 from cubroker.protocol.errors import InternalFailure, Invalid, explain
 from cubroker.protocol.messages import View
-from cubroker.protocol.status import NOBODY
+from cubroker.protocol.status import HIDDEN_ID
 from cubroker.server.config.schema import Metrics
 from cubroker.server.monitoring.http import HttpResponse, HttpServer, Routes, TokenCheck, read_token
 from cubroker.server.monitoring.metrics import CONTENT_TYPE, BrokerCounters, MetricsWriter
@@ -62,7 +62,7 @@ def start(metrics: Metrics, observer: LedgerObserver, counters: BrokerCounters) 
             family = socket.AF_INET6 if ":" in where[0] else socket.AF_INET
             listener = socket.create_server(where, family=family, backlog=BACKLOG)
     except OSError as error:
-        log.error("there are no metrics, since nobody can listen on %s: %s", where, explain(error, str(where)))
+        log.error("there are no metrics, since this process cannot listen on %s: %s", where, explain(error, str(where)))
         return None
     except Invalid as error:
         log.error("there are no metrics: %s", error.message)
@@ -231,7 +231,7 @@ def _encode(view: View) -> bytes:
 @cache
 def _user_name(uid: int) -> str:
     """Return the name of a user, or the number where there is none."""
-    if uid == NOBODY:
+    if uid == HIDDEN_ID:
         return "other users"
     try:
         return pwd.getpwuid(uid).pw_name

@@ -22,7 +22,7 @@ from prometheus_client.metrics_core import Metric
 
 from cubroker.protocol.errors import ERRORS
 from cubroker.protocol.messages import View
-from cubroker.protocol.status import NOBODY, WAITS
+from cubroker.protocol.status import HIDDEN_ID, WAITS
 from cubroker.server.monitoring.observer import BrokerGauges, EventCounter
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # no samples of when each counter began
@@ -129,7 +129,7 @@ class MetricsWriter:
         owners = {block.owner for block in view.blocks} | {client.uid for client in view.clients}
         if self._everything:
             owners |= gauges.beyond_leases.keys()
-        self._users.update(sorted(map(str, owners - {NOBODY})), time.monotonic())
+        self._users.update(sorted(map(str, owners - {HIDDEN_ID})), time.monotonic())
         counters = self._counters.collect() if self._everything else ()
         return bytes(generate_latest(_Families([*self._gauges(view, gauges, now), *counters])))
 
@@ -142,7 +142,7 @@ class MetricsWriter:
         memory = []
         for block in view.blocks:
             state = block.state if block.stage in ("promised", "held") else FREEING
-            owner = HIDDEN if block.owner == NOBODY else self._users.label(str(block.owner))
+            owner = HIDDEN if block.owner == HIDDEN_ID else self._users.label(str(block.owner))
             key = (indexes[block.device], block.device, self._pools.label(block.pool), state, owner)
             memory.append((key, block.nbytes))
         labels = (*DEVICE, "pool", "state", "owner")

@@ -380,6 +380,6 @@ class Sessions:
 def not_stored(error: Unavailable) -> Unavailable:
     """Return why a session is refused that the store does not take."""
     return Unavailable(
-        f"this session would not outlive the broker: {error.message}; try again later, or have whoever runs the"
-        f" broker see to what keeps it, systemd or cubroker keep"
+        f"this session would not outlive the broker: {error.message}; try again later, or have the operator"
+        f" of the broker see to its store, systemd or cubroker keep"
     )

@@ -11,7 +11,7 @@ from tests.fuzz.simulation.records import Lease, Refusal, Session
 if TYPE_CHECKING:
     from tests.fuzz.simulation.model import Model
 
-BY_HAND, ENDING = "whoever runs it wants everything to be given back", "it was told to end"
+BY_HAND, ENDING = "its operator wants everything to be given back", "it was told to end"
 
 
 def check(model: Model, *, durable: bool) -> None:

@@ -52,7 +52,7 @@ def lines(directory: Path, *arguments: str) -> list[str]:
 
 def test_nothing_is_said_in_a_sentence_and_in_json_is_an_empty_list(directory: Path) -> None:
     assert lines(directory, "ls") == ["No pools: nothing has been loaded yet, or everything is retired."]
-    assert lines(directory, "clients") == ["No clients: nobody is attached, or no process of this user."]
+    assert lines(directory, "clients") == ["No clients: no process is attached, or none of this user."]
     assert document(directory, "ls") == []
     assert document(directory, "clients") == []
 

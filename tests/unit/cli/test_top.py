@@ -202,7 +202,7 @@ def test_pools_that_only_processes_of_others_hold_are_told_from_those_that_nobod
     held = {f"{pool.name}@{pool.version}": pool.leases for pool in view.pools}
     said = {line.split()[0]: line for line in lines(view) if "@" in line}
     assert said.keys() == held.keys()
-    assert all(line.endswith("other users" if held[name] else "nobody") for name, line in said.items())
+    assert all(line.endswith("other users" if held[name] else "-") for name, line in said.items())
 
 
 def test_nothing_is_said_in_a_sentence() -> None:

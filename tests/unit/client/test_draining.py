@@ -14,7 +14,7 @@ from cubroker.protocol.errors import CubrokerError, Unavailable
 from tests.brokers import PATIENCE, BrokerProcess, eventually, started
 from tests.unit.client.conftest import LAYOUT, content, publish
 
-BY_HAND = "whoever runs it wants everything to be given back"
+BY_HAND = "its operator wants everything to be given back"
 
 
 class Patient(BrokerProcess):

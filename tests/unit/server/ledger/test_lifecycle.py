@@ -28,7 +28,7 @@ from tests.unit.server.ledger.story import (
     refused,
 )
 
-BY_HAND = m.Draining("whoever runs it wants everything to be given back")
+BY_HAND = m.Draining("its operator wants everything to be given back")
 ENDING = m.Draining("it was told to end")
 
 
@@ -74,7 +74,7 @@ def drains(story: Story, *told: int, on: bool = True) -> None:
 
 def test_a_broker_that_is_drained_lends_nothing_new_and_takes_back_what_it_lent(story: Story) -> None:
     drains(story, 1, 2, 3)
-    words = "lends nothing new", "whoever runs it", "ask again later"
+    words = "lends nothing new", "its operator", "ask again later"
     story >> attaches(3, 1, "a")
     story << refused(3, 1, "unavailable", *words)
     story >> attaches(3, 2, "b", wait=5.0)

@@ -158,7 +158,7 @@ FORGOTTEN: Mapping[str, tuple[Change, str]] = {
     ),
     "a name without versions": (
         lambda _: {b"l/name/0/z": msgspec.msgpack.encode(snapshot.NameEntry(3, 0, "", ALICE, 0, 0o640))},
-        "z belongs to nobody",
+        "z has no owner",
     ),
 }
 
@@ -256,7 +256,7 @@ def test_what_should_have_ended_before_ends_when_the_ledger_goes_on() -> None:
     items[b"l/session/2/"] = entry(items, b"l/session/2/", snapshot.SessionEntry, connected=False)
     del items[b"l/lease/4/"]
     story.ledger = restored(items)
-    assert story.ledger.findings == ["forgotten is a watch on a of session 2, which nobody can be told by"]
+    assert story.ledger.findings == ["forgotten is a watch on a of session 2, which has no connection to be told by"]
     story.ledger.check()
     assert story.quietly(e.ConnectionLost(2)) == [e.ForgetSession(2)]
     assert e.Free(1, "GPU-0") in story.quietly(e.Resumed())

@@ -59,7 +59,7 @@ def test_of_pools_that_somebody_may_not_read_there_is_the_sum_of_their_bytes_and
     story.quietly(attaches(1, 2, "a", 2, wait=5.0))
     for view, sessions in ((look(story, 2), [2]), (story.ledger.view(everything=False), [])):
         assert [pool.name for pool in view.pools] == ["b"]
-        assert view.blocks == (PROMISED, status.BlockInfo("GPU-0", "", 0, "current", "held", 6 * MIB, status.NOBODY))
+        assert view.blocks == (PROMISED, status.BlockInfo("GPU-0", "", 0, "current", "held", 6 * MIB, status.HIDDEN_ID))
         assert [client.session for client in view.clients] == sessions
         assert [waiter.session for waiter in view.waiters] == sessions
     assert story.ledger.view(everything=True) == look(story, 3)

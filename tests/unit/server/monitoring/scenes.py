@@ -8,7 +8,7 @@ from collections import Counter
 import msgspec
 
 from cubroker.protocol.messages import View
-from cubroker.protocol.status import NOBODY, BlockInfo, ClientInfo, DeviceInfo, LeaseInfo, PoolInfo, WaiterInfo
+from cubroker.protocol.status import HIDDEN_ID, BlockInfo, ClientInfo, DeviceInfo, LeaseInfo, PoolInfo, WaiterInfo
 
 GIB = 1 << 30
 NAMES = (
@@ -42,7 +42,7 @@ def view(devices: int, pools: int) -> View:
         if places:
             infos.append(_pool(name, 1 + number % 3, state, nbytes, tuple(places), owner))
     if pools:
-        blocks.append(BlockInfo(uuids[0], "", 0, "current", "held", 3 * GIB, NOBODY))
+        blocks.append(BlockInfo(uuids[0], "", 0, "current", "held", 3 * GIB, HIDDEN_ID))
         blocks.append(BlockInfo(uuids[0], infos[0].name, 9, "retired", "freeing", 2 * GIB, 1000))
     clients = _clients(infos, chance)
     held = Counter((lease.pool, lease.version) for client in clients for lease in client.leases)

@@ -213,7 +213,7 @@ def test_where_nobody_can_listen_the_log_says_so_and_the_broker_goes_on(
             places = (tmp_path / "file", tmp_path / "other", tmp_path / "no" / "folder", Address(*taken.getsockname()))
             for number, where in enumerate(places, 1):
                 assert opened(Metrics(where, public=True)) is None
-                assert caplog.text.count("there are no metrics, since nobody can listen on") == number
+                assert caplog.text.count("there are no metrics, since this process cannot listen on") == number
 
     run(test())
     assert (tmp_path / "file").read_text() == "precious"

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from cubroker.protocol import fields as pools
 from cubroker.protocol.errors import Invalid
 from cubroker.protocol.messages import View
-from cubroker.protocol.status import NOBODY
+from cubroker.protocol.status import HIDDEN_ID
 from cubroker.server.monitoring.metrics import (
     HIDDEN,
     LINGER,
@@ -52,7 +52,7 @@ def test_bytes_are_told_by_device_pool_state_and_owner() -> None:
     for block in view.blocks:
         index = next(str(device.index) for device in view.devices if device.uuid == block.device)
         state = block.state if block.stage == "held" else "freeing"
-        owner = HIDDEN if block.owner == NOBODY else str(block.owner)
+        owner = HIDDEN if block.owner == HIDDEN_ID else str(block.owner)
         assert found[block.device, index, owner, block.pool or HIDDEN, state] == block.nbytes
     assert len(found) == len(view.blocks)
 
