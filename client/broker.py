@@ -770,7 +770,7 @@ class Broker(NotPicklable, Closeable):
     ) -> tuple[Pool, PoolInfo, tuple[str, ...]]:
         """Return a version that an update can share memory with, all its tensors, and where its allocations are."""
         found = base.name if isinstance(base, Pool) else base if isinstance(base, str) else name
-        if found != name or isinstance(base, Draft):
+        if found != name or (isinstance(base, Pool) and not base._sealed):
             raise Invalid(f"an update of {name!r} has a published version of that pool as its base, and not {base!r}")
         version = base.version if isinstance(base, Pool) else base if isinstance(base, int) else None
         info, layout, homes = self.describe(name, version)

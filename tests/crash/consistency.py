@@ -76,11 +76,12 @@ def _of_devices(devices: tuple[DeviceInfo, ...], expected: Counter[str]) -> list
 
 
 def _expected(broker: Broker, pools: tuple[PoolInfo, ...]) -> Counter[str]:
-    """Return what each device should have; a sharded pool of these tests has its nth allocation on its nth device."""
+    """Return what each device should have, if no sharded version shares memory with a living one."""
     expected: Counter[str] = Counter()
     for pool in pools:
-        _, layout, _ = broker.describe(pool.name, pool.version)
+        _, layout, homes = broker.describe(pool.name, pool.version)
         sizes = [round_up(nbytes, BLOCK) for nbytes in layout.allocations]
-        for number, uuid in enumerate(pool.devices):
-            expected[uuid] += sizes[number] if pool.sharded else sum(sizes)
+        for uuid in pool.devices:
+            here = (size for number, size in enumerate(sizes) if not homes or homes[number] == uuid)
+            expected[uuid] += sum(here) - pool.shared // len(pool.devices)
     return expected

@@ -12,25 +12,26 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Self
 
-from cubroker.client import Broker, Draft
+from cubroker.client import Broker, Draft, Pool
+from cubroker.client.locks import NameLock
 from cubroker.protocol import Layout
 from cubroker.protocol.errors import NotFound
 from tests.brokers import PATIENCE, BrokerProcess, eventually, serving
 from tests.crash.consistency import settles
-from tests.crash.content import BOTH, SHARES, TEAM, Form, check, fill
+from tests.crash.content import BOTH, SHARES, TEAM, Form, check, check_anew, fill, update
 from tests.crash.kills.kill_points import Point
-from tests.crash.kills.workloads import ANSWER, IN_LINE, SCRATCH
+from tests.crash.kills.workloads import ANSWER, CHAINED, IN_LINE, LINKS, LOCKS, SCRATCH, UPDATES
 from tests.crash.worker_pool import Worker, WorkerPool
 from tests.unit.server.processes import descriptors, gateway_of
 
-DEVICES = "host:2@32MiB"
-BUDGET = "30MiB"
-BALLAST = Layout.pack([("ballast", "U8", (24 << 20,))])
+DEVICES = "host:2@64MiB"
+BUDGET = "62MiB"
+BALLAST = Layout.pack([("ballast", "U8", (56 << 20,))])
 """Leaves 4 MiB of device 1, room for ``LAYOUT`` once: 2 MiB are the company's."""
 
 SCENES = "tests.crash.kills.workloads"
-COMPANY = {"company": Form("ipc"), "spread-company": Form("vmm", BOTH, sharded=True)}
-"""Pools that are there throughout."""
+COMPANY = {"company": Form("ipc", chain=True), "spread-company": Form("vmm", BOTH, sharded=True)}
+"""Pools that are there throughout; of a chain, an update of a version that is gone."""
 
 BUSY = ("busy-0", "busy-1", "busy-2")
 
@@ -67,6 +68,8 @@ class Campaign:
         ):
             for name, form in COMPANY.items():
                 form.publish(observer, name)
+                if form.chain:
+                    update(observer, name, ["first"], name)
             readers = [worker_pool.worker(f"{SCENES}:keep_reading", str(process.directory), name) for name in COMPANY]
             try:
                 for reader in readers:
@@ -91,31 +94,53 @@ class Campaign:
     def kill_at(self, point: Point) -> None:
         """Kill a worker at a point, and check that all is well for everybody else."""
         name = f"pool-{self.kills}"
-        if point.obstacle in ("", "turn", "room"):
+        if point.obstacle in ("", "turn", "room", "retirement", "lock"):
             point.form.publish(self.observer, name)
         with ExitStack() as stack:
+            chain = self._forge(point, name) if point.scene == "leave_chain" else []
             if point.obstacle == "room":
                 stack.enter_context(self.observer.create("ballast", BALLAST, devices=(1,)))
             if point.scene in SCRATCH:
                 pool = stack.enter_context(self.observer.attach(name))
                 stack.enter_context(pool.event(ANSWER)).record()
             self._play(point, name, self._obstruct(point, name))
-        self._check_current(name)
+        self._check_current(name, whole=point.scene in CHAINED)
+        self._leave(chain)
+        if point.scene in LOCKS:
+            self.observer.lock(name, timeout=0).close()
         self._settle()
 
-    def _play(self, point: Point, name: str, obstacle: Draft | None) -> None:
+    def _forge(self, point: Point, name: str) -> list[Pool]:
+        """Hold a version, an update of it, one of that, and so on."""
+        held = [self.observer.attach(name)]
+        while len(held) < LINKS:
+            update(self.observer, name, ["second"] if len(held) % 2 else ["first"], held[-1])
+            held.append(self.observer.attach(name))
+        return held
+
+    def _leave(self, chain: list[Pool]) -> None:
+        """Close versions of a chain, the oldest first or in any order; after each, the others are whole."""
+        if self.kills % 2:
+            random.Random(self.kills).shuffle(chain)
+        while chain:
+            chain.pop(0).close()
+            for pool in chain:
+                check_anew(self.observer, pool)
+            settles(self.observer, self._pids())
+
+    def _play(self, point: Point, name: str, obstacle: Draft | NameLock | None) -> None:
         with self._scene(point, name) as victim:
             if obstacle:
                 victim.expect(IN_LINE)
             if obstacle and point.granted:
-                self._let_go(point, obstacle)
+                self._let_go(point, obstacle, name)
                 obstacle = None
             if point.label != IN_LINE:
                 victim.expect(point.label)
             with self._successor(point, name) as successor:
                 self._kill(victim)
                 if obstacle:
-                    self._let_go(point, obstacle)
+                    self._let_go(point, obstacle, name)
                 assert successor.hear().startswith("sealed")
                 successor.wait()
 
@@ -124,11 +149,19 @@ class Campaign:
         return self.worker_pool.worker(f"{SCENES}:play", directory, point.scene, name, point.share, point.label)
 
     def _successor(self, point: Point, name: str) -> Worker:
-        """Start the next writer, who stands behind the victim in whatever line that stands in, with the other kind."""
-        room = point.obstacle == "room"  # elsewhere it would wait behind the victim's name, and not for room
+        """Start the next writer, who stands behind the victim in whatever line that stands in.
+
+        If it is no update, it is of the other share kind.
+        """
         share = "vmm" if point.share == "ipc" else "ipc"
-        args = (f"{name}-next", share, 1, False) if room else (name, share, 0, point.form.sharded)
-        successor = self.worker_pool.worker(f"{SCENES}:succeed", str(self.process.directory), *args)
+        scene, args = "succeed", (name, share, 0, point.form.sharded)
+        if point.obstacle == "room":  # elsewhere it would wait behind the victim's name, and not for room
+            args = (f"{name}-next", share, 1, False)
+        elif point.scene in LOCKS:
+            scene = "succeed_with_lock"
+        elif point.scene in UPDATES and self._has_current(name):
+            scene = "succeed_with_update"
+        successor = self.worker_pool.worker(f"{SCENES}:{scene}", str(self.process.directory), *args)
         try:
             successor.expect(IN_LINE)
         except BaseException:
@@ -136,22 +169,30 @@ class Campaign:
             raise
         return successor
 
-    def _obstruct(self, point: Point, name: str) -> Draft | None:
-        """Put a draft into the victim's way; with ballast, one on device 1 takes the last room there."""
+    def _has_current(self, name: str) -> bool:
+        return any((pool.name, pool.state) == (name, "current") for pool in self.observer.pools())
+
+    def _obstruct(self, point: Point, name: str) -> Draft | NameLock | None:
+        """Put something into the victim's way; with ballast, a draft on device 1 takes the last room there."""
+        if point.obstacle == "lock":
+            return self.observer.lock(name, timeout=0)
         if point.obstacle == "room":
             return Form(point.share, (1,)).create(self.observer, "filler")
         return point.form.create(self.observer, name) if point.obstacle else None
 
-    def _let_go(self, point: Point, obstacle: Draft) -> None:
-        if point.obstacle == "publication":
+    def _let_go(self, point: Point, obstacle: Draft | NameLock, name: str) -> None:
+        if isinstance(obstacle, Draft) and point.obstacle == "publication":
             fill(obstacle)
             obstacle.seal()
-        else:
-            obstacle.close()
+            return
+        if point.obstacle == "retirement":
+            self.observer.retire(name)
+        obstacle.close()
 
-    def _check_current(self, name: str) -> None:
-        """Check a pool from one device or the other: what it has itself, or what it reaches on its peer."""
-        with self.observer.attach(name, device=self.kills % 2, peer=True) as pool:
+    def _check_current(self, name: str, *, whole: bool = False) -> None:
+        """Check a pool from one device or the other: what it has itself, or what it reaches on its peer; or all."""
+        device = None if whole else self.kills % 2
+        with self.observer.attach(name, device=device, peer=device is not None) as pool:
             check(pool)
 
     # -- at any moment -------------------------------------------------------------------------------

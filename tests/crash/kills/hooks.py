@@ -16,7 +16,7 @@ whoever waits for them has them, or they are kept for him. Of the driver, counte
 ``unmapping n``, ``unmapped n``, whichever way it was mapped; ``replacing n`` before and ``replaced n`` after memory is
 mapped in the place of other memory; ``freeing n``, ``freed n`` of reserved addresses; ``opening window n``,
 ``opened window n`` of those that are reserved for multicast objects; ``writing`` and ``reading`` half-way through a
-copy.
+copy. Of :meth:`Broker.publish`: ``filling`` and ``filled`` around the copies into its draft.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from typing import Any
 
 import zmq
 
+from cubroker.client.pool import Draft
+from cubroker.client.publish import Sources
 from cubroker.client.transport import handshake
 from cubroker.client.transport.fd_receiver import FdReceiver
 from cubroker.client.transport.requests import Pending, Requests
@@ -210,5 +212,14 @@ def _copies(reach: Reach) -> None:
 
         return writing
 
+    def between(fill: Callable[[Sources, Draft], None]) -> Callable[[Sources, Draft], None]:
+        def filling(sources: Sources, draft: Draft) -> None:
+            reach("filling")
+            fill(sources, draft)
+            reach("filled")
+
+        return filling
+
+    _replace(Sources, "fill", between)
     _replace(Context, "read", in_halves_out)
     _replace(Context, "write", in_halves_in)

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tests import sampling
-from tests.crash.content import BOTH, SHARES, TEAM, Form
-from tests.crash.kills.workloads import IN_LINE, SCRATCH, SHARDED
+from tests.crash.content import BOTH, SHARES, TEAM, TEAM_READ, Form
+from tests.crash.kills.workloads import CHAINED, IN_LINE, LINKS, SCRATCH, SHARDED
 
-Obstacle = Literal["", "turn", "room", "publication", "failure"]
-"""A draft of the observer's: on the worker's pool, closed (``turn``, ``failure``) or sealed (``publication``) to let
-the worker go on; or one that takes all the room of its device, closed."""
+Obstacle = Literal["", "turn", "room", "publication", "failure", "retirement", "lock"]
+"""A draft of the observer's: on the worker's pool, closed (``turn``, ``failure``; ``retirement``, after the pool's
+version was retired) or sealed (``publication``) to let the worker go on; or one that takes all the room of its device,
+closed. Or the lock of the pool's name."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +37,11 @@ class Point:
     def form(self) -> Form:
         """What the observer publishes for the scene, and the next writer in line after it."""
         if self.share == "multicast":
-            return TEAM
+            return TEAM_READ if self.scene in TEAM_READING else TEAM
+        chain = self.scene in CHAINED
         if self.scene in SHARDED:
-            return Form(self.share, BOTH, sharded=True)
-        return Form(self.share, writable=self.scene in SCRATCH)
+            return Form(self.share, BOTH, sharded=True, chain=chain)
+        return Form(self.share, writable=self.scene in SCRATCH, chain=chain)
 
     @property
     def granted(self) -> bool:
@@ -50,9 +52,13 @@ class Point:
         return f"{self.share} {self.scene}{f' ({self.obstacle})' if self.obstacle else ''}: {self.label}"
 
 
+TEAM_READING = ("switch_team", "follow_team")
+"""Scenes of a multicast pool that nobody but its writer stores to."""
+
 GREETING = ("connecting", "connected", "greeted", "welcomed")
 HANDED_OVER = ("listening", "heard Descriptors", "delivered Descriptors")
 WRITING = ("writing", "written")
+FILLING = ("filling", "filled")
 
 Labels = tuple[str, ...]
 
@@ -62,14 +68,14 @@ def message(kind: str) -> Labels:
     return f"asking {kind}", f"sending {kind}", f"sent {kind}", f"received {kind}", f"settled {kind}"
 
 
-def mapping(share: str, count: int) -> Labels:
-    """Return the labels around the mapping of so many allocations, and around what comes before.
+def mapping(share: str, count: int, first: int = 1) -> Labels:
+    """Return the labels around the mapping of allocations up to so many, and around what comes before.
 
     After one step and before the next is the same point: nothing is done in between.
     """
     if share == "ipc":
-        return *counted(count, "opening"), f"opened {count}"
-    return *HANDED_OVER, *counted(count, "reserving", "mapping"), f"mapped {count}"
+        return *counted(count, "opening", first=first), f"opened {count}"
+    return *HANDED_OVER, *counted(count, "reserving", "mapping", first=first), f"mapped {count}"
 
 
 def unmapping(share: str, count: int) -> Labels:
@@ -79,9 +85,9 @@ def unmapping(share: str, count: int) -> Labels:
     return *counted(count, "unmapping", "unmapped"), f"freed {count}"
 
 
-def counted(count: int, *names: str) -> Labels:
-    """Return so many of each label."""
-    return tuple(f"{name} {number}" for number in range(1, count + 1) for name in names)
+def counted(count: int, *names: str, first: int = 1) -> Labels:
+    """Return labels with numbers up to ``count``."""
+    return tuple(f"{name} {number}" for number in range(first, count + 1) for name in names)
 
 
 def granted(share: str, kind: str) -> Labels:
@@ -94,6 +100,7 @@ def labels(share: str) -> dict[tuple[str, Obstacle], Labels]:
     closing = (*unmapping(share, 2), *message("Close"))
     pool, draft = granted(share, "Attach"), granted(share, "Create")
     copies = 4 if share == "ipc" else 6  # each device's own two, and the second reads those of the first
+    changed = mapping(share, 5, first=4)  # after the base's three
     return {
         ("read", ""): (
             *GREETING,
@@ -124,6 +131,20 @@ def labels(share: str) -> dict[tuple[str, Obstacle], Labels]:
             "reading",
             "holding",
         ),
+        ("update_once", ""): (
+            *message("Describe"),
+            *message("Attach"),
+            *message("Create"),
+            *changed,
+            *FILLING,
+            *message("Seal"),
+            *unmapping(share, 5),
+            *message("Close"),
+            "updated",
+        ),
+        ("await_update", "retirement"): (IN_LINE, "received Create", *changed, *FILLING, *message("Seal"), "updated"),
+        ("outlive_base", ""): ("filling", *message("Close"), "filled", *message("Seal"), "updated"),
+        ("leave_chain", ""): ("settled Create", *message("Seal"), "updated", *counted(LINKS, "left")),
         ("discard", ""): (*closing, "discarded"),
         ("await_publication", "publication"): (IN_LINE, *pool, "holding"),
         ("await_turn", "turn"): (IN_LINE, *draft, *WRITING),
@@ -140,20 +161,37 @@ LABELS: dict[tuple[str, Obstacle, str], Labels] = {
     **{(*key, share): points for share in SHARES for key, points in labels(share).items()},
     ("give_up", "publication", "ipc"): (IN_LINE, "asking Cancel", "sending Cancel", "sent Cancel"),
     ("watch", "", "ipc"): (*message("Watch"), "watching"),
+    ("follow", "", "ipc"): ("following", "followed", "left"),
+    ("lock", "", "ipc"): (*message("Lock"), "locked", *message("Unlock"), "unlocked"),
+    ("await_lock", "lock", "ipc"): (IN_LINE, "received Lock", "settled Lock", "locked", *message("Unlock")),
+    ("refuse_switch", "", "ipc"): ("refused", "reading", "holding", "unmapping 1", "closed"),
+    ("update_shards", "", "vmm"): ("settled Create", *FILLING, *message("Seal"), "updated"),
+    ("write_shards_in_place", "", "vmm"): (*message("SealInPlace"), "sealed", "reading", "holding"),
     ("sleep", "", "vmm"): ("sleeping", *counted(2, "unmapping"), "unmapped 2", *message("Close"), "asleep"),
     ("wake", "", "vmm"): (*message("Attach"), *HANDED_OVER, "mapping 3", "mapping 4", "mapped 4", "awake", "reading"),
 }
 
-SWITCHING = (
-    *message("Attach"),
-    *HANDED_OVER,
-    *("unmapping 3", "unmapped 3", "replaced 1", "unmapped 4", "replaced 2"),
-    *message("Close"),
-    "switched",
-    "reading",
-)
-"""What comes before is the end of a draft, with two allocations."""
-LABELS |= {("switch", "", "vmm"): SWITCHING, ("switch_shards", "", "vmm"): SWITCHING}
+
+def replacing(count: int, before: int) -> Labels:
+    """Return the labels around the replacing of so many allocations, and the end of the lease before.
+
+    Args:
+        count: allocations.
+        before: those that the process has unmapped before: of drafts, and of bases.
+    """
+    pairs = ((f"unmapping {before + number}", f"unmapped {before + number}") for number in range(1, count + 1))
+    return *(each for pair in pairs for each in pair), *counted(count, "replaced"), *message("Close"), "reading"
+
+
+for scene, share, count, before in (
+    ("switch", "vmm", 2, 2),
+    ("switch_shards", "vmm", 2, 2),
+    ("switch_chain", "vmm", 3, 5),
+    ("switch_team", "multicast", 2, 8),
+):
+    LABELS[scene, "", share] = (*message("Attach"), *HANDED_OVER, *replacing(count, before), "switched")
+LABELS["follow_chain", "", "vmm"] = (*replacing(3, 5), "followed", "holding")
+LABELS["follow_team", "", "multicast"] = (*replacing(2, 8), "followed", "holding")
 
 TEAM_MAPPED = (*HANDED_OVER, *counted(2, "opening window"), "opened window 2", "broadcasting", "broadcast")
 MAPPED_AGAIN = (*(f"mapping {number}" for number in range(5, 9)), "mapped 8")
@@ -167,6 +205,6 @@ POINTS = tuple(
     Point(scene, label, obstacle, share) for (scene, obstacle, share), labels in LABELS.items() for label in labels
 )
 
-_FIRST, _STEP = sampling.stride(3)
+_FIRST, _STEP = sampling.stride(4)
 SOME = POINTS[_FIRST - 1 :: _STEP]
-"""Every third one, others every day, for the short form: some of each scene in each kind."""
+"""Every fourth one, others every day, for the short form: some of each scene in each kind."""

@@ -6,13 +6,32 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from threading import Event, Thread
+from typing import TypeVar
 
 from cubroker.client import Broker, Draft, Pool
-from cubroker.protocol.errors import Exists, Invalid, NotFound, OverBudget, Retired, TimedOut, Unavailable, Unsupported
+from cubroker.protocol.errors import Exists, NotFound, OverBudget, Retired, TimedOut, Unavailable, Unsupported
 from cubroker.protocol.layout import Layout
 from cubroker.protocol.messages import AwaitEvent
 from tests.brokers import eventually
-from tests.crash.content import BOTH, FORMS, LAYOUT, TEAM, Form, check, content, fill, nap
+from tests.crash.content import (
+    BOTH,
+    CHAINS,
+    FORMS,
+    LAYOUT,
+    NO_SWITCH,
+    TEAM,
+    TEAM_READ,
+    Form,
+    check,
+    check_anew,
+    content,
+    fill,
+    follow_all,
+    nap,
+    seal_in_place,
+    update,
+    update_any,
+)
 from tests.crash.kills import hooks
 from tests.crash.worker_pool import Channel
 
@@ -21,13 +40,25 @@ WAIT = 3600.0
 
 IN_LINE = "in line"
 
-SHARDED = ("read_shards", "switch_shards", "write_shards")
+SHARDED = ("read_shards", "switch_shards", "write_shards", "write_shards_in_place", "update_shards")
 """Scenes of pools that are spread over both devices."""
+
+UPDATES = ("update_once", "update_shards", "await_update", "outlive_base", "leave_chain")
+CHAINED = (*UPDATES, "switch_chain", "follow_chain")
+"""Scenes of versions that share memory; those first in which the worker publishes one."""
+
+LINKS = 5
+"""Versions that ``leave_chain`` begins with, each an update of the one before; the observer holds them, too."""
+
+LOCKS = ("lock", "await_lock")
+"""Scenes of the lock of the pool's name."""
 
 SCRATCH = ("produce", "consume")
 """Scenes of pools that readers may write, and tell each other of by events; the observer has made :data:`ANSWER`."""
 
 FULL, ANSWER = "full", "answer"
+
+T = TypeVar("T")
 
 
 class Steps:
@@ -56,13 +87,12 @@ class Steps:
             self.line.say(label)
             Event().wait()
 
-    def wait(self, broker: Broker, call: Callable[[], Pool | Draft]) -> Pool | Draft:
-        """Return what ``call`` returns; say when its request has reached the broker."""
-        results: list[Pool | Draft] = []
+    def wait(self, broker: Broker, call: Callable[[], T]) -> T:
+        """Return what ``call`` returns; say when its request waits at the broker."""
+        results: list[T] = []
         thread = Thread(target=lambda: results.append(call()))
         thread.start()
-        eventually(lambda: broker.requests.waiting() or results, "the request to be under way")
-        broker.devices()  # requests are taken in order: the broker has the one before
+        eventually(lambda: results or broker.session in [each.session for each in broker.look().waiters], "the wait")
         self.line.say(IN_LINE)
         thread.join()
         return results.pop()
@@ -121,11 +151,32 @@ def wake(stage: Steps) -> None:
 
 
 def switch(stage: Steps) -> None:
-    _switch(stage, Form(stage.share))
+    _switch(stage, Form(stage.share).publish)
 
 
 def switch_shards(stage: Steps) -> None:
-    _switch(stage, Form(stage.share, BOTH, sharded=True))
+    _switch(stage, Form(stage.share, BOTH, sharded=True).publish)
+
+
+def switch_team(stage: Steps) -> None:
+    _switch(stage, TEAM_READ.publish)
+
+
+def switch_chain(stage: Steps) -> None:
+    _switch(stage, _update_second)
+
+
+def refuse_switch(stage: Steps) -> None:
+    with stage.broker() as broker, broker.attach(stage.name) as pool:
+        Form(stage.share).publish(broker, stage.name)
+        try:
+            pool.switch()
+        except Unsupported:
+            stage.reach("refused")
+        assert pool.version == 1
+        check(pool)
+        stage.reach("holding")
+    stage.reach("closed")
 
 
 def write(stage: Steps) -> None:
@@ -147,6 +198,62 @@ def write_in_place(stage: Steps) -> None:
         stage.reach("sealed")
         check(draft)
         stage.reach("holding")
+
+
+def write_shards_in_place(stage: Steps) -> None:
+    with stage.broker() as broker, Form(stage.share, BOTH, sharded=True).create(broker, stage.name) as draft:
+        fill(draft)
+        draft.seal(in_place=True)
+        stage.reach("sealed")
+        check(draft)
+        stage.reach("holding")
+
+
+def update_once(stage: Steps) -> None:
+    with stage.broker() as broker:
+        update(broker, stage.name, ["second"], stage.name)
+        stage.reach("updated")
+
+
+def update_shards(stage: Steps) -> None:
+    update_once(stage)
+
+
+def await_update(stage: Steps) -> None:
+    """Stand in line with an update while its base is retired."""
+    with stage.broker() as broker:
+        with stage.prologue():
+            base = broker.attach(stage.name)
+        stage.wait(broker, lambda: update(broker, stage.name, ["second"], base, WAIT))
+        stage.reach("updated")
+        check(base)
+
+
+def outlive_base(stage: Steps) -> None:
+    """Give up the last lease on a base that is retired, when the draft has what it shares with it."""
+    with stage.broker() as broker:
+        with stage.prologue():
+            base = broker.attach(stage.name)
+            broker.retire(stage.name)
+        update(broker, stage.name, ["second"], base, meanwhile=base.close)
+        stage.reach("updated")
+        with broker.attach(stage.name) as pool:
+            check(pool)
+
+
+def leave_chain(stage: Steps) -> None:
+    """Hold a chain of versions, publish an update of the first, and close them from the first to the last."""
+    with stage.broker() as broker:
+        with stage.prologue():
+            held = [broker.attach(stage.name, version=number) for number in range(1, LINKS + 1)]
+        update(broker, stage.name, ["first"], held[0])
+        stage.reach("updated")
+        while held:
+            left = held.pop(0)
+            left.close()
+            for pool in held:
+                check_anew(broker, pool)
+            stage.reach(f"left {left.version}")
 
 
 def discard(stage: Steps) -> None:
@@ -198,6 +305,37 @@ def watch(stage: Steps) -> None:
         stage.reach("watching")
 
 
+def follow(stage: Steps) -> None:
+    with stage.broker() as broker:
+        with broker.follow(stage.name, timeout=WAIT) as versions:
+            assert next(versions) == 1
+            stage.reach("following")
+            Form(stage.share).publish(broker, stage.name)
+            assert next(versions) == 2
+            stage.reach("followed")
+        stage.reach("left")
+
+
+def follow_chain(stage: Steps) -> None:
+    _follow_switching(stage, _update_second)
+
+
+def follow_team(stage: Steps) -> None:
+    _follow_switching(stage, TEAM_READ.publish)
+
+
+def lock(stage: Steps) -> None:
+    with stage.broker() as broker:
+        with broker.lock(stage.name):
+            stage.reach("locked")
+        stage.reach("unlocked")
+
+
+def await_lock(stage: Steps) -> None:
+    with stage.broker() as broker, stage.wait(broker, lambda: broker.lock(stage.name, timeout=WAIT)):
+        stage.reach("locked")
+
+
 def retire(stage: Steps) -> None:
     with stage.broker() as broker, broker.attach(stage.name, device=0) as pool:
         broker.retire(stage.name)
@@ -247,9 +385,18 @@ SCENES: dict[str, Callable[[Steps], None]] = {
         wake,
         switch,
         switch_shards,
+        switch_team,
+        switch_chain,
+        refuse_switch,
         write,
         write_shards,
         write_in_place,
+        write_shards_in_place,
+        update_once,
+        update_shards,
+        await_update,
+        outlive_base,
+        leave_chain,
         discard,
         await_publication,
         await_turn,
@@ -257,6 +404,11 @@ SCENES: dict[str, Callable[[Steps], None]] = {
         await_either,
         give_up,
         watch,
+        follow,
+        follow_chain,
+        follow_team,
+        lock,
+        await_lock,
         retire,
         produce,
         consume,
@@ -283,14 +435,29 @@ def _broadcast(stage: Steps, pool: Pool) -> None:
     check(pool)
 
 
-def _switch(stage: Steps, form: Form) -> None:
+def _switch(stage: Steps, publish: Callable[[Broker, str], int]) -> None:
     with stage.broker() as broker:
         with stage.prologue():
-            pool = broker.attach(stage.name)
-            form.publish(broker, stage.name)
+            pool = broker.attach(stage.name, device=None if stage.share == "vmm" else 0)
+            publish(broker, stage.name)
         pool.switch()
         stage.reach("switched")
         check(pool)
+
+
+def _follow_switching(stage: Steps, publish: Callable[[Broker, str], int]) -> None:
+    with stage.broker() as broker, broker.attach(stage.name, device=0) as pool:
+        with pool.follow(switch=True, timeout=WAIT) as versions:
+            with stage.prologue():
+                publish(broker, stage.name)
+            assert next(versions) == pool.version == 2
+            stage.reach("followed")
+            check(pool)
+        stage.reach("holding")
+
+
+def _update_second(broker: Broker, name: str) -> int:
+    return update(broker, name, ["second"], name)
 
 
 def _publish(stage: Steps, draft: Draft) -> None:
@@ -318,6 +485,24 @@ def keep_reading(line: Channel, directory: str, name: str) -> None:
             line.hear()
 
 
+def succeed_with_update(line: Channel, directory: str, name: str, *_: object) -> None:
+    """As :func:`succeed`, with an update of the version that is current now."""
+    stage = Steps(line, directory, name, "", "")
+    with Broker(directory) as broker, broker.attach(name) as base:
+        version = stage.wait(broker, lambda: update(broker, name, ["first"], base, WAIT))
+        with broker.attach(name, version=version) as pool:
+            check(pool)
+        check(base)
+        line.say(f"sealed {version}")
+
+
+def succeed_with_lock(line: Channel, directory: str, name: str, share: str, *_: object) -> None:
+    """Wait for the lock of the name, then publish, and say the version."""
+    stage = Steps(line, directory, name, share, "")
+    with Broker(directory) as broker, stage.wait(broker, lambda: broker.lock(name, timeout=WAIT)):
+        line.say(f"sealed {Form(share).publish(broker, name)}")
+
+
 def succeed(line: Channel, directory: str, name: str, share: str, device: int, sharded: bool) -> None:
     """Wait for the turn and for room, then publish, read it back, and say the version."""
     stage = Steps(line, directory, name, share, "")
@@ -335,17 +520,23 @@ def succeed(line: Channel, directory: str, name: str, share: str, device: int, s
 
 # -- those who do anything --------------------------------------------------------------------------
 
+IN_PLACE = (*CHAINS, Form("vmm", BOTH, sharded=True))
+
 REFUSALS = (Exists, NotFound, OverBudget, Retired, TimedOut)
 """What may come of doing anything at any time."""
 
-DEEDS = ("attach", "attach", "attach", "close", "close", "nap", "switch", "create", "create", "either", "retire")
+DEEDS = (
+    *("attach", "attach", "attach", "close", "close", "nap", "switch", "create", "create", "either", "retire"),
+    *("update", "update", "in_place", "lock", "follow"),
+)
 
 MOST = 3
 """Pools that one of them holds at once."""
 
 
 def do_anything(line: Channel, directory: str, names: str, seed: int) -> None:
-    """Attach, read, close, create, write, seal, discard, wait, sleep, wake, switch and retire, without end."""
+    """Attach, read, close, create, write, seal, update, discard, wait, sleep, wake, switch, lock, follow and retire,
+    without end."""
     chance = random.Random(seed)
     with Broker(directory) as broker:
         held: list[Pool] = []
@@ -375,8 +566,17 @@ def _do_something(chance: random.Random, broker: Broker, name: str, held: list[P
     elif deed == "retire":
         if chance.random() < 0.2:
             broker.retire(name)
+    elif deed == "update":
+        update_any(chance, broker, held, wait)
+    elif deed == "in_place":
+        held.append(seal_in_place(broker, name, chance.choice(IN_PLACE), wait))
+    elif deed == "lock":
+        with broker.lock(name, timeout=wait):
+            check(held[-1]) if held else broker.devices()
+    elif deed == "follow":
+        follow_all(broker, name, held, wait)
     else:
-        form = chance.choice((*FORMS, TEAM))
+        form = chance.choice((*FORMS, *CHAINS, TEAM))
         either = deed == "either"
         _write(chance, _either(broker, name, form.share, wait) if either else form.create(broker, name, wait))
 
@@ -384,7 +584,7 @@ def _do_something(chance: random.Random, broker: Broker, name: str, held: list[P
 def _switch_all(held: list[Pool]) -> None:
     """Switch every pool to its current version, where that can take the place of the pool's own."""
     for pool in held:
-        with suppress(NotFound, Retired, Unsupported, Invalid):
+        with suppress(*NO_SWITCH):
             pool.switch()
         check(pool)
 

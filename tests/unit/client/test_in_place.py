@@ -231,7 +231,10 @@ def test_a_pool_that_was_sealed_in_place_does_what_pools_do(client: Broker, name
         assert array == 2
         with pytest.raises(Unsupported, match="sealed without a digest"):
             draft.check()
+        assert client.publish(name, {"scale": np.float32(3)}, base=draft) == 3  # a base as any other
         del array
+        with client.attach(name, version=3) as third:
+            assert third["scale"].numpy() == 3
 
 
 def test_shards_are_sealed_in_place(client: Broker, name: str) -> None:
