@@ -4,7 +4,7 @@ cubroker load NAME FOLDER
 python examples/transformers_worker.py NAME FOLDER "a text" ...
 
 FOLDER is a model's: this reads its config and tokenizer, and not its weights. Pools on several devices
-need ``device=`` in ``attach``.
+need ``device=`` in ``from_pool``.
 """
 
 from __future__ import annotations
@@ -12,19 +12,16 @@ from __future__ import annotations
 import sys
 
 import torch
-from transformers import AutoConfig, AutoModel, AutoTokenizer
+from transformers import AutoModel
 
 from cubroker import Broker
-from cubroker.integrations.transformers import attach_model
+from cubroker.integrations.transformers import from_pool
 
 
 def main(name: str, folder: str, *texts: str) -> None:
-    with torch.device("meta"):  # no memory and no initialisation: the weights come from the pool
-        model = AutoModel.from_config(AutoConfig.from_pretrained(folder))
     with Broker() as broker:
-        with broker.attach(name, wait=60) as pool:
-            attach_model(model, pool)
-        tokens = AutoTokenizer.from_pretrained(folder)(list(texts), padding=True, return_tensors="pt")
+        model, tokenizer = from_pool(name, folder, auto=AutoModel, broker=broker, wait=60)
+        tokens = tokenizer(list(texts), padding=True, return_tensors="pt")
         with torch.inference_mode():
             hidden = model(**tokens.to(model.device)).last_hidden_state
         for text, vectors in zip(texts, hidden, strict=True):

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, suppress
-from pathlib import Path
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 from cubroker.client.broker import Broker
@@ -26,6 +25,12 @@ except ImportError as error:
     ) from error
 
 Model = TypeVar("Model", bound=nn.Module)
+
+GENERATION = "generation_config.json"
+"""The file with a generation config."""
+
+TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.txt", "vocab.json")
+"""Files one of which every tokenizer has."""
 
 
 class Pretrained(NamedTuple):
@@ -73,8 +78,8 @@ def from_pool(
 
     Raises:
         NotFound: there is no such configuration; or as :meth:`Broker.attach`.
-        Invalid: the configuration names no architecture of this release of transformers, and ``auto`` is not given; or
-            as :func:`attach_model`.
+        Invalid: the configuration names no architecture of this release of transformers, and ``auto`` is not given; the
+            generation config or the tokenizer is there and cannot be read; or as :func:`attach_model`.
         CubrokerError: as :meth:`Broker.attach`.
     """
     config, source = _configuration(config, trust_remote_code=trust_remote_code)
@@ -126,8 +131,8 @@ def _with_generation(model: Any, source: str) -> Any:
     """Give a model that generates the generation config beside its configuration, if there is one."""
     from transformers import GenerationConfig
 
-    if source and getattr(model, "can_generate", lambda: False)():
-        with suppress(OSError):  # there is none: the model has that of its configuration
+    if getattr(model, "can_generate", lambda: False)() and _has(source, GENERATION):
+        with _read("generation config", source):
             model.generation_config = GenerationConfig.from_pretrained(source)
     return model
 
@@ -136,10 +141,29 @@ def _tokenizer(source: str, *, trust_remote_code: bool) -> Any:
     """Return the tokenizer beside a configuration; None if there is none."""
     from transformers import AutoTokenizer
 
-    files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.txt", "vocab.json")
-    if not source or (Path(source).is_dir() and not any((Path(source) / file).exists() for file in files)):
+    if not _has(source, *TOKENIZERS):
         return None
-    return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+    with _read("tokenizer", source):
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+
+
+def _has(source: str, *files: str) -> bool:
+    """Whether a folder, or a model of the hub, has one of these files; a configuration may name what is gone."""
+    from transformers.utils import has_file
+
+    try:
+        return bool(source) and any(has_file(source, file) for file in files)
+    except (OSError, ValueError):  # there is no such folder, or no such model
+        return False
+
+
+@contextmanager
+def _read(what: str, source: str) -> Iterator[None]:
+    """Have what libraries raise as they read a file that is there tell which it is."""
+    try:
+        yield
+    except Exception as error:  # the tokenizers library raises just that
+        raise Invalid(f"the {what} of {source!r} cannot be read: {' '.join(str(error).split())}") from error
 
 
 def attach_model(model: Model, pool: Pool, *, strict: bool = True) -> Model:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -311,6 +312,51 @@ def test_a_session_of_its_own_stays_as_long_as_the_model(
     assert [pool.leases for pool in client.pools() if pool.name == name] == [1]
     del model
     eventually(lambda: [pool.leases for pool in client.pools() if pool.name == name] == [0], "the end of the lease")
+
+
+def test_what_lies_broken_beside_the_configuration_is_told(client: Broker, name: str, llama: Path) -> None:
+    load(client, name, [llama])
+    for file, what in (("tokenizer.json", "tokenizer"), ("generation_config.json", "generation config")):
+        (llama / file).write_text("{")
+        with pytest.raises(Invalid, match=f"the {what} of '{llama}' cannot be read"):
+            from_pool(name, llama, broker=client)
+
+
+FROM_THE_HUB = """
+import sys
+from transformers import AutoConfig
+from cubroker.client import Broker
+from cubroker.integrations.transformers import from_pool
+with Broker(sys.argv[1]) as broker:
+    model, tokenizer = from_pool(sys.argv[2], "org/tiny", broker=broker)
+    print(type(model).__name__, model.generation_config.max_new_tokens, tokenizer)
+    config = AutoConfig.from_pretrained("org/tiny")
+    config._name_or_path = "/a/folder/that/is/gone"
+    model, tokenizer = from_pool(sys.argv[2], config, broker=broker)
+    print(type(model).__name__, model.generation_config.max_new_tokens, tokenizer)
+    del model
+"""
+
+
+@pytest.mark.slow
+def test_a_model_of_the_hub_may_have_no_tokenizer(client: Broker, name: str, llama: Path, tmp_path: Path) -> None:
+    load(client, name, [llama])
+    cache = tmp_path / "hub" / "models--org--tiny"
+    revision = cache / "snapshots" / ("a" * 40)
+    revision.mkdir(parents=True)
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text(revision.name)
+    for file in ("config.json", "generation_config.json"):
+        shutil.copy(llama / file, revision)
+    done = subprocess.run(
+        [sys.executable, "-c", FROM_THE_HUB, str(client.directory), name],
+        env=os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=PATIENCE,
+        check=True,
+    )
+    assert done.stdout.splitlines() == ["LlamaForCausalLM 7 None", "LlamaForCausalLM None None"]
 
 
 def test_what_makes_no_model_is_told(client: Broker, name: str, llama: Path, tmp_path: Path) -> None:
