@@ -615,10 +615,10 @@ def switch(
     if manifest is None:
         manifest = read_manifest(pool)
     with broker.attach(pool.name, version=version, device=pool.devices[0].uuid, wait=wait) as target:
-        if read_manifest(target) != manifest:
+        if (other := read_manifest(target)) != manifest:
             raise Invalid(
                 f"runtime pool {pool.name!r}@{target.version} was published from a module of another structure than"
-                f" version {pool.version}, which stays; bind it to a new module"
+                f" version {pool.version}, which stays: {_difference(other, manifest)}; bind it to a new module"
             )
         pool.switch(target.version)
     now = {found.name: found.tensor for found in _found(model)}
@@ -627,6 +627,21 @@ def switch(
             if entry.constant or (entry.host and not entry.private):
                 now[entry.name].copy_(tensor)
     return pool.version
+
+
+def _difference(other: Manifest, manifest: Manifest) -> str:
+    """Return the first thing in which a manifest differs from another, and how many names of tensors do."""
+    ours = {entry.name: entry for entry in manifest.entries}
+    theirs = {entry.name: entry for entry in other.entries}
+    if lone := sorted(ours.keys() ^ theirs.keys()):
+        return f"only one of them has {_some(lone)}"
+    differing = [name for name in ours if ours[name] != theirs[name]]
+    if not differing:
+        return "the order of names, or attributes of the module itself"
+    name = differing[0]
+    field = next(each for each in Entry.__struct_fields__ if getattr(ours[name], each) != getattr(theirs[name], each))
+    was, now = getattr(ours[name], field), getattr(theirs[name], field)
+    return f"{field} of {name!r} is {now!r} there and {was!r} here, and {len(differing) - 1} more names differ"
 
 
 # -- who loads ---------------------------------------------------------------------------------------------

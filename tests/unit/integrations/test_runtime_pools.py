@@ -254,12 +254,17 @@ def test_another_version_is_shown_at_the_same_addresses(client: Broker, name: st
         twin.scale.copy_(two.scale)
         same(twin, two)
         assert {key: tensor.data_ptr() for key, tensor in twin.state_dict().items()} == places
-        other = {key: tensor.clone() for key, tensor in state_dict(pool).items()}
-        text = bytes(other[runtime_pools.MANIFEST].tolist()).replace(b'"scale"', b'"scala"')
-        other[runtime_pools.MANIFEST] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        client.publish(name, other, share="vmm")
-        with pytest.raises(Invalid, match="another structure than version 2, which stays"):
-            runtime_pools.switch(client, twin, pool)
+        for old, new, why in (
+            (b'"scale"', b'"scala"', "only one of them has scala, scale"),
+            (b'"float32"', b'"float16"', "dtype of .* is 'float16' there and 'float32' here, and 0 more names differ"),
+            (b'"entries":', b'"attributes":{"is_new":true},"entries":', "attributes of the module itself"),
+        ):
+            other = {key: tensor.clone() for key, tensor in state_dict(pool).items()}
+            text = bytes(other[runtime_pools.MANIFEST].tolist()).replace(old, new, 1)
+            other[runtime_pools.MANIFEST] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+            client.publish(name, other, share="vmm")
+            with pytest.raises(Invalid, match=f"another structure than version 2, which stays: .*{why}"):
+                runtime_pools.switch(client, twin, pool)
         assert pool.version == 2
         same(twin, two)
         del twin
