@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import InitVar, dataclass, field
 from enum import StrEnum
 
 from cubroker.server.ledger.events import Effect
@@ -68,89 +69,90 @@ class Counter:
         return self.last
 
 
+@dataclass(eq=False, repr=False)
 class Tables:
-    """All records of a ledger. Only the modules of this package change them.
+    """All records of a ledger. Only the modules of this package change them."""
 
-    Args:
-        devices: the devices that the broker serves.
-        uid: the user that the broker runs as.
-        limits: what one session may have.
-        policy: what users may do and have.
-        store: places that the store has; None: there is no store.
-    """
+    #: Those that the broker serves.
+    devices: InitVar[Sequence[Budget]]
+    #: The user that the broker runs as.
+    uid: int
+    #: What one session may have.
+    limits: Limits
+    #: What users may do and have.
+    policy: Policy
+    #: Places that the store has; None: there is no store.
+    store: int | None = None
 
-    def __init__(
-        self, devices: Sequence[Budget], uid: int, limits: Limits, policy: Policy, store: int | None = None
-    ) -> None:
-        self.uid = uid
-        self.limits = limits
-        self.policy = policy
-        #: The time of the event that is being handled, in seconds since 1970; messages can carry it.
-        self.now = 0.0
-        self.effects: list[Effect] = []
+    #: The time of the event that is being handled, in seconds since 1970; messages can carry it.
+    now: float = 0.0
+    effects: list[Effect] = field(default_factory=list)
 
-        #: By device UUID.
+    #: By device UUID.
+    accounts: dict[str, DeviceAccount] = field(init=False)
+    #: Devices that an earlier broker served and this one does not, while memory on them is held.
+    absent: dict[str, DeviceAccount] = field(default_factory=dict)
+    #: By uid; a user without anything has no record.
+    users: dict[int, User] = field(default_factory=dict)
+    sessions: dict[int, Session] = field(default_factory=dict)
+    pools: dict[str, Pool] = field(default_factory=dict)
+    #: By number.
+    tickets: dict[int, Ticket] = field(default_factory=dict)
+    leases: dict[int, Lease] = field(default_factory=dict)
+    ipc_events: dict[int, IpcEvent] = field(default_factory=dict)
+    locks: dict[int, PoolLock] = field(default_factory=dict)
+    multicast_groups: dict[int, MulticastGroup] = field(default_factory=dict)
+    timers: dict[int, Waiter] = field(default_factory=dict)
+    #: The past of names without a pool, oldest first.
+    past_names: dict[str, Past] = field(default_factory=dict)
+    #: Ended pools and sessions, for their event logs.
+    past_pools: OrderedDict[str, Pool] = field(default_factory=OrderedDict)
+    past_sessions: OrderedDict[int, Session] = field(default_factory=OrderedDict)
+
+    #: Pools, users and devices where something ended, so that a create that waits there may be served.
+    #: Each is looked at once after the event, however often it was added: many requests may end together.
+    recheck_pools: dict[Pool, None] = field(default_factory=dict)
+    recheck_users: dict[User, None] = field(default_factory=dict)
+    recheck_accounts: dict[DeviceAccount, None] = field(default_factory=dict)
+
+    lease_ids: Counter = field(default_factory=Counter)
+    event_ids: Counter = field(default_factory=Counter)
+    lock_ids: Counter = field(default_factory=Counter)
+    #: Numbers of tickets and of multicast groups.
+    ticket_ids: Counter = field(default_factory=Counter)
+    timer_ids: Counter = field(default_factory=Counter)
+    arrivals: Counter = field(default_factory=Counter)
+    #: The highest number that a session had.
+    last_session: int = 0
+
+    #: Places that sessions and durable memory take in the store, waiting creates included.
+    stored: int = 0
+    #: Places taken when the snapshot was loaded; they may exceed the store's.
+    grandfathered_store: int = 0
+    #: Entries changed since they were written last; None: nothing is written.
+    dirty_keys: dict[DirtyKey, None] | None = field(init=False)
+    #: False while a restored ledger is being told of lost sessions and memory.
+    resumed: bool = True
+    #: What of the snapshot contradicted the rest and was dropped or lost, one sentence each.
+    findings: list[str] = field(default_factory=list)
+
+    #: Whether durable memory outlives the broker, in a store that does not end with it.
+    outlives_broker: bool = field(init=False)
+    #: Whether an administrator drains the broker.
+    drained: bool = False
+    #: Leases whose end the shutdown waits for; None: the broker was not told to end.
+    shutdown_leases: dict[int, Lease] | None = None
+
+    #: What processes refer to beyond leases, by uid.
+    footprints: dict[int, Footprint] = field(default_factory=dict)
+    #: Users and memory of the leases that ended during the scan of processes; None: there is no scan.
+    ended_in_scan: list[tuple[int, Replica]] | None = None
+
+    def __post_init__(self, devices: Sequence[Budget]) -> None:
         self.accounts = {device.uuid: DeviceAccount(device) for device in devices}
         assert len(self.accounts) == len(devices), "two devices with one UUID"
-        #: Devices that an earlier broker served and this one does not, while memory on them is held.
-        self.absent: dict[str, DeviceAccount] = {}
-        #: By uid; a user without anything has no record.
-        self.users: dict[int, User] = {}
-        self.sessions: dict[int, Session] = {}
-        self.pools: dict[str, Pool] = {}
-        #: By number.
-        self.tickets: dict[int, Ticket] = {}
-        self.leases: dict[int, Lease] = {}
-        self.ipc_events: dict[int, IpcEvent] = {}
-        self.locks: dict[int, PoolLock] = {}
-        self.multicast_groups: dict[int, MulticastGroup] = {}
-        self.timers: dict[int, Waiter] = {}
-        #: The past of names without a pool, oldest first.
-        self.past_names: dict[str, Past] = {}
-        #: Ended pools and sessions, for their event logs.
-        self.past_pools: OrderedDict[str, Pool] = OrderedDict()
-        self.past_sessions: OrderedDict[int, Session] = OrderedDict()
-
-        #: Pools, users and devices where something ended, so that a create that waits there may be served.
-        #: Each is looked at once after the event, however often it was added: many requests may end together.
-        self.recheck_pools: dict[Pool, None] = {}
-        self.recheck_users: dict[User, None] = {}
-        self.recheck_accounts: dict[DeviceAccount, None] = {}
-
-        self.lease_ids = Counter()
-        self.event_ids = Counter()
-        self.lock_ids = Counter()
-        #: Numbers of tickets and of multicast groups.
-        self.ticket_ids = Counter()
-        self.timer_ids = Counter()
-        self.arrivals = Counter()
-        #: The highest number that a session had.
-        self.last_session = 0
-
-        #: Places that the store has; None: there is no store.
-        self.store = store
-        #: Places that sessions and durable memory take, waiting creates included.
-        self.stored = 0
-        #: Places taken when the snapshot was loaded; they may exceed the store's.
-        self.grandfathered_store = 0
-        #: Entries changed since they were written last; None: nothing is written.
-        self.dirty_keys: dict[DirtyKey, None] | None = None if store is None else {}
-        #: False while a restored ledger is being told of lost sessions and memory.
-        self.resumed = True
-        #: What of the snapshot contradicted the rest and was dropped or lost, one sentence each.
-        self.findings: list[str] = []
-
-        #: Whether durable memory outlives the broker, in a store that does not end with it.
-        self.outlives_broker = store is not None
-        #: Whether an administrator drains the broker.
-        self.drained = False
-        #: Leases whose end the shutdown waits for; None: the broker was not told to end.
-        self.shutdown_leases: dict[int, Lease] | None = None
-
-        #: What processes refer to beyond leases, by uid.
-        self.footprints: dict[int, Footprint] = {}
-        #: Users and memory of the leases that ended during the scan of processes; None: there is no scan.
-        self.ended_in_scan: list[tuple[int, Replica]] | None = None
+        self.dirty_keys = None if self.store is None else {}
+        self.outlives_broker = self.store is not None
 
     def lends(self, *, durable: bool) -> bool:
         """Whether new leases are granted, on ``durable`` memory or on other."""
