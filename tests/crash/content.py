@@ -25,6 +25,9 @@ from cubroker.protocol import Layout
 from cubroker.protocol.errors import Invalid, NotFound, Retired, TimedOut, Unsupported
 from cubroker.protocol.messages import AUTO
 
+WAIT = 600.0
+"""Seconds: longer than any test."""
+
 NBYTES = 1 << 15
 LAYOUT = Layout.pack([("first", "U8", (NBYTES,)), ("second", "U8", (NBYTES,))], slab=NBYTES)
 """Two tensors, each in an allocation of its own: there is a moment between opening one and the other."""
@@ -90,6 +93,9 @@ TEAM = Form("multicast", BOTH, writable=True)
 
 TEAM_READ = Form("multicast", BOTH)
 """On both, and only the writer stores to both at once."""
+
+LINKS = 5
+"""Versions of a chain, each an update of the one before."""
 
 
 NO_SWITCH = (NotFound, Retired, Unsupported, Invalid)
@@ -184,9 +190,19 @@ class _Late(Sources):
 # -- using them ----------------------------------------------------------------------------------------
 
 
+def forge(broker: Broker, name: str) -> list[Pool]:
+    """Make a chain of updates of a current version; return all versions, attached to, the oldest first."""
+    held = [broker.attach(name)]
+    while len(held) < LINKS:
+        update(broker, name, ["second"] if len(held) % 2 else ["first"], held[-1], WAIT)
+        held.append(broker.attach(name))
+    return held
+
+
 def check_anew(broker: Broker, pool: Pool) -> None:
     """Check every byte of the version that a pool is on, as somebody sees it who attaches to it now."""
-    with broker.attach(pool.name, version=pool.version) as again:
+    homes = {tensor.memory_device.index for tensor in pool.values()}
+    with broker.attach(pool.name, version=pool.version, device=homes.pop() if len(homes) == 1 else None) as again:
         check(again)
 
 
@@ -207,7 +223,8 @@ def nap(held: list[Pool]) -> None:
 
 def update_any(chance: random.Random, broker: Broker, held: list[Pool], wait: float) -> None:
     """Publish an update of a version that is held, if there is one that can be its base and is not sharded."""
-    fit = [pool for pool in held if pool.share in SHARES and not pool.writable and not pool.lost]
+    there = [pool for pool in held if not pool.lost and not pool.asleep]
+    fit = [pool for pool in there if pool.share in SHARES and not pool.writable]
     whole = [pool for pool in fit if len(pool.allocations) == len(pool.layout.allocations)]
     bases = [pool for pool in whole if len({tensor.memory_device for tensor in pool.values()}) == 1]
     if bases:

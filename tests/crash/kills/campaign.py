@@ -18,9 +18,9 @@ from cubroker.protocol import Layout
 from cubroker.protocol.errors import NotFound
 from tests.brokers import PATIENCE, BrokerProcess, eventually, serving
 from tests.crash.consistency import settles
-from tests.crash.content import BOTH, SHARES, TEAM, Form, check, check_anew, fill, update
+from tests.crash.content import BOTH, SHARES, TEAM, Form, check, check_anew, fill, forge, update
 from tests.crash.kills.kill_points import Point
-from tests.crash.kills.workloads import ANSWER, CHAINED, IN_LINE, LINKS, LOCKS, SCRATCH, UPDATES
+from tests.crash.kills.workloads import ANSWER, CHAINED, IN_LINE, LOCKS, SCRATCH, UPDATES
 from tests.crash.worker_pool import Worker, WorkerPool
 from tests.unit.server.processes import descriptors, gateway_of
 
@@ -97,7 +97,7 @@ class Campaign:
         if point.obstacle in ("", "turn", "room", "retirement", "lock"):
             point.form.publish(self.observer, name)
         with ExitStack() as stack:
-            chain = self._forge(point, name) if point.scene == "leave_chain" else []
+            chain = forge(self.observer, name) if point.scene == "leave_chain" else []
             if point.obstacle == "room":
                 stack.enter_context(self.observer.create("ballast", BALLAST, devices=(1,)))
             if point.scene in SCRATCH:
@@ -109,14 +109,6 @@ class Campaign:
         if point.scene in LOCKS:
             self.observer.lock(name, timeout=0).close()
         self._settle()
-
-    def _forge(self, point: Point, name: str) -> list[Pool]:
-        """Hold a version, an update of it, one of that, and so on."""
-        held = [self.observer.attach(name)]
-        while len(held) < LINKS:
-            update(self.observer, name, ["second"] if len(held) % 2 else ["first"], held[-1])
-            held.append(self.observer.attach(name))
-        return held
 
     def _leave(self, chain: list[Pool]) -> None:
         """Close versions of a chain, the oldest first or in any order; after each, the others are whole."""

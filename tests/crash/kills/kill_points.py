@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tests import sampling
-from tests.crash.content import BOTH, SHARES, TEAM, TEAM_READ, Form
-from tests.crash.kills.workloads import CHAINED, IN_LINE, LINKS, SCRATCH, SHARDED
+from tests.crash.content import BOTH, LINKS, SHARES, TEAM, TEAM_READ, Form
+from tests.crash.kills.workloads import CHAINED, IN_LINE, SCRATCH, SHARDED
 
 Obstacle = Literal["", "turn", "room", "publication", "failure", "retirement", "lock"]
 """A draft of the observer's: on the worker's pool, closed (``turn``, ``failure``; ``retirement``, after the pool's

@@ -18,9 +18,11 @@ from tests.crash.content import (
     CHAINS,
     FORMS,
     LAYOUT,
+    LINKS,
     NO_SWITCH,
     TEAM,
     TEAM_READ,
+    WAIT,
     Form,
     check,
     check_anew,
@@ -35,9 +37,6 @@ from tests.crash.content import (
 from tests.crash.kills import hooks
 from tests.crash.worker_pool import Channel
 
-WAIT = 3600.0
-"""Seconds: longer than any test."""
-
 IN_LINE = "in line"
 
 SHARDED = ("read_shards", "switch_shards", "write_shards", "write_shards_in_place", "update_shards")
@@ -46,9 +45,6 @@ SHARDED = ("read_shards", "switch_shards", "write_shards", "write_shards_in_plac
 UPDATES = ("update_once", "update_shards", "await_update", "outlive_base", "leave_chain")
 CHAINED = (*UPDATES, "switch_chain", "follow_chain")
 """Scenes of versions that share memory; those first in which the worker publishes one."""
-
-LINKS = 5
-"""Versions that ``leave_chain`` begins with, each an update of the one before; the observer holds them, too."""
 
 LOCKS = ("lock", "await_lock")
 """Scenes of the lock of the pool's name."""
@@ -242,7 +238,8 @@ def outlive_base(stage: Steps) -> None:
 
 
 def leave_chain(stage: Steps) -> None:
-    """Hold a chain of versions, publish an update of the first, and close them from the first to the last."""
+    """Hold a chain of versions, as the observer does, publish an update of the first, and close them from the first to
+    the last."""
     with stage.broker() as broker:
         with stage.prologue():
             held = [broker.attach(stage.name, version=number) for number in range(1, LINKS + 1)]

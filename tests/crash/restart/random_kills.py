@@ -31,14 +31,14 @@ from cubroker.client import Broker, Pool
 from cubroker.protocol.errors import NotFound, Retired
 from tests.brokers import PATIENCE, eventually
 from tests.crash.consistency import settles
-from tests.crash.content import check
-from tests.crash.restart.workloads import DURABLE, SHARDED
+from tests.crash.content import check, update
+from tests.crash.restart.workloads import CHAIN, SHARDED
 from tests.crash.worker_pool import Worker, WorkerPool
 from tests.unit.server.processes import alive, descriptors, gateway_of, gateways, open_files
 
 WORKERS = "tests.crash.restart.random_workload"
-COMPANY = {"company": DURABLE, "spread": SHARDED}
-PIECES = 4
+COMPANY = {"company": CHAIN, "spread": SHARDED}
+PIECES = 5
 """Allocations of the company."""
 
 CREW = 3
@@ -112,6 +112,8 @@ class RandomKills:
                 with Broker(directory, timeout=PATIENCE) as observer:
                     for name, form in COMPANY.items():
                         form.publish(observer, name)
+                        if form.chain:
+                            update(observer, name, ["first"], name)
                     yield cls(
                         keeper,
                         log,

@@ -14,26 +14,39 @@ from cubroker.client.transport.requests import Pending, Requests
 from cubroker.protocol.errors import (
     CubrokerError,
     Exists,
-    Invalid,
-    NotFound,
     OverBudget,
-    Retired,
     TimedOut,
-    Unsupported,
 )
-from cubroker.protocol.messages import Attach, AwaitEvent, Create, OpenEvent, Reply, Request
+from cubroker.protocol.messages import Attach, AwaitEvent, Create, Lock, OpenEvent, Reply, Request
 from tests.brokers import eventually
-from tests.crash.content import BOTH, LAYOUT, Form, check, content, fill, nap
-from tests.crash.restart.workloads import DURABLE, IPC, PASSING, SCRATCH, SHARDED, SPREAD, TEAM, WAIT, losing
+from tests.crash.content import (
+    BOTH,
+    LAYOUT,
+    NO_SWITCH,
+    WAIT,
+    Form,
+    check,
+    content,
+    fill,
+    follow_all,
+    nap,
+    seal_in_place,
+    update_any,
+)
+from tests.crash.restart.workloads import CHAIN, DURABLE, IPC, PASSING, SCRATCH, SHARDED, SPREAD, TEAM, losing
 from tests.crash.worker_pool import Channel
 
 NAMES = ("busy-0", "busy-1", "busy-2")
-FORMS = (DURABLE, SPREAD, SHARDED, SCRATCH, TEAM, PASSING, IPC)
+FORMS = (DURABLE, SPREAD, SHARDED, SCRATCH, TEAM, PASSING, IPC, CHAIN, CHAIN)
+IN_PLACE = (CHAIN, SHARDED, IPC)
 
 REFUSALS = (Exists, OverBudget, TimedOut)
 """What may come of doing anything at any time, whatever is lost."""
 
-DEEDS = ("attach", "attach", "attach", "close", "close", "nap", "switch", "create", "either", "retire", "event", "look")
+DEEDS = (
+    *("attach", "attach", "attach", "close", "close", "nap", "switch", "create", "either", "retire", "event", "look"),
+    *("update", "update", "in_place", "lock", "follow"),
+)
 MOST = 3
 """Pools that one of them holds at once."""
 
@@ -56,7 +69,7 @@ class Log:
 
         def noting(requests: Requests, body: Request, pending: Pending) -> None:
             began, settle, times = time.monotonic(), pending.settle, [0]
-            waits = isinstance(body, Attach | Create | OpenEvent | AwaitEvent) and body.wait > 0
+            waits = isinstance(body, Attach | Create | OpenEvent | AwaitEvent | Lock) and body.wait > 0
 
             def settled(reply: Reply | CubrokerError) -> None:
                 ended = time.monotonic()
@@ -134,6 +147,15 @@ def _do_something(chance: random.Random, broker: Broker, name: str, held: list[P
         _record(chance, held)
     elif deed == "look":
         broker.devices()
+    elif deed == "update":
+        update_any(chance, broker, held, wait)
+    elif deed == "in_place":
+        held.append(seal_in_place(broker, name, chance.choice(IN_PLACE), wait))
+    elif deed == "lock":
+        with broker.lock(name, timeout=wait):
+            broker.devices()
+    elif deed == "follow":
+        follow_all(broker, name, held, wait)
     else:
         _write(chance, _open(chance.choice(FORMS), broker, name, wait, either=deed == "either"))
 
@@ -142,7 +164,7 @@ def _switch(held: list[Pool]) -> None:
     """Switch every pool to its current version, where that can take the place of the pool's own."""
     for pool in held:
         if not pool.lost:
-            with suppress(NotFound, Retired, Unsupported, Invalid):
+            with suppress(*NO_SWITCH):
                 pool.switch()
 
 

@@ -16,8 +16,8 @@ from tests.crash.restart.steps import Counter
 from tests.crash.worker_pool import Worker, WorkerPool
 from tests.stores import ROOM, FdStore
 
-DEVICES = "host:2@32MiB"
-BUDGET = "30MiB"
+DEVICES = "host:2@64MiB"
+BUDGET = "62MiB"
 SERVES = "cubroker: serving on "
 
 

@@ -19,16 +19,19 @@ from cubroker.client import Broker, Pool
 from cubroker.protocol.errors import NotFound, Retired
 from tests.brokers import eventually
 from tests.crash.consistency import settles
-from tests.crash.content import Form, check, content
+from tests.crash.content import Form, check, content, update
 from tests.crash.restart.restarting_broker import RestartingBroker
-from tests.crash.restart.workloads import DURABLE, SCRATCH, SHARDED, TEAM
+from tests.crash.restart.workloads import CHAIN, CHAIN_SHARDS, DURABLE, LOCK, SCRATCH, SHARDED, TEAM, TEAM_READ
 from tests.crash.worker_pool import Worker, WorkerPool
 from tests.unit.server.processes import open_files
 
 PARTS = "tests.crash.restart.workloads"
 
-COMPANY = {"company": DURABLE, "spread": SHARDED, "team": TEAM}
-"""Pools that the observer holds throughout."""
+COMPANY = {"company": CHAIN, "spread": SHARDED, "team": TEAM}
+"""Pools that the observer holds throughout; of a chain, an update of a version that is gone."""
+
+DYING = ("die", "lock_and_die")
+"""Parts that end by themselves."""
 
 OURS = {"ledger": 1, "own-door": 1, "own-requests": 1}
 
@@ -61,9 +64,23 @@ SCENES = (
     Scene(("give_up", "read"), DURABLE),
     Scene(("ipc", "passing")),
     Scene(("team",)),
+    Scene(("switch_team",), TEAM_READ),
+    Scene(("update_twice", "read"), CHAIN),
+    Scene(("update_once", "update_once"), CHAIN),
+    Scene(("update_once",), CHAIN_SHARDS),
+    Scene(("outlive_base",), CHAIN),
+    Scene(("chain", "chain_reader")),
+    Scene(("follow", "follow_switch", "update_to_three"), CHAIN),
+    Scene(("seal_where_it_lies", "await_in_place")),
+    Scene(("seal_shards_where_they_lie",)),
+    Scene(("lock_turn", "lock_turn", "lock_keep")),
+    Scene(("lock_and_die", "lock_turn")),
 )
 
-STANDING = Scene(("read", "sleep", "ipc", "passing", "read_peer", "read"), DURABLE)
+STANDING = Scene(
+    ("chain", "seal_where_it_lies", "lock_keep", "read", "sleep", "ipc", "passing", "read_peer", "chain_reader"),
+    DURABLE,
+)
 """What there is when a broker is killed while it starts; the last one dies meanwhile."""
 
 
@@ -96,6 +113,8 @@ class Campaign:
         ):
             for name, form in COMPANY.items():
                 form.publish(observer, name)
+                if form.chain:
+                    update(observer, name, ["first"], name)
             company = [
                 stack.enter_context(observer.attach(name, device=0 if name != "spread" else None)) for name in COMPANY
             ]
@@ -181,8 +200,8 @@ class Campaign:
         return name
 
     def _held(self, parts: Sequence[str], workers: Sequence[Worker]) -> dict[int, str]:
-        """Return what each worker says that it holds, by process; nothing of those that die."""
-        return {worker.pid: worker.hear() for part, worker in zip(parts, workers, strict=True) if part != "die"}
+        """Return what each worker says that it has, by process; nothing of those that die."""
+        return {worker.pid: worker.hear() for part, worker in zip(parts, workers, strict=True) if part not in DYING}
 
     def _check(self, workers: Sequence[Worker], held: dict[int, str]) -> None:
         """Check that everybody has what it had before, in its own eyes and the broker's."""
@@ -219,11 +238,13 @@ class Campaign:
             found: dict[int, Count[tuple[str, int]]] = {}
             for client in self.observer.clients():
                 if client.pid != os.getpid():
-                    found.setdefault(client.pid, Count()).update((each.pool, each.version) for each in client.leases)
+                    has = found.setdefault(client.pid, Count())
+                    has.update((each.pool, each.version) for each in client.leases)
+                    has.update((name, LOCK) for name in client.locks)
             return found
 
         try:
-            eventually(lambda: known() == expected, "the leases to be those of the workers")
+            eventually(lambda: known() == expected, "leases and locks to be those of the workers")
         except AssertionError as error:
             error.add_note(f"the broker says {known()}, and the workers {expected}")
             raise
@@ -296,4 +317,4 @@ class Campaign:
 
     def _pieces(self) -> int:
         """Allocations of the company."""
-        return 2 + 2 + 4
+        return 3 + 2 + 4

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import random
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -20,27 +21,46 @@ from threading import Thread
 
 from cubroker.client import Broker, Draft, Pool, SharedEvent
 from cubroker.client.loading.loader import load
+from cubroker.client.locks import NameLock
 from cubroker.client.transport.requests import Pending, Requests
 from cubroker.protocol.errors import CubrokerError, DeviceFailure, Invalid, NotFound, Retired, TimedOut, Unavailable
 from cubroker.protocol.messages import Reply, Request
 from tests.brokers import eventually
 from tests.checkpoints import write
-from tests.crash.content import BOTH, LAYOUT, NBYTES, Form, check, content, fill
+from tests.crash.content import (
+    BOTH,
+    LAYOUT,
+    LINKS,
+    NBYTES,
+    WAIT,
+    Form,
+    check,
+    check_anew,
+    content,
+    fill,
+    forge,
+    seal_in_place,
+    update,
+)
 from tests.crash.worker_pool import Channel
-
-WAIT = 600.0
-"""Seconds: longer than any test."""
 
 DURABLE = Form("vmm", durable=True)
 SPREAD = Form("vmm", BOTH, durable=True)
 SHARDED = Form("vmm", BOTH, sharded=True, durable=True)
 SCRATCH = Form("vmm", writable=True, durable=True)
 TEAM = Form("multicast", BOTH, writable=True, durable=True)
+TEAM_READ = Form("multicast", BOTH, durable=True)
+CHAIN = Form("vmm", durable=True, chain=True)
+CHAIN_SHARDS = Form("vmm", BOTH, sharded=True, durable=True, chain=True)
 IPC = Form("ipc")
 PASSING = Form("vmm")
 
 LOST = (NotFound, Retired, DeviceFailure, Invalid)
 """What comes of using memory that goes meanwhile; and ``Unavailable``, if it says that."""
+
+
+LOCK = 0
+"""What stands for the version where a lock is told of."""
 
 
 class Tally:
@@ -81,6 +101,7 @@ class Workload:
         self.broker = Broker(directory, timeout=WAIT)
         self.held: list[Pool] = []
         self.events: list[SharedEvent] = []
+        self.locks: list[NameLock] = []
 
     def keep(self, pool: Pool | Draft) -> Pool:
         assert isinstance(pool, Pool)
@@ -96,16 +117,21 @@ class Workload:
     def remain(self) -> None:
         """Tell what is held, as often as asked; then give it back."""
         while True:
+            states = {(pool.name, pool.version): pool.state for pool in self.broker.pools()}
             for pool in self.held:
                 if not pool.lost:
                     check(pool)
+                    if states[pool.name, pool.version] != "retired":
+                        check_anew(self.broker, pool)
             eventually(lambda: self.broker._session.receiver.empty(), "the descriptors to be closed")
             self.tally.check()
-            self.line.say(json.dumps([[pool.name, pool.version] for pool in self.held]))
+            held = [[pool.name, pool.version] for pool in self.held]
+            self.line.say(json.dumps(held + [[lock.name, LOCK] for lock in self.locks]))
             if self.line.hear() != "check":
                 break
-        while self.held:
-            self.held.pop().close()
+        for each in (*self.held, *self.locks):
+            each.close()
+        self.held.clear()
         self.broker.close()
         self.tally.check()
 
@@ -228,6 +254,128 @@ def switch(part: Workload) -> None:
     pool.sleep()
     part.publish(DURABLE)
     pool.switch()
+
+
+def switch_team(part: Workload) -> None:
+    pool = part.keep(part.broker.attach(part.name, device=0))
+    part.publish(TEAM_READ)
+    pool.switch()
+
+
+def update_once(part: Workload) -> None:
+    """Publish an update of what is current; others may do the same."""
+    version = update(part.broker, part.name, ["second"], part.name, WAIT)
+    with suppress(Retired):  # it is superseded by another
+        part.keep(part.broker.attach(part.name, version=version))
+
+
+def update_twice(part: Workload) -> None:
+    """Hold a version and two updates, and retire the one that both share with."""
+    first = part.keep(part.broker.attach(part.name))
+    for tensor, base in (("second", first), ("first", part.name)):
+        update(part.broker, part.name, [tensor], base, WAIT)
+        part.keep(part.broker.attach(part.name))
+        with suppress(Retired):
+            part.broker.retire(part.name, first.version)
+
+
+def update_to_three(part: Workload) -> None:
+    for _ in range(2):
+        update(part.broker, part.name, ["second"], part.name, WAIT)
+
+
+def outlive_base(part: Workload) -> None:
+    """Give up the last lease on a base that is retired, when the draft has what it shares with it."""
+    base = part.broker.attach(part.name)
+    part.broker.retire(part.name)
+    update(part.broker, part.name, ["second"], base, WAIT, meanwhile=base.close)
+    part.keep(part.broker.attach(part.name))
+
+
+def chain(part: Workload) -> None:
+    """Make a chain of versions, and close all but the last two, the oldest first."""
+    name = f"{part.name}-chain"
+    part.publish(CHAIN, name)
+    held = forge(part.broker, name)
+    while len(held) > 2:
+        held.pop(0).close()
+        for pool in held:
+            check_anew(part.broker, pool)
+    part.held += held
+
+
+def chain_reader(part: Workload) -> None:
+    """Attach to the versions of a chain while it is made, and close some in any order."""
+    name, held = f"{part.name}-chain", list[Pool]()
+    for version in range(1, LINKS + 1):
+        with suppress(Retired):
+            held.append(part.broker.attach(name, version=version, wait=WAIT))
+            check(held[-1])
+    random.Random(part.name).shuffle(held)
+    while len(held) > 2:
+        held.pop().close()
+    part.held += held
+
+
+def follow(part: Workload) -> None:
+    """Follow a pool until its third version."""
+    with part.broker.follow(part.name, timeout=WAIT) as versions:
+        seen = [next(versions)]
+        while seen[-1] < 3:
+            seen.append(next(versions))
+        assert seen == sorted(set(seen)), seen
+    part.keep(part.broker.attach(part.name))
+
+
+def follow_switch(part: Workload) -> None:
+    """Take each version in place, until the third."""
+    pool = part.keep(part.broker.attach(part.name, version=1))
+    with pool.follow(switch=True, timeout=WAIT) as versions:
+        while pool.version < 3:
+            next(versions)
+            check(pool)
+
+
+def seal_where_it_lies(part: Workload) -> None:
+    part.held.append(seal_in_place(part.broker, f"{part.name}-in-place", CHAIN, WAIT))
+
+
+def seal_shards_where_they_lie(part: Workload) -> None:
+    part.held.append(seal_in_place(part.broker, f"{part.name}-in-place", SHARDED, WAIT))
+
+
+def await_in_place(part: Workload) -> None:
+    part.keep(part.broker.attach(f"{part.name}-in-place", wait=WAIT))
+
+
+def lock_turn(part: Workload) -> None:
+    """Publish under the lock of the name, which nobody else has meanwhile."""
+    mark = Path(part.directory).parent / f"{part.name}.locked"
+    with part.broker.lock(part.name, timeout=WAIT):
+        mark.touch(exist_ok=False)
+        part.publish(DURABLE)
+        mark.unlink()
+    part.keep(part.broker.attach(part.name))
+
+
+def lock_keep(part: Workload) -> None:
+    """Take a lock twice, and keep it."""
+    name = f"{part.name}-kept"
+    part.broker.lock(name, timeout=WAIT).close()
+    part.locks.append(part.broker.lock(name, timeout=WAIT))
+
+
+def lock_and_die(part: Workload) -> None:
+    """End with the lock of the name, while another waits for it, or after the other had it."""
+    held = part.broker.lock(part.name, timeout=WAIT)
+
+    def awaited() -> bool:
+        view = part.broker.look()
+        return any(waiter.pool == part.name for waiter in view.waiters) or part.name in {p.name for p in view.pools}
+
+    eventually(awaited, "another to wait")
+    assert held
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def come_and_go(part: Workload) -> None:
@@ -354,6 +502,21 @@ PARTS: dict[str, Callable[[Workload], None]] = {
             load_file,
             give_up,
             team,
+            switch_team,
+            update_once,
+            update_twice,
+            update_to_three,
+            outlive_base,
+            chain,
+            chain_reader,
+            follow,
+            follow_switch,
+            seal_where_it_lies,
+            seal_shards_where_they_lie,
+            await_in_place,
+            lock_turn,
+            lock_keep,
+            lock_and_die,
         )
     },
     "ipc": lambda part: passing(part, IPC),
