@@ -45,7 +45,9 @@ CLI = (
     *("cubroker.cli.serve", "cubroker.cli.keep", "cubroker.cli.doctor.command"),
     *("cubroker.cli.demo", "cubroker.client.broker", "cubroker.server.__main__", "cubroker.driver.host.bindings"),
 )
-"""Modules that a fork server has imported before its first child."""
+TORCH = (*CLIENT, "torch", "torch._dynamo", "cubroker.integrations.torch")
+"""Modules that a fork server has imported before its first child. Torch takes two seconds of a processor, and a second
+more once a tensor on its meta device is made, which imports _dynamo."""
 
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 """Variables that keep numpy from starting threads, which do not survive a fork."""

@@ -7,6 +7,7 @@ import textwrap
 
 from tests import forkserver
 from tests.brokers import PATIENCE, BrokerProcess
+from tests.forkserver import CLIENT
 
 PREAMBLE = """
 import os, signal, sys, threading
@@ -22,7 +23,9 @@ FATAL = ("ResourceWarning", "RuntimeWarning", "DeprecationWarning", "UserWarning
 """Warnings that are errors in a program."""
 
 
-def start(broker: BrokerProcess, program: str, *args: str, measured: bool = True) -> subprocess.Popen[str]:
+def start(
+    broker: BrokerProcess, program: str, *args: str, measured: bool = True, preload: tuple[str, ...] = CLIENT
+) -> subprocess.Popen[str]:
     """Start a program; it has ``directory`` and what PREAMBLE imports.
 
     Without ``measured`` its coverage is not: coverage's own locks do not bear being interrupted, and its warnings
@@ -32,6 +35,7 @@ def start(broker: BrokerProcess, program: str, *args: str, measured: bool = True
     return forkserver.Forked(
         ["-c", source, str(broker.directory), *args],
         measured=measured,
+        preload=preload,
         fail_on=FATAL,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -41,9 +45,11 @@ def start(broker: BrokerProcess, program: str, *args: str, measured: bool = True
     )
 
 
-def run(broker: BrokerProcess, program: str, *args: str, measured: bool = True) -> subprocess.CompletedProcess[str]:
+def run(
+    broker: BrokerProcess, program: str, *args: str, measured: bool = True, preload: tuple[str, ...] = CLIENT
+) -> subprocess.CompletedProcess[str]:
     """Run a program to its end, within a test's patience."""
-    process = start(broker, program, *args, measured=measured)
+    process = start(broker, program, *args, measured=measured, preload=preload)
     try:
         out, err = process.communicate(timeout=PATIENCE)
     finally:

@@ -1,16 +1,27 @@
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
+from itertools import product
 
 import pytest
 
 from cubroker.client import Broker
 from tests.brokers import PATIENCE, BrokerProcess, eventually, serving
+from tests.forkserver import CLIENT, TORCH
 from tests.unit.client.conftest import leases, publish
 from tests.unit.client.scripts import run, start
+from tests.unit.client.shares import DEFAULT, KINDS
 
-pytestmark = pytest.mark.usefixtures("share")
+BOTH = pytest.mark.usefixtures("share")
+"""Marks what is tried with either kind of memory."""
+
+OWN_DRAFTS = ("publish", "digest", "discard", "close", "load")
+"""Calls that are interrupted and make a draft."""
+
+OTHERS = ("attach", "sleep", "hand_over", "watch", "follow", "begin", "verify", "publish_arrays", "switch")
+"""Other calls that are interrupted: :mod:`interrupts` says what kind of memory they use."""
 
 
 def end(process: subprocess.Popen[str]) -> tuple[int, str, str]:
@@ -22,9 +33,10 @@ def end(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
+@BOTH
 def test_a_process_may_exit_with_everything_open(client: Broker, lender: BrokerProcess, name: str, share: str) -> None:
     publish(client, name)
-    torch = share == "vmm"  # to import it takes longer than all the rest
+    torch = share == "vmm"
     hand_over = (
         "import torch; take = torch.utils.dlpack.from_dlpack" if torch else "take = lambda each: each.__dlpack__()"
     )
@@ -43,11 +55,15 @@ def test_a_process_may_exit_with_everything_open(client: Broker, lender: BrokerP
         print("open")
         """,
         name,
+        preload=TORCH if torch else CLIENT,
+        measured=not torch,
     )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "open\n", "")
+    assert (done.returncode, done.stdout) == (0, "open\n")
+    assert not done.stderr or (torch and not re.search("Error|Exception|Warning", done.stderr))  # triton leaks
     eventually(lambda: [info.leases for info in client.pools()] == [0], "the end of the leases and of the draft")
 
 
+@BOTH
 def test_what_is_closed_after_the_exit_hooks_returns_at_once(client: Broker, lender: BrokerProcess, name: str) -> None:
     publish(client, name)
     program = """
@@ -101,7 +117,7 @@ def test_sessions_may_come_and_go_while_the_interpreter_exits(lender: BrokerProc
     finally:
         over = True
     """
-    done = run(lender, program)
+    done = run(lender, program, measured=False)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -147,6 +163,7 @@ def _layout() -> object:
     return LAYOUT
 
 
+@BOTH
 def test_interrupts_at_any_moment_lose_no_lease(client: Broker, lender: BrokerProcess, name: str) -> None:
     publish(client, name)
     process = start(
@@ -193,6 +210,7 @@ def end_with(process: subprocess.Popen[str], word: str) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
+@BOTH
 def test_a_killed_worker_holds_nothing(client: Broker, lender: BrokerProcess, name: str) -> None:
     publish(client, name)
     process = start(
@@ -215,6 +233,7 @@ def test_a_killed_worker_holds_nothing(client: Broker, lender: BrokerProcess, na
     eventually(lambda: leases(client, name) == 0, "the end of the lease")
 
 
+@BOTH
 def test_a_process_whose_broker_has_died_exits_too() -> None:
     with serving() as broker:
         process = start(
@@ -240,12 +259,9 @@ def test_a_process_whose_broker_has_died_exits_too() -> None:
             process.wait()
 
 
+@BOTH
 @pytest.mark.parametrize(
-    "what",
-    [
-        *("attach", "sleep", "hand_over", "publish", "digest", "discard", "watch", "follow", "close", "begin", "load"),
-        *("verify", "publish_arrays", "switch"),
-    ],
+    ("share", "what"), [*product(KINDS, OWN_DRAFTS), *product([DEFAULT], OTHERS)], indirect=["share"]
 )
 def test_an_interrupt_at_any_place_leaves_nothing_behind(lender: BrokerProcess, what: str) -> None:
     program = "from tests.unit.client import interrupts; interrupts.main(*sys.argv[1:])"
@@ -254,6 +270,7 @@ def test_an_interrupt_at_any_place_leaves_nothing_behind(lender: BrokerProcess, 
     assert int(done.stdout) > 50
 
 
+@BOTH
 def test_a_draft_that_an_interrupted_seal_leaves_open_is_discarded_without_another(lender: BrokerProcess) -> None:
     """The interrupt comes before each bytecode of a seal in turn; each day before a third of them."""
     program = """

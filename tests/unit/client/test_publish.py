@@ -23,6 +23,7 @@ from cubroker.driver import Context, DriverError, Stream
 from cubroker.protocol import Layout, messages
 from cubroker.protocol.errors import DeviceFailure, Invalid, NotFound, Unsupported
 from tests.brokers import BrokerProcess, eventually
+from tests.forkserver import TORCH
 from tests.unit.client.conftest import LAYOUT, content, leases, publish
 from tests.unit.client.scripts import run
 
@@ -69,7 +70,7 @@ def test_a_model_is_published_in_one_call_and_another_process_reads_equal_values
             del state
             print(json.dumps([found, tied]))
     """
-    result = run(lender, program, name)
+    result = run(lender, program, name, measured=False, preload=TORCH)
     assert result.returncode == 0, result.stderr
     found, tied = json.loads(result.stdout)
     assert tied

@@ -6,13 +6,13 @@ import gc
 import os
 import re
 import subprocess
-import sys
 
 import numpy as np
 import pytest
 
 from cubroker import Broker, NotFound, Retired, Unsupported
 from tests.brokers import PATIENCE, BrokerProcess, eventually
+from tests.forkserver import TORCH, Forked
 from tests.sampling import WHOLE
 from tests.unit.examples.test_examples import EXAMPLES, Here, here
 from tests.unit.server.configured import configured
@@ -24,16 +24,21 @@ VERSIONS = 20 if WHOLE else 5
 
 
 def started_example(broker: BrokerProcess, example: str, argument: str) -> subprocess.Popen[str]:
-    measured = {variable for variable in os.environ if variable.startswith("COVERAGE")}  # torch is slow if measured
-    environment = {variable: value for variable, value in os.environ.items() if variable not in measured}
-    environment["CUBROKER_DIR"] = str(broker.directory)
-    command = [sys.executable, str(EXAMPLES / example), argument]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+    program = ["-c", "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"]
+    return Forked(
+        [*program, str(EXAMPLES / example), argument],
+        preload=TORCH,
+        measured=False,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"CUBROKER_DIR": str(broker.directory)},
+    )
 
 
 def said(process: subprocess.Popen[str]) -> list[str]:
-    out, _ = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 0, out
+    out, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, err
     return out.splitlines()
 
 

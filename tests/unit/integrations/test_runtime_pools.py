@@ -18,6 +18,7 @@ from cubroker.integrations import runtime_pools
 from cubroker.integrations.torch import state_dict
 from cubroker.protocol.errors import Invalid, NotFound, TimedOut, Unavailable
 from tests.brokers import BrokerProcess, eventually
+from tests.forkserver import TORCH
 from tests.unit.client.conftest import begun
 from tests.unit.client.scripts import start
 from tests.unit.integrations import runtime_process
@@ -328,7 +329,8 @@ def go_on(worker: subprocess.Popen[str]) -> None:
 def test_eight_engines_at_once_load_once_and_a_loader_that_dies_hands_over(
     client: Broker, lender: BrokerProcess, name: str
 ) -> None:
-    workers = {worker.pid: worker for worker in (start(lender, WORKER, name, measured=False) for _ in range(8))}
+    eight = [start(lender, WORKER, name, measured=False, preload=TORCH) for _ in range(8)]
+    workers = {worker.pid: worker for worker in eight}
 
     def loader() -> subprocess.Popen[str]:
         holders: list[int] = []

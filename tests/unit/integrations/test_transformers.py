@@ -3,7 +3,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,9 @@ from cubroker.client.loading.verify import verify
 from cubroker.integrations import runtime_pools
 from cubroker.integrations.transformers import attach_model, from_pool
 from cubroker.protocol.errors import Invalid, NotFound
+from tests import forkserver
 from tests.brokers import PATIENCE, eventually, serving
+from tests.forkserver import TORCH, Forked
 from tests.unit.integrations.embed_process import embed, meta_model
 
 SIZES = {
@@ -232,14 +233,13 @@ def test_two_processes_embed_with_shared_weights_exactly_as_with_the_file(minilm
     expected = embed(transformers.AutoModel.from_pretrained(minilm).eval(), minilm).numpy().tobytes()
     with serving("host:1@256MiB") as broker, Broker(broker.directory) as client, ExitStack() as undo:
         load(client, "minilm", minilm)
-        command = [sys.executable, "-m", "tests.unit.integrations.embed_process"]
-        other = subprocess.Popen(
-            [*command, str(broker.directory), "minilm", str(minilm)],
+        other = Forked(
+            ["-m", "tests.unit.integrations.embed_process", str(broker.directory), "minilm", str(minilm)],
+            preload=TORCH,
+            measured=False,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            cwd=Path(__file__).parents[3],
-            env={name: value for name, value in os.environ.items() if not name.startswith("COVERAGE")},
         )
         undo.enter_context(other)
         undo.callback(other.kill)
@@ -348,8 +348,10 @@ def test_a_model_of_the_hub_may_have_no_tokenizer(client: Broker, name: str, lla
     (cache / "refs" / "main").write_text(revision.name)
     for file in ("config.json", "generation_config.json"):
         shutil.copy(llama / file, revision)
-    done = subprocess.run(
-        [sys.executable, "-c", FROM_THE_HUB, str(client.directory), name],
+    done = forkserver.run(
+        ["-c", FROM_THE_HUB, str(client.directory), name],
+        preload=TORCH,
+        measured=False,
         env=os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"},
         stdout=subprocess.PIPE,
         text=True,
