@@ -318,13 +318,13 @@ def _observe(
     if config.metrics.listen is None:
         return LedgerObserver(ledger)
     # Imported only where metrics are on: it takes a twentieth of a second and 5 MiB.
-    from cubroker.server.monitoring import http_thread
+    from cubroker.server.monitoring import http
     from cubroker.server.monitoring.metrics import BrokerCounters
 
     counters = BrokerCounters()
     gauges = BrokerGauges(session_log.restarts, len(OURS), store.limit) if store and session_log else None
     observer = LedgerObserver(ledger, counters, gauges)
-    if (thread := http_thread.start(config.metrics, observer, counters)) is not None:
+    if (thread := http.start(config.metrics, observer, counters)) is not None:
         undo.push_async_callback(asyncio.to_thread, thread.close)
     return observer
 

@@ -14,8 +14,8 @@ from unittest.mock import Mock
 import pytest
 
 from cubroker.protocol.messages import View
-from cubroker.server.monitoring import http, http_thread
-from cubroker.server.monitoring.http_thread import Site
+from cubroker.server.monitoring import http
+from cubroker.server.monitoring.http import Site
 from cubroker.server.monitoring.metrics import BrokerCounters
 from tests.brokers import PATIENCE, eventually
 from tests.unit.server.loops import run
@@ -181,8 +181,8 @@ def test_whoever_hangs_up_in_the_middle_harms_nobody(pane: Pane) -> None:
 
 def test_whoever_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "MAX_STREAMS", 1)
-    monkeypatch.setattr(http_thread, "EVENT_INTERVAL", 0.01)
-    monkeypatch.setattr(http_thread, "MIN_AGE", 0.0)
+    monkeypatch.setattr(http, "EVENT_INTERVAL", 0.01)
+    monkeypatch.setattr(http, "MIN_AGE", 0.0)
     with watching(scenes.view(16, 500)) as pane, pane.connect() as idle:
         idle.sendall(WATCH)
         assert idle.recv(12) == b"HTTP/1.1 200"
@@ -239,7 +239,7 @@ def test_who_comes_while_a_window_is_closed_keeps_nobody_waiting() -> None:
 
 
 def test_a_broker_that_does_not_answer_is_told_from_a_window_that_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_thread, "VIEW_TIMEOUT", 0.05)
+    monkeypatch.setattr(http, "VIEW_TIMEOUT", 0.05)
     view, over = scenes.view(1, 0), Event()
 
     def busy() -> View:
@@ -269,8 +269,8 @@ def test_a_mistake_in_looking_is_told_and_the_next_look_is_another(caplog: pytes
 
 
 def test_whoever_watches_sees_what_is_new_and_hears_when_nothing_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_thread, "EVENT_INTERVAL", 0.01)
-    monkeypatch.setattr(http_thread, "MIN_AGE", 0.0)
+    monkeypatch.setattr(http, "EVENT_INTERVAL", 0.01)
+    monkeypatch.setattr(http, "MIN_AGE", 0.0)
     with watching(scenes.view(1, 0)) as pane, pane.connect() as connection:
         connection.sendall(WATCH)
         with connection.makefile("rb") as lines:
@@ -288,7 +288,7 @@ def test_views_are_shared_by_those_who_ask_at_once(monkeypatch: pytest.MonkeyPat
         looks.append(1)
         return scenes.view(1, 0)
 
-    monkeypatch.setattr(http_thread, "MIN_AGE", 60.0)
+    monkeypatch.setattr(http, "MIN_AGE", 60.0)
     with watching(scenes.view(1, 0), look) as pane:
         for _ in range(5):
             assert serves(pane)
@@ -303,8 +303,8 @@ def test_looking_that_takes_long_is_done_seldom(monkeypatch: pytest.MonkeyPatch)
         time.sleep(0.01)  # so that this view is good for a while
         return scenes.view(1, 0)
 
-    monkeypatch.setattr(http_thread, "MIN_AGE", 0.0)
-    monkeypatch.setattr(http_thread, "COST_FACTOR", 100 * PATIENCE)
+    monkeypatch.setattr(http, "MIN_AGE", 0.0)
+    monkeypatch.setattr(http, "COST_FACTOR", 100 * PATIENCE)
     with watching(scenes.view(1, 0), look) as pane:
         for _ in range(3):
             assert serves(pane)
@@ -312,7 +312,7 @@ def test_looking_that_takes_long_is_done_seldom(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_whoever_watches_sees_what_is_new_since_somebody_else_looked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_thread, "EVENT_INTERVAL", 0.05)
+    monkeypatch.setattr(http, "EVENT_INTERVAL", 0.05)
     deadline = time.monotonic() + PATIENCE
     with watching(scenes.view(1, 0)) as pane, pane.connect() as connection:
         assert pane.get("/metrics")
@@ -326,7 +326,7 @@ def test_whoever_watches_sees_what_is_new_since_somebody_else_looked(monkeypatch
 
 
 def test_all_who_ask_a_broker_that_does_not_answer_are_told_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_thread, "VIEW_TIMEOUT", 0.2)
+    monkeypatch.setattr(http, "VIEW_TIMEOUT", 0.2)
     busy = Mock(spec=asyncio.AbstractEventLoop)
 
     async def test() -> None:

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from threading import Thread
 
 from cubroker.protocol.messages import View
-from cubroker.server.monitoring.http import TokenCheck
-from cubroker.server.monitoring.http_thread import HttpThread, Site
+from cubroker.server.monitoring.http import HttpThread, Site, TokenCheck
 from cubroker.server.monitoring.metrics import BrokerCounters
 from cubroker.server.monitoring.observer import LedgerObserver, Snapshot
 from tests.brokers import PATIENCE

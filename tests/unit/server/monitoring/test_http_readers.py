@@ -16,7 +16,7 @@ from cubroker.protocol import messages as m
 from cubroker.server.config.schema import Address, Metrics
 from cubroker.server.ledger import Budget, Ledger
 from cubroker.server.ledger import events as e
-from cubroker.server.monitoring.http_thread import HttpThread, start
+from cubroker.server.monitoring.http import HttpThread, start
 from cubroker.server.monitoring.metrics import BrokerCounters
 from cubroker.server.monitoring.observer import LedgerObserver
 from cubroker.server.transport.unix_sockets import Access
