@@ -19,8 +19,8 @@ from typing import NamedTuple, Self
 from cubroker.client.arrays import DeviceArray, HostArray
 from cubroker.client.delta import Change, Updated, differing, updated
 from cubroker.client.devices import DeviceId, Plan, failure, resolve_plan
+from cubroker.client.loading.checkpoint import StoredTensor
 from cubroker.client.loading.copy import Target, copy_files, hold_all, target_of
-from cubroker.client.loading.safetensors import StoredTensor
 from cubroker.client.named_arrays import Arrays, describe
 from cubroker.client.pool import Draft, Pool
 from cubroker.driver import Context, Driver, DriverError, Stream

@@ -1,30 +1,53 @@
 """A checkpoint: its open files, the tensors that they hold, and where each of them lies.
 
-The files are in the safetensors format. Another one is a module beside :mod:`.safetensors` with the same functions.
+The files are in the safetensors format (:mod:`.safetensors`). Another format is a module like it, whose headers
+:func:`read_header` tells from these. Headers are read under limits, and checked before anything else is read.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
-from contextlib import ExitStack
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from io import FileIO
 from itertools import chain
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Self
 
 from cubroker.client.loading.safetensors import (
-    expand,
-    file_error,
-    open_regular,
-    read_header,
-    read_index,
-    refusal,
+    INDEX,
+    LENGTH_BYTES,
+    MAX_HEADER,
+    SUFFIX,
+    Malformed,
+    header_length,
+    parse_header,
+    parse_index,
 )
-from cubroker.protocol.errors import Invalid, NotFound
+from cubroker.protocol import CubrokerError
+from cubroker.protocol.errors import Denied, Invalid, NotFound, reason, remedy
 
 Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
 RENAME = "write checkpoints beside the old one and rename them into place"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor as a file stores it."""
+
+    name: str
+    #: its element type, by its safetensors name
+    dtype: str
+    #: its dimensions, in elements
+    shape: tuple[int, ...]
+    #: where its bytes begin in the file
+    offset: int
+    nbytes: int
+    #: index of the file in its checkpoint
+    file: int
 
 
 class CheckpointFile:
@@ -160,3 +183,113 @@ def _unfilled(buffers: list[memoryview], count: int) -> list[memoryview]:
             return [buffer[count:], *buffers[index + 1 :]]
         count -= len(buffer)
     return []
+
+
+# -- files ---------------------------------------------------------------------------------------------
+
+
+def read_header(file: FileIO, path: Path, index: int = 0) -> tuple[StoredTensor, ...]:
+    """Read and check the header of ``file``, which was opened as ``path``; return its tensors in the order of bytes.
+
+    ``index`` is what the tensors have as their ``file``. Raises ``Invalid`` if the file breaks the format.
+    """
+    size = os.fstat(file.fileno()).st_size
+    with _said_of(path):
+        length = header_length(_take(file, path, LENGTH_BYTES, size), size)
+        start = LENGTH_BYTES + length
+        tensors = parse_header(_take(file, path, length, size), size - start)
+    return tuple(
+        StoredTensor(name, info.dtype, info.shape, start + first, end - first, index)
+        for name, info in tensors.items()
+        for first, end in [info.data_offsets]
+    )
+
+
+def _take(file: FileIO, path: Path, count: int, size: int) -> bytes:
+    """Read ``count`` bytes of the header; the kernel may hand over fewer at a time."""
+    taken = bytearray()
+    try:
+        while len(taken) < count:
+            if not (part := file.read(count - len(taken))):
+                raise refusal(path, f"it ends inside its header, after {size} bytes; it is truncated, fetch it again")
+            taken += part
+    except OSError as error:
+        raise file_error(path, error) from error
+    return bytes(taken)
+
+
+def expand(path: Path) -> list[Path]:
+    """Return the files that a path stands for: itself; or of a folder its index alone, else all safetensors files."""
+    try:
+        inside = sorted(path.iterdir())
+    except (NotADirectoryError, FileNotFoundError):
+        return [path]
+    except OSError as error:
+        raise file_error(path, error) from error
+    found = [entry for entry in inside if entry.name == INDEX]
+    found = found or [entry for entry in inside if entry.suffix == SUFFIX]
+    if not found:
+        raise NotFound(f"cannot load {path}: the folder has neither {INDEX} nor any *.safetensors file")
+    return found
+
+
+def read_index(path: Path) -> dict[str, Path]:
+    """Return the shard of every tensor that an index names; each shard exists and lies in the index's folder."""
+    with open_regular(path) as file:
+        try:
+            if (size := os.fstat(file.fileno()).st_size) > MAX_HEADER:
+                raise refusal(path, f"the index has over {MAX_HEADER} bytes, which is the most")
+            raw = file.read(size) or b""  # takes no more memory than the file has bytes
+        except OSError as error:
+            raise file_error(path, error) from error
+    with _said_of(path):
+        weights = parse_index(raw)
+    for shard in dict.fromkeys(weights.values()):
+        pure = PurePosixPath(shard)
+        if pure.is_absolute() or ".." in pure.parts or not pure.parts:
+            raise refusal(path, f"the shard {shard[:100]!r} does not lie in the index's own folder")
+        try:
+            (path.parent / pure).stat()
+        except FileNotFoundError:
+            raise NotFound(f"cannot load {path}: its shard {shard[:100]!r} is not there; fetch it again") from None
+        except OSError as error:
+            raise file_error(path.parent / pure, error) from error
+        except ValueError as error:  # a zero byte, or half a surrogate pair
+            raise refusal(path, f"{shard[:100]!r} cannot name a file ({error}); fetch it again") from None
+    return {name: path.parent / shard for name, shard in weights.items()}
+
+
+def open_regular(path: Path) -> FileIO:
+    """Open a regular file for reading; never waits for a pipe's writer."""
+    try:
+        file = FileIO(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+    except OSError as error:
+        raise file_error(path, error) from error
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise refusal(path, "it is no regular file; name a safetensors file, a folder or an index")
+    return file
+
+
+@contextmanager
+def _said_of(path: Path) -> Iterator[None]:
+    """Raise ``Invalid`` about a file for a ``Malformed``."""
+    try:
+        yield
+    except Malformed as error:
+        raise refusal(path, str(error)) from None
+
+
+def refusal(path: Path, why: str) -> Invalid:
+    """Return the error for a file that cannot be used."""
+    return Invalid(f"cannot load {path}: {why}")
+
+
+def file_error(path: Path, error: OSError) -> CubrokerError:
+    """Return the error for a file that the system does not open or read."""
+    if isinstance(error, FileNotFoundError):
+        return NotFound(f"cannot load {path}: there is no such file; check the path")
+    why = f"cannot load {path}: {reason(error, path)}"
+    if isinstance(error, PermissionError):
+        return Denied(f"{why}; user {os.geteuid()} needs to be allowed to read it")
+    return Invalid(f"{why}; {remedy(error) or 'check the file and the disk that it is on'}")

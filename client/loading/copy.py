@@ -27,8 +27,7 @@ from itertools import chain, cycle, zip_longest
 from threading import Thread
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar, cast
 
-from cubroker.client.loading.checkpoint import Checkpoint
-from cubroker.client.loading.safetensors import StoredTensor
+from cubroker.client.loading.checkpoint import Checkpoint, StoredTensor
 from cubroker.client.replica import Replica
 from cubroker.client.transport import zmq_preflight
 from cubroker.client.transport.requests import Future

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 from cubroker.client.broker import Broker
 from cubroker.client.devices import failure
-from cubroker.client.loading.checkpoint import Checkpoint, Paths
+from cubroker.client.loading.checkpoint import Checkpoint, Paths, StoredTensor
 from cubroker.client.loading.copy import CHUNK, Progress, WorkerThreads, at_address, drain, run_workers
-from cubroker.client.loading.safetensors import StoredTensor
 from cubroker.client.pool import Pool
 from cubroker.driver import Context, DriverError
 from cubroker.protocol import TensorSpec

@@ -12,8 +12,7 @@ from io import FileIO
 from itertools import pairwise
 from pathlib import Path
 
-from cubroker.client.loading import safetensors as headers
-from cubroker.client.loading.checkpoint import Checkpoint
+from cubroker.client.loading.checkpoint import Checkpoint, read_header
 from cubroker.client.loading.safetensors import INDEX
 
 SHARD = "model-00001.safetensors"
@@ -55,7 +54,7 @@ def header(data: bytes) -> None:
     os.ftruncate(file.fileno(), 0)
     os.pwrite(file.fileno(), data, 0)
     file.seek(0)
-    found = headers.read_header(file, Path("fuzz.safetensors"))
+    found = read_header(file, Path("fuzz.safetensors"))
     ends = [(tensor.offset, tensor.offset + tensor.nbytes) for tensor in found]
     assert all(before[1] == after[0] for before, after in pairwise(ends))
     assert not ends or ends[-1][1] == len(data)
