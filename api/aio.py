@@ -21,16 +21,16 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import partial, wraps
 from inspect import unwrap
 from pathlib import Path
-from typing import ParamSpec, Self, TypeVar, cast
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, cast
 
-from cubroker.client import broker as blocking
 from cubroker.client import devices as local
 from cubroker.client import ipc_events, locks, notices, pool
+from cubroker.client.broker import Broker as BlockingBroker
 from cubroker.client.broker import Owner
 from cubroker.client.devices import DeviceId, Plan
 from cubroker.client.follow import Follow
@@ -38,14 +38,14 @@ from cubroker.client.replica import AllocationHandle
 from cubroker.client.tensor import SharedTensor
 from cubroker.client.transport.handshake import NotServing, Patience
 from cubroker.client.transport.requests import Steps, run_in_loop, seconds
-from cubroker.driver import Device, Driver, Stream
+from cubroker.driver import Device, Driver
 from cubroker.protocol import messages
 from cubroker.protocol.errors import CubrokerError, Denied, Unavailable
 from cubroker.protocol.layout import Layout, Tensors
-from cubroker.protocol.status import ClientInfo, DeviceInfo, Line, PoolInfo
 
 P = ParamSpec("P")
 T = TypeVar("T")
+B = TypeVar("B", covariant=True)
 
 __all__ = ["Broker", "Draft", "Event", "NameLock", "Pool", "SharedEvent", "Watch"]
 
@@ -54,6 +54,40 @@ async def awaited(method: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> 
     """Do what a method does that :func:`~cubroker.client.transport.requests.blocking` made."""
     steps = cast("Callable[P, Steps[T]]", unwrap(method))
     return await run_in_loop(steps(*args, **kwargs))
+
+
+def as_awaited(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]:
+    """Return the method that awaits what ``method`` does of the object below, by its ``blocking``."""
+
+    @wraps(method)
+    async def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await awaited(method, self.blocking, *args, **kwargs)
+
+    return call
+
+
+class Below(Generic[B]):
+    """What is on an object with methods that block, and closed at the end of ``async with``.
+
+    Attributes:
+        blocking: the object below, for code that takes one.
+    """
+
+    def __init__(self, below: B) -> None:
+        self.blocking = below
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def __repr__(self) -> str:
+        return repr(self.blocking)
+
+    async def close(self) -> None:
+        """Close the object below. Once begun, it happens, even if this is cancelled."""
+        raise NotImplementedError
 
 
 class Broker:
@@ -78,7 +112,7 @@ class Broker:
     ) -> None:
         self._wait = seconds(wait)
         self._connect = partial(_connect, directory, timeout, connect_timeout)
-        self._broker: blocking.Broker | None = None
+        self._broker: BlockingBroker | None = None
         #: Devices whose contexts were made, each with the session: the next broker may have others.
         self._used: set[tuple[int, DeviceId]] = set()
 
@@ -100,7 +134,7 @@ class Broker:
         return repr(self._broker) if self._broker else "<Broker that is not connected>"
 
     @property
-    def blocking(self) -> blocking.Broker:
+    def blocking(self) -> BlockingBroker:
         """The Broker below, for code that takes one and runs in a thread; it has the same session and pools.
 
         Raises:
@@ -180,7 +214,7 @@ class Broker:
         """See :meth:`cubroker.Broker.create`."""
         await self._use(_places(devices, plan))
         draft = await awaited(
-            blocking.Broker.create,
+            BlockingBroker.create,
             self.blocking,
             name,
             layout,
@@ -213,7 +247,7 @@ class Broker:
         """See :meth:`cubroker.Broker.attach_or_create`."""
         await self._use(_places(devices, plan) if device is None else (device, *_places(devices, plan or {})))
         found = await awaited(
-            blocking.Broker.attach_or_create,
+            BlockingBroker.attach_or_create,
             self.blocking,
             name,
             layout,
@@ -262,15 +296,13 @@ class Broker:
             base=base.blocking if isinstance(base, Pool) else base,
         )
 
-    async def retire(self, name: str, version: int | None = None) -> messages.Retirement:
-        """See :meth:`cubroker.Broker.retire`."""
-        return await awaited(blocking.Broker.retire, self.blocking, name, version)
+    retire = as_awaited(BlockingBroker.retire)
 
     async def watch(
         self, name: str, *, owner: Owner | Sequence[Owner] | None = None, timeout: float | None = None
     ) -> Watch:
         """See :meth:`cubroker.Broker.watch`; to be iterated by ``async for``."""
-        return Watch(await awaited(blocking.Broker.watch, self.blocking, name, owner=owner, timeout=timeout))
+        return Watch(await awaited(BlockingBroker.watch, self.blocking, name, owner=owner, timeout=timeout))
 
     def follow(
         self, name: str, *, owner: Owner | Sequence[Owner] | None = None, timeout: float | None = None
@@ -280,55 +312,28 @@ class Broker:
 
     async def lock(self, name: str, *, timeout: float = 600.0) -> NameLock:
         """See :meth:`cubroker.Broker.lock`: ``async with await broker.lock(name):``."""
-        return NameLock(await awaited(blocking.Broker.lock, self.blocking, name, timeout=timeout))
+        return NameLock(await awaited(BlockingBroker.lock, self.blocking, name, timeout=timeout))
 
-    async def wait_ended(self, name: str, version: int | None = None, timeout: float | None = None) -> bool:
-        """See :meth:`cubroker.Broker.wait_ended`."""
-        return await awaited(blocking.Broker.wait_ended, self.blocking, name, version, timeout)
+    wait_ended = as_awaited(BlockingBroker.wait_ended)
 
     # -- what there is -----------------------------------------------------------------------------
 
-    async def pools(self) -> tuple[PoolInfo, ...]:
-        """See :meth:`cubroker.Broker.pools`."""
-        return await awaited(blocking.Broker.pools, self.blocking)
-
-    async def clients(self) -> tuple[ClientInfo, ...]:
-        """See :meth:`cubroker.Broker.clients`."""
-        return await awaited(blocking.Broker.clients, self.blocking)
-
-    async def devices(self) -> tuple[DeviceInfo, ...]:
-        """See :meth:`cubroker.Broker.devices`."""
-        return await awaited(blocking.Broker.devices, self.blocking)
-
-    async def describe(self, name: str, version: int | None = None) -> tuple[PoolInfo, Layout, tuple[str, ...]]:
-        """See :meth:`cubroker.Broker.describe`."""
-        return await awaited(blocking.Broker.describe, self.blocking, name, version)
-
-    async def digests(self, name: str, version: int | None = None) -> messages.DigestList:
-        """See :meth:`cubroker.Broker.digests`."""
-        return await awaited(blocking.Broker.digests, self.blocking, name, version)
-
-    async def look(self) -> messages.View:
-        """See :meth:`cubroker.Broker.look`."""
-        return await awaited(blocking.Broker.look, self.blocking)
-
-    async def story(self, subject: str | int) -> tuple[Line, ...]:
-        """See :meth:`cubroker.Broker.story`."""
-        return await awaited(blocking.Broker.story, self.blocking, subject)
+    pools = as_awaited(BlockingBroker.pools)
+    clients = as_awaited(BlockingBroker.clients)
+    devices = as_awaited(BlockingBroker.devices)
+    describe = as_awaited(BlockingBroker.describe)
+    digests = as_awaited(BlockingBroker.digests)
+    look = as_awaited(BlockingBroker.look)
+    story = as_awaited(BlockingBroker.story)
 
     # -- draining, and the end ---------------------------------------------------------------------
 
-    async def wait_draining(self, timeout: float | None = None, *, over: bool = False) -> bool:
-        """See :meth:`cubroker.Broker.wait_draining`."""
-        return await awaited(blocking.Broker.wait_draining, self.blocking, timeout, over=over)
-
-    async def drain(self, *, on: bool = True) -> None:
-        """See :meth:`cubroker.Broker.drain`."""
-        await awaited(blocking.Broker.drain, self.blocking, on=on)
+    wait_draining = as_awaited(BlockingBroker.wait_draining)
+    drain = as_awaited(BlockingBroker.drain)
 
     async def close(self) -> None:
         """See :meth:`cubroker.Broker.close`. What other tasks wait for raises ``Unavailable``."""
-        await awaited(blocking.Broker.close, self.blocking)
+        await awaited(BlockingBroker.close, self.blocking)
 
     async def _use(self, devices: Sequence[DeviceId]) -> None:
         """Have contexts on devices made in a thread, which takes long where it is the first use of a GPU."""
@@ -339,27 +344,14 @@ class Broker:
                 self._used.add(use)
 
 
-class Pool(Mapping[str, SharedTensor]):
-    """The tensors of one version, by name; see :class:`cubroker.Pool`. It is closed at the end of ``async with``.
+class Pool(Below[pool.Pool], Mapping[str, SharedTensor]):
+    """The tensors of one version, by name; see :class:`cubroker.Pool`.
 
-    Attributes:
-        blocking: the pool below, for code that takes one: ``state_dict(pool.blocking)``. What is not here is there.
+    ``blocking`` is for code that takes a pool: ``state_dict(pool.blocking)``. What is not here is there.
     """
 
     __eq__ = object.__eq__
     __hash__ = object.__hash__
-
-    def __init__(self, below: pool.Pool) -> None:
-        self.blocking = below
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-    def __repr__(self) -> str:
-        return repr(self.blocking)
 
     def __getitem__(self, name: str) -> SharedTensor:
         return self.blocking[name]
@@ -418,9 +410,7 @@ class Pool(Mapping[str, SharedTensor]):
         """See :meth:`cubroker.Pool.follow`; it returns at once, and is iterated by ``async for``."""
         return self.blocking.follow(switch=switch, timeout=timeout)
 
-    async def sleep(self) -> None:
-        """See :meth:`cubroker.Pool.sleep`. Once begun, it happens, even if this is cancelled."""
-        await awaited(pool.Pool.sleep, self.blocking)
+    sleep = as_awaited(pool.Pool.sleep)
 
     async def wake(self, wait: float = 0.0) -> None:
         """See :meth:`cubroker.Pool.wake`. Where two tasks wake it at once, each asks for a lease, and one goes back."""
@@ -451,9 +441,7 @@ class Pool(Mapping[str, SharedTensor]):
         """See :meth:`cubroker.Pool.check`. The digests are computed in a thread of the loop."""
         await asyncio.to_thread(self.blocking.check)
 
-    async def close(self) -> None:
-        """See :meth:`cubroker.Pool.close`. Once begun, it happens, even if this is cancelled."""
-        await awaited(pool.Pool.close, self.blocking)
+    close = as_awaited(pool.Pool.close)
 
 
 class Draft(Pool):
@@ -476,24 +464,8 @@ class Draft(Pool):
         return await awaited(pool.Draft.seal, self.blocking, layout=layout, digest=digest)
 
 
-class NameLock:
-    """The lock of a pool's name; see :class:`cubroker.client.NameLock`. It goes back at the end of ``async with``.
-
-    Attributes:
-        blocking: the lock below.
-    """
-
-    def __init__(self, below: locks.NameLock) -> None:
-        self.blocking = below
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-    def __repr__(self) -> str:
-        return repr(self.blocking)
+class NameLock(Below[locks.NameLock]):
+    """The lock of a pool's name; see :class:`cubroker.client.NameLock`."""
 
     @property
     def name(self) -> str:
@@ -510,31 +482,11 @@ class NameLock:
         """See :attr:`cubroker.client.NameLock.lost`."""
         return self.blocking.lost
 
-    async def close(self) -> None:
-        """See :meth:`cubroker.client.NameLock.close`. Once begun, it happens, even if this is cancelled."""
-        await awaited(locks.NameLock.close, self.blocking)
+    close = as_awaited(locks.NameLock.close)
 
 
-class SharedEvent:
-    """A place in a stream of the process that made it; see :class:`cubroker.client.SharedEvent`.
-
-    ``async with`` closes it at the end.
-
-    Attributes:
-        blocking: the event below, whose calls block.
-    """
-
-    def __init__(self, below: ipc_events.SharedEvent) -> None:
-        self.blocking = below
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-    def __repr__(self) -> str:
-        return repr(self.blocking)
+class SharedEvent(Below[ipc_events.SharedEvent]):
+    """A place in a stream of the process that made it; see :class:`cubroker.client.SharedEvent`."""
 
     @property
     def name(self) -> str:
@@ -556,37 +508,19 @@ class SharedEvent:
         """Whether it was closed, here or with the pool."""
         return self.blocking.closed
 
-    async def record(self, stream: Stream | int = 0) -> int:
-        """See :meth:`cubroker.client.SharedEvent.record`."""
-        return await awaited(ipc_events.SharedEvent.record, self.blocking, stream)
+    record = as_awaited(ipc_events.SharedEvent.record)
 
-    async def wait(self, stream: Stream | int | None = None, *, after: int | None = None, timeout: float = 60.0) -> int:
-        """See :meth:`cubroker.client.SharedEvent.wait`; without a ``stream`` this task waits until the work is done."""
-        return await awaited(ipc_events.SharedEvent.wait, self.blocking, stream, after=after, timeout=timeout)
+    wait = as_awaited(ipc_events.SharedEvent.wait)
 
-    async def close(self) -> None:
-        """See :meth:`cubroker.client.SharedEvent.close`. Once begun, it happens, even if this is cancelled."""
-        await awaited(ipc_events.SharedEvent.close, self.blocking)
+    close = as_awaited(ipc_events.SharedEvent.close)
 
 
 Event = SharedEvent
 """The old name, which works for one more version."""
 
 
-class Watch(AsyncIterator[int | None]):
-    """The current version of a pool, now and after every change, for ``async for``; see :class:`cubroker.client.Watch`.
-
-    ``async with`` closes it at the end.
-    """
-
-    def __init__(self, below: notices.Watch) -> None:
-        self.blocking = below
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
+class Watch(Below[notices.Watch], AsyncIterator[int | None]):
+    """The current version of a pool, now and after every change, for ``async for``: :class:`cubroker.client.Watch`."""
 
     async def __anext__(self) -> int | None:
         return await self.next()
@@ -603,26 +537,24 @@ class Watch(AsyncIterator[int | None]):
         self.blocking.close()
 
 
-def _connect(
-    directory: str | os.PathLike[str] | None, timeout: float, connect_timeout: float | None
-) -> blocking.Broker:
-    broker = blocking.Broker(directory, timeout=timeout, connect_timeout=connect_timeout)
+def _connect(directory: str | os.PathLike[str] | None, timeout: float, connect_timeout: float | None) -> BlockingBroker:
+    broker = BlockingBroker(directory, timeout=timeout, connect_timeout=connect_timeout)
     _load(broker)
     return broker
 
 
-def _reconnect(broker: blocking.Broker) -> None:
+def _reconnect(broker: BlockingBroker) -> None:
     broker.reconnect()
     _load(broker)
 
 
-def _load(broker: blocking.Broker) -> None:
+def _load(broker: BlockingBroker) -> None:
     """Load the driver; what keeps it from being loaded is raised where a device is used."""
     with suppress(CubrokerError):
         _ = broker.driver
 
 
-def _use(broker: blocking.Broker, device: DeviceId) -> None:
+def _use(broker: BlockingBroker, device: DeviceId) -> None:
     local.context(broker.driver, device)
 
 
