@@ -317,10 +317,11 @@ class DeviceAllocator(WorkerThread[Allocate | Free]):
     def _free(self, ticket: int, numbers: Sequence[int] = ()) -> int:
         """Free memory of a ticket, by default all; return the bytes that the driver does not take back.
 
-        These stay counted.
+        These stay counted. Nothing is done about what went with an earlier broker.
         """
         there = self._pieces.get(ticket, {})
-        pieces = {AllocationId(ticket, number): there.pop(number) for number in numbers or tuple(there)}
+        found = [number for number in numbers or tuple(there) if number in there]
+        pieces = {AllocationId(ticket, number): there.pop(number) for number in found}
         self._watch.freed(pieces)
         if self._store and ticket in self._stored:
             for allocation in pieces:

@@ -65,6 +65,7 @@ SCENES = (
     Scene(("ipc", "passing")),
     Scene(("team",)),
     Scene(("switch_team",), TEAM_READ),
+    Scene(("passing_chain",)),
     Scene(("update_twice", "read"), CHAIN),
     Scene(("update_once", "update_once"), CHAIN),
     Scene(("update_once",), CHAIN_SHARDS),
@@ -78,7 +79,10 @@ SCENES = (
 )
 
 STANDING = Scene(
-    ("chain", "seal_where_it_lies", "lock_keep", "read", "sleep", "ipc", "passing", "read_peer", "chain_reader"),
+    (
+        *("chain", "seal_where_it_lies", "lock_keep", "read", "sleep", "ipc", "passing", "passing_chain", "read_peer"),
+        "chain_reader",
+    ),
     DURABLE,
 )
 """What there is when a broker is killed while it starts; the last one dies meanwhile."""

@@ -50,6 +50,7 @@ SHARDED = Form("vmm", BOTH, sharded=True, durable=True)
 SCRATCH = Form("vmm", writable=True, durable=True)
 TEAM = Form("multicast", BOTH, writable=True, durable=True)
 TEAM_READ = Form("multicast", BOTH, durable=True)
+PASSING_CHAIN = Form("vmm", chain=True)
 CHAIN = Form("vmm", durable=True, chain=True)
 CHAIN_SHARDS = Form("vmm", BOTH, sharded=True, durable=True, chain=True)
 IPC = Form("ipc")
@@ -477,6 +478,18 @@ def passing(part: Workload, form: Form) -> None:
             part.held.append(pool)
 
 
+def passing_chain(part: Workload) -> None:
+    """The same of versions that share memory, the first of which has ended."""
+    name = f"{part.name}-passing-chain"
+    while not part.held:
+        with losing():
+            base = part.publish(PASSING_CHAIN, name)
+            version = update(part.broker, name, ["first"], base)
+            pool = part.broker.attach(name, version=version)
+            check(pool)
+            part.held.append(pool)
+
+
 PARTS: dict[str, Callable[[Workload], None]] = {
     **{
         part.__name__: part
@@ -503,6 +516,7 @@ PARTS: dict[str, Callable[[Workload], None]] = {
             give_up,
             team,
             switch_team,
+            passing_chain,
             update_once,
             update_twice,
             update_to_three,

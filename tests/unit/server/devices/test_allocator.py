@@ -145,6 +145,17 @@ def test_a_free_asked_for_while_its_allocation_is_queued_comes_after_it(driver: 
             assert device.next() == Freed(ticket)
 
 
+@pytest.mark.parametrize("numbers", [(), (0, 1), (1,)])
+def test_a_free_of_what_went_with_an_earlier_broker_is_reported_and_not_fatal(
+    driver: Driver, numbers: tuple[int, ...]
+) -> None:
+    with serving(driver) as device:
+        device.memory.submit(Free(7, device.device.uuid, numbers))
+        assert device.next() == Freed(7, numbers)
+        assert isinstance(device.allocate(8, GRANULARITY), Allocated)
+        device.free(8)
+
+
 @pytest.mark.parametrize(
     "error", [DriverError("cuMemFree", 700, "CUDA_ERROR_ILLEGAL_ADDRESS"), MemoryError(), RuntimeError("a mistake")]
 )
