@@ -320,7 +320,7 @@ class _Registration:
         """Note a region first, since a server that does not answer may have registered it, and return the request."""
         name = f"{_own_name()}-{next(_numbers)}"
         body: dict[str, Any] = {"byte_size": handle.nbytes}
-        mirror = _Mirror(name, handle.nbytes) if view.context.host else None
+        mirror = _Mirror(name, handle.nbytes) if _on_host(view) else None
         if mirror:
             body |= {"key": f"/{name}", "offset": 0}
         else:
@@ -481,6 +481,11 @@ class _Server:
         return found
 
 
+def _on_host(view: SharedTensor) -> bool:
+    """Whether memory is that of a host device, which Triton opens by a name alone."""
+    return view.context.host
+
+
 def _check(pool: Pool, device_id: int | None) -> None:
     """Raise unless a server may keep the pool's memory open."""
     label = f"pool {pool.name!r} version {pool.version}"
@@ -491,7 +496,7 @@ def _check(pool: Pool, device_id: int | None) -> None:
         )
     if not pool.writable:
         raise Invalid(f"{label} is only read, and a server may write to all that is registered; create it writable")
-    if not all(view.context.host for view in pool.allocation_views) and pool.share != IPC:
+    if not all(map(_on_host, pool.allocation_views)) and pool.share != IPC:
         raise Unsupported(
             f"{label} is shared as {pool.share}, and Triton opens memory of a GPU by CUDA IPC handle alone; create it"
             f" with share={IPC!r}"

@@ -10,6 +10,7 @@ import re
 import socket
 import subprocess
 import sys
+from base64 import b64decode
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -20,6 +21,7 @@ import numpy as np
 import pytest
 
 from cubroker.client import Broker, Pool
+from cubroker.driver import Context, Driver
 from cubroker.integrations import triton
 from cubroker.protocol import Layout
 from cubroker.protocol.errors import Invalid, OutOfMemory, TimedOut, Unavailable, Unsupported
@@ -36,14 +38,15 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         kind = self.path.split("/")[-2]
-        regions = [{"name": name} for name in self.server.regions] if kind == triton.SYSTEM else []
-        self.reply(regions)
+        self.reply([{"name": name} for name in (self.server.regions if kind == triton.SYSTEM else self.server.opened)])
 
     def do_POST(self) -> None:
         data = self.rfile.read(int(self.headers["Content-Length"] or 0))
         body = json.loads(data) if data else {}
         self.server.asked.append((self.path, body, self.headers.get("X-Key")))
         *_, name, verb = self.path.split("/")
+        if triton.CUDA in self.path:
+            return self.open(name, body) if verb == "register" else self.unopen(name)
         if verb == "register":
             try:
                 self.server.regions[name] = np.memmap(f"/dev/shm{body['key']}", np.uint8, "r+", shape=body["byte_size"])
@@ -55,14 +58,41 @@ class Handler(BaseHTTPRequestHandler):
             return self.reply(None)
         if self.server.datatype == "none":
             return self.reply("<html>another server</html>")
-        self.part(body["outputs"][0])[:] = 2 * self.part(body["inputs"][0]) + 1
+        self.write(body["outputs"][0], 2 * self.read(body["inputs"][0]) + 1)
         return self.reply({"outputs": [{"name": "Y", "datatype": self.server.datatype, "shape": [2, 3]}]})
 
-    def part(self, tensor: dict[str, Any]) -> Any:
+    def open(self, name: str, body: dict[str, Any]) -> None:
+        assert self.server.driver
+        if body["device_id"] >= len(self.server.driver.devices):
+            return self.reply({"error": "failed to register shared memory region: invalid args"}, 400)
+        context = self.server.driver.context(body["device_id"])
+        self.server.opened[name] = context, context.open(b64decode(body["raw_handle"]["b64"]))
+        return self.reply(None)
+
+    def unopen(self, name: str) -> None:
+        if name in self.server.opened:
+            context, pointer = self.server.opened.pop(name)
+            context.close(pointer)
+        self.reply(None)
+
+    def read(self, tensor: dict[str, Any]) -> Any:
+        name, begin, nbytes = self.place(tensor)
+        if name in self.server.regions:
+            return self.server.regions[name][begin : begin + nbytes].view(np.float32).copy()
+        context, pointer = self.server.opened[name]
+        return np.frombuffer(context.read(pointer + begin, nbytes), np.float32)
+
+    def write(self, tensor: dict[str, Any], values: Any) -> None:
+        name, begin, nbytes = self.place(tensor)
+        if name in self.server.regions:
+            self.server.regions[name][begin : begin + nbytes].view(np.float32)[:] = values
+        else:
+            context, pointer = self.server.opened[name]
+            context.write(pointer + begin, values)
+
+    def place(self, tensor: dict[str, Any]) -> tuple[str, int, int]:
         given = tensor["parameters"]
-        begin = given.get("shared_memory_offset", 0)
-        memory = self.server.regions[given["shared_memory_region"]]
-        return memory[begin : begin + given["shared_memory_byte_size"]].view(np.float32)
+        return given["shared_memory_region"], given.get("shared_memory_offset", 0), given["shared_memory_byte_size"]
 
     def reply(self, found: object, status: int = 200) -> None:
         text = b"" if found is None else found.encode() if isinstance(found, str) else json.dumps(found).encode()
@@ -84,6 +114,9 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server_port}/"
         self.regions: dict[str, Any] = {}
+        #: What was registered by CUDA IPC handle, opened by the devices' own driver.
+        self.opened: dict[str, tuple[Context, int]] = {}
+        self.driver: Driver | None = None
         self.asked: list[tuple[str, Any, str | None]] = []
         self.datatype = "FP32"
         self._thread = Thread(target=self.serve_forever)
@@ -142,6 +175,31 @@ def test_inputs_and_outputs_are_tensors_of_the_pool(client: Broker, name: str, s
         assert not server.regions
         with pytest.raises(Invalid, match="register it again"):
             regions.copy_in("X")
+
+
+def test_memory_of_a_gpu_is_registered_by_its_handle(
+    client: Broker, name: str, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Host devices stand for GPUs, and their driver opens the 64 bytes."""
+    monkeypatch.setattr(triton, "_on_host", lambda _: False)
+    server.driver = client.driver
+    x = np.arange(6, dtype=np.float32).reshape(2, 3)
+    with (
+        scratch(client, name, share="vmm") as pool,
+        pytest.raises(Unsupported, match="shared as vmm, and Triton opens"),
+    ):
+        triton.register(pool, server.url)
+    with scratch(client, name, share="ipc", devices=(1,)) as pool:
+        with triton.register(pool, server.url) as regions:
+            assert list(server.opened) == list(regions.names)
+            pool["X"].copy_from(x)
+            regions.infer("m", {"X": "X"}, {"Y": "Y"})
+            assert np.array_equal(pool["Y"].numpy(), 2 * x + 1)
+            _, body, _ = server.asked[0]
+            assert (body["device_id"], body["byte_size"]) == (1, LAYOUT.allocations[0])
+        assert not server.opened
+        with pytest.raises(Invalid, match="refused"), triton.register(pool, server.url, device_id=7):
+            pass
 
 
 def test_the_lease_stays_until_the_regions_are_unregistered(client: Broker, name: str, server: Server) -> None:
@@ -203,6 +261,7 @@ def test_memory_with_a_name_that_cannot_be_made_or_found_leaves_nothing(
 LEFT = """
 import sys
 from cubroker.client import Broker
+from cubroker.driver import Context, Driver
 from cubroker.integrations import triton
 regions = triton.register(Broker(sys.argv[1]).attach(sys.argv[2]), sys.argv[3])
 print(*regions.names, flush=True)
