@@ -31,7 +31,7 @@ help:
 	@echo 'make fuzz        INPUTS=$(INPUTS) mutated inputs to everything that reads bytes'
 	@echo 'make hostile     peers that mean harm, ten times as hard as in make test'
 	@echo 'make systemd-test  100 SIGKILLs of a broker under a systemd of its own, and an upgrade (root)'
-	@echo 'make engines     real engines on emulated devices, under CUBROKER_VLLM_PYTHON and CUBROKER_TRITON_PYTHON'
+	@echo 'make engines     real engines on emulated devices, under CUBROKER_{VLLM,SGLANG,TRITON}_PYTHON'
 	@echo 'make install     the systemd units, PREFIX=$(PREFIX) SYSCONFDIR=$(SYSCONFDIR) DESTDIR=$(DESTDIR)'
 	@echo 'make benchmarks  DEVICES=$(DEVICES): the figures of benchmarks/, on this machine'
 	@echo 'make lock        requirements/ anew: the newest versions of what the image and the tests are built from'
@@ -88,7 +88,7 @@ hostile: $(VENV)/test
 systemd-test: $(VENV)/test
 	CUBROKER_SYSTEMD_KILLS=100 $(BIN)/python -m pytest tests/systemd --timeout 1800
 
-# vLLM has requirements of its own: CUBROKER_VLLM_PYTHON names an interpreter that has it, with cubroker's dependencies.
+# Engines have requirements of their own: each variable names an interpreter that has one, with cubroker's dependencies.
 engines: $(VENV)/test
 	$(BIN)/python -m pytest tests/engines -rs
 

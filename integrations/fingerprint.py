@@ -76,6 +76,12 @@ def fingerprint(facts: Mapping[str, Fact]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:LENGTH]
 
 
+def label(prefix: str, model: str) -> str:
+    """Return how the names of a model's pools begin; a fingerprint follows."""
+    stem = Path(model).name
+    return f"{prefix}/{''.join(letter if letter.isascii() and letter.isalnum() else '-' for letter in stem)[:64]}/"
+
+
 def _check(name: str, fact: Fact) -> None:
     match fact:
         case dict():

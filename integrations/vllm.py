@@ -243,7 +243,7 @@ class CubrokerModelLoader(BaseModelLoader):  # type: ignore[misc]
 
     def _name(self, vllm_config: VllmConfig, model_config: ModelConfig, uuid: str) -> str:
         facts = self._facts(vllm_config, model_config)
-        return f"{_label(self._prefix, str(model_config.model))}{fingerprint.fingerprint(facts)}/{uuid}"
+        return f"{fingerprint.label(self._prefix, str(model_config.model))}{fingerprint.fingerprint(facts)}/{uuid}"
 
     def _facts(self, vllm_config: VllmConfig, model_config: ModelConfig) -> dict[str, object]:
         """Return all that the tensors of this rank depend on."""
@@ -378,13 +378,7 @@ def preload(model: str, arguments: Sequence[str] = (), directory: Path | None = 
     options.model_loader_extra_config = extra
     engine = LLMEngine.from_engine_args(options)
     engine.engine_core.shutdown()
-    return _label(str(extra.get("pool", PREFIX)), model)
-
-
-def _label(prefix: str, model: str) -> str:
-    """Return how the names of a model's pools begin."""
-    stem = Path(model).name
-    return f"{prefix}/{''.join(letter if letter.isascii() and letter.isalnum() else '-' for letter in stem)[:64]}/"
+    return fingerprint.label(str(extra.get("pool", PREFIX)), model)
 
 
 def _give_back(target: torch.device) -> None:
