@@ -66,6 +66,17 @@ def as_awaited(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate
     return call
 
 
+def typed_as(
+    method: Callable[Concatenate[Any, P], object],
+) -> Callable[[Callable[..., T]], Callable[Concatenate[Any, P], T]]:
+    """Return a decorator that gives a method of ``**options`` the parameters of ``method``."""
+
+    def typed(made: Callable[..., T]) -> Callable[Concatenate[Any, P], T]:
+        return cast("Callable[Concatenate[Any, P], T]", wraps(method, assigned=())(made))
+
+    return typed
+
+
 class Below(Generic[B]):
     """What is on an object with methods that block, and closed at the end of ``async with``.
 
@@ -180,88 +191,28 @@ class Broker:
 
     # -- pools -------------------------------------------------------------------------------------
 
-    async def attach(
-        self,
-        name: str,
-        *,
-        version: int | None = None,
-        device: DeviceId | None = None,
-        wait: float = 0.0,
-        peer: bool = False,
-        owner: Owner | Sequence[Owner] | None = None,
-    ) -> Pool:
+    @typed_as(BlockingBroker.attach)
+    async def attach(self, name: str, **options: Any) -> Pool:
         """See :meth:`cubroker.Broker.attach`."""
-        await self._use(() if device is None else (device,))
-        while version is None and self.lost:
+        devices = () if (device := options.get("device")) is None else (device,)
+        await self._use(devices)
+        while options.get("version") is None and self.lost:
             await self.reconnect()
-            await self._use(() if device is None else (device,))  # which takes time
-        attaching = self.blocking.attaching(name, version=version, device=device, wait=wait, peer=peer, owner=owner)
-        return Pool(await run_in_loop(attaching))
+            await self._use(devices)  # which takes time
+        return Pool(await run_in_loop(self.blocking.attaching(name, **options)))
 
-    async def create(
-        self,
-        name: str,
-        layout: Layout | Tensors,
-        *,
-        devices: Sequence[DeviceId] | None = None,
-        share: str = messages.AUTO,
-        wait: float = 0.0,
-        mode: int | None = None,
-        plan: Plan | None = None,
-        writable: bool = False,
-        durable: bool | None = None,
-    ) -> Draft:
+    @typed_as(BlockingBroker.create)
+    async def create(self, name: str, layout: Layout | Tensors, **options: Any) -> Draft:
         """See :meth:`cubroker.Broker.create`."""
-        await self._use(_places(devices, plan))
-        draft = await awaited(
-            BlockingBroker.create,
-            self.blocking,
-            name,
-            layout,
-            devices=devices,
-            share=share,
-            wait=wait,
-            mode=mode,
-            plan=plan,
-            writable=writable,
-            durable=durable,
-        )
-        return Draft(draft)
+        await self._use(_places(options.get("devices"), options.get("plan")))
+        return Draft(await awaited(BlockingBroker.create, self.blocking, name, layout, **options))
 
-    async def attach_or_create(
-        self,
-        name: str,
-        layout: Layout | Tensors,
-        *,
-        device: DeviceId | None = None,
-        devices: Sequence[DeviceId] | None = None,
-        share: str = messages.AUTO,
-        wait: float = 600.0,
-        mode: int | None = None,
-        plan: Plan | None = None,
-        writable: bool = False,
-        durable: bool | None = None,
-        peer: bool = False,
-        owner: Owner | Sequence[Owner] | None = None,
-    ) -> Pool | Draft:
+    @typed_as(BlockingBroker.attach_or_create)
+    async def attach_or_create(self, name: str, layout: Layout | Tensors, **options: Any) -> Pool | Draft:
         """See :meth:`cubroker.Broker.attach_or_create`."""
+        device, devices, plan = map(options.get, ("device", "devices", "plan"))
         await self._use(_places(devices, plan) if device is None else (device, *_places(devices, plan or {})))
-        found = await awaited(
-            BlockingBroker.attach_or_create,
-            self.blocking,
-            name,
-            layout,
-            device=device,
-            devices=devices,
-            share=share,
-            wait=wait,
-            mode=mode,
-            plan=plan,
-            writable=writable,
-            durable=durable,
-            peer=peer,
-            owner=owner,
-        )
+        found = await awaited(BlockingBroker.attach_or_create, self.blocking, name, layout, **options)
         return Draft(found) if isinstance(found, pool.Draft) else Pool(found)
 
     async def publish(

@@ -201,16 +201,8 @@ FORCED = frozenset({RunPhase.ABORTED, RunPhase.KILLED, RunPhase.STUCK})  #: Phas
 ABORT = (signal.SIGABRT, signal.SIGCONT)  #: Without SIGCONT a stopped process would not handle SIGABRT.
 
 OVERDUE: Mapping[RunPhase, tuple[RunPhase, Sequence[signal.Signals], str]] = {
-    RunPhase.STARTING: (
-        RunPhase.ABORTED,
-        [signal.SIGABRT, signal.SIGCONT],
-        "is not ready after {:g} s, and is aborted",
-    ),
-    RunPhase.SERVING: (
-        RunPhase.ABORTED,
-        [signal.SIGABRT, signal.SIGCONT],
-        "gave no sign of life in time, and is aborted",
-    ),
+    RunPhase.STARTING: (RunPhase.ABORTED, ABORT, "is not ready after {:g} s, and is aborted"),
+    RunPhase.SERVING: (RunPhase.ABORTED, ABORT, "gave no sign of life in time, and is aborted"),
     RunPhase.STOPPING: (RunPhase.KILLED, [signal.SIGKILL], "does not end, and is killed"),
     RunPhase.ABORTED: (RunPhase.KILLED, [signal.SIGKILL], "does not end, and is killed"),
     RunPhase.KILLED: (RunPhase.STUCK, [], "is still there {:g} s after SIGKILL: it hangs in the kernel"),
