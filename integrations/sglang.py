@@ -80,7 +80,15 @@ ARGUMENTS = (
 )
 """Arguments of the server that its tensors may depend on, besides the model's configuration."""
 
-NEUTRAL = ("SGLANG_LOG", "SGLANG_PLUGINS", "SGLANG_PORT", "SGLANG_RUN_ID")
+NEUTRAL = (
+    "SGLANG_API",
+    "SGLANG_HOST",
+    "SGLANG_LOG",
+    "SGLANG_PLUGINS",
+    "SGLANG_PORT",
+    "SGLANG_RUN_ID",
+    "SGLANG_TORCH_PROF",
+)
 """How variables of SGLang's begin that no tensor depends on; all others are part of the fingerprint."""
 
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"

@@ -535,7 +535,7 @@ def _has_ended(name: str) -> bool:
         return False
     try:
         return _started(int(match[2])) != int(match[3])
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         pass
     try:
         os.kill(int(match[2]), 0)  # it may only be hidden (proc(5), hidepid)

@@ -36,6 +36,11 @@ pytestmark = [
 ]
 
 
+def environment(site: Path) -> dict[str, str]:
+    path = os.pathsep.join(map(str, (site, Path(cubroker.__file__).parents[1], ROOT)))
+    return os.environ | {"PYTHONPATH": path, "PYTHONWARNINGS": ""}
+
+
 class Engine:
     """One engine, a process of its own and its children."""
 
@@ -47,9 +52,7 @@ class Engine:
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
-            env=os.environ
-            | {"PYTHONPATH": os.pathsep.join(map(str, (site, Path(cubroker.__file__).parents[1], ROOT)))}
-            | {"PYTHONWARNINGS": ""},
+            env=environment(site),
             start_new_session=True,
         )
         arguments = {"model_path": str(model), "load_format": load_format}
@@ -95,11 +98,11 @@ Start = Callable[..., Engine]
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts engines with the plugin of this tree, which are ended after the test."""
+def site(tmp_path: Path) -> Path:
+    """A folder of packages: the plugin of this tree, and stubs."""
     with (ROOT / "pyproject.toml").open("rb") as file:
         plugins = tomllib.load(file)["project"]["entry-points"]["sglang.srt.plugins"]
-    site, started = tmp_path / "site", list[Engine]()
+    site = tmp_path / "site"
     metadata = site / "cubroker-0.dist-info"
     metadata.mkdir(parents=True)
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: cubroker\nVersion: 0\n")
@@ -108,6 +111,13 @@ def start(tmp_path: Path) -> Iterator[Start]:
     for package in ("sgl_kernel", "torchvision"):
         (site / package).mkdir()
         shutil.copy(Path(__file__).with_name("stub_package.py"), site / package / "__init__.py")
+    return site
+
+
+@pytest.fixture
+def start(site: Path, tmp_path: Path) -> Iterator[Start]:
+    """Starts engines, which are ended after the test."""
+    started = list[Engine]()
 
     def engine(*arguments: Any, **extra: Any) -> Engine:
         started.append(Engine(site, tmp_path / f"log-{len(started)}", *arguments, **extra))
@@ -177,6 +187,51 @@ def test_engines_on_a_pool_say_what_a_plain_engine_says_and_go_to_another_versio
         done, words = second.run(update=f"{hollow}@9")
         assert not done
         assert second.run() == expected
+
+
+REFUSED = """
+import json
+from torch import nn
+from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod
+from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod, UnquantizedLinearMethod
+from cubroker.integrations.sglang import _check
+from cubroker.protocol.errors import Unsupported
+
+def said(method, **attributes):
+    models = [nn.Sequential(nn.Linear(2, 2)) for _ in range(2)]
+    for model in models:
+        made = object.__new__(method)
+        if isinstance(made, nn.Module):
+            nn.Module.__init__(made)
+        model[0].quant_method = made
+    vars(models[0][0]).update(attributes)
+    try:
+        _check(*models)
+    except Unsupported as error:
+        return error.message
+
+print(json.dumps([
+    said(UnquantizedLinearMethod),
+    said(Fp8LinearMethod),
+    said(UnquantizedFusedMoEMethod),
+    said(UnquantizedLinearMethod, use_intel_amx_backend=True),
+]))
+"""
+
+
+def test_modules_that_a_pool_cannot_describe_are_refused_by_name(site: Path) -> None:
+    done = subprocess.run(
+        [PYTHON, "-c", REFUSED],
+        env=environment(site) | {"SGLANG_USE_CPU_ENGINE": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    plain, quantized, mixture, packed = json.loads(done.stdout.splitlines()[-1])
+    assert plain is None
+    assert "0 is computed by Fp8LinearMethod" in quantized
+    assert "0 is computed by UnquantizedFusedMoEMethod" in mixture
+    assert "0 has set use_intel_amx_backend as it was loaded" in packed
 
 
 def test_an_engine_without_a_broker_falls_back_only_if_told(start: Start, tmp_path: Path) -> None:
