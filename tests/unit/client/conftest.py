@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import pytest
 
 from cubroker.client import Broker
+from cubroker.client.session import ClientSession
 from cubroker.protocol import Layout
 from tests.brokers import BrokerProcess, eventually, serving
 from tests.unit.client import shares
@@ -98,10 +99,15 @@ def begun(call: Callable[[], T]) -> Future[T]:
     return outcome
 
 
+def session_of(broker: Broker) -> ClientSession:
+    """The connection of a Broker, which hides it: to put work on its threads, and to have it take another version."""
+    return broker._session
+
+
 @contextmanager
 def impatient(broker: Broker, seconds: float) -> Iterator[None]:
     """Have a broker's answers waited for no longer than so many seconds, within a ``with`` block."""
-    session = broker._session
+    session = session_of(broker)
     before, session.timeout = session.timeout, seconds
     try:
         yield

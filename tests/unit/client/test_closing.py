@@ -22,7 +22,7 @@ from cubroker.protocol.errors import Invalid, TimedOut, Unavailable
 from cubroker.protocol.messages import ListPools
 from tests import checkpoints
 from tests.brokers import PATIENCE, BrokerProcess, eventually
-from tests.unit.client.conftest import LAYOUT, impatient, leases, publish
+from tests.unit.client.conftest import LAYOUT, impatient, leases, publish, session_of
 
 pytestmark = pytest.mark.usefixtures("share")
 
@@ -173,7 +173,7 @@ def test_a_finalizer_that_runs_on_the_sessions_own_thread_does_not_wait_for_itse
     try:
         Engine()
         if thread == "cleanup":
-            broker._session.cleanup.put(collect)
+            session_of(broker).cleanup.put(collect)
         else:
             broker.requests.send(ListPools(), lambda _: collect())
         assert collected.wait(PATIENCE / 4)
@@ -205,7 +205,7 @@ def test_finalizers_on_the_threads_of_two_sessions_do_not_wait_for_each_other(cl
     with Broker(client.directory) as one, Broker(client.directory) as other:
         pools = other.attach(name), one.attach(name)
         for broker, pool in zip((one, other), pools, strict=True):
-            broker._session.cleanup.put(partial(close, pool))
+            session_of(broker).cleanup.put(partial(close, pool))
         eventually(lambda: len(told) == 2, "both pools to be closed")
     assert told == ["closed", "closed"]
     eventually(lambda: leases(client, name) == 0, "the end of the leases")

@@ -17,7 +17,7 @@ from cubroker.driver import DriverError
 from cubroker.protocol import Layout, messages
 from cubroker.protocol.errors import DeviceFailure, Invalid, NotFound, Unsupported
 from tests.brokers import BrokerProcess, eventually
-from tests.unit.client.conftest import leases
+from tests.unit.client.conftest import leases, session_of
 from tests.unit.client.scripts import start
 
 MIB = 1 << 20
@@ -252,7 +252,7 @@ def test_memory_that_changes_or_is_bound_together_is_not_shared(
 
 def test_an_older_broker_shares_no_memory(client: Broker, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     client.publish(name, model())
-    monkeypatch.setattr(client._session, "version", messages.UPDATES - 1)
+    monkeypatch.setattr(session_of(client), "version", messages.UPDATES - 1)
     with pytest.raises(Unsupported, match="too old"):
         client.publish(name, {"a": filled(1)}, base=1)
 

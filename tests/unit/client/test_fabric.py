@@ -19,7 +19,7 @@ from cubroker.protocol.messages import Describe, Description, Done, SendDescript
 from tests.brokers import BrokerProcess, eventually, serving
 from tests.stores import storing
 from tests.unit.client import shares
-from tests.unit.client.conftest import LAYOUT, content, impatient, leases, publish
+from tests.unit.client.conftest import LAYOUT, content, impatient, leases, publish, session_of
 from tests.unit.client.memory.test_vmm import MANY
 from tests.unit.client.scripts import run
 from tests.unit.client.test_faults import SCARCE, regions
@@ -178,7 +178,7 @@ def test_a_durable_pool_is_opened_by_what_outlives_the_broker(name: str) -> None
         for _ in range(2):
             assert opened_by(broker, name) == "descriptor"
             check(broker, name)
-            assert broker._session.fabric, "no handle was tried in vain"
+            assert session_of(broker).fabric, "no handle was tried in vain"
             kept.restart()
 
 

@@ -25,7 +25,7 @@ from cubroker.protocol.paths import SESSION_SOCKET
 from tests.brokers import PATIENCE, BrokerProcess, eventually
 from tests.faults import fail_nth
 from tests.stores import storing
-from tests.unit.client.conftest import LAYOUT, begun, content, publish
+from tests.unit.client.conftest import LAYOUT, begun, content, publish, session_of
 from tests.unit.client.kept import keeping
 from tests.unit.client.scripts import run
 from tests.unit.client.test_owners import STRANGER, needs_root
@@ -304,7 +304,7 @@ def test_the_versions_of_the_owner_alone_are_returned(monkeypatch: pytest.Monkey
 def test_owners_are_unsupported_by_a_broker_that_came_later_and_is_too_old(
     client: Broker, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(follow_module, "FINDS", client._session.version + 1)
+    monkeypatch.setattr(follow_module, "FINDS", session_of(client).version + 1)
     with client.follow(name, owner=7) as follow, pytest.raises(Unsupported, match="too old"):
         next(follow)
 

@@ -29,7 +29,7 @@ from cubroker.protocol.errors import (
 )
 from cubroker.protocol.messages import Done
 from tests.brokers import PATIENCE, BrokerProcess, eventually, serving
-from tests.unit.client.conftest import LAYOUT, begun, impatient, leases, publish
+from tests.unit.client.conftest import LAYOUT, begun, impatient, leases, publish, session_of
 from tests.unit.client.scripts import start
 from tests.unit.server.processes import all_closed, files
 
@@ -486,7 +486,7 @@ def test_an_event_that_the_driver_does_not_close_ends_all_the_same_and_is_closed
 
 
 def test_an_event_that_nobody_waits_for_any_more_is_not_made(client: Broker, pool: Pool) -> None:
-    session = client._session
+    session = session_of(client)
     unwanted = OwnedEvent(session, pool.context, "event 'never'", pool.lease, "never")
     unwanted.abandon(Unavailable("nobody waits"))
     unwanted.begin()

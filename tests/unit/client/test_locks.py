@@ -17,7 +17,7 @@ from cubroker.protocol import messages
 from cubroker.protocol.errors import Invalid, TimedOut, Unavailable, Unsupported
 from tests.brokers import BrokerProcess, eventually, serving
 from tests.stores import storing
-from tests.unit.client.conftest import begun
+from tests.unit.client.conftest import begun, session_of
 from tests.unit.client.scripts import start
 
 HOLD = "lock = Broker(directory).lock(sys.argv[2]); print('held', flush=True); sys.stdin.read()"
@@ -81,7 +81,7 @@ def test_arguments_and_old_brokers_are_refused(client: Broker, name: str, monkey
         client.lock(name, timeout=-1)
     with pytest.raises(Invalid, match="-bad"):
         client.lock("-bad")
-    monkeypatch.setattr(client._session, "version", messages.LOCKS - 1)
+    monkeypatch.setattr(session_of(client), "version", messages.LOCKS - 1)
     with pytest.raises(Unsupported, match="too old to have locks"):
         client.lock(name)
 

@@ -9,7 +9,7 @@ from cubroker.client import Broker
 from cubroker.protocol.errors import Invalid, NotFound, TimedOut, Unavailable, Unsupported
 from cubroker.protocol.messages import ENDS
 from tests.brokers import PATIENCE, BrokerProcess, eventually, serving
-from tests.unit.client.conftest import LAYOUT, begun, publish
+from tests.unit.client.conftest import LAYOUT, begun, publish, session_of
 from tests.unit.client.scripts import start
 
 
@@ -195,9 +195,9 @@ def test_the_wait_for_an_end_is_over_with_its_broker_and_refused_by_one_that_is_
         publish(client, name)
         assert not other.wait_ended(name, timeout=0)
         waiting = begun(lambda: other.wait_ended(name))
-        eventually(lambda: other._session.watches._watches.get(name), "the watch")
+        eventually(lambda: session_of(other).watches._watches.get(name), "the watch")
         other.close()
         assert isinstance(waiting.exception(PATIENCE), Unavailable)
-    client._session.version = ENDS - 1
+    session_of(client).version = ENDS - 1
     with pytest.raises(Unsupported, match="the broker is too old to tell; upgrade it"):
         client.wait_ended(name)

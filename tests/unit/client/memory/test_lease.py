@@ -10,7 +10,7 @@ from cubroker.client import Broker
 from cubroker.client.memory.lease import TRANSITIONS, LeaseEvent, LeaseState
 from cubroker.protocol.errors import NotFound
 from tests.brokers import eventually
-from tests.unit.client.conftest import LAYOUT, leases, publish
+from tests.unit.client.conftest import LAYOUT, leases, publish, session_of
 
 A, H, S, E, O = LeaseState  # noqa: E741  # asked, held, asleep, ending, over
 
@@ -76,4 +76,4 @@ def test_a_lease_that_is_refused_or_never_asked_for_is_held_no_more(client: Brok
     with client.create(name, LAYOUT) as draft:
         lease = draft._lease
     eventually(lambda: lease.state is LeaseState.ENDED, "the end of a discarded draft")
-    eventually(lambda: not client._session.held, "the end of both")
+    eventually(lambda: not session_of(client).held, "the end of both")

@@ -30,7 +30,7 @@ from cubroker.protocol.messages import (
 )
 from tests.brokers import eventually, serving
 from tests.stores import StoredBroker, storing
-from tests.unit.client.conftest import impatient, leases
+from tests.unit.client.conftest import impatient, leases, session_of
 from tests.unit.client.memory.test_broadcast import NAMES, OPTIONS, TENSORS, WAYS, heard, make, text
 from tests.unit.client.scripts import start
 
@@ -286,8 +286,8 @@ def test_descriptors_that_cannot_come_and_notices_that_are_late(client: Broker, 
         done: Future[None] = Future()
         multicast = pool._lease.multicast
         assert multicast
-        client._session.cleanup.put(lambda: multicast.rebound(notice, given))
-        client._session.cleanup.put(lambda: done.set(None))
+        session_of(client).cleanup.put(lambda: multicast.rebound(notice, given))
+        session_of(client).cleanup.put(lambda: done.set(None))
         done.result()
 
     with client.attach("x", device=1) as pool:
@@ -351,7 +351,7 @@ def test_a_broadcast_that_waits_is_told_that_nothing_comes(
         with impatient(client, 0.1), pytest.raises(TimedOut, match=r"not bound together again within 0\.1 s"):
             pool.broadcast(text("odd"), "odd")
         with monkeypatch.context() as patch:
-            patch.setitem(client._session.losses, (pool.name, pool.version), "descriptors of its memory are missing")
+            patch.setitem(session_of(client).losses, (pool.name, pool.version), "descriptors of its memory are missing")
             with pytest.raises(Unavailable, match=r"is lost: descriptors .* are missing; close it"):
                 pool.broadcast(text("odd"), "odd")
         _refused(pool, pool.sleep, Invalid, "is asleep")

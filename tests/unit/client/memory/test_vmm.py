@@ -30,7 +30,7 @@ from cubroker.protocol.messages import (
 )
 from tests.brokers import BrokerProcess, eventually
 from tests.unit.client import shares
-from tests.unit.client.conftest import content, leases, publish
+from tests.unit.client.conftest import content, leases, publish, session_of
 from tests.unit.client.scripts import run
 from tests.unit.client.test_faults import SCARCE, regions
 from tests.unit.server.processes import all_closed, files
@@ -69,7 +69,7 @@ def test_many_allocations_come_in_order_and_no_descriptor_stays(client: Broker, 
             assert (len(pool.allocation_views), pool.share) == (20, "vmm")
             assert pool.device == pool.memory_device == client.driver.devices[device]
             assert all(tensor.tobytes() == content(each, 300) for each, tensor in pool.items())
-            assert client._session.receiver.empty()
+            assert session_of(client).receiver.empty()
     with client.create(name, Layout.pack([("a", "U8", (300,))])) as draft:
         assert draft["a"].tobytes() == bytes(300)
     all_closed(os.getpid(), before)
@@ -115,7 +115,7 @@ def test_descriptors_of_a_lease_that_nobody_maps_are_closed(client: Broker, name
         reply = future.result(60)
         assert isinstance(reply, Attached)
         client.requests.submit(Close(reply.lease)).result(60)
-    eventually(lambda: client._session.receiver.empty(), "the descriptors to be closed")
+    eventually(lambda: session_of(client).receiver.empty(), "the descriptors to be closed")
 
 
 def test_a_forked_child_closes_the_descriptors_that_wait(client: Broker, lender: BrokerProcess, name: str) -> None:
@@ -128,7 +128,7 @@ def test_a_forked_child_closes_the_descriptors_that_wait(client: Broker, lender:
         from cubroker.client.transport.fd_receiver import FdReceiver
         from cubroker.protocol.messages import Descriptors
         broker = Broker(directory)
-        inbox = broker._session.receiver
+        inbox = broker._session.receiver  # where descriptors wait that no lease has asked for
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         pipe = os.pipe()
         socket.send_fds(theirs, [b"x"], [pipe[1]])

@@ -27,7 +27,7 @@ from cubroker.protocol.messages import Attach, DeviceList, Done, ListDevices, Po
 from cubroker.protocol.paths import SESSION_SOCKET, directory_of
 from tests.accounts import group_name
 from tests.brokers import PATIENCE, BrokerProcess, eventually, serving
-from tests.unit.client.conftest import LAYOUT, begun, content, impatient, leases, publish
+from tests.unit.client.conftest import LAYOUT, begun, content, impatient, leases, publish, session_of
 from tests.unit.server.processes import files, gateway_of
 
 
@@ -169,7 +169,7 @@ def test_a_broker_that_is_stuck_runs_into_the_time_limit_and_no_lease_is_lost() 
             for limit in (0.1, 1e-9):
                 with pytest.raises(Unavailable, match=rf"did not answer within {limit:g} s: its socket listens"):
                     Broker(process.directory, timeout=limit)
-        eventually(lambda: not broker._session.held and not broker.requests.waiting(), "all answers")
+        eventually(lambda: not session_of(broker).held and not broker.requests.waiting(), "all answers")
         assert [(info.name, info.leases) for info in other.pools()] == [("pool", 0)]
 
 
