@@ -65,7 +65,7 @@ def workers() -> Iterator[None]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sampling.daily(sorted(set(ALL) - {"requests"}), 3))  # which takes long at any size
+@pytest.mark.parametrize("name", sampling.daily(sorted(set(ALL) - {"requests"}), 2))  # which takes long at any size
 def test_a_benchmark_runs_alone_and_writes_its_results(
     name: str, tmp_path: Path, workers: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -121,7 +121,7 @@ def test_many_who_wait_for_one_large_layout_share_it(broker: BrokerProcess, clie
     data, attach = layout.encode(), Attach("pool", 0, None, 60.0)
     with session(broker.directory) as writer:
         lease, before = writer.create("pool", layout).lease, resident(broker.pid)
-        waiting = [client.send(attach) for _ in range(200)]
+        waiting = [client.send(attach) for _ in range(60)]
         assert not client.clients()[0].leases  # by now they wait
         assert insist(writer, Seal(lease)) == Sealed(1)
         clients = insist(writer, ListClients())
