@@ -19,6 +19,7 @@ NEW = {
     "cubroker.client.update": "cubroker.client.delta",
     "cubroker.client.verify": "cubroker.client.loading.verify",
     "cubroker.integrations.runtime": "cubroker.integrations.runtime_pools",
+    "cubroker.integrations.torch_mempool": "cubroker.integrations.torch",
     "cubroker.protocol.directory": "cubroker.protocol.paths",
     "cubroker.protocol.infos": "cubroker.protocol.status",
     "cubroker.protocol.limits": "cubroker.protocol.fields",

@@ -20,7 +20,7 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("this torch was built without CUDA", allow_module_level=True)
 
-from cubroker.integrations.torch_mempool import MemPool, OutOfRoom, Room  # noqa: E402
+from cubroker.integrations.torch import MemPool, OutOfRoom, Room  # noqa: E402
 
 MIB = 1 << 20
 SIDE = 8192

@@ -20,8 +20,8 @@ from hypothesis import strategies as some
 from torch import nn
 
 from cubroker.client import Broker
-from cubroker.integrations import torch_mempool
-from cubroker.integrations.torch_mempool import BLOCK, SEGMENT, MemPool, OutOfRoom, Room, segments
+from cubroker.integrations import torch as bridge
+from cubroker.integrations.torch import BLOCK, SEGMENT, MemPool, OutOfRoom, Room, segments
 from cubroker.protocol.errors import CubrokerError, Invalid, Unsupported
 from tests import forkserver
 from tests.brokers import BrokerProcess, eventually
@@ -90,15 +90,15 @@ def test_a_closed_room_keeps_its_memory_until_the_last_piece_is_back() -> None:
 
 # -- what torch calls ----------------------------------------------------------------------------------
 
-take, give_back = torch_mempool._calls
+take, give_back = bridge._calls
 
 
 @pytest.fixture
 def room() -> Iterator[Room]:
     room = Room(START, 4 * SEGMENT)
-    torch_mempool._active.room = room
+    bridge._active.room = room
     yield room
-    torch_mempool._active.room = None
+    bridge._active.room = None
     assert room.error is None
 
 
@@ -107,7 +107,7 @@ def test_torch_gets_segments_and_gives_them_back_from_anywhere(room: Room) -> No
     assert (one, other) == (START, START + SEGMENT)
     assert take(2 * SEGMENT, 0, None) is None
     assert room.refused == 2 * SEGMENT
-    torch_mempool._active.room = None
+    bridge._active.room = None
     assert take(SEGMENT, 0, None) is None  # a thread that uses no pool
     for pointer in (other, one):
         give_back(pointer, SEGMENT, 0, None)
@@ -130,12 +130,12 @@ def test_an_error_never_leaves_a_call(room: Room, monkeypatch: pytest.MonkeyPatc
 INTERRUPTED = """
 import ctypes, os, signal, sys, threading
 from contextlib import nullcontext
-from cubroker.integrations import torch_mempool
-from cubroker.integrations.torch_mempool import Room
+from cubroker.integrations import torch as bridge
+from cubroker.integrations.torch import Room
 
-room = torch_mempool._active.room = Room(512, 1 << 62)
+room = bridge._active.room = Room(512, 1 << 62)
 libc, numbers = ctypes.CDLL(None), (ctypes.c_int64 * 3000)()
-(take, _), pid, stop = torch_mempool._calls, os.getpid(), threading.Event()
+(take, _), pid, stop = bridge._calls, os.getpid(), threading.Event()
 
 def interrupt():
     while not stop.wait(0.01):
@@ -143,7 +143,7 @@ def interrupt():
 
 thread = threading.Thread(target=interrupt)
 raised = 0
-with torch_mempool._signals_wait() if sys.argv[1] == "waits" else nullcontext():
+with bridge._signals_wait() if sys.argv[1] == "waits" else nullcontext():
     try:
         thread.start()
         libc.qsort(numbers, len(numbers), 8, take)  # calls it as torch does, many times in one call from here
@@ -168,7 +168,7 @@ def test_an_interrupt_comes_behind_the_call(*, waits: bool) -> None:
 def test_handlers_that_are_set_inside_stay() -> None:
     before = signal.getsignal(signal.SIGINT)
     try:
-        with torch_mempool._signals_wait():
+        with bridge._signals_wait():
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
@@ -207,8 +207,8 @@ class Allocator:
 @pytest.fixture
 def pool(lender: BrokerProcess, monkeypatch: pytest.MonkeyPatch) -> Iterator[MemPool]:
     """A pool of four segments on a host device."""
-    monkeypatch.setattr(torch_mempool, "_check_torch", lambda *_: None)
-    monkeypatch.setattr(torch_mempool, "_allocator", lambda: None)
+    monkeypatch.setattr(bridge, "_check_torch", lambda *_: None)
+    monkeypatch.setattr(bridge, "_allocator", lambda: None)
     monkeypatch.setattr(MemPool, "_warm_up", lambda _: None)
     monkeypatch.setattr(torch.cuda, "MemPool", Allocator)
     monkeypatch.setattr(torch.cuda, "use_mem_pool", lambda *_: nullcontext())
