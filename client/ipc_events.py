@@ -13,6 +13,7 @@ import logging
 import time
 from abc import abstractmethod
 from collections.abc import Callable
+from functools import partial
 from threading import RLock
 from typing import Protocol, TypeVar
 
@@ -90,7 +91,7 @@ class EventHandle(Resource[EventRef]):
 
     def _hand_over(self) -> None:
         assert self._event is not None
-        self._guarded(EventRef(self._event, self._number), self._end)
+        self._guarded(partial(EventRef, self._event, self._number), self._end)
 
     def _refuse(self, error: CubrokerError) -> None:
         self.fail(error)

@@ -52,7 +52,7 @@ class LockHandle(Resource[LockRef]):
     def _answered(self, reply: Reply | CubrokerError) -> None:
         if isinstance(reply, Locked):
             self._number = reply.lock
-            self._guarded(LockRef(), self._release)
+            self._guarded(LockRef, self._release)
         else:
             strange = Unavailable(f"the broker answered the request Lock with {type(reply).__name__}")
             self.fail(reply if isinstance(reply, CubrokerError) else strange)

@@ -75,11 +75,11 @@ class Asked(Holding, Generic[T]):
             future.abandon()
             future.fail(reason)
 
-    def hand_over(self, value: T) -> None:
-        """Bring it to its caller."""
+    def hand_over(self, box: list[T]) -> None:
+        """Bring what is in the box to its caller, and leave it empty."""
         future, self.future = self.future, None
         assert future is not None
-        future.set(value)
+        future.take(box)
 
     def fail(self, error: CubrokerError) -> None:
         """Tell the caller that it does not come."""
@@ -127,10 +127,11 @@ class Resource(Asked[T], ABC):
     def _put(self) -> None:
         self._session.cleanup.put(self.begin)
 
-    def _guarded(self, value: T, end: Callable[[], None]) -> None:
-        """Hand it over; ``end`` is called on the cleanup thread after the last reference to it."""
-        self._guard = self._session.cleanup.guard(value, end)
-        self.hand_over(value)
+    def _guarded(self, make: Callable[[], T], end: Callable[[], None]) -> None:
+        """Make it and hand it over; ``end`` is called on the cleanup thread after the last reference to it."""
+        box = [make()]
+        self._guard = self._session.cleanup.guard(box[0], end)
+        self.hand_over(box)
 
 
 class ClientSession:
@@ -268,7 +269,9 @@ class ClientSession:
             self.held.add(asked)
             self.check_open()  # looked at last: :meth:`end` either sees it, or is seen here
             begin()
-            return (yield from self.wait(future, request, wait))
+            value = yield from self.wait(future, request, wait)
+            future.abandon()  # the thread that brought it may refer to the future for some time
+            return value
         except BaseException:
             asked.abandon(Unavailable("no caller waits for it"))
             future.abandon()  # it may have come in the meantime, and this traceback may live long

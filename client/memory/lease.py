@@ -556,7 +556,9 @@ class LeaseRequest(Asked[Granted]):
             self._session.forget(self)
         else:
             self._give_back(reply.lease)  # another call has woken it before
-        return self.hand_over((reply, memory))
+        box = [(reply, memory)]
+        del memory  # the caller may give it back before this thread goes on, and then waits for the end of the lease
+        return self.hand_over(box)
 
     def _unmapped(
         self, reply: Attached | Created, given: Sequence[Source], error: CubrokerError | DriverError | ValueError

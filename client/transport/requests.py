@@ -102,8 +102,12 @@ class Future(Generic[T]):
 
     def set(self, value: T) -> None:
         """Deliver the value, which an abandoned future does not keep."""
+        self.take([value])
+
+    def take(self, box: list[T]) -> None:
+        """Deliver the value in a box, and empty it, so that the receiver's reference is the last one at once."""
         if self._taken.acquire(blocking=False):
-            self._value = value
+            self._value = box.pop()
             if self._abandoned:
                 self._value = None
             self._done = True

@@ -16,8 +16,9 @@ import pytest
 from cubroker.client import Broker, Pool, SharedTensor, fork_guard
 from cubroker.client.loading import loader
 from cubroker.client.loading.checkpoint import CheckpointFile
+from cubroker.client.locks import LockRef, NameLock
 from cubroker.client.memory.lease import acquire
-from cubroker.client.transport.requests import Steps
+from cubroker.client.transport.requests import Future, Steps
 from cubroker.protocol.errors import Invalid, TimedOut, Unavailable
 from cubroker.protocol.messages import ListPools
 from tests import checkpoints
@@ -114,6 +115,31 @@ def test_a_pool_that_comes_while_its_broker_is_closed_is_closed_too(
     with pytest.raises(Unavailable, match="this Broker is closed; open another"):
         broker.attach(name)
     eventually(lambda: leases(client, name) == 0, "the end of the lease")
+
+
+@pytest.mark.parametrize("ask", [Broker.attach, Broker.lock])
+def test_a_close_waits_for_its_end_though_what_brought_the_thing_is_still_busy(
+    client: Broker, name: str, ask: Callable[[Broker, str], Pool | NameLock], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that is preempted after it has woken the caller must not have a reference of its own."""
+    publish(client, name)
+    busy, go_on, call = list[Future[Any]](), threading.Event(), Future._call
+
+    def pausing(future: Future[Any]) -> None:
+        call(future)
+        if isinstance(future._value, tuple | LockRef) and not busy:
+            busy.append(future)
+            assert go_on.wait(PATIENCE)
+
+    monkeypatch.setattr(Future, "_call", pausing)
+    thing = ask(client, name)
+    eventually(lambda: busy, "the thread to pause")
+    try:
+        assert thing.let_go()
+    finally:
+        go_on.set()
+    thing.close()
+    eventually(lambda: not leases(client, name), "the lease to fall")
 
 
 def test_closing_many_pools_waits_for_a_stopped_broker_once(
