@@ -23,7 +23,7 @@ MAX_NAMED = 4
 """Tensors of an allocation that a message names."""
 
 
-class Span(NamedTuple):
+class DigestRange(NamedTuple):
     """A mapped piece of a version's memory."""
 
     spot: Spot
@@ -32,14 +32,17 @@ class Span(NamedTuple):
     nbytes: int
 
 
-def spans(replica: Replica) -> list[Span]:
+def spans(replica: Replica) -> list[DigestRange]:
     """Return the allocations of a replica; raises ``Invalid`` if the memory was given back."""
     views = zip(replica.allocations, replica.allocation_views, strict=True)
-    return [Span((view.memory_device.uuid, number), view.context, view.pointer, view.nbytes) for number, view in views]
+    return [
+        DigestRange((view.memory_device.uuid, number), view.context, view.pointer, view.nbytes)
+        for number, view in views
+    ]
 
 
 def sealing(
-    label: str, replicas: Sequence[str], pieces: Sequence[Span], layout: Layout, shared: Mapping[Spot, bytes]
+    label: str, replicas: Sequence[str], pieces: Sequence[DigestRange], layout: Layout, shared: Mapping[Spot, bytes]
 ) -> Digests:
     """Return the digests of the replicas on these devices, by UUID, computed after all work of this process on them.
 
@@ -58,7 +61,7 @@ def sealed(replica: Replica, label: str, answer: DigestList) -> dict[int, bytes]
     return {number: digest for (_, number), digest in _compute(label, spans(replica)).items()}
 
 
-def check(label: str, layout: Layout, pieces: Sequence[Span], answer: DigestList) -> None:
+def check(label: str, layout: Layout, pieces: Sequence[DigestRange], answer: DigestList) -> None:
     """Compare pieces of a version with the digests that it was sealed with.
 
     Raises:
@@ -88,9 +91,9 @@ def check(label: str, layout: Layout, pieces: Sequence[Span], answer: DigestList
         )
 
 
-def _compute(label: str, pieces: Sequence[Span], *, synchronize: bool = False) -> dict[Spot, bytes]:
+def _compute(label: str, pieces: Sequence[DigestRange], *, synchronize: bool = False) -> dict[Spot, bytes]:
     """Return the digest of each piece, computed by its device."""
-    by_context: defaultdict[Context, list[Span]] = defaultdict(list)
+    by_context: defaultdict[Context, list[DigestRange]] = defaultdict(list)
     for piece in pieces:
         by_context[piece.context].append(piece)
     found: dict[Spot, bytes] = {}

@@ -21,7 +21,7 @@ from cubroker.client.loading.safetensors import (
     LENGTH_BYTES,
     MAX_HEADER,
     SUFFIX,
-    Malformed,
+    FormatError,
     header_length,
     parse_header,
     parse_index,
@@ -273,10 +273,10 @@ def open_regular(path: Path) -> FileIO:
 
 @contextmanager
 def _said_of(path: Path) -> Iterator[None]:
-    """Raise ``Invalid`` about a file for a ``Malformed``."""
+    """Raise ``Invalid`` about a file for a ``FormatError``."""
     try:
         yield
-    except Malformed as error:
+    except FormatError as error:
         raise refusal(path, str(error)) from None
 
 

@@ -34,7 +34,7 @@ T = TypeVar("T")
 _Size = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
-class Malformed(Exception):
+class FormatError(Exception):
     """A file breaks the format; the text says how, as the end of a sentence about the file."""
 
 
@@ -58,9 +58,9 @@ def header_length(first: bytes, size: int) -> int:
     """Return the bytes of the header, by the ``LENGTH_BYTES`` that a file of ``size`` bytes begins with."""
     length = int.from_bytes(first, "little")
     if length > MAX_HEADER:
-        raise Malformed(f"its header claims {length} bytes, and {MAX_HEADER} is the most; it is no safetensors file")
+        raise FormatError(f"its header claims {length} bytes, and {MAX_HEADER} is the most; it is no safetensors file")
     if LENGTH_BYTES + length > size:
-        raise Malformed(f"its header claims {length} bytes, and the file has {size}; it is truncated, fetch it again")
+        raise FormatError(f"its header claims {length} bytes, and the file has {size}; it is truncated, fetch it again")
     return length
 
 
@@ -69,10 +69,10 @@ def parse_header(header: bytes, room: int) -> dict[str, TensorInfo]:
     tensors, end = dict(sorted(_entries(header).items(), key=lambda item: item[1].data_offsets)), 0
     for name, info in tensors.items():
         if mistake := _mistake(info, end, room):
-            raise Malformed(f"tensor {name!r}{mistake}")
+            raise FormatError(f"tensor {name!r}{mistake}")
         end = info.data_offsets[1]
     if end < room:
-        raise Malformed(
+        raise FormatError(
             f"{room - end} bytes follow its last tensor; it was not written as its header says, write it again"
         )
     return tensors
@@ -86,13 +86,13 @@ def parse_index(raw: bytes) -> dict[str, str]:
 def _entries(header: bytes) -> dict[str, TensorInfo]:
     """Return the header's entry of each tensor; only the form of ``__metadata__`` is checked."""
     if not header.startswith(b"{"):
-        raise Malformed("its header does not begin with '{'; it is no safetensors file")
+        raise FormatError("its header does not begin with '{'; it is no safetensors file")
     sections = _parse_json(header, dict[str, Any])
     try:
         msgspec.convert(sections.pop("__metadata__", None), dict[str, str] | None)
         return msgspec.convert(sections, dict[str, TensorInfo])
     except (msgspec.ValidationError, UnicodeEncodeError) as error:  # the latter: a key with half a surrogate pair
-        raise Malformed(f"its header has an entry of the wrong form: {error}") from None
+        raise FormatError(f"its header has an entry of the wrong form: {error}") from None
 
 
 def _mistake(info: TensorInfo, end: int, room: int) -> str | None:
@@ -120,7 +120,7 @@ def _parse_json(raw: bytes, form: type[T]) -> T:
     try:
         return msgspec.convert(json.loads(raw.decode(), object_pairs_hook=_unique), form)
     except (ValueError, RecursionError, msgspec.ValidationError) as error:
-        raise Malformed(f"its JSON cannot be used: {str(error)[:300]}") from None
+        raise FormatError(f"its JSON cannot be used: {str(error)[:300]}") from None
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
