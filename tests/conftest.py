@@ -6,18 +6,23 @@ import signal
 import sys
 import tempfile
 from collections.abc import Generator, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from tests import forkserver, sampling
 from tests.brokers import BrokerProcess, serving
-from tests.measuring import collecting
+from tests.measuring import campaigning, collecting
 
 # A shell starts what it runs in the background with SIGINT ignored, and so do our children then: no test of an
 # interrupt could pass. A handler, unlike SIG_IGN, does not outlive an exec.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+ROOT = Path(__file__).parent
+CAMPAIGNS = ("crash", "fuzz", "integration", "systemd")
+"""Folders whose tests count for no coverage: it is the tests of units that have to come to every line."""
 
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
@@ -59,6 +64,13 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Leave out campaigns against whole processes, which take half as long again if all of those are measured."""
+    with campaigning() if item.path.relative_to(ROOT).parts[0] in CAMPAIGNS else nullcontext():
+        return (yield)
 
 
 @pytest.hookimpl(trylast=True)

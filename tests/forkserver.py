@@ -94,7 +94,7 @@ class Forked(subprocess.Popen[Any]):
         descriptors: Mapping[int, int] | None = None,
         **options: Any,
     ) -> None:
-        self._server = _fork_server(preload, measured)
+        self._server = _fork_server(preload, measured and any(name.startswith("COVERAGE_") for name in os.environ))
         self._foreground = foreground
         self._fail_on = list(fail_on)
         self._descriptors = dict(descriptors or {})

@@ -10,11 +10,16 @@ from contextlib import contextmanager, suppress
 from importlib import import_module
 
 import coverage
+import pytest
 
 import cubroker
 
 MEASURED = "PYTEST_XDIST_WORKER" in os.environ and coverage.Coverage.current() is not None
 """Whether this is a process that runs tests, and measures them. Where pytest runs by itself, nothing is put off."""
+
+
+VARIABLES = "COVERAGE_"
+"""What the variables begin with that have children measured."""
 
 
 @contextmanager
@@ -28,6 +33,16 @@ def unmeasured() -> Iterator[None]:
     finally:
         if measured:
             measured.start()
+
+
+@contextmanager
+def campaigning() -> Iterator[None]:
+    """Within a ``with`` block neither a process of pytest-xdist nor its children are measured."""
+    with unmeasured(), pytest.MonkeyPatch.context() as patch:
+        for name in [*os.environ] if MEASURED else []:
+            if name.startswith(VARIABLES):
+                patch.delenv(name)
+        yield
 
 
 @contextmanager

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Generator
+
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cubroker.protocol import wire
-from cubroker.protocol.messages import DESCRIPTOR, Answer, Attached, Created, ReplicaHandles
+from cubroker.protocol import Layout, wire
+from cubroker.protocol.messages import DESCRIPTOR, Answer, Attached, Created, Failed, ReplicaHandles
 from cubroker.server.transport.reply_cache import (
     MAX_BYTES,
     MAX_REQUESTS,
@@ -14,6 +18,7 @@ from cubroker.server.transport.reply_cache import (
     Receipts,
     ReplyAccount,
     ReplyCache,
+    SharedLayout,
     Spans,
     weight,
 )
@@ -163,6 +168,19 @@ def test_a_layout_counts_once_however_many_requests_and_answers_of_a_user_have_i
     for each in sessions:
         assert each.admit(3, 2, b"here", 10) is Admission.NEW, "the client has the lease"
     assert account.nbytes == 100 * (10 + OVERHEAD)
+
+
+@pytest.mark.parametrize("data", [Layout.pack([("a", "U8", (1,))]).encode(), b"no layout"])
+def test_a_layout_is_checked_once_for_all_who_bring_it(data: bytes) -> None:
+    layout, outcomes = SharedLayout(data), list[object]()
+
+    def check() -> Generator[None, None, None]:
+        outcomes.append((yield from layout.check()))
+
+    for _ in range(2):
+        deque(check())
+    assert outcomes[0] is outcomes[1]
+    assert isinstance(outcomes[0], Failed) == (data == b"no layout")
 
 
 def test_a_session_that_ends_gives_back_all_that_it_has() -> None:
