@@ -4,7 +4,7 @@ A session has two threads of its own. The *connection's* thread (:mod:`.transpor
 numbers and sends requests, settles them, and receives descriptors. The *cleanup* thread (:mod:`.cleanup_thread`) maps
 and unmaps memory. All other threads are *callers*: they post requests, leave tasks for the cleanup thread, and wait on
 futures. An interrupt or a time limit can only hit a caller, so no caller's frame owns a lease or an event: a
-:class:`Held` object does, and gives back what comes after its caller has left.
+:class:`Holding` object does, and gives back what comes after its caller has left.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Asked(Holding, Generic[T]):
         self.abandoned = False
 
     def abandon(self, reason: CubrokerError) -> None:
-        """See :meth:`Held.abandon`."""
+        """See :meth:`Holding.abandon`."""
         self.abandoned = True
         if future := self.future:
             future.abandon()
@@ -106,7 +106,7 @@ class Resource(Asked[T], ABC):
         return self._session.obtain(self, self._put, self.request, wait)
 
     def abandon(self, reason: CubrokerError) -> None:
-        """See :meth:`Held.abandon`. What was not begun ends at once."""
+        """See :meth:`Holding.abandon`. What was not begun ends at once."""
         super().abandon(reason)
         self._put()
 

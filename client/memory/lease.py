@@ -476,7 +476,7 @@ class LeaseRequest(Asked[Granted]):
         return self._session.obtain(self, lambda: self._post(body), type(body).__name__, body.wait)
 
     def abandon(self, reason: CubrokerError) -> None:
-        """See :meth:`Held.abandon`. The broker is told; what was not posted ends at once."""
+        """See :meth:`Holding.abandon`. The broker is told; what was not posted ends at once."""
         super().abandon(reason)
         self._session.requests.cancel(self._pending)
 

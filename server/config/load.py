@@ -1,6 +1,6 @@
 """Reading the settings: options before the environment, that before the file, and that before the defaults.
 
-:class:`Sources` are the places to look; :class:`EffectiveConfig` is the result, with the origin of each value;
+:class:`ConfigSources` are the places to look; :class:`EffectiveConfig` is the result, with the origin of each value;
 :class:`Current` is the configuration of a running broker, which it can read again. A refusal names place, key, value
 and what would be right, and all complaints are gathered before anything is started.
 """

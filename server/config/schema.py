@@ -2,8 +2,9 @@
 
 :data:`SETTINGS` is the one declaration. Parsing of the file, the environment and options, the refusals and
 ``cubroker config`` follow from it; ``docs/configuration.md`` and ``deploy/cubroker.toml`` are held against it by tests.
-A setting has a :class:`Kind`, which knows a value in three shapes: as *text* (environment, command line), as *written*
-(a value of TOML), and what that *means* to the broker. :func:`build` combines the meanings to a :class:`Config`.
+A setting has a :class:`ValueKind`, which knows a value in three shapes: as *text* (environment, command line), as
+*written* (a value of TOML), and what that *means* to the broker. :func:`build` combines the meanings to a
+:class:`Config`.
 """
 
 from __future__ import annotations
