@@ -26,7 +26,7 @@ def publish() -> None:
         "up": random.standard_normal((HIDDEN, WIDTH), np.float32),
         "down": random.standard_normal((WIDTH, HIDDEN), np.float32),
     }
-    with Broker() as broker:
+    with Broker(wait=60) as broker:
         print(f"{WEIGHTS}@{broker.publish(WEIGHTS, weights)}")
 
 

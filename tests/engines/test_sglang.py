@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,9 @@ pytestmark = [
 def environment(site: Path) -> dict[str, str]:
     path = os.pathsep.join(map(str, (site, Path(cubroker.__file__).parents[1], ROOT)))
     return os.environ | {"PYTHONPATH": path, "PYTHONWARNINGS": ""}
+
+
+SHARED = Path("/dev/shm")
 
 
 class Engine:
@@ -117,7 +121,7 @@ def site(tmp_path: Path) -> Path:
 @pytest.fixture
 def start(site: Path, tmp_path: Path) -> Iterator[Start]:
     """Starts engines, which are ended after the test."""
-    started = list[Engine]()
+    started, before = list[Engine](), set(SHARED.iterdir())
 
     def engine(*arguments: Any, **extra: Any) -> Engine:
         started.append(Engine(site, tmp_path / f"log-{len(started)}", *arguments, **extra))
@@ -126,6 +130,18 @@ def start(site: Path, tmp_path: Path) -> Iterator[Start]:
     yield engine
     for each in started:
         each.close()
+    for path in set(SHARED.iterdir()) - before:  # which SGLang's processes leave, as they are killed at its end
+        if path.name.startswith(("sem.mp-", "sglang_loads_")) and not in_use(path):
+            path.unlink(missing_ok=True)
+
+
+def in_use(path: Path) -> bool:
+    """Whether a process has a file mapped."""
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):
+            if str(path) in maps.read_text():
+                return True
+    return False
 
 
 @pytest.fixture(scope="module")
