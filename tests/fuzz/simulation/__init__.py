@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from tests.sampling import SEED
 
-DAILY = 40
+DAILY = 32
 """Seeds that the tests play only today; `make simulate` plays many more."""
 
 

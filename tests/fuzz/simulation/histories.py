@@ -59,6 +59,7 @@ DEVICE_SETS = (
     (("GPU-1", "GPU-0"), ("GPU-0", "GPU-0"), ("GPU-9",)),
 )
 LAYOUTS = (((1,), (2 * MIB,), (3 * MIB, 256), (4 * MIB,), (8 * MIB,)), ((6 * MIB, 6 * MIB), (13 * MIB,), ()))
+BASES = (((1,), (1, 1), (1, 1), (256, 1, 2 * MIB)), ((3 * MIB, 1),))
 SHARES = (("ipc", "vmm", "multicast", "auto"), ("wish",))
 SHARD_SHARES = (("ipc", "vmm", "auto"), ("multicast", "wish"))
 OWNERS: tuple[tuple[tuple[int, ...], ...], ...] = (((), (), (), (1001,)), ((1002, 0), (1001, BROKER)))
@@ -88,6 +89,7 @@ WEIGHTS = {
     "attach": 32,
     "create": 36,
     "shard": 12,
+    "base": 6,
     "update": 24,
     "seal": 24,
     "seal_in_place": 4,
@@ -120,6 +122,19 @@ WEIGHTS = {
     "restart": 3,
 }
 
+CHAINING = {
+    ("base", "allocated", "allocated", "seal", "attach"): 2,
+    ("update", "allocated", "allocated", "seal", "attach", "attach"): 8,
+    ("update", "update", "allocated", "allocated", "seal", "seal"): 2,
+    ("update", "vanish", "close"): 1,
+    ("attach",): 3,
+    ("close", "freed"): 3,
+    ("retire",): 1,
+    ("freed", "freed", "freed"): 3,
+}
+"""What a history of versions that share memory has beside single actions: each as often as its weight says. Without
+them few updates would get as far as a version, and hardly any had one that is an update itself."""
+
 SMALL = 16
 STORES = (None, 1000, SMALL)
 """Descriptors that the store has room for."""
@@ -138,6 +153,10 @@ def generate(seed: int) -> list[Action]:
     rules = (int(chance.random() < 0.25), chance.randrange(len(POLICIES)), chance.randrange(len(STORES)))
     world: list[Action] = [("world", rules), ("join", (1, 1)), ("join", (1, 2)), ("join", (2, 0))]
     kinds = chance.choices(list(WEIGHTS), weights, k=chance.randrange(30, 200))
+    if chance.random() < 0.4:
+        for phrase in chance.choices(list(CHAINING), list(CHAINING.values()), k=len(kinds) // 6):
+            place = chance.randrange(len(kinds) + 1)
+            kinds[place:place] = phrase
     return world + [(kind, tuple(chance.randrange(1 << 16) for _ in range(NUMBERS))) for kind in kinds]
 
 
@@ -235,36 +254,45 @@ class Play:
         body = m.Create(*head, None, places, _writable(share), self._durable(kind, share))
         self.ask(self.user(session), body, made)
 
+    def base(self, session: int, name: int, sizes: int, on: int, share: int, wait: int, mode: int, _: int) -> None:
+        """Create a version with which updates can share memory."""
+        made, encoded = layout(choose(BASES, sizes))
+        head = choose(NAMES, name), encoded, choose(DEVICE_SETS, on), ("ipc", "vmm", "auto")[share % 3]
+        body = m.Create(*head, choose(WAITS, wait), None, choose(MODES, mode))
+        self.ask(self.user(session), body, made)
+
     def update(self, session: int, number: int, keep: int, more: int, wait: int, odd: int, mode: int, _: int) -> None:
         """Create a version that has some of a published one's memory; in rare cases what that cannot be."""
         published = [v for v in self.pair.model.versions if v.state in ("current", "superseded", "retired")]
         fit = [v for v in published if not v.body.writable and v.body.share != "multicast"] or published
         if not fit:
             return
-        base = fit[number % len(fit)]
+        base, slip = fit[number % len(fit)], odd // 4 if odd % 4 == 0 else 1
         body, sizes, plan = base.body, list[int](), list[int]()
         kept: list[int | None] = []
         for index, size in enumerate(base.layout.allocations):
             what = keep >> 2 * index & 3
             if what or not index:  # the first stays, or another takes its place
-                sizes.append(size + (odd % 41 == 0) * 4 * MIB)
-                kept.append(None if what == 1 else index + (odd % 43 == 0))
+                sizes.append(size + (slip % 41 == 0) * 4 * MIB)
+                kept.append(None if what == 1 else index + (slip % 43 == 0))
                 plan.append(body.plan[index] if body.plan else 0)
-        for _ in range(more % 3):
-            sizes.append((256, 2 * MIB, 3 * MIB)[more // 3 % 3])
-            kept.append(0 if odd % 37 == 0 else None)
-            plan.append(more // 9 % len(body.devices))
+        for _ in range((0, 0, 1, 2)[more % 4]):
+            sizes.append((256, 2 * MIB, 3 * MIB)[more // 4 % 3])
+            kept.append(0 if slip % 37 == 0 else None)
+            plan.append(more // 12 % len(body.devices))
         made, encoded = layout(tuple(sizes))
         share = choose((("auto", body.share), SHARES[0]), odd)
-        where = m.Where("GPU-0") if odd % 29 == 0 else None
-        durable = None if odd % 3 else bool(body.durable) != (odd % 31 == 0)
-        devices = body.devices[::-1] if odd % 23 == 0 else body.devices
-        wanted = m.Base(base.number + (odd % 19 == 0), tuple(kept) + (None,) * (odd % 17 == 0))
+        where = m.Where("GPU-0") if slip % 29 == 0 else None
+        durable = None if odd % 3 else bool(body.durable) != (slip % 31 == 0)
+        devices = body.devices[::-1] if slip % 23 == 0 else body.devices
+        wanted = m.Base(base.number + (slip % 19 == 0), tuple(kept) + (None,) * (slip % 17 == 0))
         head = body.name, encoded, devices, share, choose(WAITS, wait), where, choose(MODES, mode)
-        sharded = tuple(plan) if body.plan and odd % 13 else None
-        asked = m.Create(*head, sharded, odd % 11 == 0, durable, wanted)
+        sharded = tuple(plan) if body.plan and slip % 13 else None
+        asked = m.Create(*head, sharded, slip % 11 == 0, durable, wanted)
         holders = [lease.session.id for lease in self.pair.model.leases if lease.version is base]
-        user = holders[session % len(holders)] if holders and session % 5 else self.user(session)
+        others = [each.id for each in self.pair.model.sessions if each.uid == base.owner and each.id != OBSERVER]
+        able = holders or others
+        user = able[session % len(able)] if able and session % 5 else self.user(session)
         self.ask(user, asked, made)
 
     def _durable(self, share: str, number: int) -> bool | None:

@@ -28,10 +28,10 @@ from tests.fuzz.simulation.histories import OBSERVER, generate
 from tests.fuzz.simulation.search import attempt, search
 from tests.fuzz.simulation.shrink import shrink
 
-TELLING = (0, 2, 7, 12, 15, 21, 26, 28, 34, 204, 356)
+TELLING = (0, 1, 8, 9, 11, 13, 28, 85, 92)
 """Seeds of which one at least finds each mistake below; the first that did, of each."""
 
-FIXED = 60
+FIXED = 48
 """Seeds that are played every time, besides those."""
 
 
