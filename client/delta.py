@@ -236,7 +236,8 @@ def differing(
 
     Arrays at the base's own addresses are the base's tensors. Other arrays on the device of the base's tensor are
     compared by the device, those on another device by digest, each where it lies, and those in host memory byte by
-    byte. Work of a device that was submitted before is waited for.
+    byte. An array on another device whose address is no multiple of 16 counts as changed. Work of a device that was
+    submitted before is waited for.
 
     Raises:
         DriverError: the driver refused.
@@ -303,6 +304,7 @@ def _unlike_batch(pairs: Mapping[str, tuple[DeviceArray, SharedTensor]]) -> Iter
                 held.enter_context(tensor.hold())
             start, keeper = array.contiguous()
             kept.append(keeper)
+            del keeper  # a traceback may keep this frame for long
             if array.copies:
                 array.context.synchronize()
             if array.context is tensor.context:
@@ -315,7 +317,7 @@ def _unlike_batch(pairs: Mapping[str, tuple[DeviceArray, SharedTensor]]) -> Iter
 
 
 def _other_digest(context: Context, start: int, tensor: SharedTensor) -> bool:
-    """Whether bytes on another device than a tensor's have another digest, or none."""
+    """Whether bytes on another device have another digest than a tensor, or an address that no device digests from."""
     if start % PIECE:
         return True
     nbytes = tensor.nbytes

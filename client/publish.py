@@ -9,7 +9,6 @@ made contiguous one by one, so that no second copy of a model is needed beside t
 from __future__ import annotations
 
 import ctypes
-from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import lru_cache, partial
@@ -39,20 +38,35 @@ _Near = tuple[DeviceArray, TensorSpec, int]
 
 
 class _Group:
-    """Arrays without gaps that a device has, and that go into one allocation."""
+    """Arrays without gaps that a device has, and that go into one allocation.
 
-    def __init__(self) -> None:
+    Their addresses are asked for in advance, but for those of memory that the broker lends: to hold that keeps its pool
+    from being switched, put to sleep or sealed, which a publication that waits for room may not do.
+    """
+
+    def __init__(self, *, lent: bool) -> None:
         self.members: list[_Placed] = []
-        #: Where in the allocation each goes, its address, and its bytes.
-        self.segments: list[Segment] = []
-        self._keepers: list[object] = []
+        self._arrays: list[DeviceArray] = []
+        self._segments: list[Segment] | None = None if lent else []
 
     def add(self, placed: _Placed, array: DeviceArray) -> None:
-        """Take one more array, which stays where it is while this object lives."""
-        pointer, keeper = array.contiguous()
+        """Take one more array."""
         self.members.append(placed)
-        self.segments.append((placed[1].offset, pointer, placed[2]))
-        self._keepers.append(keeper)
+        self._arrays.append(array)
+        if self._segments is not None:
+            self._segments.append((placed[1].offset, array.contiguous()[0], placed[2]))
+
+    def segments(self, kept: list[object]) -> list[Segment]:
+        """Return where in the allocation each goes, its address, and its bytes; ``kept`` gets what keeps them there."""
+        if self._segments is not None:
+            return self._segments
+        found: list[Segment] = []
+        for (_, spec, nbytes), array in zip(self.members, self._arrays, strict=True):
+            pointer, keeper = array.contiguous()
+            kept.append(keeper)
+            del keeper  # a traceback may keep this frame for long
+            found.append((spec.offset, pointer, nbytes))
+        return found
 
 
 class _Ways(NamedTuple):
@@ -154,13 +168,12 @@ class Sources:
         return next((uuid for uuid in devices if uuid in there), devices[0])
 
     def prepare(self, layout: Layout) -> None:
-        """Do what needs no draft of this layout yet; :meth:`fill` does it otherwise.
+        """Group the arrays by the allocations of a layout, and find their addresses, for :meth:`fill`.
 
-        Raises:
-            Invalid: a source was given back meanwhile.
+        That needs no draft yet. A publication that does not call it has :meth:`fill` do it.
         """
         specs = {spec.name: spec for spec in layout.tensors}
-        groups: defaultdict[tuple[Context, bool, int], _Group] = defaultdict(_Group)
+        groups: dict[tuple[Context, bool, int], _Group] = {}
         rest: list[_Placed] = []
         filled: set[tuple[int, int]] = set()
         for name, array in self._arrays.items():
@@ -170,7 +183,10 @@ class Sources:
                 continue
             filled.add(place)
             if isinstance(array, DeviceArray) and not array.copies:
-                groups[array.context, array.lent, spec.allocation].add((name, spec, nbytes), array)
+                key = array.context, array.lent, spec.allocation
+                if key not in groups:
+                    groups[key] = _Group(lent=array.lent)
+                groups[key].add((name, spec, nbytes), array)
             else:
                 rest.append((name, spec, nbytes))
         self._ways = _Ways(groups, rest)
@@ -265,9 +281,10 @@ def _copy_on_devices(
         streams = [undo.enter_context(target.context.stream()) for target in targets]
         for source in sources:
             source.synchronize()
-        for target, stream in zip(targets, streams, strict=True):
-            for home, allocation, group in ready:
-                _start(target, stream, home, allocation, group.segments)
+        for home, allocation, group in ready:
+            segments = group.segments(kept)
+            for target, stream in zip(targets, streams, strict=True):
+                _start(target, stream, home, allocation, segments)
         for batch in _batches(near):
             pieces: dict[tuple[Context, int], list[Segment]] = {}
             for array, spec, nbytes in batch:

@@ -72,9 +72,11 @@ class Physical:
         """
         module = self._calls.module
         if self._fabric:
-            properties = _properties(module, self.device, _Kinds.DESCRIPTOR | _Kinds.FABRIC)
+            kinds = _Kinds.DESCRIPTOR | _Kinds.FABRIC
+            properties = _properties(module, self.device, kinds)
             with tolerated(*_NO_FABRIC):
-                self._calls.cuMemRelease(self._calls.cuMemCreate(granularity(self._calls, self.device), properties, 0))
+                least = granularity(self._calls, self.device, kinds)
+                self._calls.cuMemRelease(self._calls.cuMemCreate(least, properties, 0))
                 return self._calls.cuMemCreate(self.nbytes, properties, 0)
             self._fabric = False
         with explained(_NO_DESCRIPTORS):
@@ -271,10 +273,10 @@ def export(calls: Calls, handle: Any) -> int:
     return descriptor
 
 
-def granularity(calls: Calls, device: int) -> int:
-    """Return the unit of the sizes of physical memory and of reservations, in bytes."""
+def granularity(calls: Calls, device: int, kinds: _Kinds = _Kinds.DESCRIPTOR) -> int:
+    """Return the unit of the sizes of physical memory, with these kinds of handles, and of reservations, in bytes."""
     minimum = calls.module.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
-    return int(calls.cuMemGetAllocationGranularity(_properties(calls.module, device), minimum))
+    return int(calls.cuMemGetAllocationGranularity(_properties(calls.module, device, kinds), minimum))
 
 
 def obstacle(calls: Calls, device: int) -> str | None:

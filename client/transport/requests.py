@@ -159,15 +159,25 @@ It yields each future that it waits for, and for how many seconds (None: without
 
 
 def run(steps: Steps[T], meanwhile: Callable[[], None] | None = None) -> T:
-    """Go through steps, and block this thread while they wait; ``meanwhile`` is called before the first wait."""
+    """Go through steps, and block this thread while they wait.
+
+    Args:
+        steps: what to do.
+        meanwhile: called before the first wait, if there is one. What it raises gives the steps up.
+    """
     try:
-        future, limit = next(steps)
+        try:
+            future, limit = next(steps)
+        except StopIteration as ended:
+            return cast(T, ended.value)
         if meanwhile:
             meanwhile()
         while True:
-            future, limit = steps.send(future.wait(limit))
-    except StopIteration as ended:
-        return cast(T, ended.value)
+            arrived = future.wait(limit)
+            try:
+                future, limit = steps.send(arrived)
+            except StopIteration as ended:
+                return cast(T, ended.value)
     finally:
         steps.close()  # an interrupt came while they waited, not in their own code
 
@@ -301,7 +311,10 @@ class Requests(NotPicklable):
         self._put(task)
 
     def flush(self) -> None:
-        """Wait until what was posted before is encoded: a caller that computes would keep the interpreter from that."""
+        """Wait until what was posted before is encoded.
+
+        A caller that computes next would hold the interpreter, and the connection's thread could not encode.
+        """
         taken: Future[None] = Future()
         self.call(partial(taken.set, None))
         taken.wait()

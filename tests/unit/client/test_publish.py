@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -22,10 +23,10 @@ from cubroker.client.loading import copy as copying
 from cubroker.client.publish import Sources
 from cubroker.driver import Context, DriverError, Stream
 from cubroker.protocol import Layout, messages
-from cubroker.protocol.errors import DeviceFailure, Invalid, NotFound, Unsupported
-from tests.brokers import BrokerProcess, eventually
+from cubroker.protocol.errors import DeviceFailure, Exists, Invalid, NotFound, Unsupported
+from tests.brokers import PATIENCE, BrokerProcess, eventually
 from tests.forkserver import TORCH
-from tests.unit.client.conftest import LAYOUT, content, leases, publish
+from tests.unit.client.conftest import LAYOUT, begun, content, leases, publish
 from tests.unit.client.scripts import run
 
 VALUES = np.arange(24, dtype=np.float32).reshape(4, 6)
@@ -608,12 +609,42 @@ def test_views_of_a_draft_that_is_filled_by_hand_keep_it_from_being_sealed_by_th
         draft.seal()
 
 
+def test_a_publication_that_waits_holds_no_pool(client: Broker, name: str) -> None:
+    publish(client, f"{name}-old", share="vmm")
+    with client.attach(f"{name}-old") as pool, client.create(name, LAYOUT) as draft:
+        waiting = begun(lambda: client.publish(name, pool, wait=PATIENCE))
+        eventually(lambda: name in [waiter.pool for waiter in client.look().waiters], "the wait for the other writer")
+        pool.sleep()
+        pool.wake()
+        draft.seal()
+        assert waiting.result(PATIENCE) == 2
+        with client.attach(name) as copy:
+            assert {key: copy[key].tobytes() for key in copy} == {key: pool[key].tobytes() for key in pool}
+
+
+def test_a_publication_that_is_refused_holds_no_pool(client: Broker, name: str) -> None:
+    publish(client, f"{name}-old", share="vmm")
+    with client.attach(f"{name}-old") as pool, client.create(name, LAYOUT):
+        try:
+            client.publish(name, pool)
+        except Exists:
+            pool.sleep()
+        assert pool.asleep
+
+
 def test_a_copy_that_fails_leaves_nothing(client: Broker, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     publish(client, f"{name}-old")
     with client.attach(f"{name}-old") as pool:
         monkeypatch.setattr(Context, "copy_batch", refused)
-        with pytest.raises(DeviceFailure, match=f"copying tensors into a draft of {name!r}: .*ILLEGAL_ADDRESS"):
+        try:
             client.publish(name, pool)
+        except DeviceFailure as error:
+            assert re.search(f"copying tensors into a draft of {name!r}: .*ILLEGAL_ADDRESS", str(error))  # noqa: PT017
+            if pool.share != "ipc":
+                pool.sleep()  # while the traceback lives
+                pool.wake()
+        else:
+            pytest.fail("the copy was not refused")
         monkeypatch.undo()
         assert versions(client, name) == []
         assert leases(client, name) == 0
