@@ -44,7 +44,7 @@ try:
     import vllm
     import vllm.envs
     from torch import nn
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import CompilationMode, ModelConfig, VllmConfig
     from vllm.config.load import LoadConfig
     from vllm.distributed import get_dp_group, get_pp_group, get_tp_group
     from vllm.model_executor import utils as model_utils
@@ -214,6 +214,8 @@ class CubrokerModelLoader(BaseModelLoader):  # type: ignore[misc]
             return made
 
         manifest = runtime_pools.read_manifest(got.pool)
+        if _sleeps(model_config):
+            vllm_live.sleep_by_pools(model_config)
         vllm_live.hold(
             got.model,
             Held(broker, got.pool, manifest, load_from, lambda: _give_back(target), self._timeout, self._terms),
@@ -331,8 +333,9 @@ class PoolCheckpointLoader(BaseModelLoader):  # type: ignore[misc]
 
 
 def _apart(vllm_config: VllmConfig) -> VllmConfig:
-    """Return a configuration whose models the engine does not know."""
+    """Return a configuration whose models neither the engine nor a compiler knows, which would keep them alive."""
     compilation = copy.copy(vllm_config.compilation_config)
+    compilation.mode = CompilationMode.NONE
     compilation.static_forward_context = {}
     if hasattr(compilation, "static_all_moe_layers"):
         compilation.static_all_moe_layers = []

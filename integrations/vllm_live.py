@@ -1,7 +1,7 @@
 """What a running engine of vLLM does with its runtime pools: weight transfer to another version, and sleep.
 
-Both need ``--load-format cubroker``; ``--weight-transfer-config '{"backend": "cubroker"}'`` and ``--sleep-mode-backend
-cubroker`` ask for them.
+Both need ``--load-format cubroker``; ``--weight-transfer-config '{"backend": "cubroker"}'`` and ``--enable-sleep-mode``
+ask for them.
 
 *Weight transfer.* The message of an update is ``{"pool": name, "version": number}``. Without a pool, or with the
 engine's own, the engine goes to that version of its runtime pool, at the same addresses. Any other pool has the
@@ -33,6 +33,7 @@ try:
     import torch
     from torch import nn
     from torch.utils.dlpack import from_dlpack
+    from vllm.config import ModelConfig
     from vllm.distributed.weight_transfer import base, factory
     from vllm.platforms import current_platform
 
@@ -181,6 +182,10 @@ class PoolWeightTransfer(base.WeightTransferEngine[PoolInitInfo, PoolUpdateInfo]
             CubrokerError: as :func:`cubroker.integrations.runtime_pools.switch` and :meth:`Broker.attach`; the model
                 has the version that it had.
         """
+        with torch.device("cpu"):  # vLLM 0.24 has another default, but not where it loads: some tensors are the host's
+            self._receive(update_info)
+
+    def _receive(self, update_info: PoolUpdateInfo) -> None:
         mine = held(self.model)
         if runtime_pools.on_meta(self.model):
             raise Unsupported(
@@ -274,7 +279,10 @@ if hasattr(base, "TrainerWeightTransferEngine"):
             return made
 
         def send_weights(self) -> None:
-            """Publish the source's tensors as the pool's next version, and have the engines go there; on every rank."""
+            """Publish the source's tensors as the pool's next version, and have the engines go there; on every rank.
+
+            The version is retired when they are there, so that its memory is the trainer's again.
+            """
             if self._broker is None:
                 for _ in self.source:  # each is gathered from all ranks
                     pass
@@ -284,6 +292,7 @@ if hasattr(base, "TrainerWeightTransferEngine"):
             update = {"pool": self._init.pool, "version": version, "publication": uuid.uuid4().hex}
             self.client.update_weights(update)
             self.client.finish_weight_update(str(version))
+            self._broker.retire(self._init.pool, version)
 
         def _publish(self, broker: Broker) -> int:
             tensors: Iterable[tuple[str, torch.Tensor]] = iter(self.source)
@@ -310,6 +319,12 @@ def _fill(draft: Draft, name: str, tensor: torch.Tensor) -> None:
 
 
 # -- sleep -------------------------------------------------------------------------------------------------
+
+
+def sleep_by_pools(model_config: ModelConfig) -> None:
+    """Have the engine's sleep mode be this module's, if it is vLLM's default; its command line cannot choose one."""
+    if sleep_mode is not None and model_config.sleep_mode_backend == "cumem":
+        model_config.sleep_mode_backend = LOAD_FORMAT
 
 
 if sleep_mode is not None:

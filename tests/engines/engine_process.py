@@ -86,10 +86,16 @@ def switched(llm: Any, job: Job) -> Any:
 
 
 def transferred(llm: Any, job: Job) -> None:
-    """Update the weights as vLLM's own interface has it, with the job's ``update`` for a message."""
+    """Update the weights as vLLM's own interface has it, with the job's ``update`` for a message.
+
+    Torch has another default device meanwhile, as vLLM 0.24 has it.
+    """
+    import torch
+
     llm.init_weight_transfer_engine({"init_info": {}})
     llm.start_weight_update()
-    llm.update_weights({"update_info": job["update"]})
+    with torch.device("meta"):
+        llm.update_weights({"update_info": job["update"]})
     llm.finish_weight_update("two")
 
 
@@ -126,11 +132,14 @@ def trained(llm: Any, job: Job) -> None:
 def slept(llm: Any, job: Job) -> list[int]:
     """Have the worker's backend of sleep mode suspend it; returns the leases of each pool that there is.
 
-    ``llm.sleep`` reaches the backend on a GPU alone: vLLM's worker for CPUs ignores it.
+    On a CPU, vLLM knows no ``enable_sleep_mode``, and its worker ignores ``llm.sleep``, so the backend is chosen and
+    called here.
     """
     from cubroker.client import Broker
+    from cubroker.integrations.vllm_live import sleep_by_pools
 
     def suspend(worker: Any) -> None:
+        sleep_by_pools(worker.vllm_config.model_config)
         worker.sleep_mode_backend.suspend(job.get("level", 1))
 
     llm.collective_rpc(suspend)
@@ -160,6 +169,19 @@ def accounted(llm: Any, job: Job) -> Any:
         return [loader.get_external_weight_memory(worker.vllm_config), held(worker.get_model()).pool.nbytes]
 
     return llm.collective_rpc(ask)[0]
+
+
+def modules(llm: Any, job: Job) -> int:
+    """How many modules this process has, besides those that vLLM has hidden from the garbage collector."""
+    import gc
+
+    from torch import nn
+
+    gc.collect()
+    return sum(isinstance(each, nn.Module) for each in gc.get_objects())
+
+
+left = modules
 
 
 def waited(llm: Any, job: Job) -> None:

@@ -169,9 +169,8 @@ def fp8(model: Path) -> Path:
         whole = (blocks / scale[:, None, :, None]).view(tensor.shape).to(torch.float8_e4m3fn)
         return {name + "weight": whole, name + "weight_scale_inv": scale}
 
-    return quantized(
-        model, {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}, pack
-    )
+    config = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    return quantized(model, config, pack)
 
 
 def awq(model: Path) -> Path:
@@ -265,7 +264,11 @@ def test_weights_that_a_trainer_publishes_reach_running_engines(
     )
     assert [there_and_back.get("said"), there_and_back.get("after")] == wanted[::-1], there_and_back
     assert [each["inside"] == each["total"] for each in there_and_back["placed"]] == [True]
-    assert ("policy", 2) in names(lender)
+    assert "policy" not in {name for name, _ in names(lender)}, "its memory is the trainer's again"
+    compiled = {**backend, "enforce_eager": False, "compilation_config": {"backend": "eager"}}
+    steps = ["modules", "trained", "left"]
+    kept = engines.run(trained, extra=extra, engine=compiled, trained=str(before), do=steps)
+    assert kept.get("left", kept) == kept.get("modules"), "a model that was only loaded from stays"
     lacking = engines.run(before, extra=extra, engine=backend, update={"pool": "none"}, do=["said", "transferred"])
     assert "'none'" in lacking["error"]
     other = engines.run(before, "auto", engine=backend, update={"version": 1}, do=["transferred"])
@@ -278,18 +281,17 @@ def test_an_engine_sleeps_without_its_pool_and_wakes_where_it_was(
     model = made(tmp_path / "sleeper", 20)
     with serving("host:1@64MiB") as alone:
         extra = {"directory": str(alone.directory)}
-        backend = {"sleep_mode_backend": "cubroker"}
         steps = ["said", "slept", "asleep", "resumed", "woken", "placed"]
-        found = engines.run(model, extra=extra, engine=backend, do=steps)
+        found = engines.run(model, extra=extra, do=steps)
         assert found.get("woken") == found.get("said", found)
         assert found["slept"] == [0]
         assert found["resumed"] == 1
         (awake,), (asleep,) = found["placed"], found["asleep"]
         assert (awake["inside"], asleep["inside"]) == (awake["total"], 0)
         steps = ["said", "published", "slept", "resumed", "after"]
-        gone = engines.run(model, extra=extra, engine=backend, level=2, do=steps)
+        gone = engines.run(model, extra=extra, level=2, do=steps)
         assert gone.get("resumed", gone) == 2
-        assert engines.run(model, extra=extra, engine=backend)["said"] == gone["after"] != gone["said"]
+        assert engines.run(model, extra=extra)["said"] == gone["after"] != gone["said"]
 
 
 def test_a_model_that_was_preloaded_is_only_attached_to(
@@ -336,9 +338,8 @@ def test_two_fine_tunes_never_meet_and_an_engine_without_a_broker_falls_back_onl
         (mixture, {}),
         (tied, {}),
         (llama, {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}),
-        (llama, {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}),
     ],
-    ids=["mixture of experts", "tied embeddings", "tensor parallel", "pipeline parallel"],
+    ids=["mixture of experts", "tied embeddings", "tensor parallel"],
 )
 def test_models_of_other_kinds_are_equal_to_the_bit(
     engines: Engines,
@@ -361,6 +362,18 @@ def test_models_of_other_kinds_are_equal_to_the_bit(
     assert len(names(lender)) - len(known) == len(second["placed"])
 
 
+def test_each_rank_of_a_pipeline_has_a_pool_of_its_own(engines: Engines, lender: BrokerProcess, tmp_path: Path) -> None:
+    """They say nothing here: on a CPU, vLLM 0.32 cannot compute in a pipeline, with a pool or without."""
+    model = made(tmp_path / "model", 35)
+    extra = {"directory": str(lender.directory)}
+    known = set(names(lender))
+    terms = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
+    ranks = [engines.run(model, extra=extra, engine=terms, do=["placed"]).get("placed") for _ in range(2)]
+    assert ranks[0] == ranks[1], ranks
+    assert [rank["inside"] == rank["total"] > rank["writable"] == 0 for rank in ranks[0]] == [True] * 2
+    assert [version for _, version in set(names(lender)) - known] == [1, 1]
+
+
 def test_an_adapter_is_computed_with_on_a_pool(engines: Engines, lender: BrokerProcess, tmp_path: Path) -> None:
     model, adapted = made(tmp_path / "model", 40), str(adapter(tmp_path / "adapter"))
     terms = {"enable_lora": True, "max_lora_rank": 8}
@@ -371,18 +384,27 @@ def test_an_adapter_is_computed_with_on_a_pool(engines: Engines, lender: BrokerP
     assert plain["said"] != engines.run(model, "auto", engine=terms)["said"]
 
 
-def test_quantized_models_run_or_are_refused_by_name(engines: Engines, lender: BrokerProcess, tmp_path: Path) -> None:
+@pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="vLLM computes fp8 on processors with AMX alone")
+def test_a_model_of_eight_bits_is_equal_to_the_bit(engines: Engines, lender: BrokerProcess, tmp_path: Path) -> None:
+    model = fp8(made(tmp_path / "model", 50))
     extra = {"directory": str(lender.directory)}
-    eight = fp8(made(tmp_path / "eight", 50))
-    plain = engines.run(eight, "auto")
-    pools = [engines.run(eight, extra=extra, do=["said", "placed"]) for _ in range(2)]
+    plain = engines.run(model, "auto")
+    pools = [engines.run(model, extra=extra) for _ in range(2)]
     assert [engine.get("said") for engine in pools] == [plain["said"]] * 2, (plain, pools)
-    four = awq(made(tmp_path / "four", 51))
-    terms = {"dtype": "bfloat16"}
-    plain = engines.run(four, "auto", engine=terms)
-    refused = engines.run(four, extra=extra, engine=terms)
-    assert "model.layers.0.self_attn.qkv_proj is computed by" in refused["error"], (plain, refused)
-    assert engines.run(four, extra={**extra, "fallback": True}, engine=terms)["said"] == plain["said"]
+
+
+def test_a_model_of_four_bits_is_refused_by_name(engines: Engines, lender: BrokerProcess, tmp_path: Path) -> None:
+    """This vLLM's AWQ cannot take weights that it has packed."""
+    model = awq(made(tmp_path / "model", 51))
+    extra = {"directory": str(lender.directory)}
+    known = names(lender)
+    plain = engines.run(model, "auto")
+    refused = engines.run(model, extra=extra)["error"]
+    assert "model.layers.0.self_attn.qkv_proj is computed by" in refused, (plain, refused)
+    assert "and this vLLM" in refused
+    assert "use another load format" in refused
+    assert engines.run(model, extra={**extra, "fallback": True})["said"] == plain["said"]
+    assert names(lender) == known
 
 
 def test_engines_at_once_load_once_and_one_that_dies_hands_over(

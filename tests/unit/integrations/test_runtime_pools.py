@@ -16,7 +16,7 @@ from torch import nn
 from cubroker.client import Broker
 from cubroker.integrations import runtime_pools
 from cubroker.integrations.torch import state_dict
-from cubroker.protocol.errors import Invalid, NotFound, TimedOut, Unavailable
+from cubroker.protocol.errors import Invalid, NotFound, Retired, TimedOut, Unavailable
 from tests.brokers import BrokerProcess, eventually
 from tests.forkserver import TORCH
 from tests.unit.client.conftest import begun
@@ -269,6 +269,46 @@ def test_another_version_is_shown_at_the_same_addresses(client: Broker, name: st
         assert pool.version == 2
         same(twin, two)
         del twin
+
+
+def test_a_pool_that_is_asleep_wakes_on_another_version(client: Broker, name: str) -> None:
+    publish(client, name, loaded(1))
+    with client.attach(name) as pool:
+        twin = runtime_pools.bind(meta(), pool, strict=False)
+        manifest = runtime_pools.read_manifest(pool)
+        pool.sleep()
+        two = loaded(2)
+        publish(client, name, two)
+        with pytest.raises((NotFound, Retired), match="cannot wake"):
+            pool.wake()
+        assert runtime_pools.switch(client, twin, pool, manifest=manifest) == 2
+        same(twin, two)
+        del twin
+
+
+def test_tensors_that_shall_be_private_get_the_values_of_another_version(client: Broker, name: str) -> None:
+    publish(client, name, loaded(1), private=["large"])
+    with client.attach(name) as pool:
+        one, two = (runtime_pools.bind(meta(), pool, strict=False) for _ in range(2))
+        assert not protected(one.large)
+        one.large.zero_()
+        same(two, loaded(1))
+        publish(client, name, loaded(2), like=runtime_pools.read_manifest(pool))
+        assert runtime_pools.switch(client, one, pool) == 2
+        same(one, loaded(2))
+        del one, two
+
+
+def test_a_version_says_what_it_was_made_from(client: Broker, name: str) -> None:
+    for source in (bytes(range(32)), bytes(32)):
+        publish(client, name, loaded(), source=source)
+        with client.attach(name) as pool:
+            assert runtime_pools.read_source(pool) == source
+    publish(client, name, loaded())
+    with client.attach(name) as pool:
+        assert runtime_pools.read_source(pool) == bytes(32)
+    with pytest.raises(Invalid, match="the source of a runtime pool is 32 bytes, not 3"):
+        publish(client, name, loaded(), source=b"abc")
 
 
 def obtain(broker: Broker, name: str, load: Callable[[], nn.Module] = loaded, **terms: Any) -> runtime_pools.Obtained:
