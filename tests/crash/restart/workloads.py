@@ -115,15 +115,22 @@ class Workload:
             fill(draft)
             return draft.seal()
 
+    def check_anew(self, pool: Pool) -> None:
+        """Attach to the version once more and check that, unless it is retired, or lost by now."""
+        try:
+            check_anew(self.broker, pool)
+        except (*LOST, Unavailable):
+            states = {(each.name, each.version): each.state for each in self.broker.pools()}
+            if states[pool.name, pool.version] not in ("retired", "lost"):
+                raise
+
     def remain(self) -> None:
         """Tell what is held, as often as asked; then give it back."""
         while True:
-            states = {(pool.name, pool.version): pool.state for pool in self.broker.pools()}
             for pool in self.held:
                 if not pool.lost:
                     check(pool)
-                    if states[pool.name, pool.version] != "retired":
-                        check_anew(self.broker, pool)
+                    self.check_anew(pool)
             eventually(lambda: self.broker._session.receiver.empty(), "the descriptors to be closed")
             self.tally.check()
             held = [[pool.name, pool.version] for pool in self.held]
