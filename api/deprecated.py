@@ -25,6 +25,13 @@ NEW = {
     "cubroker.protocol.limits": "cubroker.protocol.fields",
 }
 
+ELSEWHERE = {
+    ("cubroker.client.dtypes", "torch_dtypes"): ("cubroker.client.arrays", "torch_dtypes"),
+    ("cubroker.client.dtypes", "torch_names"): ("cubroker.client.arrays", "torch_names"),
+    ("cubroker.protocol.infos", "NOBODY"): ("cubroker.protocol.status", "HIDDEN_ID"),
+}
+"""Names of old modules that another module has than the one of its new name, or that have another name there."""
+
 
 class RenamedModules:
     """Finds the old names for ``import``; as the last entry of ``sys.meta_path`` it is asked for nothing else.
@@ -42,7 +49,7 @@ class RenamedModules:
         """Have ``import`` make the module as usual."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Have the module return what the module of its new name has."""
+        """Have the module return what the module of its new name has, or another one."""
         old, new = module.__name__, NEW[module.__name__]
         module.__doc__ = f"Moved to ``{new}``."
 
@@ -51,6 +58,7 @@ class RenamedModules:
                 raise AttributeError(f"module {old!r} has no attribute {name!r}")
             message = f"{old} is now {new}; the old name goes with the next version"
             warnings.warn(message, DeprecationWarning, stacklevel=2)
-            return getattr(import_module(new), name)
+            place, known = ELSEWHERE.get((old, name), (new, name))
+            return getattr(import_module(place), known)
 
         module.__getattr__ = getattr_  # type: ignore[method-assign]

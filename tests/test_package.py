@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import cubroker
+from cubroker.protocol.status import HIDDEN_ID
 
 
 def python(*arguments: str, cwd: Path | None = None) -> str:
@@ -53,6 +54,8 @@ def test_a_folder_of_that_name_beside_a_script_is_not_imported_in_its_place(tmp_
         ("cubroker.client.transformers", "attach_model"),
         ("cubroker.client.loader", "load"),
         ("cubroker.client.verify", "verify"),
+        ("cubroker.client.dtypes", "torch_dtypes"),
+        ("cubroker.client.dtypes", "torch_names"),
         ("cubroker.client.events", "SharedEvent"),
         ("cubroker.client.process", "Closeable"),
         ("cubroker.client.sources", "describe"),
@@ -71,3 +74,9 @@ def test_a_module_that_has_moved_answers_to_its_old_name_and_warns(
     with pytest.warns(DeprecationWarning, match=f"{re.escape(old)} is now cubroker."):
         exec(f"from {old} import {name}", found)
     assert found[name].__name__ == name
+
+
+def test_a_name_that_has_another_one_in_its_new_module_is_found() -> None:
+    with pytest.warns(DeprecationWarning, match=r"cubroker.protocol.infos is now cubroker\."):
+        from cubroker.protocol.infos import NOBODY
+    assert NOBODY == HIDDEN_ID

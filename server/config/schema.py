@@ -389,7 +389,7 @@ class Config:
 
     #: Where to serve.
     directory: Path
-    #: Which devices, as :func:`cubroker.driver.driver` names them.
+    #: Which devices, as :func:`cubroker.driver.load` names them.
     devices: str
     #: What pools may take of the devices.
     budget: Budgets
