@@ -19,6 +19,7 @@ from collections.abc import Callable
 from contextlib import redirect_stdout
 from io import StringIO
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 ENVIRONMENT = {
@@ -307,7 +308,22 @@ def run(job: Job) -> dict[str, Any]:
     for name in job.get("do", ["said"]):
         step: Callable[[Any, Job], Any] = globals()[name]
         found[name] = step(llm, job)
+    if terms["distributed_executor_backend"] == "mp":
+        end_workers(llm)
     return found
+
+
+def end_workers(llm: Any) -> None:
+    """End the processes of an engine, and remove the shared memory by which they spoke, as vLLM does not."""
+
+    def named(worker: Any) -> str:
+        return os.environ["VLLM_DIST_IDENT"]
+
+    names = set(llm.collective_rpc(named))
+    llm.llm_engine.engine_core.shutdown()
+    for name in names:
+        for path in Path("/dev/shm").glob(f"{name}-*"):
+            path.unlink()
 
 
 def child(job: Job, say: Callable[[dict[str, Any]], None]) -> int:
