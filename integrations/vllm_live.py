@@ -6,7 +6,9 @@ ask for them.
 *Weight transfer.* The message of an update is ``{"pool": name, "version": number}``. Without a pool, or with the
 engine's own, the engine goes to that version of its runtime pool, at the same addresses. Any other pool has the
 checkpoint's own tensors, by the names of its files, as a trainer publishes them: the first engine of many loads a model
-from it, as vLLM loads from files, and publishes what came of it as the runtime pool's next version; all go there.
+from it, as vLLM loads from files, and publishes what came of it as the runtime pool's next version; all go there. An
+update that comes late, after the runtime pool has a version of newer weights, is refused unless a version with its
+weights is still there.
 
 *Sleep.* The pools are unmapped, and nothing of theirs is copied to host memory: the broker has it. All else that vLLM
 puts to sleep goes by its own allocator. The two levels do the same.
@@ -16,15 +18,18 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import struct
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from itertools import chain
+from typing import Any, ClassVar, NamedTuple, Self
 
 from cubroker.client.broker import Broker
-from cubroker.client.pool import Draft, Pool
+from cubroker.client.pool import Pool
+from cubroker.client.tensor import SharedTensor
 from cubroker.integrations import runtime_pools
 from cubroker.protocol import Layout
 from cubroker.protocol.errors import Invalid, NotFound, Retired, Unsupported
@@ -112,7 +117,7 @@ def switch(worker: Any, version: int | None = None) -> int:
 
 
 def register() -> None:
-    """Make the backends known to vLLM; twice is as good as once."""
+    """Make the backends known to vLLM; a second call changes nothing."""
     with suppress(ValueError):  # it was registered before
         factory.WeightTransferEngineFactory.register_engine(LOAD_FORMAT, PoolWeightTransfer)
     if hasattr(factory, "WeightTransferTrainerFactory"):
@@ -179,6 +184,7 @@ class PoolWeightTransfer(base.WeightTransferEngine[PoolInitInfo, PoolUpdateInfo]
 
         Raises:
             Unsupported: vLLM has prepared the model for weights of a checkpoint.
+            Invalid: the runtime pool's current version was made from a later version of the update's pool.
             CubrokerError: as :func:`cubroker.integrations.runtime_pools.switch` and :meth:`Broker.attach`; the model
                 has the version that it had.
         """
@@ -218,10 +224,34 @@ class PoolWeightTransfer(base.WeightTransferEngine[PoolInitInfo, PoolUpdateInfo]
             return broker.publish(name, dict(iterator), **terms)
 
 
+class _Origin(NamedTuple):
+    """What a version of a runtime pool was made from; its bytes are the version's source."""
+
+    #: Digest of the pool's name.
+    pool: bytes
+    version: int
+    #: Digest of what tells its publication from others of the same number.
+    publication: bytes
+
+    @classmethod
+    def of(cls, source: Pool, publication: str) -> Self:
+        """Return that of what is made from a pool with a checkpoint's tensors."""
+        name, told = (hashlib.sha256(text.encode()).digest() for text in (source.name, publication))
+        return cls(name[:8], source.version, told[:16])
+
+    @classmethod
+    def read(cls, pool: Pool) -> Self:
+        """Return that of a version of a runtime pool."""
+        return cls(*_ORIGIN.unpack(runtime_pools.read_source(pool)))
+
+
+_ORIGIN = struct.Struct(">8sQ16s")
+
+
 def _converted(mine: Held, wanted: PoolUpdateInfo) -> int:
     """Return the version of the runtime pool that was made from a pool with a checkpoint's tensors.
 
-    The first of the processes that ask for it makes it; the others wait. One on an older version takes what was made.
+    The first of the processes that ask for it makes it; the others wait, and take what was made.
     """
     assert wanted.pool is not None
     name, device = mine.pool.name, mine.pool.devices[0].uuid
@@ -229,18 +259,63 @@ def _converted(mine: Held, wanted: PoolUpdateInfo) -> int:
         mine.broker.attach(wanted.pool, version=wanted.version, device=device, wait=wanted.wait, peer=True) as source,
         mine.broker.lock(name, timeout=mine.timeout),
     ):
-        mark = hashlib.sha256(f"{source.name}@{source.version} {wanted.publication}".encode()).digest()
-        with suppress(NotFound), mine.broker.attach(name, device=device) as current:
-            if current.version > mine.pool.version and runtime_pools.read_source(current) == mark:
-                return current.version
+        origin = _Origin.of(source, wanted.publication)
+        for version, made_from in _origins(mine):
+            if made_from == origin:
+                return version
+        _refuse_older(mine, source, origin)
         model = mine.load_from(source)
         try:
             return runtime_pools.publish(
-                mine.broker, name, model, like=mine.manifest, source=mark, device=device, **mine.terms
+                mine.broker, name, model, like=mine.manifest, source=_ORIGIN.pack(*origin), device=device, **mine.terms
             )
         finally:
             del model
             mine.give_back()
+
+
+def _origins(mine: Held) -> Iterator[tuple[int, _Origin]]:
+    """Yield the versions of the runtime pool that can be leased, the engine's own first, and what they are made from.
+
+    Each of the others is attached for that, so the current one comes before those that it has replaced.
+    """
+    name, own = mine.pool.name, 0
+    if not (mine.pool.asleep or mine.pool.lost):
+        own = mine.pool.version
+        yield own, _Origin.read(mine.pool)
+    leasable = [each for each in mine.broker.pools() if each.name == name and each.state in ("current", "superseded")]
+    for version in sorted({each.version for each in leasable} - {own}, reverse=True):
+        with suppress(NotFound, Retired):  # its last lease has just ended
+            yield version, _origin_of(mine, version)
+
+
+def _origin_of(mine: Held, version: int | None = None) -> _Origin:
+    with mine.broker.attach(mine.pool.name, version=version, device=mine.pool.devices[0].uuid) as pool:
+        return _Origin.read(pool)
+
+
+def _refuse_older(mine: Held, source: Pool, origin: _Origin) -> None:
+    """Raise ``Invalid`` if newer weights of the same pool are current: engines that start later would get older ones.
+
+    Versions count from 1 again after a restart of the broker, so the number is only later if the pool has had it.
+    """
+    try:
+        current = _origin_of(mine)
+    except NotFound:
+        return
+    if current.pool != origin.pool or current.version <= origin.version:
+        return
+    try:
+        mine.broker.describe(source.name, current.version)
+    except Retired:
+        pass
+    except NotFound:
+        return
+    raise Invalid(
+        f"pool {source.name!r}@{source.version} is older than version {current.version}, which the current version of"
+        f" {mine.pool.name!r} was made from; version {mine.pool.version} stays here: update to version"
+        f" {current.version} instead, or publish the older weights again"
+    )
 
 
 if hasattr(base, "TrainerWeightTransferEngine"):
@@ -295,17 +370,26 @@ if hasattr(base, "TrainerWeightTransferEngine"):
             self._broker.retire(self._init.pool, version)
 
         def _publish(self, broker: Broker) -> int:
-            tensors: Iterable[tuple[str, torch.Tensor]] = iter(self.source)
-            first_name, first = next(iter(tensors))
+            tensors: Iterator[tuple[str, torch.Tensor]] = iter(self.source)
+            first = next(tensors, None)
+            if first is None:
+                raise Invalid(f"the source of pool {self._init.pool!r} has no tensors; give one that yields weights")
             device = self._init.device
             if device is None:
-                device = 0 if first.device.type == "cpu" else first.device.index
-            said = self.source.metadata()
-            layout = Layout.pack([(each.name, _NAMES[each.dtype], tuple(each.shape)) for each in said])
+                device = 0 if first[1].device.type == "cpu" else first[1].device.index
+            layout = _layout(self.source.metadata())
+            missing = {each.name for each in layout.tensors}
             with broker.create(self._init.pool, layout, devices=[device]) as draft:
-                _fill(draft, first_name, first)
-                for name, tensor in tensors:
-                    _fill(draft, name, tensor)
+                for name, tensor in chain((first,), tensors):
+                    if name not in draft:
+                        raise Invalid(f"the source yields {name!r}, which its metadata() does not name")
+                    _fill(draft[name], tensor)
+                    missing.discard(name)
+                if missing:
+                    raise Invalid(
+                        f"the source names {min(missing)!r} and {len(missing) - 1} more in metadata() and does not"
+                        f" yield them; pool {self._init.pool!r} stays as it is"
+                    )
                 return draft.seal()
 
         def shutdown(self) -> None:
@@ -314,8 +398,19 @@ if hasattr(base, "TrainerWeightTransferEngine"):
                 self._broker.close()
 
 
-def _fill(draft: Draft, name: str, tensor: torch.Tensor) -> None:
-    from_dlpack(draft[name]).copy_(tensor)
+def _layout(said: Iterable[Any]) -> Layout:
+    """Return the layout of what a source names."""
+    if lacking := [each for each in said if each.dtype not in _NAMES]:
+        raise Unsupported(f"pools have no dtype for {lacking[0].name!r}, which is {lacking[0].dtype}; convert it")
+    return Layout.pack([(each.name, _NAMES[each.dtype], tuple(each.shape)) for each in said])
+
+
+def _fill(target: SharedTensor, tensor: torch.Tensor) -> None:
+    """Fill a draft's tensor from one of the same dtype and shape, on any device."""
+    held = tensor.detach()
+    if held.device.type != "cpu":
+        held = held.to(from_dlpack(target).device)
+    target.copy_from(held)
 
 
 # -- sleep -------------------------------------------------------------------------------------------------
