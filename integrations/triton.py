@@ -81,8 +81,9 @@ FOLDER = Path("/dev/shm")
 
 JSON = {"Content-Type": "application/json"}
 
-_NAME = re.compile(r"cubroker-([0-9a-f]+)-(\d+)-(\d+)-\d+")
-"""Names of regions: the namespace of the process's id, the id, when the process started, and a number."""
+_NAME = re.compile(r"cubroker-([0-9a-f]{1,16})-([1-9][0-9]{0,8})-([0-9]{1,20})-[0-9]{1,20}")
+"""Names of regions: the namespace of the process's id, the id, when the process started, and a number. Other clients
+may register any name, and a number that no process can have is not ours."""
 
 _numbers = itertools.count(1)
 
@@ -126,7 +127,8 @@ def register(
             is none; or the server refused, and why.
         Unsupported: the pool is on a GPU and not shared as ``ipc``.
         OutOfMemory: ``/dev/shm`` has no room for what is registered in place of a host device's memory.
-        Unavailable, TimedOut: the server cannot be reached, or does not answer. What it may keep is said.
+        Unavailable, TimedOut: the server cannot be reached, or does not answer. The message names what the
+            server may keep.
     """
     _check(pool, device_id)
     server = _Server(url, timeout, headers or {})
@@ -436,12 +438,16 @@ class _Server:
     """One server, by its HTTP API."""
 
     def __init__(self, url: str, timeout: float, headers: Mapping[str, str]) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            parts = urlsplit(url)
+            host, port = parts.hostname or "", parts.port
+        except ValueError:  # half an address of IPv6, or no number for a port
+            host = ""
+        if not host or parts.scheme not in ("http", "https") or " " in url or not (url.isascii() and url.isprintable()):
             raise Invalid(f"{url!r} is no address of a Triton server; write {URL}, with its own host and port")
         self.url = url.rstrip("/")
         self._connection = HTTPSConnection if parts.scheme == "https" else HTTPConnection
-        self._host, self._port, self._path = parts.hostname, parts.port, parts.path.rstrip("/")
+        self._host, self._port, self._path = host, port, parts.path.rstrip("/")
         self._timeout = timeout
         self._headers = dict(headers)
 

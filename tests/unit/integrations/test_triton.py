@@ -230,8 +230,9 @@ def test_what_a_server_may_not_open_is_refused(client: Broker, name: str, server
             triton.register(pool, server.url, device_id=0)
         with triton.register(pool, server.url) as regions:
             assert len(server.regions) == len(regions.names) == 2
-        with pytest.raises(Invalid, match="is no address of a Triton server"):
-            triton.register(pool, "127.0.0.1:8000")
+        for url in ("127.0.0.1:8000", "http://h:port", "http://h:99999", "http://[::1", "http://h o:80", "http://:80"):
+            with pytest.raises(Invalid, match="is no address of a Triton server"):
+                triton.register(pool, url)
 
 
 def test_memory_with_a_name_that_cannot_be_made_or_found_leaves_nothing(
@@ -275,6 +276,7 @@ def test_regions_of_ended_processes_are_swept_and_no_others(
     own = triton._own_name()
     namespace, pid, started = re.findall(r"[0-9a-f]+", own.removeprefix("cubroker-"))
     others = [f"cubroker-1-{pid}-1-1", f"cubroker-{namespace}-1-{triton._started(1)}-1", f"{own}-1", "theirs"]
+    others.append(f"cubroker-{namespace}-{10**14 - 1}-1-1")  # no process has such a number
     server.regions.update(dict.fromkeys(others))
     with scratch(client, name) as pool:
         ended = []
