@@ -434,7 +434,8 @@ class _Head(Struct):
 
 def read_source(pool: Pool) -> bytes:
     """Return the bytes that stand for what a version was made from, as :func:`publish` was given them."""
-    return pool[SOURCE].tobytes() if SOURCE in pool else bytes(SOURCE_BYTES)
+    told = SOURCE in pool and pool[SOURCE].nbytes == SOURCE_BYTES
+    return pool[SOURCE].tobytes() if told else bytes(SOURCE_BYTES)
 
 
 def bind(model: Model, pool: Pool, *, strict: bool = True) -> Model:
@@ -532,6 +533,8 @@ def _tensors(manifest: Manifest, pool: Pool) -> Iterator[torch.Tensor]:
             raise Invalid(f"{entry.name!r} of runtime pool {pool.name!r} has dtype {entry.dtype}, which torch lacks")
         place = torch.device("cpu") if entry.host else device
         if entry.stored is None:
+            if 0 not in entry.shape or len(entry.shape) != len(entry.strides):
+                raise Invalid(f"{entry.name!r} of runtime pool {pool.name!r} has elements {entry.shape}, and no memory")
             yield torch.empty_strided(entry.shape, entry.strides, dtype=dtype, device=place)
             continue
         key = entry.stored, entry.private, entry.host
@@ -540,10 +543,19 @@ def _tensors(manifest: Manifest, pool: Pool) -> Iterator[torch.Tensor]:
                 raise Invalid(f"runtime pool {pool.name!r} has no tensor {entry.stored!r}, which {entry.name!r} is in")
             shared = state[entry.stored].untyped_storage()
             storages[key] = _own(shared, place) if entry.private or entry.host else shared
-        try:
-            yield _view(storages[key], dtype, entry.offset, entry.shape, entry.strides)
-        except RuntimeError as error:
-            raise Invalid(f"{entry.name!r} of runtime pool {pool.name!r} reaches beyond its memory: {error}") from None
+        _check_extent(entry, dtype, storages[key].nbytes(), pool)
+        yield _view(storages[key], dtype, entry.offset, entry.shape, entry.strides)
+
+
+def _check_extent(entry: Entry, dtype: torch.dtype, nbytes: int, pool: Pool) -> None:
+    """Refuse a tensor that is not within its memory: torch would have a private copy grow instead."""
+    last = entry.offset + sum((size - 1) * step for size, step in zip(entry.shape, entry.strides, strict=False))
+    end = 0 if 0 in entry.shape else (last + 1) * dtype.itemsize
+    if len(entry.shape) != len(entry.strides) or end > nbytes:
+        raise Invalid(
+            f"{entry.name!r} of runtime pool {pool.name!r} reaches beyond its memory: it has shape {entry.shape} and"
+            f" strides {entry.strides} from element {entry.offset} on, and {nbytes} bytes are there"
+        )
 
 
 def _own(storage: torch.UntypedStorage, place: torch.device) -> torch.UntypedStorage:

@@ -235,6 +235,30 @@ def test_a_manifest_that_is_none_is_refused(client: Broker, name: str, manifest:
         runtime_pools.bind(nn.Module(), pool, strict=False)
 
 
+@pytest.mark.parametrize(
+    ("terms", "words"),
+    [
+        ({"shape": (1 << 20,), "strides": (1,), "private": True}, "reaches beyond its memory"),
+        ({"shape": (4,), "strides": (1 << 62,)}, "reaches beyond its memory"),
+        ({"shape": (2,), "strides": (1,), "offset": 3}, "reaches beyond its memory"),
+        ({"shape": (2, 2), "strides": (1,)}, "reaches beyond its memory"),
+        ({"shape": (1 << 40,), "strides": (1,), "stored": None}, r"has elements \(1099511627776,\), and no memory"),
+    ],
+)
+def test_a_tensor_that_is_not_within_its_memory_is_refused(
+    client: Broker, name: str, terms: dict[str, Any], words: str
+) -> None:
+    entry = runtime_pools.Entry(
+        **{"name": "a", "kind": "buffer", "object": 0, "dtype": "float32", "stored": "a"} | terms
+    )
+    text = msgspec.json.encode(runtime_pools.Manifest(runtime_pools.FORMAT, (entry,)))
+    client.publish(
+        name, {"a": torch.zeros(4), runtime_pools.MANIFEST: torch.frombuffer(bytearray(text), dtype=torch.uint8)}
+    )
+    with client.attach(name) as pool, pytest.raises(Invalid, match=f"'a' of runtime pool .* {words}"):
+        runtime_pools.bind(nn.Module(), pool, strict=False)
+
+
 def test_a_pool_of_another_kind_is_no_runtime_pool(client: Broker, name: str) -> None:
     client.publish(name, {"a": torch.zeros(4)})
     with client.attach(name) as pool, pytest.raises(Invalid, match=f"pool {name!r} is no runtime pool"):
