@@ -62,6 +62,7 @@ def module() -> HostModule:
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
     """No test leaves a descriptor, a mapping or a thread behind."""
+    forkserver.prepare(PRELOAD)  # it stays, with its socket
     before, threads = held(), set(threading.enumerate())
     yield
     handle_server.join_stopped()
