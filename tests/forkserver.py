@@ -94,7 +94,7 @@ class Forked(subprocess.Popen[Any]):
         descriptors: Mapping[int, int] | None = None,
         **options: Any,
     ) -> None:
-        self._server = _fork_server(preload, measured and any(name.startswith("COVERAGE_") for name in os.environ))
+        self._server = _fork_server(preload, measured)
         self._foreground = foreground
         self._fail_on = list(fail_on)
         self._descriptors = dict(descriptors or {})
@@ -258,6 +258,7 @@ _STARTER = os.getpid()
 
 def _fork_server(preload: tuple[str, ...], measured: bool) -> _ForkServer:
     """Return the fork server that has imported ``preload``; it ends with the process that asks for it."""
+    measured = measured and any(name.startswith("COVERAGE_") for name in os.environ)
     if (preload, measured) not in _fork_servers:
         _fork_servers[preload, measured] = _ForkServer(preload, measured)
     return _fork_servers[preload, measured]
