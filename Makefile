@@ -1,8 +1,9 @@
-# `make demo` shows what cubroker does; `make test` checks everything. Both build what they need in .venv.
+# `make demo` shows what cubroker does, without a framework; `make test` checks everything, and takes torch. Both build
+# what they need in .venv.
 PYTHON ?= python3
 VENV ?= .venv
-# Tests wait about as long as they compute: three workers keep two cores busy.
-WORKERS ?= 3
+# Tests wait about as long as they compute: four workers keep two cores busy.
+WORKERS ?= 4
 # So many tests that fail beside others run once more, alone, as in CPython's `regrtest --rerun`; a test fails if it
 # fails there again. Both outcomes are printed. More of them than that are not retried.
 RETRIED ?= 4
@@ -15,12 +16,13 @@ BIN := $(VENV)/bin
 PACKAGES := api protocol driver server client integrations cli
 SOURCES := pyproject.toml README.md LICENSE $(shell find $(PACKAGES) -name '*.py' -o -name '*.ptx' -o -name '*.html' -o -name py.typed)
 
-SBOM ?= dist/cubroker.cdx.json
+DIST ?= dist
+SBOM ?= $(DIST)/cubroker.cdx.json
 
-.PHONY: help demo test lint types unit long simulate kill restart-test soak fuzz hostile systemd-test engines benchmarks lock sbom clean
+.PHONY: help demo test lint types unit long simulate kill restart-test soak fuzz hostile systemd-test engines benchmarks docs lock dist sbom clean
 
 help:
-	@echo 'make demo        load real weights, share them, kill a worker, publish a second version'
+	@echo 'make demo        load weights, share them, kill a worker, publish a second version'
 	@echo 'make test        ruff, mypy --strict and pytest with branch coverage'
 	@echo 'make lint|types|unit   one of these alone'
 	@echo 'make long        the tests again, with every sweep whole: make test takes a sample of some, which changes daily'
@@ -34,7 +36,9 @@ help:
 	@echo 'make engines     real engines on emulated devices, under CUBROKER_{VLLM,SGLANG,TRITON}_PYTHON'
 	@echo 'make install     the systemd units, PREFIX=$(PREFIX) SYSCONFDIR=$(SYSCONFDIR) DESTDIR=$(DESTDIR)'
 	@echo 'make benchmarks  DEVICES=$(DEVICES): the figures of benchmarks/, on this machine'
-	@echo 'make lock        requirements/ anew: the newest versions of what the image and the tests are built from'
+	@echo 'make docs        the pages and the reference as a site, in dist/docs; a broken link or name is an error'
+	@echo 'make lock        requirements/ anew: the newest versions of what the image, the tests and the site are built from'
+	@echo 'make dist        $(DIST)/: the source distribution and the wheel, which a clean environment installs and runs'
 	@echo 'make sbom        $(SBOM): what is in the image, as CycloneDX'
 
 demo: $(VENV)/demo
@@ -74,7 +78,7 @@ restart-test: $(VENV)/test
 soak: $(VENV)/test
 	$(BIN)/python -m tests.crash.soak leaks
 	$(BIN)/python -m tests.crash.soak load
-	$(BIN)/python -m tests.crash.soak stops
+	$(BIN)/python -m tests.crash.soak stopped_clients
 
 fuzz: $(VENV)/test
 	$(BIN)/python -m tests.fuzz --inputs $(INPUTS) --jobs $(WORKERS)
@@ -95,17 +99,36 @@ engines: $(VENV)/test
 benchmarks: $(VENV)/test
 	$(BIN)/python -m benchmarks --devices $(DEVICES)
 
+docs: $(VENV)/docs
+	$(BIN)/python docs/tools/assemble.py build/docs/pages
+	$(BIN)/zensical build --clean --strict
+
 # What requirements/ fixes, by version and hash: image.txt what the image runs, build.txt what builds the wheel,
-# test.txt what the tests need, but for torch. uv asks its default index, so that the hashes are those that every machine finds.
+# test.txt what the tests need, but for torch, docs.txt what the site needs, in the same versions. uv asks its default index, so that the hashes are those that every machine finds.
 LOCK := $(BIN)/uv pip compile --quiet --upgrade --generate-hashes \
 	--custom-compile-command 'make lock'
 
 lock: $(VENV)/python
 	$(BIN)/pip install --quiet --upgrade uv
-	$(LOCK) --python-version 3.12 --python-platform linux pyproject.toml --output-file requirements/image.txt
+	$(LOCK) --python-version 3.12 --python-platform linux --extra server --extra cli pyproject.toml \
+		--output-file requirements/image.txt
 	echo 'setuptools>=77' | $(LOCK) --universal --python-version 3.11 - --output-file requirements/build.txt
 	echo torch | $(LOCK) --universal --python-version 3.11 --extra test --excludes /dev/stdin pyproject.toml \
 		--output-file requirements/test.txt
+	$(LOCK) --universal --python-version 3.11 --extra docs --constraint requirements/test.txt pyproject.toml \
+		--output-file requirements/docs.txt
+
+# The wheel is built from the source distribution, so that has all that it takes; then the demo is played with the wheel,
+# in an environment that has nothing else, out of the tree's sight.
+dist: $(VENV)/python
+	rm -rf build '$(DIST)'/cubroker-*.tar.gz '$(DIST)'/cubroker-*.whl
+	$(BIN)/pip install --quiet --require-hashes --no-deps --requirement requirements/build.txt
+	$(BIN)/python -c 'from setuptools import build_meta; build_meta.build_sdist("$(DIST)")' >/dev/null
+	$(BIN)/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir '$(DIST)' '$(DIST)'/cubroker-*.tar.gz
+	@set -e; place=$$(mktemp -d); trap 'rm -rf "$$place"' EXIT; wheel=$$(realpath '$(DIST)'/cubroker-*.whl); \
+		$(PYTHON) -m venv "$$place/venv"; "$$place/venv/bin/pip" install --quiet "$$wheel[server,cli]"; \
+		cd "$$place"; venv/bin/cubroker --version; venv/bin/cubroker demo
+	@ls '$(DIST)'/cubroker-*
 
 sbom: $(VENV)/test
 	@mkdir -p $(dir $(SBOM))
@@ -113,12 +136,12 @@ sbom: $(VENV)/test
 		--output-file $(SBOM) requirements/image.txt
 
 clean:
-	rm -rf $(VENV) build *.egg-info .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build $(DIST) .cache *.egg-info .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # A wheel is built and installed, as a user would have it; `build` would keep files that are gone from the tree.
 $(VENV)/demo: $(VENV)/python $(SOURCES)
-	rm -rf build
-	$(BIN)/pip install --quiet --upgrade '.[demo]'
+	@rm -rf build
+	$(BIN)/pip install --disable-pip-version-check --upgrade '.[server,cli]'
 	@touch $@
 
 # torch, and what only torch needs, is held to no hash: its wheels for CPUs and for each CUDA have indexes of their own.
@@ -130,6 +153,13 @@ $(VENV)/test: $(VENV)/locked $(SOURCES)
 
 # mypy reads these libraries once, which takes four times as long as to check what uses them.
 TYPED := import msgspec, numpy, rich, torch, zmq
+
+# The reference is made of the installed package, and the help of the commands by calling them.
+$(VENV)/docs: $(VENV)/python requirements/docs.txt $(SOURCES)
+	rm -rf build
+	$(BIN)/pip install --quiet --require-hashes --no-deps --requirement requirements/docs.txt
+	$(BIN)/pip install --quiet --upgrade '.[docs]'
+	@touch $@
 
 $(VENV)/locked: $(VENV)/python requirements/test.txt
 	$(BIN)/pip install --quiet --require-hashes --no-deps --requirement requirements/test.txt

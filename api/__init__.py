@@ -14,13 +14,14 @@ each other), ``integrations`` (on ``client`` alone) and ``cli`` (which may impor
 
 import sys
 from importlib import import_module
-from typing import TYPE_CHECKING
 
 from cubroker.deprecated import RenamedModules
 
+TYPE_CHECKING = False  # type checkers take it for true; to import `typing` would take longer than all the rest here
 if TYPE_CHECKING:
     from cubroker.client.broker import Broker
-    from cubroker.client.pool import Draft, Pool
+    from cubroker.client.draft import Draft
+    from cubroker.client.pool import Pool
     from cubroker.client.tensor import SharedTensor
     from cubroker.protocol.errors import (
         Corrupted,
@@ -42,21 +43,6 @@ if TYPE_CHECKING:
     from cubroker.protocol.layout import Layout, TensorSpec
 
     __version__: str
-
-_ERRORS = (
-    "CubrokerError Corrupted Denied DeviceFailure Exists InternalFailure Invalid NotFound OutOfMemory OverBudget"
-    " OverQuota Retired TimedOut Unavailable Unsupported"
-)
-_MODULES = {
-    "Broker": "client.broker",
-    "Draft": "client.pool",
-    "Pool": "client.pool",
-    "SharedTensor": "client.tensor",
-    "Layout": "protocol.layout",
-    "TensorSpec": "protocol.layout",
-    **dict.fromkeys(_ERRORS.split(), "protocol.errors"),
-}
-"""The module of every public name."""
 
 __all__ = [
     "Broker",
@@ -82,6 +68,17 @@ __all__ = [
     "Unsupported",
     "__version__",
 ]
+
+_MODULES = {
+    **dict.fromkeys(__all__, "protocol.errors"),
+    "Broker": "client.broker",
+    "Draft": "client.draft",
+    "Pool": "client.pool",
+    "SharedTensor": "client.tensor",
+    "Layout": "protocol.layout",
+    "TensorSpec": "protocol.layout",
+}
+"""The module of every public name."""
 
 sys.meta_path.append(RenamedModules())
 

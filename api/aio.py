@@ -8,9 +8,10 @@
         ...
 
 Every method does what the method of that name of the blocking class does, with the same arguments and errors: it goes
-through the same steps (:mod:`cubroker.client.transport.requests`). The session below has its two threads as ever, and
-no call that waits has a thread of its own. Cancelling an ``await`` gives the request up: the broker stops waiting, and
-a lease that comes all the same goes back.
+through the same steps (:mod:`cubroker.client.transport.requests`). Where the blocking class is for ``with`` or ``for``,
+this one is for ``async with`` or ``async for``. The session below has its two threads as ever, and no call that waits
+has a thread of its own. Cancelling an ``await`` gives the request up: the broker stops waiting, and a lease that comes
+all the same goes back.
 
 One object serves any number of tasks, and loops in several threads. Work with the devices that no other thread does
 runs in a thread of the loop: connecting, the first use of a device, and the digests of a check. Such a thread goes on
@@ -25,16 +26,14 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mappin
 from contextlib import suppress
 from functools import partial, wraps
 from inspect import unwrap
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, cast
 
 from cubroker.client import devices as local
-from cubroker.client import ipc_events, locks, notices, pool
+from cubroker.client import draft, ipc_events, locks, notices, pool
 from cubroker.client.broker import Broker as BlockingBroker
-from cubroker.client.broker import Owner
 from cubroker.client.devices import DeviceId, Plan
-from cubroker.client.follow import Follow
-from cubroker.client.replica import AllocationHandle
 from cubroker.client.tensor import SharedTensor
 from cubroker.client.transport.handshake import NotServing, Patience
 from cubroker.client.transport.requests import Steps, run_in_loop, seconds
@@ -45,6 +44,7 @@ from cubroker.protocol.layout import Layout, Tensors
 
 P = ParamSpec("P")
 T = TypeVar("T")
+U = TypeVar("U")
 B = TypeVar("B", covariant=True)
 
 __all__ = ["Broker", "Draft", "Event", "NameLock", "Pool", "SharedEvent", "Watch"]
@@ -64,6 +64,33 @@ def as_awaited(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate
         return await awaited(method, self.blocking, *args, **kwargs)
 
     return call
+
+
+def awaited_as(
+    kind: Callable[[T], U], method: Callable[Concatenate[Any, P], T]
+) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, U]]:
+    """As :func:`as_awaited`, for a method whose result has a ``kind`` in this module."""
+
+    @wraps(method)
+    async def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> U:
+        return kind(await awaited(method, self.blocking, *args, **kwargs))
+
+    return call
+
+
+def as_it_is(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
+    """Return the method that calls ``method`` of the object below, which waits for nothing."""
+
+    @wraps(method)
+    def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return method(self.blocking, *args, **kwargs)
+
+    return call
+
+
+def shown(name: str) -> Any:
+    """Return a property that is the attribute of that name of the object below."""
+    return property(attrgetter(f"blocking.{name}"), doc=f"See the attribute {name} of the blocking class.")
 
 
 def typed_as(
@@ -99,6 +126,123 @@ class Below(Generic[B]):
     async def close(self) -> None:
         """Close the object below. Once begun, it happens, even if this is cancelled."""
         raise NotImplementedError
+
+
+class NameLock(Below[locks.NameLock]):
+    """The lock of a pool's name; see :class:`cubroker.client.NameLock`."""
+
+    name: str = shown("name")
+    closed: bool = shown("closed")
+    lost: str = shown("lost")
+    close = as_awaited(locks.NameLock.close)
+
+
+class SharedEvent(Below[ipc_events.SharedEvent]):
+    """A place in a stream of the process that made it; see :class:`cubroker.client.SharedEvent`."""
+
+    name: str = shown("name")
+    device: Device = shown("device")
+    mine: bool = shown("mine")
+    closed: bool = shown("closed")
+    record = as_awaited(ipc_events.SharedEvent.record)
+    wait = as_awaited(ipc_events.SharedEvent.wait)
+    close = as_awaited(ipc_events.SharedEvent.close)
+
+
+Event = SharedEvent
+"""The old name, which works for one more version."""
+
+
+class Watch(Below[notices.Watch], AsyncIterator[int | None]):
+    """The current version of a pool, now and after every change, for ``async for``: :class:`cubroker.client.Watch`."""
+
+    async def __anext__(self) -> int | None:
+        return await self.next()
+
+    async def next(self, timeout: float | None = None) -> int | None:
+        """See :meth:`cubroker.client.Watch.next`; at its end it raises ``StopAsyncIteration``."""
+        try:
+            return await run_in_loop(self.blocking.change(timeout))
+        except notices.WatchClosed:
+            raise StopAsyncIteration from None
+
+    async def close(self) -> None:
+        """Stop watching; iterations end."""
+        self.blocking.close()
+
+
+class Pool(Below[pool.Pool], Mapping[str, SharedTensor]):
+    """The tensors of one version, by name; see :class:`cubroker.Pool`.
+
+    ``blocking`` is for code that takes a pool: ``state_dict(pool.blocking)``. What is not here is there.
+    """
+
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+    def __getitem__(self, name: str) -> SharedTensor:
+        return self.blocking[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.blocking)
+
+    def __len__(self) -> int:
+        return len(self.blocking)
+
+    name: str = shown("name")
+    version: int = shown("version")
+    share: str = shown("share")
+    layout: Layout = shown("layout")
+    devices: tuple[Device, ...] = shown("devices")
+    lost: str = shown("lost")
+    asleep: bool = shown("asleep")
+    closed: bool = shown("closed")
+    handles = as_it_is(pool.Pool.handles)
+    follow = as_it_is(pool.Pool.follow)
+    sleep = as_awaited(pool.Pool.sleep)
+
+    async def wake(self, wait: float = 0.0) -> None:
+        """See :meth:`cubroker.Pool.wake`. Where two tasks wake it at once, each asks for a lease, and one goes back."""
+        await run_in_loop(self.blocking.waking(wait))
+
+    async def switch(self, version: int | None = None, wait: float = 0.0) -> int:
+        """See :meth:`cubroker.Pool.switch`. If it is cancelled, it ends when all of one version is mapped."""
+        request = self.blocking.switch_request()
+        try:
+            return await run_in_loop(self.blocking.switching(request, version, wait))
+        except BaseException:
+            await run_in_loop(request.settle())
+            raise
+
+    async def broadcast(self, source: object, name: str) -> None:
+        """See :meth:`cubroker.Pool.broadcast`. A thread of the loop stores; it is not cancelled."""
+        await asyncio.to_thread(self.blocking.broadcast, source, name)
+
+    event = awaited_as(SharedEvent, pool.Pool.event)
+    open_event = awaited_as(SharedEvent, pool.Pool.open_event)
+
+    async def check(self) -> None:
+        """See :meth:`cubroker.Pool.check`. The digests are computed in a thread of the loop."""
+        await asyncio.to_thread(self.blocking.check)
+
+    close = as_awaited(pool.Pool.close)
+
+
+class Draft(Pool):
+    """The tensors of an unpublished version; see :class:`cubroker.Draft`. ``async with`` discards it if not sealed."""
+
+    blocking: draft.Draft
+
+    replicas: tuple[Mapping[str, SharedTensor], ...] = shown("replicas")
+
+    async def seal(self, *, layout: Layout | None = None, digest: bool = False, in_place: bool = False) -> int:
+        """See :meth:`cubroker.Draft.seal`. Once begun, it happens, even if this is cancelled.
+
+        A seal ``in_place`` is made in a thread of the loop.
+        """
+        if in_place:
+            return await asyncio.to_thread(self.blocking.seal, layout=layout, digest=digest, in_place=True)
+        return await awaited(draft.Draft.seal, self.blocking, layout=layout, digest=digest)
 
 
 class Broker:
@@ -155,35 +299,12 @@ class Broker:
             raise Unavailable("this Broker is not connected yet; use `async with`, or await connect()")
         return self._broker
 
-    @property
-    def directory(self) -> Path:
-        """Where the broker listens."""
-        return self.blocking.directory
-
-    @property
-    def session(self) -> int:
-        """The number that the broker gave this session."""
-        return self.blocking.session
-
-    @property
-    def uid(self) -> int | None:
-        """The user that the broker runs as; None if it is too old to say so."""
-        return self.blocking.uid
-
-    @property
-    def driver(self) -> Driver:
-        """This process's driver for the broker's devices; raises as :attr:`cubroker.Broker.driver`."""
-        return self.blocking.driver
-
-    @property
-    def draining(self) -> str:
-        """Why the broker lends nothing new and wants back what it lent; nothing if that is not so."""
-        return self.blocking.draining
-
-    @property
-    def lost(self) -> str:
-        """Why the session is over; see :attr:`cubroker.Broker.lost`."""
-        return self.blocking.lost
+    directory: Path = shown("directory")
+    session: int = shown("session")
+    uid: int | None = shown("uid")
+    driver: Driver = shown("driver")
+    draining: str = shown("draining")
+    lost: str = shown("lost")
 
     async def reconnect(self, wait: float = 0.0) -> None:
         """See :meth:`cubroker.Broker.reconnect`. Each attempt is made in a thread of the loop."""
@@ -213,7 +334,7 @@ class Broker:
         device, devices, plan = map(options.get, ("device", "devices", "plan"))
         await self._use(_places(devices, plan) if device is None else (device, *_places(devices, plan or {})))
         found = await awaited(BlockingBroker.attach_or_create, self.blocking, name, layout, **options)
-        return Draft(found) if isinstance(found, pool.Draft) else Pool(found)
+        return Draft(found) if isinstance(found, draft.Draft) else Pool(found)
 
     async def publish(
         self,
@@ -249,22 +370,9 @@ class Broker:
 
     retire = as_awaited(BlockingBroker.retire)
 
-    async def watch(
-        self, name: str, *, owner: Owner | Sequence[Owner] | None = None, timeout: float | None = None
-    ) -> Watch:
-        """See :meth:`cubroker.Broker.watch`; to be iterated by ``async for``."""
-        return Watch(await awaited(BlockingBroker.watch, self.blocking, name, owner=owner, timeout=timeout))
-
-    def follow(
-        self, name: str, *, owner: Owner | Sequence[Owner] | None = None, timeout: float | None = None
-    ) -> Follow:
-        """See :meth:`cubroker.Broker.follow`; it returns at once, and is iterated by ``async for``."""
-        return self.blocking.follow(name, owner=owner, timeout=timeout)
-
-    async def lock(self, name: str, *, timeout: float = 600.0) -> NameLock:
-        """See :meth:`cubroker.Broker.lock`: ``async with await broker.lock(name):``."""
-        return NameLock(await awaited(BlockingBroker.lock, self.blocking, name, timeout=timeout))
-
+    watch = awaited_as(Watch, BlockingBroker.watch)
+    follow = as_it_is(BlockingBroker.follow)
+    lock = awaited_as(NameLock, BlockingBroker.lock)
     wait_ended = as_awaited(BlockingBroker.wait_ended)
 
     # -- what there is -----------------------------------------------------------------------------
@@ -293,199 +401,6 @@ class Broker:
             if use not in self._used:
                 await asyncio.to_thread(_use, self.blocking, device)
                 self._used.add(use)
-
-
-class Pool(Below[pool.Pool], Mapping[str, SharedTensor]):
-    """The tensors of one version, by name; see :class:`cubroker.Pool`.
-
-    ``blocking`` is for code that takes a pool: ``state_dict(pool.blocking)``. What is not here is there.
-    """
-
-    __eq__ = object.__eq__
-    __hash__ = object.__hash__
-
-    def __getitem__(self, name: str) -> SharedTensor:
-        return self.blocking[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.blocking)
-
-    def __len__(self) -> int:
-        return len(self.blocking)
-
-    @property
-    def name(self) -> str:
-        """The pool's name."""
-        return self.blocking.name
-
-    @property
-    def version(self) -> int:
-        """The version, from 1 on; :meth:`switch` changes it."""
-        return self.blocking.version
-
-    @property
-    def share(self) -> str:
-        """How its memory is shared."""
-        return self.blocking.share
-
-    @property
-    def layout(self) -> Layout:
-        """See :attr:`cubroker.Pool.layout`."""
-        return self.blocking.layout
-
-    @property
-    def devices(self) -> tuple[Device, ...]:
-        """The devices that use these tensors: several for a sharded version."""
-        return self.blocking.devices
-
-    @property
-    def lost(self) -> str:
-        """See :attr:`cubroker.Pool.lost`."""
-        return self.blocking.lost
-
-    @property
-    def asleep(self) -> bool:
-        """Whether :meth:`sleep` unmapped it."""
-        return self.blocking.asleep
-
-    @property
-    def closed(self) -> bool:
-        """Whether it was closed, here or with the Broker."""
-        return self.blocking.closed
-
-    def handles(self) -> tuple[AllocationHandle, ...]:
-        """See :meth:`cubroker.Pool.handles`; it waits for nothing."""
-        return self.blocking.handles()
-
-    def follow(self, *, switch: bool = False, timeout: float | None = None) -> Follow:
-        """See :meth:`cubroker.Pool.follow`; it returns at once, and is iterated by ``async for``."""
-        return self.blocking.follow(switch=switch, timeout=timeout)
-
-    sleep = as_awaited(pool.Pool.sleep)
-
-    async def wake(self, wait: float = 0.0) -> None:
-        """See :meth:`cubroker.Pool.wake`. Where two tasks wake it at once, each asks for a lease, and one goes back."""
-        await run_in_loop(self.blocking.waking(wait))
-
-    async def switch(self, version: int | None = None, wait: float = 0.0) -> int:
-        """See :meth:`cubroker.Pool.switch`. If it is cancelled, it ends when all of one version is mapped."""
-        request = self.blocking.switch_request()
-        try:
-            return await run_in_loop(self.blocking.switching(request, version, wait))
-        except BaseException:
-            await run_in_loop(request.settle())
-            raise
-
-    async def broadcast(self, source: object, name: str) -> None:
-        """See :meth:`cubroker.Pool.broadcast`. A thread of the loop stores; it is not cancelled."""
-        await asyncio.to_thread(self.blocking.broadcast, source, name)
-
-    async def event(self, name: str, *, device: int | str | None = None) -> SharedEvent:
-        """See :meth:`cubroker.Pool.event`."""
-        return SharedEvent(await awaited(pool.Pool.event, self.blocking, name, device=device))
-
-    async def open_event(self, name: str, *, wait: float = 0.0) -> SharedEvent:
-        """See :meth:`cubroker.Pool.open_event`."""
-        return SharedEvent(await awaited(pool.Pool.open_event, self.blocking, name, wait=wait))
-
-    async def check(self) -> None:
-        """See :meth:`cubroker.Pool.check`. The digests are computed in a thread of the loop."""
-        await asyncio.to_thread(self.blocking.check)
-
-    close = as_awaited(pool.Pool.close)
-
-
-class Draft(Pool):
-    """The tensors of an unpublished version; see :class:`cubroker.Draft`. ``async with`` discards it if not sealed."""
-
-    blocking: pool.Draft
-
-    @property
-    def replicas(self) -> tuple[Mapping[str, SharedTensor], ...]:
-        """The tensors on each device, in the order in which the devices were given."""
-        return self.blocking.replicas
-
-    async def seal(self, *, layout: Layout | None = None, digest: bool = False, in_place: bool = False) -> int:
-        """See :meth:`cubroker.Draft.seal`. Once begun, it happens, even if this is cancelled.
-
-        A seal ``in_place`` is made in a thread of the loop.
-        """
-        if in_place:
-            return await asyncio.to_thread(self.blocking.seal, layout=layout, digest=digest, in_place=True)
-        return await awaited(pool.Draft.seal, self.blocking, layout=layout, digest=digest)
-
-
-class NameLock(Below[locks.NameLock]):
-    """The lock of a pool's name; see :class:`cubroker.client.NameLock`."""
-
-    @property
-    def name(self) -> str:
-        """The name."""
-        return self.blocking.name
-
-    @property
-    def closed(self) -> bool:
-        """Whether it was given back."""
-        return self.blocking.closed
-
-    @property
-    def lost(self) -> str:
-        """See :attr:`cubroker.client.NameLock.lost`."""
-        return self.blocking.lost
-
-    close = as_awaited(locks.NameLock.close)
-
-
-class SharedEvent(Below[ipc_events.SharedEvent]):
-    """A place in a stream of the process that made it; see :class:`cubroker.client.SharedEvent`."""
-
-    @property
-    def name(self) -> str:
-        """Its name on the pool's version."""
-        return self.blocking.name
-
-    @property
-    def device(self) -> Device:
-        """Whose work it marks."""
-        return self.blocking.device
-
-    @property
-    def mine(self) -> bool:
-        """Whether this process made it, and so records it."""
-        return self.blocking.mine
-
-    @property
-    def closed(self) -> bool:
-        """Whether it was closed, here or with the pool."""
-        return self.blocking.closed
-
-    record = as_awaited(ipc_events.SharedEvent.record)
-
-    wait = as_awaited(ipc_events.SharedEvent.wait)
-
-    close = as_awaited(ipc_events.SharedEvent.close)
-
-
-Event = SharedEvent
-"""The old name, which works for one more version."""
-
-
-class Watch(Below[notices.Watch], AsyncIterator[int | None]):
-    """The current version of a pool, now and after every change, for ``async for``: :class:`cubroker.client.Watch`."""
-
-    async def __anext__(self) -> int | None:
-        return await self.next()
-
-    async def next(self, timeout: float | None = None) -> int | None:
-        """See :meth:`cubroker.client.Watch.next`; at its end it raises ``StopAsyncIteration``."""
-        try:
-            return await run_in_loop(self.blocking.change(timeout))
-        except notices.WatchClosed:
-            raise StopAsyncIteration from None
-
-    async def close(self) -> None:
-        """Stop watching; iterations end."""
-        self.blocking.close()
 
 
 def _connect(directory: str | os.PathLike[str] | None, timeout: float, connect_timeout: float | None) -> BlockingBroker:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from importlib import import_module
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+
+TYPE_CHECKING = False  # type checkers take it for true
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import ModuleType
 
 NEW = {
     "cubroker.client.dtypes": "cubroker.protocol.dtypes",
     "cubroker.client.events": "cubroker.client.ipc_events",
     "cubroker.client.loader": "cubroker.client.loading.loader",
     "cubroker.client.process": "cubroker.client.fork_guard",
+    "cubroker.client.replica": "cubroker.client.pool",
     "cubroker.client.sources": "cubroker.client.named_arrays",
     "cubroker.client.torch": "cubroker.integrations.torch",
     "cubroker.client.transformers": "cubroker.integrations.transformers",
@@ -28,6 +32,10 @@ NEW = {
 ELSEWHERE = {
     ("cubroker.client.dtypes", "torch_dtypes"): ("cubroker.client.arrays", "torch_dtypes"),
     ("cubroker.client.dtypes", "torch_names"): ("cubroker.client.arrays", "torch_names"),
+    ("cubroker.client.replica", "AllocationHandle"): ("cubroker.client.memory.mapping", "AllocationHandle"),
+    ("cubroker.client.replica", "TensorIndex"): ("cubroker.protocol.layout", "TensorIndex"),
+    ("cubroker.integrations.runtime", "Obtained"): ("cubroker.integrations.engine_loader", "Obtained"),
+    ("cubroker.integrations.runtime", "obtain"): ("cubroker.integrations.engine_loader", "obtain"),
     ("cubroker.protocol.infos", "NOBODY"): ("cubroker.protocol.status", "HIDDEN_ID"),
 }
 """Names of old modules that another module has than the one of its new name, or that have another name there."""

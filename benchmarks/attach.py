@@ -14,7 +14,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from benchmarks import weights
+from benchmarks import model_weights
 from benchmarks.harness import SHARES, Child, answer_of, questions, run_alone, serving, warm_up
 from benchmarks.options import Plan
 from benchmarks.report import Figure, median
@@ -34,8 +34,8 @@ WARM = 3
 
 def measure(plan: Plan) -> list[Figure]:
     """Measure."""
-    tensors = weights.tensors(plan.nbytes)
-    what = f"{len(tensors)} tensors, {weights.total(tensors) / 1e9:.2f} GB"
+    tensors = model_weights.tensors(plan.nbytes)
+    what = f"{len(tensors)} tensors, {model_weights.total(tensors) / 1e9:.2f} GB"
     figures = [figure for share in SHARES for figure in _through_cubroker(plan, tensors, what, share)]
     if plan.gpu:
         whole, opened = figures[0].value, _through_torch(tensors, max(3, plan.rounds // 10))
@@ -48,7 +48,7 @@ def measure(plan: Plan) -> list[Figure]:
     return figures
 
 
-def _through_cubroker(plan: Plan, tensors: weights.Tensors, what: str, share: str) -> list[Figure]:
+def _through_cubroker(plan: Plan, tensors: model_weights.Tensors, what: str, share: str) -> list[Figure]:
     with serving(plan.devices) as server, Broker(server.directory) as broker:
         with broker.create(POOL, Layout.pack(tensors), share=share) as draft:
             draft[MARKED].copy_from_bytes(_mark(draft[MARKED].nbytes))
@@ -94,7 +94,7 @@ def _look_for_the_mark(tensor: torch.Tensor) -> None:
         raise RuntimeError("the worker does not see what the writer wrote")
 
 
-def _through_torch(tensors: weights.Tensors, rounds: int) -> list[tuple[float, float]]:
+def _through_torch(tensors: model_weights.Tensors, rounds: int) -> list[tuple[float, float]]:
     """Return milliseconds to export and to rebuild, per round."""
     with Child(export_by_torch, tensors) as owner, Child(rebuild_by_torch) as worker:
         times = []
@@ -104,7 +104,7 @@ def _through_torch(tensors: weights.Tensors, rounds: int) -> list[tuple[float, f
         return times[1:]
 
 
-def export_by_torch(connection: Connection, tensors: weights.Tensors) -> None:
+def export_by_torch(connection: Connection, tensors: model_weights.Tensors) -> None:
     """In the process that owns the tensors: each answer is the milliseconds of the export, and the pickled tensors."""
     import torch
     import torch.multiprocessing  # registers its reductions with the pickler

@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from time import perf_counter
 
-from benchmarks import weights
+from benchmarks import model_weights
 from benchmarks.harness import Child, run_alone, serving, warm_up
 from benchmarks.options import Plan
 from benchmarks.report import Figure, median, percentile
@@ -30,8 +30,8 @@ WAYS = (("attached", "ipc"), ("attached", "vmm"), ("switched", "vmm"))
 
 def measure(plan: Plan) -> list[Figure]:
     """Measure."""
-    tensors = weights.tensors(plan.nbytes)
-    what = f"{len(tensors)} tensors, {weights.total(tensors) / 1e9:.2f} GB"
+    tensors = model_weights.tensors(plan.nbytes)
+    what = f"{len(tensors)} tensors, {model_weights.total(tensors) / 1e9:.2f} GB"
     figures = []
     for way, share in WAYS:
         times = _versions(plan, Layout.pack(tensors), way, share)

@@ -17,7 +17,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from benchmarks import harness, weights
+from benchmarks import harness, model_weights
 from benchmarks.harness import Child, run_alone, serving
 from benchmarks.options import Plan
 from benchmarks.report import Figure, median
@@ -39,8 +39,8 @@ Bucket = list[tuple[str, int, tuple[int, ...]]]
 
 def measure(plan: Plan) -> list[Figure]:
     """Measure."""
-    tensors = weights.tensors(plan.nbytes)
-    what = f"{len(tensors)} tensors, {weights.total(tensors) / 1e9:.2f} GB"
+    tensors = model_weights.tensors(plan.nbytes)
+    what = f"{len(tensors)} tensors, {model_weights.total(tensors) / 1e9:.2f} GB"
     near, far = harness.processes.Pipe()
     with serving(plan.devices) as server:
         arguments = server.directory, plan.gpu, tensors
@@ -56,7 +56,7 @@ def measure(plan: Plan) -> list[Figure]:
     ]
 
 
-def buckets_of(tensors: weights.Tensors) -> list[Bucket]:
+def buckets_of(tensors: model_weights.Tensors) -> list[Bucket]:
     """Share the tensors out, in order, to buckets; each begins at a multiple of 256 bytes."""
     limit = bucket_bytes(tensors)
     buckets: list[Bucket] = [[]]
@@ -71,7 +71,7 @@ def buckets_of(tensors: weights.Tensors) -> list[Bucket]:
     return buckets
 
 
-def bucket_bytes(tensors: weights.Tensors) -> int:
+def bucket_bytes(tensors: model_weights.Tensors) -> int:
     """Return the bytes of one buffer."""
     return max(BUCKET, *(_padded(shape) for _, _, shape in tensors))
 
@@ -92,7 +92,9 @@ def views(buffers: torch.Tensor, buckets: Iterable[Bucket]) -> Iterator[dict[str
         }
 
 
-def train(connection: Connection, worker: Connection, directory: Path, gpu: bool, tensors: weights.Tensors) -> None:
+def train(
+    connection: Connection, worker: Connection, directory: Path, gpu: bool, tensors: model_weights.Tensors
+) -> None:
     """In the trainer: send the seconds of each way, in each round."""
     import torch
     import torch.multiprocessing  # registers its reductions, for the buffers to be sent
@@ -138,7 +140,9 @@ def _through_buckets(
         _hear(worker, number)
 
 
-def take(connection: Connection, trainer: Connection, directory: Path, gpu: bool, tensors: weights.Tensors) -> None:
+def take(
+    connection: Connection, trainer: Connection, directory: Path, gpu: bool, tensors: model_weights.Tensors
+) -> None:
     """In the worker: take part, and look at the tensors of both ways in each round."""
     import torch
     import torch.multiprocessing

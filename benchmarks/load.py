@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from time import perf_counter
 
-from benchmarks import weights
+from benchmarks import model_weights
 from benchmarks.harness import answer_of, beside_broker, first_context, run_alone, seconds, warm_up
 from benchmarks.options import Plan
 from benchmarks.report import Figure, median
@@ -25,9 +25,9 @@ PIECE = 1 << 30
 
 def measure(plan: Plan) -> list[Figure]:
     """Measure."""
-    tensors = weights.tensors(plan.nbytes)
-    size = weights.total(tensors)
-    with weights.in_memory(tensors) as path:
+    tensors = model_weights.tensors(plan.nbytes)
+    size = model_weights.total(tensors)
+    with model_weights.in_memory(tensors) as path:
         pinned, whole, copying = beside_broker(plan.devices, take_turns, plan.devices, path, size)
         usual: list[float] = answer_of(load_by_safetensors, plan.gpu, path)
     where = f"{size / 1e9:.2f} GB file in memory, {path.parents[1]}"
@@ -62,7 +62,7 @@ def take_turns(connection: Connection, directory: Path, devices: str, path: Path
             whole.append(loaded.seconds)
             copying.append(loaded.copy_seconds)
             if loaded.version == 1:
-                weights.check(broker, POOL, path)
+                model_weights.check(broker, POOL, path)
             broker.retire(POOL)
     connection.send((pinned[1:], whole[1:], copying[1:]))
 

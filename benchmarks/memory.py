@@ -7,7 +7,7 @@ from contextlib import ExitStack, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from benchmarks import weights
+from benchmarks import model_weights
 from benchmarks.harness import Child, first_context, questions, run_alone, serving, warm_up
 from benchmarks.options import Plan
 from benchmarks.report import Figure
@@ -20,7 +20,7 @@ WORKERS = 2
 
 def measure(plan: Plan) -> list[Figure]:
     """Measure."""
-    layout = Layout.pack(weights.tensors(plan.nbytes))
+    layout = Layout.pack(model_weights.tensors(plan.nbytes))
     note = f"free memory of the device before and after, context up; the pool has {layout.nbytes / 1e9:.2f} GB"
     with serving(plan.devices) as server:
         figures = [

@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from time import sleep
 
-from benchmarks import weights
+from benchmarks import model_weights
 from benchmarks.harness import SHARES, beside_broker, run_alone, seconds
 from benchmarks.options import Plan
 from benchmarks.report import Figure, median
@@ -46,8 +46,8 @@ def measure(plan: Plan) -> list[Figure]:
 
 
 def _published(plan: Plan, share: str, about: int, *, brief: bool) -> list[Figure]:
-    tensors = weights.tensors(about)
-    nbytes = weights.total(tensors)
+    tensors = model_weights.tensors(about)
+    nbytes = model_weights.total(tensors)
     what = f"{len(tensors)} tensors, {nbytes / 1e9:.2f} GB"
     times = beside_broker(plan.devices, publish_by_turns, tensors, share)
     calls = [[each * 1e3 for each in row] for row in times[2:]]
@@ -67,7 +67,7 @@ def _published(plan: Plan, share: str, about: int, *, brief: bool) -> list[Figur
     return figures
 
 
-def publish_by_turns(connection: Connection, directory: Path, tensors: weights.Tensors, share: str) -> None:
+def publish_by_turns(connection: Connection, directory: Path, tensors: model_weights.Tensors, share: str) -> None:
     """In a child: send the seconds of plain copies, of the tensors' copies, and of both ways to publish them."""
     import torch
 

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from time import perf_counter, sleep
 
-from benchmarks import weights
+from benchmarks import model_weights
 from benchmarks.harness import SHARES, beside_broker, one_allocation, run_alone, seconds
 from benchmarks.options import Plan, neighbours
 from benchmarks.report import Figure, median
@@ -32,8 +32,8 @@ def measure(plan: Plan) -> list[Figure]:
     figures: list[Figure] = []
     for share in SHARES:
         figures += _replication(plan, pair, share)
-    tensors = weights.tensors(plan.nbytes)
-    with weights.in_memory(tensors) as path:
+    tensors = model_weights.tensors(plan.nbytes)
+    with model_weights.in_memory(tensors) as path:
         for share in SHARES:
             figures += _loads(plan, path, share)
     return figures
@@ -129,7 +129,7 @@ def load_by_turns(connection: Connection, directory: Path, path: Path, share: st
                 taken.append(load(broker, POOL, path, devices=chosen, share=share).seconds)
                 if number == 0:
                     for device in chosen:
-                        weights.check(broker, POOL, path, device)
+                        model_weights.check(broker, POOL, path, device)
                 broker.retire(POOL)
                 while broker.pools():  # wait for its memory to be freed before the next load
                     sleep(0.001)

@@ -17,7 +17,7 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import TYPE_CHECKING
 
-from benchmarks import weights
+from benchmarks import model_weights
 from benchmarks.harness import Child, answer_of, first_context, questions, run_alone, serving, warm_up
 from benchmarks.options import Plan
 from benchmarks.report import Figure, median, nvidia_smi
@@ -46,8 +46,8 @@ class Return:
 
 def measure(plan: Plan) -> list[Figure]:
     """Measure."""
-    tensors = weights.tensors(plan.nbytes)
-    nbytes = weights.total(tensors)
+    tensors = model_weights.tensors(plan.nbytes)
+    nbytes = model_weights.total(tensors)
     served, attached, moved, wrong, grown = [], [], [], 0, []
     away = min(AWAY, float(plan.rounds))
     with serving(plan.devices, kept=True) as server:
@@ -95,7 +95,7 @@ def kill(broker: int) -> float:
 # -- workers ---------------------------------------------------------------------------------------------
 
 
-def publish(connection: Connection, directory: Path, tensors: weights.Tensors) -> None:
+def publish(connection: Connection, directory: Path, tensors: model_weights.Tensors) -> None:
     """In a worker: publish the pool, each tensor with its own random numbers."""
     from cubroker.integrations.torch import state_dict
 

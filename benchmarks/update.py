@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks import weights
+from benchmarks import model_weights
 from benchmarks.harness import SHARES, beside_broker, run_alone, seconds
 from benchmarks.options import Plan
 from benchmarks.publish import POOL, settle
@@ -35,8 +35,8 @@ KINDS = "the changed tensors, base attached", "the changed tensors, base by numb
 def measure(plan: Plan) -> list[Figure]:
     """Measure."""
     figures: list[Figure] = []
-    tensors = weights.tensors(plan.nbytes)
-    nbytes = weights.total(tensors)
+    tensors = model_weights.tensors(plan.nbytes)
+    nbytes = model_weights.total(tensors)
     for share in SHARES:
         part, taken, times = beside_broker(plan.devices, update_by_turns, tensors, share)
         what = f"{part / nbytes:.2%} of {len(tensors)} tensors, {nbytes / 1e9:.2f} GB"
@@ -51,7 +51,7 @@ def measure(plan: Plan) -> list[Figure]:
     return figures
 
 
-def update_by_turns(connection: Connection, directory: Path, tensors: weights.Tensors, share: str) -> None:
+def update_by_turns(connection: Connection, directory: Path, tensors: model_weights.Tensors, share: str) -> None:
     """In a child: send the bytes that change, the device memory that an update takes, and the seconds of each way."""
     import torch
 
@@ -59,7 +59,7 @@ def update_by_turns(connection: Connection, directory: Path, tensors: weights.Te
         context = broker.driver.context(broker.driver.devices[0].index)
         where = "cpu" if context.host else f"cuda:{context.device.index}"
         arrays = {name: torch.ones(shape, dtype=torch.bfloat16, device=where) for name, _, shape in tensors}
-        changed = _few(arrays, PART * weights.total(tensors))
+        changed = _few(arrays, PART * model_weights.total(tensors))
         publish = partial(broker.publish, POOL, share=share, wait=60.0)
 
         def step() -> None:

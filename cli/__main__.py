@@ -1,20 +1,41 @@
 """Where the command ``cubroker`` begins: signals are decided about before anything else is imported.
 
-This module imports nothing but :mod:`cubroker.cli.signals`, which imports nothing but ``signal``.
+This module imports nothing but :mod:`cubroker.cli.signals`, which imports nothing but ``signal``. What the command line
+itself needs beyond a worker, the extra ``cli``, may be missing: then a line says so.
 """
 
 from __future__ import annotations
 
+import sys
+
 from cubroker.cli import signals
+
+EXTRA = {"click", "rich"}
+"""The packages of the extra ``cli``."""
+
+BROKERS = {"serve", "keep", "demo"}
+"""Commands that start a broker, which has an extra of its own."""
 
 
 def main() -> None:
     """Run the command line, and exit with its status; the entry point of the console script."""
     signals.end_at_interrupt()
     signals.hold()
-    from cubroker.cli.main import main as run
+    try:
+        from cubroker.cli.main import main as run
 
-    run()
+        run()
+    except ModuleNotFoundError as error:
+        if error.name not in EXTRA:
+            raise
+        sys.exit(f"cubroker: {_missing(error.name, sys.argv[1:2])}")
+
+
+def _missing(package: str, command: list[str]) -> str:
+    """Return what to install for a command that a package is missing for."""
+    extras = "server,cli" if BROKERS.intersection(command) else "cli"
+    asked = " ".join(["cubroker", *command])
+    return f"`{asked}` needs {package}, which is not installed: pip install 'cubroker[{extras}]'"
 
 
 if __name__ == "__main__":

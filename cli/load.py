@@ -1,7 +1,8 @@
-"""``cubroker load`` and ``verify``, and their progress: a bar on a terminal, else a line every few seconds."""
+"""``cubroker load``, ``vllm preload`` and ``verify``, and their progress: a bar on a terminal, else a line at times."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from time import monotonic, perf_counter
 
 import click
 
-from cubroker.cli import format, options
+from cubroker.cli import completion, format, options
 from cubroker.client import Broker
 from cubroker.client.loading.loader import Loaded, load
 from cubroker.client.loading.verify import Verified, verify
@@ -31,14 +32,14 @@ OnProgress = Callable[[int, int], None]
 
 
 @click.command("load")
-@click.argument("name", metavar="NAME", type=options.pool_name)
+@click.argument("name", metavar="NAME", type=options.pool_name, shell_complete=completion.pools)
 @click.argument("paths", metavar="PATH...", nargs=-1, required=True, type=options.PATH)
 @click.option(
     "--device",
     "chosen",
     metavar="0,1",
     type=options.device_list,
-    help="Devices that get a copy each: indexes or UUIDs, as `cubroker devices` shows them.  [default: 0]",
+    help="Devices that get a copy each: indexes, cuda:0, or UUIDs as `cubroker devices` shows them.  [default: 0]",
 )
 @click.option(
     "--plan",
@@ -87,6 +88,7 @@ OnProgress = Callable[[int, int], None]
     is_flag=True,
     help="Publish digests of the bytes with them, with which `cubroker verify --digest` finds later changes.",
 )
+@options.as_json
 @options.directory
 def load_pool(
     name: str,
@@ -102,6 +104,7 @@ def load_pool(
     owners: tuple[str, ...],
     digest: bool,
     directory: Path,
+    as_json: bool,
 ) -> None:
     """Publish safetensors files as the next version of pool NAME.
 
@@ -114,25 +117,31 @@ def load_pool(
         raise click.UsageError("--plan says where each tensor goes; leave --device out")
     if wait is None:
         wait = MAX_WAIT if if_absent else 0.0
-    with options.connect(directory) as broker, progress(f"loading {name}") as report:
+    with options.connect(directory) as broker:
         there = broker.devices()
-        loaded = load(
-            broker,
-            name,
-            paths,
-            devices=None if plan else options.find_devices(chosen or ("0",), there),
-            plan=plan and {tensor: options.find_device(device, there) for tensor, device in plan.items()},
-            share=share,
-            if_absent=if_absent,
-            slab=slab,
-            wait=wait,
-            mode=mode,
-            durable=durable,
-            owner=owners or None,
-            digest=digest,
-            progress=report,
-        )
-    format.say(summary(loaded))
+        devices = None if plan else options.find_devices(chosen or ("0",), there)
+        placed = plan and {tensor: options.find_device(device, there) for tensor, device in plan.items()}
+        with progress(f"loading {name}") as report:
+            loaded = load(
+                broker,
+                name,
+                paths,
+                devices=devices,
+                plan=placed,
+                share=share,
+                if_absent=if_absent,
+                slab=slab,
+                wait=wait,
+                mode=mode,
+                durable=durable,
+                owner=owners or None,
+                digest=digest,
+                progress=report,
+            )
+    if as_json:
+        format.document(asdict(loaded))
+    else:
+        format.say(summary(loaded))
 
 
 def summary(loaded: Loaded) -> str:
@@ -144,8 +153,36 @@ def summary(loaded: Loaded) -> str:
     return f"{loaded.name}@{loaded.version}: {held} in {format.duration(loaded.seconds)} ({speed})"
 
 
+@click.group("vllm")
+def vllm() -> None:
+    """Prepare runtime pools for engines of vLLM."""
+
+
+@vllm.command("preload", context_settings={"ignore_unknown_options": True})
+@click.argument("model")
+@click.argument("engine", metavar="[ENGINE ARGUMENTS]...", nargs=-1, type=click.UNPROCESSED)
+@options.as_json
+@options.directory
+def preload(model: str, engine: tuple[str, ...], directory: Path, as_json: bool) -> None:
+    """Load MODEL as `vllm serve MODEL` with these arguments does, publish what its ranks compute with, and exit.
+
+    Engines with the same arguments then attach. Give all that decide what is loaded and how it is computed with: the
+    parallel sizes, --dtype, --quantization, and --enforce-eager if engines have it.
+    """
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # standard output is this command's
+    from cubroker.integrations.vllm import preload as load
+
+    with options.connect(directory) as broker:
+        prefix = load(model, engine, directory)
+        pools = [pool for pool in broker.pools() if pool.name.startswith(prefix) and pool.state == "current"]
+    if as_json:
+        format.document(pools)
+    for pool in pools if not as_json else ():
+        format.say(f"{pool.name}@{pool.version}: {format.count(pool.tensors, 'tensor')}, {format.size(pool.nbytes)}")
+
+
 @click.command("verify")
-@click.argument("reference", metavar="NAME[@VERSION]", type=options.reference)
+@click.argument("reference", metavar="NAME[@VERSION]", type=options.reference, shell_complete=completion.versions)
 @click.argument("paths", metavar="[PATH...]", nargs=-1, type=options.PATH)
 @click.option("--digest", is_flag=True, help="Compare with the digests that it was sealed with, instead of with files.")
 @options.as_json
@@ -162,15 +199,13 @@ def verify_pool(
         raise click.UsageError("--digest compares with what was sealed, and PATH with files: leave one of them out")
     if not digest and not paths:
         raise click.UsageError("Missing argument 'PATH...': say which files to compare with, or give --digest")
-    if as_json and not digest:
-        raise click.UsageError("--json tells what --digest finds; leave it out, or give both")
     with options.connect(directory) as broker:
         info, *_ = broker.describe(*reference)
         indexes = {device.uuid: device.index for device in broker.devices()}
         if digest:
             _digests(broker, info, indexes, as_json=as_json)
         else:
-            _files(broker, info, indexes, paths)
+            _files(broker, info, indexes, paths, as_json=as_json)
 
 
 @dataclass(frozen=True)
@@ -209,21 +244,49 @@ def _digests(broker: Broker, info: PoolInfo, indexes: Mapping[str, int], *, as_j
         raise Corrupted(f"{title} is not what was sealed, on {differing} of {format.count(len(found), 'device')}")
 
 
-def _files(broker: Broker, info: PoolInfo, indexes: Mapping[str, int], paths: tuple[Path, ...]) -> None:
+def _files(
+    broker: Broker, info: PoolInfo, indexes: Mapping[str, int], paths: tuple[Path, ...], *, as_json: bool
+) -> None:
     # The shards of all devices are one copy.
     copies = [None] if info.sharded else list(info.devices)
     found = {uuid: _compare(broker, info, uuid, indexes, paths) for uuid in copies}
     title = f"{info.name}@{info.version}"
-    differences = [f"{uuid or title}: {line}" for uuid, outcome in found.items() for line in outcome.differences]
-    for line in differences[:SHOWN]:
+    differences = [
+        f"{_whose(indexes, uuid, title)}: {line}" for uuid, outcome in found.items() for line in outcome.differences
+    ]
+    if as_json:
+        format.document(_compared(info, indexes, found))
+    for line in differences[:SHOWN] if not as_json else ():
         format.say(format.printable(line))
     if differences:
         raise CubrokerError(f"{title} is not what the files hold: {format.count(len(differences), 'difference')}")
+    if as_json:
+        return
     first = found[copies[0]]
     places = "" if len(found) == 1 else f", on {len(found)} devices"
     format.say(
         f"{title}: {format.count(first.tensors, 'tensor')}, {format.size(first.nbytes)}, equal to the files{places}"
     )
+
+
+def _whose(indexes: Mapping[str, int], uuid: str | None, title: str) -> str:
+    return title if uuid is None else f"device {format.place(indexes, uuid)}"
+
+
+def _compared(info: PoolInfo, indexes: Mapping[str, int], found: Mapping[str | None, Verified]) -> dict[str, object]:
+    """Return what came of a comparison with files, for JSON; a sharded version has one element, without a device."""
+    devices = [
+        {
+            "index": None if uuid is None else indexes.get(uuid),
+            "uuid": uuid,
+            "nbytes": outcome.nbytes,
+            "tensors": outcome.tensors,
+            "differences": outcome.differences,
+            "equal": not outcome.differences,
+        }
+        for uuid, outcome in found.items()
+    ]
+    return {"name": info.name, "version": info.version, "digest": None, "devices": devices}
 
 
 def _compare(
@@ -261,8 +324,14 @@ class ProgressLines:
         now = self._clock()
         if now - self._said >= EVERY and done < total:
             self._said = now
-            speed = format.rate(done, now - self._start)
-            format.note(f"{self._title}: {format.size(done)} of {format.size(total)}, {speed}")
+            took = now - self._start
+            left = f", {eta(took * (total - done) / done)}" if done else ""
+            format.note(f"{self._title}: {format.size(done)} of {format.size(total)}, {format.rate(done, took)}{left}")
+
+
+def eta(seconds: float) -> str:
+    """Return how long something will take yet: ``12 s left``."""
+    return f"{format.since(seconds)} left"
 
 
 @contextmanager
@@ -281,7 +350,8 @@ def _bar(title: str) -> Iterator[OnProgress]:
             if task.total is None:  # it waits for its turn, or for room
                 return Text()
             speed = format.size(task.speed or 0)
-            return Text(f"{format.size(task.completed)} of {format.size(task.total)}  {speed}/s")
+            left = "" if task.time_remaining is None else f"  {eta(task.time_remaining)}"
+            return Text(f"{format.size(task.completed)} of {format.size(task.total)}  {speed}/s{left}")
 
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), Figures(Column(no_wrap=True)))
     with Progress(*columns, console=Terminal(stderr=True), transient=True) as bar:

@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 
@@ -28,19 +29,19 @@ GREETING = 3.0
 COMMANDS = {
     "serve": ("serve:serve", "Own the memory of this host's devices and lend it."),
     "keep": ("keep:keep", "Run a broker, and start it again with what it stored."),
-    "ping": ("admin:ping", "Ask whether the broker serves; for probes."),
+    "ping": ("control:ping", "Ask whether the broker serves; for probes."),
     "load": ("load:load_pool", "Publish safetensors files as the next version of a pool."),
     "ls": ("list:ls", "List the pools."),
     "show": ("list:show", "Show one pool and its tensors."),
     "clients": ("list:clients", "List the processes that use the broker."),
     "top": ("top:top", "Show devices, pools and who holds them, live."),
-    "story": ("admin:story", "Tell the last events of a pool or a session."),
+    "story": ("control:story", "Tell the last events of a pool or a session."),
     "devices": ("list:devices", "List the devices and what is allocated on them."),
     "topology": ("list:topology", "Show which devices reach each other's memory, and how well."),
-    "vllm": ("vllm:vllm", "Prepare runtime pools for engines of vLLM."),
+    "vllm": ("load:vllm", "Prepare runtime pools for engines of vLLM."),
     "verify": ("load:verify_pool", "Compare a pool, byte for byte, with files."),
-    "retire": ("admin:retire", "Take a version out of service."),
-    "drain": ("admin:drain", "Lend nothing new, and wait until everything is given back."),
+    "retire": ("control:retire", "Take a version out of service."),
+    "drain": ("control:drain", "Lend nothing new, and wait until everything is given back."),
     "config": ("serve:config", "Check the settings of a broker, or show where each comes from."),
     "doctor": ("doctor.command:doctor", "Find out what works on this machine, and why not."),
     "demo": ("demo:demo", "See it work: load, attach, kill, publish, retire."),
@@ -74,6 +75,10 @@ class Commands(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Import the command that runs; from then on signals reach it, and it may have something to undo."""
+        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            near = get_close_matches(args[0], COMMANDS, cutoff=0.5)
+            hint = f"did you mean {' or '.join(near)}?" if near else "cubroker --help lists those that there are"
+            ctx.fail(f"No such command {args[0]!r}; {hint}")
         found = super().resolve_command(ctx, args)
         signals.raise_at_interrupt()
         signals.release(HANDLED_LATER.get(found[0] or "", frozenset()))

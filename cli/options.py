@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from math import isnan
@@ -17,7 +17,7 @@ import msgspec
 from cubroker.cli import format
 from cubroker.protocol import fields
 from cubroker.protocol.errors import CubrokerError, Invalid, NotFound
-from cubroker.protocol.paths import default_directory
+from cubroker.protocol.paths import find_directory
 from cubroker.protocol.status import DeviceInfo
 from cubroker.server.byte_sizes import parse_bytes
 
@@ -113,11 +113,19 @@ def mode(value: str) -> int:
 
 
 def device_list(value: str) -> tuple[str, ...]:
-    """Split ``0,1`` or UUIDs at the commas, or fail as wrong usage."""
+    """Split names of devices at the commas, or fail as wrong usage."""
     chosen = tuple(part.strip() for part in value.split(","))
     if not all(chosen) or len(set(chosen)) < len(chosen):
-        raise click.BadParameter(f"{value!r} is no list of different devices, as in 0,1")
+        raise click.BadParameter(f"{value!r} is no list of different devices, as in 0,1 or cuda:0")
     return chosen
+
+
+def device(value: str) -> str:
+    """Return the name of one device, or fail as wrong usage."""
+    name, *others = device_list(value)
+    if others:
+        raise click.BadParameter(f"{value!r} is no single device, as in 0 or cuda:0")
+    return name
 
 
 def plan(value: str) -> dict[str, str]:
@@ -149,7 +157,7 @@ def reported(say: Callable[[str], None]) -> Iterator[None]:
 
 
 def _chosen(context: click.Context, _: click.Parameter, value: Path | None) -> Path:
-    return value or context.obj or default_directory()
+    return value or context.obj or find_directory()
 
 
 _directory = partial(
@@ -157,15 +165,26 @@ _directory = partial(
     "--directory",
     type=PATH,
     metavar="DIR",
-    help="Where the broker serves.  [default: $CUBROKER_DIR, else the user's own]",
 )
-any_directory = _directory()
+any_directory = _directory(help="Where the broker serves.  [default: $CUBROKER_DIR, else the user's own]")
 """``--directory`` as it was given, or None."""
 
-directory = _directory(callback=_chosen)
+directory = _directory(
+    callback=_chosen,
+    help="Where the broker serves.  [default: $CUBROKER_DIR, else where one does: the user's own, or /run/cubroker]",
+)
 """``--directory``, after the command's name or before it, with its default."""
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+
+
+reverse = click.option("--reverse", "-r", is_flag=True, help="Sort the other way round.")
+
+
+def sort(orders: Iterable[str], default: str) -> Callable[[Decorated], Decorated]:
+    """Add ``--sort``, one of ``orders``."""
+    what = "By what to sort; of sizes and counts the largest comes first."
+    return click.option("--sort", type=click.Choice([*orders]), default=default, show_default=True, help=what)
 
 
 def connect(directory: Path) -> Broker:
@@ -189,7 +208,7 @@ def connect(directory: Path) -> Broker:
 
 
 def find_devices(chosen: Sequence[str], devices: Sequence[DeviceInfo]) -> list[str]:
-    """Return the UUIDs of devices given by index, UUID, or the beginning of exactly one UUID.
+    """Return the UUIDs of the broker's devices of these names.
 
     Raises:
         NotFound: the broker has no such device.
@@ -202,12 +221,14 @@ def find_devices(chosen: Sequence[str], devices: Sequence[DeviceInfo]) -> list[s
 
 
 def find_device(choice: str, devices: Sequence[DeviceInfo]) -> str:
-    """Return the UUID of a device given by index, UUID, or the beginning of exactly one UUID; raises ``NotFound``."""
-    if choice.isdecimal():
-        matches = [device.uuid for device in devices if device.index == int(choice)]
-    else:
-        matches = [device.uuid for device in devices if device.uuid.startswith(choice)]
-    if len(matches) == 1:
-        return matches[0]
-    known = ", ".join(f"{device.index} ({device.uuid})" for device in devices)
-    raise NotFound(f"{choice!r} is none of the broker's devices, or not one alone; they are {known}")
+    """Return the UUID of the broker's device that a name means (:mod:`cubroker.driver.device_names`).
+
+    Raises:
+        NotFound: the broker has no such device, or several.
+    """
+    from cubroker.driver.device_names import UnknownDevice, find
+
+    try:
+        return find(choice, devices, "the broker has").uuid
+    except UnknownDevice as error:
+        raise NotFound(str(error)) from None

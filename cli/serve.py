@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from cubroker.cli import format, options
-from cubroker.protocol.errors import DeviceFailure
+from cubroker.protocol.errors import DeviceFailure, Invalid
 from cubroker.server.config.load import DEFAULT, ConfigSources, InvalidConfig
 from cubroker.server.config.schema import DEFAULT_BUDGET, SETTINGS, find, get, nearest
 
@@ -122,7 +122,11 @@ def serve(file: Path | None, given: Mapping[str, str]) -> int:
         config = current.config
         try:  # advice comes before the broker is started
             load(config.devices).close()
+        except ValueError as error:
+            raise Invalid(f"cannot use devices {config.devices!r}: {error}") from None
         except DriverError as error:
+            if error.name == "CUDA_ERROR_INVALID_DEVICE":
+                raise DeviceFailure(f"cannot serve {config.devices}: {error.detail}") from None
             advice = "--devices host:2 serves two devices in host memory instead"
             raise DeviceFailure(f"no GPU to serve as {config.devices} ({error.name}); {advice}") from None
         with logs.to_standard_output() as say:

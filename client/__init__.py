@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from cubroker.client.broker import Broker
+    from cubroker.client.draft import Draft
     from cubroker.client.follow import Follow
     from cubroker.client.ipc_events import SharedEvent
     from cubroker.client.locks import NameLock
+    from cubroker.client.memory.mapping import AllocationHandle
     from cubroker.client.notices import Watch
-    from cubroker.client.pool import Draft, Pool
-    from cubroker.client.replica import AllocationHandle, Replica
+    from cubroker.client.pool import Pool, Replica
     from cubroker.client.tensor import SharedTensor
 
 __all__ = [
@@ -31,13 +32,13 @@ __all__ = [
 ]
 
 _MODULES = {
-    "AllocationHandle": "replica",
+    "AllocationHandle": "memory.mapping",
     "Broker": "broker",
-    "Draft": "pool",
+    "Draft": "draft",
     "Follow": "follow",
     "NameLock": "locks",
     "Pool": "pool",
-    "Replica": "replica",
+    "Replica": "pool",
     "SharedEvent": "ipc_events",
     "SharedTensor": "tensor",
     "Watch": "notices",

@@ -2,28 +2,38 @@
 
 Libraries do not agree on one protocol. Buffers and DLPack as numpy reads it have no type for bfloat16 and float8, and
 torch exports float8 over DLPack only in its newer versions. So numpy's arrays and torch's tensors are taken as they
-are; every other source is asked by the first protocol that it has. Torch is imported only if an array is torch's.
+are; every other source is asked by the first protocol that it has. Torch is imported only if an array is torch's, and
+numpy only if one is numpy's, has gaps, or can be taken by numpy alone.
 """
 
 from __future__ import annotations
 
+import ctypes
 import sys
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from pickle import PickleBuffer
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
 from cubroker.client import dlpack
 from cubroker.driver import Context
+from cubroker.driver.buffers import address
 from cubroker.protocol import dtypes
-from cubroker.protocol.dtypes import NAMES, carrier
-from cubroker.protocol.errors import Invalid
+from cubroker.protocol.dtypes import ELEMENTS, NAMES, carrier
+from cubroker.protocol.errors import Invalid, needing
 
 if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
+
+T = TypeVar("T")
+
+MAX_COPIES = 256 << 20
+"""Bytes of arrays with gaps that are made contiguous, and kept, at a time."""
 
 ContextOf = Callable[[int], Context]
 """Returns this process's context on the GPU with an ordinal; raises ``Invalid`` or ``NotFound`` if it has none."""
@@ -37,25 +47,12 @@ class HostArray:
     dtype: str
     #: its dimensions, in elements
     shape: tuple[int, ...]
-    #: its elements as an array of integers, which may have gaps; bytes for types that are packed
-    bits: NDArray[Any]
-
-    @property
-    def place(self) -> Hashable:
-        """Where the elements are: the same for two names of one tensor."""
-        return self.bits.__array_interface__["data"][0], self.bits.strides
-
-    @property
-    def pointer(self) -> int | None:
-        """Where the elements begin; None if they have gaps, or another order than C's."""
-        found: int = self.bits.__array_interface__["data"][0]
-        return found if self.bits.flags.c_contiguous else None
-
-    def contiguous(self) -> memoryview:
-        """Return ``bits`` without gaps, in the order of C; a copy if they have gaps or another order."""
-        import numpy as np
-
-        return np.ascontiguousarray(self.bits).data
+    #: where the elements are: the same for two names of one tensor; with steps in bytes if there is no ``pointer``
+    place: Hashable
+    #: where the elements begin; None if they have gaps, or another order than C's
+    pointer: int | None
+    #: returns the elements without gaps and in the order of C; a copy if there is no ``pointer``
+    contiguous: Callable[[], memoryview]
 
 
 class DeviceArray(msgspec.Struct, frozen=True):
@@ -87,23 +84,30 @@ def source_of(array: Any, context_of: ContextOf) -> HostArray | DeviceArray:
 
     Raises:
         Invalid: it has no dtype, lies in another memory, or its library refuses to hand it over.
+        Unsupported: it takes numpy to read it, which is not installed.
     """
     try:
         if _is_torch(array):
             return _from_torch(array, context_of)
         if _is_dlpack_alone(array) or _is_on_gpu(array):
             return _from_dlpack(array, context_of)
-        found = _as_numpy(array)
+        return _from_buffer(array) or _of_numpy(_as_numpy(array))
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
         raise _refusal(array, error) from error
-    return _host(found)
 
 
-def _host(found: NDArray[Any]) -> HostArray:
-    name = found.dtype.name
-    if name not in NAMES or found.dtype.byteorder == ">":
-        return HostArray(str(found.dtype), found.shape, found)
-    return HostArray(NAMES[name], found.shape, found.view(carrier(NAMES[name])))
+def batches(items: Iterable[T], copied: Callable[[T], int]) -> Iterator[list[T]]:
+    """Cut items into runs of which not much more than ``MAX_COPIES`` bytes are ``copied``."""
+    batch: list[T] = []
+    total = 0
+    for item in items:
+        batch.append(item)
+        total += copied(item)
+        if total > MAX_COPIES:
+            yield batch
+            batch, total = [], 0
+    if batch:
+        yield batch
 
 
 # -- torch ---------------------------------------------------------------------------------------------
@@ -149,10 +153,11 @@ def _from_torch(tensor: torch.Tensor, context_of: ContextOf) -> HostArray | Devi
         raise BufferError("it has no memory of its own; pass the tensors that it is made of")
     if not on_gpu:
         plain = tensor.detach().resolve_conj().resolve_neg()
-        if dtype not in dtypes.BITS:
-            return HostArray(dtype, shape, plain.numpy())
-        integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-        return HostArray(dtype, shape, plain.view(integers[tensor.dtype.itemsize]).numpy())
+        pointer = plain.data_ptr()
+        if plain.is_contiguous():
+            return HostArray(dtype, shape, pointer, pointer, partial(_bytes_of, plain))
+        steps = tuple(step * plain.element_size() for step in plain.stride())
+        return HostArray(dtype, shape, (pointer, steps), None, partial(_bytes_of, plain))
     lazy = tensor.is_conj(), tensor.is_neg()
     context = context_of(tensor.get_device())
     if tensor.is_contiguous() and not any(lazy):
@@ -163,6 +168,19 @@ def _from_torch(tensor: torch.Tensor, context_of: ContextOf) -> HostArray | Devi
         return made.data_ptr(), made
 
     return DeviceArray(dtype, shape, context, (pointer, tensor.stride(), lazy), contiguous, copies=True)
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a tensor in host memory; the tensor's own method for that needs numpy."""
+    made = tensor.contiguous()
+    return _memory(made.data_ptr(), made.nbytes, made)
+
+
+def _memory(pointer: int, nbytes: int, keeper: object) -> memoryview:
+    """Return memory at an address as bytes, which keep another object."""
+    block = (ctypes.c_ubyte * nbytes).from_address(pointer)
+    block.keeper = keeper  # type: ignore[attr-defined]
+    return PickleBuffer(block).raw()  # a memoryview of the block itself has no native format
 
 
 # -- DLPack --------------------------------------------------------------------------------------------
@@ -188,8 +206,11 @@ def _from_dlpack(array: Any, context_of: ContextOf) -> HostArray | DeviceArray:
     if context is None and kind not in dlpack.ON_HOST:
         raise BufferError(f"DLPack says that it is on a device of type {kind}")
     found = dlpack.borrow(array, context.copies().handle if context else None)
+    if context is None and not found.contiguous:
+        return _of_numpy(found.bits(_numpy_for(array)), found.dtype, found.shape)
     if context is None:
-        return HostArray(found.dtype, found.shape, found.bits())
+        memory = partial(_memory, found.pointer, dtypes.nbytes(found.dtype, found.shape), found)
+        return HostArray(found.dtype, found.shape, found.pointer, found.pointer, memory)
     place = found.pointer, found.strides
     if found.contiguous:
         return DeviceArray(found.dtype, found.shape, context, place, lambda: (found.pointer, found))
@@ -205,21 +226,79 @@ def _packed(array: Any, context: Context, borrowed: object) -> tuple[int, object
     return found.pointer, (found, made)
 
 
-# -- numpy and buffers ---------------------------------------------------------------------------------
+# -- buffers and numpy ---------------------------------------------------------------------------------
+
+_LETTERS = {
+    **dict.fromkeys("bhilqn", dtypes.INT),
+    **dict.fromkeys("BHILQN", dtypes.UINT),
+    **dict.fromkeys("efd", dtypes.FLOAT),
+    **dict.fromkeys(("Zf", "F"), dtypes.COMPLEX),
+    "?": dtypes.BOOL,
+}
+"""DLPack's type code of a buffer's format (``struct``, and PEP 3118 for complex numbers)."""
+
+_ELEMENTS = {(element.code, element.bits): dtype for dtype, element in ELEMENTS.items()}
+
+
+def _is_numpy(array: object) -> bool:
+    numpy = sys.modules.get("numpy")  # else nothing is numpy's
+    return numpy is not None and isinstance(array, numpy.ndarray | numpy.generic)
+
+
+def _from_buffer(array: Any) -> HostArray | None:
+    """Describe a buffer without gaps, of elements that pools have; None if it is none, or numpy's array."""
+    view = None if _is_numpy(array) else _buffer(array)
+    if view is None or not view.c_contiguous:
+        return None
+    letter = view.format.lstrip("@=<>!")
+    swapped = view.format.startswith((">", "!")) and view.itemsize > 1
+    dtype = None if swapped else _ELEMENTS.get((_LETTERS.get(letter, -1), 8 * view.itemsize))
+    if dtype is None:
+        return None
+    with address(view) as (pointer, _):
+        return HostArray(dtype, tuple(view.shape or ()), pointer, pointer, PickleBuffer(view).raw)
+
+
+def _buffer(array: Any) -> memoryview | None:
+    try:
+        return memoryview(array)
+    except TypeError:
+        return None
 
 
 def _as_numpy(array: Any) -> NDArray[Any]:
+    source = array if _is_numpy(array) else _buffer(array)
+    if source is None:
+        if not (hasattr(array, "__array__") or hasattr(array, "__array_interface__")):
+            raise TypeError("it has no dtype")
+        source = array
+    found: NDArray[Any] = _numpy_for(array).asarray(source)
+    return found
+
+
+def _numpy_for(array: object) -> ModuleType:
+    with needing(f"filling a tensor from this {type(array).__name__}", "cubroker[numpy]"):
+        import numpy as np
+    return np
+
+
+def _of_numpy(found: NDArray[Any], dtype: str = "", shape: tuple[int, ...] | None = None) -> HostArray:
+    """Describe an array of numpy's, which may be that of another library's bits with a dtype and shape of their own."""
     import numpy as np
 
-    if isinstance(array, np.ndarray | np.generic):
-        return np.asarray(array)
-    try:
-        return np.asarray(memoryview(array))
-    except TypeError:
-        pass  # no buffer
-    if hasattr(array, "__array__") or hasattr(array, "__array_interface__"):
-        return np.asarray(array)
-    raise TypeError("it has no dtype")
+    name = found.dtype.name
+    if not dtype and name in NAMES and found.dtype.byteorder != ">":
+        dtype = NAMES[name]
+        found = found.view(carrier(dtype))
+    pointer: int = found.__array_interface__["data"][0]
+    whole = found.flags.c_contiguous
+    return HostArray(
+        dtype or str(found.dtype),
+        found.shape if shape is None else shape,
+        pointer if whole else (pointer, found.strides),
+        pointer if whole else None,
+        lambda: np.ascontiguousarray(found).data,
+    )
 
 
 def _refusal(source: object, why: object) -> Invalid:

@@ -5,41 +5,37 @@ from __future__ import annotations
 import logging
 import os
 import pwd
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from math import inf
-from pathlib import Path
-from threading import RLock
 from time import monotonic
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from cubroker.client import devices as local
 from cubroker.client.devices import DeviceId, Placed, Plan, place
 from cubroker.client.digests import sealed
+from cubroker.client.draft import Draft
 from cubroker.client.follow import Follow
-from cubroker.client.fork_guard import Closeable, NotPicklable, WeakRefs
+from cubroker.client.fork_guard import WeakRefs
 from cubroker.client.locks import NameLock, obtain
 from cubroker.client.memory.lease import LeaseHandle, acquire
-from cubroker.client.memory.mapping import LeasedMemory
+from cubroker.client.memory.mapping import LeasedMemory, Spot
 from cubroker.client.notices import Count, Watch, time_limit
-from cubroker.client.pool import Draft, Pool
-from cubroker.client.publish import Sources
-from cubroker.client.replica import TensorIndex, decode
-from cubroker.client.session import ClientSession
-from cubroker.client.transport.handshake import until_served
-from cubroker.client.transport.requests import Future, Requests, Steps, blocking, expect, run, seconds
-from cubroker.driver import Driver
+from cubroker.client.pool import Pool
+from cubroker.client.session import Reconnecting
+from cubroker.client.transport.requests import Steps, blocking, expect, run, seconds, version_number
 from cubroker.protocol import fields, messages
-from cubroker.protocol.errors import Invalid, Retired, Unavailable, Unsupported
-from cubroker.protocol.fields import MAX_WAIT
-from cubroker.protocol.layout import Layout, Tensors
-from cubroker.protocol.paths import default_directory
+from cubroker.protocol.errors import Invalid, Retired, Unsupported
+from cubroker.protocol.layout import Layout, TensorIndex, Tensors
 from cubroker.protocol.status import ClientInfo, DeviceInfo, Line, PoolInfo
+
+if TYPE_CHECKING:
+    from cubroker.client.publish import Sources
 
 log = logging.getLogger(__name__)
 
-P = TypeVar("P", bound=Pool)
+H = TypeVar("H", bound=Pool | NameLock)
 
 Owner = int | str
 """A user, by number or by name."""
@@ -48,7 +44,7 @@ VARIABLE = "CUBROKER_OWNER"
 """The environment variable that has the default, users separated by commas."""
 
 
-class Broker(NotPicklable, Closeable):
+class Broker(Reconnecting):
     """A session with the broker that serves ``directory``. Every method may be called from any thread.
 
     Not to be confused with :class:`cubroker.server.broker.Broker`.
@@ -57,7 +53,8 @@ class Broker(NotPicklable, Closeable):
     is closed), ``TimedOut`` (it did not answer) and ``Invalid`` (an argument that nothing can have, or a forked child).
 
     Args:
-        directory: where the broker listens; by default ``$CUBROKER_DIR``, else this user's default.
+        directory: where the broker listens; by default ``$CUBROKER_DIR``, else this user's own directory if a broker
+            is there, else the host's, ``/run/cubroker``.
         timeout: seconds that the broker may take to answer, beyond what a request itself may wait.
         connect_timeout: seconds that the broker may take to open the session; by default ``timeout``. A broker that is
             starting, or is being started again, answers when it serves.
@@ -79,83 +76,12 @@ class Broker(NotPicklable, Closeable):
         connect_timeout: float | None = None,
         wait: float = 0.0,
     ) -> None:
-        greeting = timeout if connect_timeout is None else connect_timeout
-        for limit in (timeout, greeting):
-            if not 0 < limit <= MAX_WAIT:
-                raise Invalid(f"a timeout of {limit} seconds; it can be more than 0, up to {MAX_WAIT:g}")
-        place = (default_directory() if directory is None else Path(directory)).absolute()
-        self._timeouts = timeout, greeting
-        #: Delivered when this object is closed.
-        self._closed: Future[None] = Future()
-        self._pools: WeakRefs[Pool] = WeakRefs()
+        self._held: WeakRefs[Pool | NameLock] = WeakRefs()
         self._follows: WeakRefs[Follow] = WeakRefs()
-        self._locks: WeakRefs[NameLock] = WeakRefs()
-        self._reopening = RLock()  # a signal handler or a finalizer may reopen in the middle
-        session = until_served(lambda: ClientSession(place, timeout, greeting), seconds(wait), self._closed.wait)
-        self._owner = session.owner
-        #: The session, and what ends it when this object is no more: replaced together.
-        self._opened = session, session.cleanup.guard(self, session.end)
+        super().__init__(directory, timeout, connect_timeout, wait)
 
     def __repr__(self) -> str:
         return f"<Broker on {self.directory}, session {self.session}>"
-
-    @property
-    def _session(self) -> ClientSession:
-        return self._opened[0]
-
-    @property
-    def directory(self) -> Path:
-        """Where the broker listens."""
-        return self._session.directory
-
-    @property
-    def session(self) -> int:
-        """The number that the broker gave this session."""
-        return self._session.id
-
-    @property
-    def lost(self) -> str:
-        """Why the session is over, and with it what is held of it; empty while it lives, and once it is closed.
-
-        A broker that ends without a store takes its sessions along: :meth:`reconnect` opens another one.
-        """
-        return self._session.lost
-
-    @property
-    def uid(self) -> int | None:
-        """The user that the broker runs as; None if it is too old to say so."""
-        return self._session.uid
-
-    @property
-    def requests(self) -> Requests:
-        """Requests themselves, for callers that want many under way: ``submit(body)`` returns a future."""
-        return self._session.requests
-
-    @property
-    def driver(self) -> Driver:
-        """This process's driver for the broker's devices.
-
-        Raises:
-            Unavailable: there is no such driver here.
-        """
-        return self._session.driver
-
-    def reconnect(self, wait: float = 0.0) -> None:
-        """Open another session if this one is :attr:`lost`; one that lives is left alone.
-
-        What is held of the lost session stays so: its pools and drafts are ``lost``, what they have mapped stays mapped
-        until they are closed, and watches end. Versions of the next broker may have numbers that were used before.
-
-        Args:
-            wait: seconds that a broker has to come, where none serves yet. Closing this object ends the wait.
-
-        Raises:
-            Unavailable: no broker serves there or answers in time, or this object is closed.
-            TimedOut: none came in ``wait`` seconds.
-            CubrokerError: as opening a :class:`Broker`.
-        """
-        self._owner.check()
-        self._live(seconds(wait), self._closed.wait)
 
     # -- pools -------------------------------------------------------------------------------------
 
@@ -198,7 +124,6 @@ class Broker(NotPicklable, Closeable):
             Invalid: the pool is on several devices and ``device`` does not say which; or ``peer`` without ``device``.
             OutOfMemory, DeviceFailure: the memory could not be mapped.
         """
-        fields.check_pool_name(name)
         if version is None and self.lost:
             self.reconnect()
         return self.attaching(name, version=version, device=device, wait=wait, peer=peer, owner=owner)
@@ -216,7 +141,7 @@ class Broker(NotPicklable, Closeable):
         """As :meth:`attach`, but opens no session: if this one is lost it raises ``Unavailable``."""
         fields.check_pool_name(name)
         where = self._where(name, device, owner, peer=peer)
-        body = messages.Attach(name, _version(version), where.device, seconds(wait), where.peers, where.owners)
+        body = messages.Attach(name, version_number(version), where.device, seconds(wait), where.peers, where.owners)
         lease, reply, mapped = yield from acquire(self._session, body)
         return (yield from self._attached(lease, expect(reply, messages.Attached), mapped, where.owners))
 
@@ -268,7 +193,9 @@ class Broker(NotPicklable, Closeable):
             OutOfMemory, DeviceFailure: the memory could not be allocated or mapped.
         """
         layout = _laid_out(layout, plan)
-        return self._drafted(name, layout, devices, plan, share, wait, mode, writable=writable, durable=durable)
+        placed = place(self.driver, layout, devices, plan)
+        body = self._creation(name, layout, placed, share, wait, mode, durable, writable=writable)
+        return self._drafted(body, layout)
 
     @blocking
     def attach_or_create(
@@ -315,7 +242,8 @@ class Broker(NotPicklable, Closeable):
         if device is None and plan is None:
             device = placed.devices[0]
         where = self._where(name, device, owner, peer=peer)
-        return self._create(name, layout, placed, where, share, wait, mode, writable=writable, durable=durable)
+        body = self._creation(name, layout, placed, share, wait, mode, durable, writable=writable, attach=where)
+        return self._create(body, layout)
 
     def publish(
         self,
@@ -366,17 +294,18 @@ class Broker(NotPicklable, Closeable):
             CubrokerError: as :meth:`create` and :meth:`Draft.seal`.
         """
         fields.check_pool_name(name)
+        from cubroker.client.publish import Sources  # with eight modules that readers have no use for
+
         sources = Sources.of(source, self.driver)
+        ask = partial(self._creation, name, share=share, wait=wait, mode=mode, durable=durable)
         if base is not None:
             if devices is not None or plan is not None:
                 raise Invalid(f"an update of {name!r} is on the devices of its base; leave devices and plan out")
-            return self._update(name, sources, base, share, wait, mode, durable=durable, digest=digest)
+            return self._update(name, sources, base, ask, digest=digest)
         devices, places = sources.placed(devices, plan)
         layout = sources.layout(places, tie=self._session.version >= messages.TIES)
-        drafting = self._drafted(name, layout, devices, places, share, wait, mode, writable=False, durable=durable)
-        with run(drafting, meanwhile=partial(self._prepare, sources, layout)) as draft:
-            sources.fill(draft)
-            return draft.seal(digest=digest)
+        placed = place(self.driver, layout, devices, places)
+        return self._fill(ask(layout, placed), layout, sources, digest, {})
 
     @blocking
     def retire(self, name: str, version: int | None = None) -> Steps[messages.Retirement]:
@@ -388,7 +317,7 @@ class Broker(NotPicklable, Closeable):
             Denied: it is another user's, whose mode keeps this one from writing.
         """
         fields.check_pool_name(name)
-        return self._session.ask(messages.Retire(name, _version(version)), messages.Retirement)
+        return self._session.ask(messages.Retire(name, version_number(version)), messages.Retirement)
 
     @blocking
     def watch(
@@ -431,7 +360,7 @@ class Broker(NotPicklable, Closeable):
             OverQuota: this session, or this user, watches as many pools as it may.
         """
         fields.check_pool_name(name)
-        number, deadline = _version(version), monotonic() + time_limit(timeout)
+        number, deadline = version_number(version), monotonic() + time_limit(timeout)
         session, changes = self._session, Count(name)
         if session.version < messages.ENDS:
             raise Unsupported(f"wait for the end of versions of {name!r}: the broker is too old to tell; upgrade it")
@@ -511,12 +440,7 @@ class Broker(NotPicklable, Closeable):
         fields.check_pool_name(name)
         if self._session.version < messages.LOCKS:
             raise Unsupported(f"the lock of {name!r}: the broker is too old to have locks; upgrade it")
-        held = yield from obtain(self._session, name, seconds(timeout))
-        self._locks.add(held)
-        if self._closed.done() and held.let_go():  # by another thread, since it was asked for
-            yield from held.confirming()
-        self._check_open()
-        return held
+        return (yield from self._keep((yield from obtain(self._session, name, seconds(timeout)))))
 
     # -- what there is -----------------------------------------------------------------------------
 
@@ -547,9 +471,10 @@ class Broker(NotPicklable, Closeable):
             Denied: the pool's mode keeps this user from reading it.
         """
         fields.check_pool_name(name)
-        description = yield from self._session.ask(messages.Describe(name, _version(version)), messages.Description)
+        body = messages.Describe(name, version_number(version))
+        description = yield from self._session.ask(body, messages.Description)
         info, plan = description.info, description.plan or ()
-        return info, decode(description.layout).layout, tuple(info.devices[index] for index in plan)
+        return info, TensorIndex.decode(description.layout).layout, tuple(info.devices[index] for index in plan)
 
     @blocking
     def digests(self, name: str, version: int | None = None) -> Steps[messages.DigestList]:
@@ -562,7 +487,7 @@ class Broker(NotPicklable, Closeable):
         fields.check_pool_name(name)
         if self._session.version < messages.DIGESTS:
             raise Unsupported(f"the digests of {name!r}: the broker is too old to keep any; upgrade it")
-        return self._session.ask(messages.ListDigests(name, _version(version)), messages.DigestList)
+        return self._session.ask(messages.ListDigests(name, version_number(version)), messages.DigestList)
 
     @blocking
     def look(self) -> Steps[messages.View]:
@@ -633,76 +558,28 @@ class Broker(NotPicklable, Closeable):
         for follow in self._follows:
             follow.close()
         try:
-            held: list[Pool | NameLock] = [*self._pools, *self._locks]
+            held = sorted(self._held, key=lambda each: isinstance(each, NameLock))  # locks go back last
             for each in [each for each in held if each.let_go()]:  # none waits for another
                 yield from each.confirming()
         finally:
             session.cleanup.put(guard)
         yield from session.left()
 
-    def _live(self, wait: float, pause: Callable[[float], object]) -> ClientSession:
-        """Return a session that lives: this one, or another; see :func:`until_served`."""
-        self._session.check_may_wait()
-        return until_served(self._reopen, wait, pause)
-
-    def _reopen(self) -> ClientSession:
-        with self._reopening:
-            session, guard = self._opened
-            self._check_open()
-            if session.lost:
-                new = ClientSession(session.directory, *self._timeouts)
-                if self._session is session:  # else this was done in the middle, and the new one ends with this call
-                    session.cleanup.put(guard)
-                    self._opened = new, new.cleanup.guard(self, new.end)
-                    log.info("session %d with the broker on %s follows session %d", new.id, new.directory, session.id)
-        if self._closed.done():  # meanwhile, by a thread that may have seen the session before
-            session, guard = self._opened
-            session.closed = True
-            session.cleanup.put(guard)
-            run(session.left())
-            self._check_open()
-        return self._session
-
-    def _check_open(self) -> None:
-        if self._closed.done():
-            raise Unavailable("this Broker is closed; open another")
-
-    def _drafted(
-        self,
-        name: str,
-        layout: Layout,
-        devices: Sequence[DeviceId] | None,
-        plan: Plan | None,
-        share: str,
-        wait: float,
-        mode: int | None,
-        *,
-        writable: bool,
-        durable: bool | None,
-    ) -> Steps[Draft]:
-        """As :meth:`create`, with a layout that is checked."""
-        placed = place(self.driver, layout, devices, plan)
-        draft = yield from self._create(
-            name, layout, placed, None, share, wait, mode, writable=writable, durable=durable
-        )
-        assert isinstance(draft, Draft)
-        return draft
-
-    def _create(
+    def _creation(
         self,
         name: str,
         layout: Layout,
         placed: Placed,
-        attach: messages.Where | None,
         share: str,
         wait: float,
         mode: int | None,
-        *,
-        writable: bool,
         durable: bool | None,
+        *,
+        writable: bool = False,
+        attach: messages.Where | None = None,
         base: messages.Base | None = None,
-    ) -> Steps[Pool | Draft]:
-        """Ask for a draft; or, with ``attach``, for the current version if there is one."""
+    ) -> messages.Create:
+        """Return the request for a draft; or, with ``attach``, for the current version if there is one."""
         fields.check_pool_name(name)
         if mode is not None and not 0 <= mode <= 0o777:
             raise Invalid(f"a mode of 0o{mode:o}; it can be 0 to 0o777")
@@ -710,27 +587,43 @@ class Broker(NotPicklable, Closeable):
             durable = bool(durable)
             share = (messages.VMM if durable else messages.IPC) if share == messages.AUTO else share
         head = name, layout.encode(), placed.devices, share, seconds(wait)
-        body = messages.Create(*head, attach, mode, placed.plan, writable, durable, base)
+        return messages.Create(*head, attach, mode, placed.plan, writable, durable, base)
+
+    def _create(self, body: messages.Create, layout: Layout) -> Steps[Pool | Draft]:
         lease, reply, mapped = yield from acquire(self._session, body, layout)
-        if attach and isinstance(reply, messages.Attached):
-            return (yield from self._attached(lease, reply, mapped, attach.owners))
+        if body.attach and isinstance(reply, messages.Attached):
+            return (yield from self._attached(lease, reply, mapped, body.attach.owners))
         created = expect(reply, messages.Created)
-        draft = Draft(lease, mapped, TensorIndex(layout), created.name, scratch=writable)
+        draft = Draft(lease, mapped, TensorIndex(layout), created.name, scratch=body.writable)
         return (yield from self._keep(draft))
 
-    def _update(
-        self,
-        name: str,
-        sources: Sources,
-        base: Pool | int | str,
-        share: str,
-        wait: float,
-        mode: int | None,
-        *,
-        durable: bool | None,
-        digest: bool,
+    def _drafted(self, body: messages.Create, layout: Layout) -> Steps[Draft]:
+        draft = yield from self._create(body, layout)
+        assert isinstance(draft, Draft)
+        return draft
+
+    def _fill(
+        self, body: messages.Create, layout: Layout, sources: Sources, digest: bool, shared: Mapping[Spot, bytes]
     ) -> int:
-        """Publish a version that shares with another one what is not changed."""
+        """Fill a new draft from the sources and seal it; returns the version.
+
+        What can be prepared is prepared while the broker allocates the memory. ``shared``: see
+        :attr:`Draft.shared_digests`.
+        """
+
+        def prepare() -> None:
+            self._session.requests.flush()
+            sources.prepare(layout)
+
+        with run(self._drafted(body, layout), meanwhile=prepare) as draft:
+            draft.shared_digests = shared
+            sources.fill(draft)
+            return draft.seal(digest=digest)
+
+    def _update(
+        self, name: str, sources: Sources, base: Pool | int | str, ask: Callable[..., messages.Create], *, digest: bool
+    ) -> int:
+        """Publish a version that shares with another one what is not changed; ``ask`` is :meth:`_creation`."""
         if self._session.version < messages.UPDATES:
             raise Unsupported(f"an update of {name!r}: the broker is too old to share memory; publish all tensors")
         with ExitStack() as undo:
@@ -738,32 +631,17 @@ class Broker(NotPicklable, Closeable):
             laid_out, changed = sources.update(pool, homes, info.devices)
             layout, kept = laid_out.layout, laid_out.kept
             plan = tuple(map(info.devices.index, map(str, laid_out.groups))) if homes else None
-            shares = messages.Base(pool.version, kept)
-            digests = sealed(pool, repr(pool), self.digests(name, pool.version)) if digest else {}
-            placed = Placed(info.devices, plan)
-            for uuid in info.devices:  # the draft need not wait for a context
-                local.context(self.driver, uuid)
-            draft = run(
-                self._create(
-                    name, layout, placed, None, share, wait, mode, writable=False, durable=durable, base=shares
-                ),
-                meanwhile=partial(self._prepare, changed, layout),
-            )
-            assert isinstance(draft, Draft)
-            undo.enter_context(draft)
-            changed.fill(draft)
-            draft.shared_digests = {
+            digests = sealed(repr(pool), pool.digest_ranges(), self.digests(name, pool.version)) if digest else {}
+            shared = {
                 (uuid, number): digests[old]
                 for index, uuid in enumerate(info.devices)
                 for number, old in enumerate(kept)
                 if digest and old is not None and (plan is None or plan[number] == index)
             }
-            return draft.seal(digest=digest)
-
-    def _prepare(self, sources: Sources, layout: Layout) -> None:
-        """While the broker allocates the memory of a draft, prepare to fill it."""
-        self._session.requests.flush()
-        sources.prepare(layout)
+            for uuid in info.devices:  # the draft need not wait for a context
+                local.context(self.driver, uuid)
+            placed, shares = Placed(info.devices, plan), messages.Base(pool.version, kept)
+            return self._fill(ask(layout, placed, base=shares), layout, changed, digest, shared)
 
     def _base(
         self, name: str, base: Pool | int | str, sources: Sources, undo: ExitStack
@@ -773,24 +651,29 @@ class Broker(NotPicklable, Closeable):
         if found != name or (isinstance(base, Pool) and not base._sealed):
             raise Invalid(f"an update of {name!r} has a published version of that pool as its base, and not {base!r}")
         version = base.version if isinstance(base, Pool) else base if isinstance(base, int) else None
-        info, layout, homes = self.describe(name, version)
-        if isinstance(base, Pool) and base._session is self._session and len(base) == len(layout.tensors):
-            return base, info, homes
-        device = sources.device(info.devices) if len(info.devices) > 1 and not homes else None
-        return undo.enter_context(self.attach(name, version=info.version, device=device)), info, homes
+        while True:
+            info, layout, homes = self.describe(name, version)
+            if isinstance(base, Pool) and base._session is self._session and len(base) == len(layout.tensors):
+                return base, info, homes
+            device = sources.device(info.devices) if len(info.devices) > 1 and not homes else None
+            try:
+                return undo.enter_context(self.attach(name, version=info.version, device=device)), info, homes
+            except Retired:
+                if version is not None:
+                    raise  # else another version has become the current one: take that
 
     def _attached(
         self, lease: LeaseHandle, reply: messages.Attached, mapped: LeasedMemory, owners: tuple[int, ...]
     ) -> Steps[Pool]:
-        return self._keep(Pool(lease, mapped, decode(reply.layout), reply.name, owners))
+        return self._keep(Pool(lease, mapped, TensorIndex.decode(reply.layout), reply.name, owners))
 
-    def _keep(self, pool: P) -> Steps[P]:
-        """Note a pool for :meth:`close`, which another thread may have called since it was asked for."""
-        self._pools.add(pool)
-        if self._closed.done() and pool.let_go():
-            yield from pool.confirming()
+    def _keep(self, held: H) -> Steps[H]:
+        """Note a pool or a lock for :meth:`close`, which another thread may have called since it was asked for."""
+        self._held.add(held)
+        if self._closed.done() and held.let_go():
+            yield from held.confirming()
         self._check_open()
-        return pool
+        return held
 
     def _where(
         self, name: str, device: DeviceId | None, owner: Owner | Sequence[Owner] | None, *, peer: bool
@@ -837,11 +720,3 @@ def _laid_out(layout: Layout | Tensors, plan: Plan | None) -> Layout:
         return Layout.pack(layout, groups=plan)
     layout.check()
     return layout
-
-
-def _version(version: int | None) -> int:
-    if version is None:
-        return 0
-    if version < 1:
-        raise Invalid(f"version {version}: versions count from 1; leave it out for the current one")
-    return version

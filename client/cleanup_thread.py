@@ -41,6 +41,8 @@ class CleanupThread:
 
     def __init__(self) -> None:
         self._tasks: SimpleQueue[Guard[Any] | Task | None] = SimpleQueue()
+        #: Does a task; that of a guard once, for this call or for the death of its object. One call into C.
+        self.put: Callable[[Task | Guard[Any]], None] = self._tasks.put
         self._guards: dict[int, Guard[Any]] = {}
         self._later: list[tuple[float, int, Task]] = []  # a heap, by time and then by order
         self._order = itertools.count()
@@ -52,13 +54,9 @@ class CleanupThread:
         """Start the thread. If that is interrupted, :meth:`stop` ends the thread, whether it runs or not."""
         self._thread.start()
 
-    def put(self, task: Task | Guard[Any]) -> None:
-        """Do a task; that of a guard once, for this call or for the death of its object."""
-        self._tasks.put(task)
-
     def guard(self, thing: T, task: Task) -> Guard[T]:
         """Do ``task`` when ``thing`` is dead. In a forked child, which has no such thread, nothing happens."""
-        guard = Guard(thing, self._tasks.put)
+        guard = Guard(thing, self.put)
         guard.task = task
         self._guards[id(guard)] = guard  # the collector does not call back a reference that is garbage itself
         return guard

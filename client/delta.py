@@ -13,7 +13,6 @@ A tensor of another type or shape moves in any case. An allocation without tenso
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import lru_cache
@@ -21,25 +20,19 @@ from typing import NamedTuple
 
 import msgspec
 
-from cubroker.client.arrays import DeviceArray, HostArray
+from cubroker.client.arrays import DeviceArray, HostArray, batches
 from cubroker.client.tensor import SharedTensor
 from cubroker.driver import Context
 from cubroker.driver.batched_copy import Segment
-from cubroker.driver.buffers import address
+from cubroker.driver.buffers import address, differ
 from cubroker.protocol.dtypes import nbytes as size_of
 from cubroker.protocol.layout import ALIGNMENT, Layout, TensorSpec, round_up
 
 PIECE = 16
 """What the address of bytes that a device digests is a multiple of."""
 
-MAX_COPIES = 256 << 20
-"""Bytes of arrays with gaps that are made contiguous at a time."""
-
 CHUNK = 16 << 20
 """Bytes of a device's memory that are read at a time, to be compared with an array in host memory."""
-
-_memcmp = ctypes.CDLL(None).memcmp
-_memcmp.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
 
 # -- layouts -------------------------------------------------------------------------------------------
 
@@ -270,28 +263,21 @@ def _holds(array: HostArray, tensor: SharedTensor) -> bool:
     """Whether a tensor has the bytes of an array in host memory."""
     with tensor.hold() as start, address(array.contiguous()) as (source, nbytes):
         if tensor.context.host:
-            return not _memcmp(source, start, nbytes)
+            return not differ(source, start, nbytes)
         buffer = bytearray(min(CHUNK, nbytes))
         for offset in range(0, nbytes, CHUNK):
             with memoryview(buffer)[: nbytes - offset] as part:
                 tensor.context.read_into(start + offset, part)
                 with address(part) as (there, size):
-                    if _memcmp(source + offset, there, size):
+                    if differ(source + offset, there, size):
                         return False
     return True
 
 
 def _unlike(pairs: Mapping[str, tuple[DeviceArray, SharedTensor]]) -> Iterator[str]:
     """Yield the names whose arrays have other bytes than their tensors."""
-    batch: dict[str, tuple[DeviceArray, SharedTensor]] = {}
-    copied = 0
-    for name, pair in pairs.items():
-        batch[name] = pair
-        copied += pair[1].nbytes * pair[0].copies
-        if copied > MAX_COPIES:
-            yield from _unlike_batch(batch)
-            batch, copied = {}, 0
-    yield from _unlike_batch(batch)
+    for batch in batches(pairs.items(), lambda item: item[1][1].nbytes * item[1][0].copies):
+        yield from _unlike_batch(dict(batch))
 
 
 def _unlike_batch(pairs: Mapping[str, tuple[DeviceArray, SharedTensor]]) -> Iterator[str]:

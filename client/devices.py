@@ -6,16 +6,17 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import translate
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
-from cubroker.driver import Context, Device, Driver, DriverError, load
+from cubroker.driver import Context, Device, Driver, DriverError, device_names, load
 from cubroker.driver.buffers import keep_first
+from cubroker.driver.device_names import CURRENT, UnknownDevice, label, written
 from cubroker.protocol.errors import CubrokerError, DeviceFailure, Invalid, NotFound, OutOfMemory, Unavailable
 from cubroker.protocol.fields import MAX_DEVICES
 from cubroker.protocol.layout import Layout
 
-DeviceId = int | str
-"""A device: its ordinal in this process, or its UUID."""
+DeviceId: TypeAlias = device_names.DeviceId
+"""A device: an ordinal of this process, ``cuda:0``, a framework's object, or a UUID or the beginning of one."""
 
 Plan = Mapping[str, DeviceId]
 """The device of each tensor, by the tensor's name."""
@@ -53,13 +54,24 @@ def in_call(spec: str) -> bool:
 
 
 def find(driver: Driver, device: DeviceId) -> Device:
-    """Return the device with that ordinal in this process, or with that UUID; raises ``NotFound``."""
-    for known in driver.devices:
-        if device == (known.uuid if isinstance(device, str) else known.index):
-            return known
-    there = ", ".join(f"{known.index} ({known.uuid})" for known in driver.devices) or "none"
-    hint = "" if driver.host else "; CUDA_VISIBLE_DEVICES decides which GPUs a process sees, and in what order"
-    raise NotFound(f"this process sees no device {device!r}; it sees {there}{hint}")
+    """Return the device of that name, whose ordinal is this process's; raises ``NotFound``.
+
+    ``cuda`` without an ordinal is the device that is current on this thread, the first one if there is none, as for
+    torch.
+    """
+    if isinstance(device, str):  # as the broker names it, mostly
+        for known in driver.devices:
+            if known.uuid == device:
+                return known
+    current = None
+    if written(device) in CURRENT:
+        context = driver.current_context()
+        current = driver.devices[0].index if context is None and driver.devices else context and context.device
+    try:
+        return device_names.find(device, driver.devices, "this process sees", current=current)
+    except UnknownDevice as error:
+        hint = "" if driver.host else "; CUDA_VISIBLE_DEVICES decides which GPUs a process sees, and in what order"
+        raise NotFound(f"{error}{hint}") from None
 
 
 def context(driver: Driver, device: DeviceId) -> Context:
@@ -68,7 +80,7 @@ def context(driver: Driver, device: DeviceId) -> Context:
     try:
         return driver.context(found.index)
     except DriverError as error:
-        raise failure(error, f"a context on {found.name} ({found.uuid})") from error
+        raise failure(error, f"a context on {label(found)}") from error
 
 
 def reachable(driver: Driver, device: DeviceId) -> tuple[str, ...]:
@@ -77,7 +89,7 @@ def reachable(driver: Driver, device: DeviceId) -> tuple[str, ...]:
     try:
         links = [(driver.peers.link(found.index, other.index), other) for other in driver.devices if other != found]
     except DriverError as error:
-        raise failure(error, f"the peers of {found.name} ({found.uuid})") from error
+        raise failure(error, f"the peers of {label(found)}") from error
     near = [(link.performance_rank, other.index, other.uuid) for link, other in links if link.access]
     return tuple(uuid for *_, uuid in sorted(near)[:MAX_DEVICES])
 

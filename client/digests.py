@@ -12,10 +12,9 @@ from typing import NamedTuple
 
 from cubroker.client.devices import failure
 from cubroker.client.memory.mapping import Spot
-from cubroker.client.replica import Replica
-from cubroker.driver import Context, DriverError
+from cubroker.driver import Context, Device, DriverError, device_names
 from cubroker.driver.digest import ALGORITHM
-from cubroker.protocol.errors import Corrupted, Unsupported
+from cubroker.protocol.errors import Corrupted, Unsupported, needing
 from cubroker.protocol.layout import Layout
 from cubroker.protocol.messages import DigestList, Digests
 
@@ -28,17 +27,10 @@ class DigestRange(NamedTuple):
 
     spot: Spot
     context: Context
+    #: Whose memory it is.
+    device: Device
     pointer: int
     nbytes: int
-
-
-def spans(replica: Replica) -> list[DigestRange]:
-    """Return the allocations of a replica; raises ``Invalid`` if the memory was given back."""
-    views = zip(replica.allocations, replica.allocation_views, strict=True)
-    return [
-        DigestRange((view.memory_device.uuid, number), view.context, view.pointer, view.nbytes)
-        for number, view in views
-    ]
 
 
 def sealing(
@@ -52,13 +44,13 @@ def sealing(
     return Digests(ALGORITHM, tuple(tuple(found.get((uuid, number), b"") for number in numbers) for uuid in replicas))
 
 
-def sealed(replica: Replica, label: str, answer: DigestList) -> dict[int, bytes]:
+def sealed(label: str, pieces: Sequence[DigestRange], answer: DigestList) -> dict[int, bytes]:
     """Return the digest of each allocation of a version that is mapped here: as it was sealed with, else computed."""
     digests = answer.digests
     if digests is not None and digests.algorithm == ALGORITHM:
         columns = enumerate(zip(*digests.replicas, strict=True))
         return {number: next(filter(None, column), b"") for number, column in columns}
-    return {number: digest for (_, number), digest in _compute(label, spans(replica)).items()}
+    return {number: digest for (_, number), digest in _compute(label, pieces).items()}
 
 
 def check(label: str, layout: Layout, pieces: Sequence[DigestRange], answer: DigestList) -> None:
@@ -83,8 +75,9 @@ def check(label: str, layout: Layout, pieces: Sequence[DigestRange], answer: Dig
     rows = zip(answer.devices, digests.replicas, strict=True)
     wanted = {(uuid, number): digest for uuid, row in rows for number, digest in enumerate(row)}
     found = _compute(label, pieces)
+    names = {piece.spot[0]: device_names.label(piece.device) for piece in pieces}
     if differing := [spot for spot in found if found[spot] != wanted.get(spot)]:
-        described = "; ".join(_describe(layout, spot, found[spot]) for spot in differing)
+        described = "; ".join(_describe(layout, spot, found[spot], names[spot[0]]) for spot in differing)
         raise Corrupted(
             f"{label} does not hold what was sealed: {described}. A process has written to it, or the memory is faulty;"
             f" close it, and have the version retired and loaded again"
@@ -100,17 +93,18 @@ def _compute(label: str, pieces: Sequence[DigestRange], *, synchronize: bool = F
     try:
         for context in by_context if synchronize else ():
             context.synchronize()
-        for context, group in by_context.items():
-            values = context.digests([(piece.pointer, piece.nbytes) for piece in group])
-            found.update(zip((piece.spot for piece in group), values, strict=True))
+        with needing(f"the digest of {label} on a host device", "cubroker[numpy]"):  # GPUs compute it themselves
+            for context, group in by_context.items():
+                values = context.digests([(piece.pointer, piece.nbytes) for piece in group])
+                found.update(zip((piece.spot for piece in group), values, strict=True))
     except DriverError as error:
         raise failure(error, f"computing the digest of {label}") from error
     return found
 
 
-def _describe(layout: Layout, spot: Spot, found: bytes) -> str:
-    uuid, number = spot
+def _describe(layout: Layout, spot: Spot, found: bytes, device: str) -> str:
+    _, number = spot
     names = [tensor.name for tensor in layout.tensors if tensor.allocation == number]
     more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
     tensors = f", with {', '.join(map(repr, names[:MAX_NAMED]))}{more}," if names else ""
-    return f"allocation {number} on {uuid}{tensors} has the digest {found.hex()}"
+    return f"allocation {number} on {device}{tensors} has the digest {found.hex()}"

@@ -6,7 +6,8 @@ They may run while an exception propagates, the callback then loses the exceptio
 
 Solution: numpy makes the capsule, from an array of unsigned integers that owns nothing and keeps our memory alive.
 Numpy's deleter is correct in any thread, at any time, even after the interpreter's end. The device, the type and the
-flags, which numpy cannot know, are then written into the struct.
+flags, which numpy cannot know, are then written into the struct. Torch does the same where it is without numpy: it is
+the one library with DLPack that does not require numpy.
 
 Source of the layouts: dlpack.h of DLPack 1.1.
 """
@@ -15,13 +16,16 @@ from __future__ import annotations
 
 import ctypes
 import math
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from cubroker.protocol.dtypes import BITS, ELEMENTS, carrier
 
 if TYPE_CHECKING:
-    import numpy as np
+    import torch
     from numpy.typing import NDArray
     from typing_extensions import CapsuleType
 
@@ -107,12 +111,11 @@ class Borrowed:
         pairs = zip(self.extent, self.strides, apart, strict=True)
         return 0 in self.extent or all(size == 1 or stride == step for size, stride, step in pairs)
 
-    def bits(self) -> NDArray[Any]:
-        """Return its elements as an array of integers on the same memory, if that is the host's."""
-        import numpy as np
-
+    def bits(self, numpy: ModuleType) -> NDArray[Any]:
+        """Return its elements as numpy's array of integers on the same memory, if that is the host's."""
         width = max(BITS[self.dtype] // 8, 1)
-        return np.asarray(_Interface(self, width))
+        found: NDArray[Any] = numpy.asarray(_Interface(self, width))
+        return found
 
 
 class _Interface:
@@ -162,20 +165,45 @@ def borrow(array: Any, stream: int | None = None) -> Borrowed:
     return Borrowed(dtype, extent, strides, (tensor.data or 0) + tensor.byte_offset, capsule)
 
 
+def without_numpy(pointer: int, shape: Sequence[int], dtype: str, keeper: object) -> torch.Tensor | None:
+    """Return a torch tensor of integers as wide as ``dtype``, on memory that is not touched; None without torch.
+
+    Args:
+        pointer: where the memory begins, on any device.
+        shape: dimensions, in elements; in pairs of elements of four bits.
+        dtype: the element type, by its safetensors name.
+        keeper: is kept by the tensor.
+    """
+    library = sys.modules.get("torch")
+    if library is None:
+        return None
+    width = max(BITS[dtype] // 8, 1)
+    element = {1: library.uint8, 2: library.int16, 4: library.int32, 8: library.int64}[width]
+    found: torch.Tensor
+    if nbytes := math.prod(shape) * width:
+        block = (ctypes.c_ubyte * nbytes).from_address(pointer)
+        block.keeper = keeper  # type: ignore[attr-defined]
+        found = library.frombuffer(block, dtype=element).reshape(tuple(shape))
+    else:
+        found = library.empty(tuple(shape), dtype=element)
+    return found
+
+
 def export(
-    carrier: NDArray[np.unsignedinteger[Any]], dtype: str, device: tuple[int, int], *, readonly: bool, versioned: bool
+    carrier: NDArray[Any] | torch.Tensor, dtype: str, device: tuple[int, int], *, readonly: bool, versioned: bool
 ) -> CapsuleType:
     """Return a capsule for the memory under ``carrier``.
 
     Args:
-        carrier: an array of unsigned integers of the element's width, writable to numpy. Its memory is not touched.
+        carrier: an array of integers of the element's width, writable to its library. Its memory is not touched.
         dtype: the element type, by its safetensors name. Elements of 4 bits go in pairs, two lanes each, which the
             carrier's last dimension must count.
         device: DLPack's device type and ordinal.
         readonly: whether to tell the consumer that it may not write; only a versioned capsule can.
-        versioned: whether the consumer knows DLPack 1.0 and later.
+        versioned: whether the consumer knows DLPack 1.0 and later. It takes a capsule of before, too, which is made
+            where torch makes the capsule: that knows 1.0 in its newer releases alone.
     """
-    if versioned:
+    if versioned and hasattr(carrier, "__array_interface__"):
         capsule = carrier.__dlpack__(max_version=(1, 0))
         managed = _Versioned.from_address(_pointer(capsule, b"dltensor_versioned"))
         managed.flags |= READ_ONLY if readonly else 0

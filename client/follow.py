@@ -121,7 +121,7 @@ class Follow(NotPicklable, Iterator[int], AsyncIterator[int], Closeable):
             with self._taken() as version:
                 if version and self._used(version):
                     return version
-            if not run(self._follower.news.wait(self._stirred, deadline - time.monotonic())):
+            if not run(self._follower.news.until(self._stirred, deadline - time.monotonic())):
                 raise self._late(limit)
         raise StopIteration
 
@@ -141,7 +141,7 @@ class Follow(NotPicklable, Iterator[int], AsyncIterator[int], Closeable):
             with self._taken() as version:
                 if version and (self._use is None or await _to_its_end(partial(self._used, version))):
                     return version
-            if not await run_in_loop(self._follower.news.wait(self._stirred, deadline - time.monotonic())):
+            if not await run_in_loop(self._follower.news.until(self._stirred, deadline - time.monotonic())):
                 raise self._late(limit)
         raise StopAsyncIteration
 
@@ -252,7 +252,7 @@ class Follower:
     def end(self) -> None:
         """End the thread, and wake all who wait."""
         self._inbox.put(None)
-        self.news.tell()
+        self.news.stir()
 
     def _run(self) -> None:
         try:
@@ -301,7 +301,7 @@ class Follower:
 
     def _note(self, told: Told, missing: str = "") -> None:
         self.told, self.missing = told, missing
-        self.news.tell()
+        self.news.stir()
 
     def _next(self, ear: Ear) -> object:
         """Return what the ear hears next."""

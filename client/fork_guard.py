@@ -35,7 +35,7 @@ class OwnerProcess:
 
     def check(self) -> None:
         """Raise ``Invalid`` in any other process."""
-        if not self.here():
+        if os.getpid() != self.pid:
             raise Invalid(
                 f"this Broker belongs to process {self.pid}, and this is its child {os.getpid()};"
                 f" open a Broker in each process, and start those that use devices by spawn, not by fork"

@@ -19,6 +19,7 @@ from typing import Protocol, TypeVar
 
 from cubroker.client import devices
 from cubroker.client.cleanup_thread import Retry
+from cubroker.client.devices import DeviceId
 from cubroker.client.fork_guard import Closeable, NotPicklable, WeakRefs
 from cubroker.client.memory.mapping import DeviceMapping
 from cubroker.client.session import ClientSession, Resource
@@ -186,7 +187,7 @@ class EventPool(Protocol):
     def close(self) -> None:
         """See :meth:`Pool.close`."""
 
-    def event(self, name: str, *, device: int | str | None = None) -> SharedEvent:
+    def event(self, name: str, *, device: DeviceId | None = None) -> SharedEvent:
         """See :meth:`Pool.event`."""
 
     def open_event(self, name: str, *, wait: float = 0.0) -> SharedEvent:

@@ -7,11 +7,11 @@ from functools import cache, partial
 
 from cubroker.client.arrays import DeviceArray, HostArray
 from cubroker.client.devices import context
-from cubroker.client.replica import Replica
+from cubroker.client.pool import Replica
 from cubroker.client.tensor import described
 from cubroker.driver import Context, Driver
 from cubroker.protocol.dtypes import BITS
-from cubroker.protocol.errors import Invalid
+from cubroker.protocol.errors import Invalid, Unsupported
 from cubroker.protocol.layout import ALIGNMENT, Layout, TensorSpec
 
 MAX_NAMED = 8
@@ -30,6 +30,7 @@ def describe(source: object, driver: Driver) -> dict[str, HostArray | DeviceArra
 
     Raises:
         Invalid: it is neither, or empty; or something in it is no array that can be read here.
+        Unsupported: an array can be read by numpy alone, which is not installed.
     """
     if not isinstance(source, Mapping) and callable(state_dict := getattr(source, "state_dict", None)):
         source = state_dict()
@@ -47,8 +48,8 @@ def describe(source: object, driver: Driver) -> dict[str, HostArray | DeviceArra
             raise Invalid(f"{name!r} is no name of a tensor, which has to be a str")
         try:
             arrays[name] = described(array, context_of)
-        except Invalid as error:
-            raise Invalid(f"cannot publish {name!r}: {error.message}") from error
+        except (Invalid, Unsupported) as error:
+            raise type(error)(f"cannot publish {name!r}: {error.message}") from error
     return arrays
 
 

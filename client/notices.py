@@ -35,7 +35,7 @@ class News:
         self._waiting: deque[Future[None]] = deque()
         self._error: CubrokerError | None = None
 
-    def wait(self, found: Callable[[], bool], timeout: float | None = None) -> Steps[bool]:
+    def until(self, found: Callable[[], bool], timeout: float | None = None) -> Steps[bool]:
         """Look with every change, for up to ``timeout`` seconds, whether it is the one; return what was ``found``."""
         deadline = time.monotonic() + (inf if timeout is None else timeout)
         while True:
@@ -51,7 +51,7 @@ class News:
                 with suppress(ValueError):  # it was told of a change
                     self._waiting.remove(change)
 
-    def tell(self) -> None:
+    def stir(self) -> None:
         """Wake the threads and the tasks that wait."""
         with suppress(IndexError):
             while True:
@@ -60,7 +60,7 @@ class News:
     def fail(self, error: CubrokerError) -> None:
         """There will be no more changes; the first reason counts."""
         self._error = self._error or error
-        self.tell()
+        self.stir()
 
     @property
     def failed(self) -> bool:
@@ -142,7 +142,7 @@ class Watch(NotPicklable, Iterator[int | None], Closeable):
         limit = time_limit(self.timeout if timeout is None else timeout)
         deadline = time.monotonic() + limit
         while True:
-            if not (yield from self._news.wait(self._changed, deadline - time.monotonic())):
+            if not (yield from self._news.until(self._changed, deadline - time.monotonic())):
                 raise TimedOut(f"pool {self.name!r} did not change within {limit:g} s")
             found = version = self._latest
             if version and self._find:
@@ -167,13 +167,13 @@ class Watch(NotPicklable, Iterator[int | None], Closeable):
         """Stop watching; iterations end."""
         self._owner.check()
         self._closed = True
-        self._news.tell()
+        self._news.stir()
         self._watches.remove(self)
 
     def tell(self, version: int) -> None:
         """The pool's current version is now this one, or 0 if it has none."""
         self._latest = version
-        self._news.tell()
+        self._news.stir()
 
     def fail(self, error: CubrokerError) -> None:
         """There will be no more news."""
@@ -192,31 +192,27 @@ class Watcher(Protocol):
         """There will be no more news."""
 
 
-class Count:
+class Count(News):
     """Counts what a session hears of a pool; to be watched."""
 
     def __init__(self, name: str) -> None:
+        super().__init__()
         self.name = name
         self.heard = 0
-        self._news = News()
 
     def tell(self, version: int) -> None:
         """See :meth:`Watcher.tell`."""
         self.heard += 1
-        self._news.tell()
-
-    def fail(self, error: CubrokerError) -> None:
-        """See :meth:`Watcher.fail`."""
-        self._news.fail(error)
+        self.stir()
 
     def more(self, before: int, timeout: float) -> Steps[bool]:
         """Wait up to ``timeout`` seconds until it has counted beyond ``before``; returns whether it has."""
 
         def found() -> bool:
-            self._news.check()
+            self.check()
             return self.heard > before
 
-        return self._news.wait(found, timeout)
+        return self.until(found, timeout)
 
 
 class Watches:
@@ -258,15 +254,15 @@ class Watches:
                 self._requests.submit(messages.Watch(watch.name, on=False))
 
 
-class DrainState:
+class DrainState(News):
     """Whether the broker of a session is draining: by hand, or because it was told to end."""
 
     def __init__(self, directory: Path, held: Collection[object]) -> None:
+        super().__init__()
         #: Why the broker lends nothing new; empty if it lends.
         self.why = ""
         self._directory = directory
         self._held = held
-        self._news = News()
 
     def tell(self, notice: Draining) -> None:
         """Note what the broker says. Runs on the connection's thread."""
@@ -278,20 +274,16 @@ class DrainState:
             log.log(level, "the broker on %s is draining, give back what you hold: %s", self._directory, notice.why)
         else:
             log.info("the broker on %s lends again", self._directory)
-        self._news.tell()
-
-    def fail(self, error: CubrokerError) -> None:
-        """There will be no more news."""
-        self._news.fail(error)
+        self.stir()
 
     def wait(self, timeout: float | None, *, over: bool) -> Steps[bool]:
         """Wait up to ``timeout`` seconds until the broker drains, or that is ``over``; returns whether it is so."""
 
         def found() -> bool:
-            self._news.check()
+            self.check()
             return bool(self.why) != over
 
-        return self._news.wait(found, timeout)
+        return self.until(found, timeout)
 
 
 class Rebindable(Protocol):

@@ -1,48 +1,208 @@
-"""A published version that this process has attached to, and a version that it is filling."""
+"""The tensors of a version on devices of this process, by name, and the lease that keeps them there."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from functools import partial
+from difflib import get_close_matches
 from threading import RLock
 
-from cubroker.client import devices, digests, named_arrays
+from cubroker.client import devices, digests
+from cubroker.client.devices import DeviceId
+from cubroker.client.digests import DigestRange
 from cubroker.client.follow import Follow
-from cubroker.client.fork_guard import Closeable, WeakRefs
+from cubroker.client.fork_guard import Closeable, NotPicklable, WeakRefs
 from cubroker.client.ipc_events import Events, SharedEvent
 from cubroker.client.memory.lease import LeaseHandle, LeaseRequest
-from cubroker.client.memory.mapping import DeviceMapping, LeasedMemory, Spot
+from cubroker.client.memory.mapping import AllocationHandle, DeviceMapping, LeasedMemory
 from cubroker.client.memory.multicast import MulticastMapping
-from cubroker.client.replica import Replica, TensorIndex, difference
 from cubroker.client.session import ClientSession
-from cubroker.client.tensor import SharedTensor
-from cubroker.client.transport.requests import Future, Steps, blocking, expect, run, seconds
-from cubroker.driver import DriverError
-from cubroker.protocol.errors import CubrokerError, Invalid, NotFound, Retired, TimedOut, Unavailable, Unsupported
-from cubroker.protocol.layout import Layout
-from cubroker.protocol.messages import (
-    BY_DESCRIPTOR,
-    DIGESTS,
-    IN_PLACE,
-    MULTICAST,
-    VMM,
-    Attach,
-    DigestList,
-    Digests,
-    Done,
-    ListDigests,
-    Reply,
-    Sealed,
-    SealInPlace,
-    SetLayout,
-)
+from cubroker.client.tensor import SharedTensor, stored_from
+from cubroker.client.transport.requests import Steps, blocking, run, seconds, version_number
+from cubroker.driver import Context, Device, DriverError, device_names
+from cubroker.protocol import messages
+from cubroker.protocol.errors import Invalid, NotFound, Retired, Unavailable, Unsupported
+from cubroker.protocol.layout import Layout, TensorIndex
+
+
+class UnknownTensor(KeyError):
+    """A name that no tensor has; its text adds those that are near, which takes a search through all names."""
+
+    def __init__(self, name: str, names: Collection[str] = ()) -> None:
+        super().__init__(name)
+        self._names = names
+
+    def __str__(self) -> str:
+        name = self.args[0]
+        near = get_close_matches(name, self._names) if isinstance(name, str) else []
+        return f"{name!r}; did you mean {' or '.join(map(repr, near))}?" if near else repr(name)
+
+
+class Replica(NotPicklable, Mapping[str, SharedTensor]):
+    """The tensors of one version on one device, or a sharded version's on all of them.
+
+    Tensors are made when they are asked for; indexing is cheap and gives a new object every time.
+
+    Attributes:
+        allocations: the indexes of those allocations of the layout that are mapped here.
+    """
+
+    __eq__ = object.__eq__  # each belongs to one lease, even where two hold the same tensors
+    __hash__ = object.__hash__
+
+    def __init__(self, mapped: LeasedMemory, places: Sequence[DeviceMapping], index: TensorIndex) -> None:
+        self._mapped: LeasedMemory | None = mapped
+        self._last_label = mapped.label
+        # The first place that has an allocation stands for it: those of a draft of a replicated version all have it.
+        self._place = {
+            number: place
+            for place in reversed(places)
+            for number, pointer in enumerate(place.pointers)
+            if pointer is not None
+        }
+        self._places = tuple(place for place in places if place in self._place.values()) or tuple(places[:1])
+        self.allocations = tuple(sorted(self._place))
+        whole = len(self.allocations) == len(index.layout.allocations)
+        self._index = index if whole else TensorIndex(index.layout, self._place)
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the whole version, on this and other devices; can be passed to ``Broker.create``."""
+        return self._index.layout
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """The devices that use these tensors: several for a sharded version."""
+        return tuple(place.context.device for place in self._places)
+
+    @property
+    def device(self) -> Device:
+        """The device that uses these tensors.
+
+        Raises:
+            Invalid: there are several; each tensor has its own.
+        """
+        return self.context.device
+
+    @property
+    def memory_device(self) -> Device:
+        """The device in whose memory these tensors are: not ``device`` if that reaches them over peer access.
+
+        Raises:
+            Invalid: there are several; each tensor has its own.
+        """
+        return self._alone().memory
+
+    @property
+    def upstream(self) -> tuple[int, ...] | None:
+        """Where ``device`` reads the allocations of a draft's replica before this one; None if it cannot."""
+        return self._alone().upstream
+
+    @property
+    def context(self) -> Context:
+        """This process's context on ``device``; raises ``Invalid`` as that does."""
+        return self._alone().context
+
+    @property
+    def allocation_views(self) -> tuple[SharedTensor, ...]:
+        """Each of ``allocations`` as one flat tensor of bytes (U8), in that order.
+
+        Raises:
+            Invalid: the memory was given back.
+        """
+        return tuple(
+            self._tensor(f"allocation {number}", "U8", (self.layout.allocations[number],), number, 0)
+            for number in self.allocations
+        )
+
+    def digest_ranges(self) -> list[DigestRange]:
+        """Return each of ``allocations`` as a device computes its digest; refers to none of the memory.
+
+        Raises:
+            Invalid: the memory was given back.
+        """
+        views = zip(self.allocations, self.allocation_views, strict=True)
+        return [
+            DigestRange((view.memory_device.uuid, number), view.context, view.memory_device, view.pointer, view.nbytes)
+            for number, view in views
+        ]
+
+    def handles(self) -> tuple[AllocationHandle, ...]:
+        """Return what opens each of :attr:`allocations` in another process of this host, in that order.
+
+        It is for code that opens CUDA IPC handles itself, such as an inference server or a transfer library; a process
+        that can use cubroker attaches instead. What a handle opens is valid while this pool's lease is held, and is
+        writable, as all ``ipc`` memory is. The broker does not know who has opened it: have it closed there before the
+        lease ends, or the version is retired, since CUDA leaves undefined what a handle opens once its memory is freed.
+
+        Raises:
+            Invalid: the memory was given back, or is asleep.
+        """
+        share = self._memory().share
+        return tuple(
+            AllocationHandle(
+                number,
+                share,
+                self._place[number].memory,
+                self.layout.allocations[number],
+                self._place[number].handles[number],
+            )
+            for number in self.allocations
+        )
+
+    slabs = allocation_views  # the older name
+
+    def __getitem__(self, name: str) -> SharedTensor:
+        try:
+            spec = self._index.tensors[name]
+        except KeyError:
+            raise UnknownTensor(name, self._index.tensors) from None
+        return self._tensor(name, spec.dtype, spec.shape, spec.allocation, spec.offset)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._index.tensors)
+
+    def __len__(self) -> int:
+        return len(self._index.tensors)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._index.tensors
+
+    def _tensor(self, name: str, dtype: str, shape: tuple[int, ...], allocation: int, offset: int) -> SharedTensor:
+        place = self._place[allocation]
+        pointer = place.pointers[allocation]
+        assert pointer is not None
+        return SharedTensor(self._memory(), place, name, dtype, shape, pointer + offset)
+
+    @property
+    def _label(self) -> str:
+        """A name for messages, also once the memory was given back."""
+        mapped = self._mapped
+        return mapped.label if mapped else self._last_label
+
+    def _alone(self) -> DeviceMapping:
+        place, *others = self._places
+        if others:
+            devices = ", ".join(str(device.index) for device in self.devices)
+            raise Invalid(f"{self._label} is spread over devices {devices}; ask each of its tensors, or see `devices`")
+        return place
+
+    def _drop(self) -> None:
+        self._last_label = self._label
+        self._mapped = None
+
+    def _memory(self) -> LeasedMemory:
+        mapped = self._mapped
+        if mapped is None:
+            raise Invalid(f"{self._label} is closed in this process; get another from a Broker")
+        mapped.check()
+        return mapped
 
 
 class Pool(Replica, Closeable):
     """The tensors of one version on one device, by name, and the lease that keeps them there.
 
-    Not to be confused with :class:`cubroker.server.ledger.model.Pool`.
+    Not to be confused with :class:`cubroker.server.ledger.records.Pool`.
 
     Closing it makes it useless here at once. The memory stays mapped, and the lease held, until the
     last of its tensors, and of all arrays and framework tensors made from them, is gone.
@@ -148,7 +308,7 @@ class Pool(Replica, Closeable):
             outlet = held.enter_context(self._multicast().hold(self._memory, name))
             tensor, spec = self[name], self._index.tensors[name]
             try:
-                address = self._source(source, tensor, held)
+                address = stored_from(source, tensor, held)
                 outlet.store(address, spec.allocation, spec.offset, tensor.nbytes)
             except DriverError as error:
                 raise devices.failure(error, f"storing {name!r} of {self._label} to all replicas") from error
@@ -187,15 +347,15 @@ class Pool(Replica, Closeable):
         with ExitStack() as held:
             if not self._sealed:
                 raise Invalid(f"{self._label} was not published, so nothing says what it should hold; seal it first")
-            pieces = digests.spans(self)
+            pieces = self.digest_ranges()
             held.enter_context(self.allocation_views[0].hold())
-            if self._session.version < DIGESTS:
+            if self._session.version < messages.DIGESTS:
                 raise Unsupported(f"{self._label} cannot be checked: the broker is too old to keep digests; upgrade it")
-            answer = yield from self._session.ask(ListDigests(self.name, self.version), DigestList)
+            answer = yield from self._session.ask(messages.ListDigests(self.name, self.version), messages.DigestList)
             digests.check(self._label, self.layout, pieces, answer)
 
     @blocking
-    def event(self, name: str, *, device: int | str | None = None) -> Steps[SharedEvent]:
+    def event(self, name: str, *, device: DeviceId | None = None) -> Steps[SharedEvent]:
         """Make an event, with which this process tells others when it has written what they wait to read.
 
         It ends with this pool's lease: when the pool is closed or falls asleep, or this process ends.
@@ -294,7 +454,11 @@ class Pool(Replica, Closeable):
         """
         self._owner.check()
         with self._closing:
-            slept = self._fall_asleep()
+            mapped = self._check_moves("sleep")
+            if in_use := mapped.sleep():
+                names = ", ".join(in_use[:8])
+                raise Invalid(f"{self._label} cannot sleep while tensors of it are copied or held: {names}")
+            slept = self._lease.sleep()
             self._end_events("fell asleep")
         with suppress(Unavailable):  # a broker that is gone holds no leases
             yield from self._lease.confirm(slept)
@@ -322,9 +486,9 @@ class Pool(Replica, Closeable):
             raise Invalid(f"{self._label} is closed in this process; attach again")
         if not self.asleep:
             return
-        body = Attach(self.name, self.version, self._wanted, seconds(wait), owners=self._owners)
+        body = messages.Attach(self.name, self.version, self._wanted, seconds(wait), owners=self._owners)
         try:
-            yield from self._lease.wake(body)
+            yield from LeaseRequest(self._lease).ask(body)
         except (NotFound, Retired) as error:
             raise type(error)(f"{self._label} cannot wake: {error.message}; close it, and attach again") from None
 
@@ -360,17 +524,16 @@ class Pool(Replica, Closeable):
 
     def switch_request(self) -> LeaseRequest:
         """Return a request for :meth:`switching`."""
-        return self._lease.switch(self.layout)
+        return LeaseRequest(self._lease, self.layout)
 
     def switching(self, request: LeaseRequest, version: int | None, wait: float) -> Steps[int]:
         """As :meth:`switch`; the caller has the request settled where this raises or is given up."""
         self._owner.check()
-        if version is not None and version < 1:
-            raise Invalid(f"version {version}: versions count from 1; leave it out for the current one")
+        number = version_number(version)
         self._check_moves("be switched")
         if version == self.version and not self.asleep:
             return version
-        body = Attach(self.name, version or 0, self._wanted, seconds(wait), owners=self._owners)
+        body = messages.Attach(self.name, number, self._wanted, seconds(wait), owners=self._owners)
         reply, _ = yield from request.ask(body)
         return reply.version
 
@@ -403,48 +566,29 @@ class Pool(Replica, Closeable):
                 self._release()
         return not closed and self._lease.ending
 
-    @blocking
-    def confirm(self) -> Steps[None]:
-        """Wait for what :meth:`let_go` began; raises as :meth:`close` does."""
-        yield from self.confirming()
-
     def confirming(self) -> Steps[None]:
-        """Return the steps of :meth:`confirm`."""
+        """Wait for what :meth:`let_go` began; raises as :meth:`close` does."""
         with suppress(Unavailable):  # a broker that is gone holds no leases
             yield from self._lease.confirm()
+
+    confirm = blocking(confirming)
 
     def _multicast(self) -> MulticastMapping:
         self._memory()
         if self._lease.multicast is None:
             raise Unsupported(
-                f"{self._label} is shared as {self.share}; to broadcast, create it with share={MULTICAST!r}"
+                f"{self._label} is shared as {self.share}; to broadcast, create it with share={messages.MULTICAST!r}"
             )
         return self._lease.multicast
 
-    def _source(self, source: object, tensor: SharedTensor, held: ExitStack) -> int:
-        """Return where this device reads what is to be stored."""
-        if isinstance(source, int):
-            return source
-        if not isinstance(source, SharedTensor):
-            tensor.copy_from(source)
-            return tensor.pointer
-        given, wanted = ((each.dtype, each.shape, each.memory_device) for each in (source, tensor))
-        if given != wanted:
-            raise Invalid(
-                f"tensor {tensor.name!r} of {self._label} takes {tensor.dtype} {tensor.shape} from the memory of device"
-                f" {tensor.memory_device.index}, and {source!r} lies in that of device {source.memory_device.index};"
-                f" broadcast a tensor that has all three, or the address of raw bytes"
-            )
-        return held.enter_context(source.hold())
-
-    def _at(self, device: int | str | None) -> DeviceMapping:
+    def _at(self, device: DeviceId | None) -> DeviceMapping:
         if device is None:
             return self._alone()
         found = devices.find(self._session.driver, device)
         for place in self._places:
             if place.context.device == found:
                 return place
-        raise Invalid(f"{self._label} is not used on device {device!r} here; see `devices`")
+        raise Invalid(f"{self._label} is not used on {device_names.label(found)} here; see `devices`")
 
     def _end_events(self, why: str) -> None:
         if self._events:
@@ -461,180 +605,12 @@ class Pool(Replica, Closeable):
 
     def _check_moves(self, how: str) -> LeasedMemory:
         """Return the memory, which can leave its addresses; raises ``Unsupported`` or ``Invalid`` if not."""
-        if self.share not in BY_DESCRIPTOR:
-            raise Unsupported(f"{self._label} is shared as {self.share} and cannot {how}; create it with share={VMM!r}")
+        if self.share not in messages.BY_DESCRIPTOR:
+            raise Unsupported(
+                f"{self._label} is shared as {self.share} and cannot {how}; create it with share={messages.VMM!r}"
+            )
         mapped = self._mapped
         if mapped is None or not self._sealed:
             what = "is closed in this process; attach again" if mapped is None else f"cannot {how}; seal it first"
             raise Invalid(f"{self._label} {what}")
         return mapped
-
-    def _fall_asleep(self) -> Future[Reply]:
-        mapped = self._check_moves("sleep")
-        if in_use := mapped.sleep():
-            raise Invalid(f"{self._label} cannot sleep while tensors of it are copied or held: {', '.join(in_use[:8])}")
-        return self._lease.sleep()
-
-
-class Draft(Pool):
-    """The tensors of an unpublished version, which may be written: those of its first device, as a mapping.
-
-    Leaving it without :meth:`seal` discards it. Its tensors end with it, sealed or discarded; arrays
-    and framework tensors made from them must be dropped before a seal, and delay a discard. A draft that is sealed in
-    place goes on as a :class:`Pool` of the published version.
-
-    Attributes:
-        replicas: the tensors on each device, in the order in which the devices were given.
-    """
-
-    _sealed = False
-
-    def __init__(
-        self, lease: LeaseHandle, mapped: LeasedMemory, index: TensorIndex, name: str, *, scratch: bool = False
-    ) -> None:
-        super().__init__(lease, mapped, index, name)
-        self._scratch = scratch
-        #: Digests of what it shares with an earlier version, and has not mapped: by device and allocation.
-        self.shared_digests: Mapping[Spot, bytes] = {}
-        self._lay_out(mapped, index)
-
-    @blocking
-    def seal(self, *, layout: Layout | None = None, digest: bool = False, in_place: bool = False) -> Steps[int]:
-        """Publish the memory, on all devices, as the pool's current version, whose number is returned.
-
-        It is unmapped first. Sealed ``in_place`` it stays mapped: this object goes on as a pool of the version, and
-        arrays and framework tensors made from the draft stay valid, at the same addresses. Nothing may write to them
-        any more: the device refuses it, where readers are refused (``protected``), and on a host device a write ends
-        the process. Work that was submitted to the devices is waited for.
-
-        Args:
-            layout: takes the place of the draft's, and has the same allocations: for tensors whose places were not
-                known before, as from :meth:`layout_of`.
-            digest: have each device compute a digest of what it holds, padding included, and publish these as well, so
-                that :meth:`Pool.check` finds bytes that are changed later. It takes about as long as reading all once.
-            in_place: keep the memory mapped and leased; for drafts on one device or with a plan, not for ``multicast``.
-
-        Raises:
-            Invalid: arrays or framework tensors of it are in use (``in_place``: are held); the layout is of other
-                allocations; or it is published. The draft stays open.
-            Unsupported: a digest of what its readers may write; the broker is too old for a digest, another layout or
-                a seal in place; the draft is on several devices, or ``multicast``. The draft stays open.
-            OverQuota: the layout is longer than this user's quota allows; the draft stays open.
-            DeviceFailure, OutOfMemory: a digest could not be computed, or the access not be changed; the draft stays
-                open.
-            DeviceFailure: the memory could not be unmapped yet; the draft is not published, and discarded when it is.
-            Unavailable, TimedOut: the broker is gone or silent; the draft may or may not be published.
-        """
-        self._owner.check()
-        if self._sealed:
-            raise Invalid(f"{self._label} is published already; create a new version instead")
-        self._memory()
-        compute = self._digesting() if digest else None
-        if in_place:
-            self._check_stays()
-        yield from self._set_layout(layout or self.layout)
-        if in_place:
-            return (yield from self._seal_in_place(compute))
-        lease = self._lease
-        with self._closing:
-            mapped, seal, why = self._memory(), lease.seal, object()
-            if compute:
-                self._session.check_confirms()
-                seal = partial(lease.seal_digested, compute, partial(mapped.take_back, why))
-            if in_use := mapped.end(seal, why):
-                names = ", ".join(in_use[:8]) + (f" and {len(in_use) - 8} more" if len(in_use) > 8 else "")
-                raise Invalid(f"{self._label} is still in use: {names}; drop the arrays made from it, then seal")
-        if compute:
-            yield from lease.digested()
-        self._drop()
-        return expect((yield from lease.confirm()), Sealed).version
-
-    def layout_of(self, source: object) -> Layout:
-        """Return a layout whose tensors are arrays that lie in this draft's memory already, for :meth:`seal`.
-
-        Names of one array, as those of tied parameters are, become one tensor by several names.
-
-        Args:
-            source: a mapping of names to arrays of any library, or an object with ``state_dict()``; as for
-                :meth:`Broker.publish`.
-
-        Raises:
-            Invalid: an array lies elsewhere, has gaps, or begins at no multiple of 256 bytes, by its name; two of them
-                overlap; or as :meth:`Broker.publish`.
-        """
-        self._owner.check()
-        self._memory()
-        return named_arrays.layout_in(self, named_arrays.describe(source, self._session.driver), self._label)
-
-    def _lay_out(self, mapped: LeasedMemory, index: TensorIndex) -> None:
-        self._index = index
-        self.replicas = tuple(Replica(mapped, (place,), index) for place in mapped.places)
-        #: What the broker has; None while it is told another.
-        self._told: Layout | None = index.layout
-
-    def _set_layout(self, layout: Layout) -> Steps[None]:
-        if layout == self._told:
-            return
-        if self._session.version < IN_PLACE:
-            raise Unsupported(f"{self._label}: the broker is too old to take another layout at the seal; upgrade it")
-        layout.check()
-        if layout.allocations != self.layout.allocations:
-            why = difference(Layout((), layout.allocations), Layout((), self.layout.allocations))
-            raise Invalid(f"the layout to seal {self._label} with cannot be that of its memory: {why}")
-        self._told = None
-        yield from self._session.ask(SetLayout(self._lease.number, layout.encode()), Done)
-        self._lay_out(self._memory(), TensorIndex(layout))
-
-    def _check_stays(self) -> None:
-        if self._session.version < IN_PLACE:
-            raise Unsupported(f"{self._label}: the broker is too old to seal it in place; seal without, or upgrade it")
-        shards = [number for replica in self.replicas for number in replica.allocations]
-        if self.share == MULTICAST or len(set(shards)) < len(shards):
-            raise Unsupported(
-                f"{self._label} cannot be sealed in place: it is shared as {self.share}, with {len(self.replicas)}"
-                f" replicas, of which a pool has one; seal it without, and attach to it"
-            )
-
-    def _seal_in_place(self, compute: Callable[[], Digests] | None) -> Steps[int]:
-        mapped, lease, asked = self._memory(), self._lease, False
-        mapped.begin_publication()
-        try:
-            if not self._scratch:
-                yield from self._session.confirm(lease.protect(readonly=True), f"write access to {self._label}")
-            body = SealInPlace(lease.number, compute() if compute else None)
-            asked = True
-            version = (yield from self._session.ask(body, Sealed)).version
-        except BaseException as error:
-            refused = isinstance(error, CubrokerError) and not isinstance(error, Unavailable | TimedOut)
-            if refused or not asked:  # it is certainly not published
-                writable = lease.protect(readonly=False)
-                if refused:  # an interrupt does not wait
-                    yield from self._session.confirm(writable, f"write access to {self._label}")
-                mapped.end_publication(readonly=False)
-            raise
-        mapped.end_publication(f"pool {self.name!r} version {version}", readonly=not self._scratch)
-        self.writable, self.protected, self._sealed = self._scratch, mapped.protected, True
-        return version
-
-    def _digesting(self) -> Callable[[], Digests]:
-        """Return what computes the digests of the memory, and refers to none of it."""
-        if self._scratch:
-            raise Unsupported(
-                f"{self._label} is writable by its readers, so a digest would not tell what it holds; seal it without"
-            )
-        if self._session.version < DIGESTS:
-            raise Unsupported(f"{self._label}: the broker is too old to keep a digest; seal it without, or upgrade it")
-        uuids = [replica.memory_device.uuid for replica in self.replicas]
-        pieces = [span for replica in self.replicas for span in digests.spans(replica)]
-        return partial(digests.sealing, self._label, uuids, pieces, self.layout, self.shared_digests)
-
-    def _release(self) -> None:
-        mapped = self._mapped
-        if mapped and not self._sealed:
-            mapped.end()
-        self._drop()
-
-    def _drop(self) -> None:
-        super()._drop()
-        for replica in self.replicas:
-            replica._drop()

@@ -9,26 +9,24 @@ made contiguous one by one, so that no second copy of a model is needed beside t
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import lru_cache, partial
 from threading import Lock
 from typing import NamedTuple, Self
 
-from cubroker.client.arrays import DeviceArray, HostArray
+from cubroker.client.arrays import DeviceArray, HostArray, batches
 from cubroker.client.delta import Change, Updated, differing, updated
 from cubroker.client.devices import DeviceId, Plan, failure, resolve_plan
+from cubroker.client.draft import Draft
 from cubroker.client.loading.checkpoint import StoredTensor
 from cubroker.client.loading.copy import Target, copy_files, hold_all, target_of
 from cubroker.client.named_arrays import Arrays, describe
-from cubroker.client.pool import Draft, Pool
+from cubroker.client.pool import Pool
 from cubroker.driver import Context, Driver, DriverError, Stream
 from cubroker.driver.batched_copy import Segment
 from cubroker.driver.buffers import address
 from cubroker.protocol.layout import Layout, TensorSpec
-
-MAX_COPIES = 256 << 20
-"""Bytes of arrays with gaps that a device has made contiguous and that may wait for their copy into the draft."""
 
 _Placed = tuple[str, TensorSpec, int]
 """An array by name, its place, and its bytes."""
@@ -285,7 +283,7 @@ def _copy_on_devices(
             segments = group.segments(kept)
             for target, stream in zip(targets, streams, strict=True):
                 _start(target, stream, home, allocation, segments)
-        for batch in _batches(near):
+        for batch in batches(near, lambda each: each[2]):
             pieces: dict[tuple[Context, int], list[Segment]] = {}
             for array, spec, nbytes in batch:
                 pointer, keeper = array.contiguous()
@@ -301,20 +299,6 @@ def _copy_on_devices(
                 for stream in streams:
                     stream.synchronize()
                 kept.clear()
-
-
-def _batches(arrays: Iterable[_Near]) -> Iterator[list[_Near]]:
-    """Cut arrays into runs of not much more than ``MAX_COPIES`` bytes."""
-    batch: list[_Near] = []
-    copied = 0
-    for each in arrays:
-        batch.append(each)
-        copied += each[2]
-        if copied > MAX_COPIES:
-            yield batch
-            batch, copied = [], 0
-    if batch:
-        yield batch
 
 
 def _start(target: Target, stream: Stream, home: Context, allocation: int, segments: Sequence[Segment]) -> None:

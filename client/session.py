@@ -17,27 +17,23 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from threading import current_thread
+from threading import RLock, current_thread
 from typing import ClassVar, Generic, TypeVar
 
 from cubroker.client import devices
 from cubroker.client.cleanup_thread import CleanupThread, Guard
-from cubroker.client.fork_guard import OwnerProcess, SessionThread, WeakRefs, fork_lock
+from cubroker.client.fork_guard import Closeable, NotPicklable, OwnerProcess, SessionThread, WeakRefs, fork_lock
 from cubroker.client.notices import DrainState, Notices, Rebindable, Watch, Watcher, Watches
 from cubroker.client.transport import zmq_preflight
 from cubroker.client.transport.connection import Connection, Waker
 from cubroker.client.transport.fd_receiver import FdReceiver
-from cubroker.client.transport.handshake import greet
-from cubroker.client.transport.requests import Future, Requests, Steps, expect, run
+from cubroker.client.transport.handshake import greet, until_served
+from cubroker.client.transport.requests import Future, Requests, Steps, expect, run, seconds
 from cubroker.driver import Driver
-from cubroker.protocol.errors import CubrokerError, TimedOut, Unavailable, explain
-from cubroker.protocol.messages import (
-    Done,
-    Find,
-    Found,
-    Reply,
-    Request,
-)
+from cubroker.protocol.errors import CubrokerError, Invalid, TimedOut, Unavailable, explain
+from cubroker.protocol.fields import MAX_WAIT
+from cubroker.protocol.messages import Done, Find, Found, Reply, Request
+from cubroker.protocol.paths import find_directory
 from cubroker.protocol.wire import authentication
 
 log = logging.getLogger(__name__)
@@ -361,6 +357,119 @@ class ClientSession:
         for thread in (self._connection, self.cleanup):
             if (yield thread.ended, timeout):
                 thread.join()
+
+
+class Reconnecting(NotPicklable, Closeable):
+    """What has a session, and opens the next one when that is lost: the part of a :class:`Broker` below its requests.
+
+    Its arguments and errors are those of :class:`Broker`.
+    """
+
+    def __init__(
+        self, directory: str | os.PathLike[str] | None, timeout: float, connect_timeout: float | None, wait: float
+    ) -> None:
+        greeting = timeout if connect_timeout is None else connect_timeout
+        for limit in (timeout, greeting):
+            if not 0 < limit <= MAX_WAIT:
+                raise Invalid(f"a timeout of {limit} seconds; it can be more than 0, up to {MAX_WAIT:g}")
+        self._timeouts = timeout, greeting
+        #: Delivered when this object is closed.
+        self._closed: Future[None] = Future()
+        self._reopening = RLock()  # a signal handler or a finalizer may reopen in the middle
+
+        def attempt() -> ClientSession:  # another broker may have come meanwhile, the host's or this user's
+            place = find_directory() if directory is None else Path(directory)
+            return ClientSession(place.absolute(), timeout, greeting)
+
+        session = until_served(attempt, seconds(wait), self._closed.wait)
+        self._owner = session.owner
+        #: The session, and what ends it when this object is no more: replaced together.
+        self._opened = session, session.cleanup.guard(self, session.end)
+
+    @property
+    def _session(self) -> ClientSession:
+        return self._opened[0]
+
+    @property
+    def directory(self) -> Path:
+        """Where the broker listens."""
+        return self._session.directory
+
+    @property
+    def session(self) -> int:
+        """The number that the broker gave this session."""
+        return self._session.id
+
+    @property
+    def lost(self) -> str:
+        """Why the session is over, and with it what is held of it; empty while it lives, and once it is closed.
+
+        A broker that ends without a store takes its sessions along: :meth:`reconnect` opens another one.
+        """
+        return self._session.lost
+
+    @property
+    def uid(self) -> int | None:
+        """The user that the broker runs as; None if it is too old to say so."""
+        return self._session.uid
+
+    @property
+    def requests(self) -> Requests:
+        """Requests themselves, for callers that want many under way: ``submit(body)`` returns a future."""
+        return self._session.requests
+
+    @property
+    def driver(self) -> Driver:
+        """This process's driver for the broker's devices.
+
+        Raises:
+            Unavailable: there is no such driver here.
+        """
+        return self._session.driver
+
+    def reconnect(self, wait: float = 0.0) -> None:
+        """Open another session if this one is :attr:`lost`; one that lives is left alone.
+
+        What is held of the lost session stays so: its pools and drafts are ``lost``, what they have mapped stays mapped
+        until they are closed, and watches end. Versions of the next broker may have numbers that were used before.
+
+        Args:
+            wait: seconds that a broker has to come, where none serves yet. Closing this object ends the wait.
+
+        Raises:
+            Unavailable: no broker serves there or answers in time, or this object is closed.
+            TimedOut: none came in ``wait`` seconds.
+            CubrokerError: as opening a :class:`Broker`.
+        """
+        self._owner.check()
+        self._live(seconds(wait), self._closed.wait)
+
+    def _live(self, wait: float, pause: Callable[[float], object]) -> ClientSession:
+        """Return a session that lives: this one, or another; see :func:`until_served`."""
+        self._session.check_may_wait()
+        return until_served(self._reopen, wait, pause)
+
+    def _reopen(self) -> ClientSession:
+        with self._reopening:
+            session, guard = self._opened
+            self._check_open()
+            if session.lost:
+                new = ClientSession(session.directory, *self._timeouts)
+                if self._session is session:  # else this was done in the middle, and the new one ends with this call
+                    session.cleanup.put(guard)
+                    self._opened = new, new.cleanup.guard(self, new.end)
+                    log.info("session %d with the broker on %s follows session %d", new.id, new.directory, session.id)
+        if self._closed.done():  # meanwhile, by a thread that may have seen the session before
+            session, guard = self._opened
+            session.closed = True
+            session.cleanup.put(guard)
+            run(session.left())
+            self._check_open()
+        return self._session
+
+    def _check_open(self) -> None:
+        if self._closed.done():
+            raise Unavailable("this Broker is closed; open another")
 
 
 def shortage(error: Exception) -> str:

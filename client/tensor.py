@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from cubroker.client import devices, dlpack
@@ -11,9 +11,10 @@ from cubroker.client.arrays import ContextOf, DeviceArray, HostArray, source_of
 from cubroker.client.fork_guard import NotPicklable
 from cubroker.client.memory.mapping import DeviceMapping, LeasedMemory
 from cubroker.driver import Context, Device, DriverError
+from cubroker.driver.device_names import label
 from cubroker.protocol import dtypes
 from cubroker.protocol.dtypes import BITS, ELEMENTS, LIBRARY_NAMES, carrier
-from cubroker.protocol.errors import Invalid, Unsupported
+from cubroker.protocol.errors import Invalid, Unsupported, needing
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -47,7 +48,7 @@ class SharedTensor(NotPicklable):
         self._lent: object = None
 
     def __repr__(self) -> str:
-        return f"<SharedTensor {self.name!r} {self.dtype} {self.shape} of {self._mapped.label} on {self.device.uuid}>"
+        return f"<SharedTensor {self.name!r} {self.dtype} {self.shape} of {self._mapped.label} on {label(self.device)}>"
 
     @property
     def nbytes(self) -> int:
@@ -110,7 +111,7 @@ class SharedTensor(NotPicklable):
         """Return it as an array on the same memory; host devices only. Types that numpy lacks come from ml_dtypes.
 
         Raises:
-            Unsupported: it is on a GPU, ml_dtypes is missing or broken, or its elements are packed (F4, F6).
+            Unsupported: it is on a GPU, numpy or ml_dtypes is missing or broken, or its elements are packed (F4, F6).
             Invalid: the memory was given back.
         """
         if not self._place.context.host:
@@ -206,12 +207,12 @@ class SharedTensor(NotPicklable):
             ValueError: ``copy`` is False, and ``dtype`` needs one.
             Invalid: the memory was given back.
         """
-        import numpy as np
-
         try:
             array = self.numpy()
         except Unsupported as error:
             raise TypeError(error.message) from error
+        import numpy as np
+
         return np.array(array, dtype=dtype, copy=copy)
 
     def __bool__(self) -> NoReturn:
@@ -239,6 +240,7 @@ class SharedTensor(NotPicklable):
 
         Raises:
             BufferError: a copy or another device was asked for, or an odd number of 4-bit elements in a row.
+            Unsupported: neither numpy nor torch is here to make the capsule.
             Invalid: the memory was given back.
         """
         device = self.__dlpack_device__()
@@ -254,7 +256,12 @@ class SharedTensor(NotPicklable):
                 raise BufferError(f"tensor {self.name!r} has rows of an odd number of 4-bit elements; use tobytes()")
             shape = (*shape[:-1], shape[-1] // pairs)
         versioned = max_version is not None and max_version >= (1, 0)
-        array = self._array(carrier(self.dtype), shape, writable=True)
+        try:
+            array: Any = self._array(carrier(self.dtype), shape, writable=True)
+        except Unsupported:  # without numpy
+            lent = self._mapped.lend(self.name)
+            if (array := dlpack.without_numpy(self._address, shape, self.dtype, lent)) is None:
+                raise
         return dlpack.export(array, self.dtype, device, readonly=self.readonly, versioned=versioned)
 
     @property
@@ -281,7 +288,7 @@ class SharedTensor(NotPicklable):
     def _own_context(self, index: int) -> Context:
         if self._place.context.host or self.device.index != index:
             raise Invalid(
-                f"tensor {self.name!r} of {self._mapped.label} is used by {self.device.name} ({self.device.uuid}), and"
+                f"tensor {self.name!r} of {self._mapped.label} is used by {label(self.device)}, and"
                 f" the array to fill it from is on GPU {index}; copy the array to that device, or to the host"
             )
         return self._place.context
@@ -310,8 +317,8 @@ class SharedTensor(NotPicklable):
 
     def _array(self, typestr: str, shape: tuple[int, ...], *, writable: bool = False) -> NDArray[Any]:
         """Return an array on this memory, which stays mapped while the array's base lives."""
-        import numpy as np
-
+        with needing(f"an array on tensor {self.name!r}", "cubroker[numpy]"):
+            import numpy as np
         lent = self._mapped.lend(self.name)
         lent.__array_interface__ = {
             "version": 3,
@@ -331,3 +338,26 @@ def described(array: object, context_of: ContextOf) -> HostArray | DeviceArray:
     if not isinstance(array, SharedTensor):
         return source_of(array, context_of)
     return DeviceArray(array.dtype, array.shape, array.context, array.pointer, array._lend, lent=True)
+
+
+def stored_from(source: object, tensor: SharedTensor, held: ExitStack) -> int:
+    """Return the address from which a tensor's device stores a source to all its replicas.
+
+    Args:
+        source: as :meth:`Pool.broadcast` takes it.
+        tensor: the tensor; a source in host memory is copied to it first.
+        held: keeps a source that is a tensor mapped.
+    """
+    if isinstance(source, int):
+        return source
+    if not isinstance(source, SharedTensor):
+        tensor.copy_from(source)
+        return tensor.pointer
+    given, wanted = ((each.dtype, each.shape, each.memory_device) for each in (source, tensor))
+    if given != wanted:
+        raise Invalid(
+            f"tensor {tensor.name!r} of {tensor._mapped.label} takes {tensor.dtype} {tensor.shape} from the memory of"
+            f" device {tensor.memory_device.index}, and {source!r} lies in that of device {source.memory_device.index};"
+            f" broadcast a tensor that has all three, or the address of raw bytes"
+        )
+    return held.enter_context(source.hold())

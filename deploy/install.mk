@@ -1,4 +1,5 @@
-# `make install`: the units of deploy/systemd and what belongs to them, with the paths that were chosen.
+# `make install`: the units of deploy/systemd and what belongs to them, with the paths that were chosen; the page of the
+# manual and the completion of shells, which deploy/generate.py writes.
 # The program itself is wherever $(PREFIX)/bin/cubroker leads to.
 PREFIX ?= /usr/local
 SYSCONFDIR ?= /etc
@@ -6,16 +7,20 @@ DESTDIR ?=
 
 SETTINGS := $(DESTDIR)$(SYSCONFDIR)/cubroker/cubroker.toml
 INSTALLED := \
-	cubroker.service:lib/systemd/system/cubroker.service \
-	cubroker.socket:lib/systemd/system/cubroker.socket \
-	cubroker-requests.socket:lib/systemd/system/cubroker-requests.socket \
-	cubroker-load@.service:lib/systemd/system/cubroker-load@.service \
-	user/cubroker.service:lib/systemd/user/cubroker.service \
-	cubroker.sysusers:lib/sysusers.d/cubroker.conf \
-	cubroker.tmpfiles:lib/tmpfiles.d/cubroker.conf \
-	override.conf:share/doc/cubroker/override.conf \
-	network.conf:share/doc/cubroker/network.conf \
-	load.conf:share/doc/cubroker/load.conf
+	systemd/cubroker.service:lib/systemd/system/cubroker.service \
+	systemd/cubroker.socket:lib/systemd/system/cubroker.socket \
+	systemd/cubroker-requests.socket:lib/systemd/system/cubroker-requests.socket \
+	systemd/cubroker-load@.service:lib/systemd/system/cubroker-load@.service \
+	systemd/user/cubroker.service:lib/systemd/user/cubroker.service \
+	systemd/cubroker.sysusers:lib/sysusers.d/cubroker.conf \
+	systemd/cubroker.tmpfiles:lib/tmpfiles.d/cubroker.conf \
+	systemd/override.conf:share/doc/cubroker/override.conf \
+	systemd/network.conf:share/doc/cubroker/network.conf \
+	systemd/load.conf:share/doc/cubroker/load.conf \
+	man/cubroker.1:share/man/man1/cubroker.1 \
+	completion/cubroker.bash:share/bash-completion/completions/cubroker \
+	completion/_cubroker:share/zsh/site-functions/_cubroker \
+	completion/cubroker.fish:share/fish/vendor_completions.d/cubroker.fish
 
 .PHONY: install uninstall
 
@@ -24,7 +29,7 @@ install:
 	@set -e; umask 022; for pair in $(INSTALLED); do \
 		place="$(DESTDIR)$(PREFIX)/$${pair#*:}"; mkdir -p "$${place%/*}"; echo "$$place"; \
 		sed -e 's|/usr/local/|$(PREFIX)/|' -e 's|/etc/cubroker/|$(SYSCONFDIR)/cubroker/|' \
-			"deploy/systemd/$${pair%%:*}" > "$$place"; \
+			"deploy/$${pair%%:*}" > "$$place"; \
 	done; \
 	mkdir -p "$(DESTDIR)$(SYSCONFDIR)/cubroker/load"; \
 	if [ -e "$(SETTINGS)" ]; then echo "$(SETTINGS) (kept)"; else echo "$(SETTINGS)"; cp deploy/cubroker.toml "$(SETTINGS)"; fi

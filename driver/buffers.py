@@ -60,6 +60,15 @@ def keep_first(table: dict[K, V], key: K, make: Callable[[], V], discard: Callab
     return kept
 
 
+_memcmp = ctypes.CDLL(None).memcmp
+_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+
+
+def differ(one: int, other: int, nbytes: int) -> bool:
+    """Whether host memory at two addresses differs."""
+    return bool(_memcmp(one, other, nbytes))
+
+
 class _PyBuffer(ctypes.Structure):
     """``Py_buffer`` of the stable ABI (C API, "Buffer Structure")."""
 

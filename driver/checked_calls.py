@@ -17,15 +17,19 @@ __all__ = ["Calls", "DriverError", "explained", "tolerated"]
 
 
 @contextmanager
-def explained(texts: Mapping[str, str]) -> Iterator[None]:
-    """Replace the detail of a :class:`DriverError` by the text that ``texts`` has for its name, if any."""
+def explained(texts: Mapping[str, str] | Callable[[], Mapping[str, str]]) -> Iterator[None]:
+    """Replace the detail of a :class:`DriverError` by the text for its name, if there is one.
+
+    Args:
+        texts: texts by name of the error, or what makes them once there is an error.
+    """
     try:
         yield
     except multicast_guard.MulticastOff:
         raise  # says which setting forbids the call
     except DriverError as error:
         # Mutate and re-raise: replacing the exception here would keep its frames alive until GC (3.12+).
-        error.detail = texts.get(error.name, error.detail)
+        error.detail = (texts() if callable(texts) else texts).get(error.name, error.detail)
         error.args = (error.call, error.status, error.name, error.detail)  # pickle rebuilds the error from them
         raise
 

@@ -204,7 +204,7 @@ class PrimaryContext:
         The driver refuses the process that made it, and a device that does not reach the event's.
         """
         raw = handle_of(self.calls.module.CUipcEventHandle(), handle, "an event's handle")
-        with explained(unmapped(self.device.index, host=self.host)), self.current():
+        with explained(lambda: unmapped(self.device.index, host=self.host)), self.current():
             return Event(self, self.calls.cuIpcOpenEventHandle(raw))
 
     def pin(self, nbytes: int) -> Pinned:

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, NamedTuple
 from uuid import UUID
 
-from cubroker.driver import system_calls, vmm
+from cubroker.driver import device_names, system_calls, vmm
 from cubroker.driver.batched_copy import BatchedCompare, BatchedCopy, Segment
 from cubroker.driver.buffers import handle_bytes, handle_of, keep_first
 from cubroker.driver.checked_calls import Calls, DriverError, explained, tolerated
@@ -22,9 +22,8 @@ from cubroker.driver.peer_access import Peers
 
 MAX_HOST_DEVICES = 64
 
-_SPEC = re.compile(
-    r"(?P<cuda>cuda)(:(?P<ordinals>\d{1,4}(,\d{1,4})*))?"
-    r"|host:(?P<count>\d{1,4})(@(?P<size>\d{1,18})(?P<unit>|KiB|MiB|GiB|TiB))?(/(?P<island>\d{1,4}))?",
+_HOST = re.compile(
+    r"host:(?P<count>\d{1,4})(@(?P<size>\d{1,18})(?P<unit>|KiB|MiB|GiB|TiB))?(/(?P<island>\d{1,4}))?",
     re.ASCII,
 )
 _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
@@ -33,7 +32,7 @@ _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 class Driver:
     """The devices of one driver, and their contexts; made by :func:`load`."""
 
-    def __init__(self, module: Any, spec: str, *, host: bool, ordinals: tuple[int, ...] | None = None) -> None:
+    def __init__(self, module: Any, spec: str, *, host: bool, chosen: tuple[str, ...] | None = None) -> None:
         #: The argument with which another process loads a driver that opens this one's handles.
         self.spec = spec
         #: Whether the devices are emulated in host memory.
@@ -48,9 +47,9 @@ class Driver:
 
             self.for_reading = for_reading
         self._start()
-        chosen = range(self._calls.cuDeviceGetCount()) if ordinals is None else ordinals
+        every = tuple(self._describe(index) for index in range(self._calls.cuDeviceGetCount()))
         #: All devices, or those that were asked for, in that order. No context is made to list them.
-        self.devices: tuple[Device, ...] = tuple(self._describe(index) for index in chosen)
+        self.devices: tuple[Device, ...] = every if chosen is None else self._chosen(chosen, every)
         self.peers = Peers(self._calls, self.devices, self.context)
 
     def context(self, index: int) -> Context:
@@ -155,6 +154,16 @@ class Driver:
                 return device
         known = ", ".join(str(device.index) for device in self.devices)
         raise ValueError(f"no device {index}; the devices are {known}")
+
+    def _chosen(self, names: Sequence[str], every: Sequence[Device]) -> tuple[Device, ...]:
+        invalid = self._calls.module.CUresult.CUDA_ERROR_INVALID_DEVICE
+        try:
+            found = tuple(device_names.find(name, every, "this process sees") for name in names)
+        except device_names.UnknownDevice as error:
+            raise DriverError("cuDeviceGet", int(invalid), invalid.name, str(error)) from None
+        if len(set(found)) < len(found):
+            raise ValueError(f"cuda:{','.join(names)!r} names a device twice")
+        return found
 
     def _describe(self, index: int) -> Device:
         calls = self._calls
@@ -285,7 +294,7 @@ class Context(PrimaryContext):
         module = self.calls.module
         shared = handle_of(module.CUipcMemHandle(), handle, "a handle")
         flags = module.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
-        with explained(self._refusals()), self.current():
+        with explained(self._refusals), self.current():
             return int(self.calls.cuIpcOpenMemHandle(shared, int(flags)))
 
     def check_thread(self, thread: CurrentContext | None) -> None:
@@ -342,7 +351,8 @@ def load(spec: str) -> Driver:
     """Load the driver that ``spec`` names.
 
     Args:
-        spec: ``cuda`` (every GPU), ``cuda:0,1`` (these ordinals), ``host:2`` (two emulated devices that
+        spec: ``cuda`` (every GPU), ``cuda:0,1``, ``0,1`` or ``GPU-8d2f,GPU-11c0`` (these, as
+            :mod:`~cubroker.driver.device_names` has it), ``host:2`` (two emulated devices that
             share half of the machine's memory), ``host:2@64MiB`` (with 64 MiB each) or ``host:4@64MiB/2``
             (in groups of two that reach each other's memory; without ``/2`` all four do).
 
@@ -354,7 +364,7 @@ def load(spec: str) -> Driver:
     if not isinstance(chosen, _HostDevices):
         from cuda.bindings import driver as cuda
 
-        return Driver(cuda, "cuda", host=False, ordinals=chosen)
+        return Driver(cuda, "cuda", host=False, chosen=chosen)
     count, size, island = chosen
     full = f"host:{count}@{size}" + (f"/{island}" if island < count else "")
     from cubroker.driver.host.bindings import host_module
@@ -368,16 +378,19 @@ class _HostDevices(NamedTuple):
     island: int
 
 
-def parse_spec(spec: str) -> _HostDevices | tuple[int, ...] | None:
-    """Return the host devices, or the ordinals of GPUs, None for all of them; raises ``ValueError`` if it is none."""
-    match = _SPEC.fullmatch(spec)
+def parse_spec(spec: str) -> _HostDevices | tuple[str, ...] | None:
+    """Return the host devices, or the names of GPUs, None for all of them; raises ``ValueError`` if it is none."""
+    if spec == "cuda":
+        return None
+    match = _HOST.fullmatch(spec)
     if match is None:
-        raise ValueError(f"no driver {spec!r}; write cuda, cuda:0,1, host:2, host:2@64MiB or host:4@64MiB/2")
-    if match["cuda"]:
-        ordinals = tuple(int(part) for part in match["ordinals"].split(",")) if match["ordinals"] else None
-        if ordinals and len(set(ordinals)) < len(ordinals):
+        names = tuple(spec.removeprefix("cuda:").split(","))
+        if spec.startswith("host") or not all(map(device_names.is_name, names)):
+            forms = "cuda, cuda:0,1, cuda:GPU-8d2f41c6, host:2, host:2@64MiB or host:4@64MiB/2"
+            raise ValueError(f"no driver {spec!r}; write {forms}")
+        if len({name.removeprefix("cuda:") for name in names}) < len(names):
             raise ValueError(f"{spec!r} names a device twice")
-        return ordinals
+        return names
     count = int(match["count"])
     if not 0 < count <= MAX_HOST_DEVICES:
         raise ValueError(f"{spec!r} asks for {count} devices; it can be 1 to {MAX_HOST_DEVICES}")

@@ -105,7 +105,7 @@ class Reservation(ContextResource):
             DriverError: memory is mapped there already, the source is of memory of another size or of something else,
                 or the device does not reach it. Nothing is mapped then. See also :func:`import_refused`.
         """
-        with explained(self._refusals()), self._context.current(), ExitStack() as undo:
+        with explained(self._refusals), self._context.current(), ExitStack() as undo:
             handle = _import(self._calls, source)
             try:
                 self._calls.cuMemMap(self.pointer, self.nbytes, 0, handle, 0)
@@ -118,7 +118,7 @@ class Reservation(ContextResource):
 
     def protect(self, *, readonly: bool) -> None:
         """Set the access to what is mapped, once all work submitted in the context is done."""
-        with explained(self._refusals()), self._context.current():
+        with explained(self._refusals), self._context.current():
             self._context.synchronize()  # running work would fault
             self._calls.cuMemSetAccess(self.pointer, self.nbytes, [self._access(readonly)], 1)
 
@@ -141,7 +141,7 @@ class Reservation(ContextResource):
 
     def fill(self, handle: Any, *, readonly: bool) -> None:
         """Map the memory of a handle of the driver's; raises as :meth:`map`."""
-        with explained(self._refusals()), self._context.current():
+        with explained(self._refusals), self._context.current():
             self._calls.cuMemMap(self.pointer, self.nbytes, 0, handle, 0)
             self.mapped = True
             try:
@@ -243,7 +243,7 @@ def _hold(stack: ExitStack, reservation: Reservation, source: int | bytes | None
     if source is None:
         handle = calls.cuMemRetainAllocationHandle(reservation.pointer)
     else:
-        with explained(reservation._refusals()):
+        with explained(reservation._refusals):
             handle = _import(calls, source)
     stack.callback(release)
     return handle

@@ -2,13 +2,12 @@
 
 A checkpoint's tensors are not what an engine computes with. It fuses, shards and quantizes them, leaves transposed
 views, ties names to each other, and drops what it has consumed. A *runtime pool* holds the outcome: the parameters,
-buffers and tensor attributes of a module's tree as they are in memory after post-processing. Its *manifest*, JSON in
-the tensor :data:`MANIFEST` of the pool, says how to put them together again: names, dtypes, shapes, strides, which
-names are one object, which are views of the same memory, classes and attributes of parameters.
+buffers and tensor attributes of a module's tree as they are in memory after post-processing. Its *manifest*
+(:mod:`.runtime_manifest`) says how to put them together again.
 
 :func:`publish` makes such a pool of a module, and :func:`bind` gives a module that was made on the meta device its
-tensors, without a copy. :func:`obtain` has one process of many load, publish, and the others bind. What the pool lacks
-or has besides is an error with names. No module is imported and nothing is unpickled because a pool says so.
+tensors, without a copy; :func:`.engine_loader.obtain` has one process of many load. What the pool lacks or has besides
+is an error with names. No module is imported and nothing is unpickled because a pool says so.
 
 The pool's memory is read-only. Tensors that an engine writes are *private*: each process has a copy. Those are the
 tensors that :func:`writes` has seen written, and buffers of up to :data:`SMALL` bytes, which engines set again at will.
@@ -19,17 +18,32 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
-from msgspec import Meta, Struct
 
 from cubroker.client.broker import Broker
 from cubroker.client.devices import DeviceId
 from cubroker.client.pool import Pool
-from cubroker.protocol.errors import CubrokerError, Invalid, NotFound
+from cubroker.integrations.runtime_manifest import (
+    ATTRIBUTE,
+    BUFFER,
+    FORMAT,
+    MANIFEST,
+    PARAMETER,
+    SOURCE,
+    SOURCE_BYTES,
+    Entry,
+    Manifest,
+    Scalar,
+    difference,
+    read_manifest,
+    read_source,
+    some,
+)
+from cubroker.protocol.errors import Invalid
 
 try:
     import torch
@@ -42,21 +56,25 @@ except ImportError as error:
         f"cubroker.integrations.runtime_pools needs PyTorch ({error}): pip install 'cubroker[torch]'"
     ) from error
 
+__all__ = [
+    "FORMAT",
+    "MANIFEST",
+    "SOURCE_BYTES",
+    "Entry",
+    "Manifest",
+    "bind",
+    "on_meta",
+    "publish",
+    "read_manifest",
+    "read_source",
+    "refuse_meta",
+    "switch",
+    "writes",
+]
+
 log = logging.getLogger(__name__)
 
 Model = TypeVar("Model", bound=nn.Module)
-
-MANIFEST = "cubroker:manifest"
-"""The tensor of a runtime pool that has the manifest."""
-
-SOURCE = "cubroker:source"
-"""The tensor of a runtime pool that says, by :data:`SOURCE_BYTES` bytes, what a version was made from, or zeros."""
-
-SOURCE_BYTES = 32
-"""Bytes of that tensor; as many in every version, so that :func:`switch` can go from one to another."""
-
-FORMAT = 1
-"""The format of the manifest; any other is refused."""
 
 SMALL = 4096
 """Bytes. Buffers up to this size are private."""
@@ -66,69 +84,6 @@ COMPARED = 16 << 20
 
 ALIGNMENT = 256
 """Bytes. Places in memory that is stored as it is keep their alignment up to this."""
-
-PARAMETER, BUFFER, ATTRIBUTE = "parameter", "buffer", "attribute"
-
-Scalar = bool | int | str | None
-Extent = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
-
-
-class Entry(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One name of a module's tree."""
-
-    name: str
-    #: ``parameter``, ``buffer`` or ``attribute``: a tensor that is neither, which a module has as an attribute.
-    kind: str
-    #: Names with the same number are one object.
-    object: Extent
-    #: As torch names it, without ``torch.``.
-    dtype: str
-    shape: tuple[Extent, ...]
-    #: In elements.
-    strides: tuple[Extent, ...]
-    #: The pool's tensor that has the bytes; None for a tensor without elements.
-    stored: str | None = None
-    #: Where it begins in there, in elements.
-    offset: Extent = 0
-    #: Whether each process has a copy.
-    private: bool = False
-    #: Whether it is private though no process was seen to write it, so that it gets a new version's values.
-    constant: bool = False
-    #: Whether it was in host memory.
-    host: bool = False
-    #: Of a buffer: whether it is part of the module's ``state_dict``.
-    persistent: bool = True
-    #: Whether a parameter requires a gradient, which compilers tell apart.
-    gradient: bool = False
-    #: The qualified name of a parameter's class.
-    type: str = ""
-    #: Attributes of a parameter that are truth values, whole numbers, strings or None.
-    attributes: dict[str, Scalar] = {}
-    #: Its other attributes, which are taken from the module that the pool is bound to.
-    kept: tuple[str, ...] = ()
-
-
-class Manifest(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """How a module is put together again."""
-
-    format: int
-    #: In the module's own order, which compilers take for that of their arguments.
-    entries: tuple[Entry, ...]
-    #: Attributes of the module itself, which an engine sets as it loads.
-    attributes: dict[str, Scalar] = {}
-    #: Names that a new module has, and that post-processing has removed.
-    consumed: tuple[str, ...] = ()
-
-
-class Obtained(NamedTuple):
-    """What :func:`obtain` returns."""
-
-    model: nn.Module
-    #: None if the engine's own loader was used instead.
-    pool: Pool | None
-    #: Whether this process loaded the model.
-    loaded: bool
-
 
 # -- what a module has -----------------------------------------------------------------------------------
 
@@ -164,7 +119,7 @@ def refuse_meta(model: nn.Module, pool: Pool) -> None:
     """Raise ``Invalid`` with the names of tensors that have no data after a pool was bound."""
     if left := on_meta(model):
         raise Invalid(
-            f"{_some(left)} of {type(model).__name__} would stay on the meta device: runtime pool"
+            f"{some(left)} of {type(model).__name__} would stay on the meta device: runtime pool"
             f" {pool.name!r}@{pool.version} lacks them; publish it anew from a module that has them"
         )
 
@@ -298,10 +253,10 @@ def _described(
         if names is None or found.name in names:
             objects[id(found.tensor)].append(found)
     if refused := [group[0].name for group in objects.values() if group[0].tensor.is_meta]:
-        raise Invalid(f"{_some(refused)} of {type(model).__name__} cannot be published: on the meta device")
+        raise Invalid(f"{some(refused)} of {type(model).__name__} cannot be published: on the meta device")
     if refused := [group[0].name for group in objects.values() if not _is_plain(group[0].tensor)]:
         raise Invalid(
-            f"{_some(refused)} of {type(model).__name__} cannot be published: a tensor has to be its memory, dtype,"
+            f"{some(refused)} of {type(model).__name__} cannot be published: a tensor has to be its memory, dtype,"
             f" shape and strides, and these are sparse, quantized by torch or wrap other tensors"
         )
     groups = list(objects.values())
@@ -407,38 +362,7 @@ def _qualified(kind: type) -> str:
 # -- binding -----------------------------------------------------------------------------------------------
 
 
-def read_manifest(pool: Pool) -> Manifest:
-    """Return the manifest of a runtime pool.
-
-    Raises:
-        Invalid: it is no runtime pool, or one of a format that this release does not know.
-    """
-    if MANIFEST not in pool:
-        raise Invalid(f"pool {pool.name!r} is no runtime pool: it has no tensor {MANIFEST!r}; attach it as what it is")
-    data = pool[MANIFEST].tobytes()
-    try:
-        number = msgspec.json.decode(data, type=_Head).format
-        if number == FORMAT:
-            return msgspec.json.decode(data, type=Manifest)
-    except msgspec.DecodeError as error:
-        raise Invalid(f"the manifest of runtime pool {pool.name!r} cannot be read: {error}") from None
-    raise Invalid(
-        f"the manifest of runtime pool {pool.name!r} has format {number}, and this release knows {FORMAT}; use the"
-        f" release that published it, or publish it anew"
-    )
-
-
-class _Head(Struct):
-    format: int
-
-
-def read_source(pool: Pool) -> bytes:
-    """Return the bytes that stand for what a version was made from, as :func:`publish` was given them."""
-    told = SOURCE in pool and pool[SOURCE].nbytes == SOURCE_BYTES
-    return pool[SOURCE].tobytes() if told else bytes(SOURCE_BYTES)
-
-
-def bind(model: Model, pool: Pool, *, strict: bool = True) -> Model:
+def bind(model: Model, pool: Pool, *, strict: bool = True, accepts: Collection[str] = ()) -> Model:
     """Give a module the tensors of a runtime pool, in place and without a copy, but for those that are private.
 
     Args:
@@ -446,18 +370,21 @@ def bind(model: Model, pool: Pool, *, strict: bool = True) -> Model:
         pool: published from a module of the same kind.
         strict: whether names, shapes and dtypes have to be the module's own. An engine that post-processes what it has
             loaded says False, and then :func:`refuse_meta`, since its module has other tensors before than after.
+        accepts: the attributes of the module itself that the pool may set.
 
     Returns:
         ``model``, for convenience. Parameters require a gradient if they did in the module that was published.
 
     Raises:
-        Invalid: it is no runtime pool; names, shapes or dtypes differ; a parameter's class is not the module's; or with
-            ``strict`` a tensor would stay without data. The model was not changed, except in the last case.
+        Invalid: it is no runtime pool; names, shapes or dtypes differ; a parameter's class is not the module's; it sets
+            what is not its to set, such as a method; or with ``strict`` a tensor would stay without data. The model was
+            not changed, except in the last case.
     """
     manifest = read_manifest(pool)
     modules = dict(model.named_modules(remove_duplicate=False))
     own = {found.name: found for found in _found(model)}
     _refuse_differences(model, pool, manifest, modules, own, strict=strict)
+    _refuse_names(model, pool, manifest, modules, own, accepts)
     kinds = {entry.name: _kind_of(entry, own.get(entry.name), pool) for entry in manifest.entries}
     made = list(_tensors(manifest, pool))
     objects: dict[int, torch.Tensor] = {}
@@ -502,9 +429,38 @@ def _refuse_differences(
         ]
     if besides or missing or different:
         raise Invalid(
-            f"runtime pool {pool.name!r}@{pool.version} does not fit {type(model).__name__}: it lacks {_some(missing)},"
-            f" has besides {_some(besides)}, and has otherwise {_some(different)}; attach the pool of this model,"
+            f"runtime pool {pool.name!r}@{pool.version} does not fit {type(model).__name__}: it lacks {some(missing)},"
+            f" has besides {some(besides)}, and has otherwise {some(different)}; attach the pool of this model,"
             f" engine and configuration, or publish it anew"
+        )
+
+
+_OF_MODULES = frozenset(vars(nn.Module()))
+"""What torch keeps in every module, such as its parameters."""
+
+
+def _refuse_names(
+    model: nn.Module,
+    pool: Pool,
+    manifest: Manifest,
+    modules: Mapping[str, nn.Module],
+    own: Mapping[str, _Found],
+    accepts: Collection[str],
+) -> None:
+    """Refuse a manifest by which code of the module, or of torch, would find a tensor or a number in its place."""
+    refused = [name for name in manifest.attributes if name not in accepts]
+    for entry in manifest.entries:
+        path, _, leaf = entry.name.rpartition(".")
+        module = modules[path]
+        of_class = getattr(type(module), leaf, None)
+        taken = leaf in _OF_MODULES or leaf in module._modules or callable(of_class) or isinstance(of_class, property)
+        if not leaf or (entry.name not in own and taken):
+            refused.append(entry.name)
+        refused += [f"{entry.name}.{key}" for key in entry.attributes if hasattr(torch.Tensor, key)]
+    if refused:
+        raise Invalid(
+            f"runtime pool {pool.name!r}@{pool.version} would set {some(refused)} of {type(model).__name__}, which are"
+            f" not its to set; attach the pool of this model and engine, or publish it anew"
         )
 
 
@@ -630,7 +586,7 @@ def switch(
         if (other := read_manifest(target)) != manifest:
             raise Invalid(
                 f"runtime pool {pool.name!r}@{target.version} was published from a module of another structure than"
-                f" version {pool.version}, which stays: {_difference(other, manifest)}; bind it to a new module"
+                f" version {pool.version}, which stays: {difference(other, manifest)}; bind it to a new module"
             )
         pool.switch(target.version)
     now = {found.name: found.tensor for found in _found(model)}
@@ -639,85 +595,3 @@ def switch(
             if entry.constant or (entry.host and not entry.private):
                 now[entry.name].copy_(tensor)
     return pool.version
-
-
-def _difference(other: Manifest, manifest: Manifest) -> str:
-    """Return the first thing in which a manifest differs from another, and how many names of tensors do."""
-    ours = {entry.name: entry for entry in manifest.entries}
-    theirs = {entry.name: entry for entry in other.entries}
-    if lone := sorted(ours.keys() ^ theirs.keys()):
-        return f"only one of them has {_some(lone)}"
-    differing = [name for name in ours if ours[name] != theirs[name]]
-    if not differing:
-        return "the order of names, or attributes of the module itself"
-    name = differing[0]
-    field = next(each for each in Entry.__struct_fields__ if getattr(ours[name], each) != getattr(theirs[name], each))
-    was, now = getattr(ours[name], field), getattr(theirs[name], field)
-    return f"{field} of {name!r} is {now!r} there and {was!r} here, and {len(differing) - 1} more names differ"
-
-
-# -- who loads ---------------------------------------------------------------------------------------------
-
-
-def obtain(
-    broker: Broker,
-    name: str,
-    *,
-    load: Callable[[], nn.Module],
-    publish: Callable[[nn.Module], object],
-    attach: Callable[[Pool], nn.Module],
-    device: DeviceId | None = None,
-    timeout: float = 600.0,
-    fallback: bool = False,
-) -> Obtained:
-    """Bind a runtime pool; where there is none, be the one process that loads, or wait for it.
-
-    Processes that ask at once wait for a lock (:meth:`Broker.lock`). Should the one that loads die, the next one loads.
-
-    Args:
-        broker: where.
-        name: the pool.
-        load: the engine's own loader, post-processing included.
-        publish: publishes what ``load`` has returned, by :func:`publish`, as ``name`` and for ``device``.
-        attach: makes a module and binds the pool to it.
-        device: which device to attach on.
-        timeout: seconds to wait for the process that loads.
-        fallback: whether what stands in the way of publishing or binding has this process use what ``load`` returns,
-            with a line in the log; otherwise it is raised.
-
-    Raises:
-        TimedOut: another process was loading for ``timeout`` seconds.
-        CubrokerError: as :meth:`Broker.attach`, ``publish`` and ``attach``.
-    """
-    model: nn.Module | None = None
-    try:
-        pool = _attached(broker, name, device)
-        if pool is None:
-            with broker.lock(name, timeout=timeout):
-                pool = _attached(broker, name, device)
-                if pool is None:
-                    model = load()
-                    publish(model)
-        if pool is None:
-            assert model is not None
-            pool = broker.attach(name, device=device)
-            return Obtained(bind(model, pool), pool, loaded=True)
-        return Obtained(attach(pool), pool, loaded=False)
-    except CubrokerError as error:
-        if not fallback:
-            raise
-        log.warning("runtime pool %s is not used, and the engine's own loader is: %s", name, error)
-        return Obtained(load() if model is None else model, None, loaded=True)
-
-
-def _attached(broker: Broker, name: str, device: DeviceId | None) -> Pool | None:
-    try:
-        return broker.attach(name, device=device)
-    except NotFound:
-        return None
-
-
-def _some(names: Collection[str]) -> str:
-    """Return the first names, and how many more there are."""
-    shown = ", ".join(list(names)[:5])
-    return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown or "nothing"

@@ -34,8 +34,9 @@ from typing import Any, NoReturn
 from cubroker.client import named_arrays
 from cubroker.client.arrays import torch_dtypes
 from cubroker.client.broker import Broker
+from cubroker.client.draft import Draft
 from cubroker.client.fork_guard import Closeable, NotPicklable
-from cubroker.client.pool import Draft, Pool
+from cubroker.client.pool import Pool
 from cubroker.protocol import dtypes
 from cubroker.protocol.errors import Invalid, OutOfMemory, Unsupported
 from cubroker.protocol.layout import Layout, round_up

@@ -69,7 +69,7 @@ def from_pool(
             folder, if it has one, has the rest.
         auto: the class that makes the model of its configuration, such as ``AutoModelForCausalLM``; by default that
             which the configuration names first among its architectures.
-        broker: where; by default a session of its own, on ``$CUBROKER_DIR`` or this user's default.
+        broker: where; by default a session of its own, as ``Broker()`` opens one.
         version: as for :meth:`Broker.attach`.
         device: as for :meth:`Broker.attach`.
         wait: as for :meth:`Broker.attach`.

@@ -29,24 +29,31 @@ import logging
 import mmap
 import os
 import re
+import socket
 import weakref
 from base64 import b64encode
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from io import BufferedReader, RawIOBase
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from urllib.parse import quote, urlsplit
 
-import numpy as np
-
+from cubroker.client import AllocationHandle
 from cubroker.client.devices import synchronize
+from cubroker.client.draft import Draft
 from cubroker.client.fork_guard import OwnerProcess
-from cubroker.client.pool import Draft, Pool
-from cubroker.client.replica import AllocationHandle
+from cubroker.client.pool import Pool
 from cubroker.client.tensor import SharedTensor
 from cubroker.protocol.errors import CubrokerError, Invalid, OutOfMemory, TimedOut, Unavailable, Unsupported, explain
 from cubroker.protocol.messages import IPC
+
+try:
+    import numpy as np
+except ImportError as error:
+    raise ImportError(f"cubroker.integrations.triton needs numpy ({error}): pip install 'cubroker[numpy]'") from error
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -61,18 +68,10 @@ SYSTEM, CUDA = "systemsharedmemory", "cudasharedmemory"
 
 TYPES = {
     "BOOL": "BOOL",
-    "U8": "UINT8",
-    "U16": "UINT16",
-    "U32": "UINT32",
-    "U64": "UINT64",
-    "I8": "INT8",
-    "I16": "INT16",
-    "I32": "INT32",
-    "I64": "INT64",
-    "F16": "FP16",
+    **{f"U{bits}": f"UINT{bits}" for bits in (8, 16, 32, 64)},
+    **{f"I{bits}": f"INT{bits}" for bits in (8, 16, 32, 64)},
     "BF16": "BF16",
-    "F32": "FP32",
-    "F64": "FP64",
+    **{f"F{bits}": f"FP{bits}" for bits in (16, 32, 64)},
 }
 """Triton's name of each dtype that it has."""
 
@@ -96,13 +95,17 @@ class Span(NamedTuple):
     offset: int
 
 
-class Answer(NamedTuple):
+class Output(NamedTuple):
     """One output, which lies in its tensor from the first byte on."""
 
     #: Triton's name of its type, which is that of the tensor.
     datatype: str
     #: Of the output, which may be smaller than the tensor.
     shape: tuple[int, ...]
+
+
+Answer = Output
+"""Its name before, which goes with the next version."""
 
 
 def register(
@@ -119,7 +122,7 @@ def register(
         pool: a ``writable`` one; on GPUs shared as ``ipc``.
         url: of the server's HTTP endpoint, on this host.
         device_id: the number of the pool's GPU in the server's process; by default that in this process.
-        timeout: seconds that the server may take to answer anything but an inference.
+        timeout: seconds that the server may take for a whole answer to anything but an inference.
         headers: sent with every request, such as that of ``--http-restricted-api``.
 
     Raises:
@@ -228,7 +231,7 @@ class Regions:
         *,
         version: str = "",
         timeout: float = 600.0,
-    ) -> dict[str, Answer]:
+    ) -> dict[str, Output]:
         """Have a model compute; its inputs are tensors of the pool, and so are its outputs afterwards.
 
         Args:
@@ -256,23 +259,27 @@ class Regions:
         self.copy_in(*inputs.values())
         path = f"models/{quote(model, safe='')}" + (f"/versions/{quote(version, safe='')}" if version else "")
         reply = self._registration.server.call("POST", f"{path}/infer", body, timeout)
-        answers = {each["name"]: Answer(each["datatype"], tuple(each["shape"])) for each in reply["outputs"]}
+        answers = {each["name"]: Output(each["datatype"], tuple(each["shape"])) for each in reply["outputs"]}
         for name, tensor in outputs.items():
             if (given := answers[name].datatype) != (wanted := TYPES[self._tensors[tensor].dtype]):
                 raise Invalid(f"model {model!r} answers with {name} of {given}, and tensor {tensor!r} is {wanted}")
         self.copy_out(*outputs.values())
         return answers
 
-    def close(self) -> None:
+    def close(self, *, ended: bool = False) -> None:
         """Unregister the regions, and let go of the pool's lease; again: try what has failed before.
 
-        A server that refuses the connection has ended, and has nothing open any more; the log says so.
+        A server that refuses the connection may be ending, and still use memory of a GPU that it has opened. Of host
+        devices it has opened copies alone: these are let go of then, and the log says so.
+
+        Args:
+            ended: whether the caller knows that the server's process is gone, and its mappings with it.
 
         Raises:
             Unavailable, TimedOut, Invalid: regions stay registered, which are named. The lease stays, too, while this
                 object lives.
         """
-        self._registration.release()
+        self._registration.release(ended=ended)
 
     def _region(self, tensor: str) -> _Region:
         return self._registration.region(self._tensors[tensor].allocation)
@@ -333,12 +340,12 @@ class _Registration:
         _registrations.add(self)
         return f"{region.path}/register", body, mirror
 
-    def release(self) -> None:
+    def release(self, *, ended: bool = False) -> None:
         """Unregister what is registered; raises why some of it is left, and what."""
         if not self._owner.here():
             return
         for allocation in list(self._regions):
-            self._unregister(self._regions[allocation].path)
+            self._unregister(allocation, ended=ended)
             self._regions.pop(allocation, None)
         _registrations.discard(self)
 
@@ -350,16 +357,19 @@ class _Registration:
         except CubrokerError as error:
             log.error("%s", error)
 
-    def _unregister(self, path: str) -> None:
+    def _unregister(self, allocation: int, *, ended: bool) -> None:
+        path, harmless = self._regions[allocation].path, ended or self._regions[allocation].mirror is not None
         try:
             self.server.call("POST", f"{path}/unregister")
-        except _Ended as error:
-            log.warning("%s: %s has ended with it", error.message, path)
         except CubrokerError as error:
-            raise type(error)(
+            if isinstance(error, _NotListening) and harmless:
+                log.warning("%s: %s has ended with it", error.message, path)
+                return
+            kind = Unavailable if isinstance(error, _NotListening) else type(error)
+            raise kind(
                 f"{error.message}; {', '.join(self.names)} may still be registered there: close the regions again when"
-                f" it answers, call cubroker.integrations.triton.sweep after this process has ended, or end the server;"
-                f" do not retire the pool before"
+                f" it answers, call cubroker.integrations.triton.sweep after this process has ended, or end the server"
+                f" and close them with ended=True; do not retire the pool before"
             ) from error
 
 
@@ -430,8 +440,36 @@ class _Mirror:
         return self._bytes[span.offset : span.offset + span.nbytes]
 
 
-class _Ended(Unavailable):
-    """Nothing listens at the server's address."""
+class _NotListening(Unavailable):
+    """Nothing listens at the server's address: it starts, ends or has ended."""
+
+
+class _Timed(RawIOBase):
+    """A connected socket, as far as :mod:`http.client` uses it, with a deadline for all that it does together."""
+
+    def __init__(self, sock: socket.socket, end: float) -> None:
+        self._socket, self._end = sock, end
+
+    def _ready(self) -> socket.socket:
+        if (seconds := self._end - monotonic()) <= 0:
+            raise TimeoutError
+        self._socket.settimeout(seconds)
+        return self._socket
+
+    def sendall(self, data: bytes) -> None:
+        self._ready().sendall(data)  # the timeout is for all of it
+
+    def makefile(self, mode: str) -> BufferedReader:
+        return BufferedReader(self)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        return self._ready().recv_into(buffer)
+
+    def close(self) -> None:
+        """Stay open: some answers are read after the connection was closed."""
 
 
 class _Server:
@@ -456,19 +494,23 @@ class _Server:
 
         Raises:
             Invalid: the server refused; it says why.
-            TimedOut, Unavailable: there was no answer; of the latter ``_Ended`` if nothing listens.
+            TimedOut, Unavailable: there was no answer in time; of the latter ``_NotListening`` if nothing listens.
         """
         seconds = self._timeout if timeout is None else timeout
+        end = monotonic() + seconds
         connection = self._connection(self._host, self._port, timeout=seconds)
         try:
-            text = b"" if body is None else json.dumps(body).encode()
-            connection.request(method, f"{self._path}/v2/{path}", text, {**JSON, **self._headers})
-            reply = connection.getresponse()
-            data = reply.read()
+            connection.connect()
+            with connection.sock as sock:
+                connection.sock = _Timed(sock, end)
+                text = b"" if body is None else json.dumps(body).encode()
+                connection.request(method, f"{self._path}/v2/{path}", text, {**JSON, **self._headers})
+                reply = connection.getresponse()
+                data = reply.read()
         except TimeoutError:
             raise TimedOut(f"Triton at {self.url} has not answered {path} for {seconds:g} s") from None
         except ConnectionRefusedError as error:
-            raise _Ended(f"Triton at {self.url} does not listen: {explain(error)}") from None
+            raise _NotListening(f"Triton at {self.url} does not listen: {explain(error)}") from None
         except (OSError, HTTPException) as error:
             raise Unavailable(f"Triton at {self.url} did not answer {path}: {explain(error)}") from error
         finally:

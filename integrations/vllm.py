@@ -1,36 +1,18 @@
 """vLLM takes its weights from runtime pools: ``--load-format cubroker``.
 
-The first engine of a model loads as ever and publishes what each rank computes with; every engine, the first one too,
-then has the pool's memory as its parameters. The name of a pool has a fingerprint of all that its bytes depend on, and
-the UUID of the device. Releases of vLLM are told apart by what they have, not by their numbers.
-
-``--model-loader-extra-config`` has, as JSON:
-
-``directory``
-    where the broker listens; by default ``$CUBROKER_DIR``, else this user's default.
-``pool``
-    how names of pools begin; by default ``vllm``.
-``share``, ``durable``, ``mode``
-    as for :meth:`cubroker.Broker.create`.
-``timeout``
-    seconds to wait for an engine that loads the same; by default 600.
-``fallback``
-    whether vLLM's own loader is used where the broker or the pool cannot be; by default false: the engine fails.
-``checkpoint``
-    what stands for the checkpoint's bytes, which are not digested then: its revision in a registry, say.
+:mod:`cubroker.integrations.engine_loader` says what that does, and what ``--model-loader-extra-config`` has. Releases
+of vLLM are told apart by what they have, not by their numbers.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import gc
-import json
 import logging
 import os
-import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,15 +36,16 @@ try:
     from vllm.platforms import current_platform
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    from cubroker.integrations import runtime_pools, vllm_live
+    from cubroker.integrations import engine_loader, runtime_pools, vllm_live
+    from cubroker.integrations.engine_loader import LOAD_FORMAT, PLAIN, Obtained, PoolOptions, RankPool, held
     from cubroker.integrations.torch import state_dict
-    from cubroker.integrations.vllm_live import LOAD_FORMAT, Held, held, switch
+    from cubroker.integrations.vllm_live import switch
 except ImportError as error:
     raise ImportError(f"cubroker.integrations.vllm needs vLLM ({error}): pip install 'cubroker[vllm]'") from error
 
 log = logging.getLogger("vllm.cubroker")  # below vLLM's own logger, which has handlers
 
-__all__ = ["CubrokerModelLoader", "PoolCheckpointLoader", "held", "preload", "register", "switch"]
+__all__ = ["PoolCheckpointLoader", "VllmLoader", "held", "preload", "register", "switch"]
 
 NEUTRAL = (
     "CUDA_VISIBLE_DEVICES",
@@ -99,33 +82,25 @@ PACKED = "PREPACK"
 PROCESSED: Any = getattr(model_utils, "weights_already_processed", None)
 """The context in which post-processing leaves tensors alone; None: this vLLM has none."""
 
-PLAIN = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
-"""Methods that leave weights as they are, in any release of vLLM."""
+ATTRIBUTES = ("has_own_embed_tokens", "has_own_lm_head")
+"""What vLLM sets on a draft model as it loads: which embeddings it has of its own."""
 
 PREFIX = "vllm"
 """How names of pools begin by default."""
 
 
-class CubrokerModelLoader(BaseModelLoader):  # type: ignore[misc]
+class VllmLoader(BaseModelLoader):  # type: ignore[misc]
     """vLLM's loader of runtime pools."""
 
     def __init__(self, load_config: LoadConfig) -> None:
         super().__init__(load_config)
-        extra = dict(load_config.model_loader_extra_config or {})
-        self._directory: str | None = extra.pop("directory", None)
-        self._prefix = str(extra.pop("pool", PREFIX))
-        self._timeout = float(extra.pop("timeout", 600.0))
-        self._fallback = bool(extra.pop("fallback", False))
-        self._checkpoint: str | None = extra.pop("checkpoint", None)
-        self._terms = {key: extra.pop(key) for key in ("share", "durable", "mode") if key in extra}
-        if extra:
-            raise ValueError(f"--model-loader-extra-config of load format {LOAD_FORMAT} has no {', '.join(extra)}")
+        self._options = PoolOptions.read(load_config.model_loader_extra_config, PREFIX)
 
     # -- what vLLM calls ---------------------------------------------------------------------------
 
     def download_model(self, model_config: ModelConfig) -> None:
         """Download the checkpoint, unless ``checkpoint`` stands for it: then only an engine that loads needs it."""
-        if self._checkpoint is None:
+        if self._options.checkpoint is None:
             self._plain().download_model(model_config)
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
@@ -134,17 +109,14 @@ class CubrokerModelLoader(BaseModelLoader):  # type: ignore[misc]
 
     def get_external_weight_memory(self, vllm_config: VllmConfig) -> int:
         """Return the bytes of the pool, which are not this process's; 0 if there is none yet."""
-        target = self._target(vllm_config)
         try:
-            with Broker(self._directory) as broker:
-                name = self._name(vllm_config, vllm_config.model_config, self._place(broker, target)[1])
-                return broker.describe(name)[0].nbytes
+            with Broker(self._options.directory) as broker:
+                return broker.describe(self._rank_pool(vllm_config, vllm_config.model_config, broker).name)[0].nbytes
         except CubrokerError:
             return 0
 
     def load_model(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "") -> nn.Module:
         """Return the model on the tensors of its pool, after it was published if need be."""
-        began = time.perf_counter()
         target = self._target(vllm_config)
         if target.type == "cpu":
             _compute_on_the_weights_themselves()
@@ -153,30 +125,19 @@ class CubrokerModelLoader(BaseModelLoader):  # type: ignore[misc]
             plain: nn.Module = self._plain().load_model(vllm_config, model_config, prefix=prefix)
             return plain
 
-        try:
-            broker = Broker(self._directory)
-            device, uuid = self._place(broker, target)
-            name = self._name(vllm_config, model_config, uuid)
-        except CubrokerError as error:
-            if not self._fallback:
-                raise
-            log.warning("vLLM's own loader is used, and no pool: %s", error)
-            return load()
-
-        def publish(model: nn.Module) -> None:
+        def publish(broker: Broker, rank: RankPool, model: nn.Module) -> None:
             _check_quantization(model)
             with runtime_pools.writes(model) as written:
                 _finish(model, model_config, target)
-            restored = [name for name, _ in model.named_buffers()] if _sleeps(model_config) else []
             runtime_pools.publish(
                 broker,
-                name,
+                rank.name,
                 model,
                 written=written,
-                private=restored,
-                attributes=_attributes(model),
-                device=device,
-                **self._terms,
+                private=[name for name, _ in model.named_buffers()] if _sleeps(model_config) else [],
+                attributes={name: bool(getattr(model, name)) for name in ATTRIBUTES if hasattr(model, name)},
+                device=rank.device,
+                **self._options.terms,
             )
 
         def attach(pool: Pool) -> nn.Module:
@@ -186,44 +147,33 @@ class CubrokerModelLoader(BaseModelLoader):  # type: ignore[misc]
                         vllm_config=vllm_config, model_config=model_config, prefix=prefix
                     )
                 _check_quantization(model)
-                runtime_pools.bind(model, pool, strict=False)
+                runtime_pools.bind(model, pool, strict=False, accepts=ATTRIBUTES)
                 _finish(model, model_config, target)
             runtime_pools.refuse_meta(model, pool)
             return model
 
-        got = runtime_pools.obtain(
-            broker,
-            name,
-            load=load,
-            publish=publish,
-            attach=attach,
-            device=device,
-            timeout=self._timeout,
-            fallback=self._fallback,
-        )
-        if got.pool is None:
-            broker.close()
-            return got.model
-        if got.loaded:
-            _finish(got.model, model_config, target)  # what it made of the tensors before refers to those
-            _give_back(target)
+        def finish(got: Obtained) -> None:
+            if got.loaded:
+                _finish(got.model, model_config, target)  # what it made of the tensors before refers to those
+            if _sleeps(model_config):
+                vllm_live.sleep_by_pools(model_config)
 
         def load_from(source: Pool) -> nn.Module:
             loader = PoolCheckpointLoader(self.load_config, source)
             made: nn.Module = loader.load_model(_apart(vllm_config), model_config, prefix)
             return made
 
-        manifest = runtime_pools.read_manifest(got.pool)
-        if _sleeps(model_config):
-            vllm_live.sleep_by_pools(model_config)
-        vllm_live.hold(
-            got.model,
-            Held(broker, got.pool, manifest, load_from, lambda: _give_back(target), self._timeout, self._terms),
+        return engine_loader.load_on_pool(
+            self._options,
+            log,
+            identify=partial(self._rank_pool, vllm_config, model_config),
+            load=load,
+            publish=publish,
+            attach=attach,
+            finish=finish,
+            load_from=load_from,
+            accepts=ATTRIBUTES,
         )
-        how, size = "published" if got.loaded else "attached to", got.pool.nbytes / (1 << 20)
-        seconds = time.perf_counter() - began
-        log.info("cubroker: %s %s@%d, %.1f MiB, in %.3f s", how, name, got.pool.version, size, seconds)
-        return got.model.eval()
 
     # -- how ---------------------------------------------------------------------------------------
 
@@ -234,23 +184,15 @@ class CubrokerModelLoader(BaseModelLoader):  # type: ignore[misc]
     def _target(self, vllm_config: VllmConfig) -> torch.device:
         return torch.device(self.load_config.device or vllm_config.device_config.device)
 
-    def _place(self, broker: Broker, target: torch.device) -> tuple[int, str]:
-        """Return the device of this rank, as this process counts them, and its UUID; host devices take turns."""
-        devices = broker.driver.devices
-        if target.type == "cpu":
-            index = get_tp_group().rank % len(devices)
-        else:
-            index = torch.accelerator.current_device_index() if target.index is None else target.index
-        return index, devices[index].uuid
-
-    def _name(self, vllm_config: VllmConfig, model_config: ModelConfig, uuid: str) -> str:
-        facts = self._facts(vllm_config, model_config)
-        return f"{fingerprint.label(self._prefix, str(model_config.model))}{fingerprint.fingerprint(facts)}/{uuid}"
+    def _rank_pool(self, vllm_config: VllmConfig, model_config: ModelConfig, broker: Broker) -> RankPool:
+        target, path = self._target(vllm_config), str(model_config.model)
+        device, uuid = engine_loader.place(broker, target, get_tp_group().rank)
+        return RankPool(
+            self._options.pool_name(path, self._facts(vllm_config, model_config), uuid), device, target, path
+        )
 
     def _facts(self, vllm_config: VllmConfig, model_config: ModelConfig) -> dict[str, object]:
         """Return all that the tensors of this rank depend on."""
-        config = json.loads(model_config.hf_config.to_json_string(use_diff=False))
-        config.pop("_name_or_path", None)
         parallel, speculative = vllm_config.parallel_config, vllm_config.speculative_config
         groups = {"tp": get_tp_group(), "pp": get_pp_group(), "dp": get_dp_group()}
         capability = current_platform.get_device_capability() if current_platform.is_cuda_alike() else None
@@ -260,8 +202,13 @@ class CubrokerModelLoader(BaseModelLoader):  # type: ignore[misc]
         return {
             "format": runtime_pools.FORMAT,
             "engine": ["vllm", vllm.__version__, torch.__version__],
-            "checkpoint": self._digest(model_config),
-            "config": config,
+            "checkpoint": self._options.digest(
+                model_config.model,
+                model_config.revision,
+                self.load_config.download_dir,
+                lambda: self._plain().download_model(model_config),
+            ),
+            "config": engine_loader.configuration(model_config.hf_config),
             "dtype": str(model_config.dtype),
             "quantization": model_config.quantization,
             "quantization_config": getattr(model_config, "quantization_config", None),
@@ -274,26 +221,9 @@ class CubrokerModelLoader(BaseModelLoader):  # type: ignore[misc]
             "variables": _variables(),
         }
 
-    def _digest(self, model_config: ModelConfig) -> str:
-        if self._checkpoint is not None:
-            return f"declared:{self._checkpoint}"
-        return fingerprint.checkpoint(self._folder(model_config))
 
-    def _folder(self, model_config: ModelConfig) -> str:
-        """Return the folder of a checkpoint, which is downloaded if need be."""
-        if Path(model_config.model).is_dir():
-            return str(model_config.model)
-        from huggingface_hub import snapshot_download
-
-        self._plain().download_model(model_config)
-        return str(
-            snapshot_download(
-                model_config.model,
-                revision=model_config.revision,
-                cache_dir=self.load_config.download_dir,
-                local_files_only=True,
-            )
-        )
+CubrokerModelLoader = VllmLoader
+"""Its name before, which goes with the next version."""
 
 
 def _variables() -> dict[str, str]:
@@ -351,7 +281,7 @@ def register() -> None:
     """
     from vllm.model_executor.model_loader import register_model_loader
 
-    register_model_loader(LOAD_FORMAT)(CubrokerModelLoader)
+    register_model_loader(LOAD_FORMAT)(VllmLoader)
     vllm_live.register()
 
 
@@ -384,13 +314,6 @@ def preload(model: str, arguments: Sequence[str] = (), directory: Path | None = 
     return fingerprint.label(str(extra.get("pool", PREFIX)), model)
 
 
-def _give_back(target: torch.device) -> None:
-    """Give the memory of tensors that nothing refers to any more back to the device."""
-    gc.collect()
-    if target.type != "cpu":
-        torch.accelerator.empty_cache()
-
-
 def _finish(model: nn.Module, model_config: ModelConfig, target: torch.device) -> None:
     """Have post-processing make what it makes beside tensors, of tensors that it has processed."""
     processed: AbstractContextManager[object] = nullcontext() if PROCESSED is None else PROCESSED()
@@ -414,12 +337,6 @@ def _check_quantization(model: nn.Module) -> None:
 def _sleeps(model_config: ModelConfig) -> bool:
     """Whether the engine may sleep: on level 2, vLLM saves all buffers, and writes them when it wakes."""
     return bool(getattr(model_config, "enable_sleep_mode", False))
-
-
-def _attributes(model: nn.Module) -> dict[str, bool]:
-    """Return the attributes that vLLM sets on a model as it loads: which embeddings a draft model has of its own."""
-    names = ("has_own_embed_tokens", "has_own_lm_head")
-    return {name: bool(getattr(model, name)) for name in names if hasattr(model, name)}
 
 
 def _compute_on_the_weights_themselves() -> None:

@@ -20,19 +20,19 @@ import hashlib
 import logging
 import struct
 import uuid
-import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from inspect import signature
 from itertools import chain
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Generic, NamedTuple, Self, TypeVar
 
 from cubroker.client.broker import Broker
 from cubroker.client.pool import Pool
 from cubroker.client.tensor import SharedTensor
 from cubroker.integrations import runtime_pools
 from cubroker.protocol import Layout
-from cubroker.protocol.errors import Invalid, NotFound, Retired, Unsupported
+from cubroker.protocol.errors import CubrokerError, Invalid, NotFound, Retired, Unsupported
 
 try:
     import torch
@@ -42,6 +42,7 @@ try:
     from vllm.distributed.weight_transfer import base, factory
     from vllm.platforms import current_platform
 
+    from cubroker.integrations.engine_loader import LOAD_FORMAT, Held, give_back, held, models
     from cubroker.integrations.torch import DTYPES
 except ImportError as error:
     raise ImportError(f"cubroker.integrations.vllm_live needs vLLM with weight transfer ({error})") from error
@@ -53,47 +54,7 @@ except ImportError:  # this vLLM's sleep mode has no backends to choose from
 
 log = logging.getLogger("vllm.cubroker")  # below vLLM's own logger, which has handlers
 
-LOAD_FORMAT = __name__.partition(".")[0]
-
-_HELD = "_cubroker"
-
-_MODELS: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
-
-class Held(NamedTuple):
-    """What a model's tensors are held by, for as long as the model lives."""
-
-    broker: Broker
-    pool: Pool
-    manifest: runtime_pools.Manifest
-    #: Loads another model of the kind, which the engine does not know, from a pool with the checkpoint's own tensors.
-    load_from: Callable[[Pool], nn.Module]
-    #: Gives memory of models that are gone back to the device.
-    give_back: Callable[[], None]
-    #: Seconds to wait for an engine that loads the same.
-    timeout: float
-    #: The pool's share kind, durability and mode, as the engine was told.
-    terms: dict[str, Any]
-
-
-def hold(model: nn.Module, by: Held) -> None:
-    """Keep what a model's tensors are held by."""
-    vars(model)[_HELD] = by
-    _MODELS.add(model)
-
-
-def held(model: nn.Module) -> Held:
-    """Return what the tensors of a model are held by.
-
-    Raises:
-        Invalid: it has no pool: another loader loaded it.
-    """
-    found = vars(model).get(_HELD)
-    if not isinstance(found, Held):
-        raise Invalid(f"this {type(model).__name__} has no pool; start the engine with --load-format {LOAD_FORMAT}")
-    return found
 
 
 def switch(worker: Any, version: int | None = None) -> int:
@@ -183,7 +144,6 @@ class PoolWeightTransfer(base.WeightTransferEngine[PoolInitInfo, PoolUpdateInfo]
             load_weights: what older releases of vLLM have an engine load with, which is not used.
 
         Raises:
-            Unsupported: vLLM has prepared the model for weights of a checkpoint.
             Invalid: the runtime pool's current version was made from a later version of the update's pool.
             CubrokerError: as :func:`cubroker.integrations.runtime_pools.switch` and :meth:`Broker.attach`; the model
                 has the version that it had.
@@ -194,10 +154,7 @@ class PoolWeightTransfer(base.WeightTransferEngine[PoolInitInfo, PoolUpdateInfo]
     def _receive(self, update_info: PoolUpdateInfo) -> None:
         mine = held(self.model)
         if runtime_pools.on_meta(self.model):
-            raise Unsupported(
-                "vLLM has taken the model's tensors away, to load others in their place; begin the update with"
-                " start_weight_update(is_checkpoint_format=False)"
-            )
+            _take_back(self.model, mine.manifest)
         version = update_info.version
         if update_info.pool not in (None, mine.pool.name):
             version = _converted(mine, update_info)
@@ -222,6 +179,22 @@ class PoolWeightTransfer(base.WeightTransferEngine[PoolInitInfo, PoolUpdateInfo]
         name = terms.pop("pool")
         with Broker(terms.pop("directory", None)) as broker:
             return broker.publish(name, dict(iterator), **terms)
+
+
+def _take_back(model: nn.Module, manifest: runtime_pools.Manifest) -> None:
+    """Give each layer its tensors again, which vLLM 0.24 takes away as an update in the checkpoint's format begins."""
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    for layer in model.modules():
+        info = layerwise.get_layerwise_info(layer)
+        if info.kernel_tensors is not None:
+            layerwise._place_kernel_tensors(layer, info)
+        info.reset()
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for entry in manifest.entries:
+        if not entry.persistent:  # vLLM registers all buffers as persistent ones
+            path, _, leaf = entry.name.rpartition(".")
+            modules[path]._non_persistent_buffers_set.add(leaf)
 
 
 class _Origin(NamedTuple):
@@ -257,21 +230,28 @@ def _converted(mine: Held, wanted: PoolUpdateInfo) -> int:
     name, device = mine.pool.name, mine.pool.devices[0].uuid
     with (
         mine.broker.attach(wanted.pool, version=wanted.version, device=device, wait=wanted.wait, peer=True) as source,
-        mine.broker.lock(name, timeout=mine.timeout),
+        mine.broker.lock(name, timeout=mine.options.timeout),
     ):
         origin = _Origin.of(source, wanted.publication)
         for version, made_from in _origins(mine):
             if made_from == origin:
                 return version
         _refuse_older(mine, source, origin)
+        assert mine.load_from is not None  # vLLM's loader says how
         model = mine.load_from(source)
         try:
             return runtime_pools.publish(
-                mine.broker, name, model, like=mine.manifest, source=_ORIGIN.pack(*origin), device=device, **mine.terms
+                mine.broker,
+                name,
+                model,
+                like=mine.manifest,
+                source=_ORIGIN.pack(*origin),
+                device=device,
+                **mine.options.terms,
             )
         finally:
             del model
-            mine.give_back()
+            give_back(mine.rank.target)
 
 
 def _origins(mine: Held) -> Iterator[tuple[int, _Origin]]:
@@ -318,84 +298,146 @@ def _refuse_older(mine: Held, source: Pool, origin: _Origin) -> None:
     )
 
 
-if hasattr(base, "TrainerWeightTransferEngine"):
+# -- the trainer -------------------------------------------------------------------------------------------
 
-    @dataclass
-    class PoolTrainerInit(base.TrainerInitInfo):  # type: ignore[misc]
-        """How a trainer publishes."""
+T = TypeVar("T")
 
-        backend: ClassVar[str] = LOAD_FORMAT
 
-        #: The pool's name.
-        pool: str
-        #: Where the broker listens; by default ``$CUBROKER_DIR``, else this user's default.
-        directory: str | None = None
-        #: The broker's device that gets it; by default the one that the sender's tensors are on.
-        device: int | str | None = None
+@dataclass
+class _TrainerInit:
+    """How a trainer begins, as vLLM 0.32 has it, for releases that lack it."""
 
-    class PoolTrainer(base.TrainerWeightTransferEngine[PoolTrainerInit]):  # type: ignore[misc]
-        """Publishes a trainer's weights as versions of a pool, and tells the engines."""
+    #: Of this process among the trainer's; the first one sends.
+    rank: int = field(kw_only=True)
 
-        init_info_cls = PoolTrainerInit
+    @property
+    def is_sender(self) -> bool:
+        return self.rank == 0
 
-        def __init__(self, init_info: PoolTrainerInit, *, client: Any, source: Any) -> None:
-            if source is None:
-                raise ValueError(f"backend {LOAD_FORMAT} sends all weights each time: give a source")
-            super().__init__(client=client, source=source, is_sender=init_info.is_sender)
-            self._init = init_info
-            self._broker = Broker(init_info.directory) if self.is_sender else None
 
-        @classmethod
-        def trainer_init(cls, init_info: PoolTrainerInit, *, client: Any, source: Any = None) -> PoolTrainer:
-            """Return an engine that can send; on every rank. The first one tells the engines to be ready."""
-            made = cls(init_info, client=client, source=source)
-            if made.is_sender:
-                client.init_weight_transfer_engine({})
-            return made
+class _TrainerEngine(Generic[T]):
+    """The same, of what a trainer sends with."""
 
-        def send_weights(self) -> None:
-            """Publish the source's tensors as the pool's next version, and have the engines go there; on every rank.
+    def __init__(self, *, client: Any, source: Any, is_sender: bool) -> None:
+        self.client, self.source, self.is_sender = client, source, is_sender
 
-            The version is retired when they are there, so that its memory is the trainer's again.
-            """
-            if self._broker is None:
-                for _ in self.source:  # each is gathered from all ranks
-                    pass
-                return
-            version = self._publish(self._broker)
-            self.client.start_weight_update()
-            update = {"pool": self._init.pool, "version": version, "publication": uuid.uuid4().hex}
-            self.client.update_weights(update)
-            self.client.finish_weight_update(str(version))
-            self._broker.retire(self._init.pool, version)
 
-        def _publish(self, broker: Broker) -> int:
-            tensors: Iterator[tuple[str, torch.Tensor]] = iter(self.source)
-            first = next(tensors, None)
-            if first is None:
-                raise Invalid(f"the source of pool {self._init.pool!r} has no tensors; give one that yields weights")
-            device = self._init.device
-            if device is None:
-                device = 0 if first[1].device.type == "cpu" else first[1].device.index
-            layout = _layout(self.source.metadata())
-            missing = {each.name for each in layout.tensors}
-            with broker.create(self._init.pool, layout, devices=[device]) as draft:
-                for name, tensor in chain((first,), tensors):
-                    if name not in draft:
-                        raise Invalid(f"the source yields {name!r}, which its metadata() does not name")
-                    _fill(draft[name], tensor)
-                    missing.discard(name)
-                if missing:
-                    raise Invalid(
-                        f"the source names {min(missing)!r} and {len(missing) - 1} more in metadata() and does not"
-                        f" yield them; pool {self._init.pool!r} stays as it is"
-                    )
-                return draft.seal()
+class _Named(NamedTuple):
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
 
-        def shutdown(self) -> None:
-            """Close the connection to the broker; what was published stays."""
-            if self._broker is not None:
-                self._broker.close()
+
+class _ModuleSource:
+    """The parameters of a module, one by one; those that ranks have parts of are gathered."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def metadata(self) -> list[_Named]:
+        return [_Named(name, each.dtype, tuple(each.shape)) for name, each in self._module.named_parameters()]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, each in self._module.named_parameters():
+            yield name, each.full_tensor() if hasattr(each, "full_tensor") else each
+
+
+TrainerInit: Any = getattr(base, "TrainerInitInfo", _TrainerInit)
+TrainerEngine: Any = getattr(base, "TrainerWeightTransferEngine", _TrainerEngine)
+ModuleSource: Any = getattr(base, "ModuleSource", _ModuleSource)
+"""vLLM's own, where it has one: the parameters of a module as a trainer's source."""
+
+
+@dataclass
+class PoolTrainerInit(TrainerInit):  # type: ignore[misc]
+    """How a trainer publishes."""
+
+    backend: ClassVar[str] = LOAD_FORMAT
+
+    #: The pool's name.
+    pool: str
+    #: Where the broker listens; by default as for ``Broker()``.
+    directory: str | None = None
+    #: The broker's device that gets it; by default the one that the sender's tensors are on.
+    device: int | str | None = None
+
+
+class PoolTrainer(TrainerEngine[PoolTrainerInit]):  # type: ignore[misc]
+    """Publishes a trainer's weights as versions of a pool, and tells the engines.
+
+    The client has the methods of vLLM's ``VLLMWeightSyncClient``, or those of an ``LLM`` of releases before it.
+    """
+
+    init_info_cls = PoolTrainerInit
+
+    def __init__(self, init_info: PoolTrainerInit, *, client: Any, source: Any) -> None:
+        if source is None:
+            raise ValueError(f"backend {LOAD_FORMAT} sends all weights each time: give a source")
+        if getattr(source, "held_names", lambda: None)() is not None:
+            raise Unsupported(
+                f"backend {LOAD_FORMAT}: ranks of this source have parts of the model, and the first one publishes all"
+                f" of it; give a source that gathers, such as ModuleSource"
+            )
+        super().__init__(client=client, source=source, is_sender=init_info.is_sender)
+        self._init = init_info
+        self._broker = Broker(init_info.directory) if self.is_sender else None
+
+    @classmethod
+    def trainer_init(cls, init_info: PoolTrainerInit, *, client: Any, source: Any = None) -> PoolTrainer:
+        """Return an engine that can send; on every rank. The first one tells the engines to be ready."""
+        made = cls(init_info, client=client, source=source)
+        if made.is_sender:
+            client.init_weight_transfer_engine({})
+        return made
+
+    def send_weights(self) -> None:
+        """Publish the source's tensors as the pool's next version, and have the engines go there; on every rank.
+
+        The version is retired when they are there, so that its memory is the trainer's again.
+        """
+        if self._broker is None:
+            for _ in self.source:  # each is gathered from all ranks
+                pass
+            return
+        version = self._publish(self._broker)
+        start, finish = self.client.start_weight_update, self.client.finish_weight_update
+        start(**({"is_checkpoint_format": False} if "is_checkpoint_format" in _takes(start) else {}))
+        self.client.update_weights({"pool": self._init.pool, "version": version, "publication": uuid.uuid4().hex})
+        finish(*([str(version)] if _takes(finish) else []))
+        self._broker.retire(self._init.pool, version)
+
+    def _publish(self, broker: Broker) -> int:
+        tensors: Iterator[tuple[str, torch.Tensor]] = iter(self.source)
+        first = next(tensors, None)
+        if first is None:
+            raise Invalid(f"the source of pool {self._init.pool!r} has no tensors; give one that yields weights")
+        device = self._init.device
+        if device is None:
+            device = 0 if first[1].device.type == "cpu" else first[1].device.index
+        layout = _layout(self.source.metadata())
+        missing = {each.name for each in layout.tensors}
+        with broker.create(self._init.pool, layout, devices=[device]) as draft:
+            for name, tensor in chain((first,), tensors):
+                if name not in draft:
+                    raise Invalid(f"the source yields {name!r}, which its metadata() does not name")
+                _fill(draft[name], tensor)
+                missing.discard(name)
+            if missing:
+                raise Invalid(
+                    f"the source names {min(missing)!r} and {len(missing) - 1} more in metadata() and does not yield"
+                    f" them; pool {self._init.pool!r} stays as it is"
+                )
+            return draft.seal()
+
+    def shutdown(self) -> None:
+        """Close the connection to the broker; what was published stays."""
+        if self._broker is not None:
+            self._broker.close()
+
+
+def _takes(method: Callable[..., object]) -> Collection[str]:
+    """Return the names of a method's arguments in this release."""
+    return signature(method).parameters
 
 
 def _layout(said: Iterable[Any]) -> Layout:
@@ -415,51 +457,90 @@ def _fill(target: SharedTensor, tensor: torch.Tensor) -> None:
 
 # -- sleep -------------------------------------------------------------------------------------------------
 
+TAGS = frozenset({"weights", "kv_cache"})
+"""What vLLM can wake by itself."""
+
 
 def sleep_by_pools(model_config: ModelConfig) -> None:
-    """Have the engine's sleep mode be this module's, if it is vLLM's default; its command line cannot choose one."""
+    """Have the engine's sleep mode be this module's, if it is vLLM's default; its command line cannot choose one.
+
+    Parameters that vLLM shall preserve on level 2 are in the pool, which is read-only; it must not write them.
+    """
     if sleep_mode is not None and model_config.sleep_mode_backend == "cumem":
         model_config.sleep_mode_backend = LOAD_FORMAT
+        if getattr(model_config, "sleep_preserve_parameter_names", None):
+            model_config.sleep_preserve_parameter_names = []
 
 
 if sleep_mode is not None:
 
     class PoolSleepMode(sleep_mode.CuMemBackend):  # type: ignore[misc]
-        """vLLM's sleep mode, in which pools sleep: their memory is not copied to the host, nor back."""
+        """vLLM's sleep mode, in which pools sleep: their memory is not copied to the host, nor back.
+
+        Each pool knows whether it sleeps. The state is RUNNING only if none does, nor any memory of vLLM's own.
+        """
+
+        def __init__(self) -> None:
+            super().__init__()
+            #: What of vLLM's own memory sleeps.
+            self._asleep: frozenset[str] = frozenset()
 
         def suspend(self, level: int = 1) -> None:
             """Unmap the pools of this process's models, then have vLLM's allocator do what it does.
 
             Raises:
-                CubrokerError: as :meth:`Pool.sleep`; all pools are awake.
+                CubrokerError: as :meth:`Pool.sleep`, with names; all pools are awake, but for those in a note.
             """
-            pools = [held(model).pool for model in _MODELS]
             try:
-                for pool in pools:
-                    pool.sleep()
-            except BaseException:
-                for pool in pools:
-                    pool.wake()
+                _for_each_pool("sleep", lambda model: held(model).pool.sleep())
+                if current_platform.is_sleep_mode_available() and self._asleep != TAGS:
+                    self._asleep = TAGS
+                    super().suspend(1)  # on level 2 it would throw away what is private, which no one loads again
+            except BaseException as error:
+                try:
+                    self.resume()
+                except (CubrokerError, RuntimeError) as left:
+                    error.add_note(f"and it could not be undone: {left}")
                 raise
-            if current_platform.is_sleep_mode_available():
-                super().suspend(1)  # on level 2 it would throw away what is private, which no one loads again
             self._state = "SUSPENDED"
 
         def resume(self, tags: list[str] | None = None) -> None:
             """Have vLLM's allocator do what it does, then map the pools again: the versions that they had.
 
             A version that is gone, since another was published meanwhile, is replaced by the current one, with a
-            warning in the log.
+            warning in the log. What is awake stays so, and after a failure the next call wakes the rest.
 
             Raises:
-                CubrokerError: as :meth:`Pool.wake`, :func:`cubroker.integrations.runtime_pools.switch`.
+                CubrokerError: as :meth:`Pool.wake`, :func:`cubroker.integrations.runtime_pools.switch`, with the names
+                    of the pools that still sleep; the others are awake.
             """
-            if current_platform.is_sleep_mode_available():
-                super().resume(tags)
+            self._state = "RESUMING"
+            if wanted := self._asleep if tags is None else self._asleep & set(tags):
+                super().resume(None if wanted == TAGS else sorted(wanted))
+                self._state = "RESUMING"
+                self._asleep -= wanted
             if tags is None or "weights" in tags:
-                for model in _MODELS:
-                    _wake(model)
-            self._state = "RUNNING"
+                _for_each_pool("wake", _wake)
+            if not self._asleep and not any(held(model).pool.asleep for model in models()):
+                self._state = "RUNNING"
+
+
+def _for_each_pool(verb: str, do: Callable[[nn.Module], None]) -> None:
+    """Do something with every model that is on a pool; raises with the names of those where it failed."""
+    failed: dict[str, str] = {}
+    kind: type[CubrokerError] = CubrokerError
+    on_pools = models()
+    for model in on_pools:
+        try:
+            do(model)
+        except CubrokerError as error:
+            kind, failed[held(model).pool.name] = type(error), error.message  # its traceback refers to the model
+    if failed:
+        told = "; ".join(f"{name}: {message}" for name, message in failed.items())
+        raise kind(
+            f"{len(failed)} of {len(on_pools)} pools cannot {verb}, and the others are awake: {told}; mend this, and"
+            f" {'suspend' if verb == 'sleep' else 'resume'} again"
+        )
 
 
 def _wake(model: nn.Module) -> None:
@@ -469,4 +550,4 @@ def _wake(model: nn.Module) -> None:
     except (NotFound, Retired) as error:
         before = mine.pool.version
         version = runtime_pools.switch(mine.broker, model, mine.pool, manifest=mine.manifest)
-        log.warning("cubroker: %s woke on version %d, not %d: %s", mine.pool.name, version, before, error)
+        log.warning("cubroker: %s woke on version %d, not %d: %s", mine.pool.name, version, before, error.message)

@@ -181,6 +181,25 @@ def explain(error: Exception, known: str | os.PathLike[str] = "") -> str:
 
 
 @contextmanager
+def needing(asked: str, install: str) -> Iterator[None]:
+    """Say what to install if a block cannot import a package that only some users need.
+
+    Args:
+        asked: what needs it, as the subject of a sentence.
+        install: what pip installs: ``numpy``, or an extra as ``cubroker[server]``.
+
+    Raises:
+        Unsupported: instead of ``ImportError``.
+    """
+    try:
+        yield
+    except ImportError as error:
+        absent = isinstance(error, ModuleNotFoundError)
+        why = f"{error.name}, which is not installed" if absent else f"a package that cannot be imported ({error})"
+        raise Unsupported(f"{asked} needs {why}: pip install '{install}'") from error
+
+
+@contextmanager
 def about(path: Path) -> Iterator[None]:
     """Add ``path`` to errors of the block that name no file."""
     try:

@@ -23,7 +23,7 @@ MAX_DEVICES = 64
 """Devices of one pool."""
 
 MAX_DESCRIPTORS = 16
-"""Descriptors that one :class:`Descriptors` carries."""
+"""Descriptors that one :class:`.messages.Descriptors` carries."""
 
 DIGEST_BYTES = 16
 """Bytes of a digest."""

@@ -7,7 +7,9 @@ every reader, so an attach encodes nothing.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Hashable, Iterable, Mapping, Sequence
+from functools import lru_cache
+from itertools import zip_longest
 from operator import index
 from typing import Annotated, NamedTuple, Self, SupportsIndex, TypeVar
 
@@ -169,6 +171,17 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
         for tensor in self.tensors:
             check.add(tensor)
 
+    def difference(self, other: Layout) -> str:
+        """Return the first thing in which this layout differs from another, to follow the name of its version."""
+        for tensor, there in zip(self.tensors, other.tensors, strict=False):
+            if tensor != there:
+                return f"its tensor {_described(tensor)} is {_described(there)} here"
+        if len(self.tensors) != len(other.tensors):
+            return f"it has {len(self.tensors)} tensors, and not {len(other.tensors)}"
+        pairs = zip_longest(self.allocations, other.allocations, fillvalue=0)
+        number, one, two = next((number, *pair) for number, pair in enumerate(pairs) if pair[0] != pair[1])
+        return f"its allocation {number} has {one} bytes, and not {two}"
+
     def encode(self) -> bytes:
         """Return the layout as it travels; raises ``Invalid`` if it is too large for that."""
         try:
@@ -188,6 +201,24 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
         layout = _decode(data, _LAYOUT)
         layout.check()
         return layout
+
+
+class TensorIndex:
+    """A layout, and its tensors by name; with ``allocations`` only the tensors of these."""
+
+    __slots__ = ("layout", "tensors")
+
+    def __init__(self, layout: Layout, allocations: Collection[int] | None = None) -> None:
+        self.layout = layout
+        self.tensors: dict[str, TensorSpec] = {
+            tensor.name: tensor for tensor in layout.tensors if allocations is None or tensor.allocation in allocations
+        }
+
+    @staticmethod
+    @lru_cache(maxsize=8)
+    def decode(data: bytes) -> TensorIndex:
+        """As :meth:`Layout.decode`; the last few are cached, since processes attach to the same pools again."""
+        return TensorIndex(Layout.decode(data))
 
 
 class Outline(NamedTuple):
@@ -328,6 +359,11 @@ class _Check:
 def round_up(nbytes: int, unit: int) -> int:
     """Return the smallest multiple of ``unit`` that is no less than ``nbytes``."""
     return -(-nbytes // unit) * unit
+
+
+def _described(tensor: TensorSpec) -> str:
+    place = f"at byte {tensor.offset} of allocation {tensor.allocation}"
+    return f"{tensor.name!r} ({tensor.dtype} {tensor.shape}, {place})"
 
 
 def _tie(

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import errno
 import os
+import pwd
 import stat
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
-from cubroker.protocol.errors import Invalid
+from cubroker.protocol.errors import Denied, Invalid
 
 SESSION_SOCKET = "session.sock"
 REQUEST_SOCKET = "broker.zmq"
 LOCK = "lock"
 
 SYSTEM = Path("/run/cubroker")
-"""The directory of a broker that runs as root."""
+"""The directory of the host's broker: root's own, and that of the service."""
+
+SERVICE = "cubroker"
+"""The account that the service runs as."""
+
+NAMED = "--directory, $CUBROKER_DIR or, in Python, the argument `directory`"
+"""How a user names the directory of a broker."""
 
 MAX_PATH = 107
 """Bytes of a Unix socket's path without the closing zero (sun_path, unix(7))."""
@@ -37,8 +45,56 @@ def check(directory: Path) -> None:
         raise Invalid(f"{longest} is longer than the {MAX_PATH} bytes of a socket's path; choose a shorter directory")
 
 
+def find_directory(environ: Mapping[str, str] = os.environ, uid: int | None = None) -> Path:
+    """Return where a client that was told no directory connects: its user's broker, else the host's, if there is one.
+
+    Without either it is the user's directory. ``$CUBROKER_DIR`` comes before all of them.
+
+    Raises:
+        Denied: the host's directory is neither root's nor the service's, or others could replace what is in it.
+    """
+    own = default_directory(environ, uid)
+    if environ.get("CUBROKER_DIR") or own == SYSTEM or _has_socket(own) or not _has_socket(SYSTEM):
+        return own
+    if doubt := _doubt(SYSTEM, os.getuid() if uid is None else uid):
+        raise Denied(
+            f"no broker serves {own}, and {SYSTEM} is not taken for the host's: {doubt}; to use it all the same, name"
+            f" it by {NAMED}"
+        )
+    return SYSTEM
+
+
+def _has_socket(directory: Path) -> bool:
+    """Whether a broker's socket is there, or may be: a folder that this user may not search does not tell."""
+    try:
+        (directory / SESSION_SOCKET).lstat()
+    except PermissionError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+def _doubt(directory: Path, uid: int) -> str:
+    """Return why the host's directory may be another user's; empty if only root, the service or ``uid`` made it."""
+    owner = directory.stat().st_uid
+    trusted = {0, uid}
+    with suppress(KeyError):  # no service is installed here
+        trusted.add(pwd.getpwnam(SERVICE).pw_uid)
+    if owner in trusted:
+        return exposure(directory, owner).partition(";")[0]
+    try:
+        name = f"{pwd.getpwuid(owner).pw_name} (user {owner})"
+    except KeyError:
+        name = f"user {owner}"
+    return f"it belongs to {name}, and neither to root nor to the service's account, {SERVICE}"
+
+
 def default_directory(environ: Mapping[str, str] = os.environ, uid: int | None = None) -> Path:
-    """Return ``$CUBROKER_DIR``, else ``/run/cubroker`` for root, else a folder in ``$XDG_RUNTIME_DIR`` or ``/tmp``."""
+    """Return where this user's broker serves, or would.
+
+    It is ``$CUBROKER_DIR``, else ``/run/cubroker`` for root, else a folder in ``$XDG_RUNTIME_DIR`` or ``/tmp``.
+    """
     if directory := environ.get("CUBROKER_DIR"):
         return Path(directory)
     uid = os.getuid() if uid is None else uid

@@ -55,6 +55,8 @@ class PoolInfo(Struct, frozen=True):
     memory: int = 0
     #: How many of these an older live version has, too, and is shown with.
     shared: int = 0
+    #: When it was published, in seconds since 1970; None: it is a draft, or the broker does not tell.
+    published: Time | None = None
 
 
 class SharingInfo(Struct, frozen=True):
@@ -73,6 +75,24 @@ class LeaseInfo(Struct, frozen=True):
 
     pool: str
     version: int
+    #: When it began, in seconds since 1970; None from a broker that does not tell.
+    held_since: Time | None = None
+
+
+MAX_PROCESS_NAME = 64
+MAX_CGROUP = 512
+"""Characters of a process's name, and of its cgroup's path, of which a longer one loses its beginning."""
+
+
+class ProcessInfo(Struct, frozen=True):
+    """A process as /proc showed it when it connected; escaped, so that it can be printed."""
+
+    #: What it calls itself, which proves nothing.
+    name: Annotated[str, Meta(max_length=MAX_PROCESS_NAME)]
+    #: The path of its cgroup, which names its container or unit; None: the root.
+    cgroup: Annotated[str, Meta(max_length=MAX_CGROUP)] | None
+    #: In seconds since 1970.
+    started: Time
 
 
 class ClientInfo(Struct, frozen=True):
@@ -89,6 +109,8 @@ class ClientInfo(Struct, frozen=True):
     mapped_beyond_leases: int | None = None
     #: Names whose locks it has, of those that the receiver may read.
     locks: Annotated[tuple[str, ...], Meta(max_length=MAX_ITEMS)] = ()
+    #: None: the broker could not see it, or does not tell.
+    process: ProcessInfo | None = None
 
 
 class DeviceInfo(Struct, frozen=True):
@@ -103,6 +125,19 @@ class DeviceInfo(Struct, frozen=True):
     allocated: int
     #: Granted to requests and not allocated yet.
     promised: int
+
+
+MAX_SHARERS = 16
+"""Versions of a set that :class:`SharedBytes` names, and such sets of one block: users make as many as they like."""
+
+
+class SharedBytes(Struct, frozen=True):
+    """Memory on one device that several live versions of one pool have; it is freed with the last of them."""
+
+    #: Their numbers, oldest first; empty for what has too many sets of versions, or too large ones, to be told.
+    versions: Annotated[tuple[int, ...], Meta(max_length=MAX_SHARERS)]
+    #: Bytes that these versions have, and no other.
+    nbytes: int
 
 
 class BlockInfo(Struct, frozen=True):
@@ -122,6 +157,8 @@ class BlockInfo(Struct, frozen=True):
     stage: str
     nbytes: int
     owner: int
+    #: Those of ``nbytes`` that later live versions have, too.
+    shared: Annotated[tuple[SharedBytes, ...], Meta(max_length=MAX_SHARERS + 1)] = ()
 
 
 WAITS = ("attach", "create", "event", "lock")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cubroker.driver import Device, Driver, DriverError, load
-from cubroker.protocol.errors import DeviceFailure, Invalid
+from cubroker.protocol.errors import DeviceFailure, Invalid, needing
 from cubroker.protocol.messages import GatewayChanged
 from cubroker.protocol.paths import REQUEST_SOCKET
 from cubroker.server import hardening, logs
@@ -28,7 +28,7 @@ from cubroker.server.directory_lock import DOOR, REQUESTS, Directory
 from cubroker.server.event_queue import EventQueue
 from cubroker.server.ledger import Ledger
 from cubroker.server.ledger.events import Reconfigured
-from cubroker.server.ledger.model import SESSION_FDS, Budget
+from cubroker.server.ledger.records import SESSION_FDS, Budget
 from cubroker.server.ledger.tables import NO_INDEX
 from cubroker.server.monitoring.observer import BrokerGauges, LedgerObserver
 from cubroker.server.store import sd_notify
@@ -318,8 +318,9 @@ def _observe(
     if config.metrics.listen is None:
         return LedgerObserver(ledger)
     # Imported only where metrics are on: it takes a twentieth of a second and 5 MiB.
-    from cubroker.server.monitoring import http
-    from cubroker.server.monitoring.metrics import BrokerCounters
+    with needing("serving metrics, as metrics.listen says,", "cubroker[server]"):
+        from cubroker.server.monitoring import http
+        from cubroker.server.monitoring.metrics import BrokerCounters
 
     counters = BrokerCounters()
     gauges = BrokerGauges(session_log.restarts, len(OURS), store.limit) if store and session_log else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -26,6 +27,14 @@ def eventually(condition: Callable[[], object], what: str, patience: float = PAT
     while not condition():
         assert time.monotonic() < deadline, f"waited {patience:g} s in vain for {what}"
         time.sleep(0.01)
+
+
+def measured() -> bool:
+    """Whether the coverage of a broker counts that is started now: in tests of the server, and not of its clients.
+
+    Tracing, the trace of its gateway, and two files of results cost as much as the rest of a short broker's life.
+    """
+    return os.environ.get("PYTEST_CURRENT_TEST", "").startswith("tests/unit/server/")
 
 
 class BrokerProcess:
@@ -63,7 +72,8 @@ class BrokerProcess:
 
     def spawn(self, log: int) -> subprocess.Popen[bytes]:
         """Start the process, with everything that it writes in its log."""
-        return forkserver.start(self.command(), preload=SERVER, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+        return forkserver.start(self.command(), preload=SERVER, measured=measured(), **streams)
 
     def command(self) -> list[str]:
         command = [sys.executable, "-m", "cubroker.server", str(self.directory), "--devices", self.devices]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import signal
 import sys
@@ -21,8 +22,20 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).parent
-CAMPAIGNS = ("crash", "fuzz", "integration", "systemd")
-"""Folders whose tests count for no coverage: it is the tests of units that have to come to every line."""
+CAMPAIGNS = (
+    *("crash", "fuzz", "integration", "systemd", "unit/benchmarks", "unit/deploy", "unit/examples"),
+    *("test_docs.py", "test_imports.py", "test_package.py", "test_python.py"),
+    *("unit/driver/test_ptx.py", "unit/server/ledger/test_effort.py", "unit/server/test_strangers.py"),
+)
+"""Tests that count for no coverage: it is the tests of units that have to come to every line.
+
+Those of the last line repeat what others measure, many times over.
+"""
+
+OFTEN = 200
+"""Tests after which garbage is looked for in all that they left, and not again: a test that looks has its own alone."""
+
+_ran = itertools.count(1)
 
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
@@ -68,9 +81,14 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Leave out campaigns against whole processes, which take half as long again if all of those are measured."""
-    with campaigning() if item.path.relative_to(ROOT).parts[0] in CAMPAIGNS else nullcontext():
-        return (yield)
+    """Leave out campaigns, which take half as long again if all that they start is measured."""
+    path = item.path.relative_to(ROOT)
+    with campaigning() if any(map(path.is_relative_to, CAMPAIGNS)) else nullcontext():
+        result = yield
+    if next(_ran) % OFTEN == 0:
+        gc.collect()
+        gc.freeze()
+    return result
 
 
 @pytest.hookimpl(trylast=True)

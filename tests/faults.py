@@ -24,7 +24,7 @@ import pytest
 from cubroker.driver.host import shared_memory
 from cubroker.server.__main__ import main as serve
 from tests import forkserver
-from tests.brokers import BrokerProcess, started
+from tests.brokers import BrokerProcess, measured, started
 from tests.forkserver import SERVER
 
 SYSTEM_CALLS = ("memfd_create", "ftruncate", "fcntl", "mmap", "mprotect", "madvise")
@@ -146,10 +146,11 @@ class FaultyBroker(BrokerProcess):
         """As any broker's."""
         self._control, theirs = socket.socketpair()
         with theirs:
-            return forkserver.start(self.command(), preload=SERVER, stdin=theirs.fileno(), stdout=log, stderr=log)
+            streams = {"stdin": theirs.fileno(), "stdout": log, "stderr": log}
+            return forkserver.start(self.command(), preload=SERVER, measured=measured(), **streams)
 
     def command(self) -> list[str]:
-        return [sys.executable, "-m", "tests.faults", str(self.directory), "--devices", self.devices]
+        return [sys.executable, "-m", "tests.faults", *super().command()[3:]]
 
     def arm(self, names: Sequence[str], at: int, error: int) -> int:
         """As :meth:`Plan.arm`, in the broker's process."""

@@ -2,14 +2,16 @@
 
 An executed broker spends two thirds of its start on imports, and the suite starts thousands of processes. So each
 process that runs tests has *fork servers*: one for each set of modules that its children need. A fork server has no
-thread and holds nothing open but the socket to the tests; a child gets its own arguments, environment, directory,
-standard streams and descriptors, and ends as any interpreter does. Tests of what a fresh interpreter does, of what it
-imports, or of its command line as /proc shows it, execute one with :class:`subprocess.Popen` instead.
+thread and holds nothing open but the socket to the tests. A child gets its own arguments, environment, directory,
+standard streams and descriptors; it ends as any interpreter does, and is killed when the fork server ends, as that does
+with the tests. Tests of what a fresh interpreter does, of what it imports, or of its command line as /proc shows it,
+execute one with :class:`subprocess.Popen` instead.
 """
 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import fcntl
 import gc
 import io
@@ -24,8 +26,8 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -41,7 +43,7 @@ CLIENT = (
     "numpy",
 )
 CLI = (
-    *("cubroker.cli.main", "cubroker.cli.admin", "cubroker.cli.list", "cubroker.cli.load", "cubroker.cli.top"),
+    *("cubroker.cli.main", "cubroker.cli.control", "cubroker.cli.list", "cubroker.cli.load", "cubroker.cli.top"),
     *("cubroker.cli.serve", "cubroker.cli.keep", "cubroker.cli.doctor.command"),
     *("cubroker.cli.demo", "cubroker.client.broker", "cubroker.server.__main__", "cubroker.driver.host.bindings"),
 )
@@ -67,6 +69,8 @@ TYPED = (signal.SIGINT, signal.SIGHUP)
 FRESH = {signal.SIGINT: signal.default_int_handler}
 """What a new interpreter does at them, if not the default."""
 
+_PR_SET_PDEATHSIG = 1
+
 SELF = "(own pid)"
 """As the value of a variable: the number of the process, which is not known before it is there."""
 
@@ -77,7 +81,7 @@ class Forked(subprocess.Popen[Any]):
     Args:
         program: ``["-m", module, *arguments]`` or ``["-c", source, *arguments]``.
         preload: what the fork server has imported.
-        measured: whether coverage of it is measured, if that of the tests is.
+        measured: whether coverage of it, and of what it executes, is measured, if that of the tests is.
         foreground: whether it has signals as in a shell's foreground, even if the tests ignore some.
         fail_on: classes of warnings that are errors in it, as ``-W error::`` makes them.
         descriptors: those that it inherits, by the number they get there; ``pass_fds`` keep their numbers.
@@ -95,6 +99,7 @@ class Forked(subprocess.Popen[Any]):
         **options: Any,
     ) -> None:
         self._server = _fork_server(preload, measured)
+        self._measured = measured
         self._foreground = foreground
         self._fail_on = list(fail_on)
         self._descriptors = dict(descriptors or {})
@@ -132,6 +137,8 @@ class Forked(subprocess.Popen[Any]):
         wanted = {number: given if given >= 0 else number for given, number in streams}
         wanted |= {number: number for number in pass_fds} | self._descriptors
         environment = dict(os.environ if env is None else env)
+        if not self._measured:  # nor what it executes
+            environment = unmeasured(environment)
         order = {
             "program": args[1:],
             "environment": environment,
@@ -188,6 +195,34 @@ def run(
     return result
 
 
+@contextmanager
+def heeded(*numbers: signal.Signals) -> Iterator[None]:
+    """What is started meanwhile ignores none of these signals because this process does.
+
+    Shells ignore SIGINT and SIGQUIT in what runs in the background, such as tests, and nohup ignores SIGHUP.
+    """
+    before = {number: signal.getsignal(number) for number in numbers}
+    for number, handler in before.items():
+        if handler is signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)  # unlike SIG_IGN it does not outlive an exec
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def unmeasured(environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return variables, by default those of now, without what has the coverage of a new interpreter measured."""
+    given = os.environ if environment is None else environment
+    return {name: value for name, value in given.items() if not name.startswith("COVERAGE_")}
+
+
+def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
+    """Have the kernel send this process a signal when the thread that started it has ended."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+
+
 def like_ours(environment: Mapping[str, str] | None = None) -> bool:
     """Whether an interpreter with these variables, by default those of now, starts as the fork servers did."""
     now = os.environ if environment is None else environment
@@ -221,8 +256,7 @@ class _ForkServer:
     def __init__(self, preload: tuple[str, ...], measured: bool) -> None:
         self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
-        environment = {name: value for name, value in AT_START.items() if measured or not name.startswith("COVERAGE_")}
-        environment |= ONE_THREAD
+        environment = (AT_START if measured else unmeasured(AT_START)) | ONE_THREAD
         with theirs:
             command = [sys.executable, "-m", "tests.forkserver", *preload]
             self._process = subprocess.Popen(command, cwd=ROOT, stdin=theirs.fileno(), env=environment)
@@ -326,6 +360,7 @@ def _reap(children: dict[int, int]) -> None:
 
 def _become(order: dict[str, Any], given: list[int]) -> None:
     """Be what was ordered, as a new interpreter would."""
+    end_with_parent()
     for each in TYPED:
         signal.signal(each, signal.SIG_IGN if each in order["ignored"] else FRESH.get(each, signal.SIG_DFL))
     if order["session"]:

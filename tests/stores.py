@@ -17,7 +17,7 @@ from cubroker.server.store import sd_notify
 from cubroker.server.store.journal import Journal, newest_slot
 from cubroker.server.store.sd_notify import close_all
 from tests import forkserver
-from tests.brokers import DEVICES, BrokerProcess, started
+from tests.brokers import DEVICES, BrokerProcess, measured, started
 from tests.forkserver import SERVER
 
 ATTEMPTS = 10
@@ -49,7 +49,8 @@ def launch(
         counted = {"LISTEN_PID": forkserver.SELF, "LISTEN_FDS": str(len(numbers))}
         placed = dict(enumerate(numbers, start=3))
         env = {**os.environ, **counted, **environment}
-        return forkserver.Forked(command[1:], preload=SERVER, descriptors=placed, env=env, **streams)
+        options = {"preload": SERVER, "measured": measured(), "descriptors": placed, "env": env}
+        return forkserver.Forked(command[1:], **options, **streams)
     before = [sys.executable, "-c", LAUNCH, str(len(numbers)), *map(str, numbers)]
     return subprocess.Popen([*before, *command], pass_fds=numbers, env={**os.environ, **environment}, **streams)
 

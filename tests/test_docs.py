@@ -9,14 +9,20 @@ import subprocess
 import sys
 from collections import defaultdict
 from pathlib import Path
+from pkgutil import resolve_name
+from textwrap import dedent
+from types import ModuleType
 
 import pytest
 
-from benchmarks import pages
+import cubroker
+from benchmarks import update_pages
+from cubroker import client
 
 ROOT = Path(__file__).parents[1]
 DECISIONS = sorted((ROOT / "docs" / "decisions").glob("*.md"))
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *DECISIONS])
+REFERENCE = sorted((ROOT / "docs" / "reference").glob("*.md"))
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *DECISIONS, *REFERENCE])
 PROSE = sorted([*PAGES, *map(ROOT.joinpath, ("CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md"))])
 """Pages whose form is held here; the changelog is a list and may be longer."""
 SHARING = (ROOT / "docs" / "sharing.md").read_text()
@@ -128,6 +134,50 @@ def test_files_that_pages_name_are_there(page: Path) -> None:
         assert list(ROOT.glob(pattern.rstrip("/"))), pattern
 
 
+# -- samples -------------------------------------------------------------------------------------------
+
+PYTHON = re.compile(r"^ *```python\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+ENGINES = ("cubroker.integrations.vllm", "cubroker.integrations.sglang")
+"""Modules that only an engine's own environment can import."""
+
+
+def imported(sample: str) -> set[str]:
+    """The names of cubroker that a sample imports, from their modules on."""
+    tree = compile(dedent(sample), "sample", "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found |= {f"{node.module}.{name.name}" for name in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {name.name for name in node.names}
+    return {name for name in found if name.startswith("cubroker") and not name.startswith(ENGINES)}
+
+
+@pytest.mark.parametrize("page", [page for page in PROSE if PYTHON.search(page.read_text())], ids=str_of)
+def test_samples_are_python_and_import_what_there_is(page: Path) -> None:
+    for name in set().union(*map(imported, PYTHON.findall(page.read_text()))):
+        assert resolve_name(name)
+
+
+# -- the site ------------------------------------------------------------------------------------------
+
+
+def test_every_page_has_a_place_in_the_navigation_of_the_site() -> None:
+    named = re.findall(r"^ +- (?:[\w ]+: )?([\w/.-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    pages = {str(page.relative_to(ROOT / "docs")) for page in PAGES if page not in DECISIONS and page.parent != ROOT}
+    assert {name for name in named if not name.startswith("tree/")} == pages | {"index.md", "decisions/index.md"}
+    assert [name for name in named if name.startswith("tree/") and not (ROOT / name[5:]).exists()] == []
+    assert len(named) == len(set(named))
+
+
+def test_the_reference_shows_every_public_name() -> None:
+    shown = set().union(*(re.findall(r"^::: ([\w.]+)$", page.read_text(), re.MULTILINE) for page in REFERENCE))
+    modules = {name for name in shown if isinstance(resolve_name(name), ModuleType)}
+    objects = [resolve_name(name) for name in shown - modules]
+    public = [getattr(package, name) for package in (cubroker, client) for name in package.__all__ if name[0] != "_"]
+    assert [each for each in public if each not in objects and each.__module__ not in modules] == []
+
+
 # -- form ----------------------------------------------------------------------------------------------
 
 WIDTH = 120
@@ -215,17 +265,19 @@ CAMPAIGNS = ROOT / "docs" / "reliability.md"
 """Its figures are those of campaigns, which it has the commands of."""
 
 
-@pytest.mark.parametrize("page", pages.PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", update_pages.PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_figures_in_pages_are_those_of_the_results(page: Path) -> None:
     text = page.read_text()
-    assert len(pages.MARKED.findall(text)) == len(re.findall(r"<!-- [\w-]+: ", text)), "a mark stands before no figure"
-    assert pages.written(text) == text, "write them with python -m benchmarks.pages"
+    assert len(update_pages.MARKED.findall(text)) == len(re.findall(r"<!-- [\w-]+: ", text)), (
+        "a mark stands before no figure"
+    )
+    assert update_pages.written(text) == text, "write them with python -m benchmarks.update_pages"
 
 
-@pytest.mark.parametrize("page", [page for page in pages.PAGES if page != CAMPAIGNS], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [page for page in update_pages.PAGES if page != CAMPAIGNS], ids=lambda page: page.name)
 def test_no_time_and_no_rate_is_in_a_page_that_is_not_in_the_results(page: Path) -> None:
     text = re.sub(r"^```.*?^```|`[^`\n]*`", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    text = pages.MARKED.sub("", text)
+    text = update_pages.MARKED.sub("", text)
     assert re.findall(r"(?<![\d.,≤≥] )(?<![\d.,])\d[\d.,]* ?(?:ms|µs|ns|GB/s|requests/s)\b", text) == []
 
 
@@ -234,9 +286,12 @@ def test_a_figure_is_written_from_its_line(tmp_path: Path) -> None:
     twice = [{"what": "twice", "value": 1, "unit": "s"}] * 2
     (tmp_path / "gpu.json").write_text(json.dumps({"results": {"one": lines, "two": twice}}))
     mark, other = "<!-- gpu: open -->", "<!-- gpu: a ÷ b -->"
-    assert pages.written(f"open: {mark}7 ms, and {other}1.", tmp_path) == f"open: {mark}0.123 ms, and {other}12,346."
-    assert pages.written(f"{mark}… | {other}7 s", tmp_path) == f"{mark}0.123 ms | {other}12,346"
-    assert pages.written("<!-- tpu: open -->7 ms", tmp_path) == "<!-- tpu: open -->…"
+    assert (
+        update_pages.written(f"open: {mark}7 ms, and {other}1.", tmp_path)
+        == f"open: {mark}0.123 ms, and {other}12,346."
+    )
+    assert update_pages.written(f"{mark}… | {other}7 s", tmp_path) == f"{mark}0.123 ms | {other}12,346"
+    assert update_pages.written("<!-- tpu: open -->7 ms", tmp_path) == "<!-- tpu: open -->…"
     for what, count in (("close", 0), ("twice", 2)):
         with pytest.raises(ValueError, match=rf"gpu.json has {count} lines '{what}'"):
-            pages.written(f"<!-- gpu: {what} -->7 ms", tmp_path)
+            update_pages.written(f"<!-- gpu: {what} -->7 ms", tmp_path)

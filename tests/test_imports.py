@@ -53,7 +53,16 @@ ARROWS: dict[str, set[str]] = {
         "server.config",
         "server.keeper",
     },
-    "cli.doctor": {"cli", "client", "driver", "driver.host", "protocol", "server", "server.transport"},
+    "cli.doctor": {
+        "cli",
+        "client",
+        "driver",
+        "driver.host",
+        "protocol",
+        "server",
+        "server.config",
+        "server.transport",
+    },
     "cubroker": {"cli", "client", "client.transport", "driver", "protocol"},
 }
 """Each folder of the house, and the other folders whose modules it names, be it in a function or for type checkers.
@@ -240,14 +249,15 @@ def test_a_keeper_loads_no_device_no_event_loop_and_no_broker() -> None:
 
 
 def test_a_probe_loads_no_device_no_transport_and_no_arrays() -> None:
-    loaded = loaded_by("cubroker.cli.main", "cubroker.cli.admin")
+    loaded = loaded_by("cubroker.cli.main", "cubroker.cli.control")
     assert "cubroker.client.transport.handshake" in loaded
     assert not under(loaded, "zmq", "cuda", "cubroker.driver", "asyncio", "numpy", "rich")
 
 
-def test_a_client_loads_no_server_and_no_framework() -> None:
+def test_a_client_loads_no_server_no_framework_and_nothing_that_only_writers_need() -> None:
     loaded = loaded_by("cubroker.client.broker")
     assert "cubroker.client" in loaded
+    assert not under(loaded, "cubroker.client.publish", "cubroker.client.delta", "cubroker.client.loading", "msgpack")
     assert not under(loaded, "cubroker.server", "cubroker.cli", "torch", "transformers", "safetensors")
 
 

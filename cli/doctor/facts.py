@@ -121,6 +121,74 @@ class BrokerFacts:
 
 
 @dataclass(frozen=True)
+class UnitFacts:
+    """The broker's unit, as systemd tells it; a text is empty if systemd does not tell."""
+
+    #: ``system`` or ``user``.
+    manager: str
+    #: ``loaded``, ``masked``, ``bad-setting`` or ``error``.
+    loaded: str = "loaded"
+    #: Why it could not be loaded.
+    why: str = ""
+    #: ``active``, ``activating``, ``failed`` or ``inactive``.
+    state: str = "active"
+    #: More exactly: ``running``, ``auto-restart``.
+    phase: str = "running"
+    #: How it ended: ``success``, ``exit-code``, ``watchdog``.
+    result: str = "success"
+    #: The exit status.
+    status: int = 0
+    restarts: int = 0
+    #: What the broker says of itself.
+    said: str = ""
+    #: Whether it is started at boot.
+    enabled: bool = True
+    #: Whether its file is newer than what systemd has read.
+    outdated: bool = False
+    #: The file with the broker's settings.
+    file: str = ""
+    #: The unit's own file.
+    path: str = ""
+    #: The last error in its log since boot.
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class ListenerFacts:
+    """The socket where clients connect."""
+
+    #: ``deserted``: the socket is there, and no process has it.
+    state: Literal["absent", "listening", "deserted", "unknown"] = "absent"
+    #: The process that listens; 0 if it cannot be seen here.
+    pid: int = 0
+    name: str = ""
+    #: Why it is unknown.
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class SettingsFacts:
+    """A file with settings of a broker."""
+
+    file: str
+    #: A line for each mistake.
+    complaints: tuple[str, ...] = ()
+    #: Settings that it has.
+    count: int = 0
+    #: Whether this user may read it.
+    readable: bool = True
+
+
+@dataclass(frozen=True)
+class ServiceFacts:
+    """The broker as a service; None is what there is not."""
+
+    unit: UnitFacts | None = None
+    listener: ListenerFacts = ListenerFacts()
+    settings: SettingsFacts | None = None
+
+
+@dataclass(frozen=True)
 class HostFacts:
     """The machine, or the container, that this process is in."""
 
@@ -154,6 +222,8 @@ class HostFacts:
     peer_pidfd: bool = True
     #: What the kernel lacks for keeping a gateway from the rest of the machine, a clause each.
     unconfined: tuple[str, ...] = ()
+    #: The broker's unit, socket and settings.
+    service: ServiceFacts = ServiceFacts()
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from cubroker.cli import format
+from cubroker.cli.doctor import service
 from cubroker.cli.doctor.facts import (
     BrokerFacts,
     DeviceFacts,
@@ -147,6 +148,7 @@ def examine_machine(directory: Path, root: Path = Path("/"), environ: Mapping[st
         pidfd=_refusal(lambda: system_calls.pidfd_open(os.getpid())),
         peer_pidfd=_peer_pidfd(),
         unconfined=tuple(sandbox.obstacles()),
+        service=service.examine(directory, environ),
     )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from cubroker.cli import format
+from cubroker.cli.doctor import service
 from cubroker.cli.doctor.facts import DeviceFacts, DirectoryFacts, Examined, Facts, Finding, HostFacts, Trial
 from cubroker.driver.host.virtual_memory import CHANNEL
 from cubroker.protocol.messages import IPC, MULTICAST, VMM
@@ -369,6 +370,7 @@ def judge_machine(facts: Facts) -> dict[str, Finding]:
         ),
         "directory": _directory(host.directory),
         "broker": ((True, {"": True, "absent": None}.get(host.broker.code, False), *_split(host.broker.message)),),
+        **service.cases(host.service, host.broker),
     }
     found = {name: _first(cases) for name, cases in checks.items()}
     return {"driver": _driver(facts)} | {name: finding for name, finding in found.items() if finding}

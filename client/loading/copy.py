@@ -28,7 +28,7 @@ from threading import Thread
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar, cast
 
 from cubroker.client.loading.checkpoint import Checkpoint, StoredTensor
-from cubroker.client.replica import Replica
+from cubroker.client.pool import Replica
 from cubroker.client.transport import zmq_preflight
 from cubroker.client.transport.requests import Future
 from cubroker.driver import Context, Event, Pinned

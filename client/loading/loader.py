@@ -9,9 +9,9 @@ from functools import partial
 
 from cubroker.client.broker import Broker, Owner, uids
 from cubroker.client.devices import DeviceId, Plan, failure, resolve_plan
+from cubroker.client.draft import Draft
 from cubroker.client.loading.checkpoint import Checkpoint, Paths
 from cubroker.client.loading.copy import Progress, copy_checkpoint, target_of
-from cubroker.client.pool import Draft
 from cubroker.driver import DriverError
 from cubroker.protocol import Layout
 from cubroker.protocol.messages import AUTO

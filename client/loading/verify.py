@@ -8,15 +8,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cubroker.client.broker import Broker
-from cubroker.client.devices import failure
+from cubroker.client.devices import DeviceId, failure
 from cubroker.client.loading.checkpoint import Checkpoint, Paths, StoredTensor
 from cubroker.client.loading.copy import CHUNK, Progress, WorkerThreads, at_address, drain, run_workers
 from cubroker.client.pool import Pool
 from cubroker.driver import Context, DriverError
+from cubroker.driver.buffers import differ
 from cubroker.protocol import TensorSpec
-
-_memcmp = ctypes.CDLL(None).memcmp
-_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +49,7 @@ def verify(
     paths: Paths,
     *,
     version: int | None = None,
-    device: int | str | None = None,
+    device: DeviceId | None = None,
     progress: Progress | None = None,
 ) -> Verified:
     """Compare a version of pool ``name`` with a checkpoint, every byte of it.
@@ -176,10 +174,10 @@ def _first_difference(one: memoryview, other: memoryview) -> int | None:
     """Return the first index at which two equally long buffers differ."""
     first, second = (ctypes.addressof(ctypes.c_char.from_buffer(view)) for view in (one, other))
     start, stop = 0, len(one)
-    if not _memcmp(first, second, stop):
+    if not differ(first, second, stop):
         return None
     while stop - start > 1:
         middle = (start + stop) // 2
-        differ = _memcmp(first + start, second + start, middle - start)
-        start, stop = (start, middle) if differ else (middle, stop)
+        before = differ(first + start, second + start, middle - start)
+        start, stop = (start, middle) if before else (middle, stop)
     return start

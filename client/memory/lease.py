@@ -23,16 +23,15 @@ from functools import partial
 
 from cubroker.client import devices
 from cubroker.client.cleanup_thread import Guard, Retry
-from cubroker.client.memory.mapping import AddressSpace, LeasedMemory, Source, Spot
+from cubroker.client.memory.mapping import AddressSpace, LeasedMemory, Source
 from cubroker.client.memory.multicast import MulticastMapping
-from cubroker.client.replica import decode, difference
 from cubroker.client.session import Asked, ClientSession, Holding
 from cubroker.client.transport import fd_receiver
 from cubroker.client.transport.requests import Future, Pending, Steps
 from cubroker.driver import CurrentContext, DriverError
 from cubroker.driver.vmm import HalfReplaced, import_refused, unmap
 from cubroker.protocol.errors import CubrokerError, DeviceFailure, Invalid, OutOfMemory, Unavailable, Unsupported
-from cubroker.protocol.layout import Layout
+from cubroker.protocol.layout import Layout, TensorIndex
 from cubroker.protocol.messages import (
     Attach,
     Attached,
@@ -171,18 +170,6 @@ class LeaseHandle(Holding):
         self.session.cleanup.put(lambda: self._sleep(slept))
         return slept
 
-    def wake(self, body: Attach) -> Steps[None]:
-        """Lease the same version again, and return when it is mapped where it was; raises as :func:`acquire` does."""
-        yield from LeaseRequest(self).ask(body)
-
-    def switch(self, layout: Layout) -> LeaseRequest:
-        """Return a request for a lease on another version, of the same ``layout``, whose memory takes this one's place.
-
-        Asking it raises as :func:`acquire` does, or because the version cannot take the place of the one before, which
-        stays. Once it has raised, :meth:`LeaseRequest.settle` has to be waited for.
-        """
-        return LeaseRequest(self, layout)
-
     def confirm(self, slept: Future[Reply] | None = None) -> Steps[Reply]:
         """Wait until the broker has the lease back that ends or fell asleep (``slept``); return what it answered."""
         if self._digested:  # first, since the time limit is for the broker alone
@@ -209,7 +196,7 @@ class LeaseHandle(Holding):
         if self.state is not LeaseState.ASKED:
             return self._wake(reply, given)
         if isinstance(reply, Attached):
-            readonly, layout = not reply.writable, decode(reply.layout).layout
+            readonly, layout = not reply.writable, TensorIndex.decode(reply.layout).layout
             own = reply.replicas[:1] if reply.team else reply.replicas
         else:
             assert self._layout is not None
@@ -245,9 +232,7 @@ class LeaseHandle(Holding):
             raise Invalid(f"pool {reply.name!r} was closed while it was switched to version {reply.version}")
         if reply.version == self.version:
             return self._wake(reply, given)
-        check_alike(memory, reply, layout)
-        opens = dict(zip(_spots(reply), given, strict=False))
-        given = [opens[spot] for spot in memory.spots()]
+        given = memory.matched(reply, given, layout)
         if self.multicast and self.multicast.outlet:
             raise Unsupported(
                 f"{memory.label} is stored to on all its replicas at once, and cannot be switched: what stores to them"
@@ -454,7 +439,8 @@ class LeaseRequest(Asked[Granted]):
 
     Args:
         lease: new, asleep, or to be switched to another version.
-        kept: the layout that it keeps if it is switched.
+        kept: the layout of a lease to be switched, whose memory that of the other version replaces. :meth:`ask` raises
+            if it cannot, and the version before stays. Once it has raised, :meth:`settle` has to be waited for.
     """
 
     def __init__(self, lease: LeaseHandle, kept: Layout | None = None) -> None:
@@ -591,34 +577,6 @@ def acquire(
     """Ask for a lease and map its memory; ``layout`` is the memory's, if the answer does not say it."""
     lease = LeaseHandle(session, layout)
     return lease, *(yield from LeaseRequest(lease).ask(body))
-
-
-def check_alike(memory: LeasedMemory, reply: Attached, layout: Layout) -> None:
-    """Raise ``Unsupported`` unless a version can be mapped where ``memory`` of this ``layout`` is; it says why not."""
-    other = decode(reply.layout).layout
-    here = set(memory.spots())
-    elsewhere = sorted(here.symmetric_difference(_spots(reply)))
-    why = ""
-    if reply.share != memory.share:
-        why = f"it is shared as {reply.share}, and not as {memory.share}"
-    elif reply.writable == memory.readonly:
-        why = "its readers may write it" if reply.writable else "its readers may not write it"
-    elif other != layout:
-        why = difference(other, layout)
-    elif elsewhere:
-        device, allocation = elsewhere[0]
-        why = f"its allocation {allocation} lies {'not' if elsewhere[0] in here else 'also'} on device {device}"
-    if why:
-        raise Unsupported(
-            f"pool {reply.name!r} version {reply.version} cannot take the place of {memory.label}: {why}; close the"
-            f" pool, and attach to that version"
-        )
-
-
-def _spots(reply: Attached) -> list[Spot]:
-    """Return what was leased for this process's own use, in the order of what opens it."""
-    own = reply.replicas[:1] if reply.team else reply.replicas
-    return [(replica.device, number) for replica in own for number, handle in enumerate(replica.handles) if handle]
 
 
 def label_of(reply: Attached | Created) -> str:

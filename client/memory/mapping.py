@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from threading import RLock
 
 from cubroker.client import devices
@@ -17,8 +18,9 @@ from cubroker.client.fork_guard import OwnerProcess, WeakRefs
 from cubroker.driver import Context, CurrentContext, Device, Driver, DriverError
 from cubroker.driver.buffers import round_up
 from cubroker.driver.vmm import Reservation, replace, unmap
-from cubroker.protocol.errors import Invalid, Unavailable
-from cubroker.protocol.messages import BY_DESCRIPTOR, ReplicaHandles
+from cubroker.protocol.errors import Invalid, Unavailable, Unsupported
+from cubroker.protocol.layout import Layout, TensorIndex
+from cubroker.protocol.messages import BY_DESCRIPTOR, Attached, ReplicaHandles
 
 log = logging.getLogger(__name__)
 
@@ -33,28 +35,38 @@ Spot = tuple[str, int]
 """One piece of a version's memory: the UUID of its device, and the number of the allocation."""
 
 
+@dataclass(frozen=True, slots=True)
+class AllocationHandle:
+    """One allocation of a pool, for a library or server that opens CUDA memory itself; see :meth:`Pool.handles`."""
+
+    #: Its number in the layout: the ``allocation`` of its tensors, which begin there at their ``offset``.
+    allocation: int
+    #: How it is shared: ``ipc``, ``vmm`` or ``multicast``.
+    share: str
+    #: The device in whose memory it lies.
+    device: Device
+    #: Its bytes, as in the layout; the device may have allocated more.
+    nbytes: int
+    #: Of ``ipc``, 64 bytes: what ``cudaIpcOpenMemHandle`` takes, which returns the address of the allocation's first
+    #: byte. Who knows them can open the memory. None for other kinds: their descriptors are closed once mapped, and no
+    #: importer can export them again.
+    handle: bytes | None = field(repr=False)
+
+
+@dataclass(slots=True, eq=False)
 class DeviceMapping:
     """The memory of a version that one device uses."""
 
-    __slots__ = ("context", "handles", "memory", "pointers", "upstream")
-
-    def __init__(
-        self,
-        context: Context,
-        memory: Device,
-        pointers: tuple[int | None, ...],
-        handles: tuple[bytes | None, ...] | None = None,
-    ) -> None:
-        #: The context in which it is mapped.
-        self.context = context
-        #: The device in whose memory it lies.
-        self.memory = memory
-        #: The address of each allocation of the layout, in order; None for those on other devices.
-        self.pointers = pointers
-        #: The legacy handle of each allocation; None for those that were opened in another way, or are not here.
-        self.handles = handles or (None,) * len(pointers)
-        #: Where this device reads the same allocations of the replica before it, if it reaches them directly.
-        self.upstream: tuple[int, ...] | None = None
+    #: The context in which it is mapped.
+    context: Context
+    #: The device in whose memory it lies.
+    memory: Device
+    #: The address of each allocation of the layout, in order; None for those on other devices.
+    pointers: tuple[int | None, ...]
+    #: The legacy handle of each allocation; None for those that were opened in another way, or are not here.
+    handles: tuple[bytes | None, ...]
+    #: Where this device reads the same allocations of the replica before it, if it reaches them directly.
+    upstream: tuple[int, ...] | None = None
 
     def pointer(self, allocation: int) -> int:
         """Return the address of an allocation that is here."""
@@ -104,6 +116,39 @@ class LeasedMemory:
             for number, pointer in enumerate(place.pointers)
             if pointer is not None
         ]
+
+    def matched(self, reply: Attached, given: Sequence[Source], layout: Layout) -> list[Source]:
+        """Return what opens the memory of another version, in the order of :meth:`spots`.
+
+        Args:
+            reply: the broker's answer to the request for that version.
+            given: what opens its allocations, in order.
+            layout: the one that both must have.
+
+        Raises:
+            Unsupported: that version cannot take the place of this one; it says why not.
+        """
+        own = reply.replicas[:1] if reply.team else reply.replicas
+        spots = [(each.device, number) for each in own for number, handle in enumerate(each.handles) if handle]
+        here, other = self.spots(), TensorIndex.decode(reply.layout).layout
+        elsewhere = sorted(set(here).symmetric_difference(spots))
+        why = ""
+        if reply.share != self.share:
+            why = f"it is shared as {reply.share}, and not as {self.share}"
+        elif reply.writable == self.readonly:
+            why = "its readers may write it" if reply.writable else "its readers may not write it"
+        elif other != layout:
+            why = other.difference(layout)
+        elif elsewhere:
+            device, allocation = elsewhere[0]
+            why = f"its allocation {allocation} lies {'not' if elsewhere[0] in here else 'also'} on device {device}"
+        if why:
+            raise Unsupported(
+                f"pool {reply.name!r} version {reply.version} cannot take the place of {self.label}: {why}; close the"
+                f" pool, and attach to that version"
+            )
+        opens = dict(zip(spots, given, strict=False))
+        return [opens[spot] for spot in here]
 
     def check(self) -> None:
         """Raise ``Invalid`` if the memory is not mapped, or in a forked child."""

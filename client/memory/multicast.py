@@ -325,13 +325,13 @@ class MulticastMapping:
         self._rebind()
 
     def unreachable(self, reason: CubrokerError) -> None:
-        """See :meth:`Rebindable.unreachable`."""
+        """See :meth:`.notices.Rebindable.unreachable`."""
         self._failure = reason
         if self._unbound:
             self._unbound.over.fail(reason)
 
     def give_up(self) -> None:
-        """See :meth:`Rebindable.give_up`."""
+        """See :meth:`.notices.Rebindable.give_up`."""
         if call := self._call:
             call.give_up()
 

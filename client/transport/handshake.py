@@ -18,7 +18,7 @@ from cubroker.protocol import wire
 from cubroker.protocol.errors import Denied, Invalid, TimedOut, Unavailable, explain, from_code, reason
 from cubroker.protocol.fields import MAX_NOTICE
 from cubroker.protocol.messages import VERSIONS, Greeting, Hello, Pong, Refused, Welcome
-from cubroker.protocol.paths import SESSION_SOCKET, SYSTEM, check, directory_of
+from cubroker.protocol.paths import NAMED, SESSION_SOCKET, SYSTEM, check, directory_of
 
 T = TypeVar("T")
 
@@ -40,9 +40,6 @@ MANAGER = Path("/run/systemd/system")
 
 CREDENTIALS = struct.Struct("iII")
 """``struct ucred``: pid, uid and gid."""
-
-NAMED = "--directory, $CUBROKER_DIR or, in Python, the argument `directory`"
-"""How a user names the directory of a broker."""
 
 
 class NotServing(Unavailable):
@@ -240,6 +237,8 @@ def _instead(directory: Path) -> str:
     """Return the advice for a directory that no broker serves."""
     if directory != SYSTEM and os.access(SYSTEM / SESSION_SOCKET, os.F_OK):
         return f"there is one on {SYSTEM}: name that by {NAMED}"
+    if directory == SYSTEM and os.getuid():
+        return "root starts the host's with `systemctl start cubroker`, and you one of your own with: cubroker serve"
     return f"start one with: cubroker serve --directory {directory} (another place is named by {NAMED})"
 
 

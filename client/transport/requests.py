@@ -446,6 +446,15 @@ def seconds(wait: float) -> float:
     return float(wait)
 
 
+def version_number(version: int | None) -> int:
+    """Return a version as requests have it, 0 for the current one; raises ``Invalid`` if it is none."""
+    if version is None:
+        return 0
+    if version < 1:
+        raise Invalid(f"version {version}: versions count from 1; leave it out for the current one")
+    return version
+
+
 def expect(reply: Reply, kind: type[R]) -> R:
     """Return ``reply``, which the protocol says is a ``kind``."""
     if not isinstance(reply, kind):

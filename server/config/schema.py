@@ -27,8 +27,8 @@ from cubroker.driver.driver import parse_spec
 from cubroker.protocol.errors import Invalid
 from cubroker.protocol.messages import AUTO, IPC, VMM
 from cubroker.server.byte_sizes import parse_budget, parse_bytes
-from cubroker.server.ledger.model import SESSION_FDS
 from cubroker.server.ledger.policy import MAX_KEEP, MODE, Limits, NameReservation, Policy, Quota
+from cubroker.server.ledger.records import SESSION_FDS
 from cubroker.server.transport.unix_sockets import Access
 
 PREFIX = "CUBROKER_"
@@ -221,7 +221,7 @@ PATH = ValueKind(
     Path,
     lambda text: str(Path(text).absolute()),
 )
-DEVICES = ValueKind('write "cuda", "cuda:0,1" or "host:2"', str, _devices)
+DEVICES = ValueKind('write "cuda", "cuda:0,1", "cuda:GPU-8d2f41c6" or "host:2"', str, _devices)
 BUDGET = ValueKind(
     'write a share or a size, as in "90%" or "40GiB", or a table of them by device', str | dict[str, str], _budget
 )

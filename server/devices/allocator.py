@@ -24,7 +24,7 @@ from functools import cached_property
 from queue import SimpleQueue
 from typing import Generic, TypeVar
 
-from cubroker.driver import Context, Device, Driver, DriverError, Multicast, Physical
+from cubroker.driver import Context, Device, Driver, DriverError, Multicast, Physical, device_names
 from cubroker.driver.system_calls import FileId
 from cubroker.protocol.errors import InternalFailure, Invalid, Unavailable
 from cubroker.protocol.messages import BY_DESCRIPTOR, DESCRIPTOR, IPC, MULTICAST, VMM
@@ -45,7 +45,7 @@ from cubroker.server.ledger.events import (
     UnbindMulticast,
 )
 from cubroker.server.ledger.memory import COPIES, rounded
-from cubroker.server.ledger.model import Budget
+from cubroker.server.ledger.records import Budget
 from cubroker.server.store.fdstore import Store
 
 log = logging.getLogger(__name__)
@@ -446,14 +446,18 @@ def device_budgets(devices: Sequence[Device], budgets: Budgets) -> list[Budget]:
         Invalid: a budget names a device that is not served, or exceeds its device.
     """
     rules = budgets if isinstance(budgets, Mapping) else {OTHERS: budgets}
-    names = [(device.uuid, str(device.index)) for device in devices]
-    known = {OTHERS}.union(*names)
-    if unknown := [name for name in rules if name not in known]:
-        there = ", ".join(map(" or ".join, names))
-        raise Invalid(f"a budget for device {unknown[0]!r}, which is not served; there are {there}, and default")
+    named: dict[Device, str] = {}
+    for name in rules.keys() - {OTHERS}:
+        try:
+            device = device_names.find(name, devices, "this broker has")
+        except device_names.UnknownDevice as error:
+            raise Invalid(f"a budget for device {name!r}, which is not served: {error}; {OTHERS} is for all") from None
+        if device in named:
+            raise Invalid(f"the budgets of {named[device]!r} and {name!r} are both for {device_names.label(device)}")
+        named[device] = name
     granted = []
-    for device, known_as in zip(devices, names, strict=True):
-        rule = next((rules[name] for name in (*known_as, OTHERS) if name in rules), DEFAULT_BUDGET)
+    for device in devices:
+        rule = rules.get(named.get(device, OTHERS), DEFAULT_BUDGET)
         budget = parse_budget(rule, device.total)
         granted.append(Budget(device.index, device.uuid, device.name, device.total, budget))
     for each in granted:

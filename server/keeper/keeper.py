@@ -34,7 +34,7 @@ from cubroker.server.keeper.child import (
     RunPhase,
     TimeLimits,
 )
-from cubroker.server.keeper.fd_set import NAMELESS, FdSet, make_room
+from cubroker.server.keeper.descriptors import NAMELESS, FdSet, make_room
 from cubroker.server.store import sd_notify
 from cubroker.server.store.sd_notify import Datagram, Malformed, close_all
 

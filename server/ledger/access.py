@@ -7,7 +7,7 @@ others; execution means nothing. The owner may do both with any mode, so that it
 
 from __future__ import annotations
 
-from cubroker.server.ledger.model import Past, Pool, Session
+from cubroker.server.ledger.records import Past, Pool, Session
 from cubroker.server.ledger.tables import Tables
 
 ROOT = 0

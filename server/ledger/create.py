@@ -40,7 +40,9 @@ from cubroker.server.ledger.leases import (
     created,
     grant,
 )
-from cubroker.server.ledger.model import (
+from cubroker.server.ledger.policy import admin_reserve, exceeds
+from cubroker.server.ledger.publish import find
+from cubroker.server.ledger.records import (
     SESSION_FDS,
     Allocation,
     CreateWaiter,
@@ -52,8 +54,6 @@ from cubroker.server.ledger.model import (
     User,
     Version,
 )
-from cubroker.server.ledger.policy import admin_reserve, exceeds
-from cubroker.server.ledger.publish import find
 from cubroker.server.ledger.states import MemoryEvent, VersionEvent, VersionState
 from cubroker.server.ledger.tables import Kind, Tables
 

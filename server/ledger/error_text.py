@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 from cubroker.protocol.errors import OverQuota
 from cubroker.server.ledger.access import can_read, can_read_history, can_see_session, visible_past
-from cubroker.server.ledger.model import (
+from cubroker.server.ledger.policy import Limits
+from cubroker.server.ledger.records import (
     SESSION_FDS,
     AttachWaiter,
     CreateWaiter,
@@ -33,7 +34,6 @@ from cubroker.server.ledger.model import (
     Version,
     Waiter,
 )
-from cubroker.server.ledger.policy import Limits
 from cubroker.server.ledger.states import MemoryState
 from cubroker.server.ledger.tables import Tables
 
@@ -80,7 +80,17 @@ def drain_reason(tables: Tables) -> str:
 
 def no_device(tables: Tables, uuid: str) -> str:
     """Say that the broker has no such device."""
-    return f"this broker has no device {uuid}; it has {', '.join(tables.accounts)}"
+    return f"this broker has no device {uuid}; it has {listed(tables.accounts.values())}"
+
+
+def device(tables: Tables, uuid: str) -> str:
+    """Return a device by index and name; one that the broker does not serve by its UUID."""
+    return tables.accounts[uuid].device.label if uuid in tables.accounts else f"device {uuid}"
+
+
+def listed(accounts: Iterable[DeviceAccount]) -> str:
+    """Return devices by index, name and UUID."""
+    return ", ".join(account.device.listed for account in accounts)
 
 
 # -- versions that are not there -------------------------------------------------------------------------
@@ -229,7 +239,7 @@ def _no_room(tables: Tables, waiter: CreateWaiter) -> str:
     if account is None:
         account = next(account for account in waiter.accounts if account.queue[0] is not waiter)
         return (
-            f"{waiter.pool.name} needs {size(waiter.nbytes[account])} on device {account.device.uuid}, where"
+            f"{waiter.pool.name} needs {size(waiter.nbytes[account])} on {account.device.label}, where"
             f" {account.position(waiter)} earlier requests wait for room; wait as well,"
             f" or retire what is not needed"
         )
@@ -239,7 +249,7 @@ def _no_room(tables: Tables, waiter: CreateWaiter) -> str:
     private = f"; private pools have {size(hidden)}" if hidden else ""
     largest = _largest(visible, lambda ticket: f"{state(ticket)}, user {ticket.user.uid}, {_leases(ticket)} leases")
     return (
-        f"{waiter.pool.name} needs {size(waiter.nbytes[account])} on device {account.device.uuid}: of its budget of"
+        f"{waiter.pool.name} needs {size(waiter.nbytes[account])} on {account.device.label}: of its budget of"
         f" {size(account.device.budget)}, {size(account.allocated)} are allocated{_lost(account)} and"
         f" {size(account.promised)} promised{largest}{private}; retire what is not needed, or wait"
     )
@@ -249,7 +259,7 @@ def never_fits(name: str, nbytes: int, account: DeviceAccount) -> str:
     """Say that a request is larger than a device's whole budget."""
     device = account.device
     return (
-        f"{name} needs {size(nbytes)} on device {device.uuid}, whose whole budget is"
+        f"{name} needs {size(nbytes)} on {device.label}, whose whole budget is"
         f" {size(device.budget)}{_lost(account)};"
         f" give the broker a larger budget, or spread the tensors over several pools and devices"
     )

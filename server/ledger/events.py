@@ -13,6 +13,7 @@ from msgspec import Struct
 
 from cubroker.protocol.layout import Outline
 from cubroker.protocol.messages import Notice, Reply, Request
+from cubroker.protocol.status import ProcessInfo
 from cubroker.server.ledger.policy import Limits, Policy
 
 
@@ -53,6 +54,8 @@ class SessionOpened(LedgerEvent, frozen=True):
     groups: frozenset[int] = frozenset()
     #: Whether the uid is one of the broker's own namespaces: see :func:`cubroker.server.ledger.access.is_admin`.
     verified: bool = False
+    #: What is known of the process beyond its number.
+    process: ProcessInfo | None = None
 
 
 class ConnectionLost(LedgerEvent, frozen=True):

@@ -12,7 +12,9 @@ from cubroker.protocol.messages import BY_DESCRIPTOR, MULTICAST
 from cubroker.server.ledger import memory
 from cubroker.server.ledger.ipc_events import MAX_ENDED_REASONS
 from cubroker.server.ledger.leases import FABRIC, OUT_OF_SERVICE, is_kept, opened_by
-from cubroker.server.ledger.model import (
+from cubroker.server.ledger.policy import Limits, Quota
+from cubroker.server.ledger.publish import digests_fit
+from cubroker.server.ledger.records import (
     SESSION_FDS,
     Allocation,
     AttachWaiter,
@@ -28,8 +30,6 @@ from cubroker.server.ledger.model import (
     Version,
     Waiter,
 )
-from cubroker.server.ledger.policy import Limits, Quota
-from cubroker.server.ledger.publish import digests_fit
 from cubroker.server.ledger.states import ALLOCATED, PROMISED, GroupState, MemoryState, VersionState
 from cubroker.server.ledger.tables import Tables
 

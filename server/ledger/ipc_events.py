@@ -11,8 +11,8 @@ from cubroker.protocol import fields, messages
 from cubroker.protocol.errors import Exists, Invalid, NotFound, TimedOut, Unavailable
 from cubroker.server.ledger import error_text, leases
 from cubroker.server.ledger.events import RequestReceived
-from cubroker.server.ledger.model import EventWaiter, IpcEvent, Lease, Session
 from cubroker.server.ledger.policy import exceeds
+from cubroker.server.ledger.records import EventWaiter, IpcEvent, Lease, Session
 from cubroker.server.ledger.states import VersionState
 from cubroker.server.ledger.tables import Kind, Tables
 

@@ -20,7 +20,8 @@ from cubroker.protocol.messages import BY_DESCRIPTOR, DESCRIPTOR, MULTICAST
 from cubroker.server.ledger import error_text, events, memory
 from cubroker.server.ledger.access import can_publish, can_read, can_read_history, reserved_prefix, visible_past
 from cubroker.server.ledger.memory import release_quota
-from cubroker.server.ledger.model import (
+from cubroker.server.ledger.policy import exceeds
+from cubroker.server.ledger.records import (
     AttachWaiter,
     CreateWaiter,
     EventWaiter,
@@ -33,7 +34,6 @@ from cubroker.server.ledger.model import (
     Version,
     Waiter,
 )
-from cubroker.server.ledger.policy import exceeds
 from cubroker.server.ledger.states import VersionEvent, VersionState
 from cubroker.server.ledger.tables import Kind, Tables
 
@@ -144,18 +144,18 @@ def lend(
         _check_owner(session, pool, where)
     if not tables.lends(durable=version.durable):
         raise Unavailable(error_text.not_lending(tables))
-    chosen, written = _choose(version, where.device, where.peers), tuple[Replica, ...]()
+    chosen, written = _choose(tables, version, where.device, where.peers), tuple[Replica, ...]()
     if version.share == MULTICAST:
         written = memory.replicas_for(version, chosen, where.device)
     check_quota(tables, session)
     return attached(grant(tables, session, version, written or chosen, bound=bool(written)))
 
 
-def _choose(version: Version, device: str | None, peers: Sequence[str]) -> tuple[Replica, ...]:
+def _choose(tables: Tables, version: Version, device: str | None, peers: Sequence[str]) -> tuple[Replica, ...]:
     """Return the memory for a client on ``device`` that reaches ``peers``; raises ``Invalid`` or ``NotFound``."""
     if device is None:
         if version.plan is None and len(version.replicas) > 1:
-            there = ", ".join(version.replicas)
+            there = error_text.listed(replica.account for replica in version.replicas.values())
             raise Invalid(f"{version.label} is on several devices, {there}; say which one to attach to")
         return tuple(version.replicas.values())
     # A shard on a peer holds other tensors, so it does not replace one here.
@@ -163,18 +163,18 @@ def _choose(version: Version, device: str | None, peers: Sequence[str]) -> tuple
     for uuid in wanted:
         if uuid in version.replicas:
             return (version.replicas[uuid],)
-    there = ", ".join(version.replicas)
+    there = error_text.listed(replica.account for replica in version.replicas.values())
+    here = error_text.device(tables, device)
     if version.plan is not None:
-        raise NotFound(
-            f"{version.label} has no shard on device {device}: its shards are on {there}; name one, or none for all"
-        )
+        raise NotFound(f"{version.label} has no shard on {here}: its shards are on {there}; name one, or none for all")
     if peers:
+        near = ", ".join(error_text.device(tables, peer) for peer in peers)
         raise NotFound(
-            f"{version.label} is not on device {device}, nor on one that it can reach ({', '.join(peers)}): it is on"
+            f"{version.label} is not on {here}, nor on one that it can reach ({near}): it is on"
             f" {there}; attach there, or load it here as well"
         )
     raise NotFound(
-        f"{version.label} is not on device {device}; it is on {there}: attach there, load it here as well, or reach it"
+        f"{version.label} is not on {here}; it is on {there}: attach there, load it here as well, or reach it"
         f" from here over peer access, where the hardware can"
     )
 
@@ -194,7 +194,7 @@ def grant(tables: Tables, session: Session, version: Version, replicas: tuple[Re
     A ``bound`` one writes all replicas at once, and gets the multicast objects, too. Where fabric handles open the
     memory, descriptors are sent only on request.
     """
-    lease = Lease(next(tables.lease_ids), session, version, replicas, bound)
+    lease = Lease(next(tables.lease_ids), session, version, replicas, bound, since=tables.now)
     tables.leases[lease.id] = session.leases[lease.id] = version.holders[lease.id] = lease
     session.user.leases += 1
     tables.mark_dirty(Kind.LEASE, lease.id)

@@ -50,11 +50,11 @@ from cubroker.server.ledger import (
     memory,
     publish,
     snapshot,
-    views,
+    status,
 )
 from cubroker.server.ledger.events import Effect, LedgerEvent, RequestReceived, Respond, SendFds, SessionOpened
-from cubroker.server.ledger.model import Budget, Session, User
 from cubroker.server.ledger.policy import Limits, Policy, Quota
+from cubroker.server.ledger.records import Budget, Session, User
 from cubroker.server.ledger.snapshot import Audit, ChangeRecorder
 from cubroker.server.ledger.states import Impossible, MemoryState, VersionState
 from cubroker.server.ledger.tables import Tables
@@ -169,7 +169,10 @@ class Ledger:
     def sessions(self) -> tuple[SessionOpened, ...]:
         """Return the opening of every session; some may have lost their connection since."""
         known = self._tables.sessions.values()
-        return tuple(SessionOpened(each.id, each.pid, each.uid, each.gid, each.groups, each.verified) for each in known)
+        return tuple(
+            SessionOpened(each.id, each.pid, each.uid, each.gid, each.groups, each.verified, each.process)
+            for each in known
+        )
 
     def held_memory(self) -> tuple[HeldMemory, ...]:
         """Return all memory that versions have."""
@@ -328,7 +331,7 @@ class Ledger:
     def view(self, *, everything: bool) -> View:
         """Return ``everything``, or what a user may see who can read no private pool."""
         uid = self._tables.uid if everything else HIDDEN_ID
-        return views.view(self._tables, Session(0, 0, User(uid, Quota()), HIDDEN_ID, verified=True))
+        return status.view(self._tables, Session(0, 0, User(uid, Quota()), HIDDEN_ID, verified=True))
 
     def beyond_leases(self) -> Mapping[int, int]:
         """Return the bytes that processes refer to beyond leases, by uid of the users of whom anything is known."""
@@ -378,13 +381,13 @@ _AT_ONCE: Mapping[type[Request], Callable[[Tables, Session, Any], Reply]] = {
     messages.ShareEvent: ipc_events.share,
     messages.Recorded: ipc_events.recorded,
     messages.DropEvent: ipc_events.drop,
-    messages.Describe: views.describe,
-    messages.ListDigests: views.list_digests,
-    messages.ListPools: views.list_pools,
-    messages.ListClients: views.list_clients,
-    messages.ListDevices: views.list_devices,
-    messages.Look: views.view,
-    messages.Tell: views.tell,
+    messages.Describe: status.describe,
+    messages.ListDigests: status.list_digests,
+    messages.ListPools: status.list_pools,
+    messages.ListClients: status.list_clients,
+    messages.ListDevices: status.list_devices,
+    messages.Look: status.view,
+    messages.Tell: status.tell,
 }
 """What answers each request that never waits."""
 

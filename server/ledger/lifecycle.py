@@ -5,7 +5,7 @@ A *session* ends with its process, or, once its connection ended, with its last 
 *Draining* by hand refuses all new leases and the requests that wait for one, until it is taken back; with a store, the
 next broker goes on with it. A broker that was told to end refuses leases on memory that ends with it: all memory, or
 what is not durable where a store keeps durable memory for the next broker. Once no such lease is left, it is
-:class:`ShutdownReady`. Leases stay meanwhile; closing, retiring, events and listings go on.
+:class:`.events.ShutdownReady`. Leases stay meanwhile; closing, retiring, events and listings go on.
 
 *A restart* may find that memory went with the earlier broker. A version is lost with the first of its tickets: it is
 granted no more, its name is free for the next version, and its holders are told. Their mappings stay, and count until
@@ -25,7 +25,8 @@ from cubroker.protocol.messages import Done, Drain, Draining, PoolLost
 from cubroker.server.ledger import error_text, events, ipc_events, leases, locks, memory, publish
 from cubroker.server.ledger.access import ROOT, can_read_history, is_admin, is_privileged
 from cubroker.server.ledger.leases import announce, end_if_unused, end_surplus
-from cubroker.server.ledger.model import (
+from cubroker.server.ledger.policy import admin_reserve, exceeds
+from cubroker.server.ledger.records import (
     SESSION_FDS,
     CreateWaiter,
     EventWaiter,
@@ -36,7 +37,6 @@ from cubroker.server.ledger.model import (
     User,
     Version,
 )
-from cubroker.server.ledger.policy import admin_reserve, exceeds
 from cubroker.server.ledger.states import Impossible, VersionEvent, VersionState
 from cubroker.server.ledger.tables import Kind, Tables
 
@@ -51,7 +51,9 @@ def opened(tables: Tables, event: events.SessionOpened) -> None:
     if known is not None:
         raise Impossible(f"session {event.session} joined twice; what happened before:", known.log)
     user = tables.user(event.uid)
-    session = Session(event.session, event.pid, user, event.gid, event.groups, verified=event.verified)
+    session = Session(
+        event.session, event.pid, user, event.gid, event.groups, verified=event.verified, process=event.process
+    )
     tables.note(session, f"process {event.pid} of user {event.uid} joined")
     tables.sessions[session.id] = user.sessions[session.id] = session
     tables.last_session = max(tables.last_session, session.id)

@@ -13,8 +13,8 @@ from cubroker.protocol import fields, messages
 from cubroker.protocol.errors import CubrokerError, NotFound, TimedOut, Unavailable
 from cubroker.server.ledger import error_text, leases
 from cubroker.server.ledger.events import RequestReceived
-from cubroker.server.ledger.model import LockWaiter, Pool, PoolLock, Session
 from cubroker.server.ledger.policy import exceeds
+from cubroker.server.ledger.records import LockWaiter, Pool, PoolLock, Session
 from cubroker.server.ledger.tables import Kind, Tables
 
 

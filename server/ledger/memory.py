@@ -26,7 +26,7 @@ from cubroker.protocol import messages
 from cubroker.protocol.layout import round_up
 from cubroker.protocol.messages import DESCRIPTOR, MULTICAST
 from cubroker.server.ledger import events
-from cubroker.server.ledger.model import (
+from cubroker.server.ledger.records import (
     Allocation,
     DeviceAccount,
     Footprint,

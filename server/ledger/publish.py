@@ -22,8 +22,8 @@ from cubroker.server.ledger.leases import (
     own_draft,
     release,
 )
-from cubroker.server.ledger.model import AttachWaiter, CreateWaiter, Session, Version
 from cubroker.server.ledger.policy import exceeds
+from cubroker.server.ledger.records import AttachWaiter, CreateWaiter, Session, Version
 from cubroker.server.ledger.states import VersionEvent, VersionState
 from cubroker.server.ledger.tables import Kind, Tables
 
@@ -43,7 +43,7 @@ def seal(tables: Tables, session: Session, body: messages.Seal | messages.SealIn
     sealed_with = sealed_digests(version, body)
     pool = version.pool
     tables.transition_version(version, VersionEvent.SEALED)
-    version.digests = sealed_with
+    version.digests, version.published = sealed_with, tables.now
     previous, pool.current, pool.draft, pool.last = pool.current, version, None, version.number
     if version.mode is not None:
         pool.mode = version.mode

@@ -28,12 +28,13 @@ from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 from msgspec import DecodeError, Meta, Struct, msgpack
 
 from cubroker.protocol.errors import CorruptJournal
-from cubroker.protocol.fields import Encoded, EventHandle, Handles, Mode, Name, Plan, Uuid
+from cubroker.protocol.fields import Encoded, EventHandle, Handles, Mode, Name, Plan, Time, Uuid
 from cubroker.protocol.messages import Digests
+from cubroker.protocol.status import ProcessInfo
 from cubroker.server.ledger import invariants, memory
 from cubroker.server.ledger.leases import FABRIC, opened_by
 from cubroker.server.ledger.lifecycle import accept_present
-from cubroker.server.ledger.model import (
+from cubroker.server.ledger.records import (
     SESSION_FDS,
     Allocation,
     IpcEvent,
@@ -50,14 +51,18 @@ from cubroker.server.ledger.model import (
 from cubroker.server.ledger.states import MemoryState, VersionState
 from cubroker.server.ledger.tables import DirtyKey, Kind, Tables
 
-FORMAT = 4
-"""The format of everything below. Up to format 3 each version had the memory of its own in its entry. Format 1 had no
-digests, and no owners of pools that have ended; 2 had no locks."""
+FORMAT = 5
+"""The format of everything below. Format 4 had no processes, and no times of leases and publications. Up to format 3
+each version had the memory of its own in its entry. Format 1 had no digests, and no owners of pools that have ended; 2
+had no locks."""
 
 SHARES = 4
 """The first format in which versions share memory, which has entries of its own."""
 
-READABLE = (1, 2, 3, FORMAT)
+GROWN = (Kind.SESSION, Kind.STATE, Kind.LEASE)
+"""Entries that have fields of a later format; those of an earlier one are written anew with the next change."""
+
+READABLE = (1, 2, 3, 4, FORMAT)
 """The formats that are read; any other is refused. What is written from then on has the newest."""
 
 PREFIX = b"l/"
@@ -106,6 +111,7 @@ class SessionEntry(SnapshotEntry, frozen=True):
     groups: Annotated[tuple[Uid, ...], Meta(max_length=1 << 16)]
     connected: bool
     verified: bool = False
+    process: ProcessInfo | None = None
 
 
 class WatchEntry(SnapshotEntry, frozen=True):
@@ -187,6 +193,7 @@ class StateEntry(SnapshotEntry, frozen=True):
     state: VersionState
     why: Words
     digests: Digests | None = None
+    published: Time | None = None
 
 
 class LeaseEntry(SnapshotEntry, frozen=True):
@@ -199,6 +206,7 @@ class LeaseEntry(SnapshotEntry, frozen=True):
     given: Annotated[tuple[Number, ...], Meta(max_length=64)]
     bound: bool
     unsent: bool
+    since: Time | None = None
 
 
 class EventEntry(SnapshotEntry, frozen=True):
@@ -294,7 +302,9 @@ def _write_session(tables: Tables, number: int, _: str) -> SessionEntry | None:
     if session is None:
         return None
     groups = tuple(sorted(session.groups))
-    return SessionEntry(session.pid, session.uid, session.gid, groups, session.connected, session.verified)
+    return SessionEntry(
+        session.pid, session.uid, session.gid, groups, session.connected, session.verified, session.process
+    )
 
 
 def _write_watch(tables: Tables, number: int, name: str) -> WatchEntry | None:
@@ -348,7 +358,7 @@ def _write_state(tables: Tables, number: int, name: str) -> StateEntry | None:
     version = _find_version(tables, name, number)
     if version is None or version.state in UNRECORDED:
         return None
-    return StateEntry(version.state, version.why, version.digests)
+    return StateEntry(version.state, version.why, version.digests, version.published)
 
 
 def _write_lease(tables: Tables, number: int, _: str) -> LeaseEntry | None:
@@ -358,7 +368,8 @@ def _write_lease(tables: Tables, number: int, _: str) -> LeaseEntry | None:
     version, pieces = lease.version, list(lease.version.replicas.values())
     # Memory of another version is a mistake, which must not prevent the entry.
     given = tuple(pieces.index(each) for each in lease.replicas if each in pieces)
-    return LeaseEntry(lease.session.id, version.pool.name, version.number, given, lease.bound, lease.unsent)
+    head = lease.session.id, version.pool.name, version.number
+    return LeaseEntry(*head, given, lease.bound, lease.unsent, lease.since)
 
 
 def _write_event(tables: Tables, number: int, _: str) -> EventEntry | None:
@@ -411,7 +422,12 @@ def load(tables: Tables, items: Iterable[tuple[bytes, bytes]]) -> Counters | Non
     accept_present(tables)
     tables.grandfathered_store = tables.stored
     _check(tables, loaded)
-    return found if number == FORMAT else None
+    if number == FORMAT:
+        return found
+    for key in loaded:
+        if key[0] in GROWN:
+            tables.mark_dirty(*key)
+    return None
 
 
 def _decode(key: bytes, value: bytes, shape: type[T]) -> T:
@@ -490,7 +506,9 @@ def _drop(tables: Tables, key: DirtyKey, what: str) -> None:
 def _read_session(tables: Tables, key: DirtyKey, entry: SessionEntry) -> None:
     number, user = key[1], tables.user(entry.uid)
     groups = frozenset(entry.groups)
-    session = Session(number, entry.pid, user, entry.gid, groups, entry.connected, verified=entry.verified)
+    session = Session(
+        number, entry.pid, user, entry.gid, groups, entry.connected, verified=entry.verified, process=entry.process
+    )
     tables.sessions[number] = user.sessions[number] = session
     tables.stored += SESSION_FDS
 
@@ -580,7 +598,8 @@ def _read_state(tables: Tables, key: DirtyKey, entry: StateEntry) -> None:
     if version is None:
         _drop(tables, key, f"a state of {name}@{number}, which there is not")
     else:
-        version.state, version.why, version.digests = entry.state, entry.why, entry.digests
+        version.state, version.why = entry.state, entry.why
+        version.digests, version.published = entry.digests, entry.published
 
 
 def _read_lease(tables: Tables, key: DirtyKey, entry: LeaseEntry) -> None:
@@ -592,7 +611,7 @@ def _read_lease(tables: Tables, key: DirtyKey, entry: LeaseEntry) -> None:
         return
     pieces = dict(enumerate(version.replicas.values()))
     given = tuple(pieces[index] for index in entry.given if index in pieces)
-    lease = Lease(number, session, version, given, entry.bound, unsent=entry.unsent)
+    lease = Lease(number, session, version, given, entry.bound, unsent=entry.unsent, since=entry.since)
     tables.leases[number] = session.leases[number] = version.holders[number] = lease
     session.user.leases += 1
     if not given or len(given) < len(entry.given):

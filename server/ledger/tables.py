@@ -8,7 +8,8 @@ from dataclasses import InitVar, dataclass, field
 from enum import StrEnum
 
 from cubroker.server.ledger.events import Effect
-from cubroker.server.ledger.model import (
+from cubroker.server.ledger.policy import Limits, Policy
+from cubroker.server.ledger.records import (
     Budget,
     DeviceAccount,
     Footprint,
@@ -25,7 +26,6 @@ from cubroker.server.ledger.model import (
     Version,
     Waiter,
 )
-from cubroker.server.ledger.policy import Limits, Policy
 from cubroker.server.ledger.states import VERSION, E, S, VersionEvent, VersionState, step
 
 MAX_PAST_NAMES = 65_536

@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import gzip
 import hashlib
 import hmac
 import ipaddress
@@ -29,10 +30,11 @@ import re
 import socket
 import stat
 import time
+import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib.resources import files
 from pathlib import Path
@@ -57,6 +59,8 @@ MAX_CONNECTIONS = 32  #: Connections at once; more are closed as they come. Each
 MAX_STREAMS = 8  #: Of these, those that an endless reply may have.
 TIMEOUT = 10.0  #: Seconds that a reader may take to send its request, and to take each piece of the reply.
 CHUNK = 64 << 10  #: Bytes of a piece.
+GZIP_LEVEL = 3  #: A view of 200 pools, 130 KB, takes a third of a millisecond and becomes 12 KB; level 6 takes 0.8 ms.
+MIN_GZIP = 1024  #: Bytes of a body that is worth compressing.
 MAX_TOKEN_FILE = 1024  #: Bytes of a token file.
 TOKEN = re.compile(rb"[!-~]{16,}")  #: A token: printable, without spaces, and too long to be guessed if it is random.
 FORBIDDEN_MODE = stat.S_IRWXO | stat.S_IWGRP  #: Bits that the mode of a token file must not have.
@@ -164,7 +168,10 @@ class HttpServer:
                 await self._send(http, writer, _error(error.error_status_hint, str(error)))
             else:
                 if isinstance(event, h11.Request):  # and not the end of a connection without one
-                    await self._send(http, writer, await self._respond(event), empty=event.method == b"HEAD")
+                    response = await self._respond(event)
+                    if _takes_gzip(dict(event.headers).get(b"accept-encoding", b"")):
+                        response = _compressed(response)
+                    await self._send(http, writer, response, empty=event.method == b"HEAD")
         except (OSError, TimeoutError, h11.ProtocolError) as error:
             log.debug("a reader of metrics went: %r", error)
         finally:
@@ -219,6 +226,31 @@ class HttpServer:
 
 def _error(status: int, reason: str, headers: tuple[tuple[str, str], ...] = ()) -> HttpResponse:
     return HttpResponse("text/plain; charset=utf-8", f"{reason}\n".encode(), status, headers)
+
+
+def _takes_gzip(accepted: bytes) -> bool:
+    """Whether a value of ``Accept-Encoding`` names gzip (RFC 9110, section 12.5.3)."""
+    for coding in accepted.lower().split(b","):
+        name, _, weight = coding.replace(b" ", b"").partition(b";q=")
+        if name == b"gzip":
+            return not weight or weight.strip(b"0.") != b""
+    return False
+
+
+def _compressed(response: HttpResponse) -> HttpResponse:
+    """Return a response as gzip, if it is long."""
+    body = response.body
+    if isinstance(body, bytes) and len(body) < MIN_GZIP:
+        return response
+    packed = gzip.compress(body, GZIP_LEVEL) if isinstance(body, bytes) else _compressed_pieces(body)
+    return replace(response, body=packed, headers=(*response.headers, ("Content-Encoding", "gzip")))
+
+
+async def _compressed_pieces(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Yield pieces as one gzip stream, of which a reader has each piece whole when it arrives."""
+    packer = zlib.compressobj(GZIP_LEVEL, zlib.DEFLATED, zlib.MAX_WBITS | 16)
+    async for piece in pieces:
+        yield packer.compress(piece) + packer.flush(zlib.Z_SYNC_FLUSH)
 
 
 async def _write(writer: asyncio.StreamWriter, data: bytes | None) -> None:

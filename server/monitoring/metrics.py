@@ -41,7 +41,7 @@ COLUMNS = {
     "allocated": "Bytes of a device that are allocated, those that are being freed among them.",
     "promised": "Bytes of a device that are granted and not allocated yet.",
 }
-"""What is told of each device, by the fields of :class:`DeviceInfo`."""
+"""What is told of each device, by the fields of :class:`cubroker.protocol.status.DeviceInfo`."""
 
 FREEING = "freeing"  #: The state of memory that no version needs and that its device has not taken back yet.
 OTHER = "(other)"  #: Stands for all names without a label of their own. No pool can have this name.

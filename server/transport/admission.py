@@ -33,6 +33,7 @@ from cubroker.protocol.errors import (
     reason,
 )
 from cubroker.protocol.messages import VERSIONS, Attached, Created, Draining, Hello, Notice, Pong, Refused, Welcome
+from cubroker.server import process_info
 from cubroker.server.event_queue import ClientGreeted, EventQueue
 from cubroker.server.ledger import Ledger
 from cubroker.server.ledger.events import ForgetSession, ProcessExited, SessionOpened
@@ -276,7 +277,9 @@ class Sessions:
         if self._log:
             self._log.opened(session, welcomed=False)
         self.unwelcomed[label(number)] = session
-        return SessionOpened(number, peer.pid, peer.uid, peer.gid, peer.groups, peer.verified)
+        return SessionOpened(
+            number, peer.pid, peer.uid, peer.gid, peer.groups, peer.verified, process_info.read_by_pidfd(peer.pidfd)
+        )
 
     def adopt(self, number: int, connection: socket.socket | None, peer: Peer, logged: LoggedSession) -> None:
         """Take over a session of an earlier broker, whose ``connection`` or process may be gone."""

@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Self
 
 import numpy as np
@@ -162,7 +163,8 @@ def update(
     empty = {tensor: np.full(NBYTES, 255, np.uint8) for tensor in tensors}
     sources = _Late.of({**empty, ORIGINS: np.full(len(TENSORS), -1)}, broker.driver)
     sources.meanwhile = meanwhile
-    return broker._update(name, sources, base, AUTO, wait, None, durable=None, digest=False)
+    ask = partial(broker._creation, name, share=AUTO, wait=wait, mode=None, durable=None)
+    return broker._update(name, sources, base, ask, digest=False)
 
 
 class _Late(Sources):
@@ -183,7 +185,7 @@ class _Late(Sources):
         origins = self.origins | dict.fromkeys(self._arrays, draft.version)
         for tensor, array in self._arrays.items():
             assert isinstance(array, HostArray)
-            array.bits[:] = np.frombuffer(_bytes(draft, tensor, origins), array.bits.dtype)
+            array.contiguous().cast("B")[:] = _bytes(draft, tensor, origins)
         super().fill(draft)
 
 

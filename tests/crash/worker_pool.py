@@ -8,7 +8,6 @@ its children with it. All signals go through pidfds, so none can reach another p
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import os
@@ -25,13 +24,11 @@ from pathlib import Path
 from typing import Self
 
 from tests.brokers import PATIENCE
-from tests.forkserver import CLIENT, ONE_THREAD
+from tests.forkserver import CLIENT, ONE_THREAD, end_with_parent, unmeasured
 
 ROOT = Path(__file__).parents[2]
 WORD = 1 << 16
 """Bytes of the longest word on a line."""
-
-_PR_SET_PDEATHSIG = 1
 
 
 class Channel:
@@ -133,8 +130,7 @@ class WorkerPool:
         with theirs:
             command = [sys.executable, "-m", "tests.crash.worker_pool", *CLIENT, *modules]
             # Coverage is not measured there: whoever is killed has none to report, and it makes forks slow.
-            environment = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_")}
-            environment |= ONE_THREAD
+            environment = unmeasured() | ONE_THREAD
             self._process = subprocess.Popen(command, cwd=ROOT, stdin=theirs.fileno(), env=environment)
         self._line.settimeout(PATIENCE)
 
@@ -187,7 +183,7 @@ def main(modules: list[str]) -> None:
 
 def _live(connection: socket.socket, function: str, *args: str | int | float) -> None:
     """A worker's whole life."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     line = Channel(connection)
     line.hear()

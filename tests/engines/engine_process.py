@@ -17,9 +17,10 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import redirect_stdout
-from io import StringIO
+from inspect import signature
 from multiprocessing import get_context
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 ENVIRONMENT = {
@@ -32,7 +33,10 @@ ENVIRONMENT = {
     "VLLM_WORKER_MULTIPROC_METHOD": "fork",
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it would be compiled, as would fp8 by DeepGEMM
+    "VLLM_USE_DEEP_GEMM": "0",
 }
+ON_GPU = os.environ.get("CUBROKER_ENGINE_DEVICES", "").startswith("cuda")
 PROMPTS = ({"prompt_token_ids": [1, 2, 3, 4]}, {"prompt_token_ids": list(range(7, 60))})
 PATIENCE = 600.0
 """Seconds that engines of one job wait for each other."""
@@ -89,42 +93,45 @@ def switched(llm: Any, job: Job) -> Any:
 def transferred(llm: Any, job: Job) -> None:
     """Update the weights as vLLM's own interface has it, with the job's ``update`` for a message.
 
-    Torch has another default device meanwhile, as vLLM 0.24 has it.
+    Torch has another default device meanwhile, as vLLM 0.24 has it. That one is told no version, and takes the model's
+    tensors away first, for a checkpoint.
     """
     import torch
 
+    told = ["two"] if signature(llm.finish_weight_update).parameters else []
     llm.init_weight_transfer_engine({"init_info": {}})
     llm.start_weight_update()
     with torch.device("meta"):
         llm.update_weights({"update_info": job["update"]})
-    llm.finish_weight_update("two")
+    llm.finish_weight_update(*told)
 
 
 def trained(llm: Any, job: Job) -> None:
-    """Be a trainer of another model, ``job["trained"]``, and send its weights by vLLM's own interface for trainers."""
-    from transformers import AutoModelForCausalLM
-    from vllm.distributed.weight_transfer import ModuleSource, WeightTransferTrainerFactory
+    """Be a trainer of another model, ``job["trained"]``, and send its weights by vLLM's own interface for trainers.
 
-    from cubroker.integrations.vllm_live import PoolTrainerInit
+    Releases without one have the methods that it calls, of which two have other arguments.
+    """
+    from transformers import AutoModelForCausalLM
+    from vllm.distributed.weight_transfer import factory
+
+    from cubroker.integrations.vllm_live import ModuleSource, PoolTrainer, PoolTrainerInit
 
     class Client:
         """What vLLM's trainer engines talk to, without a network."""
 
+        start_weight_update = llm.start_weight_update
+        finish_weight_update = llm.finish_weight_update
+
         def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
             llm.init_weight_transfer_engine({"init_info": init_info})
-
-        def start_weight_update(self) -> None:
-            llm.start_weight_update()
 
         def update_weights(self, update_info: dict[str, Any]) -> None:
             llm.update_weights({"update_info": update_info})
 
-        def finish_weight_update(self, weight_version: str | None = None) -> None:
-            llm.finish_weight_update(weight_version)
-
     model = AutoModelForCausalLM.from_pretrained(job["trained"], dtype="bfloat16")
     init = PoolTrainerInit(pool="policy", directory=job["extra"]["directory"], rank=0)
-    trainer = WeightTransferTrainerFactory.trainer_init(init, client=Client(), source=ModuleSource(model))
+    made = getattr(factory, "WeightTransferTrainerFactory", PoolTrainer).trainer_init
+    trainer = made(init, client=Client(), source=ModuleSource(model))
     for _ in range(2):
         trainer.send_weights()
     trainer.shutdown()
@@ -202,16 +209,34 @@ def met(llm: Any, job: Job) -> None:
 def places(worker: Any) -> dict[str, Any]:
     """How many bytes of parameters lie in memory of the broker's, how many of these can be written, and of how many."""
     inside = writable = total = 0
-    with open("/proc/self/maps") as maps:
-        lines = [line.split(maxsplit=5) for line in maps]
-    regions = [([int(part, 16) for part in line[0].split("-")], line[1], line[-1]) for line in lines]
+    regions = pooled(worker) if ON_GPU else mapped()
     for parameter in {id(each): each for each in worker.get_model().parameters()}.values():
         total += parameter.nbytes
-        for (first, last), mode, name in regions:
-            if parameter.nbytes and first <= parameter.data_ptr() < last and "memfd" in name:
+        for first, last, can_write in regions:
+            if parameter.nbytes and first <= parameter.data_ptr() < last:
                 inside += parameter.nbytes
-                writable += parameter.nbytes * ("w" in mode)
+                writable += parameter.nbytes * can_write
     return {"inside": inside, "writable": writable, "total": total}
+
+
+def mapped() -> list[tuple[int, int, bool]]:
+    """Memory of emulated devices in this process: its addresses, and whether it is mapped to be written."""
+    with open("/proc/self/maps") as maps:
+        lines = [line.split(maxsplit=5) for line in maps]
+    found = [(line[0].split("-"), "w" in line[1]) for line in lines if "memfd" in line[-1]]
+    return [(int(first, 16), int(last, 16), can_write) for (first, last), can_write in found]
+
+
+def pooled(worker: Any) -> list[tuple[int, int, bool]]:
+    """Memory of the engine's pool on a GPU; only that of ``vmm`` is mapped read-only there."""
+    from cubroker.integrations.vllm import held
+    from cubroker.protocol.errors import Invalid
+
+    try:
+        pool = held(worker.get_model()).pool
+    except Invalid:  # a plain engine
+        return []
+    return [(tensor.pointer, tensor.pointer + tensor.nbytes, pool.share != "vmm") for tensor in pool.values()]
 
 
 def described(worker: Any) -> dict[str, Any]:
@@ -259,7 +284,7 @@ def publish_changed(worker: Any) -> int:
 
 def stop_half_way(job: Job) -> None:
     """Have the one engine that makes the file ``job["once"]`` say its process, and stop, with a draft that is full."""
-    from cubroker.client.pool import Draft
+    from cubroker.client.draft import Draft
 
     seal = Draft.seal
 
@@ -282,9 +307,10 @@ def run(job: Job) -> dict[str, Any]:
     if "preload" in job:
         from cubroker.cli.main import run as command
 
-        with redirect_stdout(StringIO()) as printed:
+        with TemporaryFile("w+") as printed, redirect_stdout(printed):  # a file, whose descriptor vLLM asks for
             status = command(["vllm", "preload", job["model"], *job["preload"]])
-        return {"status": status, "printed": printed.getvalue()}
+            printed.seek(0)
+            return {"status": status, "printed": printed.read()}
     if job["format"] == "auto":  # compute as engines on pools do: not on packed copies of the weights
         from vllm import _custom_ops
 
@@ -299,7 +325,8 @@ def run(job: Job) -> dict[str, Any]:
         "max_num_seqs": 4,
         "distributed_executor_backend": "uni",
         "enable_prefix_caching": False,
-        "gpu_memory_utilization": 0.3,
+        "gpu_memory_utilization": 0.1 if ON_GPU else 0.3,
+        **({"kv_cache_memory_bytes": 1 << 26} if ON_GPU else {}),  # nothing is measured while others start
         **job.get("engine", {}),
     }
     began = time.perf_counter()

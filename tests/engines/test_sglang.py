@@ -255,6 +255,6 @@ def test_an_engine_without_a_broker_falls_back_only_if_told(start: Start, tmp_pa
     absent = {"directory": str(tmp_path / "absent")}
     refused, falls = start(model, **absent), start(model, **absent, fallback=True)
     assert falls.answer() == "started"
-    assert "SGLang's own loader is used, and no pool: no broker serves" in falls.log()
+    assert "the engine's own loader is used, and no pool: no broker serves" in falls.log()
     with pytest.raises(AssertionError, match="no broker serves"):
         refused.answer()

@@ -1,7 +1,8 @@
 """A real tritonserver on emulated devices: instances of a model on one copy of its weights, and registered regions.
 
 It is that of the nvidia-pytriton under ``$CUBROKER_TRITON_PYTHON``, by default the interpreter of the tests, which also
-has torch and what cubroker needs; they are skipped where there is none.
+has torch and what cubroker needs; they are skipped where there is none. ``$CUBROKER_ENGINE_DEVICES`` may be ``cuda:0``:
+regions are then memory of that GPU.
 """
 
 from __future__ import annotations
@@ -32,11 +33,15 @@ ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "triton"
 PYTHON = os.environ.get("CUBROKER_TRITON_PYTHON", sys.executable)
 
+DEVICES = os.environ.get("CUBROKER_ENGINE_DEVICES", "host:2@256MiB")
+ON_GPU = DEVICES.startswith("cuda")
+
 FIND = """
 import importlib.util, json, sys, sysconfig
 spec = importlib.util.find_spec("pytriton")
-places = sysconfig.get_path("purelib"), sysconfig.get_config_var("LIBDIR"), "%d.%d" % sys.version_info[:2]
-print(json.dumps(places if spec else None))
+version = "%d.%d" % sys.version_info[:2]
+places = spec and (spec.submodule_search_locations[0], sys.path[1:], sysconfig.get_config_var("LIBDIR"), version)
+print(json.dumps(places))
 """
 PLACES = json.loads(subprocess.run([PYTHON, "-c", FIND], check=True, stdout=subprocess.PIPE).stdout)
 pytestmark = [pytest.mark.skipif(PLACES is None, reason="there is no tritonserver"), pytest.mark.timeout(600)]
@@ -49,8 +54,8 @@ class Server:
     """One tritonserver with the model of the example."""
 
     def __init__(self, folder: Path, directory: Path) -> None:
-        packages, libraries, version = PLACES
-        there = Path(packages) / "pytriton" / "tritonserver"
+        package, path, libraries, version = PLACES
+        there = Path(package) / "tritonserver"
         backend = folder / "backends" / "python"
         backend.mkdir(parents=True)
         for part in (
@@ -60,7 +65,7 @@ class Server:
             (backend / part.name).symlink_to(part)
         subprocess.run([PYTHON, "-m", "venv", "--without-pip", folder / "venv"], check=True)
         (site,) = (folder / "venv").glob("lib/python*/site-packages")
-        (site / "here.pth").write_text(f"{packages}\n{Path(cubroker.__file__).parents[1]}\n")
+        (site / "here.pth").write_text("\n".join([str(Path(cubroker.__file__).parents[1]), *path]))
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
@@ -75,7 +80,7 @@ class Server:
             stderr=self._log,
             env=os.environ  # the stub finds its packages by the python3 that comes first
             | {"PATH": f"{folder / 'venv' / 'bin'}{os.pathsep}{os.environ['PATH']}", "CUBROKER_DIR": str(directory)}
-            | {"LD_LIBRARY_PATH": f"{packages}/nvidia_pytriton.libs{os.pathsep}{libraries}"},
+            | {"LD_LIBRARY_PATH": f"{Path(package).parent}/nvidia_pytriton.libs{os.pathsep}{libraries}"},
         )
 
     def ready(self) -> bool:
@@ -117,7 +122,7 @@ class Server:
 
 @pytest.fixture(scope="module")
 def lender() -> Iterator[BrokerProcess]:
-    with serving("host:2@256MiB") as process:
+    with serving(DEVICES) as process:
         yield process
 
 
@@ -179,12 +184,12 @@ def test_instances_share_one_copy_of_the_weights(server: Server, lender: BrokerP
         pids = server.instances()
         assert info.leases == len(pids) == 2
     said = [run(lender, "infer", server.url)]
-    while min(shared(pid)["Rss"] for pid in pids) < info.nbytes:  # until both have touched all of it
+    while not ON_GPU and min(shared(pid)["Rss"] for pid in pids) < info.nbytes:  # until both have touched all of it
         said.append(run(lender, "infer", server.url))
         assert len(said) < 20
     assert all("Y is FP32 (16, 512), 32768 bytes in cubroker-" in each for each in said)
     assert len({each.splitlines()[-1] for each in said}) == 1
-    for pid in pids:
+    for pid in pids * (not ON_GPU):
         found = shared(pid)
         assert found["Pss"] == pytest.approx(found["Rss"] / 2, rel=0.01), found
     assert server.regions() == []
@@ -201,11 +206,12 @@ def test_answers_through_regions_equal_those_in_requests(server: Server, lender:
         with triton.register(pool, server.url) as regions:
             assert server.regions() == list(regions.names)
             assert len(regions.names) == 1
+            assert len(server.call(f"{triton.CUDA if ON_GPU else triton.SYSTEM}/status")) == 1
             assert not (triton.FOLDER / regions.names[0]).exists()
             pool["X"].copy_from(x)
             answers = regions.infer("perceptron", {"X": "X"}, {"Y": "Y"})
             assert answers == {"Y": ("FP32", (BATCH, WIDTH))}
-            assert np.array_equal(pool["Y"].numpy(), np.array(plain, np.float32).reshape(BATCH, WIDTH))
+            assert pool["Y"].tobytes() == np.array(plain, np.float32).tobytes()
             before = pool["X"].tobytes()
             for wrong, error in (("absent", "unknown model"), ("perceptron", "FP64")):
                 with pytest.raises(Invalid, match=error):
@@ -275,15 +281,19 @@ def test_a_server_that_stops_answering_is_told_and_asked_again(server: Server, l
         assert server.regions() == []
 
 
-def test_a_server_refuses_what_it_cannot_open(
-    server: Server, lender: BrokerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pools_that_are_not_sealed_and_writable_are_refused(server: Server, lender: BrokerProcess) -> None:
     with Broker(lender.directory) as broker:
         with scratch(broker, writable=False) as pool, pytest.raises(Invalid, match="create it writable"):
             triton.register(pool, server.url)
         with broker.create("io", LAYOUT, writable=True) as draft, pytest.raises(Invalid, match="is a draft"):
             triton.register(draft, server.url)
-        with scratch(broker) as pool:
-            monkeypatch.setattr(triton, "FOLDER", tmp_path)  # where the server does not look
-            with pytest.raises(Invalid, match="Unable to open shared memory region"):
-                triton.register(pool, server.url)
+
+
+@pytest.mark.skipif(ON_GPU, reason="memory of a GPU has no file")
+def test_a_server_refuses_what_it_cannot_open(
+    server: Server, lender: BrokerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Broker(lender.directory) as broker, scratch(broker) as pool:
+        monkeypatch.setattr(triton, "FOLDER", tmp_path)  # where the server does not look
+        with pytest.raises(Invalid, match="Unable to open shared memory region"):
+            triton.register(pool, server.url)

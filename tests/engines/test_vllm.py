@@ -2,7 +2,8 @@
 
 They run under ``$CUBROKER_VLLM_PYTHON``, by default the interpreter of the tests, and are skipped where that has no
 vLLM. An engine takes seconds, and the import of vLLM up to a minute, so one process imports it for all engines.
-``$CUBROKER_ENGINES`` says how many start at once, where several do: 3 by default.
+``$CUBROKER_ENGINES`` says how many start at once, where several do: 3 by default. ``$CUBROKER_ENGINE_DEVICES`` may be
+``cuda:0``: the engines then run on that GPU.
 """
 
 from __future__ import annotations
@@ -32,11 +33,29 @@ ROOT = Path(__file__).parents[2]
 PYTHON = os.environ.get("CUBROKER_VLLM_PYTHON", sys.executable)
 AT_ONCE = int(os.environ.get("CUBROKER_ENGINES", "3"))
 
+DEVICES = os.environ.get("CUBROKER_ENGINE_DEVICES", "host:2@512MiB")
+ON_GPU = DEVICES.startswith("cuda")
+SMALL = DEVICES if ON_GPU else "host:1@64MiB"
+
 FIND = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
 pytestmark = [
     pytest.mark.skipif(subprocess.run([PYTHON, "-c", FIND], check=False).returncode != 0, reason="there is no vLLM"),
     pytest.mark.timeout(1800),
 ]
+
+
+def has(module: str, name: str) -> bool:
+    """Whether a module of this vLLM has a name, by its source: to import vLLM takes up to a minute."""
+    find = "import importlib.util; print(importlib.util.find_spec('vllm').submodule_search_locations[0])"
+    done = subprocess.run([PYTHON, "-c", find], check=False, stdout=subprocess.PIPE, text=True)
+    file = Path(done.stdout.strip(), *module.split(".")).with_suffix(".py")
+    return done.returncode == 0 and file.exists() and name in file.read_text()
+
+
+SLEEPS = has("device_allocator.sleep_mode_backend", "SleepModeBackendFactory")
+PROCESSED = has("model_executor.utils", "weights_already_processed")
+UNPROCESSED = pytest.mark.skipif(PROCESSED, reason="this vLLM can")
+ALONE = pytest.mark.skipif(ON_GPU, reason="it takes two GPUs, and runs on one")
 
 Said = dict[str, Any]
 
@@ -102,7 +121,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
 
 @pytest.fixture(scope="module")
 def lender() -> Iterator[BrokerProcess]:
-    with serving("host:2@512MiB") as process:
+    with serving(DEVICES) as process:
         yield process
 
 
@@ -259,6 +278,19 @@ def test_weights_that_a_trainer_publishes_reach_running_engines(
     assert [[engine.get("said"), engine.get("after")] for engine in found] == [wanted] * AT_ONCE, found
     assert [version for name, version in names(lender) if name not in known and name != "steps"] == [2]
 
+    lacking = engines.run(before, extra=extra, engine=backend, update={"pool": "none"}, do=["said", "transferred"])
+    assert "'none'" in lacking["error"]
+    other = engines.run(before, "auto", engine=backend, update={"version": 1}, do=["transferred"])
+    assert "has no pool; start the engine with --load-format cubroker" in other["error"]
+
+
+def test_a_trainer_sends_its_weights_by_the_interface_of_vllm(
+    engines: Engines, lender: BrokerProcess, tmp_path: Path
+) -> None:
+    before, trained = made(tmp_path / "policy", 10), made(tmp_path / "trained", 11)
+    extra = {"directory": str(lender.directory)}
+    backend = {"weight_transfer_config": {"backend": "cubroker"}}
+    wanted = [engines.run(model, "auto")["said"] for model in (before, trained)]
     there_and_back = engines.run(
         trained, extra=extra, engine=backend, trained=str(before), do=["said", "trained", "after", "placed"]
     )
@@ -269,17 +301,14 @@ def test_weights_that_a_trainer_publishes_reach_running_engines(
     steps = ["modules", "trained", "left"]
     kept = engines.run(trained, extra=extra, engine=compiled, trained=str(before), do=steps)
     assert kept.get("left", kept) == kept.get("modules"), "a model that was only loaded from stays"
-    lacking = engines.run(before, extra=extra, engine=backend, update={"pool": "none"}, do=["said", "transferred"])
-    assert "'none'" in lacking["error"]
-    other = engines.run(before, "auto", engine=backend, update={"version": 1}, do=["transferred"])
-    assert "has no pool; start the engine with --load-format cubroker" in other["error"]
 
 
+@pytest.mark.skipif(not SLEEPS, reason="this vLLM has no backends of sleep mode")
 def test_an_engine_sleeps_without_its_pool_and_wakes_where_it_was(
     engines: Engines, lender: BrokerProcess, tmp_path: Path
 ) -> None:
     model = made(tmp_path / "sleeper", 20)
-    with serving("host:1@64MiB") as alone:
+    with serving(SMALL) as alone:
         extra = {"directory": str(alone.directory)}
         steps = ["said", "slept", "asleep", "resumed", "woken", "placed"]
         found = engines.run(model, extra=extra, do=steps)
@@ -335,11 +364,10 @@ def test_two_fine_tunes_never_meet_and_an_engine_without_a_broker_falls_back_onl
 @pytest.mark.parametrize(
     ("kind", "terms"),
     [
-        (mixture, {}),
-        (tied, {}),
-        (llama, {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}),
+        pytest.param(mixture, {}, marks=pytest.mark.skipif(not PROCESSED, reason="this vLLM cannot"), id="a mixture"),
+        pytest.param(tied, {}, id="tied embeddings"),
+        pytest.param(llama, {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}, marks=ALONE, id="ranks"),
     ],
-    ids=["mixture of experts", "tied embeddings", "tensor parallel"],
 )
 def test_models_of_other_kinds_are_equal_to_the_bit(
     engines: Engines,
@@ -362,6 +390,7 @@ def test_models_of_other_kinds_are_equal_to_the_bit(
     assert len(names(lender)) - len(known) == len(second["placed"])
 
 
+@ALONE
 def test_each_rank_of_a_pipeline_has_a_pool_of_its_own(engines: Engines, lender: BrokerProcess, tmp_path: Path) -> None:
     """They say nothing here: on a CPU, vLLM 0.32 cannot compute in a pipeline, with a pool or without."""
     model = made(tmp_path / "model", 35)
@@ -384,7 +413,13 @@ def test_an_adapter_is_computed_with_on_a_pool(engines: Engines, lender: BrokerP
     assert plain["said"] != engines.run(model, "auto", engine=terms)["said"]
 
 
-@pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="vLLM computes fp8 on processors with AMX alone")
+EIGHT_BITS = pytest.mark.skipif(
+    not (ON_GPU or torch.cpu._is_amx_tile_supported()), reason="vLLM computes fp8 on processors with AMX alone"
+)
+
+
+@EIGHT_BITS
+@pytest.mark.skipif(not PROCESSED, reason="this vLLM cannot take weights that it has processed")
 def test_a_model_of_eight_bits_is_equal_to_the_bit(engines: Engines, lender: BrokerProcess, tmp_path: Path) -> None:
     model = fp8(made(tmp_path / "model", 50))
     extra = {"directory": str(lender.directory)}
@@ -393,17 +428,32 @@ def test_a_model_of_eight_bits_is_equal_to_the_bit(engines: Engines, lender: Bro
     assert [engine.get("said") for engine in pools] == [plain["said"]] * 2, (plain, pools)
 
 
-def test_a_model_of_four_bits_is_refused_by_name(engines: Engines, lender: BrokerProcess, tmp_path: Path) -> None:
-    """This vLLM's AWQ cannot take weights that it has packed."""
-    model = awq(made(tmp_path / "model", 51))
+@pytest.mark.parametrize(
+    ("kind", "pack", "module"),
+    [
+        pytest.param(llama, awq, "self_attn.qkv_proj", id="four bits"),
+        pytest.param(llama, fp8, "self_attn.qkv_proj", marks=[EIGHT_BITS, UNPROCESSED], id="eight bits"),
+        pytest.param(mixture, None, "mlp.experts.routed_experts", marks=UNPROCESSED, id="a mixture"),
+    ],
+)
+def test_a_method_that_cannot_take_its_own_weights_is_refused_by_name(
+    engines: Engines,
+    lender: BrokerProcess,
+    tmp_path: Path,
+    kind: Callable[[], transformers.PreTrainedModel],
+    pack: Callable[[Path], Path] | None,
+    module: str,
+) -> None:
+    model = made(tmp_path / "model", 51, kind)
+    model = pack(model) if pack else model
     extra = {"directory": str(lender.directory)}
     known = names(lender)
     plain = engines.run(model, "auto")
     refused = engines.run(model, extra=extra)["error"]
-    assert "model.layers.0.self_attn.qkv_proj is computed by" in refused, (plain, refused)
+    assert f"model.layers.0.{module} is computed by" in refused, (plain, refused)
     assert "and this vLLM" in refused
     assert "use another load format" in refused
-    assert engines.run(model, extra={**extra, "fallback": True})["said"] == plain["said"]
+    assert engines.run(model, extra={**extra, "fallback": True}).get("said") == plain["said"]
     assert names(lender) == known
 
 
@@ -442,7 +492,7 @@ def test_an_engine_serves_on_when_the_broker_is_killed_and_the_next_one_attaches
 ) -> None:
     model, pipe = made(tmp_path / "model", 70), tmp_path / "pipe"
     os.mkfifo(pipe)
-    with started(lambda directory: KeptBroker(directory, "host:1@64MiB")) as kept:
+    with started(lambda directory: KeptBroker(directory, SMALL)) as kept:
         extra = {"directory": str(kept.directory), "durable": True, "checkpoint": "kept"}
         engines.ask(model, extra=extra, pipe=str(pipe), do=["said", "waited", "again"])
         with pipe.open("w"):  # the engine serves

@@ -13,7 +13,7 @@ from tests.fuzz.mutate import Finding, hunt
 from tests.fuzz.protocol_targets import TARGETS
 from tests.fuzz.target import CRASHES, Target, attempt_measured
 
-INPUTS = 1500
+INPUTS = 600
 """Of each target, others every day."""
 
 

@@ -26,7 +26,7 @@ def broker() -> Iterator[Broker]:
 
 
 @SHARES
-@capturing.each_way
+@pytest.mark.parametrize("way", capturing.WAYS)
 def test_a_capture_goes_on(broker: Broker, share: str, tmp_path: Path, way: capturing.Way) -> None:
     capturing.goes_on(broker, "m", share, way, tmp_path)
     broker.retire("m")

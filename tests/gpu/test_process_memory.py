@@ -29,7 +29,7 @@ def test_a_process_that_keeps_freed_memory_is_told_until_it_lets_go(share: str) 
             draft.seal()
         with broker.attach("a", device=0):  # and this process gives back what it had
             pass
-        command = [sys.executable, "-m", "tests.gpu.keeper", str(process.directory), "a"]
+        command = [sys.executable, "-m", "tests.gpu.late_unmapper", str(process.directory), "a"]
         with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as keeper:
             try:
                 assert keeper.stdin

@@ -4,9 +4,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.systemd.installing import VERSIONS, install, wheel
+from tests.systemd.installing import VERSIONS, install
 from tests.systemd.lab import Lab, booted, obstacle
 from tests.systemd.service import SETTINGS, TEXT, Service
+from tests.wheels import wheel
 
 
 @pytest.fixture(scope="session")
@@ -14,7 +15,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     """A systemd of its own, with this tree installed."""
     if reason := obstacle():
         pytest.skip(reason)
-    built = wheel(VERSIONS[0], tmp_path_factory.mktemp("wheels"))
+    built = wheel(tmp_path_factory.mktemp("wheels"), VERSIONS[0])
     with booted() as running:
         install(running, {VERSIONS[0]: built}, TEXT)
         yield running

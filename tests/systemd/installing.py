@@ -1,41 +1,14 @@
-"""Versions of cubroker, built from this tree and installed in a lab as an operator would install them."""
+"""Versions of cubroker, installed in a lab as an operator would install them."""
 
 from __future__ import annotations
 
-import re
-import shutil
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
-from tests.systemd.lab import ROOT, Lab
+from tests.systemd.lab import Lab
 from tests.systemd.service import SETTINGS
 
 VERSIONS = ("1.0.0", "1.1.0")
-FOLDERS = ("api", "protocol", "driver", "server", "client", "integrations", "cli", "deploy", "examples")
-SOURCES = (*FOLDERS, "pyproject.toml", "README.md", "LICENSE", "Makefile")
-
-
-def source(version: str, folder: Path) -> None:
-    """Copy what this tree is built and installed from to ``folder``, as a version."""
-    for name in SOURCES:
-        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
-        copy(ROOT / name, folder / name)
-    project = folder / "pyproject.toml"
-    text, count = re.subn(r'^version = ".*"$', f'version = "{version}"', project.read_text(), flags=re.MULTILINE)
-    assert count == 1
-    project.write_text(text)
-
-
-def wheel(version: str, folder: Path) -> Path:
-    """Build this tree as a version, and return its wheel in ``folder``."""
-    with tempfile.TemporaryDirectory(prefix="cubroker-source-") as tree:
-        source(version, Path(tree))
-        command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
-        subprocess.run([*command, "--wheel-dir", folder, tree], check=True)
-    (built,) = folder.glob(f"cubroker-{version}-*.whl")
-    return built
 
 
 def install(lab: Lab, wheels: dict[str, Path], settings: str) -> None:

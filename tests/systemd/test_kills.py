@@ -18,8 +18,9 @@ import pytest
 
 from tests.brokers import eventually
 from tests.systemd.clients import Client
-from tests.systemd.installing import VERSIONS, add, switch, wheel
+from tests.systemd.installing import VERSIONS, add, switch
 from tests.systemd.service import SERVICE, Service
+from tests.wheels import wheel
 
 KILLS = int(os.environ.get("CUBROKER_SYSTEMD_KILLS", "4"))
 HOLDERS = 4
@@ -99,7 +100,7 @@ def test_kills_at_any_moment_lose_and_double_nothing(service: Service, capsys: p
 
 def test_another_version_goes_on_where_the_last_one_stopped(service: Service, tmp_path: Path) -> None:
     old, new = VERSIONS
-    add(service.lab, new, wheel(new, tmp_path))
+    add(service.lab, new, wheel(tmp_path, new))
     with Company.at_work(service) as company:
         assert service.version == old
         switch(service.lab, new)

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoints import filled, write
-from tests.systemd.installing import source
+from tests.systemd.documented_session import Step, Terminal, difference, steps
 from tests.systemd.lab import ROOT, Lab, booted, obstacle, release
-from tests.systemd.page import Step, Terminal, difference, steps
+from tests.wheels import source
 
 PAGE = (ROOT / "docs" / "operating.md").read_text()
 RELEASE = 252
@@ -105,7 +105,7 @@ def user_has_a_manager(lab: Lab) -> None:
 
 def prometheus_is_installed(lab: Lab) -> None:
     lab.write("/etc/systemd/system/prometheus.service", PROMETHEUS)
-    lab.run("useradd", "--system", "prometheus")
+    lab.run("sh", "-c", "id prometheus || useradd --system prometheus")  # the host's accounts are in the lab, too
     lab.systemctl("daemon-reload")
 
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from math import inf
 
+from tests.crash import end_in_order
 from tests.crash.kills.campaign import Campaign
 from tests.crash.kills.kill_points import POINTS, Point
 from tests.unit.server.processes import descriptors, gateway_of, resident
@@ -30,6 +31,7 @@ def main() -> int:
     )
     parser.add_argument("--seconds", type=float, default=inf, help="begin no kill after so long")
     options = parser.parse_args()
+    end_in_order()
     first, step = options.part
     points = POINTS[first - 1 :: step]
     chance = random.Random(options.seed)

@@ -28,7 +28,7 @@ from typing import Any
 
 import zmq
 
-from cubroker.client.pool import Draft
+from cubroker.client.draft import Draft
 from cubroker.client.publish import Sources
 from cubroker.client.transport import handshake
 from cubroker.client.transport.fd_receiver import FdReceiver

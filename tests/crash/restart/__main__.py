@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable
 from math import inf
 
+from tests.crash import end_in_order
 from tests.crash.restart.step_campaign import SCENES, Campaign
 
 SPARE = 3
@@ -26,6 +27,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=inf, help="begin no kill after so long")
     parser.add_argument("--scenes", default="", metavar="WORD", help="only scenes that have this in their name")
     options = parser.parse_args()
+    end_in_order()
     chance = random.Random(options.seed)
     plays: dict[str, Callable[[Campaign, int], bool]] = {"start": Campaign.kill_restoring}
     for scene in SCENES:

@@ -6,7 +6,7 @@ import sys
 
 from cubroker.server.__main__ import main
 from cubroker.server.ledger import publish
-from cubroker.server.ledger.model import Lease
+from cubroker.server.ledger.records import Lease
 from cubroker.server.ledger.tables import Tables
 
 release = publish.release

@@ -23,6 +23,7 @@ from collections import Counter as Count
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Self
@@ -30,10 +31,12 @@ from typing import Self
 from cubroker.client import Broker, Pool
 from cubroker.protocol.errors import NotFound, Retired
 from tests.brokers import PATIENCE, eventually
+from tests.crash import end_in_order
 from tests.crash.consistency import settles
 from tests.crash.content import check, update
 from tests.crash.restart.workloads import CHAIN, SHARDED
 from tests.crash.worker_pool import Worker, WorkerPool
+from tests.forkserver import end_with_parent
 from tests.unit.server.processes import alive, descriptors, gateway_of, gateways, open_files
 
 WORKERS = "tests.crash.restart.random_workload"
@@ -106,7 +109,13 @@ class RandomKills:
             with log.open("wb") as file:
                 limits = ["--watchdog", str(WATCHDOG), "--start-timeout", str(START_TIMEOUT)]
                 keep = [sys.executable, "-m", "cubroker.cli", "keep", "--pause", "0", *limits, "--", *serve]
-                keeper = subprocess.Popen(keep, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
+                keeper = subprocess.Popen(
+                    keep,
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=file,
+                    preexec_fn=partial(end_with_parent, signal.SIGTERM),  # which ends its broker as well
+                )
             try:
                 eventually(lambda: "cubroker: serving on" in log.read_text(), "the broker to serve")
                 with Broker(directory, timeout=PATIENCE) as observer:
@@ -326,6 +335,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=inf, help="begin no kill after so long")
     options = parser.parse_args()
+    end_in_order()
     began = time.monotonic()
     with RandomKills.begin(options.seed) as campaign:
         campaign.begin_counting()

@@ -7,7 +7,7 @@ import pytest
 from tests.crash.restart.step_campaign import SCENES, Campaign, Scene
 from tests.sampling import daily
 
-SOME = daily(SCENES, 18)
+SOME = daily(SCENES, 10)
 PARTS = (1, 2, 3)
 """Quarters of a scene: where in it the broker is killed."""
 

@@ -1,4 +1,4 @@
-"""Run one of the long tests: ``python -m tests.crash.soak stops``, and so on; each has its own ``--help``."""
+"""Run one of the long tests: ``python -m tests.crash.soak stopped_clients``, and so on; each has its own ``--help``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import sys
 from importlib import import_module
 
-SUBJECTS = ("leaks", "load", "stops")
+SUBJECTS = ("leaks", "load", "stopped_clients")
 
 
 def main() -> int:

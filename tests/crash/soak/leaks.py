@@ -70,7 +70,11 @@ class Scene:
         eventually(lambda: all(map(operator.le, self._counts(), self._at_first)), f"no more than {self._at_first}")
 
     def _reported(self) -> object:
-        clients = [replace(each, mapped_beyond_leases=each.mapped_beyond_leases or 0) for each in self.client.clients()]
+        """What the broker tells, but for since when: a pool that woke has another lease."""
+        clients = []
+        for each in self.client.clients():
+            leases = tuple(replace(lease, held_since=None) for lease in each.leases)
+            clients.append(replace(each, leases=leases, mapped_beyond_leases=each.mapped_beyond_leases or 0))
         return self.client.pools(), self.client.devices(), clients
 
     def _counts(self) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from tests.sampling import SEED
 
-DAILY = 32
+DAILY = 20
 """Seeds that the tests play only today; `make simulate` plays many more."""
 
 

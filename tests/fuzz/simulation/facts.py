@@ -284,6 +284,7 @@ class Facts:
             version.digests.algorithm if version.digests else "",
             sum(cell.nbytes for cell in self.cells_of(version)),
             sum(cell.nbytes for cell in self.cells_of(version) if self.having(cell)[0] is not version),
+            published=version.published,
         )
 
     def sharing(self, version: Version) -> tuple[status.SharingInfo, ...]:
@@ -297,7 +298,7 @@ class Facts:
     def client(self, asking: Session, session: Session) -> status.ClientInfo:
         state = "connected" if session.connected else "detached"
         leases = [lease.version for lease in self.leases if lease.session is session]
-        held = tuple(status.LeaseInfo(v.name, v.number) for v in leases if self.may("r", asking, v.name))
+        held = tuple(status.LeaseInfo(v.name, v.number, 0.0) for v in leases if self.may("r", asking, v.name))
         locks = tuple(each.name for each in self.locks if each.session is session and self.may("r", asking, each.name))
         return status.ClientInfo(session.id, session.pid, session.uid, state, held, locks=locks)
 

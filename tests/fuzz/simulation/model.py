@@ -368,7 +368,7 @@ class Model(Facts):
                 raise Refusal("invalid")
             version.digests = body.digests
         previous = self.current(version.name)
-        version.state = "current"
+        version.state, version.published = "current", 0.0
         if version.body.mode is not None:
             self.modes[version.name] = version.body.mode
         self.last[version.name] = version.number

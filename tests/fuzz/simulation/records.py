@@ -28,6 +28,7 @@ class Version:
     state: str = "allocating"
     why: str = ""
     digests: m.Digests | None = None
+    published: float | None = None
     homes: list[Home] = field(default_factory=list)
 
 

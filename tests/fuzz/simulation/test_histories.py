@@ -19,8 +19,8 @@ from cubroker.server.ledger import (
 )
 from cubroker.server.ledger.events import CancelFds, Effect, LedgerEvent, SendFds
 from cubroker.server.ledger.memory import rounded
-from cubroker.server.ledger.model import DeviceAccount, Session, Ticket, User, Version, Waiter
 from cubroker.server.ledger.policy import exceeds
+from cubroker.server.ledger.records import DeviceAccount, Session, Ticket, User, Version, Waiter
 from cubroker.server.ledger.states import VersionEvent, VersionState
 from cubroker.server.ledger.tables import Kind, Tables
 from tests.fuzz.simulation import DAILY, today
@@ -31,7 +31,7 @@ from tests.fuzz.simulation.shrink import shrink
 TELLING = (0, 1, 8, 9, 11, 13, 28, 85, 92)
 """Seeds of which one at least finds each mistake below; the first that did, of each."""
 
-FIXED = 48
+FIXED = 24
 """Seeds that are played every time, besides those."""
 
 

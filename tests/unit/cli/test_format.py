@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 
 from cubroker.cli import format
 from cubroker.cli.format import render_table
+from cubroker.protocol.status import LeaseInfo
 from tests import checkpoints, forkserver
 from tests.forkserver import CLI
 from tests.unit.cli.processes import COMMAND, DEADLINE
@@ -160,3 +162,22 @@ def test_a_cell_cannot_break_the_table() -> None:
 
 def test_an_empty_cell_keeps_its_place() -> None:
     assert list(render_table(POOLS, [("", "9 B", "root")]))[1] == "       9 B  root"
+
+
+def test_columns_that_can_be_spared_go_before_one_is_folded() -> None:
+    rows = [("llama-3.3-70b@2", "14.9 GiB", "root")]
+    lines = list(render_table(POOLS, rows, limit=26, spare=("OWNER",)))
+    assert lines == ["POOL                 SIZE", "llama-3.3-70b@2  14.9 GiB"]
+    assert next(render_table(POOLS, rows, limit=36, spare=("OWNER",))).endswith("OWNER")
+
+
+def test_a_list_is_folded_between_its_elements() -> None:
+    lines = list(render_table(("~LEASES",), [("llama@1, bert@2, whisper@3",)], limit=18))
+    assert lines == ["LEASES", "llama@1, bert@2,", "whisper@3"]
+
+
+def test_documents_have_a_version_and_no_empty_texts(capsys: pytest.CaptureFixture[str]) -> None:
+    format.document({"why": "", "pools": ["a", ""], "leases": 0})
+    assert json.loads(capsys.readouterr().out) == {"schema": 1, "why": None, "pools": ["a", None], "leases": 0}
+    format.document([LeaseInfo("", 1)])
+    assert json.loads(capsys.readouterr().out) == [{"schema": 1, "pool": None, "version": 1, "held_since": None}]

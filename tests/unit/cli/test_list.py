@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,17 +15,19 @@ import pytest
 from cubroker.client import Broker
 from cubroker.protocol import Layout
 from cubroker.protocol.messages import Close, Done
+from cubroker.server import process_info
 from tests import checkpoints
 from tests.accounts import group_name, user_name
-from tests.brokers import eventually, serving
+from tests.brokers import PATIENCE, eventually, serving
 from tests.unit.cli import terminal
 from tests.unit.cli.processes import environment, run
 from tests.unit.server.clients import session
 
 POOL_KEYS = [
+    "schema",
     *("name", "version", "state", "nbytes", "tensors", "share", "devices", "durable", "leases", "owner"),
     *("group", "mode", "sharded", "writable", "how", "why", "opened_by", "protected", "digest"),
-    *("memory", "shared"),
+    *("memory", "shared", "published"),
 ]
 USER, GROUP = user_name(), group_name()
 
@@ -50,6 +53,75 @@ def lines(directory: Path, *arguments: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.fixture
+def zoo(directory: Path) -> Iterator[Broker]:
+    """Pools qwen-large (two leases), qwen-small and llama, of 3, 1 and 2 MiB."""
+    with Broker(directory) as broker:
+        for name, size in (("qwen-large", 3), ("qwen-small", 1), ("llama", 2)):
+            broker.create(name, Layout.pack([("x", "U8", (size << 20,))])).seal()
+        with broker.attach("qwen-large"), broker.attach("qwen-large"):
+            yield broker
+
+
+def shown(directory: Path, *arguments: str) -> list[str]:
+    return [line.split()[0] for line in lines(directory, "ls", *arguments)[1:]]
+
+
+@pytest.mark.usefixtures("zoo")
+def test_ls_takes_patterns_and_sorts(directory: Path) -> None:
+    assert shown(directory) == ["llama@1", "qwen-large@1", "qwen-small@1"]
+    assert shown(directory, "qwen*") == ["qwen-large@1", "qwen-small@1"]
+    assert shown(directory, "*-small", "llama@1") == ["llama@1", "qwen-small@1"]
+    assert shown(directory, "--sort", "size") == ["qwen-large@1", "llama@1", "qwen-small@1"]
+    assert shown(directory, "--sort", "size", "-r") == ["qwen-small@1", "llama@1", "qwen-large@1"]
+    assert shown(directory, "--sort", "leases")[0] == "qwen-large@1"
+    assert [pool["name"] for pool in document(directory, "ls", "qwen*", "--sort", "size")] == [
+        "qwen-large",
+        "qwen-small",
+    ]
+    assert lines(directory, "ls", "qwen-smal") == ["No pool matches qwen-smal. Did you mean qwen-small or qwen-large?"]
+    assert document(directory, "ls", "nothing*") == []
+
+
+@pytest.mark.usefixtures("zoo")
+def test_clients_are_chosen_by_what_they_hold(directory: Path) -> None:
+    with Broker(directory) as other, other.attach("llama"):
+        held = [client["leases"][0]["pool"] for client in document(directory, "clients", "--sort", "held")]
+        assert held == ["qwen-large", "llama"]
+        (client,) = document(directory, "clients", "llam?")
+        assert client["session"] == other.session
+        assert lines(directory, "clients", "x*") == ["No client holds a pool that matches x*."]
+        held = [client["leases"][0]["pool"] for client in document(directory, "clients", "--sort", "leases", "-r")]
+        assert held == ["llama", "qwen-large"]
+
+
+def test_show_says_which_processes_hold_a_version(directory: Path, zoo: Broker) -> None:
+    process = process_info.read(os.getpid())
+    assert process is not None
+    (line,) = (line for line in lines(directory, "show", "qwen-large") if line.startswith("held"))
+    assert re.fullmatch(rf"held for \d+ s by {process.name} {os.getpid()} \({USER}(, .+)?\)", line)
+    (holder,) = document(directory, "show", "qwen-large")["holders"]
+    assert (holder["session"], holder["pid"], holder["leases"]) == (zoo.session, os.getpid(), 2)
+    assert holder["process"]["name"] == process.name
+
+
+@pytest.mark.usefixtures("zoo")
+def test_columns_go_whole_where_a_terminal_is_narrow(directory: Path) -> None:
+    for command, columns, titles in (
+        ("ls", 200, "POOL STATE SIZE TENSORS DEVICES LEASES OWNER MODE"),
+        ("ls", 60, "POOL STATE SIZE DEVICES LEASES OWNER"),
+        ("ls", 40, "POOL STATE SIZE"),
+        ("ls", 20, "POOL"),
+        ("clients", 200, "SESSION PID PROCESS USER CONTAINER AGE STATE HELD LEASES"),
+        ("clients", 40, "PID PROCESS LEASES"),
+        ("devices", 60, "INDEX NAME BUDGET ALLOCATED"),
+    ):
+        _, written = terminal.run(command, "--directory", directory, columns=columns)
+        plain = re.sub(r"\x1b\[[0-9;]*m", "", written).splitlines()
+        assert plain[0].split()[: len(titles.split())] == titles.split()
+        assert max(map(len, plain)) <= max(columns, 30)
+
+
 def test_nothing_is_said_in_a_sentence_and_in_json_is_an_empty_list(directory: Path) -> None:
     assert lines(directory, "ls") == ["No pools: nothing has been loaded yet, or everything is retired."]
     assert lines(directory, "clients") == ["No clients: no process is attached, or none of this user."]
@@ -63,6 +135,7 @@ def test_ls_has_one_object_per_live_version(directory: Path, llama: str) -> None
         (pool,) = document(directory, "ls")
     assert list(pool) == POOL_KEYS
     assert pool == {
+        "schema": 1,
         "name": llama,
         "version": 1,
         "state": "current",
@@ -77,14 +150,16 @@ def test_ls_has_one_object_per_live_version(directory: Path, llama: str) -> None
         "mode": 0o644,
         "sharded": False,
         "writable": False,
-        "how": "",
-        "why": "",
+        "how": None,
+        "why": None,
         "opened_by": "descriptor",
         "protected": True,
-        "digest": "",
+        "digest": None,
         "memory": 4 << 20,
         "shared": 0,
+        "published": pool["published"],
     }
+    assert 0 < pool["published"] <= time.time()
 
 
 def test_ls_shows_the_same_as_a_table(directory: Path, llama: str) -> None:
@@ -134,8 +209,8 @@ def test_shared_memory_is_said_once(directory: Path, name: str) -> None:
 
 def test_show_adds_the_layout_to_what_ls_says(directory: Path, llama: str) -> None:
     shown = document(directory, "show", llama)
-    assert list(shown) == [*POOL_KEYS, "layout", "digests", "shared_with"]
-    added = {"layout": shown["layout"], "digests": None, "shared_with": []}
+    assert list(shown) == [*POOL_KEYS, "layout", "digests", "shared_with", "holders"]
+    added = {"layout": shown["layout"], "digests": None, "shared_with": [], "holders": []}
     assert [shown] == [pool | added for pool in document(directory, "ls")]
     place = {"allocation": 0, "offset": 0, "device": None}  # on all of them
     assert shown["layout"] == {
@@ -161,7 +236,7 @@ def test_show_reads_well(directory: Path, llama: str) -> None:
         f"{llama}@1: current, 0 leases, owner {USER}",
         f"mode 644, group {GROUP}",
         "2 tensors, 512 B in 1 allocation, shared by vmm, opened by descriptor",
-        *(f"on {uuid}" for uuid in uuids),
+        *(f"on device {index} (cubroker host device {index}, {uuid})" for index, uuid in enumerate(uuids)),
         "",
         "TENSOR       DTYPE  SHAPE   SIZE  PLACE",
         "norm.weight  BF16   4x8     64 B    0:0",
@@ -174,8 +249,15 @@ def test_clients_are_processes_and_what_they_hold(directory: Path, llama: str) -
         (client,) = document(directory, "clients")
         table = lines(directory, "clients")
         session = broker.session
-    assert list(client) == ["session", "pid", "uid", "state", "leases", "mapped_beyond_leases", "locks"]
+    keys = ["schema", "session", "pid", "uid", "state", "leases", "mapped_beyond_leases", "locks", "process"]
+    assert list(client) == keys
+    began, *_ = (lease.pop("held_since") for lease in client["leases"])
+    assert 0 <= time.time() - began < PATIENCE
+    process = process_info.read(os.getpid())
+    assert process is not None
+    assert client["process"].pop("started") == pytest.approx(process.started, abs=1)  # the clock may be set meanwhile
     assert client == {
+        "schema": 1,
         "session": session,
         "pid": os.getpid(),
         "uid": os.getuid(),
@@ -183,17 +265,19 @@ def test_clients_are_processes_and_what_they_hold(directory: Path, llama: str) -
         "leases": [{"pool": llama, "version": 1}] * 2,
         "mapped_beyond_leases": client["mapped_beyond_leases"],
         "locks": [],
+        "process": {"name": process.name, "cgroup": process.cgroup},
     }
     assert client["mapped_beyond_leases"] in (0, None)  # None until the broker has looked for the first time
-    assert [line.split() for line in table] == [
-        ["SESSION", "PID", "USER", "STATE", "LEASES"],
-        [str(session), str(os.getpid()), USER, "connected", f"{llama}@1", "(2", "times)"],
-    ]
+    header, row = table
+    assert header.split() == ["SESSION", "PID", "PROCESS", "USER", "CONTAINER", "AGE", "STATE", "HELD", "LEASES"]
+    assert row.split()[:4] == [str(session), str(os.getpid()), process.name, USER]
+    assert re.search(r"\d+ (s|min|h)  connected  +\d+ s  " + re.escape(f"{llama}@1 (2 times)"), row)
 
 
 def test_a_client_that_holds_nothing_is_listed_too(directory: Path) -> None:
     with Broker(directory):
-        assert lines(directory, "clients")[1].split()[2:] == [USER, "connected", "none"]
+        row = lines(directory, "clients")[1].split()
+        assert (row[3], row[-3:]) == (USER, ["connected", "-", "none"])
 
 
 def test_clients_shows_what_one_of_them_has_without_a_lease(directory: Path) -> None:
@@ -211,7 +295,7 @@ def test_devices_are_counted_in_bytes(directory: Path, llama: str) -> None:
     devices = document(directory, "devices")
     assert [device["index"] for device in devices] == [0, 1]
     for device in devices:
-        assert list(device) == ["index", "uuid", "name", "total", "budget", "allocated", "promised"]
+        assert list(device) == ["schema", "index", "uuid", "name", "total", "budget", "allocated", "promised"]
         assert device["uuid"].startswith("HOST-")
         assert 0 < device["budget"] <= device["total"]
         assert (device["allocated"], device["promised"]) == (2 << 20, 0)  # whole blocks
@@ -256,7 +340,9 @@ def test_a_sharded_pool_is_told_from_a_replicated_one(directory: Path) -> None:
     assert document(directory, "ls")[0]["sharded"] is True
     shown = lines(directory, "show", "moe")
     assert "2 tensors, 768 B in 2 allocations, shared by vmm, opened by descriptor" in shown
-    assert [line for line in shown if "sharded" in line] == [f"sharded, in part on {uuid}" for uuid in uuids]
+    assert [line for line in shown if "sharded" in line] == [
+        f"sharded, in part on device {index} (cubroker host device {index}, {uuid})" for index, uuid in enumerate(uuids)
+    ]
     assert shown[-3:] == [
         "TENSOR  DTYPE  SHAPE   SIZE  PLACE  DEVICE",
         "embed   U8     300    300 B    0:0       0",
@@ -292,6 +378,7 @@ def test_a_multicast_pool_says_how_all_its_replicas_are_written(directory: Path)
 
 
 LINK_KEYS = [
+    "schema",
     *("from", "to", "access", "performance_rank"),
     *("native_atomics", "array_access", "only_partial_atomics", "atomics"),
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -112,6 +113,46 @@ def test_a_load_goes_to_the_devices_that_were_named_in_slabs_that_were_asked_for
     assert len(layout.allocations) > 1
 
 
+def test_load_verify_and_retire_print_one_document(directory: Path, path: Path, name: str, tmp_path: Path) -> None:
+    def document(command: str, *arguments: str | Path, status: int = 0) -> dict[str, Any]:
+        done = run(command, name, *arguments, "--json", "--directory", directory)
+        assert done.returncode == status
+        found: dict[str, Any] = json.loads(done.stdout)
+        return found
+
+    loaded = document("load", path, "--device", "0,1")
+    keys = ["schema", "name", "version", "nbytes", "tensors", "seconds", "copy_seconds", "loaded"]
+    assert list(loaded) == keys
+    assert (loaded["schema"], loaded["name"], loaded["version"], loaded["loaded"]) == (1, name, 1, True)
+    assert document("load", path, "--if-absent")["loaded"] is False
+    compared = document("verify", path)
+    assert (compared["schema"], compared["name"], compared["version"], compared["digest"]) == (1, name, 1, None)
+    assert [(each["index"], each["equal"], each["differences"]) for each in compared["devices"]] == [
+        (0, True, []),
+        (1, True, []),
+    ]
+    other = checkpoints.write(tmp_path / "other.safetensors", checkpoints.filled([("else", "U8", (5,))]))
+    differing = document("verify", other, status=1)["devices"][0]
+    assert differing["equal"] is False
+    assert any("else" in line for line in differing["differences"])
+    with Broker(directory) as broker, broker.attach(name, device=0):
+        assert document("retire") == {"schema": 1, "name": name, "version": 1, "leases": 1}
+
+
+def test_devices_have_the_names_of_frameworks_and_uuids(directory: Path, path: Path, name: str) -> None:
+    with Broker(directory) as broker:
+        first, second = (device.uuid for device in broker.devices())
+    assert (
+        run("load", name, path, "--device", f"cuda:0,{second[:12].lower()}", "--directory", directory).returncode == 0
+    )
+    with Broker(directory) as broker:
+        assert [pool.devices for pool in broker.pools()] == [(first, second)]
+    done = run("load", name, path, "--device", "0,cuda:0", "--directory", directory)
+    assert (done.returncode, done.stderr) == (1, "cubroker: --device 0,cuda:0 names a device twice; give each once\n")
+    done = run("load", name, path, "--device", "cuda", "--directory", directory)
+    assert (done.returncode, "does not say which one; write cuda:N; the broker has 0 (" in done.stderr) == (1, True)
+
+
 def test_a_load_spreads_tensors_by_a_plan(directory: Path, path: Path, tmp_path: Path, name: str) -> None:
     with Broker(directory) as broker:
         first, second = (device.uuid for device in broker.devices())
@@ -127,7 +168,7 @@ def test_a_load_spreads_tensors_by_a_plan(directory: Path, path: Path, tmp_path:
     assert (done.returncode, done.stdout.endswith("equal to the files\n")) == (0, True)
     plan.write_text(json.dumps({"*": 7}))
     done = run("load", name, path, "--plan", plan, "--directory", directory)
-    assert (done.returncode, "'7' is none of the broker's devices" in done.stderr) == (1, True)
+    assert (done.returncode, "the broker has no device '7'; it has 0 (cubroker" in done.stderr) == (1, True)
 
 
 def test_a_plan_that_is_none_is_wrong_usage(directory: Path, path: Path, tmp_path: Path, name: str) -> None:
@@ -202,7 +243,7 @@ def test_a_wrong_file_is_one_line_and_leaves_nothing(directory: Path, path: Path
 def test_an_unknown_device_is_refused_with_the_known_ones(directory: Path, path: Path, name: str) -> None:
     done = run("load", name, path, "--device", "7", "--directory", directory)
     assert done.returncode == 1
-    assert "they are 0 (HOST-" in done.stderr.splitlines()[-1]
+    assert "it has 0 (cubroker host device 0, HOST-" in done.stderr.splitlines()[-1]
 
 
 def test_another_writer_is_a_refusal_unless_waited_for(directory: Path, path: Path, name: str) -> None:
@@ -261,8 +302,8 @@ def test_plain_progress_speaks_now_and_then(capsys: pytest.CaptureFixture[str]) 
     for done in (1 << 30, 5 << 30, 6 << 30, 10 << 30, 12 << 30):
         lines(done, 12 << 30)
     assert capsys.readouterr().err.splitlines() == [
-        "loading llama: 5.0 GiB of 12.0 GiB, 1.0 GiB/s",
-        "loading llama: 10.0 GiB of 12.0 GiB, 1.0 GiB/s",
+        "loading llama: 5.0 GiB of 12.0 GiB, 1.0 GiB/s, 7 s left",
+        "loading llama: 10.0 GiB of 12.0 GiB, 1.0 GiB/s, 2 s left",
     ]
 
 

@@ -31,13 +31,16 @@ WRONG = {
     "--pause": SECONDS,
     "--plan": ("", os.devnull),
     "--set": ("kep=1", "keep", "keep=", "keep=some", "keep=-1", "budget=200%", "quota.memory=-1", "log.level=loud", ""),
+    "--filter": (),  # any text is one
     "--share": ("magic", ""),
+    "--sort": ("magic", ""),
     "--slab": ("much", "0", "-1", "nan", ""),
     "--start-timeout": SECONDS,
     "--stop-timeout": SECONDS,
     "--timeout": (*SECONDS, "0"),
     "--wait": SECONDS,
     "--watchdog": SECONDS,
+    "--weights": ("",),
 }
 """Values that an option cannot have."""
 
@@ -188,3 +191,18 @@ def test_help_imports_neither_cuda_nor_zeromq_and_no_command_imports_torch() -> 
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=DEADLINE, check=True)
     assert done.stdout.splitlines()[-1] == "[] False"
+
+
+@pytest.mark.parametrize(
+    ("typed", "hint"),
+    [
+        ("lst", "did you mean ls or "),
+        ("verfy", "did you mean verify?"),
+        ("device", "did you mean devices"),
+        ("zzz", "cubroker --help lists"),
+    ],
+)
+def test_an_unknown_command_is_answered_with_the_nearest(typed: str, hint: str) -> None:
+    done = run(typed)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"No such command {typed!r}; {hint}" in done.stderr

@@ -42,11 +42,12 @@ def test_devices_are_a_list_without_gaps_or_repetitions() -> None:
 def test_devices_are_found_by_index_uuid_and_beginning_of_a_uuid() -> None:
     assert find_devices(["1", "GPU-aa11"], DEVICES) == ["GPU-aa22", "GPU-aa11"]
     assert find_devices(["GPU-aa2"], DEVICES) == ["GPU-aa22"]
+    assert find_devices(["cuda:1", "gpu-AA1"], DEVICES) == ["GPU-aa22", "GPU-aa11"]
 
 
 @pytest.mark.parametrize("choice", ["2", "GPU-bb", "GPU-aa"])
 def test_an_unknown_or_ambiguous_device_is_refused_with_the_known_ones(choice: str) -> None:
-    with pytest.raises(NotFound, match=r"0 \(GPU-aa11\), 1 \(GPU-aa22\)"):
+    with pytest.raises(NotFound, match=r"0 \(GPU, GPU-aa11\), 1 \(GPU, GPU-aa22\)"):
         find_devices([choice], DEVICES)
 
 

@@ -55,7 +55,7 @@ def test_a_broker_that_serves_is_ready_and_live_and_has_no_session_more(broker: 
         status, answer = document(broker.directory, *options)
         assert status == 0
         assert answer.pop("seconds")
-        assert answer == {"ready": True, "obstacle": None}
+        assert answer == {"schema": 1, "ready": True, "obstacle": None}
     with Broker(broker.directory) as client:
         assert client.session == 1
 
@@ -68,7 +68,7 @@ def test_a_broker_that_serves_nobody_new_is_live_and_not_ready(
         status, answer = document(tmp_path, *options)
     assert status == expected
     assert answer.pop("seconds")
-    assert answer == {"ready": False, "obstacle": "it is told to end"}
+    assert answer == {"schema": 1, "ready": False, "obstacle": "it is told to end"}
     (tmp_path / SESSION_SOCKET).unlink()
     with answering(tmp_path, wire.pack(Pong(1, "it is told to end"))):
         done = run("ping", "--directory", tmp_path, *options)

@@ -1,49 +1,109 @@
-"""What the README shows can be done as it stands there."""
+"""What the README shows can be done as it stands there, and prints what stands there."""
 
 from __future__ import annotations
 
 import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests import checkpoints, forkserver
-from tests.brokers import BrokerProcess
+from tests import forkserver
+from tests.accounts import user_name
+from tests.brokers import eventually
 from tests.forkserver import CLI
-from tests.unit.cli.processes import COMMAND, DEADLINE, environment
+from tests.systemd.documented_session import Step, difference, steps
+from tests.unit.cli.processes import COMMAND, DEADLINE, environment, started
 
 README = (Path(__file__).parents[3] / "README.md").read_text()
+DIRECTORY = "/run/cubroker"
+"""Where the broker of the page serves."""
 
 
-def test_the_commands_and_the_worker_of_the_readme_work(
-    broker: BrokerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+class Page:
+    """The commands of the page, given one after the other in a folder of their own, to a broker in its place."""
+
+    def __init__(self, folder: Path, directory: Path) -> None:
+        self.steps = [step for step in steps(README) if step.command.startswith("cubroker ")]
+        self._left = iter(self.steps)
+        self._folder = folder
+        self._directory = directory
+        self.env = environment(CUBROKER_DIR=str(directory))
+
+    def run(self, *commands: str) -> None:
+        """Give the next commands, which have to be these, and check what they print."""
+        for command in commands:
+            step = self.next(command)
+            done = forkserver.run(
+                [*COMMAND[1:], *_words(step)],
+                preload=CLI,
+                cwd=self._folder,
+                env=self.env,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=DEADLINE,
+            )
+            self.check(step, done.stdout.splitlines())
+
+    def next(self, command: str) -> Step:
+        """Return the next step, which has to be this command."""
+        step = next(self._left)
+        assert _words(step)[0] == command
+        return step
+
+    @property
+    def done(self) -> bool:
+        """Whether no command is left."""
+        return next(self._left, None) is None
+
+    def check(self, step: Step, printed: list[str]) -> None:
+        """Compare what was printed with the page, but for what differs from host to host."""
+        expected = [line.replace("root", user_name()).replace(DIRECTORY, str(self._directory)) for line in step.printed]
+        wrong = difference([_plain(line) for line in expected], [_plain(line) for line in printed])
+        assert not wrong, f"{step.command}\n{wrong}"
+
+
+def _words(step: Step) -> list[str]:
+    return step.command.partition("#")[0].split()[1:]
+
+
+def _plain(line: str) -> str:
+    client = re.fullmatch(r" *\d+ +\d+ +\S+ +(\S+) .* (connected) .* (\S+)", line)
+    return " ".join(client.groups()) if client else re.sub(r"\d+\.\d [GT]iB(?!/s)", "MEMORY", line)
+
+
+@pytest.fixture
+def page() -> Iterator[Page]:
+    with tempfile.TemporaryDirectory(prefix="readme-") as folder:
+        yield Page(Path(folder), Path(folder, "run"))
+
+
+def test_the_commands_and_the_worker_of_the_readme_work_and_print_what_stands_there(
+    page: Page, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    weight = ("embeddings.word_embeddings.weight", "F32", (30, 8))
-    folder = tmp_path / "all-MiniLM-L6-v2"
-    folder.mkdir()
-    checkpoints.write(folder / "model.safetensors", checkpoints.filled([weight]))
-    commands = [line.split() for line in re.findall(r"^\$ cubroker (.*)$", README, re.MULTILINE)]
-    assert [command[0] for command in commands] == ["serve", "load", "ls", "devices", "clients", "verify", "retire"]
-    *before, retire = commands[1:]
     worker = re.findall(r"^```python\n(.*?)```", README, re.MULTILINE | re.DOTALL)[0]
-    env = environment(CUBROKER_DIR=str(broker.directory))
-    for command in (*before, None, retire):
-        if command is None:
-            monkeypatch.setenv("CUBROKER_DIR", str(broker.directory))
-            exec(compile(worker, "README.md", "exec"), {"__name__": "__main__"})  # here torch is imported already
-            continue
-        done = forkserver.run(
-            [*COMMAND[1:], *command],
-            preload=CLI,
-            cwd=tmp_path,
-            env=env,
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE,
-        )
-        assert done.returncode == 0, done.stderr
+    monkeypatch.setenv("CUBROKER_DIR", page.env["CUBROKER_DIR"])
+    page.run("demo")
+    serve = page.next("serve")
+    with started(*_words(serve), env=page.env) as broker:
+        assert broker.stdout is not None
+        assert broker.stderr is not None
+        *log, last = serve.printed
+        said = [*(broker.stderr.readline().rstrip("\n") for _ in log), broker.stdout.readline().rstrip("\n")]
+        page.check(serve, said)
+        assert last.startswith("cubroker: serving host:2 in ")
+        page.run("load", "ls", "devices", "verify")
+        given = {"input": lambda _: page.run("clients", "retire"), "print": lambda tensor: None}
+        exec(compile(worker, "README.md", "exec"), {"__name__": "__main__", **given})
+        assert page.done
+        broker.terminate()
+        eventually(lambda: broker.poll() is not None, "the broker to end")
 
 
 def test_the_links_of_the_readme_lead_somewhere() -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", README):
-        assert (Path(__file__).parents[3] / target).exists(), target
+        if not target.startswith("http"):
+            assert (Path(__file__).parents[3] / target).exists(), target

@@ -215,8 +215,8 @@ def test_the_value_of_every_setting_is_shown_with_where_it_comes_from(file: Path
     assert rows["quotas.root.memory"].split() == ['"1GiB"', f"{file}:5"]
     found = json.loads(run("config", "show", "--json", *options, env=names).stdout)
     assert [record["key"] for record in found] == list(rows)
-    assert found[1] == {"key": "devices", "value": "cuda", "from": "default", "live": False}
-    assert found[4] == {"key": "mode", "value": "0o640", "from": f"{file}:1", "live": True}
+    assert found[1] == {"schema": 1, "key": "devices", "value": "cuda", "from": "default", "live": False}
+    assert found[4] == {"schema": 1, "key": "mode", "value": "0o640", "from": f"{file}:1", "live": True}
 
 
 def test_a_broker_has_the_settings_that_are_shown(file: Path) -> None:

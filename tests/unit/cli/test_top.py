@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import pty
+import re
 import signal
 import struct
 import subprocess
@@ -17,11 +19,13 @@ from threading import Thread
 import msgspec
 import pytest
 
-from cubroker.cli.top import Frame, of, ranges, since, some_of
+from cubroker.cli import keys
+from cubroker.cli.top import CLIENTS, POOLS, Choice, Frame, of, ranges, some_of
 from cubroker.client import Broker
 from cubroker.protocol import Layout
 from cubroker.protocol.messages import View
-from cubroker.protocol.status import BlockInfo
+from cubroker.protocol.status import BlockInfo, LeaseInfo, ProcessInfo
+from cubroker.server import process_info
 from tests import forkserver
 from tests.brokers import PATIENCE, BrokerProcess, eventually
 from tests.forkserver import CLI
@@ -44,8 +48,12 @@ def test_once_says_what_there_is_without_colours(directory: Path, name: str) -> 
     assert "\x1b" not in done.stdout
     headline, *_ = done.stdout.splitlines()
     assert headline == "2 devices, 2.0 of 115.2 MiB, 1 version, 1 session, 0 waiting"
-    assert done.stdout.splitlines()[-1].split() == [f"{name}@1", "current", "256", "B", "0", "1", str(os.getpid())]
-    assert piped.stdout == done.stdout
+    row = done.stdout.splitlines()[-1]
+    assert row.split()[:6] == [f"{name}@1", "current", "256", "B", "0", "1"]
+    process = process_info.read(os.getpid())
+    assert process is not None
+    assert re.search(rf" \d+ s {process.name} {os.getpid()}\b", row)
+    assert piped.stdout.splitlines()[0] == headline
 
 
 def test_once_on_a_terminal_has_colours_and_fits(directory: Path) -> None:
@@ -90,6 +98,17 @@ class Screen:
                 self.written += more
         except OSError:  # EIO: the other side is closed
             return
+
+    def send(self, keys: bytes) -> None:
+        os.write(self._descriptor, keys)
+
+    def resize(self, rows: int, columns: int) -> None:
+        fcntl.ioctl(self._descriptor, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+
+    def modes(self) -> int:
+        """Whether lines are gathered, and echoed."""
+        flags: int = termios.tcgetattr(self._descriptor)[3]
+        return flags & (termios.ICANON | termios.ECHO)
 
     def close(self) -> None:
         self._thread.join()
@@ -154,17 +173,34 @@ def test_live_it_waits_for_a_broker_that_refuses_it_for_a_while() -> None:
         assert process.wait(PATIENCE) == 0
 
 
-def lines(view: View, width: int = 80, height: int | None = None, own: int = 0) -> list[str]:
-    return [line.plain.rstrip() for line in Frame(width, height, False, own).lines(view, scenes.NOW)]
+def lines(
+    view: View, width: int = 80, height: int | None = None, own: int = 0, choice: Choice | None = None
+) -> list[str]:
+    frame = Frame(width, height, False, own, choice or Choice())
+    return [line.plain.rstrip() for line in frame.lines(view, scenes.NOW)]
 
 
-@pytest.mark.parametrize("width", [60, 80, 200])
+def pressed(view: View, *keys: str, height: int = 24) -> tuple[Choice, list[str]]:
+    """Return what is chosen, and shown, after keys that are pressed one after the other."""
+    choice = Choice()
+    drawn = lines(view, height=height, choice=choice)
+    for key in keys:
+        assert choice.press(key, [device.index for device in view.devices])
+        drawn = lines(view, height=height, choice=choice)
+    return choice, drawn
+
+
+def pools(drawn: list[str]) -> list[str]:
+    return [line.split()[0] for line in drawn if "@" in line and ", by " not in line]
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 200])
 @pytest.mark.parametrize(("devices", "pools"), [(1, 0), (1, 5), (2, 500), (8, 5), (9, 5), (16, 500)])
 def test_a_picture_is_as_wide_as_the_terminal_and_no_wider(width: int, devices: int, pools: int) -> None:
     drawn = lines(scenes.view(devices, pools), width)
     assert max(map(len, drawn)) <= width
     assert len([line for line in drawn if "[" in line and "]" in line]) == (
-        devices if devices <= 8 else -(-devices // 2)
+        devices if devices <= 8 or width == 40 else -(-devices // 2)
     )
 
 
@@ -174,8 +210,9 @@ def test_sixteen_devices_and_five_hundred_pools_fit_a_screen() -> None:
     assert len(drawn) <= 24
     for index in range(16):
         assert any(line.startswith(f"{index:>2} [") or f"  {index:>2} [" in line for line in drawn)
-    assert drawn[-1] == f"… and {500 - len([line for line in drawn if '@' in line]):,} more"
-    assert lines(view)[-1] != drawn[-1]
+    shown = len([line for line in drawn if "@" in line])
+    assert drawn[-1].startswith(f"1-{shown} of 500 pools, by size   q quit")
+    assert shown > 5
     assert len([line for line in lines(view) if "@" in line]) == 500
 
 
@@ -185,8 +222,8 @@ def test_a_picture_says_everything_in_one_line_each() -> None:
     assert drawn[0] == "1 device, 54.6 of 126.0 GiB, 5 versions, 10 sessions (1 detached), 3 waiting"
     assert drawn[2] == " 0 NVIDIA H200      [███████████████~                    ····] 54.6 of 126.0 GiB"
     assert drawn[3] == "   █ current  ~ freeing  · outside the budget"
-    assert drawn[6] == "create mixtral-8x22b: for room, 88.0 GiB, 5 min, process 40000 (root)"
-    assert drawn[8] == "lock mixtral-8x22b: for its turn, 7 s, process 40021 (root)"
+    assert drawn[6] == "create mixtral-8x22b: for room, 88.0 GiB, 5 min, vllm 40000 (root, docker 00000…"
+    assert drawn[8].startswith("lock mixtral-8x22b: for its turn, 7 s, python3 40026 (")
     assert drawn[10].split() == ["POOL", "STATE", "SIZE", "ON", "LEASES", "HELD", "BY"]
     largest = max(view.pools, key=lambda pool: pool.nbytes)
     assert drawn[11].split()[:2] == [f"{largest.name}@{largest.version}", "current"]
@@ -235,13 +272,6 @@ def test_runs_of_devices_are_ranges(numbers: list[int], words: str) -> None:
     assert ranges(numbers) == words
 
 
-@pytest.mark.parametrize(
-    ("seconds", "words"), [(-1, "0 s"), (12.4, "12 s"), (300, "5 min"), (3 * 3600, "3 h"), (200_000, "2 d")]
-)
-def test_times_are_told_roughly(seconds: float, words: str) -> None:
-    assert since(seconds) == words
-
-
 def test_parts_are_told_in_the_unit_of_the_whole() -> None:
     assert of(54 * GIB, 126 * GIB) == "54.0 of 126.0 GiB"
     assert of(512, 126 * GIB) == "512 B of 126.0 GiB"
@@ -252,3 +282,191 @@ def test_parts_are_told_in_the_unit_of_the_whole() -> None:
 )
 def test_as_many_holders_are_named_as_fit(width: int, words: str) -> None:
     assert some_of(["40000", "40013", "40026"], width) == words
+
+
+ALL = 240
+
+
+@pytest.fixture(scope="module")
+def crowd() -> View:
+    return scenes.view(2, ALL)
+
+
+def test_every_one_of_many_pools_can_be_reached_by_keys(crowd: View) -> None:
+    everything = pools(lines(crowd))
+    assert len(everything) == len(crowd.pools) > 200
+    _, first = pressed(crowd)
+    page = len(pools(first))
+    _, second = pressed(crowd, keys.PAGE_DOWN)
+    assert pools(first) + pools(second) == everything[: 2 * page]
+    assert pools(pressed(crowd, keys.DOWN)[1]) == everything[1 : page + 1]
+    assert pools(pressed(crowd, keys.END)[1]) == everything[-page:]
+    assert pools(pressed(crowd, keys.END, keys.UP)[1]) == everything[-page - 1 : -1]
+    assert pools(pressed(crowd, keys.END, keys.PAGE_UP, keys.HOME, keys.UP)[1]) == everything[:page]
+    assert pools(pressed(crowd, keys.END, keys.DOWN, keys.PAGE_DOWN)[1]) == everything[-page:]
+    rest = [keys.PAGE_DOWN] * (len(everything) // page + 1)
+    reached = [name for count in range(len(rest)) for name in pools(pressed(crowd, *rest[:count])[1])]
+    assert set(reached) == set(everything)
+
+
+def test_keys_sort_and_reverse(crowd: View) -> None:
+    choice, drawn = pressed(crowd, "s")
+    assert choice.order[POOLS] == "name"
+    assert pools(drawn)[0].partition("@")[0] == min(pool.name for pool in crowd.pools)
+    assert ", by name   q quit" in drawn[-1]
+    _, backwards = pressed(crowd, "s", "r")
+    assert pools(backwards)[0].partition("@")[0] == max(pool.name for pool in crowd.pools)
+    assert ", by name, reversed" in backwards[-1]
+    choice, _ = pressed(crowd, "s", "s", "s", "s")
+    assert choice.order[POOLS] == "size"
+
+
+def test_a_filter_is_typed_and_taken_back(crowd: View) -> None:
+    wanted = {f"{pool.name}@{pool.version}" for pool in crowd.pools if "qwen" in pool.name}
+    choice, drawn = pressed(crowd, "/", *"QWEN3X", keys.BACKSPACE)
+    assert drawn[-1] == "filter: QWEN3_"
+    assert set(pools(drawn)) <= wanted
+    choice, drawn = pressed(crowd, "/", *"qwen", keys.ENTER)
+    assert f"of {len(wanted)} pools, by size, filter qwen" in drawn[-1]
+    assert choice.press("q", []) is False, "what is typed is no key any more"
+    assert set(pools(pressed(crowd, "/", *"*-1@?", keys.ENTER)[1])) <= {n for n in pools(lines(crowd)) if "-1@" in n}
+    _, drawn = pressed(crowd, "/", *"none such", keys.ENTER)
+    assert "No pool is like that; Escape shows all." in drawn
+    assert drawn[-1].startswith("0 pools, by size")
+    assert len(pools(pressed(crowd, "/", *"qwen", keys.ESCAPE)[1])) == len(pools(pressed(crowd)[1]))
+    assert pressed(crowd, "/", *"qwen", keys.ENTER, "d", keys.ESCAPE)[0].filter == ""
+
+
+def test_a_device_is_shown_alone(crowd: View) -> None:
+    first, second = crowd.devices
+    for presses, device in ((["d"], first), (["d", "d"], second)):
+        choice, drawn = pressed(crowd, *presses)
+        there = {f"{pool.name}@{pool.version}" for pool in crowd.pools if device.uuid in pool.devices}
+        assert choice.device == device.index
+        assert f"of {len(there)} pools" in drawn[-1]
+        assert set(pools(drawn)) <= there
+    assert pressed(crowd, "d", "d", "d")[0].device is None
+
+
+def test_processes_are_listed_with_what_they_hold(crowd: View) -> None:
+    told = ProcessInfo("vllm", "/system.slice/vllm.service", scenes.NOW - 7200)
+    one, *others = crowd.clients
+    lease = LeaseInfo(crowd.pools[0].name, crowd.pools[0].version, scenes.NOW - 300)
+    one = msgspec.structs.replace(one, leases=(lease,), process=told)
+    unknown = (msgspec.structs.replace(other, process=None) for other in others)
+    view = msgspec.structs.replace(crowd, clients=(one, *unknown))
+    choice, drawn = pressed(view, "c")
+    assert choice.listed == CLIENTS
+    header = next(line for line in drawn if "PROCESS" in line)
+    row = drawn[drawn.index(header) + 1]
+    assert row.split()[:3] == [str(one.session), str(one.pid), "vllm"]
+    assert row.endswith(f"5 min  {lease.pool}@{lease.version}")
+    assert f"of {len(view.clients)} clients, by held" in drawn[-1]
+    wide = lines(view, 200, 24, choice=choice)
+    assert "vllm.service" in wide[wide.index(next(line for line in wide if "PROCESS" in line)) + 1]
+    by_name = lines(view, 200, choice=Choice(filter=f"{lease.pool}@{lease.version}"))
+    holder = next(line for line in by_name if line.startswith(f"{lease.pool}@{lease.version} "))
+    assert "5 min vllm" in holder
+    assert pressed(view, "c", "/", *"vllm", keys.ENTER)[1][-1].startswith("1-1 of 1 clients")
+    assert max(map(len, lines(view, 40, 24, choice=choice))) <= 40
+
+
+def test_a_low_terminal_shows_a_row_at_least() -> None:
+    view = scenes.view(16, 500)
+    for height in (3, 6, 10):
+        drawn = lines(view, 80, height)
+        assert len(drawn) <= max(height, 4)
+        assert len(pools(drawn)) >= 1
+
+
+def test_in_json_it_is_one_document(directory: Path, name: str) -> None:
+    with Broker(directory) as client:
+        client.create(name, LAYOUT).seal()
+        with client.attach(name):
+            done = run("top", "--once", "--json", "--directory", directory)
+            other = run("top", "--json", "--filter", "nothing", "--directory", directory)
+    assert (done.returncode, done.stderr) == (0, "")
+    document = json.loads(done.stdout)
+    assert list(document) == ["schema", "time", "devices", "pools", "clients", "blocks", "waiters"]
+    assert [pool["name"] for pool in document["pools"]] == [name]
+    assert [client["pid"] for client in document["clients"]] == [os.getpid()]
+    assert json.loads(other.stdout)["pools"] == []
+
+
+def test_options_choose_what_is_shown(directory: Path, name: str) -> None:
+    with Broker(directory) as client:
+        for number, size in enumerate((1, 3)):
+            client.create(f"{name}-{number}", Layout.pack([("x", "U8", (size << 20,))]), devices=(number,)).seal()
+        for options, shown in (
+            ([], [1, 0]),
+            (["--sort", "name"], [0, 1]),
+            (["--reverse"], [0, 1]),
+            (["--filter", f"{name}-1"], [1]),
+            (["--device", "cuda:0"], [0]),
+        ):
+            drawn = run("top", "--once", *options, "--directory", directory).stdout.splitlines()
+            assert pools(drawn) == [f"{name}-{number}@1" for number in shown]
+
+
+@pytest.mark.parametrize(
+    ("sent", "expected"),
+    [
+        ("q", ["q"]),
+        ("\x1b[A\x1b[B\x1bOA", [keys.UP, keys.DOWN, keys.UP]),
+        ("\x1b[5~\x1b[6~", [keys.PAGE_UP, keys.PAGE_DOWN]),
+        ("\x1b[H\x1b[4~", [keys.HOME, keys.END]),
+        ("\x1b", [keys.ESCAPE]),
+        ("\x1b[1;5Cx", ["x"]),
+        ("\x1b[200~", []),
+        ("\x1b[", []),
+        ("ä\x7f\r\x01", ["ä", keys.BACKSPACE, keys.ENTER]),
+    ],
+)
+def test_keys_are_told_from_what_a_terminal_sends(sent: str, expected: list[str]) -> None:
+    assert keys.split(sent) == expected
+
+
+def test_live_it_does_what_keys_say(broker: BrokerProcess) -> None:
+    with Broker(broker.directory) as client:
+        for number in range(40):
+            client.create(
+                f"pool-{number:02}", Layout.pack([("x", "U8", ((50 - number) << 10,))]), devices=(number % 2,)
+            ).seal()
+    with watching(broker.directory) as (process, screen):
+        eventually(lambda: b"1-16 of 40 pools, by size" in screen.written, "the first page")
+        assert b"pool-39" not in screen.written
+        for sent, shown in (
+            (b"\x1b[6~", b"17-32 of 40 pools"),
+            (b"\x1b[", None),
+            (b"F", b"25-40 of 40 pools"),
+            (b"\x1b[A", b"24-39 of 40 pools"),
+            (b"s", b"by name"),
+            (b"/", b"filter: _"),
+            (b"3q", b"filter: 3q_"),
+            (b"\x7f\r", b"1-13 of 13 pools, by name, filter 3"),
+            (b"d", b"filter 3, device 0"),
+            (b"dd\x1b", b"1-16 of 40 pools, by name"),
+            (b"c", b"0 clients"),
+        ):
+            screen.written = b""
+            screen.send(sent)
+            if shown is not None:
+                eventually(lambda shown=shown: shown in screen.written, repr(shown))  # type: ignore[misc]
+        before = screen.modes()
+        screen.written = b""
+        screen.resize(30, 100)
+        eventually(lambda: b"\x1b[?25l" in screen.written or screen.written, "another picture")
+        screen.send(b"q")
+        assert process.wait(PATIENCE) == 0
+        assert before != screen.modes(), "lines are gathered and echoed again"
+    assert b"Traceback" not in screen.written
+
+
+def test_keys_work_while_the_broker_does_not_answer(broker: BrokerProcess) -> None:
+    with watching(broker.directory) as (process, screen):
+        eventually(lambda: b"nothing has been loaded" in screen.written, "the first picture")
+        os.kill(broker.pid, signal.SIGSTOP)
+        eventually(lambda: b"the broker does not answer" in screen.written, "word of that")
+        screen.send(b"q")
+        assert process.wait(PATIENCE) == 0
+        os.kill(broker.pid, signal.SIGCONT)

@@ -121,15 +121,12 @@ WORK: tuple[Work, ...] = (
 Way = tuple[Work, Callable[[Callable[[], object]], object]]
 """A piece of work, and how it is called."""
 
-each_way = pytest.mark.parametrize(
-    "way",
-    [
-        pytest.param((work, make), id=f"{work.__name__}, {where}")
-        for work in WORK
-        for make, where in zip(HERE, ("same thread", "another thread"), strict=True)
-    ],
-)
-"""What gives a test each piece of work in each :data:`Way`."""
+WAYS = [
+    pytest.param((work, make), id=f"{work.__name__}, {where}")
+    for work in WORK
+    for make, where in zip(HERE, ("same thread", "another thread"), strict=True)
+]
+"""Each piece of work in each :data:`Way`, for a test's parameter."""
 
 
 def goes_on(broker: Broker, name: str, share: str, way: Way, folder: Path) -> None:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -12,6 +14,7 @@ import pytest
 
 from cubroker.client import Broker
 from cubroker.client.session import ClientSession
+from cubroker.client.transport.fd_receiver import FdReceiver
 from cubroker.protocol import Layout
 from tests.brokers import BrokerProcess, eventually, serving
 from tests.unit.client import shares
@@ -97,6 +100,17 @@ def begun(call: Callable[[], T]) -> Future[T]:
 
     Thread(target=run).start()
     return outcome
+
+
+def received(inbox: FdReceiver, count: int) -> list[int]:
+    """Return descriptors that an inbox has received."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        sent = [os.eventfd(0) for _ in range(count)]
+        socket.send_fds(theirs, [b"x"], sent)
+        for each in sent:
+            os.close(each)
+        return inbox.receive(ours)[1]
 
 
 def session_of(broker: Broker) -> ClientSession:

@@ -48,15 +48,15 @@ UNSAFE = threading.Thread.start.__code__
 EVERYWHERE = int(os.environ.get("CUBROKER_HOSTILITY", "1")) > 1
 SEED = os.environ.get("CUBROKER_SEED", datetime.datetime.now(datetime.UTC).date().isoformat())
 
-BY_CHANCE = 40
+BY_CHANCE = 20
 """Places that are tried by chance."""
 
 ALWAYS = (
     "Requests._put",
     "Waker.set",
-    "Session.obtain",
+    "ClientSession.obtain",
     "LeaseRequest.ask",
-    "LeaseHandle.switch",
+    "Pool.switch",
     "LeaseHandle.end",
     "LeasedMemory.end",
     "Broker._keep",

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from tests.brokers import BrokerProcess, eventually, started
+from tests.forkserver import unmeasured
 
 
 class KeptBroker(BrokerProcess):
@@ -19,7 +20,8 @@ class KeptBroker(BrokerProcess):
         return [sys.executable, "-m", "cubroker.cli", "keep", "--pause", "0", "--", *super().command()]
 
     def spawn(self, log: int) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(self.command(), stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        env = unmeasured()  # tests of the keeper measure it
+        return subprocess.Popen(self.command(), stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env)
 
     def strike(self) -> None:
         """Send the broker SIGKILL, and return when the next one serves."""

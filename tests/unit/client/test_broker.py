@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -83,8 +84,10 @@ LAYOUT_NAMES = ("weight", "bias", "scale", "none")
 
 def test_devices_are_named_by_ordinal_or_uuid(client: Broker, name: str) -> None:
     first, second = client.driver.devices
-    publish(client, name, devices=(0, 1))
-    for device, expected in ((1, second), (second.uuid, second), (0, first)):
+    cuda0 = SimpleNamespace(type="cuda", index=0)  # what torch.device has
+    publish(client, name, devices=("cuda:0", second.uuid[:12]))
+    names = (1, second), (second.uuid, second), (second.uuid[:12].lower(), second), ("cuda:1", second), (first, first)
+    for device, expected in (*names, (cuda0, first), ("cuda", first), (client.devices()[1], second)):
         with client.attach(name, device=device) as pool:
             assert pool.device == expected
             assert pool["weight"].tobytes() == content("weight", 128)
@@ -96,7 +99,7 @@ def test_devices_are_named_by_ordinal_or_uuid(client: Broker, name: str) -> None
 def test_a_device_that_is_not_there_is_answered_with_those_that_are(client: Broker, name: str, device: Any) -> None:
     if device is True:
         device = 2
-    with pytest.raises(NotFound, match=rf"no device {device!r}; it sees 0 \(HOST-.*\), 1 \(HOST-"):
+    with pytest.raises(NotFound, match=rf"no device {device!r}; it sees 0 \(.*, HOST-.*\), 1 \(.*, HOST-"):
         client.attach(name, device=device)
 
 

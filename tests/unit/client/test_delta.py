@@ -15,7 +15,7 @@ from cubroker.client import Broker, delta
 from cubroker.client import publish as publishing
 from cubroker.driver import DriverError
 from cubroker.protocol import Layout, messages
-from cubroker.protocol.errors import DeviceFailure, Invalid, NotFound, Unsupported
+from cubroker.protocol.errors import DeviceFailure, Invalid, NotFound, Retired, Unsupported
 from tests.brokers import BrokerProcess, eventually
 from tests.unit.client.conftest import leases, session_of
 from tests.unit.client.scripts import start
@@ -305,6 +305,27 @@ def test_a_follower_takes_updates_in_place_and_processes_share_the_bytes(
     eventually(lambda: allocated(client) == 8 * MIB + GRANULE, "its memory to be freed")
 
 
+def test_a_base_by_name_is_the_current_version_also_if_another_replaces_it_meanwhile(
+    client: Broker, lender: BrokerProcess, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Versions 1 and 2 are gone between the question which one is current and the attach to it."""
+    client.publish(name, model())
+    attach, left = Broker.attach, [2, 1]
+
+    def late(self: Broker, *args: Any, **terms: Any) -> Any:
+        if left:
+            client.publish(name, model(a=70 + left.pop()))
+        return attach(self, *args, **terms)
+
+    with Broker(lender.directory) as other, monkeypatch.context() as patch:
+        patch.setattr(Broker, "attach", late)
+        assert other.publish(name, {"b": filled(80)}, base=name) == 4
+        left.append(3)
+        with pytest.raises(Retired, match="@4 was retired or replaced"):
+            other.publish(name, {"b": filled(81)}, base=4)
+    assert content(client, name, 5) == values(a=73)
+
+
 @pytest.mark.parametrize("moment", ["fill", "seal"])
 def test_a_writer_that_is_killed_leaves_its_base_and_nothing_else(
     lender: BrokerProcess, client: Broker, name: str, moment: str
@@ -312,7 +333,7 @@ def test_a_writer_that_is_killed_leaves_its_base_and_nothing_else(
     client.publish(name, model(), share="vmm")
     program = """
         import numpy as np
-        from cubroker.client.pool import Draft
+        from cubroker.client.draft import Draft
         from cubroker.client.publish import Sources
         owner = Sources if sys.argv[3] == "fill" else Draft
         setattr(owner, sys.argv[3], lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))

@@ -26,7 +26,7 @@ def test_a_context_that_cannot_be_made_is_explained(monkeypatch: pytest.MonkeyPa
         raise DriverError("cuDevicePrimaryCtxRetain", 2, "CUDA_ERROR_OUT_OF_MEMORY")
 
     monkeypatch.setattr(Driver, "context", refuse)
-    with pytest.raises(OutOfMemory, match=r"a context on .* \(HOST-.*\): cuDevicePrimaryCtxRetain failed"):
+    with pytest.raises(OutOfMemory, match=r"a context on device 1 \(.*\): cuDevicePrimaryCtxRetain failed"):
         devices.context(driver, 1)
 
 

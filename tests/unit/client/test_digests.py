@@ -12,7 +12,7 @@ import pytest
 
 from cubroker.client import Broker, Draft, digests
 from cubroker.client.loading.loader import load
-from cubroker.driver import Context, DriverError
+from cubroker.driver import Context, DriverError, device_names
 from cubroker.driver.digest import ALGORITHM, digest
 from cubroker.protocol import Layout
 from cubroker.protocol.errors import Corrupted, DeviceFailure, Invalid, Retired, Unsupported
@@ -193,8 +193,8 @@ def test_a_writer_that_kept_a_descriptor_is_noticed_on_its_device_alone(
                 second.check()
             text = caught.value.message
             assert text.startswith(f"pool {name!r} version 1 does not hold what was sealed: allocation 1 on ")
-            assert second.device.uuid in text
-            assert first.device.uuid not in text
+            assert device_names.label(second.device) in text
+            assert device_names.label(first.device) not in text
             assert "with 't3', 't4', 't5', has the digest" in text
             assert "allocation 0" not in text
             writer.flip(1, 299_999)

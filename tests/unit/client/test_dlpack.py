@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 from typing import Any
 
@@ -12,7 +14,7 @@ from cubroker.client import Broker, SharedTensor
 from cubroker.client import dlpack as export
 from cubroker.protocol import Layout
 from cubroker.protocol.errors import Invalid
-from tests.brokers import eventually
+from tests.brokers import BrokerProcess, eventually
 from tests.unit.client.conftest import content, leases, publish
 from tests.unit.client.test_tensor import EVERY, on_gpu
 
@@ -191,3 +193,44 @@ def test_a_closed_pool_exports_nothing(client: Broker, name: str) -> None:
         tensor = draft["a"]
     with pytest.raises(Invalid, match="given back"):
         tensor.__dlpack__(max_version=(1, 0))
+
+
+WITHOUT_NUMPY = """
+import gc, sys, warnings
+sys.modules["numpy"] = None
+warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+import torch
+from cubroker import Broker
+
+every = {
+    "floats": torch.arange(6.0).view(2, 3),
+    "turned": torch.arange(6, dtype=torch.int16).view(2, 3).t(),
+    "halves": torch.full((3,), 1.5, dtype=torch.bfloat16),
+    "eights": torch.ones(2, 2).to(torch.float8_e4m3fn),
+    "scalar": torch.tensor(7),
+    "complex": torch.tensor([1 + 2j]).conj(),
+    "empty": torch.empty(0, 4),
+}
+with Broker(sys.argv[1]) as broker:
+    broker.publish("plain", every)
+    pool = broker.attach("plain")
+    found = {name: torch.from_dlpack(pool[name]) for name in pool}
+    for name, tensor in found.items():
+        assert (tensor.dtype, tensor.shape) == (every[name].dtype, every[name].shape), name
+        assert tensor.tolist() == every[name].tolist() if name != "eights" else tensor.float().sum() == 4, name
+        assert tensor.data_ptr() == pool[name].pointer or not tensor.numel()
+    del tensor, found["floats"]
+    pool.close()
+    kept = broker.pools()[0].leases
+    del found
+    gc.collect()
+    print(kept)
+"""
+
+
+def test_torch_takes_and_publishes_tensors_without_numpy(broker: BrokerProcess) -> None:
+    command = [sys.executable, "-c", WITHOUT_NUMPY, broker.directory]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
+    with Broker(broker.directory) as observer:
+        assert observer.pools()[0].leases == 0

@@ -236,3 +236,17 @@ def test_a_broker_that_is_closed_still_gives_back_what_could_not_be_unmapped(
         assert leases(client, name) == 1
         assert pool.closed
     eventually(lambda: leases(client, name) == 0, "the end of the lease")
+
+
+def test_a_tensor_that_is_not_there_is_answered_with_the_nearest(client: Broker, name: str) -> None:
+    publish(client, name)
+    with client.attach(name) as pool:
+        with pytest.raises(KeyError) as unknown:
+            pool["wieght"]
+        assert str(unknown.value) == "'wieght'; did you mean 'weight'?"
+        assert unknown.value.args == ("wieght",)
+        with pytest.raises(KeyError, match=r"^'zzzzzz'$"):
+            pool["zzzzzz"]
+        assert "wieght" not in pool
+        assert pool.get("wieght") is None
+        del unknown

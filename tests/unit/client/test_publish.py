@@ -18,6 +18,7 @@ from torch import nn
 
 from cubroker.client import Broker, Draft, SharedTensor, dlpack, named_arrays
 from cubroker.client import publish as publishing
+from cubroker.client.arrays import MAX_COPIES
 from cubroker.client.devices import context as context_on
 from cubroker.client.loading import copy as copying
 from cubroker.client.publish import Sources
@@ -398,11 +399,11 @@ def refused(self: Stream | Context, *_: object) -> None:
 
 
 @pytest.mark.parametrize("kind", [Contiguous, Copies])
-@pytest.mark.parametrize("most", [publishing.MAX_COPIES, 1])
+@pytest.mark.parametrize("most", [MAX_COPIES, 1])
 def test_an_array_with_gaps_is_made_contiguous_by_its_own_library(
     client: Broker, name: str, gpus: list[Context], monkeypatch: pytest.MonkeyPatch, kind: type[OnGpu], most: int
 ) -> None:
-    monkeypatch.setattr(publishing, "MAX_COPIES", most)
+    monkeypatch.setattr("cubroker.client.arrays.MAX_COPIES", most)
     arrays = {key: kind(gpus[0], VALUES + step, (4, 24)) for step, key in enumerate("abc")}
     client.publish(name, arrays, devices=[0, 1])
     for device in (0, 1):

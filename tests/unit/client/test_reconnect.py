@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from cubroker.client import Broker, Pool
-from cubroker.client import broker as broker_module
+from cubroker.client import session as session_module
 from cubroker.client.session import ClientSession
 from cubroker.client.transport.handshake import NotServing
 from cubroker.protocol import wire
@@ -83,6 +83,7 @@ def test_the_end_of_a_session_is_told_once(
     publish(client, "pool")
     pools = [client.attach("pool") for _ in range(3 * holds)]
     with client.watch("pool") as watch:
+        assert watch.next() == 1, "what is known by then is told before the end of the session"
         die(broker, client)
         for call in (client.pools, client.reconnect, watch.next):
             with pytest.raises(Unavailable):
@@ -259,7 +260,7 @@ def test_closing_a_broker_ends_the_wait_for_the_next_one(
         looked.set()
         return ClientSession(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(broker_module, "ClientSession", opening)
+    monkeypatch.setattr(session_module, "ClientSession", opening)
     waiting = begun(lambda: client.reconnect(wait=3600))
     assert looked.wait(PATIENCE)
     client.close()
@@ -281,7 +282,7 @@ def test_a_broker_that_is_closed_while_it_reconnects_opens_nothing(
         return session
 
     with monkeypatch.context() as patch:
-        patch.setattr(broker_module, "ClientSession", opening)
+        patch.setattr(session_module, "ClientSession", opening)
         with pytest.raises(Unavailable, match="this Broker is closed"):
             client.reconnect()
     with Broker(broker.directory) as other:
@@ -295,11 +296,11 @@ def test_a_signal_handler_that_reconnects_in_the_middle_of_it_leaves_one_session
     broker.start()
 
     def opening(*args: object) -> ClientSession:
-        monkeypatch.setattr(broker_module, "ClientSession", ClientSession)
+        monkeypatch.setattr(session_module, "ClientSession", ClientSession)
         client.reconnect()
         return ClientSession(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(broker_module, "ClientSession", opening)
+    monkeypatch.setattr(session_module, "ClientSession", opening)
     client.reconnect()
     eventually(lambda: [info.session for info in client.clients()] == [client.session], "the end of the others")
 

@@ -375,7 +375,7 @@ def test_a_tensor_describes_itself(client: Broker, name: str) -> None:
     publish(client, name)
     with client.attach(name) as pool:
         assert repr(pool["weight"]) == (
-            f"<SharedTensor 'weight' F32 (4, 8) of pool {name!r} version 1 on {pool.device.uuid}>"
+            f"<SharedTensor 'weight' F32 (4, 8) of pool {name!r} version 1 on device 0 (cubroker host device 0)>"
         )
 
 
@@ -397,7 +397,7 @@ class Gpu:
 
 def on_gpu(dtype: str, shape: tuple[int, ...], *, readonly: bool = True) -> tuple[SharedTensor, Gpu]:
     gpu: Any = Gpu()
-    place = DeviceMapping(gpu, gpu.device, (0x7F0000000000,))
+    place = DeviceMapping(gpu, gpu.device, (0x7F0000000000,), (None,))
     mapped = LeasedMemory("pool 'p' version 1", (place,), "ipc", readonly=readonly, finish=lambda: None)
     return SharedTensor(mapped, place, "t", dtype, shape, 0x7F0000000100), gpu
 

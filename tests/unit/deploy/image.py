@@ -8,14 +8,15 @@ without capabilities. All of it lies in a mount namespace, and is gone with that
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests import wheels
 from tests.brokers import PATIENCE
 from tests.unit.deploy import containerfile
 from tests.unit.deploy.containerfile import Instruction, Stage
@@ -29,7 +30,7 @@ OFFLINE = {"PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
 """What keeps pip from registries."""
 
 LISTS = "requirements"
-"""The folder of what pip would get there. Here the lists are empty: the image gets the packages of the tests."""
+"""The folder of what pip would get there. Here the lists are empty, and the tests' own packages take their place."""
 
 HOLD = """
 set -e
@@ -191,9 +192,8 @@ def built(path: Path, place: Path) -> Iterator[Image]:
     stages = containerfile.read(path)
     libraries = place.with_name(place.name + "-libraries")
     libraries.mkdir()
-    for entry in Path(sysconfig.get_path("purelib")).iterdir():
-        if not entry.name.startswith(("cubroker", "__pycache__")) and entry.suffix != ".pth":
-            (libraries / entry.name).symlink_to(entry)
+    for name in re.findall(r"^([\w.-]+)==", (ROOT / LISTS / "image.txt").read_text(), re.MULTILINE):
+        wheels.link(name, libraries)
     names = " ".join(stage.name or "final" for stage in stages)
     folders = f"{sys.prefix} {libraries}"
     # The user of the image may not be one who may look into the folder of this tree, or of temporary files.

@@ -21,6 +21,9 @@ FILES = sorted(LISTS.iterdir())
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 STAGES = containerfile.read(ROOT / "deploy/container/Containerfile")
+TESTS = ("server", "cli", "numpy", "torch", "demo", "test")
+"""The extras of which the tests have all."""
+
 ELSEWHERE = {"torch"}
 """What has builds in other indexes, with other hashes."""
 
@@ -43,8 +46,8 @@ def version(requirement: Requirement) -> str:
     return only.version
 
 
-def test_there_is_a_list_for_the_image_for_its_build_and_for_the_tests() -> None:
-    assert [path.name for path in FILES] == ["build.txt", "image.txt", "test.txt"]
+def test_there_is_a_list_for_the_image_for_its_build_for_the_site_and_for_the_tests() -> None:
+    assert [path.name for path in FILES] == ["build.txt", "docs.txt", "image.txt", "test.txt"]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
@@ -59,9 +62,10 @@ def test_everything_in_a_list_has_one_version_and_hashes(path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "wanted"),
     [
-        ("image.txt", PROJECT["dependencies"]),
+        ("image.txt", [*PROJECT["dependencies"], *EXTRAS["server"], *EXTRAS["cli"]]),
         ("build.txt", tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]),
-        ("test.txt", [*PROJECT["dependencies"], *EXTRAS["test"], *EXTRAS["torch"], *EXTRAS["demo"]]),
+        ("docs.txt", [*PROJECT["dependencies"], *EXTRAS["docs"]]),
+        ("test.txt", [*PROJECT["dependencies"], *(each for extra in TESTS for each in EXTRAS[extra])]),
     ],
 )
 def test_a_list_has_what_the_project_asks_for_in_versions_that_it_takes(file: str, wanted: list[str]) -> None:
@@ -72,6 +76,13 @@ def test_a_list_has_what_the_project_asks_for_in_versions_that_it_takes(file: st
             continue
         candidates = found[requirement.name.lower().replace("_", "-")]
         assert all(requirement.specifier.contains(version(each)) for each, _ in candidates), requirement
+
+
+def test_the_site_is_built_beside_the_tests_in_the_same_versions() -> None:
+    tests, site = (fixed(LISTS / name) for name in ("test.txt", "docs.txt"))
+    assert {name: [version(each) for each, _ in site[name]] for name in site.keys() & tests.keys()} == {
+        name: [version(each) for each, _ in tests[name]] for name in site.keys() & tests.keys()
+    }
 
 
 def test_the_image_is_built_from_a_base_and_from_packages_that_are_fixed_by_their_hashes() -> None:

@@ -194,5 +194,6 @@ def test_settings_outlive_another_install_and_an_uninstall(own: Installed) -> No
 def test_everything_in_the_folder_is_installed(installed: Installed) -> None:
     rules = (DEPLOY / "install.mk").read_text()
     named = {file.removeprefix("./") for file in re.findall(r"^\t([\w./@-]+):\w", rules, re.MULTILINE)}
-    assert named == {str(path.relative_to(UNITS)) for path in UNITS.rglob("*") if path.is_file()}
+    folders = (UNITS, DEPLOY / "man", DEPLOY / "completion")
+    assert named == {str(path.relative_to(DEPLOY)) for each in folders for path in each.rglob("*") if path.is_file()}
     assert len(installed.files()) == len(named) + len({"etc/cubroker/cubroker.toml", "usr/bin/cubroker"})

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from itertools import product
 
 import pytest
 
 from cubroker.driver import Context, DriverError
 from cubroker.driver.batched_copy import CHUNK, ENTRIES, FLAGS
 from cubroker.driver.context import Kernel
+from tests.sampling import daily
 from tests.unit.driver.conformance import BLOCK
 
 ROOM = 8 * BLOCK
@@ -52,8 +54,7 @@ def in_a_row(sizes: list[int], to: int, at: int, gap: int) -> list[tuple[int, in
     return places
 
 
-@pytest.mark.parametrize("to", [0, 1, 2, 4, 8])
-@pytest.mark.parametrize("at", [0, 1, 2, 3, 4, 6, 8, 15])
+@pytest.mark.parametrize(("to", "at"), daily(product((0, 1, 2, 4, 8), (0, 1, 2, 3, 4, 6, 8, 15)), 10))
 def test_segments_arrive_whatever_their_size_and_alignment(
     context: Context, ends: tuple[int, int, bytes], to: int, at: int
 ) -> None:

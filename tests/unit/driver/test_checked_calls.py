@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import pickle
 import weakref
+from collections.abc import Callable
 
 import pytest
 
@@ -14,7 +15,7 @@ class Memory:
     """What a caller has in a variable."""
 
 
-def refused(texts: dict[str, str]) -> tuple[str, weakref.ref[Memory]]:
+def refused(texts: dict[str, str] | Callable[[], dict[str, str]]) -> tuple[str, weakref.ref[Memory]]:
     """Return what is said of a refused call, and the memory of whoever made the call."""
     memory = Memory()
     try:
@@ -30,11 +31,13 @@ def refused(texts: dict[str, str]) -> tuple[str, weakref.ref[Memory]]:
 def test_a_refusal_is_told_in_the_words_for_it_and_keeps_nothing_of_its_callers(explains: str, says: str) -> None:
     gc.disable()
     try:
-        told, memory = refused({explains: "out of reach"})
-        assert memory() is None
+        texts = {explains: "out of reach"}
+        for given in (texts, lambda: texts):
+            told, memory = refused(given)
+            assert memory() is None
+            assert told == f"cuMemMap failed with CUDA_ERROR_INVALID_DEVICE (101): {says}"
     finally:
         gc.enable()
-    assert told == f"cuMemMap failed with CUDA_ERROR_INVALID_DEVICE (101): {says}"
 
 
 def test_the_words_go_with_a_refusal_to_another_process() -> None:

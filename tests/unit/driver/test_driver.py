@@ -44,12 +44,14 @@ def test_host_devices_share_half_of_the_memory_unless_told_otherwise() -> None:
 @pytest.mark.parametrize(
     ("spec", "text"),
     [
-        ("", "no driver ''; write cuda, cuda:0,1, host:2, host:2@64MiB or host:4@64MiB/2"),
+        ("", "no driver ''; write cuda, cuda:0,1, cuda:GPU-8d2f41c6, host:2, host:2@64MiB or host:4@64MiB/2"),
         ("metal", "no driver 'metal'"),
         ("cuda:", "no driver 'cuda:'"),
         ("cuda:1,", "no driver 'cuda:1,'"),
         ("cuda:0 ", "no driver 'cuda:0 '"),
         ("cuda:1,1", "names a device twice"),
+        ("cuda:1,cuda:1", "names a device twice"),
+        ("cuda:GPU-8d2g", "no driver 'cuda:GPU-8d2g'"),
         ("host", "no driver 'host'"),
         ("host:2@64MB", "no driver 'host:2@64MB'"),
         ("host:٢", "no driver 'host:٢'"),
@@ -94,9 +96,19 @@ def test_cuda_devices_keep_the_ordinals_that_were_asked_for(monkeypatch: pytest.
     assert driver.context(2).device.index == 2
     with pytest.raises(ValueError, match="no device 1; the devices are 2, 0"):
         driver.context(1)
-    with pytest.raises(DriverError, match=r"cuDeviceGet failed with CUDA_ERROR_INVALID_DEVICE .*: asked with 3"):
+    with pytest.raises(DriverError, match=r"CUDA_ERROR_INVALID_DEVICE .*: this process sees no device '3'; it sees 0 "):
         load("cuda:3")
     driver.close()
+
+
+def test_cuda_devices_may_be_named_by_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda.bindings, "driver", HostModule(3, 2 * MIB))
+    first, second, third = load("cuda").devices
+    short = third.uuid[:10]
+    for spec in (f"cuda:{short},0", f"{short},cuda:0", f"cuda:2,{first.uuid}", "2,0"):
+        assert load(spec).devices == (third, first)
+    with pytest.raises(ValueError, match="names a device twice"):
+        load(f"cuda:1,{second.uuid}")
 
 
 def test_a_driver_error_travels_between_processes() -> None:

@@ -9,6 +9,7 @@ import struct
 import subprocess
 import tomllib
 from importlib import resources
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import pytest
 from cubroker.driver.batched_copy import CHUNK, THREADS, tables
 from cubroker.driver.context import KERNEL_FOLDER as HERE
 from cubroker.driver.digest import add, digest, finish
+from tests.sampling import daily
 from tests.unit.driver.ptx import PAIR, Program
 
 ROOT = Path(__file__).parents[3]
@@ -57,9 +59,12 @@ def test_a_kernel_assembles(name: str, architecture: str, tmp_path: Path) -> Non
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
-@pytest.mark.parametrize(("blocks", "threads"), [(1, 1), (1, 8), (3, 4), (2, 16), (1, 256)])
-@pytest.mark.parametrize("pieces", [1, 2, 5, 63, 64, 65, 300])
-def test_the_kernel_of_digests_adds_up_every_piece_whatever_the_grid(blocks: int, threads: int, pieces: int) -> None:
+@pytest.mark.parametrize(
+    ("pieces", "grid"),
+    daily(product((1, 2, 5, 63, 64, 65, 300), ((1, 1), (1, 8), (3, 4), (2, 16), (1, 256))), 12),
+)
+def test_the_kernel_of_digests_adds_up_every_piece_whatever_the_grid(pieces: int, grid: tuple[int, int]) -> None:
+    blocks, threads = grid
     data, sums = random.Random(pieces).randbytes(16 * pieces), 1 << 40
     parameters = {"source": 0, "pieces": pieces, "sums": sums}
     stored = Program(HERE / "digest.ptx").run(data, parameters, blocks, threads)
@@ -67,8 +72,10 @@ def test_the_kernel_of_digests_adds_up_every_piece_whatever_the_grid(blocks: int
     assert finish(add(*(PAIR.unpack(pair) for _, pair in stored)), len(data)) == digest(data)
 
 
-@pytest.mark.parametrize("beside", [0, 1, 2, 4, 8])
-@pytest.mark.parametrize("sizes", [[1], [16, 100], [17, 5, CHUNK + 9, 1, 2000], [3, 2 * CHUNK, 40_000]])
+@pytest.mark.parametrize(
+    ("sizes", "beside"),
+    daily(product(([1], [16, 100], [17, 5, CHUNK + 9, 1, 2000], [3, 2 * CHUNK, 40_000]), (0, 1, 2, 4, 8)), 7),
+)
 def test_the_kernel_of_copies_stores_every_byte_once(beside: int, sizes: list[int]) -> None:
     segments, start = [], beside
     for nbytes in sizes:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import re
 import runpy
+import shlex
+import socket
 import subprocess
 import sys
 import warnings
@@ -26,6 +28,25 @@ ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples"
 TRAPS = ROOT / "docs" / "traps.md"
 WEIGHTS = ROOT / "docs" / "live-weights.md"
+
+
+Trap = tuple[str, str]
+"""A sample and what it prints."""
+
+
+def traps() -> list[Trap]:
+    """The samples of the page, in its order."""
+    return re.findall(r"^```python\n(.*?)^```\n\n^```\n(.*?)^```$", TRAPS.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def needs_gpu(trap: Trap) -> bool:
+    """Whether a sample is run by tests/gpu alone."""
+    return "torch.cuda" in trap[0]
+
+
+def served(trap: Trap) -> bool:
+    """Whether a sample is the application of a server, and its output that of a client."""
+    return trap[1].startswith("$ ")
 
 
 def start(lender: BrokerProcess, example: str, *arguments: str) -> subprocess.Popen[str]:
@@ -122,17 +143,46 @@ def test_an_example_without_arguments_says_how_to_run_it(example: str, here: Her
         here.run(None, EXAMPLES / example)
 
 
+def test_every_trap_has_a_sample_and_its_output() -> None:
+    text = TRAPS.read_text()
+    assert len(traps()) == text.count("```python") == text.count("\n## ")
+    assert sum(map(needs_gpu, traps())) == sum(map(served, traps())) == 1
+
+
 @pytest.mark.slow
 def test_the_samples_of_the_traps_print_what_stands_below_them(
     lender: BrokerProcess, client: Broker, tmp_path: Path, here: Here
 ) -> None:
-    text = TRAPS.read_text()
-    samples = re.findall(r"^```python\n(.*?)^```\n\n^```\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    assert len(samples) == text.count("```python") == text.count("\n## ")
-    for number, (sample, printed) in enumerate(samples):
+    for number, (sample, printed) in enumerate(trap for trap in traps() if not needs_gpu(trap) and not served(trap)):
         path = tmp_path / f"sample_{number}.py"
         path.write_text(sample)
         assert here.run(lender, path) == printed
+
+
+def test_workers_of_a_server_that_forks_attach_with_their_first_request(
+    lender: BrokerProcess, client: Broker, tmp_path: Path
+) -> None:
+    pytest.importorskip("gunicorn", reason="there is no gunicorn")
+    client.publish("traps", {"norm.weight": np.ones(64, np.float32)})
+    (sample, session), *_ = filter(served, traps())
+    start, ask, *answer = session.splitlines()
+    (tmp_path / "app.py").write_text(sample)
+    arguments = shlex.split(start.removeprefix("$ gunicorn ").removesuffix(" &"))
+    environment = os.environ | {"CUBROKER_DIR": str(lender.directory), "HOME": str(tmp_path)}
+    server = subprocess.Popen([sys.executable, "-m", "gunicorn", *arguments], cwd=tmp_path, env=environment)
+    try:
+        eventually((tmp_path / "app.sock").exists, "gunicorn to listen")
+        assert ask == "$ curl --silent --unix-socket app.sock http://localhost/"
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(PATIENCE)
+            connection.connect(str(tmp_path / "app.sock"))
+            connection.sendall(b"GET / HTTP/1.0\r\n\r\n")
+            with connection.makefile() as reply:
+                assert reply.read().partition("\n\n")[2].splitlines() == answer
+    finally:
+        server.terminate()
+        server.wait(PATIENCE)
+    eventually(lambda: leases(client, "traps") == 0, "the end of the worker's lease")
 
 
 def test_the_samples_of_publishing_publish(lender: BrokerProcess, client: Broker, tmp_path: Path, here: Here) -> None:

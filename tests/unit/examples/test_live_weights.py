@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import re
 import subprocess
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 
-from cubroker import Broker, NotFound, Retired, Unsupported
+from cubroker import Broker, NotFound, Pool, Retired, Unsupported, aio
 from tests.brokers import PATIENCE, BrokerProcess, eventually
 from tests.forkserver import TORCH, Forked
 from tests.sampling import WHOLE
-from tests.unit.examples.test_examples import EXAMPLES, Here, here
+from tests.unit.examples.test_examples import EXAMPLES, WEIGHTS, Here, here
 from tests.unit.server.configured import configured
 
 __all__ = ["here"]
@@ -138,3 +141,131 @@ def test_an_older_version_that_is_published_again_reaches_those_who_follow(clien
         assert client.publish(name, good) == 3
         assert (next(versions), weight[0]) == (3, 1)
         del weight
+
+
+# -- samples -------------------------------------------------------------------------------------------
+
+
+def sample(heading: str, number: int = 0) -> dict[str, Any]:
+    """What a sample of the page defines, once it was run; samples are counted from each heading."""
+    section = WEIGHTS.read_text().partition(f"\n{heading}\n")[2]
+    found = re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL)[number]
+    names: dict[str, Any] = {}
+    exec(compile(found, heading, "exec"), names)
+    return names
+
+
+@pytest.fixture
+def policy(lender: BrokerProcess, client: Broker, monkeypatch: pytest.MonkeyPatch) -> Iterator[Broker]:
+    """A session, a first version of the pool that the samples name, and their broker."""
+    monkeypatch.setenv("CUBROKER_DIR", str(lender.directory))
+    client.publish("policy", weights(1))
+    yield client
+    gc.collect()
+    client.retire("policy")
+    eventually(lambda: not client.pools(), "the end of the last lease")
+
+
+def test_the_sample_of_an_update_shares_what_has_not_changed(
+    lender: BrokerProcess, client: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUBROKER_DIR", str(lender.directory))
+    sample("### Updates")
+    with client.attach("policy") as pool:
+        assert (pool["embed"].numpy()[0], pool["head"].numpy()[0]) == (0, 1)
+    client.retire("policy")
+    eventually(lambda: not client.pools(), "its memory to be freed")
+
+
+def test_the_sample_without_a_copy_publishes_what_it_wrote(
+    lender: BrokerProcess, client: Broker, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUBROKER_DIR", str(lender.directory))
+    sample("## Without a copy")
+    assert capsys.readouterr().out == "256.0\n"
+    with client.attach("policy") as pool:
+        assert pool["weight"].numpy().tolist() == [1] * 256
+    client.retire("policy")
+    eventually(lambda: not client.pools(), "its memory to be freed")
+
+
+def test_the_sample_of_a_switch_serves_the_next_version_from_the_same_arrays(policy: Broker) -> None:
+    served = []
+
+    def step(arrays: dict[str, Any]) -> bool:
+        served.append((arrays["weight"].ctypes.data, arrays["weight"][0]))
+        if len(served) < 3:
+            policy.publish("policy", weights(len(served) + 1))
+        return len(served) < 3
+
+    sample("## Switch")["serve"](step)
+    assert [value for _, value in served] == [1, 2, 3]
+    assert len({address for address, _ in served}) == 1
+
+
+def test_the_sample_of_following_attaches_to_each_version(policy: Broker) -> None:
+    used = []
+
+    def use(pool: Pool) -> None:
+        used.append(pool["weight"].numpy()[0])
+        if len(used) == 3:
+            raise Stop
+        policy.publish("policy", weights(len(used) + 1))
+
+    with pytest.raises(Stop):
+        sample("## Follow")["run"](use)
+    assert used == [1, 2, 3]
+
+
+def test_the_sample_of_following_does_so_in_an_event_loop(policy: Broker) -> None:
+    used = []
+
+    async def use(pool: Pool) -> None:
+        used.append(pool["weight"].numpy()[0])
+        if len(used) == 3:
+            raise Stop
+        await asyncio.to_thread(policy.publish, "policy", weights(len(used) + 1))
+
+    with pytest.raises(Stop):
+        asyncio.run(sample("## Follow", 1)["run"](policy, use))
+    assert used == [1, 2, 3]
+
+
+def test_the_sample_of_asyncio_serves_pools_and_takes_new_adapters(policy: Broker) -> None:
+    policy.publish("adapter", weights(7))
+    told = []
+
+    async def step(pools: Sequence[aio.Pool], extra: aio.Pool, version: int | None) -> bool:
+        told.append((pools[0]["weight"].numpy()[0], extra["weight"].numpy()[0], version))
+        if len(told) == 1:
+            await asyncio.to_thread(policy.publish, "adapter", weights(8))
+        return len(told) < 2
+
+    asyncio.run(sample("## asyncio")["serve"](["policy"], step))
+    assert told == [(1, 7, 1), (1, 7, 2)]
+    policy.retire("adapter")
+
+
+def test_the_sample_of_reconnecting_goes_on_with_the_next_broker(monkeypatch: pytest.MonkeyPatch) -> None:
+    with configured("") as process:
+        monkeypatch.setenv("CUBROKER_DIR", str(process.directory))
+        with Broker() as broker:
+            broker.publish("policy", weights(1))
+        seen = []
+
+        def step(pool: Pool) -> bool:
+            seen.append(pool["weight"].numpy()[0])
+            if len(seen) == 1:
+                process.kill()
+                process.start()
+                with Broker() as broker:
+                    broker.publish("policy", weights(2))
+                eventually(lambda: pool.lost, "the pool to be lost")
+            return len(seen) < 2
+
+        sample("## Reconnect")["work"](step)
+        assert seen == [1, 2]
+
+
+class Stop(Exception):
+    """Ends a sample that goes on for ever."""

@@ -11,7 +11,8 @@ from torch import nn
 
 from cubroker.client import Broker
 from cubroker.client.pool import Pool
-from cubroker.integrations import runtime_pools
+from cubroker.integrations import engine_loader, runtime_pools
+from cubroker.integrations.engine_loader import Obtained
 
 CONSUMED = ("fused.first", "fused.second")
 """What the module below has before its post-processing alone."""
@@ -95,7 +96,7 @@ def obtain(
     load: Callable[[], nn.Module],
     publish: Callable[[nn.Module], object] | None = None,
     **terms: Any,
-) -> runtime_pools.Obtained:
+) -> Obtained:
     def attach(pool: Pool) -> nn.Module:
         model = runtime_pools.bind(meta(), pool, strict=False)
         runtime_pools.refuse_meta(model, pool)
@@ -104,7 +105,7 @@ def obtain(
     def usual(model: nn.Module) -> object:
         return runtime_pools.publish(broker, name, model, consumed=CONSUMED, share="vmm")
 
-    return runtime_pools.obtain(broker, name, load=load, publish=publish or usual, attach=attach, **terms)
+    return engine_loader.obtain(broker, name, load=load, publish=publish or usual, attach=attach, **terms)
 
 
 def work(directory: str, name: str) -> None:

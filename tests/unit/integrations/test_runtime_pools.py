@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
 from collections.abc import Callable
 from typing import Any
 
@@ -16,12 +13,7 @@ from torch import nn
 from cubroker.client import Broker
 from cubroker.integrations import runtime_pools
 from cubroker.integrations.torch import state_dict
-from cubroker.protocol.errors import Invalid, NotFound, Retired, TimedOut, Unavailable
-from tests.brokers import BrokerProcess, eventually
-from tests.forkserver import TORCH
-from tests.unit.client.conftest import begun
-from tests.unit.client.scripts import start
-from tests.unit.integrations import runtime_process
+from cubroker.protocol.errors import Invalid, NotFound, Retired
 from tests.unit.integrations.runtime_process import CONSUMED, Fused, Runtime, Weight, meta
 
 
@@ -130,7 +122,9 @@ def test_the_module_that_was_loaded_can_be_bound_itself(client: Broker, name: st
     model, twin = loaded(), loaded()
     runtime_pools.publish(client, name, model, attributes={"has_own_head": True, "rank": 3})
     with client.attach(name) as pool:
-        assert runtime_pools.bind(model, pool) is model
+        with pytest.raises(Invalid, match=f"{name}'@1 would set rank of Runtime, which are not its to set"):
+            runtime_pools.bind(model, pool, accepts=["has_own_head"])
+        assert runtime_pools.bind(model, pool, accepts=["has_own_head", "rank"]) is model
     same(model, twin)
     assert (model.has_own_head, model.rank) == (True, 3)
     assert model.head.weight is model.embed.weight
@@ -139,7 +133,7 @@ def test_the_module_that_was_loaded_can_be_bound_itself(client: Broker, name: st
 def test_a_module_that_runs_publishes_what_the_version_before_has_and_no_caches(client: Broker, name: str) -> None:
     publish(client, name, loaded(1), written=["scale"], attributes={"rank": 3})
     with client.attach(name) as pool:
-        twin = runtime_pools.bind(meta(), pool, strict=False)
+        twin = runtime_pools.bind(meta(), pool, strict=False, accepts=["rank"])
         model, manifest = loaded(2), runtime_pools.read_manifest(pool)
         model.cache = torch.zeros(1 << 16)
         model.none = torch.zeros(1 << 16)  # it was empty when it was published
@@ -259,6 +253,32 @@ def test_a_tensor_that_is_not_within_its_memory_is_refused(
         runtime_pools.bind(nn.Module(), pool, strict=False)
 
 
+@pytest.mark.parametrize("kind", ["parameter", "buffer", "attribute"])
+@pytest.mark.parametrize("entry", ["forward", "training", "_parameters", "fused", "fused.loader", "fused."])
+def test_a_tensor_in_the_place_of_what_is_none_is_refused(client: Broker, name: str, kind: str, entry: str) -> None:
+    """A method, a setting, what torch keeps itself, a module, a function, nothing."""
+    told = runtime_pools.Entry(entry, kind, 0, "float32", (4,), (1,), "a", type="torch.nn.parameter.Parameter")
+    refuse_entry(client, name, told, f"would set {entry} of Runtime")
+
+
+def test_an_attribute_of_a_parameter_in_the_place_of_a_method_is_refused(client: Broker, name: str) -> None:
+    terms = {"type": "torch.nn.parameter.Parameter", "attributes": {"output_dim": 0, "copy_": True}}
+    told = runtime_pools.Entry("bias", "parameter", 0, "float32", (4,), (1,), "a", **terms)
+    refuse_entry(client, name, told, "would set bias.copy_ of Runtime")
+
+
+def refuse_entry(client: Broker, name: str, entry: runtime_pools.Entry, words: str) -> None:
+    text = msgspec.json.encode(runtime_pools.Manifest(runtime_pools.FORMAT, (entry,)))
+    client.publish(
+        name, {"a": torch.zeros(4), runtime_pools.MANIFEST: torch.frombuffer(bytearray(text), dtype=torch.uint8)}
+    )
+    model = meta()
+    before = dict(vars(model))
+    with client.attach(name) as pool, pytest.raises(Invalid, match=words):
+        runtime_pools.bind(model, pool, strict=False)
+    assert vars(model) == before
+
+
 def test_a_pool_of_another_kind_is_no_runtime_pool(client: Broker, name: str) -> None:
     client.publish(name, {"a": torch.zeros(4)})
     with client.attach(name) as pool, pytest.raises(Invalid, match=f"pool {name!r} is no runtime pool"):
@@ -333,103 +353,3 @@ def test_a_version_says_what_it_was_made_from(client: Broker, name: str) -> None
         assert runtime_pools.read_source(pool) == bytes(32)
     with pytest.raises(Invalid, match="the source of a runtime pool is 32 bytes, not 3"):
         publish(client, name, loaded(), source=b"abc")
-
-
-def obtain(broker: Broker, name: str, load: Callable[[], nn.Module] = loaded, **terms: Any) -> runtime_pools.Obtained:
-    return runtime_process.obtain(broker, name, load, **terms)
-
-
-def refuse() -> nn.Module:
-    raise Unavailable("no disk")
-
-
-def test_the_first_loads_and_publishes_and_the_next_one_binds(client: Broker, name: str) -> None:
-    first = obtain(client, name)
-    assert first.loaded
-    second = obtain(client, name, refuse)
-    assert not second.loaded
-    same(first.model, second.model)
-    assert first.model.get_parameter("embed.weight").data_ptr() != 0
-    for each in (first, second):
-        assert each.pool is not None
-        each.pool.close()
-
-
-def test_an_engine_that_is_told_to_falls_back_to_its_own_loader(
-    client: Broker, name: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    client.publish(name, {"a": torch.zeros(4)})
-    with pytest.raises(Invalid, match="no runtime pool"):
-        obtain(client, name)
-    got = obtain(client, name, fallback=True)
-    assert (got.pool, got.loaded) == (None, True)
-    same(got.model, loaded())
-    assert "is not used, and the engine's own loader is: pool" in caplog.text
-    client.retire(name)
-    with client.lock(name), pytest.raises(TimedOut, match="has the lock"):
-        obtain(client, name, timeout=0.0)
-    with pytest.raises(Unavailable, match="no disk"):
-        obtain(client, name, refuse)
-    with pytest.raises(NotFound):
-        client.attach(name)
-
-
-WORKER = """
-from tests.unit.integrations.runtime_process import work
-work(directory, sys.argv[2])
-"""
-
-
-def said(worker: subprocess.Popen[str]) -> str:
-    assert worker.stdout is not None
-    return worker.stdout.readline().strip()
-
-
-def go_on(worker: subprocess.Popen[str]) -> None:
-    assert worker.stdin is not None
-    print(file=worker.stdin, flush=True)
-
-
-def test_eight_engines_at_once_load_once_and_a_loader_that_dies_hands_over(
-    client: Broker, lender: BrokerProcess, name: str
-) -> None:
-    eight = [start(lender, WORKER, name, measured=False, preload=TORCH) for _ in range(8)]
-    workers = {worker.pid: worker for worker in eight}
-
-    def loader() -> subprocess.Popen[str]:
-        holders: list[int] = []
-
-        def look() -> bool:  # one that was killed may have its lock for a moment
-            holders[:] = [each.pid for each in client.clients() if each.locks and each.pid in workers]
-            return bool(holders)
-
-        eventually(look, "a process that loads")
-        (pid,) = holders
-        worker = workers[pid]
-        assert said(worker) == "loading"
-        return worker
-
-    def kill(worker: subprocess.Popen[str]) -> None:
-        os.kill(worker.pid, signal.SIGKILL)
-        workers.pop(worker.pid).communicate()
-
-    try:
-        kill(loader())  # before it has anything
-        second = loader()
-        go_on(second)
-        assert said(second) == "publishing"
-        eventually(lambda: any((pool.name, pool.state) == (name, "draft") for pool in client.pools()), "its draft")
-        kill(second)  # with a draft half full
-        third = loader()
-        for _ in range(2):
-            go_on(third)
-        assert said(third) == "publishing"
-        told = [begun(lambda each=each: said(each)) for each in workers.values()]  # type: ignore[misc]
-        total = f"{sum(tensor.double().sum().item() for tensor in loaded().state_dict().values()):.6f}"
-        assert sorted(each.result() for each in told) == sorted([f"loaded {total}", *[f"bound {total}"] * 5])
-        assert [(pool.version, pool.leases) for pool in client.pools() if pool.name == name] == [(1, 6)]
-    finally:
-        for worker in workers.values():
-            worker.kill()
-            worker.communicate()
-    eventually(lambda: [pool.leases for pool in client.pools() if pool.name == name] == [0], "their leases to end")

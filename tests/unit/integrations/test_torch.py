@@ -55,6 +55,12 @@ def test_every_tensor_has_its_dtype_shape_and_bytes(client: Broker) -> None:
         del state
 
 
+@pytest.mark.parametrize("device", [torch.device("cuda", 0), torch.device("cuda:0"), torch.device("cuda")])
+def test_torch_devices_name_devices(client: Broker, device: torch.device) -> None:
+    with client.create("on-a-device", Layout.pack([("x", "U8", (5,))]), devices=[device]) as draft:
+        assert draft.device == client.driver.devices[0]
+
+
 def test_packed_elements_are_counted_in_bytes(client: Broker) -> None:
     with client.attach("m") as pool:
         state = state_dict(pool)

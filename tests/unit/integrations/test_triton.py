@@ -12,9 +12,9 @@ import subprocess
 import sys
 from base64 import b64decode
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import numpy as np
@@ -325,6 +325,70 @@ def test_a_server_that_does_not_answer_or_listen_is_told(
         with caplog.at_level(logging.WARNING):
             regions.close()
         assert f"{region} has ended with it" in caplog.text
+
+
+@pytest.mark.parametrize("part", ["headers", "body"])
+def test_an_answer_that_comes_byte_by_byte_has_the_time_of_one_call(part: str) -> None:
+    """The whole answer takes longer than a call may, and each byte of it does not."""
+    head, body = b"HTTP/1.1 200 OK\r\nX-Filler: " + b"x" * 40 + b"\r\nContent-Length: 50\r\n\r\n", b" " * 48 + b"[]"
+    slow = head if part == "headers" else body
+    given_up = Event()
+
+    def answer() -> None:
+        connection, _ = listening.accept()
+        with connection, suppress(OSError):
+            connection.recv(1 << 16)
+            if part == "body":
+                connection.sendall(head)
+            for byte in slow:
+                connection.sendall(bytes([byte]))
+                given_up.wait(0.05)
+            if part == "headers":
+                connection.sendall(body)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = Thread(target=answer)
+        thread.start()
+        try:
+            host, port = listening.getsockname()
+            with pytest.raises(TimedOut, match="has not answered systemsharedmemory/status for 1 s"):
+                triton.sweep(f"http://{host}:{port}", timeout=1.0)
+        finally:
+            given_up.set()
+            thread.join()
+
+
+def test_memory_of_a_gpu_stays_leased_while_its_server_may_only_be_restarting(
+    client: Broker, name: str, server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A server that ends closes its port before it lets go of memory: a refused connection is no proof."""
+    monkeypatch.setattr(triton, "_on_host", lambda _: False)
+    server.driver = client.driver
+    ended = Server()
+    ended.close()
+    with scratch(client, name, share="ipc") as pool:
+        regions = triton.register(pool, server.url)
+    registration = regions._registration
+    (region,) = regions.names
+    with monkeypatch.context() as patch:
+        patch.setattr(registration, "server", triton._Server(ended.url, 5.0, {}))
+        with pytest.raises(Unavailable, match=f"does not listen: .*{region} may still be registered .*ended=True"):
+            regions.close()
+    assert leases(client, name) == 1
+    regions.close()
+    assert not server.opened
+    with client.attach(name) as pool:
+        regions = triton.register(pool, server.url)
+    (region,) = regions.names
+    monkeypatch.setattr(regions._registration, "server", triton._Server(ended.url, 5.0, {}))
+    with caplog.at_level(logging.WARNING):
+        regions.close(ended=True)
+    assert f"{region} has ended with it" in caplog.text
+    server.server_close()
+    for context, pointer in server.opened.values():
+        context.close(pointer)
+    server.opened.clear()
+    eventually(lambda: leases(client, name) == 0, "the end of the lease")
 
 
 def test_a_register_that_is_not_answered_is_taken_back(

@@ -12,7 +12,8 @@ from torch import nn
 
 from cubroker.client import Broker
 from cubroker.client.pool import Pool
-from cubroker.integrations import runtime_pools
+from cubroker.integrations import engine_loader, runtime_pools
+from cubroker.integrations.engine_loader import Held, PoolOptions, RankPool
 from cubroker.integrations.torch import state_dict
 from cubroker.protocol.errors import CubrokerError, Invalid, Unsupported
 from tests.brokers import BrokerProcess
@@ -44,9 +45,9 @@ class Engine:
             model = nn.Linear(8, 8, bias=False)
         self.model = runtime_pools.bind(model, self.pool)
         manifest = runtime_pools.read_manifest(self.pool)
-        live.hold(
-            self.model, live.Held(broker, self.pool, manifest, self.load_from, lambda: None, 60.0, {"share": "vmm"})
-        )
+        rank = RankPool(name, 0, torch.device("cpu"), "/models/linear")
+        options = PoolOptions("vllm", timeout=60.0, terms={"share": "vmm"})
+        engine_loader.hold(self.model, Held(broker, self.pool, manifest, rank, options, self.load_from))
         self.transfer = live.PoolWeightTransfer(self.model)
 
     def load_from(self, source: Pool) -> nn.Module:
@@ -61,7 +62,7 @@ class Engine:
         return float(self.model.weight[0, 0])
 
     def close(self) -> None:
-        del self.model, self.transfer
+        self.model = self.transfer = None
         self.pool.close()
 
 
@@ -145,6 +146,87 @@ def test_numbers_that_begin_again_after_a_restart_are_not_older(
     assert (engine.number, engine.converted, current(client, name)) == (1.0, 1, 3)
 
 
+# -- sleep -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def backend(live: Any) -> Any:
+    return live.PoolSleepMode()
+
+
+def test_an_engine_sleeps_and_wakes_by_tags(backend: Any, engines: Callable[..., Engine]) -> None:
+    engine = engines()
+    for level in (1, 2):
+        backend.suspend(level)
+        assert (backend.state(), engine.pool.asleep, backend.allocator.mapped) == ("SUSPENDED", True, set())
+        backend.suspend(level)  # again: nothing is left to do
+        backend.resume(["kv_cache"])
+        assert (backend.state(), engine.pool.asleep, backend.allocator.mapped) == ("RESUMING", True, {"kv_cache"})
+        backend.resume(["weights"])
+        assert (backend.state(), engine.number, backend.allocator.mapped) == ("RUNNING", 0.0, {"weights", "kv_cache"})
+        backend.resume()
+
+
+def test_each_pool_wakes_by_itself_and_a_second_resume_wakes_the_rest(
+    backend: Any, client: Broker, name: str, engines: Callable[..., Engine]
+) -> None:
+    """The second pool is gone, and then of another structure, so that the engine cannot go to its current version."""
+    other = f"{name}-draft"
+    runtime_pools.publish(client, other, model_of(torch.full((8, 8), 2.0)), share="vmm")
+    one, two = engines(), engines(other)
+    backend.suspend()
+    client.publish(other, weights(3.0), share="vmm")
+    for _ in range(2):
+        with pytest.raises(Invalid, match=f"1 of 2 pools cannot wake.*: {other}: .*resume again") as caught:
+            backend.resume()
+        assert (backend.state(), one.pool.asleep, two.pool.asleep) == ("RESUMING", False, True)
+        assert (one.number, backend.allocator.mapped) == (0.0, {"weights", "kv_cache"})
+        del caught
+    runtime_pools.publish(client, other, model_of(torch.full((8, 8), 4.0)), share="vmm")
+    backend.resume()
+    assert (backend.state(), one.number, two.number) == ("RUNNING", 0.0, 4.0)
+
+
+def test_an_engine_of_which_one_pool_cannot_sleep_stays_awake(
+    backend: Any, client: Broker, name: str, engines: Callable[..., Engine]
+) -> None:
+    other = f"{name}-draft"
+    runtime_pools.publish(client, other, model_of(torch.full((8, 8), 2.0)), share="ipc")
+    one, two = engines(), engines(other)
+    with pytest.raises(Unsupported, match=f"1 of 2 pools cannot sleep.*: {other}: .*ipc"):
+        backend.suspend()
+    assert (backend.state(), one.number, two.number) == ("RUNNING", 0.0, 2.0)
+    assert backend.allocator.mapped == {"weights", "kv_cache"}
+    backend.resume()
+    two.close()
+    gc.collect()
+    backend.suspend()
+    assert (backend.state(), one.pool.asleep) == ("SUSPENDED", True)
+    backend.resume()
+
+
+def test_an_allocator_that_fails_leaves_a_state_from_which_all_wakes(
+    backend: Any, engines: Callable[..., Engine]
+) -> None:
+    engine = engines()
+    backend.allocator.broken = True
+    with pytest.raises(RuntimeError, match="out of memory") as caught:
+        backend.suspend()
+    assert caught.value.__notes__ == ["and it could not be undone: CUDA Error: out of memory"]
+    assert (backend.state(), engine.pool.asleep) == ("RESUMING", True)
+    backend.allocator.broken = False
+    backend.resume()
+    assert (backend.state(), engine.number, backend.allocator.mapped) == ("RUNNING", 0.0, {"weights", "kv_cache"})
+    backend.suspend()
+    backend.allocator.broken = True
+    with pytest.raises(RuntimeError, match="out of memory"):
+        backend.resume()
+    assert (backend.state(), engine.pool.asleep) == ("RESUMING", True)
+    backend.allocator.broken = False
+    backend.resume()
+    assert (backend.state(), engine.number, backend.allocator.mapped) == ("RUNNING", 0.0, {"weights", "kv_cache"})
+
+
 # -- the trainer -------------------------------------------------------------------------------------------
 
 
@@ -183,6 +265,73 @@ def test_a_trainer_publishes_what_its_source_yields(
         found = state_dict(pool)
         assert all(torch.equal(found[key], each) for key, each in given.items())
         del found
+
+
+class NewClient:
+    """What vLLM 0.32 has trainers call, for engines of this process."""
+
+    def __init__(self, transfer: Any) -> None:
+        self.transfer = transfer
+        self.steps: list[Any] = []
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self.transfer.init_transfer_engine(init_info)
+
+    def start_weight_update(self) -> None:
+        self.steps.append("start")
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.transfer.update_weights(update_info)
+
+    def finish_weight_update(self, version: str | None = None) -> None:
+        self.steps.append(version)
+
+
+class OldClient(NewClient):
+    """The same of vLLM 0.24."""
+
+    def start_weight_update(self, is_checkpoint_format: bool = True) -> None:  # type: ignore[override]
+        self.steps.append(is_checkpoint_format)
+
+    def finish_weight_update(self) -> None:  # type: ignore[override]
+        self.steps.append(None)
+
+
+@pytest.mark.parametrize(("old", "steps"), [(False, ["start", "1", "start", "2"]), (True, [False, None] * 2)])
+def test_a_trainer_sends_by_what_this_vllm_has(
+    monkeypatch: pytest.MonkeyPatch,
+    lender: BrokerProcess,
+    client: Broker,
+    name: str,
+    engines: Callable[..., Engine],
+    old: bool,
+    steps: list[Any],
+) -> None:
+    live = vllm_stub.live(monkeypatch, old=old)
+    live.register()
+    engine, model = engines(), model_of(weights(1.0)["weight"])
+    engine.transfer = live.PoolWeightTransfer(engine.model)
+    told = (OldClient if old else NewClient)(engine.transfer)
+    source = f"{name}-policy"
+    init = live.PoolTrainerInit(pool=source, directory=str(lender.directory), rank=0)
+    trainer = live.PoolTrainer.trainer_init(init, client=told, source=live.ModuleSource(model))
+    other = live.PoolTrainer.trainer_init(live.PoolTrainerInit(pool=source, rank=1), client=None, source=[])
+    for number in (1.0, 2.0):
+        model.weight.data.fill_(number)
+        trainer.send_weights()
+        other.send_weights()
+        assert engine.number == number
+    assert told.steps == steps
+    assert source not in {pool.name for pool in client.pools()}, "its memory is the trainer's again"
+    trainer.shutdown()
+    other.shutdown()
+
+
+def test_a_source_of_which_ranks_have_parts_is_refused(live: Any, name: str) -> None:
+    source = live.ModuleSource(nn.Linear(2, 2))
+    source.held_names = lambda: ["weight"]
+    with pytest.raises(Unsupported, match="ranks of this source have parts of the model"):
+        live.PoolTrainer(live.PoolTrainerInit(pool=name, rank=0), client=None, source=source)
 
 
 @pytest.mark.parametrize(

@@ -58,21 +58,26 @@ class Meta(NamedTuple):
 
 
 class Allocator:
-    """Memory of vLLM's own, which cannot be mapped twice."""
+    """Memory of vLLM's own, by tags; what fails has done half of it, and what is mapped stays so."""
 
     def __init__(self) -> None:
         self.broken = False
         self.mapped = {"weights", "kv_cache"}
 
     def sleep(self) -> None:
-        if self.broken:
-            raise RuntimeError("CUDA Error: out of memory")
+        self.mapped.discard("weights")
+        self.fail()
         self.mapped.clear()
 
     def wake_up(self, tags: list[str] | None) -> None:
         wanted = {"weights", "kv_cache"} if tags is None else set(tags)
-        assert not self.mapped & wanted, "mapped twice"
+        self.mapped |= wanted & {"kv_cache"}
+        self.fail()
         self.mapped |= wanted
+
+    def fail(self) -> None:
+        if self.broken:
+            raise RuntimeError("CUDA Error: out of memory")
 
 
 class CuMemBackend:
@@ -82,6 +87,9 @@ class CuMemBackend:
 
     def __init__(self) -> None:
         self._state = "RUNNING"
+
+    def state(self) -> str:
+        return self._state
 
     def suspend(self, level: int = 1) -> None:
         self._state = "SUSPENDED"
@@ -115,8 +123,11 @@ class Platform:
         return True
 
 
-def live(patch: pytest.MonkeyPatch) -> Any:
-    """Return ``vllm_live``, imported with this for vLLM; both are gone again when the patch is undone."""
+def live(patch: pytest.MonkeyPatch, *, old: bool = False) -> Any:
+    """Return ``vllm_live``, imported with this for vLLM; both are gone again when the patch is undone.
+
+    An ``old`` one has no interface for trainers, and no backends of sleep mode, as vLLM 0.24.
+    """
     parts: dict[str, dict[str, Any]] = {
         "vllm": {},
         "vllm.config": {"ModelConfig": object},
@@ -140,6 +151,11 @@ def live(patch: pytest.MonkeyPatch) -> Any:
             "SleepModeBackendFactory": Factory(),
         },
     }
+    if old:
+        for name in ("TrainerInitInfo", "TrainerWeightTransferEngine"):
+            del parts["vllm.distributed.weight_transfer.base"][name]
+        del parts["vllm.distributed.weight_transfer.factory"]["WeightTransferTrainerFactory"]
+        del parts["vllm.device_allocator.sleep_mode_backend"]
     for name, content in parts.items():
         module = ModuleType(name)
         vars(module).update(content)

@@ -14,7 +14,24 @@ LAYOUT = Layout.pack(
     tied={"tied": "scalar"},
 )
 INFO = status.PoolInfo(
-    "llama", 3, "current", 1024, 3, "ipc", ("GPU-a", "GPU-b"), False, 2, 1000, 100, 0o640, False, True, "", "", "handle"
+    "llama",
+    3,
+    "current",
+    1024,
+    3,
+    "ipc",
+    ("GPU-a", "GPU-b"),
+    False,
+    2,
+    1000,
+    100,
+    0o640,
+    False,
+    True,
+    "",
+    "",
+    "handle",
+    published=1e9,
 )
 SHARDED = status.PoolInfo(
     "moe",
@@ -39,9 +56,18 @@ SHARDED = status.PoolInfo(
     shared=2 << 20,
 )
 CLIENT = status.ClientInfo(7, 4711, 1000, "connected", (status.LeaseInfo("llama", 3),), 64 << 20)
-UNSEEN = status.ClientInfo(8, 4712, 1001, "detached", ())
+SEEN = status.ClientInfo(
+    9,
+    4713,
+    1002,
+    "connected",
+    (status.LeaseInfo("llama", 4, 1e9),),
+    process=status.ProcessInfo("vllm", "/system.slice/vllm.service", 1e9),
+)
+UNSEEN = status.ClientInfo(8, 4712, 1001, "detached", (), process=status.ProcessInfo("bash", None, 1e9))
 DEVICE = status.DeviceInfo(0, "GPU-a", "NVIDIA H200", 150_754_820_096, 135_679_338_086, 8 << 30, 0)
 BLOCK = status.BlockInfo("GPU-a", "llama", 3, "current", "held", 8 << 30, 1000)
+SHARED = status.BlockInfo("GPU-a", "llama", 3, "current", "held", 8 << 30, 1000, (status.SharedBytes((3, 4), 2 << 30),))
 WAITER = status.WaiterInfo(7, 4711, 1000, 12, "create", "llama", "room", 8 << 30, 1_763_779_200.5)
 HANDLES = (bytes(64), b"h" * 64)
 SHARDS = (m.ReplicaHandles("GPU-a", (m.DESCRIPTOR, b"")), m.ReplicaHandles("GPU-b", (b"", m.DESCRIPTOR)))
@@ -127,12 +153,16 @@ REPLIES = (
     m.Locked(3),
     m.Found(3),
     m.Pools((INFO, SHARDED)),
+    m.Pools((SHARDED, INFO)),
     m.Pools(()),
     m.Clients((CLIENT,)),
     m.Clients((UNSEEN,)),
+    m.Clients((SEEN,)),
     m.DeviceList((DEVICE,)),
     m.View((DEVICE,), (INFO, SHARDED), (CLIENT,), (BLOCK,), (WAITER,)),
-    m.View((DEVICE,), (INFO, SHARDED), (UNSEEN,), (BLOCK,), (WAITER,)),
+    m.View((DEVICE,), (SHARDED, INFO), (UNSEEN,), (BLOCK,), (WAITER,)),
+    m.View((DEVICE,), (INFO, SHARDED), (SEEN,), (BLOCK,), (WAITER,)),
+    m.View((DEVICE,), (INFO, SHARDED), (SEEN,), (SHARED,), (WAITER,)),
     m.View((), (), (), (), ()),
     m.Story((status.Line(1.5, "its writer sealed it"),)),
     m.Description(INFO, LAYOUT.encode()),

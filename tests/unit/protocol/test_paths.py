@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import pwd
 from pathlib import Path
 
 import pytest
 
 from cubroker.protocol import paths
-from cubroker.protocol.errors import Invalid
+from cubroker.protocol.errors import Denied, Invalid
 
 SOMEBODY = 1234
 
@@ -32,6 +33,85 @@ def test_the_own_user_and_environment_are_the_default(monkeypatch: pytest.Monkey
     assert paths.default_directory() == paths.default_directory(os.environ, os.getuid())
     monkeypatch.setenv("CUBROKER_DIR", "/there")
     assert paths.default_directory() == Path("/there")
+
+
+# -- which broker a client finds -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory of a host's broker, and its socket; this user's own directory has none yet."""
+    system = tmp_path / "host"
+    system.mkdir(0o755)
+    (system / paths.SESSION_SOCKET).touch()
+    monkeypatch.setattr(paths, "SYSTEM", system)
+    monkeypatch.setattr(paths, "SERVICE", "no-such-account")
+    return system
+
+
+def own(host: Path) -> dict[str, str]:
+    return {"XDG_RUNTIME_DIR": str(host.with_name("user"))}
+
+
+def test_a_client_finds_the_broker_of_its_user_and_else_that_of_the_host(host: Path) -> None:
+    user = host.with_name("user") / "cubroker"
+    assert paths.find_directory(own(host), SOMEBODY) == host
+    user.mkdir(parents=True)
+    assert paths.find_directory(own(host), SOMEBODY) == host
+    (user / paths.SESSION_SOCKET).touch()
+    assert paths.find_directory(own(host), SOMEBODY) == user
+    assert paths.find_directory({"CUBROKER_DIR": "/there", **own(host)}, SOMEBODY) == Path("/there")
+    assert paths.find_directory(own(host), 0) == host
+
+
+def test_a_client_without_any_broker_is_told_of_its_users_directory(host: Path) -> None:
+    (host / paths.SESSION_SOCKET).unlink()
+    assert paths.find_directory(own(host), SOMEBODY) == host.with_name("user") / "cubroker"
+    host.rmdir()
+    assert paths.find_directory({}, SOMEBODY) == paths.directory_of(SOMEBODY)
+
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+
+
+@needs_root
+def test_the_hosts_broker_is_that_of_root_or_of_the_service_and_of_no_other_user(
+    host: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paths, "SERVICE", "daemon")
+    service = pwd.getpwnam("daemon").pw_uid
+    host.parent.chmod(0o755)
+    for owner in (0, service, SOMEBODY):
+        os.chown(host, owner, owner)
+        assert paths.find_directory(own(host), SOMEBODY) == host
+    games = pwd.getpwnam("games").pw_uid
+    for owner, name in ((games, rf"games \(user {games}\)"), (54_321, "user 54321")):
+        os.chown(host, owner, owner)
+        with pytest.raises(
+            Denied, match=rf"{host} is not .* host's: it belongs to {name}, .* daemon; to use it .* name"
+        ):
+            paths.find_directory(own(host), SOMEBODY)
+        assert paths.find_directory({"CUBROKER_DIR": str(host)}, SOMEBODY) == host
+
+
+@needs_root
+def test_a_directory_of_the_host_that_a_user_may_not_search_is_that_of_a_broker(host: Path) -> None:
+    host.parent.chmod(0o755)
+    host.chmod(0o700)  # this process stays in root's group
+    os.seteuid(SOMEBODY)
+    try:
+        assert paths.find_directory(own(host), SOMEBODY) == host
+    finally:
+        os.seteuid(0)
+
+
+@needs_root
+def test_a_directory_of_the_host_where_others_may_write_is_not_used(host: Path) -> None:
+    host.chmod(0o777)
+    with pytest.raises(
+        Denied, match=r"its group and everybody may write in .*\(mode 0777\), .* pose as the broker; to"
+    ):
+        paths.find_directory(own(host), SOMEBODY)
 
 
 def test_a_directory_without_room_for_a_socket_is_refused() -> None:

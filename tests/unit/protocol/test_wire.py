@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cubroker.protocol import messages as m
@@ -49,6 +49,7 @@ def test_any_bytes_are_a_message_or_refused(shape: Any, data: bytes) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=["Hello", "Greeting", "Notice", "Envelope", "Answer", "Layout"])
 @given(plain=trees)
+@settings(max_examples=40)  # of each shape
 def test_any_msgpack_is_a_message_or_refused(shape: Any, plain: Any) -> None:
     read(msgspec.msgpack.encode(plain), shape)
 

@@ -13,7 +13,7 @@ from cubroker.server import broker
 from cubroker.server.broker import Recovery
 from cubroker.server.ledger import Ledger, publish
 from cubroker.server.ledger import events as e
-from cubroker.server.ledger.model import CreateWaiter, DeviceAccount
+from cubroker.server.ledger.records import CreateWaiter, DeviceAccount
 from cubroker.server.ledger.snapshot import Audit
 from tests.unit.server.ledger.story import MIB, Story, answer, asks, attaches, creates
 from tests.unit.server.loops import run

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from cubroker.protocol.messages import Attach, Farewell
-from tests.brokers import PATIENCE, BrokerProcess, eventually
+from tests.brokers import PATIENCE, BrokerProcess, eventually, serving
+from tests.forkserver import heeded
 from tests.unit.server.clients import RawClient, session
 from tests.unit.server.processes import alive, gateway_of, gateways, maps, resident
 
@@ -23,13 +24,14 @@ def start(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_broker_without_a_file_serves_until_it_is_told_to_stop(broker: BrokerProcess, number: signal.Signals) -> None:
-    gateway = gateway_of(broker.pid)
-    assert {entry.name for entry in broker.directory.iterdir()} == {"lock", "session.sock", "broker.zmq"}
-    broker.process.send_signal(number)
-    assert broker.process.wait(PATIENCE) == 0
-    assert {entry.name for entry in broker.directory.iterdir()} == {"lock"}
-    assert not alive(gateway)
+def test_a_broker_without_a_file_serves_until_it_is_told_to_stop(number: signal.Signals) -> None:
+    with heeded(number), serving() as broker:
+        gateway = gateway_of(broker.pid)
+        assert {entry.name for entry in broker.directory.iterdir()} == {"lock", "session.sock", "broker.zmq"}
+        broker.process.send_signal(number)
+        assert broker.process.wait(PATIENCE) == 0
+        assert {entry.name for entry in broker.directory.iterdir()} == {"lock"}
+        assert not alive(gateway)
 
 
 def test_a_stopping_broker_says_farewell_and_hangs_up(broker: BrokerProcess, client: RawClient) -> None:
@@ -134,7 +136,7 @@ def test_signals_that_are_blocked_at_the_start_are_heard(tmp_path: Path, number:
         "import os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals());"
         " os.execv(sys.executable, sys.argv[1:])"
     )
-    with serving_after(block, tmp_path) as process:
+    with heeded(number), serving_after(block, tmp_path) as process:
         process.send_signal(number)
         assert process.wait(PATIENCE) == 0
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from cubroker.driver.driver import load
 from cubroker.protocol.layout import Layout
 from cubroker.protocol.messages import Attach, Close, Done, Failed, Refused
 from tests.brokers import eventually
@@ -165,15 +166,21 @@ def test_leases_of_several_sessions_count_together() -> None:
         assert two.ask(Attach("a", 0, None, 0.0), Failed).code == "over_quota"
 
 
-def test_budgets_may_differ_from_device_to_device() -> None:
-    with configured("[budget]\ndefault = '50%'\n1 = '2MiB'") as broker, session(broker.directory) as client:
+@pytest.mark.parametrize("name", ["1", "cuda:1", "{uuid:.13}"])
+def test_budgets_may_differ_from_device_to_device(name: str) -> None:
+    name = name.format(uuid=load("host:2").devices[1].uuid)
+    with configured(f"[budget]\ndefault = '50%'\n'{name}' = '2MiB'") as broker, session(broker.directory) as client:
         assert [device.budget for device in client.devices()] == [32 << 20, 2 << 20]
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("[budget]\n7 = '2MiB'", "a budget for device '7', which is not served; there are HOST-"),
+        (
+            "[budget]\n7 = '2MiB'",
+            "a budget for device '7', which is not served: this broker has no device '7'; it has 0 (",
+        ),
+        ("[budget]\n0 = '2MiB'\n'cuda:0' = '4MiB'", "are both for device 0 (cubroker host device 0)"),
         ("kep = 1", "there is no setting kep; did you mean keep?"),
     ],
 )

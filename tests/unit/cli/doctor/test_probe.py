@@ -59,7 +59,7 @@ def test_host_devices_share_by_handle_and_by_descriptor(broker: BrokerProcess) -
     done = run("doctor", "--devices", "host:1@64MiB", "--json", "--directory", broker.directory)
     assert (done.returncode, done.stderr) == (0, "")
     document = json.loads(done.stdout)
-    assert list(document) == ["devices", "host"]
+    assert list(document) == ["schema", "devices", "host"]
     assert [device["index"] for device in document["devices"]] == [0]
     for device in document["devices"]:
         assert list(device) == ["index", "uuid", "name", "kinds"]
@@ -70,7 +70,7 @@ def test_host_devices_share_by_handle_and_by_descriptor(broker: BrokerProcess) -
         assert works == {"ipc": True, "vmm": True, "fabric": False, "events": True, "peers": None, "multicast": False}
     assert verdicts(document)["driver"]["works"]
     finding = verdicts(document)["broker"]
-    assert (finding["works"], finding["why"], finding["do"]) == (True, "a broker answers, with 2 devices", "")
+    assert (finding["works"], finding["why"], finding["do"]) == (True, "a broker answers, with 2 devices", None)
     confinement = verdicts(document)["confinement"]
     assert (confinement["works"] is True) == (not sandbox.obstacles())
     assert all(obstacle in confinement["why"] for obstacle in sandbox.obstacles())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cuda.bindings import driver as cuda
@@ -19,7 +20,11 @@ from cubroker.cli.doctor.facts import (
     Facts,
     Finding,
     HostFacts,
+    ListenerFacts,
+    ServiceFacts,
+    SettingsFacts,
     Trial,
+    UnitFacts,
 )
 
 PATH = Path("/run/cubroker")
@@ -270,6 +275,42 @@ def test_a_missing_driver_is_explained(facts: HostFacts, driver: DriverFacts, wh
     assert driver.version == 11080 or verdict.do.endswith("`--devices host:2` serves devices in host memory instead")
 
 
+UNIT = UnitFacts("system", said="2 versions", path="/lib/cubroker.service")
+FAILED = replace(UNIT, state="failed", phase="failed", result="exit-code", status=1, restarts=5)
+NO_BROKER = BrokerFacts("unavailable", "silent")
+
+UNITS: list[tuple[UnitFacts, bool | None, str, str]] = [
+    (UNIT, True, r"is active \(running\): 2 versions", ""),
+    (FAILED, False, "has failed: exit-code, status 1, after 5 restarts", "`systemctl restart cubroker`"),
+    (replace(FAILED, manager="user"), False, "has failed", "journalctl --user --unit .*`systemctl --user restart"),
+    (replace(FAILED, state="activating", phase="auto-restart"), False, "started again, after 5 restarts", "mend it"),
+    (replace(UNIT, state="inactive", phase="dead"), None, "does not run", "`systemctl start cubroker`"),
+    (replace(UNIT, state="inactive", enabled=False), None, "does not run", "`systemctl enable --now cubroker`"),
+    (replace(UNIT, state="activating", phase="start"), None, "is activating", "status cubroker"),
+    (replace(UNIT, outdated=True), None, "its file was changed since", "daemon-reload"),
+    (replace(UNIT, loaded="masked"), None, "is masked", "unmask"),
+    (replace(UNIT, loaded="bad-setting", why="Unit has no ExecStart"), False, "no ExecStart", "systemd-analyze verify"),
+]
+
+
+def has(unit: UnitFacts) -> HostFacts:
+    return replace(HOST, service=ServiceFacts(unit))
+
+
+def listens(state: Any, pid: int = 0, name: str = "", detail: str = "") -> HostFacts:
+    return replace(HOST, broker=NO_BROKER, service=ServiceFacts(None, ListenerFacts(state, pid, name, detail)))
+
+
+def settings(*facts: Any, **more: Any) -> HostFacts:
+    return replace(HOST, service=ServiceFacts(settings=SettingsFacts(*facts, **more)))
+
+
+def test_of_a_service_that_is_not_there_nothing_is_said() -> None:
+    assert judge_host(HOST, DRIVER, GPU).keys().isdisjoint({"service", "last error", "socket", "settings"})
+    assert "socket" not in judge_host(replace(listens("listening"), broker=HOST.broker))
+    assert "last error" not in judge_host(has(UNIT))
+
+
 @pytest.mark.parametrize(
     ("name", "facts", "works", "why", "do"),
     [
@@ -319,6 +360,24 @@ def test_a_missing_driver_is_explained(facts: HostFacts, driver: DriverFacts, wh
         ("directory", replace(HOST, directory=replace(DIRECTORY, enter=False)), False, "may not enter", "group"),
         ("broker", replace(HOST, broker=BrokerFacts("absent", "none; start one")), None, "none", "start one"),
         ("broker", replace(HOST, broker=BrokerFacts("unavailable", "silent")), False, "silent", ""),
+        *(("service", has(unit), *expected) for unit, *expected in UNITS),
+        (
+            "last error",
+            has(replace(FAILED, error="cubroker: no")),
+            False,
+            "log says: cubroker: no",
+            "journalctl --unit",
+        ),
+        ("last error", has(replace(UNIT, error="late")), None, "late", "-n 20"),
+        ("socket", listens("listening", 1), False, "^the first process .*: they wait", "kill -CONT"),
+        ("socket", listens("listening", 42, "python3"), False, r"^process 42 \(python3\) listens", "keeper"),
+        ("socket", listens("listening", 42), False, "^process 42 listens", "keeper"),
+        ("socket", listens("listening"), False, "^a process listens", "keeper"),
+        ("socket", listens("deserted"), None, "an earlier broker left it", "start a broker"),
+        ("socket", listens("unknown", detail="Permission denied"), None, "Permission denied", "as root"),
+        ("settings", settings("a.toml", count=2), True, "^a.toml: 2 settings, nothing wrong", ""),
+        ("settings", settings("a.toml", ("1", "2", "3", "4")), False, r"^1; 2; 3 \(and 1 more\)", "check a.toml"),
+        ("settings", settings("a.toml", ("x",), readable=False), None, "may not read a.toml", "as root"),
     ],
 )
 def test_what_a_machine_lacks_is_explained(name: str, facts: HostFacts, works: bool | None, why: str, do: str) -> None:

@@ -269,8 +269,8 @@ def start(lender: BrokerProcess, path: Path, name: str) -> Iterator[Callable[[st
 
 
 def test_of_many_loaders_at_once_one_loads(client: Broker, start: Callable[[str], Process], name: str) -> None:
-    results = [process.result() for process in [start("if-absent") for _ in range(8)]]
-    assert sorted(result["loaded"] for result in results) == [False] * 7 + [True]
+    results = [process.result() for process in [start("if-absent") for _ in range(5)]]
+    assert sorted(result["loaded"] for result in results) == [False] * 4 + [True]
     assert {result["version"] for result in results} == {1}
     assert [(info.version, info.state) for info in client.pools()] == [(1, "current")]
     assert contents(client, name, 0) == TENSORS

@@ -30,7 +30,7 @@ from cubroker.protocol.messages import (
 )
 from tests.brokers import eventually, serving
 from tests.stores import StoredBroker, storing
-from tests.unit.client.conftest import impatient, leases, session_of
+from tests.unit.client.conftest import impatient, leases, received, session_of
 from tests.unit.client.memory.test_broadcast import NAMES, OPTIONS, TENSORS, WAYS, heard, make, text
 from tests.unit.client.scripts import start
 
@@ -421,8 +421,7 @@ def test_descriptors_of_a_notice_are_told_from_those_of_the_answer_and_of_the_no
     everything: list[int] = []
 
     def made(number: int) -> list[int]:
-        numbers = [os.eventfd(0) for _ in range(number)]
-        inbox._open.update(numbers)
+        numbers = received(inbox, number)
         everything.extend(numbers)
         return numbers
 

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
@@ -30,7 +31,7 @@ from cubroker.protocol.messages import (
 )
 from tests.brokers import BrokerProcess, eventually
 from tests.unit.client import shares
-from tests.unit.client.conftest import content, leases, publish, session_of
+from tests.unit.client.conftest import content, leases, publish, received, session_of
 from tests.unit.client.scripts import run
 from tests.unit.client.test_faults import SCARCE, regions
 from tests.unit.server.processes import all_closed, files
@@ -192,11 +193,7 @@ def test_descriptors_may_come_before_the_answer_or_after_it_and_in_parts(client:
     inbox = FdReceiver()
     came: list[object] = []
 
-    def made(count: int) -> list[int]:
-        numbers = [os.eventfd(0) for _ in range(count)]
-        inbox._open.update(numbers)
-        return numbers
-
+    made = partial(received, inbox)
     early, late, more, whole, never, wrong = made(2), made(1), made(1), made(2), made(1), made(1)
     again, stale = made(2), made(3)
     inbox.put(Descriptors(1, 2), early)
@@ -238,4 +235,4 @@ def test_descriptors_may_come_before_the_answer_or_after_it_and_in_parts(client:
         if os.path.lexists(f"/proc/self/fd/{each}")
     ]
     inbox.close([*early, *late, *more, *whole, *stale[2:]])
-    assert not inbox._open
+    assert inbox.empty()

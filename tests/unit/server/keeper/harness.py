@@ -126,22 +126,9 @@ class Pupil:
 
 
 def pupil(directory: Path) -> list[str]:
-    """Return the command of a kept process that calls at the test in a directory."""
-    return [sys.executable, "-m", "tests.unit.server.keeper.kept_process", str(directory / "test")]
-
-
-@contextmanager
-def heeded(*numbers: signal.Signals) -> Iterator[None]:
-    """What is started meanwhile ignores none of these signals because this process does."""
-    before = {number: signal.getsignal(number) for number in numbers}
-    for number, handler in before.items():
-        if handler is signal.SIG_IGN:
-            signal.signal(number, signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    """Return the command of a kept process that calls at the test in a directory; its coverage is not measured."""
+    unmeasured = ["env", *(f"--unset={name}" for name in os.environ if name.startswith("COVERAGE_"))]
+    return [*unmeasured, sys.executable, "-m", "tests.unit.server.keeper.kept_process", str(directory / "test")]
 
 
 class Keep:
@@ -162,7 +149,7 @@ class Keep:
         self._listener.bind(str(directory / "test"))
         self._listener.listen()
         self.command = pupil(directory)
-        with heeded(signal.SIGINT, signal.SIGQUIT):  # shells ignore both in what runs in the background, such as tests
+        with forkserver.heeded(signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
             start = partial(forkserver.start, preload=KEEPER) if program[:3] == COMMAND else subprocess.Popen
             self.process = start(
                 [*before, *program, *options, "--", *map(str, command or self.command)],

@@ -225,7 +225,7 @@ def test_a_session_that_was_recorded_without_a_verdict_is_not_verified() -> None
     story.joins(1, uid=ROOT)
     items = dict(story.ledger.snapshot())
     (key,) = [key for key in items if key.startswith(b"l/session/")]
-    items[key] = msgspec.msgpack.encode(msgspec.msgpack.decode(items[key])[:-1])
+    items[key] = msgspec.msgpack.encode(msgspec.msgpack.decode(items[key])[:-2])
     restored = Ledger.restore(story.devices, BROKER, Limits(), Policy(), items.items(), 100)
     assert [each.verified for each in restored.sessions()] == [False]
 

@@ -74,6 +74,7 @@ def test_a_writable_version_says_so_from_its_draft_on(story: Story) -> None:
         why="",
         opened_by="handle",
         memory=2 * MIB,
+        published=0.0,
     )
     story << answer(READER, 4, m.Pools((info,)))
     story.end()

@@ -55,13 +55,13 @@ def test_a_lease_closed_twice_or_held_by_another_session_is_not_found_in_the_sam
 
 def test_a_device_without_a_replica_is_refused_with_the_devices_that_have_one(story: Story) -> None:
     story >> attaches(2, 1, "a", device="GPU-1")
-    story << refused(2, 1, "not_found", "a@1 is not on device GPU-1; it is on GPU-0")
+    story << refused(2, 1, "not_found", "a@1 is not on device 1 (second); it is on 0 (first, GPU-0)")
 
 
 def test_a_pool_on_several_devices_wants_to_know_which(story: Story) -> None:
     story.publishes(1, "both", devices=("GPU-0", "GPU-1"))
     story >> attaches(2, 1, "both")
-    story << refused(2, 1, "invalid", "both@1 is on several devices, GPU-0, GPU-1")
+    story << refused(2, 1, "invalid", "both@1 is on several devices, 0 (first, GPU-0), 1 (second, GPU-1);")
     story >> attaches(2, 2, "both", device="GPU-1")
     story << attached(2, 2, 3, "both", 1, ticket=3, device="GPU-1")
 
@@ -78,7 +78,7 @@ def test_an_unknown_name_is_refused_with_names_that_are_near(story: Story) -> No
 
 def test_an_unknown_device_is_refused_even_if_the_pool_may_come(story: Story) -> None:
     story >> attaches(2, 1, "b", device="GPU-9", wait=5.0)
-    story << refused(2, 1, "not_found", "no device GPU-9; it has GPU-0, GPU-1")
+    story << refused(2, 1, "not_found", "no device GPU-9; it has 0 (first, GPU-0), 1 (second, GPU-1)")
 
 
 def test_a_version_that_is_not_there_yet_is_refused_or_waited_for(story: Story) -> None:
@@ -112,7 +112,7 @@ def test_waiters_for_the_first_version_are_served_in_order_of_arrival(story: Sto
     story << e.CancelTimer(2)
     story << attached(2, 1, 4, "b", 1, ticket=2)
     story << e.CancelTimer(3)
-    story << refused(2, 2, "not_found", "b@1 is not on device GPU-1; it is on GPU-0")
+    story << refused(2, 2, "not_found", "b@1 is not on device 1 (second); it is on 0 (first, GPU-0)")
     story << e.Respond(1, 2, m.Sealed(1))
 
 

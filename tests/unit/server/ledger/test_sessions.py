@@ -174,6 +174,7 @@ def test_pools_clients_and_devices_are_listed(story: Story) -> None:
         "",
         "handle",
         memory=2 * MIB,
+        published=0.0,
     )
     draft = status.PoolInfo(
         "b",
@@ -207,7 +208,7 @@ def test_pools_clients_and_devices_are_listed(story: Story) -> None:
     story >> e.ConnectionLost(2)
     story >> asks(1, 3, m.ListClients())
     alice = status.ClientInfo(1, 101, ALICE, "connected", ())
-    bob = status.ClientInfo(2, 102, BOB, "detached", (status.LeaseInfo("b", 1),))
+    bob = status.ClientInfo(2, 102, BOB, "detached", (status.LeaseInfo("b", 1, 0.0),))
     story << answer(1, 3, m.Clients((alice,)))
     story.joins(4, uid=BROKER)
     story >> asks(4, 1, m.ListClients())
@@ -218,7 +219,22 @@ def test_pools_clients_and_devices_are_listed(story: Story) -> None:
 def test_a_version_is_described_by_number_or_as_the_current_one(story: Story) -> None:
     place = "ipc", ("GPU-0",), False, 0
     info = status.PoolInfo(
-        "a", 1, "current", MIB, 0, *place, ALICE, 100, 0o644, False, False, "", "", "handle", memory=2 * MIB
+        "a",
+        1,
+        "current",
+        MIB,
+        0,
+        *place,
+        ALICE,
+        100,
+        0o644,
+        False,
+        False,
+        "",
+        "",
+        "handle",
+        memory=2 * MIB,
+        published=0.0,
     )
     story >> asks(2, 1, m.Describe("a", 0))
     story << answer(2, 1, m.Description(info, layout(MIB).encode()))

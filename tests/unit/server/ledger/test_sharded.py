@@ -71,7 +71,11 @@ def test_a_shard_elsewhere_is_no_replacement_for_one_here(story: Story) -> None:
     publish(story)
     story >> attaches(2, 1, "a", device="GPU-7", peers=("GPU-0", "GPU-1"))
     story << refused(
-        2, 1, "not_found", "a@1 has no shard on device GPU-7", "on GPU-1, GPU-0; name one, or none for all"
+        2,
+        1,
+        "not_found",
+        "a@1 has no shard on device GPU-7",
+        "on 1 (second, GPU-1), 0 (first, GPU-0); name one, or none for all",
     )
 
 
@@ -111,11 +115,11 @@ def test_budgets_and_quotas_count_what_is_on_each_device() -> None:
 def test_a_sharded_create_waits_for_room_on_each_of_its_devices(story: Story) -> None:
     story.quietly(creates(1, 1, "full", 4 * MIB, devices=("GPU-1",)), e.Allocated(1, (b"x",)))
     story >> creates(2, 1, "a", 4 * MIB, 8 * MIB, devices=BOTH, plan=(0, 1))
-    story << refused(2, 1, "over_budget", "a needs 4 MiB on device GPU-1", "4 MiB are allocated")
+    story << refused(2, 1, "over_budget", "a needs 4 MiB on device 1 (second)", "4 MiB are allocated")
     story >> creates(2, 2, "a", 4 * MIB, 8 * MIB, devices=BOTH, plan=(0, 1), wait=5.0)
     story << e.SetTimer(1, 5.0)
     story >> creates(1, 2, "b", 6 * MIB)
-    story << refused(1, 2, "over_budget", "b needs 6 MiB on device GPU-0, where 1 earlier requests wait")
+    story << refused(1, 2, "over_budget", "b needs 6 MiB on device 0 (first), where 1 earlier requests wait")
     story >> asks(1, 3, m.Close(1))
     story << e.Free(1, "GPU-1")
     story << answer(1, 3, m.Done())
@@ -139,7 +143,22 @@ def test_a_list_says_what_is_sharded(story: Story) -> None:
     story >> asks(2, 1, m.ListPools())
     counts, policy = (sum(SIZES), 0), (ALICE, 100, 0o644)
     info = status.PoolInfo(
-        "a", 1, "current", *counts, "ipc", BOTH, False, 0, *policy, True, False, "", "", "handle", memory=8 * MIB
+        "a",
+        1,
+        "current",
+        *counts,
+        "ipc",
+        BOTH,
+        False,
+        0,
+        *policy,
+        True,
+        False,
+        "",
+        "",
+        "handle",
+        memory=8 * MIB,
+        published=0.0,
     )
     story << answer(2, 1, m.Pools((info,)))
 
@@ -163,10 +182,15 @@ def test_a_pool_out_of_reach_is_not_found_in_words_that_say_where_it_is(story: S
     story.publishes(1, "a", devices=("GPU-1",))
     story >> attaches(2, 1, "a", device="GPU-0")
     story << refused(
-        2, 1, "not_found", "a@1 is not on device GPU-0; it is on GPU-1", "reach it from here over peer access"
+        2,
+        1,
+        "not_found",
+        "a@1 is not on device 0 (first); it is on 1 (second, GPU-1)",
+        "reach it from here over peer access",
     )
     story >> attaches(2, 2, "a", device="GPU-7", peers=("GPU-0", "GPU-8"))
-    story << refused(2, 2, "not_found", "nor on one that it can reach (GPU-0, GPU-8): it is on GPU-1; attach there")
+    reach = "nor on one that it can reach (device 0 (first), device GPU-8): it is on 1 (second, GPU-1); attach there"
+    story << refused(2, 2, "not_found", reach)
 
 
 def test_whoever_reaches_a_device_of_the_broker_from_another_may_wait_for_a_pool_on_it(story: Story) -> None:
@@ -186,7 +210,7 @@ def test_a_create_that_attaches_reaches_a_peer_as_an_attach_does(story: Story) -
     near = m.Where("GPU-7", ("GPU-8", "GPU-1"))
     for number, where in enumerate((m.Where("GPU-7"), m.Where("GPU-7", ("GPU-8",))), 1):
         story >> creates(1, number, "a", MIB, attach=where)
-        story << refused(1, number, "not_found", "has no device GPU-7; it has GPU-0, GPU-1")
+        story << refused(1, number, "not_found", "has no device GPU-7; it has 0 (first, GPU-0), 1 (second, GPU-1)")
     story >> creates(1, 3, "a", MIB, devices=("GPU-1",), attach=near)
     story << e.Allocate(1, "GPU-1", (2 * MIB,), "ipc")
     story >> creates(2, 1, "a", MIB, attach=near, wait=5.0)

@@ -119,6 +119,55 @@ def test_shared_memory_counts_once_and_is_freed_with_the_last_version_that_has_i
     story >> e.Freed(1, (0,))  # it is gone
 
 
+def test_a_view_says_which_versions_have_each_byte() -> None:
+    story = told(policy=Policy(keep=3))
+    story.quietly(asks(2, 2, m.Close(2)))
+    published(story, 1, 0, None, 2, ticket=2, lease=3)
+    published(story, 1, 0, None, None, ticket=3, lease=4, base=2)
+    assert [(block.version, block.nbytes, block.shared) for block in story.ledger.view(everything=True).blocks] == [
+        (1, 8 * MIB, (status.SharedBytes((1, 2, 3), 2 * MIB), status.SharedBytes((1, 2), 2 * MIB))),
+        (2, 4 * MIB, ()),
+        (3, 6 * MIB, ()),
+    ]
+    story.quietly(asks(1, 3, m.Retire("a", 1)))
+    blocks = [block for block in story.ledger.view(everything=True).blocks if block.stage == "held"]
+    assert [(block.version, block.nbytes, block.shared) for block in blocks] == [
+        (2, 4 * MIB, (status.SharedBytes((2, 3), 2 * MIB),)),
+        (2, 4 * MIB, ()),
+        (3, 6 * MIB, ()),
+    ]
+    story.end()
+
+
+def test_a_view_stays_small_however_many_versions_share() -> None:
+    story = told(policy=Policy(keep=40))
+    story.quietly(asks(2, 2, m.Close(2)))
+    for number in range(2, 2 + status.MAX_SHARERS):
+        (block, *_) = story.ledger.view(everything=True).blocks
+        assert block.shared == (() if number == 2 else (status.SharedBytes(tuple(range(1, number)), 8 * MIB),))
+        story.quietly(updates(1, number * 10, 0, 1, 2, base=number - 1), asks(1, number * 10 + 1, m.Seal(number + 1)))
+    (block, *_) = story.ledger.view(everything=True).blocks
+    assert (block.nbytes, block.shared) == (8 * MIB, (status.SharedBytes((), 8 * MIB),))
+    story.end()
+
+
+def test_a_view_stays_small_however_many_sets_of_versions_share() -> None:
+    story = Story(Budget(0, "GPU-0", "first", 256 * MIB, 256 * MIB), store=1000)
+    story.joins(1, 2)
+    sizes = (2 * MIB,) * 32
+    story.quietly(creates(1, 1, "a", *sizes, share="vmm", durable=True), e.Allocated(1, (D,) * 32))
+    story.quietly(asks(1, 2, m.Seal(1)), attaches(2, 1, "a"))
+    for bit in range(5):  # version 2 + bit has each allocation in whose number the bit is set
+        mine = tuple(index if index >> bit & 1 else None for index in range(32))
+        story.quietly(updates(2, 10 + 3 * bit, *mine, sizes=sizes), e.Allocated(2 + bit, (D,) * 16))
+        story.quietly(asks(2, 11 + 3 * bit, m.Seal(3 + 2 * bit)), attaches(2, 12 + 3 * bit, "a"))
+    (block, *_) = story.ledger.view(everything=True).blocks
+    assert len(block.shared) == status.MAX_SHARERS + 1
+    assert all(each.versions[0] == 1 and each.nbytes == 2 * MIB for each in block.shared[:-1])
+    assert block.shared[-1] == status.SharedBytes((), 15 * 2 * MIB), "31 of 32 are shared, each by other versions"
+    story.end()
+
+
 def test_a_device_frees_nothing_that_a_version_has_and_nothing_twice(story: Story) -> None:
     published(story, 1, 0, None, 2, ticket=2, lease=3)
     story.quietly(asks(2, 2, m.Close(2)))

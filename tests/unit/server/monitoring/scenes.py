@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import random
+import socket
 from collections import Counter
+from collections.abc import Collection, Iterable
 
 import msgspec
 
 from cubroker.protocol.messages import View
-from cubroker.protocol.status import HIDDEN_ID, BlockInfo, ClientInfo, DeviceInfo, LeaseInfo, PoolInfo, WaiterInfo
+from cubroker.protocol.status import (
+    HIDDEN_ID,
+    BlockInfo,
+    ClientInfo,
+    DeviceInfo,
+    LeaseInfo,
+    PoolInfo,
+    ProcessInfo,
+    WaiterInfo,
+)
 
 GIB = 1 << 30
 NAMES = (
@@ -21,6 +32,12 @@ NAMES = (
     "deepseek/r1-distill",
 )
 NOW = 1_763_779_200.0
+
+
+def free_port() -> int:
+    """Return a port of this host on which nothing listens."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
 
 
 def view(devices: int, pools: int) -> View:
@@ -51,6 +68,18 @@ def view(devices: int, pools: int) -> View:
     return View(seen, tuple(infos), clients, tuple(blocks), _waiters(infos))
 
 
+def freed(blocks: Iterable[BlockInfo], retired: Collection[str]) -> int:
+    """Return the bytes that are free when the versions ``retired`` have ended, by the meaning of blocks alone."""
+    total = 0
+    for block in blocks:
+        parts = {each.versions: each.nbytes for each in block.shared}
+        parts[(block.version,)] = block.nbytes - sum(parts.values())
+        total += sum(
+            n for having, n in parts.items() if having and all(f"{block.pool}@{each}" in retired for each in having)
+        )
+    return total
+
+
 def _pool(name: str, version: int, state: str, nbytes: int, devices: tuple[str, ...], owner: int) -> PoolInfo:
     fields = dict.fromkeys(PoolInfo.__struct_fields__, "") | {
         "name": name,
@@ -67,6 +96,9 @@ def _pool(name: str, version: int, state: str, nbytes: int, devices: tuple[str, 
         "mode": 0o644,
         "sharded": False,
         "writable": False,
+        "memory": nbytes * len(devices),
+        "shared": 0,
+        "published": None if state == "draft" else NOW - 3600.0 * version * len(name) - nbytes / GIB,
     }
     return PoolInfo(**fields)  # type: ignore[arg-type]
 
@@ -74,11 +106,19 @@ def _pool(name: str, version: int, state: str, nbytes: int, devices: tuple[str, 
 def _clients(pools: list[PoolInfo], chance: random.Random) -> tuple[ClientInfo, ...]:
     number = min(60, 2 * len(pools))
     states = ["detached" if index % 17 == 5 else "connected" for index in range(number)]
-    leases = [tuple(chance.sample([LeaseInfo(p.name, p.version) for p in pools], min(len(pools), 3))) for _ in states]
+    all_leases = [LeaseInfo(pool.name, pool.version, NOW - 240.0 / (1 + index)) for index, pool in enumerate(pools)]
+    leases = [tuple(chance.sample(all_leases, min(len(pools), 3))) for _ in states]
     return tuple(
-        ClientInfo(7 + index, 40_000 + 13 * index, (0, 1000, 1001)[index % 3], state, leases[index])
+        ClientInfo(
+            7 + index, 40_000 + 13 * index, (0, 1000, 1001)[index % 3], state, leases[index], process=_process(index)
+        )
         for index, state in enumerate(states)
     )
+
+
+def _process(index: int) -> ProcessInfo:
+    cgroup = (f"/system.slice/docker-{index:064x}.scope", "/system.slice/vllm.service", None)[index % 3]
+    return ProcessInfo(("vllm", "trainer", "python3")[index % 3], cgroup, NOW - 7200.0 * index)
 
 
 def _waiters(pools: list[PoolInfo]) -> tuple[WaiterInfo, ...]:
@@ -87,7 +127,7 @@ def _waiters(pools: list[PoolInfo]) -> tuple[WaiterInfo, ...]:
     return (
         WaiterInfo(7, 40_000, 0, 12, "create", "mixtral-8x22b", "room", 88 * GIB, NOW - 300),
         WaiterInfo(8, 40_013, 1000, 3, "attach", "mixtral-8x22b", "version 4", 0, NOW - 12),
-        WaiterInfo(9, 40_021, 0, 4, "lock", "mixtral-8x22b", "its turn", 0, NOW - 7),
+        WaiterInfo(9, 40_026, 1001, 4, "lock", "mixtral-8x22b", "its turn", 0, NOW - 7),
     )
 
 

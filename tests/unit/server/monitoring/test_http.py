@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gzip
 import json
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import suppress
 from threading import Event
+from typing import Any
 from unittest.mock import Mock
 
+import h11
 import pytest
 
 from cubroker.protocol.messages import View
@@ -55,6 +59,60 @@ def test_the_head_of_an_answer_can_be_had_alone(pane: Pane) -> None:
     head = pane.ask("HEAD /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
     assert status(head) == 200
     assert head.endswith(b"\r\n\r\n")
+
+
+def ask_for(pane: Pane, path: str, accepted: str) -> tuple[bytes, bytes]:
+    """Return head and body of an answer to who takes an encoding."""
+    text = f"GET {path} HTTP/1.1\r\nHost: localhost\r\nAccept-Encoding: {accepted}\r\n\r\n"
+    head, _, body = pane.ask(text).partition(b"\r\n\r\n")
+    return head, body
+
+
+@pytest.mark.parametrize("accepted", ["gzip", "br, gzip;q=0.5", "GZIP ; q=1"])
+def test_who_takes_gzip_gets_less(accepted: str) -> None:
+    with watching(scenes.view(8, 200)) as pane:
+        for path in ("/", "/metrics"):
+            plain = pane.get(path).partition(b"\r\n\r\n")[2]
+            head, body = ask_for(pane, path, accepted)
+            assert b"Content-Encoding: gzip" in head
+            assert len(body) < len(plain) / 2
+            assert path == "/metrics" or gzip.decompress(body) == plain
+        assert b"Content-Encoding" not in ask_for(pane, "/nothing", accepted)[0], "a line is not worth it"
+
+
+@pytest.mark.parametrize("accepted", ["", "identity", "gzip;q=0", "br, gzip; q=0.0"])
+def test_who_does_not_take_gzip_gets_none(accepted: str) -> None:
+    with watching(scenes.view(8, 200)) as pane:
+        head, body = ask_for(pane, "/view", accepted)
+        assert b"Content-Encoding" not in head
+        assert len(json.loads(body)["devices"]) == 8
+
+
+def test_a_compressed_stream_has_each_picture_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "EVENT_INTERVAL", 0.01)
+    monkeypatch.setattr(http, "MIN_AGE", 0.0)
+    with watching(scenes.view(8, 200)) as pane, pane.connect() as connection:
+        connection.sendall(WATCH.replace(b"\r\n\r\n", b"\r\nAccept-Encoding: gzip\r\n\r\n"))
+        client, unpacker = h11.Connection(h11.CLIENT), zlib.decompressobj(zlib.MAX_WBITS | 16)
+        client.send(h11.Request(method="GET", target="/events", headers=[("Host", "localhost")]))
+        text, packed = b"", 0
+
+        def picture() -> Any:
+            nonlocal text, packed
+            while b"\n\n" not in text:
+                event = client.next_event()
+                if event is h11.NEED_DATA:
+                    client.receive_data(connection.recv(1 << 16))
+                elif isinstance(event, h11.Data):
+                    packed += len(event.data)
+                    text += unpacker.decompress(event.data)
+            line, _, text = text.partition(b"\n\n")
+            return json.loads(line.removeprefix(b"data: ")) if line.startswith(b"data: ") else picture()
+
+        assert len(picture()["pools"]) == len(pane.view.pools)
+        assert packed < 20_000, "a picture of 200 pools is 150 kB"
+        pane.view = scenes.view(2, 5)
+        assert len(picture()["devices"]) == 2
 
 
 @pytest.mark.parametrize(
@@ -165,10 +223,11 @@ def test_a_page_of_another_origin_starts_nothing_by_the_token_that_a_browser_kee
 
 
 def test_whoever_says_nothing_is_cut_off(pane: Pane, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as hasty, pane.connect() as connection:
-        hasty.setattr(http, "TIMEOUT", 0.05)
-        connection.sendall(b"GET / HTTP/1.1\r\n")
-        assert read(connection) == b""
+    with monkeypatch.context() as hasty:
+        hasty.setattr(http, "TIMEOUT", 0.05)  # before the connection: that takes its own when it begins
+        with pane.connect() as connection:
+            connection.sendall(b"GET / HTTP/1.1\r\n")
+            assert read(connection) == b""
     assert serves(pane)
 
 

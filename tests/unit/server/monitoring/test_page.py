@@ -2,44 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Iterator
+import time
+from typing import Any
 
 import msgspec
 import pytest
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect
 
 from cubroker.protocol.messages import View
 from tests.brokers import PATIENCE
 from tests.unit.server.monitoring import scenes
 from tests.unit.server.monitoring.windows import Pane, watching
-
-expect.set_options(timeout=1000 * PATIENCE)
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here; `apt-get install chromium` brings one")
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        # As root Chromium has no sandbox of its own; it is shown nothing but what these tests serve.
-        arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments, timeout=1000 * PATIENCE)
-        yield browser
-        browser.close()
-
-
-@pytest.fixture
-def page(browser: Browser) -> Iterator[Page]:
-    faults: list[str] = []
-    page = browser.new_page(viewport={"width": 1280, "height": 900})
-    page.on("pageerror", lambda error: faults.append(str(error)))
-    page.on("console", lambda message: faults.append(message.text) if message.type == "error" else None)
-    yield page
-    page.close()
-    assert [fault for fault in faults if "net::ERR_" not in fault] == []  # some tests end the connection themselves
 
 
 def visit(page: Page, pane: Pane) -> None:
@@ -67,12 +40,16 @@ def test_every_device_is_a_map_and_every_block_is_in_it(page: Page, devices: int
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "the page is wider than its window"
 
 
-def test_it_fits_a_narrow_window(page: Page) -> None:
-    with watching(scenes.view(2, 5)) as pane:
+@pytest.mark.parametrize(("devices", "pools"), [(1, 0), (1, 200), (2, 5), (16, 200)])
+def test_it_fits_a_narrow_window(page: Page, devices: int, pools: int) -> None:
+    with watching(scenes.view(devices, pools)) as pane:
         page.set_viewport_size({"width": 400, "height": 800})
         visit(page, pane)
-        page.locator(".block").first.click()
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        if pools:
+            page.locator(".block").first.click()
+            page.locator("#plan summary").dispatch_event("click")
+            assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
 def test_areas_are_in_proportion_to_bytes(page: Page) -> None:
@@ -85,7 +62,7 @@ def test_areas_are_in_proportion_to_bytes(page: Page) -> None:
                 return [block.dataset.key, rect.getAttribute("width") * rect.getAttribute("height")];
             })"""
         )
-    nbytes = {f"{block.pool}@{block.version}" if block.pool else "private": block.nbytes for block in view.blocks}
+    nbytes = {key_of(block): block.nbytes for block in view.blocks}
     ratios = [area / nbytes[key] for key, area in areas]
     assert max(ratios) < 1.01 * min(ratios)
 
@@ -110,29 +87,176 @@ def test_a_click_tells_who_holds_a_pool_wherever_it_is(page: Page) -> None:
         expect(chosen.locator("h2").first).to_have_text(key)
 
 
-def test_a_block_can_be_chosen_by_the_keyboard(page: Page) -> None:
-    with watching(scenes.view(1, 5)) as pane:
+def test_blocks_are_reached_and_chosen_by_the_keyboard(page: Page) -> None:
+    view = scenes.view(1, 5)
+    keys = [key_of(block) for block in sorted(view.blocks, key=lambda block: -block.nbytes)]
+    focused = "document.activeElement.dataset.key"
+    with watching(view) as pane:
         visit(page, pane)
-        block = page.locator(".block").first
-        block.focus()
+        page.locator(".card .block").first.focus()
+        for key, expected in (("End", keys[-1]), ("Home", keys[0]), ("ArrowRight", keys[1]), ("ArrowLeft", keys[0])):
+            page.keyboard.press(key)
+            assert page.evaluate(focused) == expected
+        assert page.locator(".block[tabindex='0']").count() == 1, "one stop of the Tab key for each map"
+        page.keyboard.press("ArrowDown")
         page.keyboard.press("Enter")
-        expect(page.locator("#chosen h2").first).to_have_text(str(block.get_attribute("data-key")))
+        expect(page.locator("#chosen h2").first).to_have_text(keys[1])
+        pane.view = msgspec.structs.replace(view, waiters=())
+        expect(page.locator("#waiting")).to_be_hidden()
+        assert page.evaluate(focused) == keys[1], "a new picture does not take the focus"
+
+
+def key_of(block: Any) -> str:
+    return f"{block.pool}@{block.version}" if block.pool else "private"
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+def test_a_label_is_a_whole_name_or_the_number_of_one_beside_the_map(page: Page, width: int) -> None:
+    view = scenes.view(1, 200)
+    with watching(view) as pane:
+        page.set_viewport_size({"width": width, "height": 900})
+        visit(page, pane)
+        labels = page.locator(".block").evaluate_all(
+            """blocks => blocks.map(block =>
+                [block.dataset.key, [...block.querySelectorAll("text")].map(text => text.textContent)])"""
+        )
+        listed = page.locator("ol .name").all_text_contents()
+        inside = """blocks => blocks.every(block => {
+            const box = block.querySelector("rect").getBoundingClientRect();
+            return [...block.querySelectorAll("text")].every(text => {
+                const b = text.getBoundingClientRect();
+                return b.left >= box.left - 1 && b.right <= box.right + 1 && b.bottom <= box.bottom + 2;
+            });
+        })"""
+        assert page.locator(".block").evaluate_all(inside)
+    assert len(listed) == 10
+    for key, lines in labels:
+        number = str(listed.index(key) + 1) if key in listed else ""
+        assert "".join(lines).startswith((f"{number} {key}", number or key)) or not lines, (key, lines)
+        assert lines or not number, f"{key} is number {number} of what matters, and has no label"
+
+
+def test_blocks_are_labelled_by_what_is_asked_for(page: Page) -> None:
+    view = scenes.view(1, 200)
+    pools = {f"{pool.name}@{pool.version}": pool for pool in view.pools}
+    blocks = [block for block in view.blocks if block.pool]
+    seen = page.locator("ol .name")
+    with watching(view) as pane:
+        visit(page, pane)
+        largest = sorted((block.nbytes for block in blocks), reverse=True)[:10]
+        nbytes = {key_of(block): block.nbytes for block in blocks}
+        assert [nbytes[key] for key in seen.all_text_contents()] == largest
+        page.get_by_label("most held").check()
+        most = sorted((pools[key].leases for key in nbytes if key in pools), reverse=True)[:10]
+        assert [pools[key].leases for key in seen.all_text_contents()] == most
+        assert pools[str(page.locator("#pools tbody button").first.text_content())].leases == most[0]
+        page.get_by_label("oldest").check()
+        times = (pools[key].published for key in nbytes if key in pools)
+        assert [pools[key].published for key in seen.all_text_contents()] == sorted(filter(None, times))[:10]
+
+
+def test_holders_are_beside_the_map_without_a_click(page: Page) -> None:
+    view = scenes.view(8, 5)
+    client = next(client for client in view.clients if client.leases)
+    lease = client.leases[0]
+    with watching(view) as pane:
+        visit(page, pane)
+        row = page.locator("li", has_text=f"{lease.pool}@{lease.version}").first
+        assert client.process is not None
+        expect(row).to_contain_text(f"{client.process.name} {client.pid}")
+        row.hover()
+        expect(page.locator(f'.block.lit[data-key="{lease.pool}@{lease.version}"]')).not_to_have_count(0)
+
+
+def test_a_search_shows_on_the_map_what_it_finds(page: Page) -> None:
+    view = scenes.view(1, 200)
+    hit = page.locator(".block.hit")
+    with watching(view) as pane:
+        visit(page, pane)
+        expect(hit).to_have_count(0)
+        page.locator("#filter").fill("bge-m3")
+        found = {f"{pool.name}@{pool.version}" for pool in view.pools if "bge-m3" in pool.name}
+        assert set(hit.evaluate_all("blocks => blocks.map(block => block.dataset.key)")) == found
+        expect(page.locator("#found")).to_contain_text(f"{len(found)} versions found")
+        assert set(page.locator("ol .name").all_text_contents()) <= found
+        assert float(page.locator(".block:not(.hit)").first.evaluate("b => getComputedStyle(b).opacity")) < 0.5
+        client = view.clients[3]
+        page.locator("#filter").fill(str(client.pid))
+        held = {f"{lease.pool}@{lease.version}" for lease in client.leases}
+        assert set(hit.evaluate_all("blocks => blocks.map(block => block.dataset.key)")) == held
+        page.locator("#filter").fill("no such thing")
+        expect(page.locator("#found")).to_contain_text("0 versions found")
+
+
+def test_names_of_devices_are_whole(page: Page) -> None:
+    view = scenes.view(16, 5)
+    name = "NVIDIA H200 NVL with a name that a maker made longer than any card is wide, MIG 3g.71gb"
+    devices = tuple(msgspec.structs.replace(device, name=name) for device in view.devices)
+    with watching(msgspec.structs.replace(view, devices=devices)) as pane:
+        visit(page, pane)
+        expect(page.locator(".card h3 span").first).to_have_text(f"0 · {name}")
+        cut = "all => all.filter(each => each.scrollWidth > each.clientWidth + 1 && each.clientWidth).length"
+        assert page.locator(".card, .card h3, .card p").evaluate_all(cut) == 0
+        expect(page.locator(".card p").first).to_contain_text(view.devices[0].uuid)
 
 
 def test_what_changes_is_shown_without_a_reload(page: Page) -> None:
     view = scenes.view(1, 5)
     with watching(scenes.view(1, 0)) as pane:
         visit(page, pane)
-        expect(page.locator("#pools")).to_contain_text("nothing has been loaded yet")
-        expect(page.locator("#waiting")).to_be_hidden()
+        expect(page.locator("#nothing")).to_contain_text("cubroker load NAME PATH")
+        for section in ("#waiting", "#plan", "#tools", "#pools"):
+            expect(page.locator(section)).to_be_hidden()
         pane.view = view
         expect(page.locator(".block")).to_have_count(len(view.blocks))
         expect(page.locator("#waiting")).to_contain_text("mixtral-8x22b")
+        expect(page.locator("#nothing")).to_be_hidden()
         page.locator(".block").first.click()
         key = page.locator("#chosen h2").first.text_content()
         pane.view = scenes.view(1, 0)
         expect(page.locator("#chosen")).to_contain_text("It is gone")
         assert page.locator("#chosen h2").first.text_content() == key
+
+
+def test_a_stranger_is_shown_bytes_of_private_pools_and_not_that_there_are_none(page: Page) -> None:
+    view = scenes.view(2, 5)
+    private = tuple(block for block in view.blocks if not block.pool)
+    with watching(View(view.devices, (), (), private, ())) as pane:
+        visit(page, pane)
+        expect(page.locator(".block")).to_have_count(len(private))
+        for section in ("#nothing", "#plan", ".verdict >> nth=0"):
+            expect(page.locator(section)).to_be_hidden()
+
+
+def test_ages_go_on_while_nothing_happens(page: Page) -> None:
+    view = scenes.view(1, 5)
+    pools = tuple(msgspec.structs.replace(pool, published=time.time() - 600) for pool in view.pools)
+    with watching(msgspec.structs.replace(view, pools=pools)) as pane:
+        page.clock.install()
+        visit(page, pane)
+        expect(page.locator("#pools tbody tr").first).to_contain_text("10\u00a0min")
+        page.clock.fast_forward(3600 * 1000)
+        expect(page.locator("#pools tbody tr").first).to_contain_text("70\u00a0min")
+
+
+def test_a_new_picture_takes_neither_focus_nor_selection(page: Page) -> None:
+    view = scenes.view(8, 200)
+    focused = "[document.activeElement.tagName, document.activeElement.textContent]"
+    with watching(view) as pane:
+        visit(page, pane)
+        buttons = (page.locator("#pools tbody button").nth(5), page.locator("li button").nth(2))
+        for owner, button in enumerate(buttons, start=990_001):
+            name = str(button.text_content())
+            button.focus()
+            pools = tuple(msgspec.structs.replace(pool, owner=owner) for pool in pane.view.pools)
+            pane.view = msgspec.structs.replace(pane.view, pools=pools)
+            expect(page.locator("#pools tbody tr").first).to_contain_text(str(owner))
+            assert page.evaluate(focused) == ["BUTTON", name]
+        page.evaluate("getSelection().selectAllChildren(document.querySelector('#sessions tbody td'))")
+        chosen = page.evaluate("String(getSelection())")
+        pane.view = msgspec.structs.replace(pane.view, waiters=())
+        expect(page.locator("#waiting")).to_be_hidden()
+        assert page.evaluate("String(getSelection())") == chosen != ""
 
 
 def test_a_connection_that_ends_is_told(page: Page) -> None:

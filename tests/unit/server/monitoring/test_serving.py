@@ -17,14 +17,19 @@ from typing import Any, Generic
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
+import msgspec
+import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cubroker.client import Broker
+from cubroker.protocol import Layout
 from cubroker.protocol.errors import NotFound
+from cubroker.protocol.status import BlockInfo
 from tests.brokers import PATIENCE, B, BrokerProcess, eventually, serving
 from tests.stores import ROOM, FdStore, storing
 from tests.unit.server.clients import LAYOUT
+from tests.unit.server.monitoring import scenes
 from tests.unit.server.monitoring.windows import read
 from tests.unit.server.processes import gateway_of
 
@@ -98,6 +103,42 @@ def test_what_clients_do_is_in_the_metrics_the_picture_and_the_log(watched: Watc
         ("Attach of lama ", os.getuid(), os.getpid()),
     ]
     assert (mine[2]["code"], mine[2]["pool"]) == ("not_found", "lama")
+
+
+def test_the_picture_tells_what_retiring_a_version_frees_and_who_holds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBROKER_KEEP", "2")
+    layout = Layout.pack([(name, "U8", (1 << 20,)) for name in "abcd"], slab=2 << 20)
+    changed = {name: np.full(1 << 20, 7, np.uint8) for name in "ab"}
+    with watching(serving) as watched, Broker(watched.process.directory) as broker:
+
+        def picture() -> Any:
+            return json.loads(watched.get("/view"))
+
+        broker.create("policy", layout).seal()
+        with broker.attach("policy", device=0):
+            broker.publish("policy", changed, base=1)
+            holds = [lease for client in picture()["clients"] for lease in client["leases"]]
+            assert [(each["pool"], each["version"]) for each in holds] == [("policy", 1)]
+        eventually(lambda: not any(client["leases"] for client in picture()["clients"]), "a view without the lease")
+        seen = picture()
+        now = seen["time"]
+        assert all(now - 2 * PATIENCE < pool["published"] <= now for pool in seen["pools"])
+        assert now - 2 * PATIENCE < holds[0]["held_since"] <= now
+        assert [client["process"]["name"] for client in seen["clients"]] == [
+            Path("/proc/self/comm").read_text().strip()
+        ]
+        blocks = msgspec.convert(seen["blocks"], tuple[BlockInfo, ...])
+        assert scenes.freed(blocks, ["policy@2"]) == scenes.freed(blocks, ["policy@1"]) == 2 << 20
+        before = allocated(broker)
+        assert scenes.freed(blocks, ["policy@1", "policy@2"]) == before == 6 << 20
+        broker.retire("policy", version=1)
+        eventually(lambda: allocated(broker) == before - (2 << 20), "the bytes that version 1 alone had")
+        broker.retire("policy", version=2)
+        eventually(lambda: allocated(broker) == 0, "all bytes")
+
+
+def allocated(broker: Broker) -> int:
+    return sum(device.allocated for device in broker.devices())
 
 
 def test_a_gateway_that_died_is_counted(watched: Watched[BrokerProcess]) -> None:

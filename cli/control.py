@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from cubroker.cli import format, options
+from cubroker.cli import completion, format, options, processes
 from cubroker.client.transport import handshake
 from cubroker.protocol.errors import CubrokerError, TimedOut
 from cubroker.protocol.fields import MAX_WAIT
@@ -27,15 +27,19 @@ LOOK = 0.5
 
 
 @click.command("retire")
-@click.argument("reference", metavar="NAME[@VERSION]", type=options.reference)
+@click.argument("reference", metavar="NAME[@VERSION]", type=options.reference, shell_complete=completion.versions)
+@options.as_json
 @options.directory
-def retire(reference: options.Reference, directory: Path) -> None:
+def retire(reference: options.Reference, directory: Path, as_json: bool) -> None:
     """Take a version, by default the current one, out of service.
 
     No process can attach to it any more. Its holders keep it, and its memory is freed with the last lease.
     """
     with options.connect(directory) as broker:
         retirement = broker.retire(reference.name, reference.version)
+    if as_json:
+        format.document({"name": reference.name, "version": retirement.version, "leases": retirement.leases})
+        return
     fate = f"with the last of {format.count(retirement.leases, 'lease')}" if retirement.leases else "now"
     format.say(f"{reference.name}@{retirement.version} is retired; its memory is freed {fate}.")
 
@@ -93,8 +97,8 @@ def _wait_until_free(broker: Broker, seconds: float) -> None:
 def _holders(broker: Broker) -> dict[str, str]:
     """Return the other clients with leases, and what each holds."""
     return {
-        f"session {client.session}, process {client.pid} of {format.user(client.uid)}": format.leases(client)
-        for client in broker.clients()
+        f"session {client.session}, {processes.label(client)}": format.leases(client)
+        for client in processes.known(broker.clients(), broker.session)
         if client.session != broker.session and client.leases
     }
 
@@ -137,7 +141,7 @@ def _subject(value: str) -> str | int:
 
 
 @click.command("story")
-@click.argument("subject", metavar="NAME|SESSION", type=_subject)
+@click.argument("subject", metavar="NAME|SESSION", type=_subject, shell_complete=completion.pools)
 @options.as_json
 @options.directory
 def story(subject: str | int, directory: Path, as_json: bool) -> None:

@@ -25,7 +25,7 @@ VARYING = (
     (r"\b\d+(\.\d+)? [KMG]iB/s", "SPEED"),
     (r"(session|request|lease|memory|process|pid|uid|user|GID|UID) \d+", r"\1 N"),
     (r"(\[|─)\d+", r"\1N"),
-    (r"^ *\d+ +\d+ +(\w+ +(connected|detached))", r"N N \1"),
+    (r"^ *\d+ +\d+ +(\S+ +\w+ +\S+ +TIME +(connected|detached))", r"N N \1"),
     (r"\d+(\.\d+)?e[+-]\d+", "N"),
     (r"\b\d{3,}(\.\d+)?\b", "N"),
     (r" +", " "),

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.pages``: update the figures in the pages from the files of results.
+"""``python -m benchmarks.update_pages``: update the figures in the pages from the files of results.
 
 A comment before a figure names its file and line: ``<!-- nvidia-h200: ipc: of which attach() -->1.2 ms``. A figure
 without results is written ``…``.

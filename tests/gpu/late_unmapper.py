@@ -1,4 +1,4 @@
-"""A client that keeps memory whose lease it has closed: ``python -m tests.gpu.keeper DIRECTORY NAME``.
+"""A client that keeps memory whose lease it has closed: ``python -m tests.gpu.late_unmapper DIRECTORY NAME``.
 
 It says so in a line. At a line of its input it lets go, and says that; it ends with its input.
 """

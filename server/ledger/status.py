@@ -1,27 +1,30 @@
-"""Views: listings and descriptions of what a session may see, and the event logs of pools and sessions."""
+"""Listings and descriptions of what a session may see, and the event logs of pools and sessions."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 
 from cubroker.protocol import fields, messages
 from cubroker.protocol.errors import Denied, NotFound
 from cubroker.protocol.messages import BY_DESCRIPTOR
 from cubroker.protocol.status import (
     HIDDEN_ID,
+    MAX_SHARERS,
     BlockInfo,
     ClientInfo,
     DeviceInfo,
     LeaseInfo,
     Line,
     PoolInfo,
+    SharedBytes,
     SharingInfo,
     WaiterInfo,
 )
 from cubroker.server.ledger import memory
 from cubroker.server.ledger.access import can_read, can_read_history, can_see_session
 from cubroker.server.ledger.leases import check_readable, opened_by
-from cubroker.server.ledger.model import (
+from cubroker.server.ledger.publish import find
+from cubroker.server.ledger.records import (
     AttachWaiter,
     CreateWaiter,
     EventWaiter,
@@ -31,7 +34,6 @@ from cubroker.server.ledger.model import (
     Version,
     Waiter,
 )
-from cubroker.server.ledger.publish import find
 from cubroker.server.ledger.states import MemoryState, VersionState
 from cubroker.server.ledger.tables import Tables
 
@@ -55,15 +57,19 @@ def list_clients(tables: Tables, session: Session, _: messages.ListClients | Non
     """Return the sessions that ``session`` may see, oldest first, with their leases on pools that it may read."""
 
     def info(other: Session) -> ClientInfo:
-        versions = (lease.version for lease in other.leases.values())
         return ClientInfo(
             session=other.id,
             pid=other.pid,
             uid=other.uid,
             state="connected" if other.connected else "detached",
-            leases=tuple(LeaseInfo(v.pool.name, v.number) for v in versions if can_read(tables, session, v.pool)),
+            leases=tuple(
+                LeaseInfo(lease.version.pool.name, lease.version.number, lease.since)
+                for lease in other.leases.values()
+                if can_read(tables, session, lease.version.pool)
+            ),
             mapped_beyond_leases=memory.bytes_beyond_leases(tables, other),
             locks=tuple(held.pool.name for held in other.locks.values() if can_read(tables, session, held.pool)),
+            process=other.process,
         )
 
     return messages.Clients(
@@ -130,11 +136,13 @@ def _blocks(tables: Tables, session: Session) -> tuple[BlockInfo, ...]:
         device, pool = ticket.account.device.uuid, ticket.pool
         if ticket.state not in STAGES or device not in tables.accounts:  # after a mistake, it may be gone
             continue
-        for (version, stage), nbytes in _parts(ticket).items():
+        parts, shared = _parts(ticket)
+        for (version, stage), nbytes in parts.items():
             if can_read(tables, session, pool):
                 known = pool.versions.get(version)
                 state = VersionState.ENDED.value if known is None else _state(known)
-                seen.append(BlockInfo(device, pool.name, version, state, stage, nbytes, ticket.user.uid))
+                also = _told(shared[version]) if stage == "held" and version in shared else ()
+                seen.append(BlockInfo(device, pool.name, version, state, stage, nbytes, ticket.user.uid, also))
             else:
                 hidden[device, stage] += nbytes
     others = [
@@ -144,16 +152,29 @@ def _blocks(tables: Tables, session: Session) -> tuple[BlockInfo, ...]:
     return (*seen, *others)
 
 
-def _parts(ticket: Ticket) -> Counter[tuple[int, str]]:
-    """Return the bytes of a ticket by the oldest version that has them, or else had them first, and by stage."""
-    parts = Counter[tuple[int, str]]()
+def _parts(ticket: Ticket) -> tuple[Counter[tuple[int, str]], dict[int, Counter[tuple[int, ...]]]]:
+    """Return the bytes of a ticket by the oldest version that has them, or else had them first, and by stage.
+
+    Also, by the oldest version, those that several have, by the numbers of these; by none if they are too many to tell.
+    """
+    parts, shared = Counter[tuple[int, str]](), defaultdict[int, Counter[tuple[int, ...]]](Counter)
     for allocation in ticket.allocations.values():
-        state = ticket.state
-        if state is MemoryState.HELD and not allocation.versions:
+        state, versions = ticket.state, allocation.versions
+        if state is MemoryState.HELD and not versions:
             state = MemoryState.FREEING
-        version = allocation.versions[0].number if allocation.versions else ticket.version
+        version = versions[0].number if versions else ticket.version
         parts[version, STAGES[state]] += allocation.nbytes
-    return parts
+        if len(versions) > 1:
+            few = versions if len(versions) <= MAX_SHARERS else ()
+            shared[version][tuple(each.number for each in few)] += allocation.nbytes
+    return parts, shared
+
+
+def _told(shared: Counter[tuple[int, ...]]) -> tuple[SharedBytes, ...]:
+    """Return the largest sets of versions that share bytes, and the bytes of all others as those of an untold one."""
+    told = [SharedBytes(*item) for item in shared.most_common() if item[0]][:MAX_SHARERS]
+    rest = shared.total() - sum(each.nbytes for each in told)
+    return (*told, SharedBytes((), rest)) if rest else tuple(told)
 
 
 def _waiters(tables: Tables, session: Session) -> tuple[WaiterInfo, ...]:
@@ -218,6 +239,7 @@ def _pool(version: Version) -> PoolInfo:
         digest=version.digests.algorithm if version.digests else "",
         memory=sum(allocation.nbytes for allocation in version.allocations),
         shared=sum(each.nbytes for each in version.allocations if each.versions[0] is not version),
+        published=version.published,
     )
 
 

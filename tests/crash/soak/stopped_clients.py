@@ -1,4 +1,4 @@
-"""Stop some of many clients for a while: ``python -m tests.crash.soak stops --clients 100 --stopped 10 --seconds 60``.
+"""Stop some of many clients: ``python -m tests.crash.soak stopped_clients --clients 100 --stopped 10 --seconds 60``.
 
 The others go on attaching and closing, with the same latency as before; nothing of the stopped is reclaimed; and when
 they are continued they have their leases and the right bytes, and finish what they were at: one was filling a
@@ -27,7 +27,7 @@ from tests.crash.content import LAYOUT, check, content, fill
 from tests.crash.kills import hooks
 from tests.crash.worker_pool import Channel, Worker, WorkerPool
 
-HERE = "tests.crash.soak.stops"
+HERE = "tests.crash.soak.stopped_clients"
 STEADY, HELD, DRAFTED, AWAITED = "steady", "held", "drafted", "awaited"
 """Pools: one that the steady attach to, one that all hold, one that is being filled, one that is waited for."""
 
@@ -246,7 +246,7 @@ def _tell(seconds: list[float]) -> str:
 
 def main(argv: Sequence[str]) -> int:
     """Return 0; what is found ends it with a traceback."""
-    parser = argparse.ArgumentParser(prog="python -m tests.crash.soak stops", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.crash.soak stopped_clients", description=__doc__)
     parser.add_argument("--clients", type=int, default=100)
     parser.add_argument("--stopped", type=int, default=10)
     parser.add_argument("--seconds", type=float, default=60.0, help="how long they are stopped")

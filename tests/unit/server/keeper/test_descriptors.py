@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from cubroker.server.keeper import fd_set
+from cubroker.server.keeper.descriptors import MOST_BYTES
 from cubroker.server.store.sd_notify import SCM_MAX_FD
 from tests.brokers import eventually
 from tests.unit.server.keeper.harness import Keep, contents, memory
@@ -164,14 +164,14 @@ def test_past_the_limit_it_says_loudly_what_it_drops_and_keeps_the_rest(place: P
 def test_names_that_would_not_fit_in_the_environment_are_dropped_since_the_next_start_would_fail(place: Path) -> None:
     with Keep(place, "--descriptors", "2000", "--pause", "0") as keep:
         pupil = keep.next()
-        most = fd_set.MOST_BYTES // 256
+        most = MOST_BYTES // 256
         with memory(b"") as one:
             for number in range(most + 2):
                 another = os.open(f"/proc/self/fd/{one}", os.O_RDWR)
                 pupil.raw(b"FDSTORE=1\nFDPOLL=0\nFDNAME=%0255d" % number, another)
                 os.close(another)
         pupil.barrier()
-        keep.says(f"{most * 256} of {fd_set.MOST_BYTES} bytes of names: 1 named")
+        keep.says(f"{most * 256} of {MOST_BYTES} bytes of names: 1 named")
         assert len(keep.again(pupil).inherited) == most
 
 

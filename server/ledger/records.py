@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from cubroker.protocol.layout import Outline
 from cubroker.protocol.messages import BY_DESCRIPTOR, MULTICAST, Attach, AwaitEvent, Create, Digests, Lock, OpenEvent
+from cubroker.protocol.status import ProcessInfo
 from cubroker.server.ledger.events import AllocationId, FdSource
 from cubroker.server.ledger.policy import MODE, NO_LIMITS, NOTHING, Limits, Quota, exceeds
 from cubroker.server.ledger.states import (
@@ -50,6 +51,16 @@ class Budget:
     descriptors: int = 0
     #: Whether its memory can be shared as ``vmm``.
     vmm: bool = True
+
+    @property
+    def label(self) -> str:
+        """Index and name for messages: ``device 0 (NVIDIA H200)``."""
+        return f"device {self.index} ({self.name})" if self.index >= 0 else f"device {self.uuid}, which is gone"
+
+    @property
+    def listed(self) -> str:
+        """Index, name and UUID: ``0 (NVIDIA H200, GPU-…)``."""
+        return f"{self.index} ({self.name}, {self.uuid})" if self.index >= 0 else f"{self.uuid} (gone)"
 
     def descriptors_of(self, share: str) -> int:
         """Return the most descriptors that one allocation of a share kind takes.
@@ -214,6 +225,8 @@ class Session:
     grandfathered: Limits = NO_LIMITS
     #: Whether its uid and gid are those of the broker's own namespaces; decided once, at the handshake.
     verified: bool = False
+    #: What is known of the process beyond its number.
+    process: ProcessInfo | None = None
 
     @property
     def used(self) -> Limits:
@@ -253,6 +266,8 @@ class Lease:
     event_waiters: dict[EventWaiter, None] = field(default_factory=dict)
     #: Whether it got fabric handles and may still ask for descriptors.
     unsent: bool = False
+    #: When it began, in seconds since 1970; None: the broker that granted it did not write that down.
+    since: float | None = None
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -394,6 +409,8 @@ class Version:
     why: str = ""
     #: Digests that it was sealed with, in the order of ``replicas``.
     digests: Digests | None = None
+    #: When it was published, in seconds since 1970; None: not yet, or the broker of that time did not write it down.
+    published: float | None = None
     #: Leases on it, by number.
     holders: dict[int, Lease] = field(default_factory=dict)
     #: By name.
@@ -435,7 +452,7 @@ class Version:
 class Replica:
     """The memory of one version on one device: its own, and what it shares with other versions.
 
-    Not to be confused with :class:`cubroker.client.replica.Replica`.
+    Not to be confused with :class:`cubroker.client.pool.Replica`.
     """
 
     account: DeviceAccount

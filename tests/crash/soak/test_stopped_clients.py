@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from tests.crash.soak.stops import stops
+from tests.crash.soak.stopped_clients import stops
 
 
 def test_stopped_clients_lose_nothing_and_disturb_nobody() -> None:

@@ -11,8 +11,8 @@ from cubroker.protocol import status
 from cubroker.server.ledger import events as e
 from cubroker.server.ledger import memory, tables
 from cubroker.server.ledger.memory import transition
-from cubroker.server.ledger.model import EVENT_LOG_LINES, Ticket
 from cubroker.server.ledger.policy import Policy
+from cubroker.server.ledger.records import EVENT_LOG_LINES, Ticket
 from cubroker.server.ledger.states import MemoryEvent
 from cubroker.server.ledger.tables import Tables
 from tests.unit.server.ledger.story import ALICE, BOB, BROKER, MIB, Story, asks, attaches, creates, refused

@@ -1,0 +1,131 @@
+"""Clients as processes: their names, containers and ages, which a number alone does not tell."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from math import inf
+from typing import Any
+
+import msgspec
+
+from cubroker.cli import format
+from cubroker.protocol.status import ClientInfo, ProcessInfo
+from cubroker.server import process_info
+
+RUNTIMES = {"docker": "docker", "libpod": "podman", "crio": "cri-o", "containerd": "containerd", "lxc": "lxc"}
+"""What the cgroup of a runtime's containers has in its path, and the runtime."""
+
+SHORT_ID = 12
+"""Characters of a container's id, as its runtime's commands show it."""
+
+_CONTAINER = re.compile(r"(?:^|[^0-9a-f])([0-9a-f]{32}|[0-9a-f]{64})(?:[^0-9a-f]|$)")
+
+
+def known(clients: Sequence[ClientInfo], session: int) -> list[ClientInfo]:
+    """Return clients with what this process sees of those whose processes the broker could not look at.
+
+    A broker whose /proc hides other users (``ProtectProc=``) knows numbers alone. They are looked up here if they mean
+    the same here, as this process's own ``session`` tells; a process that has a session has not ended.
+    """
+    own = next((client for client in clients if client.session == session), None)
+    if own is None or own.pid != os.getpid():
+        return list(clients)
+    return [
+        client
+        if client.process
+        else msgspec.structs.replace(client, process=process_info.read(client.pid) if client.pid else None)
+        for client in clients
+    ]
+
+
+def name(client: ClientInfo) -> str:
+    """Return what the process calls itself, or ``?``."""
+    return (client.process and client.process.name) or "?"
+
+
+def container(process: ProcessInfo | None) -> str:
+    """Return the container or the unit of a process: ``docker 3f2a9c…``, ``vllm.service``; ``-`` if it has none."""
+    if process is None:
+        return "?"
+    if process.cgroup is None:
+        return "-"
+    if found := _CONTAINER.findall(process.cgroup):
+        runtime = next((known for mark, known in RUNTIMES.items() if mark in process.cgroup), "container")
+        return f"{runtime} {found[-1][:SHORT_ID]}"
+    return process.cgroup.rstrip("/").rpartition("/")[2] or "-"
+
+
+def age(client: ClientInfo, now: float) -> str:
+    """Return how long the process has run, or ``?``."""
+    return format.since(now - client.process.started) if client.process else "?"
+
+
+def held_since(client: ClientInfo) -> float | None:
+    """Return when the oldest lease of a client began, in seconds since 1970; None: it has none, or that is unknown."""
+    return min((lease.held_since for lease in client.leases if lease.held_since is not None), default=None)
+
+
+def held(client: ClientInfo, now: float) -> str:
+    """Return for how long a client has held its oldest lease."""
+    began = held_since(client)
+    return format.since(now - began) if began is not None else "?" if client.leases else "-"
+
+
+def holders(clients: Sequence[ClientInfo]) -> Mapping[tuple[str, int], list[ClientInfo]]:
+    """Return the clients that hold each version, in the order in which they came."""
+    found: dict[tuple[str, int], dict[int, ClientInfo]] = {}
+    for client in clients:
+        for lease in client.leases:
+            found.setdefault((lease.pool, lease.version), {})[client.session] = client
+    return {version: [*those.values()] for version, those in found.items()}
+
+
+def label(client: ClientInfo) -> str:
+    """Return a process in words: ``vllm 4711 (alice, docker 3f2a9c5d1e07)``."""
+    where = container(client.process)
+    return f"{name(client)} {client.pid} ({format.user(client.uid)}{'' if where in '-?' else f', {where}'})"
+
+
+# -- tables --------------------------------------------------------------------------------------------
+
+SPARE = ("CONTAINER", "AGE", "SESSION", "HELD", "LOCKS", "USER", "BEYOND LEASES", "STATE")
+"""The columns that a narrow terminal does without, the first one first."""
+
+ORDERS: dict[str, Callable[[ClientInfo], Any]] = {
+    "session": lambda client: client.session,
+    "pid": lambda client: client.pid,
+    "process": name,
+    "user": lambda client: format.user(client.uid),
+    "container": lambda client: container(client.process),
+    "age": lambda client: client.process.started if client.process else inf,
+    "held": lambda client: inf if (began := held_since(client)) is None else began,
+    "leases": lambda client: -len(client.leases),
+}
+"""By what clients are sorted: the oldest, and those with most leases, come first."""
+
+
+def columns(clients: Sequence[ClientInfo], now: float) -> dict[str, Callable[[ClientInfo], str]]:
+    """Return the columns of a table of clients; that of locks, and of memory beyond leases, where one has any."""
+    found: dict[str, Callable[[ClientInfo], str]] = {
+        ">SESSION": lambda client: str(client.session),
+        ">PID": lambda client: str(client.pid),
+        "PROCESS": name,
+        "USER": lambda client: format.user(client.uid),
+        "CONTAINER": lambda client: container(client.process),
+        ">AGE": lambda client: age(client, now),
+        "STATE": lambda client: client.state,
+        ">HELD": lambda client: held(client, now),
+        "~LEASES": lambda client: format.leases(client) or "none",
+    }
+    if any(client.locks for client in clients):
+        found |= {"~LOCKS": lambda client: ", ".join(client.locks) or "none"}
+    if any(client.mapped_beyond_leases for client in clients):
+        found |= {">BEYOND LEASES": _beyond}
+    return found
+
+
+def _beyond(client: ClientInfo) -> str:
+    nbytes = client.mapped_beyond_leases
+    return "?" if nbytes is None else format.size(nbytes)

@@ -1,0 +1,179 @@
+"""A version that this process is filling, up to its seal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from cubroker.client import digests, named_arrays
+from cubroker.client.memory.lease import LeaseHandle
+from cubroker.client.memory.mapping import LeasedMemory, Spot
+from cubroker.client.pool import Pool, Replica
+from cubroker.client.transport.requests import Steps, blocking, expect
+from cubroker.protocol.errors import CubrokerError, Invalid, TimedOut, Unavailable, Unsupported
+from cubroker.protocol.layout import Layout, TensorIndex
+from cubroker.protocol.messages import DIGESTS, IN_PLACE, MULTICAST, Digests, Done, Sealed, SealInPlace, SetLayout
+
+
+class Draft(Pool):
+    """The tensors of an unpublished version, which may be written: those of its first device, as a mapping.
+
+    Leaving it without :meth:`seal` discards it. Its tensors end with it, sealed or discarded; arrays
+    and framework tensors made from them must be dropped before a seal, and delay a discard. A draft that is sealed in
+    place goes on as a :class:`Pool` of the published version.
+
+    Attributes:
+        replicas: the tensors on each device, in the order in which the devices were given.
+    """
+
+    _sealed = False
+
+    def __init__(
+        self, lease: LeaseHandle, mapped: LeasedMemory, index: TensorIndex, name: str, *, scratch: bool = False
+    ) -> None:
+        super().__init__(lease, mapped, index, name)
+        self._scratch = scratch
+        #: Digests of what it shares with an earlier version, and has not mapped: by device and allocation.
+        self.shared_digests: Mapping[Spot, bytes] = {}
+        self._lay_out(mapped, index)
+
+    @blocking
+    def seal(self, *, layout: Layout | None = None, digest: bool = False, in_place: bool = False) -> Steps[int]:
+        """Publish the memory, on all devices, as the pool's current version, whose number is returned.
+
+        It is unmapped first. Sealed ``in_place`` it stays mapped: this object goes on as a pool of the version, and
+        arrays and framework tensors made from the draft stay valid, at the same addresses. Nothing may write to them
+        any more: the device refuses it, where readers are refused (``protected``), and on a host device a write ends
+        the process. Work that was submitted to the devices is waited for.
+
+        Args:
+            layout: takes the place of the draft's, and has the same allocations: for tensors whose places were not
+                known before, as from :meth:`layout_of`.
+            digest: have each device compute a digest of what it holds, padding included, and publish these as well, so
+                that :meth:`Pool.check` finds bytes that are changed later. It takes about as long as reading all once.
+            in_place: keep the memory mapped and leased; for drafts on one device or with a plan, not for ``multicast``.
+
+        Raises:
+            Invalid: arrays or framework tensors of it are in use (``in_place``: are held); the layout is of other
+                allocations; or it is published. The draft stays open.
+            Unsupported: a digest of what its readers may write; the broker is too old for a digest, another layout or
+                a seal in place; the draft is on several devices, or ``multicast``. The draft stays open.
+            OverQuota: the layout is longer than this user's quota allows; the draft stays open.
+            DeviceFailure, OutOfMemory: a digest could not be computed, or the access not be changed; the draft stays
+                open.
+            DeviceFailure: the memory could not be unmapped yet; the draft is not published, and discarded when it is.
+            Unavailable, TimedOut: the broker is gone or silent; the draft may or may not be published.
+        """
+        self._owner.check()
+        if self._sealed:
+            raise Invalid(f"{self._label} is published already; create a new version instead")
+        self._memory()
+        compute = self._digesting() if digest else None
+        if in_place:
+            self._check_stays()
+        yield from self._set_layout(layout or self.layout)
+        if in_place:
+            return (yield from self._seal_in_place(compute))
+        lease = self._lease
+        with self._closing:
+            mapped, seal, why = self._memory(), lease.seal, object()
+            if compute:
+                self._session.check_confirms()
+                seal = partial(lease.seal_digested, compute, partial(mapped.take_back, why))
+            if in_use := mapped.end(seal, why):
+                names = ", ".join(in_use[:8]) + (f" and {len(in_use) - 8} more" if len(in_use) > 8 else "")
+                raise Invalid(f"{self._label} is still in use: {names}; drop the arrays made from it, then seal")
+        if compute:
+            yield from lease.digested()
+        self._drop()
+        return expect((yield from lease.confirm()), Sealed).version
+
+    def layout_of(self, source: object) -> Layout:
+        """Return a layout whose tensors are arrays that lie in this draft's memory already, for :meth:`seal`.
+
+        Names of one array, as those of tied parameters are, become one tensor by several names.
+
+        Args:
+            source: a mapping of names to arrays of any library, or an object with ``state_dict()``; as for
+                :meth:`Broker.publish`.
+
+        Raises:
+            Invalid: an array lies elsewhere, has gaps, or begins at no multiple of 256 bytes, by its name; two of them
+                overlap; or as :meth:`Broker.publish`.
+        """
+        self._owner.check()
+        self._memory()
+        return named_arrays.layout_in(self, named_arrays.describe(source, self._session.driver), self._label)
+
+    def _lay_out(self, mapped: LeasedMemory, index: TensorIndex) -> None:
+        self._index = index
+        self.replicas = tuple(Replica(mapped, (place,), index) for place in mapped.places)
+        #: What the broker has; None while it is told another.
+        self._told: Layout | None = index.layout
+
+    def _set_layout(self, layout: Layout) -> Steps[None]:
+        if layout == self._told:
+            return
+        if self._session.version < IN_PLACE:
+            raise Unsupported(f"{self._label}: the broker is too old to take another layout at the seal; upgrade it")
+        layout.check()
+        if layout.allocations != self.layout.allocations:
+            why = Layout((), layout.allocations).difference(Layout((), self.layout.allocations))
+            raise Invalid(f"the layout to seal {self._label} with cannot be that of its memory: {why}")
+        self._told = None
+        yield from self._session.ask(SetLayout(self._lease.number, layout.encode()), Done)
+        self._lay_out(self._memory(), TensorIndex(layout))
+
+    def _check_stays(self) -> None:
+        if self._session.version < IN_PLACE:
+            raise Unsupported(f"{self._label}: the broker is too old to seal it in place; seal without, or upgrade it")
+        shards = [number for replica in self.replicas for number in replica.allocations]
+        if self.share == MULTICAST or len(set(shards)) < len(shards):
+            raise Unsupported(
+                f"{self._label} cannot be sealed in place: it is shared as {self.share}, with {len(self.replicas)}"
+                f" replicas, of which a pool has one; seal it without, and attach to it"
+            )
+
+    def _seal_in_place(self, compute: Callable[[], Digests] | None) -> Steps[int]:
+        mapped, lease, asked = self._memory(), self._lease, False
+        mapped.begin_publication()
+        try:
+            if not self._scratch:
+                yield from self._session.confirm(lease.protect(readonly=True), f"write access to {self._label}")
+            body = SealInPlace(lease.number, compute() if compute else None)
+            asked = True
+            version = (yield from self._session.ask(body, Sealed)).version
+        except BaseException as error:
+            refused = isinstance(error, CubrokerError) and not isinstance(error, Unavailable | TimedOut)
+            if refused or not asked:  # it is certainly not published
+                writable = lease.protect(readonly=False)
+                if refused:  # an interrupt does not wait
+                    yield from self._session.confirm(writable, f"write access to {self._label}")
+                mapped.end_publication(readonly=False)
+            raise
+        mapped.end_publication(f"pool {self.name!r} version {version}", readonly=not self._scratch)
+        self.writable, self.protected, self._sealed = self._scratch, mapped.protected, True
+        return version
+
+    def _digesting(self) -> Callable[[], Digests]:
+        """Return what computes the digests of the memory, and refers to none of it."""
+        if self._scratch:
+            raise Unsupported(
+                f"{self._label} is writable by its readers, so a digest would not tell what it holds; seal it without"
+            )
+        if self._session.version < DIGESTS:
+            raise Unsupported(f"{self._label}: the broker is too old to keep a digest; seal it without, or upgrade it")
+        uuids = [replica.memory_device.uuid for replica in self.replicas]
+        pieces = [span for replica in self.replicas for span in replica.digest_ranges()]
+        return partial(digests.sealing, self._label, uuids, pieces, self.layout, self.shared_digests)
+
+    def _release(self) -> None:
+        mapped = self._mapped
+        if mapped and not self._sealed:
+            mapped.end()
+        self._drop()
+
+    def _drop(self) -> None:
+        super()._drop()
+        for replica in self.replicas:
+            replica._drop()

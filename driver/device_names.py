@@ -1,0 +1,138 @@
+"""How users name devices: one rule for the API, the command line and the configuration.
+
+A name is an ordinal (``0``, ``"0"``), ``"cuda:0"`` or ``"host:0"``, an object such as ``torch.device("cuda", 0)``, or a
+UUID or the beginning of exactly one. What an ordinal counts is up to the caller: a process counts the devices that it
+sees, and a broker those that it serves.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from operator import index
+from typing import Protocol, TypeVar
+
+_ORDINAL = re.compile(r"(?:(?P<kind>cuda|host):)?(?P<ordinal>\d{1,9})", re.ASCII)
+_BARE = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.ASCII)
+_UUID = re.compile(r"(?:GPU|MIG|HOST)-[0-9a-fA-F-]*", re.IGNORECASE | re.ASCII)
+
+CURRENT = ("cuda", "host")
+"""Names of the device that is current where it is named, as frameworks have them."""
+
+
+class FrameworkDevice(Protocol):
+    """A framework's own object for a device: ``torch.device`` is one."""
+
+    @property
+    def type(self) -> str:
+        """``cuda``, or another kind of device."""
+
+    @property
+    def index(self) -> int | None:
+        """Its ordinal; None for the current one."""
+
+    def __hash__(self) -> int: ...
+
+
+class Known(Protocol):
+    """A device that a name can mean."""
+
+    @property
+    def index(self) -> int:
+        """Its ordinal."""
+
+    @property
+    def uuid(self) -> str:
+        """Its UUID, which begins with ``GPU-``, ``MIG-`` or ``HOST-``."""
+
+    @property
+    def name(self) -> str:
+        """The product's name."""
+
+    def __hash__(self) -> int: ...
+
+
+DeviceId = int | str | FrameworkDevice | Known
+"""What names a device."""
+
+
+D = TypeVar("D", bound=Known)
+
+
+class UnknownDevice(LookupError):
+    """A name that is not that of exactly one device; its text says what there is."""
+
+
+def find(name: DeviceId, devices: Sequence[D], where: str, *, current: int | None = None) -> D:
+    """Return the device that a name means.
+
+    Args:
+        name: what the user wrote.
+        devices: those that it can mean.
+        where: who has them, for the error: ``this process sees``.
+        current: the ordinal of the current device, which ``cuda`` without an ordinal means; None: there is none, and
+            such a name means the only device.
+
+    Raises:
+        UnknownDevice: none of them has that name, or several have.
+    """
+    text = written(name)
+    found = _matching(text, devices, current)
+    if len(found) == 1:
+        return found[0]
+    there = ", ".join(map(describe, devices)) or "none"
+    if found:
+        raise UnknownDevice(
+            f"device {text!r} could be any of {', '.join(map(describe, found))}; write more of the UUID"
+        )
+    if text in CURRENT and len(devices) > 1:
+        raise UnknownDevice(f"device {text!r} does not say which one; write {text}:N; {where} {there}")
+    raise UnknownDevice(
+        f"{where} no device {name if isinstance(name, int) else text!r}; it {where.split()[-1]} {there}"
+    )
+
+
+def written(name: DeviceId) -> str:
+    """Return a name as text: ``cuda:0`` for ``torch.device("cuda", 0)``."""
+    if isinstance(name, str):
+        return name.strip()
+    uuid = getattr(name, "uuid", None)
+    if isinstance(uuid, str):
+        return uuid
+    kind = getattr(name, "type", None)
+    if isinstance(kind, str):
+        ordinal = getattr(name, "index", None)
+        return kind if ordinal is None else f"{kind}:{ordinal}"
+    try:
+        return str(index(name))  # type: ignore[arg-type]  # numpy's integers, too
+    except TypeError:
+        return repr(name)
+
+
+def describe(device: Known) -> str:
+    """Return index, name and UUID: ``0 (NVIDIA H200, GPU-…)``."""
+    return f"{device.index} ({device.name}, {device.uuid})"
+
+
+def label(device: Known) -> str:
+    """Return index and name, for messages: ``device 0 (NVIDIA H200)``."""
+    return f"device {device.index} ({device.name})"
+
+
+def is_name(text: str) -> bool:
+    """Whether a text can name a device, before it is known which there are."""
+    return bool(_ORDINAL.fullmatch(text) or _UUID.fullmatch(text))
+
+
+def _matching(text: str, devices: Sequence[D], current: int | None) -> list[D]:
+    if text in CURRENT and (current is not None or len(devices) == 1):
+        text = str(devices[0].index if current is None else current)
+    elif text == "host" or text.startswith("host:"):
+        devices = [device for device in devices if device.uuid.startswith("HOST-")]
+    if match := _ORDINAL.fullmatch(text):
+        return [device for device in devices if device.index == int(match["ordinal"])]
+    beginning = text.lower()
+    if _BARE.fullmatch(beginning):  # as frameworks tell it, without what it is of
+        return [device for device in devices if device.uuid.lower().endswith(f"-{beginning}")]
+    exact = [device for device in devices if device.uuid.lower() == beginning]
+    return exact or [device for device in devices if beginning and device.uuid.lower().startswith(beginning)]

@@ -1,0 +1,341 @@
+"""What the loaders of inference engines share: ``--load-format cubroker``.
+
+The first engine of a model loads as ever and publishes what each rank computes with; every engine, the first one too,
+then has the pool's memory as its parameters. The name of a pool has a fingerprint of all that its bytes depend on, and
+the UUID of the device.
+
+A bridge says how its engine names the pool, loads, publishes and makes a model; :func:`load_on_pool` does these in
+order, and :func:`obtain` has one process of many do the first half. The options of an engine, which vLLM and SGLang
+take as ``--model-loader-extra-config``, in JSON, are:
+
+``directory``
+    where the broker listens; by default ``$CUBROKER_DIR``, else where one is found (:class:`cubroker.Broker`).
+``pool``
+    how names of pools begin; by default the engine's name.
+``share``, ``durable``, ``mode``
+    as for :meth:`cubroker.Broker.create`.
+``timeout``
+    seconds to wait for an engine that loads the same; by default 600.
+``fallback``
+    whether the engine's own loader is used where the broker or the pool cannot be; by default false: the engine fails.
+``checkpoint``
+    what stands for the checkpoint's bytes, which are not digested then: its revision in a registry, say.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import time
+import weakref
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import nn
+
+from cubroker.client.broker import Broker
+from cubroker.client.devices import DeviceId
+from cubroker.client.pool import Pool
+from cubroker.integrations import fingerprint, runtime_pools
+from cubroker.protocol.errors import CubrokerError, Invalid, NotFound
+
+log = logging.getLogger(__name__)
+
+LOAD_FORMAT = "cubroker"
+
+PLAIN = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
+"""Methods that leave weights as they are, in every engine and release, but for CPUs with AMX."""
+
+_HELD = "_cubroker"
+
+_MODELS: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+class PoolOptions(NamedTuple):
+    """What an engine was told about its pools."""
+
+    #: How their names begin.
+    prefix: str
+    directory: str | None = None
+    timeout: float = 600.0
+    fallback: bool = False
+    checkpoint: str | None = None
+    #: ``share``, ``durable`` and ``mode``, as far as they were given.
+    terms: Mapping[str, Any] = {}
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any] | None, prefix: str) -> Self:
+        """Read them from an engine's configuration.
+
+        Args:
+            given: by the names at the top of this module.
+            prefix: of the engine.
+
+        Raises:
+            ValueError: there is no option of that name.
+        """
+        extra = dict(given or {})
+        terms: dict[str, Any] = {key: extra.pop(key) for key in ("share", "durable", "mode") if key in extra}
+        options = cls(
+            prefix=str(extra.pop("pool", prefix)),
+            directory=extra.pop("directory", None),
+            timeout=float(extra.pop("timeout", cls._field_defaults["timeout"])),
+            fallback=bool(extra.pop("fallback", False)),
+            checkpoint=extra.pop("checkpoint", None),
+            terms=terms,
+        )
+        if extra:
+            raise ValueError(f"--model-loader-extra-config of load format {LOAD_FORMAT} has no {', '.join(extra)}")
+        return options
+
+    def pool_name(self, path: str, facts: Mapping[str, object], uuid: str) -> str:
+        """Return the name of a rank's pool: of a model, by all that its tensors depend on, on a device."""
+        return f"{fingerprint.label(self.prefix, path)}{fingerprint.fingerprint(facts)}/{uuid}"
+
+    def digest(self, path: str, revision: str | None, cache: str | None, download: Callable[[], object]) -> str:
+        """Return what stands for a checkpoint's bytes.
+
+        Args:
+            path: a folder, or a name of the hub.
+            revision: in the hub.
+            cache: where the hub's files lie; None: in the default place.
+            download: downloads the checkpoint, which is needed if it is not a folder.
+        """
+        if self.checkpoint is not None:
+            return f"declared:{self.checkpoint}"
+        if Path(path).is_dir():
+            return fingerprint.checkpoint(path)
+        from huggingface_hub import snapshot_download
+
+        download()
+        folder = snapshot_download(path, revision=revision, cache_dir=cache, local_files_only=True)
+        return fingerprint.checkpoint(folder)
+
+
+class RankPool(NamedTuple):
+    """The pool that a rank of an engine computes on."""
+
+    name: str
+    #: The broker's device, as this process counts them.
+    device: int
+    #: Torch's device.
+    target: torch.device
+    #: The model as the engine was told: a folder, or a name of the hub.
+    path: str
+
+
+class Held(NamedTuple):
+    """What a model's tensors are held by, for as long as the model lives."""
+
+    broker: Broker
+    pool: Pool
+    manifest: runtime_pools.Manifest
+    rank: RankPool
+    options: PoolOptions
+    #: Loads another model of the kind, which the engine does not know, from a pool with the checkpoint's own tensors.
+    load_from: Callable[[Pool], nn.Module] | None = None
+
+
+class Obtained(NamedTuple):
+    """What :func:`obtain` returns."""
+
+    model: nn.Module
+    #: None if the engine's own loader was used instead.
+    pool: Pool | None
+    #: Whether this process loaded the model.
+    loaded: bool
+
+
+# -- models on pools ---------------------------------------------------------------------------------------
+
+
+def hold(model: nn.Module, by: Held) -> None:
+    """Keep what a model's tensors are held by."""
+    vars(model)[_HELD] = by
+    _MODELS.add(model)
+
+
+def find_held(model: nn.Module) -> Held | None:
+    """Return what the tensors of a model are held by; None: another loader loaded it."""
+    found = vars(model).get(_HELD)
+    return found if isinstance(found, Held) else None
+
+
+def held(model: nn.Module) -> Held:
+    """Return what the tensors of a model are held by.
+
+    Raises:
+        Invalid: it has no pool: another loader loaded it.
+    """
+    found = find_held(model)
+    if found is None:
+        raise Invalid(f"this {type(model).__name__} has no pool; start the engine with --load-format {LOAD_FORMAT}")
+    return found
+
+
+def models() -> list[nn.Module]:
+    """Return the models of this process that are on pools."""
+    return list(_MODELS)
+
+
+# -- what loaders ask --------------------------------------------------------------------------------------
+
+
+def place(broker: Broker, target: torch.device, rank: int) -> tuple[int, str]:
+    """Return a rank's device, as this process counts them, and its UUID; host devices take turns."""
+    devices = broker.driver.devices
+    if target.type == "cpu":
+        index = rank % len(devices)
+    else:
+        index = torch.accelerator.current_device_index() if target.index is None else target.index
+    return index, devices[index].uuid
+
+
+def configuration(config: Any) -> dict[str, Any]:
+    """Return a model's configuration of transformers as plain data, without the path that it was read from."""
+    found: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    found.pop("_name_or_path", None)
+    return found
+
+
+def give_back(target: torch.device) -> None:
+    """Give the memory of tensors that nothing refers to any more back to the device."""
+    gc.collect()
+    if target.type != "cpu":
+        torch.accelerator.empty_cache()
+
+
+def load_on_pool(
+    options: PoolOptions,
+    log: logging.Logger,
+    *,
+    identify: Callable[[Broker], RankPool],
+    load: Callable[[], nn.Module],
+    publish: Callable[[Broker, RankPool, nn.Module], object],
+    attach: Callable[[Pool], nn.Module],
+    finish: Callable[[Obtained], object],
+    load_from: Callable[[Pool], nn.Module] | None = None,
+    accepts: Collection[str] = (),
+) -> nn.Module:
+    """Return an engine's model on the tensors of its pool, which is published before if need be.
+
+    The model holds the pool and the connection to the broker. By any error the connection is closed.
+
+    Args:
+        options: the engine's.
+        log: the engine's.
+        identify: names the pool of this rank.
+        load: as for :func:`obtain`.
+        publish: the same.
+        attach: the same.
+        finish: makes what a bound model needs beside tensors; not called if there is no pool.
+        load_from: as in :class:`Held`.
+        accepts: as for :func:`obtain`.
+
+    Raises:
+        CubrokerError: as :func:`obtain`, and if no broker serves; with ``fallback`` the engine's own loader is used.
+    """
+    began = time.perf_counter()
+    with ExitStack() as undo:
+        try:
+            broker = undo.enter_context(Broker(options.directory))
+            rank = identify(broker)
+        except CubrokerError as error:
+            if not options.fallback:
+                raise
+            log.warning("cubroker: the engine's own loader is used, and no pool: %s", error.message)
+            undo.close()
+            return load()
+        got = obtain(
+            broker,
+            rank.name,
+            load=load,
+            publish=partial(publish, broker, rank),
+            attach=attach,
+            device=rank.device,
+            timeout=options.timeout,
+            fallback=options.fallback,
+            accepts=accepts,
+        )
+        if got.pool is None:
+            return got.model
+        finish(got)
+        if got.loaded:
+            give_back(rank.target)
+        hold(got.model, Held(broker, got.pool, runtime_pools.read_manifest(got.pool), rank, options, load_from))
+        undo.pop_all()
+    how, size = "published" if got.loaded else "attached to", got.pool.nbytes / (1 << 20)
+    seconds = time.perf_counter() - began
+    log.info("cubroker: %s %s@%d, %.1f MiB, in %.3f s", how, rank.name, got.pool.version, size, seconds)
+    return got.model.eval()
+
+
+# -- who loads ---------------------------------------------------------------------------------------------
+
+
+def obtain(
+    broker: Broker,
+    name: str,
+    *,
+    load: Callable[[], nn.Module],
+    publish: Callable[[nn.Module], object],
+    attach: Callable[[Pool], nn.Module],
+    device: DeviceId | None = None,
+    timeout: float = 600.0,
+    fallback: bool = False,
+    accepts: Collection[str] = (),
+) -> Obtained:
+    """Bind a runtime pool; where there is none, be the one process that loads, or wait for it.
+
+    Processes that ask at once wait for a lock (:meth:`Broker.lock`). Should the one that loads die, the next one loads.
+
+    The lock is that of one rank's pool, and so one rank of an engine may load while another attaches. ``load`` must not
+    wait for other ranks, then: those of two engines could wait for each other until the timeout. Neither the default
+    loader of vLLM 0.32 nor that of SGLang 0.5.23 does; each rank reads its part of the files by itself.
+
+    Args:
+        broker: where.
+        name: the pool.
+        load: the engine's own loader, post-processing included.
+        publish: publishes what ``load`` has returned, by :func:`runtime_pools.publish`, as ``name`` and for ``device``.
+        attach: makes a module and binds the pool to it.
+        device: which device to attach on.
+        timeout: seconds to wait for the process that loads.
+        fallback: whether what stands in the way of publishing or binding has this process use what ``load`` returns,
+            with a line in the log; otherwise it is raised.
+        accepts: as for :func:`runtime_pools.bind`, when what ``load`` has returned is bound.
+
+    Raises:
+        TimedOut: another process was loading for ``timeout`` seconds.
+        CubrokerError: as :meth:`Broker.attach`, ``publish`` and ``attach``.
+    """
+    model: nn.Module | None = None
+    try:
+        pool = _attached(broker, name, device)
+        if pool is None:
+            with broker.lock(name, timeout=timeout):
+                pool = _attached(broker, name, device)
+                if pool is None:
+                    model = load()
+                    publish(model)
+        if pool is None:
+            assert model is not None
+            pool = broker.attach(name, device=device)
+            return Obtained(runtime_pools.bind(model, pool, accepts=accepts), pool, loaded=True)
+        return Obtained(attach(pool), pool, loaded=False)
+    except CubrokerError as error:
+        if not fallback:
+            raise
+        log.warning("runtime pool %s is not used, and the engine's own loader is: %s", name, error.message)
+        return Obtained(load() if model is None else model, None, loaded=True)
+
+
+def _attached(broker: Broker, name: str, device: DeviceId | None) -> Pool | None:
+    with suppress(NotFound):
+        return broker.attach(name, device=device)
+    return None

@@ -1,0 +1,68 @@
+"""Processes in words."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+
+import pytest
+
+from cubroker.cli import processes
+from cubroker.protocol.status import ClientInfo, LeaseInfo, ProcessInfo
+from cubroker.server import process_info
+from tests.brokers import eventually
+
+ID = "3f2a9c5d1e07" + "ab" * 26
+OWN = ClientInfo(7, os.getpid(), os.getuid(), "connected", ())
+
+
+def client(cgroup: str | None) -> ClientInfo:
+    return ClientInfo(1, 4711, 0, "connected", (), process=ProcessInfo("vllm", cgroup, 1000.0))
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "container"),
+    [
+        (None, "-"),
+        ("/", "-"),
+        ("/system.slice/vllm.service", "vllm.service"),
+        ("/user.slice/user-1000.slice/session-3.scope", "session-3.scope"),
+        (f"/system.slice/docker-{ID}.scope", "docker 3f2a9c5d1e07"),
+        (f"/docker/{ID}", "docker 3f2a9c5d1e07"),
+        (f"/machine.slice/libpod-{ID}.scope/container", "podman 3f2a9c5d1e07"),
+        (f"/kubepods.slice/kubepods-pod1.slice/cri-containerd-{ID}.scope", "containerd 3f2a9c5d1e07"),
+        (f"/../{ID[:32]}", "container 3f2a9c5d1e07"),
+        (f"/{ID[:40]}", ID[:40]),
+    ],
+)
+def test_a_container_has_the_name_that_its_runtime_shows(cgroup: str | None, container: str) -> None:
+    assert processes.container(client(cgroup).process) == container
+
+
+def test_a_process_is_told_with_user_and_container() -> None:
+    assert processes.label(client(f"/docker/{ID}")) == "vllm 4711 (root, docker 3f2a9c5d1e07)"
+    assert processes.label(client(None)) == "vllm 4711 (root)"
+    assert processes.label(ClientInfo(1, 4711, 0, "connected", ())) == "? 4711 (root)"
+
+
+def test_ages_are_told_where_they_are_known() -> None:
+    leases = LeaseInfo("a", 1, 1090.0), LeaseInfo("b", 1, 1060.0), LeaseInfo("c", 1)
+    holder = ClientInfo(1, 4711, 0, "connected", leases, process=ProcessInfo("vllm", None, 1000.0))
+    assert (processes.age(holder, 1100.0), processes.held(holder, 1100.0)) == ("100 s", "40 s")
+    older = ClientInfo(1, 4711, 0, "connected", (LeaseInfo("a", 1),))
+    assert (processes.age(older, 1100.0), processes.held(older, 1100.0)) == ("?", "?")
+    assert processes.held(OWN, 1100.0) == "-"
+
+
+def test_processes_that_the_broker_could_not_see_are_looked_up_where_numbers_mean_the_same() -> None:
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as other:
+        hidden = ClientInfo(8, other.pid, os.getuid(), "connected", ())
+        unseen = ClientInfo(9, 0, os.getuid(), "connected", ())
+        eventually(lambda: (info := process_info.read(other.pid)) and info.name == "cat", "the program to begin")
+        found = processes.known([OWN, hidden, unseen, client("/x")], OWN.session)
+        assert processes.name(found[1]) == "cat"
+        assert (found[2], found[3]) == (unseen, client("/x"))
+        elsewhere = ClientInfo(7, os.getpid() + 1, os.getuid(), "connected", ())
+        for own in ([elsewhere], []):
+            assert processes.known([*own, hidden], OWN.session) == [*own, hidden]
+        other.communicate()
