@@ -51,11 +51,15 @@ def run(
 
 @contextmanager
 def started(*arguments: str | Path, env: Mapping[str, str] | None = None) -> Iterator[subprocess.Popen[str]]:
-    """Start ``cubroker``, with signals as in a shell's foreground; what still runs at the end is killed."""
+    """Start ``cubroker``, with signals as in a shell's foreground; what still runs at the end is killed.
+
+    Its coverage is not measured: it may be interrupted, and an interrupt while coverage holds its lock blocks for ever.
+    """
     process = forkserver.Forked(
         [*COMMAND[1:], *map(str, arguments)],
         preload=CLI,
         foreground=True,
+        measured=False,
         env=environment() if env is None else env,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

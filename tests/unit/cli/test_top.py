@@ -120,7 +120,8 @@ def watching(directory: Path) -> Iterator[tuple[subprocess.Popen[bytes], Screen]
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     command = [*COMMAND, "top", "--every", "0.2", "--directory", str(directory)]
     env = environment(TERM="xterm", PYTHONIOENCODING="utf-8")
-    process = forkserver.start(command, preload=CLI, env=env, stdin=theirs, stdout=theirs, stderr=theirs)
+    streams = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
+    process = forkserver.start(command, preload=CLI, measured=False, env=env, **streams)  # as in `started`
     os.close(theirs)
     screen = Screen(ours)
     with process:

@@ -20,7 +20,7 @@ from cubroker.client.loading.loader import load
 from cubroker.driver import DriverError, Stream
 from cubroker.protocol import CubrokerError, Layout
 from cubroker.protocol.errors import DeviceFailure, Exists, Invalid, NotFound, OverBudget
-from tests import checkpoints
+from tests import checkpoints, forkserver
 from tests.brokers import PATIENCE, BrokerProcess, eventually, serving
 
 TENSORS = checkpoints.filled((*checkpoints.EVERY_DTYPE, *checkpoints.ODD_SHAPES, ("large", "F32", (700, 1001))))
@@ -240,8 +240,9 @@ class Process:
             str(path),
             how,
         ]
-        root = Path(__file__).parents[4]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root)
+        streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        # One that is held may be interrupted, which coverage's lock does not bear.
+        self.process = forkserver.start(command, measured=how != "hold", cwd=forkserver.ROOT, **streams)
         assert self.line() == "asking"
 
     def line(self) -> str:

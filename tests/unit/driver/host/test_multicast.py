@@ -326,7 +326,8 @@ def asleep(pid: int) -> bool:
 
 
 def test_a_wait_for_devices_can_be_interrupted() -> None:
-    with forkserver.Forked(["-c", WAIT], preload=PRELOAD, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+    options = {"preload": PRELOAD, "measured": False, "cwd": ROOT, "stdout": subprocess.PIPE, "text": True}
+    with forkserver.Forked(["-c", WAIT], **options) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "waiting\n"
         eventually(lambda: asleep(process.pid), "the wait itself: a signal just before it would not end it")
