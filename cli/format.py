@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sys
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
-from itertools import zip_longest
+from itertools import groupby, zip_longest
 from typing import Any, TypeAlias, TypeVar
 
 import click
@@ -96,6 +98,60 @@ def place(indexes: Mapping[str, int], uuid: str) -> str:
     return str(indexes.get(uuid, "gone"))
 
 
+def ranges(numbers: Sequence[int]) -> str:
+    """Return rising numbers, runs of three and more as their ends: ``0,1``, ``0-7``, ``0-3,5``."""
+    runs: list[str] = []
+    for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
+        found = [number for _, number in run]
+        runs += [f"{found[0]}-{found[-1]}"] if len(found) > 2 else map(str, found)
+    return ",".join(runs)
+
+
+def places(indexes: Mapping[str, int], uuids: Sequence[str]) -> str:
+    """Return the indexes of devices as :func:`ranges`, and ``gone`` once for those that are not there any more."""
+    found = ranges(sorted(indexes[uuid] for uuid in uuids if uuid in indexes))
+    return ",".join(filter(None, (found, "" if all(uuid in indexes for uuid in uuids) else "gone")))
+
+
+def part(some: int, whole: int) -> str:
+    """Return a part of bytes and the whole: ``54.6 of 126.0 GiB``, ``512 B of 1.0 GiB``."""
+    (one, unit), (other, same) = size(some).split(), size(whole).split()
+    return f"{one} of {other} {same}" if unit == same else f"{one} {unit} of {other} {same}"
+
+
+def shorten(value: str, width: int) -> str:
+    """Return a text that fits, its end replaced if it has to be."""
+    return value if len(value) <= width else value[: max(0, width - 1)] + "…"
+
+
+def squeeze(value: str, width: int) -> str:
+    """Return a text that fits, its middle replaced if it has to be: the end of a name tells its version."""
+    if len(value) <= width:
+        return value
+    end = max(0, width - 1) // 2
+    return value[: max(0, width - 1 - end)] + "…" + value[len(value) - end :]
+
+
+def some_of(words: Sequence[str], width: int) -> str:
+    """Return as many words as fit, and how many there are besides: ``40000, 40013 +4``."""
+    for number in range(len(words), 0, -1):
+        rest = f" +{len(words) - number}" if number < len(words) else ""
+        line = ", ".join(words[:number]) + rest
+        if len(line) <= width:
+            return line
+    return shorten(line, width)
+
+
+def fitting(parts: Sequence[str], width: int, spare: Sequence[int], gap: str = ", ") -> str:
+    """Return parts in a line; where they do not fit, those with the indexes ``spare`` go whole, the first one first."""
+    kept = dict(enumerate(parts))
+    for index in spare:
+        if len(gap.join(kept.values())) <= width:
+            break
+        del kept[index]
+    return shorten(gap.join(kept.values()), width)
+
+
 def printable(value: str) -> str:
     """Escape characters that move the cursor or break a line; names of tensors come from files."""
     return value if value.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in value)
@@ -113,6 +169,20 @@ def say(line: str) -> None:
         raise click.exceptions.Exit(BROKEN_PIPE) from None
     except OSError as error:
         raise CubrokerError(f"cannot write the output: {explain(error)}") from None
+
+
+def terminal_width() -> int | None:
+    """Return the columns of the terminal that standard output is; None: it is none."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def say_sentence(line: str) -> None:
+    """Write a line to standard output, on a terminal in as many as it takes, broken between words."""
+    limit = terminal_width()
+    for piece in (
+        [line] if limit is None else textwrap.wrap(line, limit, break_on_hyphens=False, break_long_words=False) or [""]
+    ):
+        say(piece)
 
 
 def note(line: str) -> None:
@@ -164,6 +234,9 @@ def _versioned(value: object) -> object:
     return {"schema": SCHEMA} | built if isinstance(built, dict) else built
 
 
+_PART = re.compile(r"[-_./:]|(?=@)")
+"""Where a part of a name ends."""
+
 R = TypeVar("R")
 Columns: TypeAlias = Mapping[str, Callable[[R], str]]
 """The cell of a row under each title. ``>`` before a title aligns its cells to the right, as figures are; ``~`` folds
@@ -178,12 +251,21 @@ def print_table(rows: Iterable[R], columns: Columns[R], spare: Sequence[str] = (
         columns: the cells of a row.
         spare: titles of the columns that go, the first one first, where the terminal is too narrow for all.
     """
-    limit = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    cells = [[cell(row) for cell in columns.values()] for row in rows]
-    header, *lines = render_table([*columns], cells, limit, spare)
+    limit = terminal_width()
+    header, *lines = render_table([*columns], _cells(rows, columns), limit, spare)
     say(click.style(header, bold=True))
     for line in lines:
         say(line)
+
+
+def fits(rows: Sequence[R], columns: Columns[R]) -> bool:
+    """Whether a table is no wider than the terminal, as it is without one."""
+    limit = terminal_width()
+    return limit is None or max(map(len, render_table([*columns], _cells(rows, columns)))) <= limit
+
+
+def _cells(rows: Iterable[R], columns: Columns[R]) -> list[list[str]]:
+    return [[cell(row) for cell in columns.values()] for row in rows]
 
 
 def render_table(
@@ -191,13 +273,20 @@ def render_table(
 ) -> Iterator[str]:
     """Yield the header and the lines of a table; ``limit`` is the width of the terminal.
 
-    Columns go whole, those of ``spare`` in that order, before one is folded to less than half of the terminal.
+    Columns go whole, those of ``spare`` in that order, before one is folded to less than half of the terminal, or than
+    the longest element of its lists.
     """
     cells = [[title.lstrip(">~") for title in titles], *([printable(cell) for cell in row] for row in rows)]
     widths = {title: max(map(len, column)) for title, column in zip(titles, zip(*cells, strict=True), strict=True)}
     shown = list(titles)
     if limit is not None:
-        least = {title: min(width, limit // 2) if title.startswith("~") else width for title, width in widths.items()}
+        least = widths | {
+            title: min(
+                limit // 2, max(len(piece) for cell in column for piece in cell.replace(", ", ",\n").splitlines())
+            )
+            for title, column in zip(titles, zip(*cells, strict=True), strict=True)
+            if title.startswith("~")
+        }
         for name in spare:
             if sum(least[title] + len(GAP) for title in shown) - len(GAP) <= limit:
                 break
@@ -220,10 +309,11 @@ def render_table(
 
 
 def _fold(cell: str, width: int) -> Iterator[str]:
-    """Yield the lines of a cell, which end after a comma where there is one."""
+    """Yield the lines of a cell, which end after a comma where there is one, else where a part of a name ends."""
     while len(cell) > width:
-        comma = cell.rfind(", ", 0, width)
-        end = width if comma < 0 else comma + 1
+        comma = cell.rfind(", ", 0, width + 1)
+        ends = [match.end() for match in _PART.finditer(cell, 0, width + 1) if width // 2 < match.end() <= width]
+        end = comma + 1 if comma >= 0 else max(ends, default=width)
         yield cell[:end]
         cell = cell[end:].lstrip() if comma >= 0 else cell[end:]
     yield cell

@@ -75,9 +75,7 @@ def ls(directory: Path, patterns: tuple[str, ...], sort: str, reverse: bool, as_
             "STATE": lambda pool: pool.state,
             ">SIZE": lambda pool: format.size(pool.nbytes),
             ">TENSORS": lambda pool: str(pool.tensors),
-            "DEVICES": lambda pool: (
-                ",".join(format.place(indexes, uuid) for uuid in pool.devices) + " sharded" * pool.sharded
-            ),
+            "DEVICES": lambda pool: format.places(indexes, pool.devices) + " sharded" * pool.sharded,
             ">LEASES": lambda pool: str(pool.leases),
             "OWNER": lambda pool: format.user(pool.owner),
             "MODE": lambda pool: f"{pool.mode:03o}",
@@ -88,7 +86,7 @@ def ls(directory: Path, patterns: tuple[str, ...], sort: str, reverse: bool, as_
     elif everything and patterns:
         format.say(f"No pool matches {' or '.join(patterns)}.{_nearest(patterns, everything)}")
     else:
-        format.say("No pools: nothing has been loaded yet, or everything is retired.")
+        format.say_sentence("No pools: nothing has been loaded yet, or everything is retired.")
 
 
 def matches(pool: PoolInfo, patterns: Sequence[str]) -> bool:
@@ -125,10 +123,8 @@ def show(reference: options.Reference, directory: Path, as_json: bool) -> None:
         held = [_describe_holder(client, info) for client in holders]
         format.document(format.plain(info) | added | {"shared_with": sharing, "holders": held})
         return
-    for line in _heading(info, layout, sharing, devices):
-        format.say(line)
-    for line in _held_by(info, holders, time()):
-        format.say(line)
+    for line in (*_heading(info, layout, sharing, devices), *_held_by(info, holders, time())):
+        format.say_sentence(line)
     format.say("")
     columns: dict[str, Callable[[TensorSpec], str]] = {
         "~TENSOR": lambda tensor: tensor.name,
@@ -251,7 +247,7 @@ def clients(directory: Path, patterns: tuple[str, ...], sort: str, reverse: bool
     elif everything:
         format.say(f"No client holds a pool that matches {' or '.join(patterns)}.")
     else:
-        format.say("No clients: no process is attached, or none of this user.")
+        format.say_sentence("No clients: no process is attached, or none of this user.")
 
 
 def _holds(client: ClientInfo, patterns: Sequence[str]) -> bool:
@@ -333,17 +329,22 @@ def _describe_link(driver: Driver, uuids: Mapping[int, str], link: Link) -> dict
 
 
 def _print_links(devices: Sequence[Device], links: Sequence[Link]) -> None:
+    """Print a row and a column for each device; without their names where the terminal is too narrow for them."""
     cells = {(link.device, link.peer): _cell(link) for link in links}
     few = len(devices) <= FEW
-    columns: dict[str, Callable[[Device], str]] = {"FROM" if few else "FROM, TO": lambda one: f"{one.index} {one.name}"}
-    for device in devices:
-        columns[f">TO {device.index}" if few else f">{device.index}"] = lambda one, to=device.index: cells.get(
+    title = "FROM" if few else "FROM, TO"
+    columns: dict[str, Callable[[Device], str]] = {
+        f">TO {device.index}" if few else f">{device.index}": lambda one, to=device.index: cells.get(  # type: ignore[misc]
             (one.index, to), "-"
-        )  # type: ignore[misc]
-    format.print_table(devices, columns)
+        )
+        for device in devices
+    }
+    names: dict[str, Callable[[Device], str]] = {title: lambda one: f"{one.index} {one.name}"}
+    numbers: dict[str, Callable[[Device], str]] = {f">{title}": lambda one: str(one.index)}
+    format.print_table(devices, (names if format.fits(devices, names | columns) else numbers) | columns)
     format.say("")
-    for line in LEGEND:
-        format.say(line)
+    for line in LEGEND if format.terminal_width() is None else [" ".join(LEGEND)]:
+        format.say_sentence(line)
 
 
 def _cell(link: Link) -> str:

@@ -82,15 +82,25 @@ def holders(clients: Sequence[ClientInfo]) -> Mapping[tuple[str, int], list[Clie
     return {version: [*those.values()] for version, those in found.items()}
 
 
+def short(client: ClientInfo) -> str:
+    """Return a process in two words: ``vllm 4711``."""
+    return f"{name(client)} {client.pid}"
+
+
+def with_user(client: ClientInfo) -> str:
+    """Return a process and whose it is: ``vllm 4711 (alice)``."""
+    return f"{short(client)} ({format.user(client.uid)})"
+
+
 def label(client: ClientInfo) -> str:
     """Return a process in words: ``vllm 4711 (alice, docker 3f2a9c5d1e07)``."""
     where = container(client.process)
-    return f"{name(client)} {client.pid} ({format.user(client.uid)}{'' if where in '-?' else f', {where}'})"
+    return f"{short(client)} ({format.user(client.uid)}{'' if where in '-?' else f', {where}'})"
 
 
 # -- tables --------------------------------------------------------------------------------------------
 
-SPARE = ("CONTAINER", "AGE", "SESSION", "HELD", "LOCKS", "USER", "BEYOND LEASES", "STATE")
+SPARE = ("SESSION", "CONTAINER", "AGE", "LOCKS", "STATE", "HELD", "USER", "BEYOND LEASES")
 """The columns that a narrow terminal does without, the first one first."""
 
 ORDERS: dict[str, Callable[[ClientInfo], Any]] = {

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import shutil
+import textwrap
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from itertools import groupby
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -31,13 +31,22 @@ NARROWEST = 40
 """Columns that a picture has at least, however narrow the terminal."""
 
 LEAST_BY = 16
-"""Columns that the names of holders have at least."""
+"""Columns that the names of holders have at least, or a third of the terminal if that is less."""
 
 _WIDTHS = {"STATE": 10, ">SIZE": 9, "ON": 3, ">LEASES": 6, ">HELD": 6}
 """Columns of the parts of a row, at least: what changes from look to look should not move the rest."""
 
-NAMED, ROOMY = 60, 120
-"""Columns from which on devices are named, and from which on with more of their names."""
+SPARE = (">LEASES", "ON", "STATE", ">HELD")
+"""The columns that a narrow terminal does without, the first one first: how many hold a pool is told with them, too."""
+
+LEAST_BAR, LEAST_FIGURED, LEAST_NAMED = 5, 10, 20
+"""Columns that a bar has at least: at all, beside bytes in place of a percentage, and beside the name of a device."""
+
+PAIRED = 60
+"""Columns from which on many devices are in twos, although the terminal is high enough for a line each."""
+
+ROOMY, LOW = 120, 12
+"""Columns from which on the keys have no line of their own, and lines below which they are not told."""
 
 KEYS_WAIT = 0.05
 """Seconds that an answer, or a key, is waited for while the other may come."""
@@ -68,7 +77,7 @@ WAITERS = 5
 POOLS, CLIENTS = "pools", "clients"
 
 POOL_ORDERS: Mapping[str, Callable[[PoolInfo], Any]] = {
-    "size": lambda pool: -pool.nbytes * len(pool.devices),
+    "size": lambda pool: -pool.nbytes,
     "name": lambda pool: 0,
     "leases": lambda pool: -pool.leases,
     "state": lambda pool: [*BAR].index(pool.state) if pool.state in BAR else len(BAR),
@@ -78,7 +87,9 @@ POOL_ORDERS: Mapping[str, Callable[[PoolInfo], Any]] = {
 ORDERS: Mapping[str, Sequence[str]] = {POOLS: [*POOL_ORDERS], CLIENTS: ["held", "age", "leases", "process", "pid"]}
 """The orders of each list, of which the first one is the default."""
 
-HELP = "q quit  arrows, PgUp, PgDn  s sort  r reverse  / filter  d device  c clients"
+HELP = ("q quit", "arrows, PgUp, PgDn", "s sort", "r reverse", "/ filter", "d device")
+SPARE_HELP = (1, 3, 6)
+"""Those of the keys that a narrow terminal does not tell, the first one first; the last one is for the other list."""
 
 
 @dataclass(slots=True)
@@ -346,14 +357,40 @@ class Frame:
     choice: Choice = field(default_factory=Choice)
 
     def lines(self, view: View, now: float) -> list[Text]:
-        """Return the lines of a view, at a time in seconds since 1970."""
-        top = [self._headline(view), Text(), *self._devices(view), self._legend(view), Text()]
-        top += self._waiting(view, now)
-        if self.height is not None and len(top) > self.height // 2:
-            top = top[: max(1, self.height // 2)]
-        room = None if self.height is None else max(1, self.height - len(top) - 2)
-        rows = self._pools(view, room, now) if self.choice.listed == POOLS else self._clients(view, room, now)
-        return [*top, *rows, *([] if self.height is None else [self._status()])]
+        """Return the lines of a view, at a time in seconds since 1970; with a height, as many as that."""
+        top, below = self._top(view, now), self._below
+        room = None if self.height is None else max(1, self.height - len(top) - 1 - below)
+        rows = [*(self._pools(view, room, now) if self.choice.listed == POOLS else self._clients(view, room, now))]
+        if self.height is None:
+            return [*top, *rows]
+        empty = [Text()] * (self.height - len(top) - len(rows) - below)
+        return [*top, *rows, *empty, *self._status()]
+
+    @property
+    def _below(self) -> int:
+        """The lines under the list: what is shown, and the keys if they have one of their own."""
+        return 0 if self.height is None else 2 if self.width < ROOMY and self.height >= LOW else 1
+
+    def _top(self, view: View, now: float) -> list[Text]:
+        """Return what is above the list, in the roomiest way that leaves half of the screen to the list."""
+        arrangements = self._arrangements(view, now)
+        if self.height is None:
+            return next(arrangements)
+        limit = max(1, self.height // 2)
+        for found in arrangements:
+            if len(found) <= limit:
+                return found
+        return [*found[: limit - 1], Text("… the terminal is too low for the rest", "dim")][:limit]
+
+    def _arrangements(self, view: View, now: float) -> Iterator[list[Text]]:
+        """Yield it with ever fewer lines: gaps go, then the legend, and more devices share a line."""
+        head, legend, waiting = self._headline(view), self._legend(view), [*self._waiting(view, now)]
+        first = 1 if len(view.devices) <= FEW or self.width < PAIRED else 2
+        for columns in range(first, max(first, (self.width + 2) // 9) + 1):
+            devices = [*self._devices(view, columns)]
+            yield [head, Text(), *devices, legend, Text(), *waiting, *([Text()] if waiting else [])]
+            yield [head, *devices, legend, *waiting]
+            yield [head, *devices, *waiting]
 
     def pools(self, view: View) -> list[PoolInfo]:
         """Return the versions that are chosen, in their order."""
@@ -390,37 +427,44 @@ class Frame:
         used = sum(device.allocated + device.promised for device in view.devices)
         parts = (
             format.count(len(view.devices), "device"),
-            of(used, sum(device.budget for device in view.devices)),
+            format.part(used, sum(device.budget for device in view.devices)),
             format.count(len(view.pools), "version"),
             format.count(len(clients), "session") + (f" ({detached} detached)" if detached else ""),
             f"{len(view.waiters)} waiting",
         )
-        return self._cut(Text(", ".join(parts), "bold"))
+        return Text(format.fitting(parts, self.width, (3, 2, 0)), "bold")
 
-    def _devices(self, view: View) -> Iterator[Text]:
-        columns = 1 if len(view.devices) <= FEW or self.width < NAMED else 2
+    def _devices(self, view: View, columns: int) -> Iterator[Text]:
+        """Yield the devices in so many columns, by index downwards."""
         width = (self.width - 2 * (columns - 1)) // columns
-        rows = ceil(len(view.devices) / columns)
-        figures = [of(device.allocated + device.promised, device.budget) for device in view.devices]
+        used = [(device.allocated + device.promised, device.budget) for device in view.devices]
+        figures = [format.part(*each) for each in used]
         longest = max(map(len, figures), default=0)
+        if width - len(" 0 [] ") - longest < LEAST_FIGURED:
+            figures, longest = [f"{some / max(1, budget):.0%}" for some, budget in used], len("100%")
+        names = [format.printable(device.name) for device in view.devices]
+        wide = max(map(len, names), default=0)
+        if columns > 1 or width - len(" 0  [] ") - wide - longest < LEAST_NAMED:
+            names, wide = [""] * len(names), 0
         drawn = [
-            self._device(device, view.blocks, width, figure.rjust(longest), named=columns == 1 and self.width >= NAMED)
-            for device, figure in zip(view.devices, figures, strict=True)
+            self._device(device, view.blocks, width, f"{name:{wide}} " if wide else "", figure.rjust(longest))
+            for device, name, figure in zip(view.devices, names, figures, strict=True)
         ]
+        rows = ceil(len(view.devices) / columns)
         for row in range(rows):
             yield Text("  ").join(drawn[row::rows])
 
-    def _device(
-        self, device: DeviceInfo, blocks: Iterable[BlockInfo], width: int, figures: str, *, named: bool
-    ) -> Text:
-        wide = 16 if self.width < ROOMY else 24
-        label = f"{device.index:>2} " + (f"{shorten(format.printable(device.name), wide):{wide}} " if named else "")
-        room = width - len(label) - len(figures) - 3
+    def _device(self, device: DeviceInfo, blocks: Iterable[BlockInfo], width: int, name: str, figures: str) -> Text:
+        mark = "bold reverse" if device.index == self.choice.device else ""
+        label = (f"{device.index:>2}", mark), f" {name}"
+        room = width - len(" 0 [] ") - len(name) - len(figures)
+        if room < LEAST_BAR:
+            return Text.assemble(*label, figures.ljust(width - len(" 0 ") - len(name)))
         mine = Counter[str]()
         for block in blocks:
             if block.device == device.uuid:
                 mine[state(block)] += block.nbytes
-        return Text.assemble(label, "[", *self._bar(device, mine, room), "]", f" {figures}")
+        return Text.assemble(*label, "[", *self._bar(device, mine, room), "]", f" {figures}")
 
     def _bar(self, device: DeviceInfo, nbytes: Mapping[str, int], width: int) -> Iterator[tuple[str, str]]:
         """Yield the parts of a bar that stands for all bytes of a device; each kind of memory has a column at least."""
@@ -436,9 +480,13 @@ class Frame:
 
     def _legend(self, view: View) -> Text:
         there = {state(block) for block in view.blocks}
-        shown = [(f"{marks[self.plain]} {name}  ", colour) for name, (colour, *marks) in BAR.items() if name in there]
+        shown = [(f"{marks[self.plain]} {name}", colour) for name, (colour, *marks) in BAR.items() if name in there]
         colour, *marks = BEYOND
-        return self._cut(Text.assemble("   ", *shown, (f"{marks[self.plain]} outside the budget", colour)))
+        shown.append((f"{marks[self.plain]} outside the budget", colour))
+        indent = "   " if self.width >= PAIRED else ""
+        while len(indent) + sum(len(words) + 2 for words, _ in shown) > self.width:
+            shown.pop()
+        return Text.assemble(indent, *(piece for words in shown for piece in (words, "  ")))
 
     def _waiting(self, view: View, now: float) -> Iterator[Text]:
         if not (waiters := view.waiters):
@@ -448,75 +496,94 @@ class Frame:
         for waiter in sorted(waiters, key=lambda waiter: waiter.since)[:WAITERS]:
             pool = format.printable(waiter.pool) or "a private pool"
             takes = f", {format.size(waiter.nbytes)}" if waiter.nbytes else ""
-            who = f"process {waiter.pid} ({format.user(waiter.uid)})"
-            if client := known.get(waiter.session):
-                who = format.printable(processes.label(client))
             waits = format.printable(waiter.awaits) or "something"
-            yield self._cut(
-                Text(f"{waiter.what} {pool}: for {waits}{takes}, {format.since(now - waiter.since)}, {who}")
-            )
+            what = f"{waiter.what} {pool}: for {waits}{takes}, {format.since(now - waiter.since)}"
+            user = format.user(waiter.uid)
+            who = [f"process {waiter.pid} ({user})", f"process {waiter.pid}", user]
+            if client := known.get(waiter.session):
+                who = [format.printable(words(client)) for words in _WORDS]
+            lines = [*(f"{what}, {each}" for each in who), what]
+            yield self._cut(Text(next((line for line in lines if len(line) <= self.width), what)))
         if len(waiters) > WAITERS:
             yield Text(f"… and {len(waiters) - WAITERS:,} more", "dim")
-        yield Text()
 
     def _pools(self, view: View, room: int | None, now: float) -> Iterator[Text]:
         pools = self.pools(view)
-        shown = pools[self.choice.window(len(pools), len(pools) if room is None else room)]
+        window = self.choice.window(len(pools), len(pools) if room is None else room)
         if not pools:
             nothing = "No pools: nothing has been loaded yet, or everything is retired."
-            yield self._cut(Text("No pool is like that; Escape shows all." if view.pools else nothing))
+            yield from self._sentence("No pool is like that; Escape shows all." if view.pools else nothing)
             return
-        indexes = {device.uuid: device.index for device in view.devices}
+        names = [f"{format.printable(pool.name)}@{pool.version}" for pool in pools]
         held = processes.holders([client for client in view.clients if client.session != self.own])
-        cells: dict[str, list[str]] = {
-            "STATE": [pool.state for pool in shown],
-            ">SIZE": [format.size(pool.nbytes) for pool in shown],
-            "ON": [
-                ranges(sorted(indexes[uuid] for uuid in pool.devices if uuid in indexes)) or "gone" for pool in shown
-            ],
-            ">LEASES": [str(pool.leases) for pool in shown],
-            ">HELD": [_since(held.get((pool.name, pool.version), ()), pool, now) for pool in shown],
-        }
-        names = [f"{format.printable(pool.name)}@{pool.version}" for pool in shown]
-        least = min(max(map(len, names)), max(18, self.width // 3))
-        widths = {title: max(_WIDTHS[title], *map(len, column)) for title, column in cells.items()}
-        for title in (">HELD", "ON", "STATE", ">LEASES"):
-            if least + sum(widths.values()) + len(widths) + LEAST_BY <= self.width:
-                break
-            del widths[title]
-        wide = min(max(map(len, names)), self.width - sum(widths.values()) - len(widths) - LEAST_BY)
+        cells = self._cells(view, pools, held, now)
+        widths = self._widths(names, cells)
+        wide = min(max(map(len, names)), self.width - sum(widths.values()) - len(widths) - 1 - self._least_by)
         header = self._row(
             ["POOL".ljust(wide), *(_aligned(title.lstrip(">"), title, widths) for title in widths)], "BY"
         )
         header.stylize("bold")
         yield header
-        for row, (pool, name) in enumerate(zip(shown, names, strict=True)):
-            mine = [shorten(name, wide).ljust(wide), *(_aligned(cells[title][row], title, widths) for title in widths)]
-            line = self._row(
-                mine, self._holders(held.get((pool.name, pool.version), ()), pool, len(" ".join(mine)) + 1)
-            )
-            if "STATE" in widths:
-                line.stylize(BAR.get(pool.state, ("",))[0], wide + 1, wide + 1 + widths["STATE"])
+        for row in range(*window.indices(len(pools))):
+            pool, holders = pools[row], held.get((pools[row].name, pools[row].version), ())
+            mine = [format.squeeze(names[row], wide).ljust(wide)]
+            mine += [_aligned(cells[title][row], title, widths) for title in widths]
+            line = self._row(mine, self._holders(holders, pool, len(" ".join(mine)) + 1))
+            told = (wide + 1, wide + 1 + widths["STATE"]) if "STATE" in widths else (0, wide)
+            line.stylize(BAR.get(pool.state, ("",))[0], *told)
             yield line
+
+    def _cells(
+        self, view: View, pools: Sequence[PoolInfo], held: Mapping[tuple[str, int], list[ClientInfo]], now: float
+    ) -> Mapping[str, list[str]]:
+        """Return the columns between names and holders, of all rows: what is scrolled past changes no width."""
+        indexes = {device.uuid: device.index for device in view.devices}
+        return {
+            "STATE": [pool.state for pool in pools],
+            ">SIZE": [format.size(pool.nbytes) for pool in pools],
+            "ON": [format.places(indexes, pool.devices) for pool in pools],
+            ">LEASES": [str(pool.leases) for pool in pools],
+            ">HELD": [_since(held.get((pool.name, pool.version), ()), pool, now) for pool in pools],
+        }
+
+    def _widths(self, names: Sequence[str], cells: Mapping[str, list[str]]) -> Mapping[str, int]:
+        """Return the columns for which there is room, and their widths; that which is sorted by goes last."""
+        least = min(max(map(len, names)), max(18, self.width // 2))
+        widths = {title: max(_WIDTHS[title], *map(len, column)) for title, column in cells.items()}
+        for title in sorted(SPARE, key=lambda title: title.lstrip(">").lower() == self.choice.order[POOLS]):
+            if least + sum(widths.values()) + len(widths) + 1 + self._least_by <= self.width:
+                break
+            del widths[title]
+        return widths
+
+    @property
+    def _least_by(self) -> int:
+        return min(LEAST_BY, self.width // 3)
 
     def _holders(self, holders: Sequence[ClientInfo], pool: PoolInfo, taken: int) -> str:
         """Return who holds a version: with users and containers if there is room, else as many as fit."""
         if not holders:
             return "other users" if pool.leases else "-"
         room = self.width - taken
-        for words in (processes.label, _short):
-            said = [words(client) + " (detached)" * (client.state == "detached") for client in holders]
-            if len(line := format.printable(", ".join(said))) <= room:
-                return line
-        return some_of(said, room)
+        detached = [" (detached)" * (client.state == "detached") for client in holders]
+        said = [
+            [format.printable(words(client) + note) for client, note in zip(holders, detached, strict=True)]
+            for words in _WORDS
+        ]
+        whole = next((", ".join(each) for each in said if len(", ".join(each)) <= room), None)
+        # The first one with its user says more than a few without.
+        some = (format.some_of(each, room) for each in said[1:] if len(each[0]) + len(f" +{len(holders) - 1}") <= room)
+        return whole or next(some, format.some_of(said[-1], room))
 
     def _clients(self, view: View, room: int | None, now: float) -> Iterator[Text]:
         clients = self.clients(view)
         shown = clients[self.choice.window(len(clients), len(clients) if room is None else room)]
         if not clients:
-            yield self._cut(Text("No client is like that, or none of this user."))
+            others = any(client.session != self.own for client in view.clients)
+            nobody = "No process is attached, or none of this user."
+            yield from self._sentence("No process is like that; Escape shows all." if others else nobody)
             return
-        columns = {title: cell for title, cell in processes.columns(shown, now).items() if not title.startswith("~")}
+        columns = {title: cell for title, cell in processes.columns(clients, now).items() if not title.startswith("~")}
         cells = [[cell(client) for cell in columns.values()] for client in shown]
         limit = max(20, self.width - max(LEAST_BY, self.width // 4))
         header, *rows = format.render_table([*columns], cells, limit, processes.SPARE)
@@ -526,23 +593,43 @@ class Frame:
         yield title
         for row, client in zip(rows, shown, strict=True):
             leases = format.printable(format.leases(client)).split(", ") if client.leases else ["none"]
-            yield self._row([row.ljust(wide)], some_of(leases, self.width - wide - 1))
+            room = self.width - wide - 1
+            rest = f" +{len(leases) - 1}" if len(leases) > 1 else ""
+            first = format.squeeze(leases[0], room - len(rest))
+            yield self._row([row.ljust(wide)], format.some_of([first, *leases[1:]], room))
+
+    def _sentence(self, words: str) -> Iterator[Text]:
+        yield from map(Text, textwrap.wrap(words, self.width))
 
     def _row(self, cells: Sequence[str], last: str) -> Text:
         return self._cut(Text(" ".join([*cells, last])))
 
-    def _status(self) -> Text:
-        """Return the last line: which rows these are, and the keys."""
+    def _status(self) -> list[Text]:
+        """Return the last lines: which rows these are, and the keys."""
+        told, keys = self._told(), self._keys()
+        if self._below > 1:
+            return [Text(told, "bold"), Text(keys, "dim")]
+        return [self._cut(Text.assemble((told, "bold"), (f"   {keys}" if self.width >= ROOMY else "", "dim")))]
+
+    def _told(self) -> str:
         choice = self.choice
         if choice.typing:
-            return self._cut(Text(f"filter: {format.printable(choice.filter)}_", "bold"))
+            room = self.width - len("filter: _")  # for the end, which is being typed
+            return f"filter: {format.printable(choice.filter)[-room:]}_"
         last = min(choice.rows, choice.offset + choice.page)
         shown = f"{choice.offset + 1}-{last} of " if choice.rows else ""
         parts = [f"{shown}{choice.rows:,} {choice.listed}"]
         parts.append(f"by {choice.order[choice.listed]}" + (", reversed" if choice.reverse else ""))
         parts += [f"filter {format.printable(choice.filter)}"] if choice.filter else []
         parts += [f"device {choice.device}"] if choice.device is not None else []
-        return self._cut(Text.assemble((", ".join(parts), "bold"), (f"   {HELP}", "dim")))
+        return format.fitting(parts, self.width, (1,))
+
+    def _keys(self) -> str:
+        if self.choice.typing:
+            return "Enter keeps it  Escape takes it back"
+        parts = [*HELP, f"c {CLIENTS if self.choice.listed == POOLS else POOLS}"]
+        room = self.width - (len(self._told()) + 3 if self._below == 1 else 0)
+        return format.fitting(parts, room, SPARE_HELP, gap="  ")
 
     def _cut(self, line: Text) -> Text:
         line.truncate(self.width, overflow="ellipsis")
@@ -554,14 +641,8 @@ def state(block: BlockInfo) -> str:
     return block.state if block.stage in ("promised", "held") else "freeing"
 
 
-def of(some: int, whole: int) -> str:
-    """Return a part of bytes and the whole: ``54.6 of 126.0 GiB``, ``512 B of 1.0 GiB``."""
-    (one, unit), (other, same) = format.size(some).split(), format.size(whole).split()
-    return f"{one} of {other} {same}" if unit == same else f"{one} {unit} of {other} {same}"
-
-
-def _short(client: ClientInfo) -> str:
-    return f"{processes.name(client)} {client.pid}"
+_WORDS: Sequence[Callable[[ClientInfo], str]] = (processes.label, processes.with_user, processes.short)
+"""A process in ever fewer words."""
 
 
 def _since(holders: Sequence[ClientInfo], pool: PoolInfo, now: float) -> str:
@@ -577,27 +658,3 @@ def _since(holders: Sequence[ClientInfo], pool: PoolInfo, now: float) -> str:
 
 def _aligned(cell: str, title: str, widths: Mapping[str, int]) -> str:
     return cell.rjust(widths[title]) if title.startswith(">") else cell.ljust(widths[title])
-
-
-def ranges(numbers: Sequence[int]) -> str:
-    """Return rising numbers as ``0-3,5``."""
-    runs = []
-    for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
-        first, *rest = (number for _, number in run)
-        runs.append(f"{first}-{rest[-1]}" if rest else str(first))
-    return ",".join(runs)
-
-
-def some_of(words: Sequence[str], width: int) -> str:
-    """Return as many words as fit, and how many there are besides: ``40000, 40013 +4``."""
-    for number in range(len(words), 0, -1):
-        rest = f" +{len(words) - number}" if number < len(words) else ""
-        line = ", ".join(words[:number]) + rest
-        if len(line) <= width:
-            return line
-    return shorten(line, width)
-
-
-def shorten(value: str, width: int) -> str:
-    """Return a text that fits, its end replaced if it has to be."""
-    return value if len(value) <= width else value[: max(0, width - 1)] + "…"

@@ -123,6 +123,25 @@ def test_output_that_cannot_be_written_is_a_failure_in_one_line(directory: Path)
     assert (done.returncode, done.stderr) == (1, "cubroker: cannot write the output: No space left on device\n")
 
 
+@pytest.mark.parametrize(
+    ("numbers", "words"), [([], ""), ([3], "3"), ([0, 1, 2, 3, 5], "0-3,5"), ([0, 1], "0,1"), ([0, 2, 4], "0,2,4")]
+)
+def test_runs_of_devices_are_ranges(numbers: list[int], words: str) -> None:
+    assert format.ranges(numbers) == words
+
+
+def test_parts_are_told_in_the_unit_of_the_whole() -> None:
+    assert format.part(54 * (1 << 30), 126 * (1 << 30)) == "54.0 of 126.0 GiB"
+    assert format.part(512, 126 * (1 << 30)) == "512 B of 126.0 GiB"
+
+
+@pytest.mark.parametrize(
+    ("width", "words"), [(20, "40000, 40013, 40026"), (16, "40000, 40013 +1"), (9, "40000 +2"), (5, "4000…"), (0, "…")]
+)
+def test_as_many_holders_are_named_as_fit(width: int, words: str) -> None:
+    assert format.some_of(["40000", "40013", "40026"], width) == words
+
+
 POOLS = ("~POOL", ">SIZE", "OWNER")
 
 
@@ -171,9 +190,46 @@ def test_columns_that_can_be_spared_go_before_one_is_folded() -> None:
     assert next(render_table(POOLS, rows, limit=36, spare=("OWNER",))).endswith("OWNER")
 
 
+def test_a_long_name_is_shown_by_both_its_ends() -> None:
+    assert format.squeeze("llama-3.3-70b@2", 15) == "llama-3.3-70b@2"
+    assert format.squeeze("llama-3.3-70b@12", 11) == "llama…0b@12"
+    assert [format.squeeze("llama", width) for width in (0, 1, 2)] == ["…", "…", "l…"]
+
+
+def test_parts_go_whole_the_first_of_the_spare_ones_first() -> None:
+    parts = ["8 devices", "3 versions", "0 waiting"]
+    assert format.fitting(parts, 32, (1, 0)) == "8 devices, 3 versions, 0 waiting"
+    assert format.fitting(parts, 31, (1, 0)) == "8 devices, 0 waiting"
+    assert format.fitting(parts, 10, (1, 0)) == "0 waiting"
+    assert format.fitting(parts, 5, (1, 0)) == "0 wa…"
+
+
+def test_devices_that_are_gone_are_told_once() -> None:
+    indexes = {"a": 0, "b": 1, "c": 2}
+    assert format.places(indexes, ["c", "a", "b"]) == "0-2"
+    assert format.places(indexes, ["x", "b", "y"]) == "1,gone"
+    assert format.places(indexes, ["x"]) == "gone"
+
+
+def test_a_name_is_folded_where_a_part_of_it_ends() -> None:
+    (_, *lines) = render_table(("~POOL",), [("deepseek/r1-distill-qwen-14b@2",)], limit=29)
+    assert lines == ["deepseek/r1-distill-qwen-14b", "@2"]
+    (_, *lines) = render_table(("~POOL",), [("deepseek/r1-distill-qwen-14b@2",)], limit=20)
+    assert lines == ["deepseek/r1-distill-", "qwen-14b@2"]
+
+
+def test_a_list_is_folded_before_a_column_goes() -> None:
+    row = ("container 3f2a9c5d1e07", "llama-3.3-70b@1, bert@2, whisper-large@3")
+    lines = list(render_table(("CONTAINER", "~LEASES"), [row], limit=40, spare=("CONTAINER",)))
+    assert lines[0].split() == ["CONTAINER", "LEASES"]
+    assert [line[24:] for line in lines[1:]] == ["llama-3.3-70b@1,", "bert@2,", "whisper-large@3"]
+
+
 def test_a_list_is_folded_between_its_elements() -> None:
     lines = list(render_table(("~LEASES",), [("llama@1, bert@2, whisper@3",)], limit=18))
     assert lines == ["LEASES", "llama@1, bert@2,", "whisper@3"]
+    at_the_edge = list(render_table(("~LEASES",), [("llama-3.3-70b-a@1, bert@2",)], limit=18))
+    assert at_the_edge == ["LEASES", "llama-3.3-70b-a@1,", "bert@2"], "the comma is the last that fits"
 
 
 def test_documents_have_a_version_and_no_empty_texts(capsys: pytest.CaptureFixture[str]) -> None:

@@ -122,6 +122,20 @@ def test_columns_go_whole_where_a_terminal_is_narrow(directory: Path) -> None:
         assert max(map(len, plain)) <= max(columns, 30)
 
 
+def test_sentences_are_broken_between_words_where_a_terminal_is_narrow(directory: Path, llama: str) -> None:
+    for arguments in (["topology"], ["show", llama]):
+        _, written = terminal.run(*arguments, "--directory", directory, columns=60)
+        plain = re.sub(r"\x1b\[[0-9;]*m", "", written)
+        assert max(map(len, plain.splitlines())) <= 60
+        assert plain.split() == " ".join(lines(directory, *arguments)).split()
+
+
+def test_ls_tells_devices_by_their_numbers(directory: Path, name: str) -> None:
+    with Broker(directory) as broker:
+        broker.create(name, Layout.pack([("x", "U8", (5,))]), devices=(1, 0)).seal()
+    assert lines(directory, "ls")[1].split()[5] == "0,1"
+
+
 def test_nothing_is_said_in_a_sentence_and_in_json_is_an_empty_list(directory: Path) -> None:
     assert lines(directory, "ls") == ["No pools: nothing has been loaded yet, or everything is retired."]
     assert lines(directory, "clients") == ["No clients: no process is attached, or none of this user."]
@@ -406,6 +420,15 @@ def test_the_table_says_who_reaches_whom(pairs: Path) -> None:
     ]
     assert rows[0].split()[-4] == "-"
     assert "performance rank" in done.stdout
+
+
+def test_the_table_of_links_has_no_names_where_a_terminal_is_too_narrow_for_them(pairs: Path) -> None:
+    for columns, first in ((60, "0 cubroker host device 0"), (40, "   0")):
+        _, written = terminal.run("topology", "--directory", pairs, columns=columns)
+        header, row, *_ = re.sub(r"\x1b\[[0-9;]*m", "", written).splitlines()
+        assert header.split() == ["FROM", "TO", "0", "TO", "1", "TO", "2", "TO", "3"]
+        assert re.fullmatch(re.escape(first) + r" +- +\d\S* +no +no", row)
+        assert len(header) <= columns
 
 
 def test_json_has_one_object_per_way(pairs: Path) -> None:

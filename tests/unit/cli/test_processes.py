@@ -42,6 +42,8 @@ def test_a_container_has_the_name_that_its_runtime_shows(cgroup: str | None, con
 def test_a_process_is_told_with_user_and_container() -> None:
     assert processes.label(client(f"/docker/{ID}")) == "vllm 4711 (root, docker 3f2a9c5d1e07)"
     assert processes.label(client(None)) == "vllm 4711 (root)"
+    told = processes.with_user(client(f"/docker/{ID}")), processes.short(client(f"/docker/{ID}"))
+    assert told == ("vllm 4711 (root)", "vllm 4711"), "where there is less room"
     assert processes.label(ClientInfo(1, 4711, 0, "connected", ())) == "? 4711 (root)"
 
 

@@ -20,7 +20,7 @@ import msgspec
 import pytest
 
 from cubroker.cli import keys
-from cubroker.cli.top import CLIENTS, POOLS, Choice, Frame, of, ranges, some_of
+from cubroker.cli.top import CLIENTS, POOLS, Choice, Frame
 from cubroker.client import Broker
 from cubroker.protocol import Layout
 from cubroker.protocol.messages import View
@@ -212,7 +212,8 @@ def test_sixteen_devices_and_five_hundred_pools_fit_a_screen() -> None:
     for index in range(16):
         assert any(line.startswith(f"{index:>2} [") or f"  {index:>2} [" in line for line in drawn)
     shown = len([line for line in drawn if "@" in line])
-    assert drawn[-1].startswith(f"1-{shown} of 500 pools, by size   q quit")
+    assert drawn[-2] == f"1-{shown} of 500 pools, by size"
+    assert drawn[-1].startswith("q quit")
     assert shown > 5
     assert len([line for line in lines(view) if "@" in line]) == 500
 
@@ -221,13 +222,67 @@ def test_a_picture_says_everything_in_one_line_each() -> None:
     view = scenes.view(1, 5)
     drawn = lines(view)
     assert drawn[0] == "1 device, 54.6 of 126.0 GiB, 5 versions, 10 sessions (1 detached), 3 waiting"
-    assert drawn[2] == " 0 NVIDIA H200      [███████████████~                    ····] 54.6 of 126.0 GiB"
+    assert drawn[2] == " 0 NVIDIA H200 [█████████████████~                      ·····] 54.6 of 126.0 GiB"
     assert drawn[3] == "   █ current  ~ freeing  · outside the budget"
-    assert drawn[6] == "create mixtral-8x22b: for room, 88.0 GiB, 5 min, vllm 40000 (root, docker 00000…"
+    assert drawn[6] == "create mixtral-8x22b: for room, 88.0 GiB, 5 min, vllm 40000 (root)"
     assert drawn[8].startswith("lock mixtral-8x22b: for its turn, 7 s, python3 40026 (")
     assert drawn[10].split() == ["POOL", "STATE", "SIZE", "ON", "LEASES", "HELD", "BY"]
     largest = max(view.pools, key=lambda pool: pool.nbytes)
     assert drawn[11].split()[:2] == [f"{largest.name}@{largest.version}", "current"]
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120])
+@pytest.mark.parametrize("height", [15, 24])
+def test_nothing_is_cut_where_it_can_go_whole(width: int, height: int) -> None:
+    view = scenes.view(8, 240)
+    choice = Choice()
+    drawn = lines(view, width, height, choice=choice)
+    assert len(drawn) == height, "the keys are at the foot of the screen, however few pools there are"
+    assert len(lines(scenes.view(8, 0), width, height)) == height
+    headline = lines(view, 200)[0].split(", ")
+    assert set(drawn[0].split(", ")) <= set(headline)
+    assert {part for part in headline if "waiting" in part or "GiB" in part} <= set(drawn[0].split(", "))
+    told = ["q quit", "arrows, PgUp, PgDn", "s sort", "r reverse", "/ filter", "d device", "c clients"]
+    shown = drawn[-1].partition("   ")[2].split("  ") if width == 120 else drawn[-1].split("  ")
+    assert shown == [key for key in told if key in shown]
+    assert {"q quit", "/ filter", "s sort", "d device"} <= set(shown)
+    assert lines(scenes.view(1, 0), width)[3].strip() in ("", "· outside the budget")
+
+
+def test_every_device_is_told_and_whoever_waits_where_a_screen_is_low() -> None:
+    view = scenes.view(8, 240)
+    used = [f"{device.allocated / device.budget:.0%}" for device in view.devices]
+    for width, height in ((80, 24), (60, 20), (40, 15)):
+        drawn = lines(view, width, height)
+        for index in range(8):
+            assert any(re.search(rf"(^|  ) {index} (\[|  ?\d+%)", line) for line in drawn), (index, width)
+        assert "WAITING" in drawn
+        assert sum(line.startswith(("create", "attach", "lock")) for line in drawn) == 3
+        assert len(pools(drawn)) >= 4
+    assert all(any(figure in line for line in drawn) for figure in used), "a percentage is told where bytes do not fit"
+    sixteen = lines(scenes.view(16, 240), 40, 15)
+    assert all(any(re.search(rf"(^|  ) ?{index} ", line) for line in sixteen) for index in range(16))
+    assert lines(view, 80, 6)[2] == "… the terminal is too low for the rest"
+
+
+def test_the_name_of_a_device_is_whole_or_left_out() -> None:
+    view = scenes.view(2, 5)
+    name = "NVIDIA GeForce RTX 4090 Laptop GPU"
+    view = msgspec.structs.replace(
+        view, devices=tuple(msgspec.structs.replace(device, name=name) for device in view.devices)
+    )
+    for width in range(40, 130, 10):
+        line = lines(view, width)[2]
+        assert line.startswith(f" 0 {name} [" if width >= 80 else " 0 ["), width
+
+
+def test_the_device_that_is_shown_alone_is_marked() -> None:
+    view = scenes.view(2, 5)
+    drawn = Frame(80, 24, False, 0, Choice(device=1)).lines(view, scenes.NOW)
+    marked = [
+        line.plain[span.start : span.end] for line in drawn for span in line.spans if "reverse" in str(span.style)
+    ]
+    assert marked == [" 1"]
 
 
 def test_whoever_looks_is_not_counted() -> None:
@@ -244,7 +299,13 @@ def test_pools_that_only_processes_of_others_hold_are_told_from_those_that_nobod
 
 
 def test_nothing_is_said_in_a_sentence() -> None:
-    assert lines(scenes.view(1, 0))[-1] == "No pools: nothing has been loaded yet, or everything is retired."
+    sentence = "No pools: nothing has been loaded yet, or everything is retired."
+    assert lines(scenes.view(1, 0))[-1] == sentence
+    assert " ".join(lines(scenes.view(1, 0), 40)[-2:]) == sentence, "a narrow terminal cuts no sentence"
+    nobody = Choice(listed=CLIENTS)
+    assert lines(scenes.view(1, 0), choice=nobody)[-1] == "No process is attached, or none of this user."
+    nobody.filter = "none such"
+    assert lines(scenes.view(1, 5), choice=nobody)[-1] == "No process is like that; Escape shows all."
 
 
 def test_whatever_is_there_has_a_part_of_the_bar_however_small() -> None:
@@ -268,29 +329,80 @@ def test_terminals_without_these_characters_have_others() -> None:
     assert all(line.plain.isascii() for line in drawn[2:11])
 
 
-@pytest.mark.parametrize(("numbers", "words"), [([], ""), ([3], "3"), ([0, 1, 2, 3, 5], "0-3,5"), ([0, 2, 4], "0,2,4")])
-def test_runs_of_devices_are_ranges(numbers: list[int], words: str) -> None:
-    assert ranges(numbers) == words
-
-
-def test_parts_are_told_in_the_unit_of_the_whole() -> None:
-    assert of(54 * GIB, 126 * GIB) == "54.0 of 126.0 GiB"
-    assert of(512, 126 * GIB) == "512 B of 126.0 GiB"
-
-
-@pytest.mark.parametrize(
-    ("width", "words"), [(20, "40000, 40013, 40026"), (16, "40000, 40013 +1"), (9, "40000 +2"), (5, "4000…"), (0, "…")]
-)
-def test_as_many_holders_are_named_as_fit(width: int, words: str) -> None:
-    assert some_of(["40000", "40013", "40026"], width) == words
-
-
 ALL = 240
 
 
 @pytest.fixture(scope="module")
 def crowd() -> View:
     return scenes.view(2, ALL)
+
+
+def held_by(view: View, *names: str) -> View:
+    """The view with a process of each name, of root and in a container, which hold the first pool for five minutes."""
+    lease = LeaseInfo(view.pools[0].name, view.pools[0].version, scenes.NOW - 300)
+    told = [ProcessInfo(name, "/docker/" + "3f" * 32, scenes.NOW - 7200) for name in names]
+    clients = zip(view.clients, told, strict=False)
+    one, *others = view.pools
+    return msgspec.structs.replace(
+        view,
+        pools=(msgspec.structs.replace(one, leases=len(names)), *others),
+        clients=tuple(
+            msgspec.structs.replace(client, uid=0, state="connected", leases=(lease,), process=process)
+            for client, process in clients
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("width", "names", "words"),
+    [
+        (130, ["vllm"], "5 min vllm 40000 (root, docker 3f3f3f3f3f3f)"),
+        (130, ["vllm", "sglang"], "5 min vllm 40000 (root), sglang 40013 (root)"),
+        (80, ["vllm"], "5 min vllm 40000 (root)"),
+        (80, ["vllm", "sglang"], "5 min vllm 40000 (root) +1"),
+        (40, ["vllm", "sglang"], "vllm 40000 +1"),
+    ],
+)
+def test_a_holder_is_a_process_with_its_user_and_how_long(width: int, names: list[str], words: str) -> None:
+    view = held_by(scenes.view(1, 5), *names)
+    pool = view.pools[0]
+    name = f"{pool.name}@{pool.version}"
+    (row,) = (line for line in lines(view, width) if line.startswith(name[:4]) and "40000" in line)
+    assert row.endswith(f" {words}"), row
+
+
+def test_versions_of_a_long_name_can_be_told_apart() -> None:
+    view = scenes.view(1, 5)
+    one, other, *rest = view.pools
+    name = "deepseek/r1-distill-qwen-14b-instruct-awq-w4a16-of-a-team"
+    named = (msgspec.structs.replace(pool, name=name, version=11 + n) for n, pool in enumerate((one, other)))
+    view = msgspec.structs.replace(view, pools=(*named, *rest))
+    for width in (40, 60, 80):
+        told = [line.split()[0] for line in lines(view, width) if line.startswith("deep")]
+        assert sorted(cell[-3:] for cell in told) == ["@11", "@12"]
+
+
+def test_columns_stay_where_they_are_while_rows_are_scrolled(crowd: View) -> None:
+    def header(*pressing: str) -> str:
+        return next(line for line in pressed(crowd, *pressing)[1] if line.startswith("POOL"))
+
+    assert {header(), header(keys.PAGE_DOWN), header(keys.END)} == {header()}
+
+
+def test_the_column_that_is_sorted_by_goes_last(crowd: View) -> None:
+    def header(order: str) -> list[str]:
+        choice = Choice()
+        choice.order[POOLS] = order
+        return next(line for line in lines(crowd, 60, choice=choice) if line.startswith("POOL")).split()
+
+    assert header("size") == ["POOL", "SIZE", "HELD", "BY"]
+    assert header("leases") == ["POOL", "SIZE", "LEASES", "BY"]
+
+
+def test_what_is_sorted_by_size_has_falling_sizes(crowd: View) -> None:
+    nbytes = {f"{pool.name}@{pool.version}": pool.nbytes for pool in crowd.pools}
+    sizes = [nbytes[name] for name in pools(lines(crowd, 200))]
+    assert sizes == sorted(sizes, reverse=True)
 
 
 def test_every_one_of_many_pools_can_be_reached_by_keys(crowd: View) -> None:
@@ -314,10 +426,10 @@ def test_keys_sort_and_reverse(crowd: View) -> None:
     choice, drawn = pressed(crowd, "s")
     assert choice.order[POOLS] == "name"
     assert pools(drawn)[0].partition("@")[0] == min(pool.name for pool in crowd.pools)
-    assert ", by name   q quit" in drawn[-1]
+    assert drawn[-2].endswith(", by name")
     _, backwards = pressed(crowd, "s", "r")
     assert pools(backwards)[0].partition("@")[0] == max(pool.name for pool in crowd.pools)
-    assert ", by name, reversed" in backwards[-1]
+    assert ", by name, reversed" in backwards[-2]
     choice, _ = pressed(crowd, "s", "s", "s", "s")
     assert choice.order[POOLS] == "size"
 
@@ -325,15 +437,15 @@ def test_keys_sort_and_reverse(crowd: View) -> None:
 def test_a_filter_is_typed_and_taken_back(crowd: View) -> None:
     wanted = {f"{pool.name}@{pool.version}" for pool in crowd.pools if "qwen" in pool.name}
     choice, drawn = pressed(crowd, "/", *"QWEN3X", keys.BACKSPACE)
-    assert drawn[-1] == "filter: QWEN3_"
+    assert drawn[-2:] == ["filter: QWEN3_", "Enter keeps it  Escape takes it back"]
     assert set(pools(drawn)) <= wanted
     choice, drawn = pressed(crowd, "/", *"qwen", keys.ENTER)
-    assert f"of {len(wanted)} pools, by size, filter qwen" in drawn[-1]
+    assert f"of {len(wanted)} pools, by size, filter qwen" in drawn[-2]
     assert choice.press("q", []) is False, "what is typed is no key any more"
     assert set(pools(pressed(crowd, "/", *"*-1@?", keys.ENTER)[1])) <= {n for n in pools(lines(crowd)) if "-1@" in n}
     _, drawn = pressed(crowd, "/", *"none such", keys.ENTER)
     assert "No pool is like that; Escape shows all." in drawn
-    assert drawn[-1].startswith("0 pools, by size")
+    assert drawn[-2].startswith("0 pools, by size")
     assert len(pools(pressed(crowd, "/", *"qwen", keys.ESCAPE)[1])) == len(pools(pressed(crowd)[1]))
     assert pressed(crowd, "/", *"qwen", keys.ENTER, "d", keys.ESCAPE)[0].filter == ""
 
@@ -344,7 +456,7 @@ def test_a_device_is_shown_alone(crowd: View) -> None:
         choice, drawn = pressed(crowd, *presses)
         there = {f"{pool.name}@{pool.version}" for pool in crowd.pools if device.uuid in pool.devices}
         assert choice.device == device.index
-        assert f"of {len(there)} pools" in drawn[-1]
+        assert f"of {len(there)} pools" in drawn[-2]
         assert set(pools(drawn)) <= there
     assert pressed(crowd, "d", "d", "d")[0].device is None
 
@@ -360,15 +472,16 @@ def test_processes_are_listed_with_what_they_hold(crowd: View) -> None:
     assert choice.listed == CLIENTS
     header = next(line for line in drawn if "PROCESS" in line)
     row = drawn[drawn.index(header) + 1]
-    assert row.split()[:3] == [str(one.session), str(one.pid), "vllm"]
+    assert row.split()[:2] == [str(one.pid), "vllm"], "the number of the session goes first"
     assert row.endswith(f"5 min  {lease.pool}@{lease.version}")
-    assert f"of {len(view.clients)} clients, by held" in drawn[-1]
+    assert f"of {len(view.clients)} clients, by held" in drawn[-2]
+    assert drawn[-1].endswith("c pools")
     wide = lines(view, 200, 24, choice=choice)
     assert "vllm.service" in wide[wide.index(next(line for line in wide if "PROCESS" in line)) + 1]
     by_name = lines(view, 200, choice=Choice(filter=f"{lease.pool}@{lease.version}"))
     holder = next(line for line in by_name if line.startswith(f"{lease.pool}@{lease.version} "))
     assert "5 min vllm" in holder
-    assert pressed(view, "c", "/", *"vllm", keys.ENTER)[1][-1].startswith("1-1 of 1 clients")
+    assert pressed(view, "c", "/", *"vllm", keys.ENTER)[1][-2].startswith("1-1 of 1 clients")
     assert max(map(len, lines(view, 40, 24, choice=choice))) <= 40
 
 
@@ -434,19 +547,19 @@ def test_live_it_does_what_keys_say(broker: BrokerProcess) -> None:
                 f"pool-{number:02}", Layout.pack([("x", "U8", ((50 - number) << 10,))]), devices=(number % 2,)
             ).seal()
     with watching(broker.directory) as (process, screen):
-        eventually(lambda: b"1-16 of 40 pools, by size" in screen.written, "the first page")
+        eventually(lambda: b"1-15 of 40 pools, by size" in screen.written, "the first page")
         assert b"pool-39" not in screen.written
         for sent, shown in (
-            (b"\x1b[6~", b"17-32 of 40 pools"),
+            (b"\x1b[6~", b"16-30 of 40 pools"),
             (b"\x1b[", None),
-            (b"F", b"25-40 of 40 pools"),
-            (b"\x1b[A", b"24-39 of 40 pools"),
+            (b"F", b"26-40 of 40 pools"),
+            (b"\x1b[A", b"25-39 of 40 pools"),
             (b"s", b"by name"),
             (b"/", b"filter: _"),
             (b"3q", b"filter: 3q_"),
             (b"\x7f\r", b"1-13 of 13 pools, by name, filter 3"),
             (b"d", b"filter 3, device 0"),
-            (b"dd\x1b", b"1-16 of 40 pools, by name"),
+            (b"dd\x1b", b"1-15 of 40 pools, by name"),
             (b"c", b"0 clients"),
         ):
             screen.written = b""

@@ -1,8 +1,9 @@
 """Pictures of the page: real brokers on emulated devices, with pools and holders, seen by a real Chromium.
 
 ``python -m tests.unit.server.monitoring.gallery OUT`` writes a PNG for each number of devices and pools, light and
-dark, wide and 400 pixels narrow. Pools are as large as on GPUs and take no memory, since nothing is written to them.
-A broker has just begun, so the page is shown times that lie :data:`STRETCH` times as long ago.
+dark, wide and 400 pixels narrow; where there are pools also of a search (``search``), and of the plan for the last of
+the first four devices, with a pool chosen (``plan``). Pools are as large as on GPUs and take no memory, since nothing
+is written to them. A broker has just begun, so the page is shown times that lie :data:`STRETCH` times as long ago.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from playwright.sync_api import Browser, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from cubroker import Layout
 from cubroker.client import Broker
@@ -157,13 +158,30 @@ def picture(browser: Browser, port: int, out: Path, name: str) -> list[str]:
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.goto(f"http://127.0.0.1:{port}/")
         expect(page.locator("#pulse")).to_have_text("live", timeout=1000 * PATIENCE)
-        path = out / f"{name}-{colours}-{width}.png"
-        page.screenshot(path=path, full_page=True)
-        print(path)
-        if (broad := page.evaluate("document.documentElement.scrollWidth")) > width:
-            wrong.append(f"{path} is {broad} pixels wide")
+        steps: list[tuple[str, Callable[[Page], None]]] = [("", lambda page: None)]
+        if page.locator(".block").count():
+            steps += [("search-", search), ("plan-", choose)]
+        for step, act in steps:
+            act(page)
+            path = out / f"{name}-{step}{colours}-{width}.png"
+            page.screenshot(path=path, full_page=True)
+            print(path)
+            if (broad := page.evaluate("document.documentElement.scrollWidth")) > width:
+                wrong.append(f"{path} is {broad} pixels wide")
         page.close()
     return wrong
+
+
+def search(page: Page) -> None:
+    page.locator("#filter").fill("*bge-m3*@?")
+
+
+def choose(page: Page) -> None:
+    page.locator("#filter").fill("")
+    page.locator("#room").fill("100 GiB")
+    last = page.locator("#target option").nth(min(3, page.locator("#target option").count() - 1)).get_attribute("value")
+    page.locator("#target").select_option(last)
+    page.locator(f'.card[data-device="{last}"] li button').first.click()
 
 
 if __name__ == "__main__":

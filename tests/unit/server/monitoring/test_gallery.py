@@ -19,5 +19,10 @@ def test_pictures_are_made_of_a_real_broker(tmp_path: Path) -> None:
     made = subprocess.run([*command, "--pools", "5"], env=os.environ, capture_output=True, text=True, timeout=PATIENCE)
     assert made.returncode == 0, made.stderr
     pictures = sorted(path.name for path in tmp_path.iterdir())
-    assert pictures == [f"2x5-{colours}-{width}.png" for colours in ("dark", "light") for width in (1280, 400)]
+    assert pictures == sorted(
+        f"2x5-{step}{colours}-{width}.png"
+        for step in ("", "search-", "plan-")
+        for colours in ("dark", "light")
+        for width in (1280, 400)
+    )
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in tmp_path.iterdir())

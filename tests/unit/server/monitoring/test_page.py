@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from typing import Any
 
@@ -52,6 +53,88 @@ def test_it_fits_a_narrow_window(page: Page, devices: int, pools: int) -> None:
             assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
+CUT = """() => [...document.querySelectorAll(".scroll, #chosen, pre")]
+    .filter(each => each.scrollWidth > each.clientWidth + 1).map(each => each.parentNode.id || each.id)"""
+
+
+@pytest.mark.parametrize("width", [400, 700, 950, 1060, 1280])
+def test_no_column_of_a_table_is_cut(page: Page, width: int) -> None:
+    view = scenes.view(8, 200)
+    with watching(view) as pane:
+        page.set_viewport_size({"width": width, "height": 900})
+        visit(page, pane)
+        page.locator("#plan summary").dispatch_event("click")
+        row = page.locator("#pools tbody tr", has_text="vllm").first
+        row.dispatch_event("click")
+        expect(page.locator("#chosen tbody tr").first).to_be_attached()
+        assert page.evaluate(CUT) == []
+        for title in ("State", "Size", "Held by", "Age"):
+            expect(row.locator(f'td[data-title="{title}"]')).to_be_visible()
+        told = row.locator('td[data-title="Held by"]').evaluate("cell => getComputedStyle(cell, '::before').content")
+        assert ("data-title" in told or "Held by" in told) == (width <= 900), "each figure has its title beside it"
+
+
+def test_tables_are_sorted_by_the_column_that_is_clicked(page: Page) -> None:
+    view = scenes.view(8, 200)
+    pools = {f"{pool.name}@{pool.version}": pool for pool in view.pools}
+    names = page.locator("#pools tbody button")
+    with watching(view) as pane:
+        visit(page, pane)
+        heading = page.locator("#pools th", has_text="Leases")
+        heading.get_by_role("button").click()
+        expect(heading).to_have_attribute("aria-sort", "descending")
+        leases = [pools[name].leases for name in names.all_text_contents()]
+        assert leases == sorted(leases, reverse=True)
+        heading.get_by_role("button").click()
+        expect(heading).to_have_attribute("aria-sort", "ascending")
+        assert [pools[name].leases for name in names.all_text_contents()] == sorted(leases)
+        page.locator("#pools th", has_text="State").get_by_role("button").click()
+        states = [pools[name].state for name in names.all_text_contents()]
+        assert states == sorted(states)
+        page.get_by_label("oldest").check()
+        expect(page.locator("#pools th[aria-sort]")).to_have_count(0)
+        page.locator("#sessions th", has_text="Age").get_by_role("button").click()
+        oldest = min(view.clients, key=lambda client: client.process.started if client.process else 0)
+        expect(page.locator("#sessions tbody tr").first).to_contain_text(str(oldest.pid))
+
+
+def test_cards_show_alike_things_at_the_same_height(page: Page) -> None:
+    view = scenes.view(4, 60)
+    names = ("NVIDIA H200", "NVIDIA H200 NVL with a name that is longer than a card is wide, MIG 3g.71gb") * 2
+    devices = tuple(msgspec.structs.replace(each, name=name) for each, name in zip(view.devices, names, strict=True))
+    with watching(msgspec.structs.replace(view, devices=devices)) as pane:
+        visit(page, pane)
+        tops = page.locator(".card svg").evaluate_all("maps => maps.map(map => map.getBoundingClientRect().top)")
+        assert len(set(tops)) == 1
+
+
+def test_an_empty_map_is_as_wide_as_its_card_and_explained(page: Page) -> None:
+    with watching(scenes.view(1, 0)) as pane:
+        visit(page, pane)
+        expect(page.locator("#legend")).to_have_text("freeoutside the budget")
+        card, drawn = (page.locator(each).first.bounding_box() for each in (".card", ".card svg"))
+        assert card is not None
+        assert drawn is not None
+        assert drawn["width"] > card["width"] - 40
+        expect(page.locator("#sessions small")).to_have_text("no process is attached, or this page may not show it")
+
+
+def test_many_devices_are_told_in_few_numbers(page: Page) -> None:
+    view = scenes.view(8, 5)
+    uuids = tuple(device.uuid for device in view.devices)
+    one, two, *rest = view.pools
+    pools = (
+        msgspec.structs.replace(one, devices=(*reversed(uuids), "GPU-gone")),
+        msgspec.structs.replace(two, devices=(uuids[5], uuids[0], uuids[4])),
+        *rest,
+    )
+    with watching(msgspec.structs.replace(view, pools=pools)) as pane:
+        visit(page, pane)
+        for pool, words in ((one, "0-7, gone"), (two, "0, 4, 5")):
+            row = page.locator("#pools tbody tr", has_text=f"{pool.name}@{pool.version}")
+            expect(row.locator('td[data-title="Devices"]')).to_have_text(words)
+
+
 def test_areas_are_in_proportion_to_bytes(page: Page) -> None:
     view = scenes.view(1, 5)
     with watching(view) as pane:
@@ -87,6 +170,24 @@ def test_a_click_tells_who_holds_a_pool_wherever_it_is(page: Page) -> None:
         expect(chosen.locator("h2").first).to_have_text(key)
 
 
+@pytest.mark.parametrize("width", [400, 1280])
+def test_nothing_lies_over_what_is_told_of_a_pool(page: Page, width: int) -> None:
+    with watching(scenes.view(1, 200)) as pane:
+        page.set_viewport_size({"width": width, "height": 700})
+        visit(page, pane)
+        page.locator("#pools tbody tr").first.dispatch_event("click")
+        expect(page.locator("#chosen")).to_be_visible()
+        covered = """panel => {
+            const heading = document.querySelector("#pools thead th").getBoundingClientRect();
+            const top = panel.getBoundingClientRect().top;
+            scrollBy(0, heading.top - top - 20);  // the headings of the table are where the panel is
+            const there = document.querySelector("#pools thead th").getBoundingClientRect();
+            const seen = document.elementFromPoint(there.left + 20, there.top + 5);
+            return there.top > panel.getBoundingClientRect().top && !panel.contains(seen);
+        }"""
+        assert not page.locator("#chosen").evaluate(covered)
+
+
 def test_blocks_are_reached_and_chosen_by_the_keyboard(page: Page) -> None:
     view = scenes.view(1, 5)
     keys = [key_of(block) for block in sorted(view.blocks, key=lambda block: -block.nbytes)]
@@ -107,7 +208,8 @@ def test_blocks_are_reached_and_chosen_by_the_keyboard(page: Page) -> None:
 
 
 def key_of(block: Any) -> str:
-    return f"{block.pool}@{block.version}" if block.pool else "private"
+    name = getattr(block, "pool", None) or getattr(block, "name", "")
+    return f"{name}@{block.version}" if name else "private"
 
 
 @pytest.mark.parametrize("width", [1280, 400])
@@ -163,7 +265,8 @@ def test_holders_are_beside_the_map_without_a_click(page: Page) -> None:
         visit(page, pane)
         row = page.locator("li", has_text=f"{lease.pool}@{lease.version}").first
         assert client.process is not None
-        expect(row).to_contain_text(f"{client.process.name} {client.pid}")
+        told = rf"{client.process.name} {client.pid} for \d+\sd(, [^(]+)? \(root, docker 0{{12}}\)"
+        expect(row).to_contain_text(re.compile(told))
         row.hover()
         expect(page.locator(f'.block.lit[data-key="{lease.pool}@{lease.version}"]')).not_to_have_count(0)
 
@@ -184,6 +287,20 @@ def test_a_search_shows_on_the_map_what_it_finds(page: Page) -> None:
         page.locator("#filter").fill(str(client.pid))
         held = {f"{lease.pool}@{lease.version}" for lease in client.leases}
         assert set(hit.evaluate_all("blocks => blocks.map(block => block.dataset.key)")) == held
+        for pattern, like in (
+            ("BGE-M3*@1", r"bge-m3.*@1"),
+            ("*-1[0-4]@?", r".*-1[0-4]@."),
+            ("qwen3-32b", "qwen3-32b.*"),
+        ):
+            page.locator("#filter").fill(pattern)
+            found = {key_of(pool) for pool in view.pools if re.fullmatch(like, f"{pool.name}@{pool.version}")}
+            assert found
+            assert set(hit.evaluate_all("blocks => blocks.map(block => block.dataset.key)")) == found
+        assert client.process is not None
+        page.locator("#filter").fill(f"{client.process.name[:-1]}?")
+        assert set(hit.evaluate_all("blocks => blocks.map(block => block.dataset.key)")) >= held
+        page.locator("#filter").fill("[z-a]*")
+        expect(page.locator("#found")).to_contain_text("0 versions found")
         page.locator("#filter").fill("no such thing")
         expect(page.locator("#found")).to_contain_text("0 versions found")
 

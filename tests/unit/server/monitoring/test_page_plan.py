@@ -57,8 +57,8 @@ def blank(page: Page) -> Iterator[Page]:
         yield page
 
 
-def planned(page: Page, view: View, wanted: float) -> Any:
-    return page.evaluate(PLAN, [msgspec.to_builtins(msgspec.structs.asdict(view)), "G", round(wanted * GIB)])
+def planned(page: Page, view: View, wanted: float, device: str = "G") -> Any:
+    return page.evaluate(PLAN, [msgspec.to_builtins(msgspec.structs.asdict(view)), device, round(wanted * GIB)])
 
 
 def test_what_is_superseded_goes_before_what_is_current_and_what_is_held_stays(blank: Page) -> None:
@@ -171,6 +171,26 @@ def test_the_set_is_enough_and_none_of_it_can_be_left_out(blank: Page, seed: int
             assert len(chosen & tier) == least
 
 
+def test_holders_are_asked_for_as_much_as_is_missing(page: Page) -> None:
+    names = ("a", "b", "c", "d", "e")
+    pools = [pool(name, 1, leases=1) for name in names] + [pool("f", 1)]
+    blocks = [held(name, 1, 10) for name in names]
+    view = look(pools, [*blocks, held("f", 1, 20)], budget=70)
+    with watching(view) as pane:
+        visit(page, pane)
+        for room, asked in (
+            (25, "give back a@1 (10.0 GiB, by 1 lease of others)."),
+            (40, "(10.0 GiB, by 1 lease of others), b@1 (10.0 GiB, by 1 lease of others)."),
+            (60, "c@1 (10.0 GiB, by 1 lease of others), 1 more version."),
+        ):
+            page.locator("#room").fill(str(room))
+            expect(page.locator("#answer")).to_contain_text(asked)
+        page.locator("#room").fill("20")
+        expect(page.locator("#answer")).to_contain_text("it frees 20.0 GiB here, and 20.0 GiB is free then.")
+        pane.view = look(pools[:-1], blocks, budget=50)
+        expect(page.locator("#answer")).to_contain_text("All of it is held, and 20.0 GiB is missing: holders have to")
+
+
 def test_sizes_are_read_as_they_are_written(blank: Page) -> None:
     sizes = {"20": 20 * GIB, " 1.5 GiB": 3 << 29, "20GB": 20 * 10**9, "512m": 512 << 20, "2 TiB": 2 << 40, "7B": 7}
     assert {text: blank.evaluate("parse", text) for text in sizes} == sizes
@@ -199,8 +219,20 @@ def test_one_look_tells_for_every_device_what_to_retire_and_a_click_how(page: Pa
         page.locator("#copy").click()
         expect(page.locator("#copy")).to_have_text("copied")
         assert page.evaluate("navigator.clipboard.readText()") == page.locator("#command").text_content()
-        shaded = page.locator(".block:has(.over)").evaluate_all("blocks => blocks.map(block => block.dataset.key)")
-        assert set(shaded) <= set(found["chosen"])
+        for each in view.devices:
+            card, plan = (
+                page.locator(f'.card[data-device="{each.uuid}"]'),
+                planned(page, view, wanted / 1024, each.uuid),
+            )
+            shaded = card.locator(".block:has(.over)").evaluate_all("blocks => blocks.map(block => block.dataset.key)")
+            assert set(shaded) <= set(plan["chosen"]), "a card stripes what its own line names"
+            assert shaded or not plan["chosen"]
+            words = str(card.locator(".verdict").text_content())
+            assert all(name in words for name in plan["chosen"][:3])
+            current = {f"{pool.name}@{pool.version}" for pool in view.pools if pool.state == "current"}
+            if plan["chosen"]:
+                assert f"which frees {page.evaluate('size', plan['frees'])}" in words
+                assert words.endswith("current") == bool(current & set(plan["chosen"]))
         assert page.locator(".card.target").get_attribute("data-device") == device.uuid
         page.locator("#more summary").click()
         assert page.locator("#more tbody tr").count() == len(found["candidates"])
