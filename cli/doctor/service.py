@@ -125,15 +125,28 @@ def examine_settings(unit: UnitFacts | None, environ: Mapping[str, str]) -> Sett
     """Read the settings of the unit's file, of ``$CUBROKER_CONFIG``, or of the usual one; None: there is no file."""
     named = (unit.file if unit else "") or environ.get("CUBROKER_CONFIG", "") or FILE
     path = Path(named)
-    if named == FILE and not path.exists() and not (unit and unit.file):
+    absent = _is_absent(path)
+    if named == FILE and absent and not (unit and unit.file):
         return None
     own = {} if unit and unit.file else dict(environ)  # the unit has an environment of its own
     _, descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         effective = ConfigSources(path, {}, own, descriptors).read()
     except InvalidConfig as error:
-        return SettingsFacts(named, tuple(error.complaints), readable=os.access(path, os.R_OK) or not path.exists())
+        readable = absent or os.access(path, os.R_OK, effective_ids=True)
+        return SettingsFacts(named, tuple(error.complaints), readable=readable)
     return SettingsFacts(named, count=sum(value.origin != DEFAULT for value in effective.values.values()))
+
+
+def _is_absent(path: Path) -> bool:
+    """Whether there is no such file; a folder that this user may not search does not tell."""
+    try:
+        path.stat()
+    except PermissionError:
+        return False
+    except OSError:
+        return True
+    return False
 
 
 def _settings_file(told: Mapping[str, str]) -> str:

@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cubroker.cli.doctor import service
-from cubroker.cli.doctor.facts import ListenerFacts, UnitFacts
+from cubroker.cli.doctor.facts import BrokerFacts, ListenerFacts, ServiceFacts, UnitFacts
 from cubroker.protocol.paths import SESSION_SOCKET
 from cubroker.server import process_info
 from tests.brokers import BrokerProcess
 from tests.unit.cli.processes import environment, run
+
+SOMEBODY = 1234
 
 FAILED = """LoadState=loaded
 ActiveState=failed
@@ -115,6 +119,39 @@ def test_settings_of_the_environment_are_looked_at_where_there_is_no_unit(tmp_pa
     assert missing is not None
     assert missing.readable
     assert "none.toml" in missing.complaints[0]
+
+
+def test_settings_in_a_folder_that_this_user_may_not_search_are_told_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "roots"
+    folder.mkdir()
+    file = folder / "cubroker.toml"
+    file.write_text("keep = 1\n")
+    monkeypatch.setattr(service, "FILE", str(file))
+    with shut(folder):  # the file is named, and the usual one
+        found = [service.examine_settings(None, environ) for environ in ({"CUBROKER_CONFIG": str(file)}, {})]
+    for settings in found:
+        assert settings is not None
+        facts = ServiceFacts(settings=settings)
+        verdict = next(case for case in service.cases(facts, BrokerFacts("", ""))["settings"] if case[0])
+        assert verdict == (True, None, f"this user may not read {file}", "ask as root")
+
+
+@contextmanager
+def shut(folder: Path) -> Iterator[None]:
+    """Have this process be a user who may not search a folder."""
+    folder.chmod(0)
+    root = os.geteuid() == 0
+    if root:
+        folder.parent.chmod(0o755)
+        os.seteuid(SOMEBODY)
+    try:
+        yield
+    finally:
+        if root:
+            os.seteuid(0)
+        folder.chmod(0o700)
 
 
 def test_a_socket_that_listens_without_a_broker_is_told(tmp_path: Path) -> None:
