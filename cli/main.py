@@ -92,7 +92,7 @@ class Commands(click.Group):
 
 @click.command(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="cubroker")
-@options.any_directory
+@options.group_directory
 @options.seconds("--timeout", "How long a broker may take to greet.", default=GREETING, least=0.001)
 @click.pass_context
 def commands(context: click.Context, directory: Path | None, timeout: float) -> None:

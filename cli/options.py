@@ -166,13 +166,21 @@ _directory = partial(
     type=PATH,
     metavar="DIR",
 )
-any_directory = _directory(help="Where the broker serves.  [default: $CUBROKER_DIR, else the user's own]")
-"""``--directory`` as it was given, or None."""
+_SERVED = "Where the broker serves.  [default: $CUBROKER_DIR, else where one does: the user's own, or /run/cubroker]"
 
-directory = _directory(
-    callback=_chosen,
-    help="Where the broker serves.  [default: $CUBROKER_DIR, else where one does: the user's own, or /run/cubroker]",
+group_directory = _directory(
+    help="Where the broker serves, for every command.  [default: $CUBROKER_DIR, else the user's own; commands that ask"
+    " a broker go on to /run/cubroker if none serves there]"
 )
+"""``--directory`` before the command's name, or None."""
+
+serving_directory = _directory(help="Where the broker serves.  [default: $CUBROKER_DIR, else the user's own]")
+"""``--directory`` of a broker that is to serve, as it was given, or None."""
+
+given_directory = _directory(help=_SERVED)
+"""``--directory`` as it was given, or None, of a command that finds a broker itself."""
+
+directory = _directory(callback=_chosen, help=_SERVED)
 """``--directory``, after the command's name or before it, with its default."""
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")

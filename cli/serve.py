@@ -68,7 +68,7 @@ OPTIONS = (
         help="cuda for all GPUs, cuda:0,1 for some, host:N for N emulated devices in host memory."
         f"  [default: {SETTINGS['devices'].default}]",
     ),
-    options.any_directory,
+    options.serving_directory,
 )
 
 

@@ -162,6 +162,15 @@ def test_help_names_every_command_and_every_command_has_help(capsys: pytest.Capt
         assert capsys.readouterr().out.startswith(f"Usage: cubroker {command} ")
 
 
+def test_help_says_which_commands_go_on_to_the_hosts_broker(capsys: pytest.CaptureFixture[str]) -> None:
+    goes_on = {}
+    for command in ([], ["ls"], ["doctor"], ["serve"], ["config", "check"]):
+        assert main.run([*command, "--help"]) == 0
+        help_text = " ".join(capsys.readouterr().out.partition("--directory DIR")[2].split()).partition("]")[0]
+        goes_on[" ".join(command)] = "/run/cubroker" in help_text
+    assert goes_on == {"": True, "ls": True, "doctor": True, "serve": False, "config check": False}
+
+
 def test_a_shell_completes_commands() -> None:
     env = environment(_CUBROKER_COMPLETE="bash_complete", COMP_WORDS="cubroker de", COMP_CWORD="1")
     assert run(env=env).stdout.split() == ["plain,devices", "plain,demo"]
