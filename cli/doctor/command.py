@@ -16,6 +16,8 @@ from cubroker.cli import format, options, serve
 from cubroker.cli.doctor import verdicts
 from cubroker.cli.doctor.facts import Facts, Finding
 from cubroker.cli.doctor.probe import gather
+from cubroker.protocol.errors import Denied
+from cubroker.protocol.paths import default_directory, find_directory
 
 _WORDS = {True: "works", False: "does not", None: "unknown"}
 _NOTES = {True: "good", False: "bad", None: "note"}
@@ -34,8 +36,9 @@ NARROWEST = 60
     "  [default: cuda, and host:2 where there is no GPU]",
 )
 @options.as_json
-@options.directory
-def doctor(devices: str | None, directory: Path, as_json: bool) -> int:
+@options.given_directory
+@click.pass_obj
+def doctor(before: Path | None, devices: str | None, directory: Path | None, as_json: bool) -> int:
     """Find out what works here, and if something does not, why and what to do.
 
     For each device and kind of sharing a small trial is made, by processes that share 2 MiB, or an event; multicast is
@@ -43,13 +46,22 @@ def doctor(devices: str | None, directory: Path, as_json: bool) -> int:
     The machine, its limits and the broker's directory are looked at too. The exit status is 0 if memory can be shared
     in one way at least on every device, else 1.
     """
-    facts = asyncio.run(gather(devices, directory))
+    place, doubt = _find(directory or before)
+    facts = asyncio.run(gather(devices, place, doubt=doubt))
     report = DoctorReport(facts)
     if as_json:
         format.document(report.document())
     else:
         report.show()
     return 0 if report.usable else 1
+
+
+def _find(named: Path | None) -> tuple[Path, str]:
+    """Return where a client connects that was told ``named``, and why not to the host's broker if that is in doubt."""
+    try:
+        return named or find_directory(), ""
+    except Denied as error:
+        return default_directory(), error.message
 
 
 class DoctorReport:

@@ -224,6 +224,8 @@ class HostFacts:
     unconfined: tuple[str, ...] = ()
     #: The broker's unit, socket and settings.
     service: ServiceFacts = ServiceFacts()
+    #: Why clients do not take the host's broker, and what to do; empty if they do, or if there is none.
+    doubt: str = ""
 
 
 @dataclass(frozen=True)

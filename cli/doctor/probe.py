@@ -10,6 +10,7 @@ import stat
 from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -67,13 +68,14 @@ _ALL_USERS = "4294967295"
 """How many user ids there are outside of any namespace (user_namespaces(7))."""
 
 
-async def gather(spec: str | None, directory: Path, limit: float = LIMIT) -> Facts:
+async def gather(spec: str | None, directory: Path, limit: float = LIMIT, *, doubt: str = "") -> Facts:
     """Find everything out.
 
     Args:
         spec: the devices; by default all GPUs, and two host devices where no driver answers.
         directory: where a broker serves, or would.
         limit: seconds that each trial may take.
+        doubt: why that is not the directory of the host's broker, and what to do, if there is something to say.
     """
     survey = await _survey(spec or GPUS, limit)
     driver, devices = survey.driver, survey.devices
@@ -84,7 +86,7 @@ async def gather(spec: str | None, directory: Path, limit: float = LIMIT) -> Fac
         asyncio.to_thread(examine_machine, directory),
         asyncio.gather(*(try_device(gate, spec or GPUS, device, limit) for device in devices)),
     )
-    return Facts(driver, tuple(examined), host)
+    return Facts(driver, tuple(examined), replace(host, doubt=doubt))
 
 
 async def _survey(spec: str, limit: float) -> Survey:

@@ -370,6 +370,7 @@ def judge_machine(facts: Facts) -> dict[str, Finding]:
         ),
         "directory": _directory(host.directory),
         "broker": ((True, {"": True, "absent": None}.get(host.broker.code, False), *_split(host.broker.message)),),
+        "host's broker": ((host.doubt, False, *_split(host.doubt)),),
         **service.cases(host.service, host.broker),
     }
     found = {name: _first(cases) for name, cases in checks.items()}

@@ -49,6 +49,35 @@ def run(
     return result
 
 
+GUEST = """
+import os, sys
+from pathlib import Path
+from cubroker.cli import main
+from cubroker.protocol import paths
+
+paths.SYSTEM = Path(sys.argv.pop(1))
+os.getuid = lambda: int(os.environ["GUEST"])  # root's own broker is the host's
+main.main()
+"""
+
+
+def run_as_guest(host: Path, *arguments: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run ``cubroker`` as a user without a broker, on a host whose broker has ``host`` in place of /run/cubroker."""
+    uid = str(os.getuid() or 1234)
+    env = environment(GUEST=uid, XDG_RUNTIME_DIR=str(host.with_name(f"{host.name}-guest")), **variables)
+    result: subprocess.CompletedProcess[str] = forkserver.run(
+        ["-c", GUEST, str(host), *map(str, arguments)],
+        preload=CLI,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
+    )
+    return result
+
+
 @contextmanager
 def started(*arguments: str | Path, env: Mapping[str, str] | None = None) -> Iterator[subprocess.Popen[str]]:
     """Start ``cubroker``, with signals as in a shell's foreground; what still runs at the end is killed.

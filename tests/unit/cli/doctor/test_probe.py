@@ -23,11 +23,12 @@ from cubroker.driver import Driver, DriverError, Peers, load
 from cubroker.driver.host.bindings import host_module
 from cubroker.driver.host.virtual_memory import CHANNEL
 from cubroker.protocol.errors import Denied
+from cubroker.protocol.paths import SESSION_SOCKET
 from cubroker.server.directory_lock import Directory
 from cubroker.server.transport import sandbox
 from tests.brokers import BrokerProcess, eventually
 from tests.unit.cli import terminal
-from tests.unit.cli.processes import DEADLINE, environment, holding, run, started
+from tests.unit.cli.processes import DEADLINE, environment, holding, run, run_as_guest, started
 
 KINDS = ["ipc", "vmm", "fabric", "events", "peers", "multicast"]
 
@@ -120,6 +121,28 @@ def test_a_broker_that_does_not_answer_is_told(broker: BrokerProcess, monkeypatc
         broker.process.send_signal(signal.SIGCONT)
     assert found.code == "unavailable"
     assert "did not answer within 0.2 s" in found.message
+
+
+def test_a_directory_that_is_not_taken_for_the_hosts_is_a_finding(tmp_path: Path) -> None:
+    host = tmp_path / "host"
+    host.mkdir()
+    host.chmod(0o777)
+    (host / SESSION_SOCKET).touch()
+    own = tmp_path / "host-guest" / "cubroker"
+    assert run_as_guest(host, "ls").returncode == 1
+    done = run_as_guest(host, "doctor", "--devices", "host:1@64MiB", "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    found = verdicts(json.loads(done.stdout))
+    assert found["directory"]["why"] == f"{own} is not there yet; `cubroker serve` makes it"
+    verdict = found["host's broker"]
+    assert verdict["works"] is False
+    assert verdict["why"].startswith(f"no broker serves {own}, and {host} is not taken for the host's: its group and ")
+    assert verdict["do"].startswith("to use it all the same, name it by --directory, ")
+    host.chmod(0o755)
+    done = run_as_guest(host, "doctor", "--devices", "host:1@64MiB", "--json")
+    found = verdicts(json.loads(done.stdout))
+    assert found["directory"]["why"].startswith(f"{host}, mode 755")
+    assert "host's broker" not in found
 
 
 def test_ctrl_c_ends_it_and_its_trials(tmp_path: Path) -> None:
