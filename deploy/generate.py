@@ -45,7 +45,7 @@ def completion(shell: str) -> str:
     kind = get_completion_class(shell)
     assert kind is not None
     made = kind(commands, {}, "cubroker", "_CUBROKER_COMPLETE")
-    return f"{made.source_template % made.source_vars()}\n".lstrip("\n")
+    return f"{(made.source_template % made.source_vars()).strip()}\n"
 
 
 def manual() -> Iterator[str]:

@@ -1,22 +1,22 @@
 _cubroker_completion() {
-    local IFS=$'\n'
-    local response
+    local line=${COMP_LINE:0:COMP_POINT}
+    local word=${line##*[[:space:]]}
+    local head=$word option='' type value
 
-    response=$(env COMP_WORDS="${COMP_WORDS[*]}" COMP_CWORD=$COMP_CWORD _CUBROKER_COMPLETE=bash_complete $1)
-
-    for completion in $response; do
-        IFS=',' read type value <<< "$completion"
-
-        if [[ $type == 'dir' ]]; then
-            COMPREPLY=()
-            compopt -o dirnames
-        elif [[ $type == 'file' ]]; then
-            COMPREPLY=()
-            compopt -o default
-        elif [[ $type == 'plain' ]]; then
-            COMPREPLY+=($value)
-        fi
-    done
+    [[ $2 == [=:] ]] || head=${word%"$2"}
+    [[ $word == -*=* ]] && option=${word%%=*}=
+    COMPREPLY=()
+    while IFS=',' read -r type value; do
+        case $type in
+            dir) compopt -o dirnames ;;
+            file) compopt -o default ;;
+            plain)
+                value=$option$value
+                COMPREPLY+=("${value#"$head"}")
+                [[ $value == *= ]] && compopt -o nospace
+                ;;
+        esac
+    done <<< "$(env COMP_LINE="$line" _CUBROKER_COMPLETE=bash_complete "$1")"
 
     return 0
 }
@@ -26,4 +26,3 @@ _cubroker_completion_setup() {
 }
 
 _cubroker_completion_setup;
-

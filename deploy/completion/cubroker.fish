@@ -15,4 +15,3 @@ function _cubroker_completion;
 end;
 
 complete --no-files --command cubroker --arguments "(_cubroker_completion)";
-
