@@ -41,7 +41,8 @@ def retire(reference: options.Reference, directory: Path, as_json: bool) -> None
         format.document({"name": reference.name, "version": retirement.version, "leases": retirement.leases})
         return
     fate = f"with the last of {format.count(retirement.leases, 'lease')}" if retirement.leases else "now"
-    format.say(f"{reference.name}@{retirement.version} is retired; its memory is freed {fate}.")
+    title = f"{reference.name}@{retirement.version}{options.where()}"
+    format.say(f"{title} is retired; its memory is freed {fate}.")
 
 
 @click.command("drain")
@@ -63,8 +64,10 @@ def drain(directory: Path, wait: float | None, off: bool) -> None:
     with options.connect(directory) as broker:
         broker.drain(on=not off)
         if off:
-            format.say("The broker lends again.")
+            format.say(f"The broker{options.where()} lends again.")
             return
+        if where := options.where():  # said at once, since the waiting may take long
+            format.note(f"the broker{where} lends nothing new")
         _wait_until_free(broker, inf if wait is None else wait)
     format.say("Nothing is held any more. The broker lends nothing until: cubroker drain --off")
 

@@ -141,16 +141,17 @@ def load_pool(
     if as_json:
         format.document(asdict(loaded))
     else:
-        format.say(summary(loaded))
+        format.say(summary(loaded, options.where()))
 
 
-def summary(loaded: Loaded) -> str:
-    """Return the result of a load in one line."""
+def summary(loaded: Loaded, where: str = "") -> str:
+    """Return the result of a load in one line, with `` on DIRECTORY`` if the reader does not know the broker."""
+    title = f"{loaded.name}@{loaded.version}{where}"
     held = f"{format.count(loaded.tensors, 'tensor')}, {format.size(loaded.nbytes)}"
     if not loaded.loaded:
-        return f"{loaded.name}@{loaded.version}: already there ({held}); nothing loaded"
+        return f"{title}: already there ({held}); nothing loaded"
     speed = format.rate(loaded.nbytes, loaded.seconds)
-    return f"{loaded.name}@{loaded.version}: {held} in {format.duration(loaded.seconds)} ({speed})"
+    return f"{title}: {held} in {format.duration(loaded.seconds)} ({speed})"
 
 
 @click.group("vllm")

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
+FOUND = "found directory"
+"""The key in a context's ``meta`` of a directory that was found, and not named."""
+
 REFUSED = 1
 """Exit status of a command that was refused."""
 
@@ -180,7 +183,18 @@ def reported(say: Callable[[str], None]) -> Iterator[None]:
 
 
 def _chosen(context: click.Context, _: click.Parameter, value: Path | None) -> Path:
-    return value or context.obj or find_directory()
+    if named := value or context.obj:
+        return Path(named)
+    found = find_directory()
+    if not os.environ.get("CUBROKER_DIR"):
+        context.meta[FOUND] = found
+    return found
+
+
+def where() -> str:
+    """Return `` on DIRECTORY`` for what a command says, if that was found and the user has named none; else nothing."""
+    found = click.get_current_context().meta.get(FOUND)
+    return f" on {format.printable(str(found))}" if found else ""
 
 
 _directory = partial(

@@ -61,13 +61,16 @@ main.main()
 """
 
 
-def run_as_guest(host: Path, *arguments: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
+def run_as_guest(
+    host: Path, *arguments: str | Path, folder: Path | None = None, **variables: str
+) -> subprocess.CompletedProcess[str]:
     """Run ``cubroker`` as a user without a broker, on a host whose broker has ``host`` in place of /run/cubroker."""
     uid = str(os.getuid() or 1234)
     env = environment(GUEST=uid, XDG_RUNTIME_DIR=str(host.with_name(f"{host.name}-guest")), **variables)
     result: subprocess.CompletedProcess[str] = forkserver.run(
         ["-c", GUEST, str(host), *map(str, arguments)],
         preload=CLI,
+        cwd=folder,
         env=env,
         stdin=subprocess.DEVNULL,
         capture_output=True,

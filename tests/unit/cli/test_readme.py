@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests import forkserver
 from tests.accounts import user_name
 from tests.brokers import eventually
-from tests.forkserver import CLI
 from tests.systemd.documented_session import Step, difference, steps
-from tests.unit.cli.processes import COMMAND, DEADLINE, environment, started
+from tests.unit.cli.processes import environment, run_as_guest, started
 
 README = (Path(__file__).parents[3] / "README.md").read_text()
 DIRECTORY = "/run/cubroker"
@@ -23,30 +20,21 @@ DIRECTORY = "/run/cubroker"
 
 
 class Page:
-    """The commands of the page, given one after the other in a folder of their own, to a broker in its place."""
+    """The commands of the page, given one after the other in a folder of their own, to a broker that they find."""
 
     def __init__(self, folder: Path, directory: Path) -> None:
         self.steps = [step for step in steps(README) if step.command.startswith("cubroker ")]
         self._left = iter(self.steps)
         self._folder = folder
         self._directory = directory
-        self.env = environment(CUBROKER_DIR=str(directory))
+        self.env = environment(CUBROKER_DIR=str(directory))  # of those who are to serve there
 
     def run(self, *commands: str) -> None:
         """Give the next commands, which have to be these, and check what they print."""
         for command in commands:
             step = self.next(command)
-            done = forkserver.run(
-                [*COMMAND[1:], *_words(step)],
-                preload=CLI,
-                cwd=self._folder,
-                env=self.env,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                timeout=DEADLINE,
-            )
-            self.check(step, done.stdout.splitlines())
+            done = run_as_guest(self._directory, *_words(step), folder=self._folder)
+            self.check(step, [*done.stderr.splitlines(), *done.stdout.splitlines()])
 
     def next(self, command: str) -> Step:
         """Return the next step, which has to be this command."""
