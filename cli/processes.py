@@ -20,7 +20,7 @@ RUNTIMES = {"docker": "docker", "libpod": "podman", "crio": "cri-o", "containerd
 SHORT_ID = 12
 """Characters of a container's id, as its runtime's commands show it."""
 
-_CONTAINER = re.compile(r"(?:^|[^0-9a-f])([0-9a-f]{32}|[0-9a-f]{64})(?:[^0-9a-f]|$)")
+_CONTAINER = re.compile(r"(?:^|[^0-9a-f])([0-9a-f]{32}|[0-9a-f]{64})(?![0-9a-f])")
 
 
 def known(clients: Sequence[ClientInfo], session: int) -> list[ClientInfo]:

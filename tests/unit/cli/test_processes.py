@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +15,9 @@ from cubroker.server import process_info
 from tests.brokers import eventually
 
 ID = "3f2a9c5d1e07" + "ab" * 26
+CONTAINERS = Path(__file__).parents[2] / "containers.json"
+"""Paths of cgroups, and the containers that commands and the page name for them."""
+
 OWN = ClientInfo(7, os.getpid(), os.getuid(), "connected", ())
 
 
@@ -20,21 +25,7 @@ def client(cgroup: str | None) -> ClientInfo:
     return ClientInfo(1, 4711, 0, "connected", (), process=ProcessInfo("vllm", cgroup, 1000.0))
 
 
-@pytest.mark.parametrize(
-    ("cgroup", "container"),
-    [
-        (None, "-"),
-        ("/", "-"),
-        ("/system.slice/vllm.service", "vllm.service"),
-        ("/user.slice/user-1000.slice/session-3.scope", "session-3.scope"),
-        (f"/system.slice/docker-{ID}.scope", "docker 3f2a9c5d1e07"),
-        (f"/docker/{ID}", "docker 3f2a9c5d1e07"),
-        (f"/machine.slice/libpod-{ID}.scope/container", "podman 3f2a9c5d1e07"),
-        (f"/kubepods.slice/kubepods-pod1.slice/cri-containerd-{ID}.scope", "containerd 3f2a9c5d1e07"),
-        (f"/../{ID[:32]}", "container 3f2a9c5d1e07"),
-        (f"/{ID[:40]}", ID[:40]),
-    ],
-)
+@pytest.mark.parametrize(("cgroup", "container"), json.loads(CONTAINERS.read_text()))
 def test_a_container_has_the_name_that_its_runtime_shows(cgroup: str | None, container: str) -> None:
     assert processes.container(client(cgroup).process) == container
 
