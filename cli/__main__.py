@@ -16,6 +16,9 @@ EXTRA = {"click", "rich"}
 BROKERS = {"serve", "keep", "demo"}
 """Commands that start a broker, which has an extra of its own."""
 
+VALUED = {"--directory", "--timeout"}
+"""Options before the command that a value follows."""
+
 
 def main() -> None:
     """Run the command line, and exit with its status; the entry point of the console script."""
@@ -28,14 +31,26 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if error.name not in EXTRA:
             raise
-        sys.exit(f"cubroker: {_missing(error.name, sys.argv[1:2])}")
+        sys.exit(f"cubroker: {_missing(error.name, sys.argv[1:])}")
 
 
-def _missing(package: str, command: list[str]) -> str:
-    """Return what to install for a command that a package is missing for."""
-    extras = "server,cli" if BROKERS.intersection(command) else "cli"
-    asked = " ".join(["cubroker", *command])
+def _missing(package: str, arguments: list[str]) -> str:
+    """Return what to install for a command line that a package is missing for."""
+    command = _command(arguments)
+    extras = "server,cli" if command in BROKERS else "cli"
+    asked = f"cubroker {command}".strip()
     return f"`{asked}` needs {package}, which is not installed: pip install 'cubroker[{extras}]'"
+
+
+def _command(arguments: list[str]) -> str:
+    """Return the command: the first word that is no option and no option's value; without one the first word of all."""
+    words = iter(arguments)
+    for word in words:
+        if word in VALUED:
+            next(words, None)
+        elif not word.startswith("-"):
+            return word
+    return "".join(arguments[:1])
 
 
 if __name__ == "__main__":

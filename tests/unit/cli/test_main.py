@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 import pytest
 
-from cubroker.cli import main
+from cubroker.cli import __main__, main
 from tests import forkserver
 from tests.forkserver import CLI
 from tests.unit.cli.processes import DEADLINE, environment, run
@@ -160,6 +160,11 @@ def test_help_names_every_command_and_every_command_has_help(capsys: pytest.Capt
         assert summary in overview
         assert main.run([command, "-h"]) == 0
         assert capsys.readouterr().out.startswith(f"Usage: cubroker {command} ")
+
+
+def test_options_before_the_command_that_have_values_are_known_where_click_is_not_installed() -> None:
+    valued = [each for each in main.commands.params if isinstance(each, click.Option) and not each.is_flag]
+    assert {name for each in valued for name in each.opts} == __main__.VALUED
 
 
 def test_help_says_which_commands_go_on_to_the_hosts_broker(capsys: pytest.CaptureFixture[str]) -> None:
