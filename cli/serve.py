@@ -146,8 +146,11 @@ def check(file: Path | None, given: Mapping[str, str]) -> int:
     """Say everything that makes no sense, a line each.
 
     The status is 1 if anything does not. FILE is what serve --config reads. Devices and budgets are checked as far as
-    that can be done without the devices.
+    that can be done without the devices. Metrics that this installation cannot serve are said too; a broker serves
+    without them.
     """
+    from cubroker.server import monitoring
+
     try:
         effective = _sources(file, given).read()
     except InvalidConfig as error:
@@ -155,7 +158,11 @@ def check(file: Path | None, given: Mapping[str, str]) -> int:
             format.complain(complaint)
         return options.REFUSED
     count = sum(value.origin != DEFAULT for value in effective.values.values())
-    format.say(f"{file or 'no file'}: {format.count(count, 'setting')}, nothing wrong")
+    why = "" if effective.config.metrics.listen is None else monitoring.obstacle()
+    if why:
+        format.complain(f"there will be no metrics: {why}")
+    outcome = "a broker serves, without metrics" if why else "nothing wrong"
+    format.say(f"{file or 'no file'}: {format.count(count, 'setting')}, {outcome}")
     return 0
 
 

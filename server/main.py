@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cubroker.driver import Device, Driver, DriverError, load
-from cubroker.protocol.errors import DeviceFailure, Invalid, needing
+from cubroker.protocol.errors import DeviceFailure, Invalid
 from cubroker.protocol.messages import GatewayChanged
 from cubroker.protocol.paths import REQUEST_SOCKET
-from cubroker.server import hardening, logs
+from cubroker.server import hardening, logs, monitoring
 from cubroker.server.broker import Broker
 from cubroker.server.config.load import ConfigSources, Current
 from cubroker.server.config.schema import Config
@@ -314,13 +314,18 @@ def _close(driver: Driver, memory: Mapping[str, DeviceAllocator]) -> None:
 def _observe(
     undo: AsyncExitStack, config: Config, ledger: Ledger, store: Store | None, session_log: SessionLog | None
 ) -> LedgerObserver:
-    """Return the ledger's observer, and serve metrics where the configuration says; ``undo`` ends that."""
+    """Return the ledger's observer, and serve metrics where the configuration says; ``undo`` ends that.
+
+    A package that metrics need and that is not installed is an error in the log: the broker serves without.
+    """
     if config.metrics.listen is None:
         return LedgerObserver(ledger)
+    if why := monitoring.obstacle():
+        log.error("there are no metrics: %s", why)
+        return LedgerObserver(ledger)
     # Imported only where metrics are on: it takes a twentieth of a second and 5 MiB.
-    with needing("serving metrics, as metrics.listen says,", "cubroker[server]"):
-        from cubroker.server.monitoring import http
-        from cubroker.server.monitoring.metrics import BrokerCounters
+    from cubroker.server.monitoring import http
+    from cubroker.server.monitoring.metrics import BrokerCounters
 
     counters = BrokerCounters()
     gauges = BrokerGauges(session_log.restarts, len(OURS), store.limit) if store and session_log else None

@@ -52,6 +52,7 @@ ARROWS: dict[str, set[str]] = {
         "server",
         "server.config",
         "server.keeper",
+        "server.monitoring",
     },
     "cli.doctor": {
         "cli",

@@ -7,6 +7,7 @@ import os
 import subprocess
 import tarfile
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -32,13 +33,14 @@ def bare(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 class BareBroker(BrokerProcess):
     """A broker that has what a worker has."""
 
-    def __init__(self, directory: Path, python: Path) -> None:
+    def __init__(self, directory: Path, python: Path, **variables: str) -> None:
         self._python = python
+        self._env = clean(**variables)
         super().__init__(directory)
 
     def spawn(self, log: int) -> subprocess.Popen[bytes]:
         command = [str(self._python), *self.command()[1:]]
-        return subprocess.Popen(command, env=clean(), stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        return subprocess.Popen(command, env=self._env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
 
 @pytest.fixture(scope="module")
@@ -189,6 +191,8 @@ def test_what_needs_numpy_says_so_and_how_it_is_installed(bare: Path, lender: Br
         (["--version"], "cubroker --version", "cli"),
         (["ls", "--json"], "cubroker ls", "cli"),
         (["serve"], "cubroker serve", "server,cli"),
+        (["--directory", "keep", "--timeout", "1", "serve", "demo"], "cubroker serve", "server,cli"),
+        (["--directory=serve", "retire", "demo"], "cubroker retire", "cli"),
     ],
 )
 def test_a_command_says_which_extra_it_needs(bare: Path, arguments: list[str], asked: str, extra: str) -> None:
@@ -212,14 +216,31 @@ def test_a_command_that_draws_says_so_where_only_click_is_there_for_some_other_p
     assert done.stderr == "cubroker: `cubroker top` needs rich, which is not installed: pip install 'cubroker[cli]'\n"
 
 
-def test_a_broker_serves_metrics_with_its_extra_and_says_so_without(bare: Path, tmp_path: Path) -> None:
-    command = [bare / "python", "-m", "cubroker.server", tmp_path / "run", "--devices", "host:1@64MiB"]
-    done = run(command, CUBROKER_METRICS_LISTEN=f"unix:{tmp_path}/metrics.sock")
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1] == (
-        "cubroker: serving metrics, as metrics.listen says, needs h11, which is not installed:"
-        " pip install 'cubroker[server]'"
-    )
+NO_METRICS = (
+    "serving metrics, as metrics.listen says, needs h11, which is not installed: pip install 'cubroker[server]'"
+)
+
+
+def test_a_broker_that_cannot_serve_metrics_says_what_to_install_and_lends_all_the_same(
+    bare: Path, tmp_path: Path
+) -> None:
+    listen = f"unix:{tmp_path}/metrics.sock"
+    start = partial(BareBroker, python=bare / "python", CUBROKER_METRICS_LISTEN=listen)
+    with started(start) as broker:
+        assert f" ERROR there are no metrics: {NO_METRICS}\n" in broker.log()
+        worker(bare, broker, ATTACH.format(optional=[]))
+        assert broker.stop() == 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_check_of_settings_says_that_there_will_be_no_metrics(wheel: Path, tmp_path: Path) -> None:
+    programs = wheels.environment(tmp_path / "venv", wheel, ["cli"])
+    listen = f"unix:{tmp_path}/metrics.sock"
+    done = run([programs / "cubroker", "config", "check"], CUBROKER_METRICS_LISTEN=listen)
+    assert (done.returncode, done.stderr) == (0, f"cubroker: there will be no metrics: {NO_METRICS}\n")
+    assert done.stdout == "no file: 1 setting, a broker serves, without metrics\n"
+    done = run([programs / "cubroker", "config", "check"])
+    assert (done.returncode, done.stdout, done.stderr) == (0, "no file: 0 settings, nothing wrong\n", "")
 
 
 @pytest.mark.slow
