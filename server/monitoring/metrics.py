@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections import Counter as Tally
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
+from math import inf
 
 from prometheus_client import (
     CollectorRegistry,
@@ -22,7 +23,7 @@ from prometheus_client.metrics_core import Metric
 
 from cubroker.protocol.errors import ERRORS
 from cubroker.protocol.messages import View
-from cubroker.protocol.status import HIDDEN_ID, WAITS
+from cubroker.protocol.status import HIDDEN_ID, WAITS, PoolInfo
 from cubroker.server.monitoring.observer import BrokerGauges, EventCounter
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # no samples of when each counter began
@@ -43,6 +44,7 @@ COLUMNS = {
 }
 """What is told of each device, by the fields of :class:`cubroker.protocol.status.DeviceInfo`."""
 
+OUT_OF_SERVICE = ("superseded", "retired")  #: States of versions that workers should leave.
 FREEING = "freeing"  #: The state of memory that no version needs and that its device has not taken back yet.
 OTHER = "(other)"  #: Stands for all names without a label of their own. No pool can have this name.
 HIDDEN = "(private)"  #: Stands for pools and users whose names the reader may not know.
@@ -73,6 +75,32 @@ class LabelLimiter:
         if not name:
             return HIDDEN
         return name if name in self._seen else OTHER
+
+
+class VersionAges:
+    """Since when versions are superseded or retired, as far as that is known.
+
+    No listing says it. It is when they were seen so first, or when the next version that there is was published.
+    """
+
+    def __init__(self) -> None:
+        #: By name, number and publication: when it was seen first.
+        self._seen: dict[tuple[str, int, float | None], float] = {}
+
+    def update(self, pools: Iterable[PoolInfo], now: float) -> Mapping[tuple[str, int], float]:
+        """Return it of each such version, by name and number, in seconds since 1970; ``now`` these are all versions."""
+        seen: dict[tuple[str, int, float | None], float] = {}
+        found: dict[tuple[str, int], float] = {}
+        later: dict[str, float] = {}
+        for pool in sorted(pools, key=lambda pool: pool.version, reverse=True):
+            if pool.state in OUT_OF_SERVICE:
+                key = (pool.name, pool.version, pool.published)
+                seen[key] = self._seen.get(key, now)
+                found[pool.name, pool.version] = min(seen[key], later.get(pool.name, inf))
+            if pool.published is not None:
+                later[pool.name] = min(pool.published, later.get(pool.name, inf))
+        self._seen = seen
+        return found
 
 
 class BrokerCounters(EventCounter):
@@ -117,6 +145,7 @@ class MetricsWriter:
         self._counters = counters
         self._pools = LabelLimiter()
         self._users = LabelLimiter()
+        self._ages = VersionAges()
 
     def text(self, view: View, gauges: BrokerGauges | None = None, now: float | None = None) -> bytes:
         """Return the text for a view and gauges, at a time in seconds since 1970."""
@@ -165,6 +194,11 @@ class MetricsWriter:
         longest = [((what,), max(times)) for what, times in waits.items()]  # at least 0: clocks are put back at times
         yield _gauge("cubroker_waiting_requests", "Requests that wait.", ("what",), number)
         yield _gauge("cubroker_longest_wait_seconds", "How long the first of them has waited.", ("what",), longest)
+        words = "How long the longest lease on a superseded or retired version has been one."
+        yield _gauge("cubroker_longest_old_lease_seconds", words, ("pool",), self._old_leases(view, now).items())
+        words = "How long a device has been freeing the first of what it is to free."
+        busy = [((str(each.index), each.uuid), gauges.freeing.get(each.uuid, 0.0)) for each in view.devices]
+        yield _gauge("cubroker_longest_free_seconds", words, DEVICE, busy)
         beyond = [((self._users.label(str(uid)),), nbytes) for uid, nbytes in gauges.beyond_leases.items()]
         words = "Bytes that processes have mapped or open without a lease, of users of whom the broker can tell."
         yield _gauge("cubroker_mapped_beyond_leases_bytes", words, ("user",), beyond)
@@ -176,6 +210,16 @@ class MetricsWriter:
         if gauges.storable is not None:
             words = "Descriptors that the store takes of this broker."
             yield GaugeMetricFamily("cubroker_store_descriptors_limit", words, gauges.storable)
+
+    def _old_leases(self, view: View, now: float) -> Mapping[tuple[str], float]:
+        """Return how long the longest lease on a version out of service has been one, by the label of the pool."""
+        longest = {(self._pools.label(pool.name),): 0.0 for pool in view.pools}
+        ages = self._ages.update(view.pools, now)
+        for lease in (lease for client in view.clients for lease in client.leases):
+            if (since := ages.get((lease.pool, lease.version))) is not None:
+                label = (self._pools.label(lease.pool),)
+                longest[label] = max(longest[label], now - max(since, lease.held_since or 0.0))
+        return longest
 
 
 class _Families(list[Metric]):

@@ -42,16 +42,21 @@ from cubroker.protocol.messages import (
 )
 from cubroker.server.ledger import Ledger
 from cubroker.server.ledger.events import (
+    BindMulticast,
     ConnectionLost,
     Effect,
     ForgetSession,
+    Free,
+    Freed,
     LedgerEvent,
+    MulticastUnbound,
     ProcessExited,
     ProcessScanFinished,
     Reconfigured,
     RequestReceived,
     Respond,
     SessionOpened,
+    UnbindMulticast,
 )
 from cubroker.server.ledger.ledger import Holder
 from cubroker.server.transport.peer_credentials import RateLimiter
@@ -83,6 +88,8 @@ class BrokerGauges:
     storable: int | None = None
     #: Bytes that processes refer to beyond their leases, by user, as far as that is known.
     beyond_leases: Mapping[int, int] = field(default_factory=dict)
+    #: For how many seconds each device, by UUID, has been freeing the first of what it is to free; 0 if it is absent.
+    freeing: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +161,39 @@ def _describe(request: PendingRequest, reply: Reply) -> tuple[int, str, dict[str
             return logging.DEBUG, f"{kind} was done", {}
 
 
+class Releases:
+    """What devices are freeing, and since when: memory, and multicast groups, which are unbound before."""
+
+    def __init__(self) -> None:
+        #: The devices of each group.
+        self._groups: dict[int, tuple[str, ...]] = {}
+        #: By ticket and numbers, or by group: the devices, and when it began.
+        self._under_way: dict[object, tuple[tuple[str, ...], float]] = {}
+
+    def begun(self, effect: Free | BindMulticast | UnbindMulticast, now: float) -> None:
+        """Note what devices are told ``now``, in seconds from any beginning."""
+        match effect:
+            case BindMulticast():
+                self._groups[effect.group] = tuple(device for device, _ in effect.members)
+            case UnbindMulticast():
+                self._under_way.setdefault(effect.group, (self._groups.pop(effect.group, ()), now))
+            case Free():
+                self._under_way.setdefault((effect.ticket, effect.numbers), ((effect.device,), now))
+
+    def done(self, event: Freed | MulticastUnbound) -> None:
+        """Note that a device has done so."""
+        key = event.group if isinstance(event, MulticastUnbound) else (event.ticket, event.numbers)
+        self._under_way.pop(key, None)
+
+    def longest(self, now: float) -> Mapping[str, float]:
+        """Return for how long each device has been busy with the first of what it has not done yet."""
+        found: dict[str, float] = {}
+        for devices, since in self._under_way.values():
+            for device in devices:
+                found[device] = max(found.get(device, 0.0), now - since)
+        return found
+
+
 class LedgerObserver:
     """Watches a ledger, for the log and for metrics. Only the broker's loop calls it, unless a method says otherwise.
 
@@ -170,6 +210,7 @@ class LedgerObserver:
         self._limiter = RateLimiter(BURST, REFILL)
         self._excesses: Mapping[int, str] = {}
         self._beyond_leases: Mapping[int, int] = {}
+        self._releases = Releases()
         self._pending: defaultdict[int, dict[int, PendingRequest]] = defaultdict(dict)
 
     def snapshot(self, *, everything: bool) -> Snapshot:
@@ -179,6 +220,7 @@ class LedgerObserver:
             self._gauges,
             stored=None if stored is None else stored + self._ledger.stored_fds,
             beyond_leases=self._beyond_leases,
+            freeing=self._releases.longest(time.monotonic()),
         )
         return Snapshot(self._ledger.view(everything=everything), self.revision, gauges)
 
@@ -225,9 +267,13 @@ class LedgerObserver:
             self._log(logging.DEBUG, self._ledger.holder(event.session), "joined")
         elif isinstance(event, ProcessScanFinished | Reconfigured):
             self._measured()
+        elif isinstance(event, Freed | MulticastUnbound):
+            self._releases.done(event)
         for effect in effects:
             if isinstance(effect, Respond):
                 self._answered(effect.session, effect.request, effect.body)
+            elif isinstance(effect, Free | BindMulticast | UnbindMulticast):
+                self._releases.begun(effect, time.monotonic())
             elif isinstance(effect, ForgetSession):
                 self._pending.pop(effect.session, None)
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cubroker.protocol import fields as pools
 from cubroker.protocol.errors import Invalid
 from cubroker.protocol.messages import View
-from cubroker.protocol.status import HIDDEN_ID
+from cubroker.protocol.status import HIDDEN_ID, BlockInfo, ClientInfo, LeaseInfo, PoolInfo
 from cubroker.server.monitoring.metrics import (
     HIDDEN,
     LINGER,
@@ -124,6 +125,65 @@ def test_without_a_store_nothing_is_told_of_it() -> None:
     assert found["cubroker_store_descriptors"] == {(): 17}
     assert found["cubroker_store_descriptors_limit"] == {(): 512}
     assert found["cubroker_restarts_total"] == {(): 3}
+
+
+MINUTE = 60.0
+
+
+def versions(*states: str, published: Sequence[float]) -> tuple[PoolInfo, ...]:
+    """Versions 1, 2, … of one pool in these states, and when they were published."""
+    (info, *_) = scenes.view(1, 1).pools
+    numbered = enumerate(zip(states, published, strict=True), 1)
+    return tuple(
+        msgspec.structs.replace(info, name="a", version=number, state=state, published=then)
+        for number, (state, then) in numbered
+    )
+
+
+def holding(pools: tuple[PoolInfo, ...], **since: float) -> View:
+    """A view of these versions, of which each is held by a client since a time; ``v1`` is the first."""
+    leases = [LeaseInfo("a", int(name[1:]), then) for name, then in since.items()]
+    clients = tuple(ClientInfo(n, n, 0, "connected", (lease,)) for n, lease in enumerate(leases))
+    view = scenes.view(1, 0)
+    blocks = (BlockInfo(view.devices[0].uuid, "a", 1, "current", "held", 1, 0),)
+    return msgspec.structs.replace(view, pools=pools, clients=clients, blocks=blocks)
+
+
+def test_a_lease_is_old_since_its_version_was_superseded_as_far_as_that_is_known() -> None:
+    now = scenes.NOW
+    oldest = "cubroker_longest_old_lease_seconds"
+    assert set(scrape(scenes.view(2, 5))[oldest]) == {(pool.name,) for pool in scenes.view(2, 5).pools}
+    assert oldest not in scrape(scenes.view(2, 5), everything=False)
+    pools = versions("superseded", "current", published=(now - 300 * MINUTE, now - 2 * MINUTE))
+    assert scrape(holding(pools, v1=now - 200 * MINUTE, v2=now))[oldest] == {("a",): 2 * MINUTE}
+    assert scrape(holding(pools, v1=now - MINUTE))[oldest] == {("a",): MINUTE}, "it was granted after that"
+    assert scrape(holding(pools, v2=now - MINUTE))[oldest] == {("a",): 0}
+    assert scrape(holding(pools, v1=now - MINUTE), now=now - 9 * MINUTE)[oldest] == {("a",): 0}, (
+        "the clock was put back"
+    )
+    retired = versions("retired", published=(now - 300 * MINUTE,))
+    assert scrape(holding(retired, v1=now - 200 * MINUTE))[oldest] == {("a",): 0}, "nothing says since when"
+
+
+def test_a_version_that_stays_is_old_for_longer_and_longer_whatever_is_published_meanwhile() -> None:
+    writer, began = MetricsWriter(BrokerCounters().registry), scenes.NOW
+    for number in range(2, 90):
+        now = began + number * MINUTE
+        states = ("superseded", *("ended",) * (number - 3), "superseded", "current")[-number:]
+        every = versions(*states, published=[began + each * MINUTE for each in range(1, number + 1)])
+        there = tuple(pool for pool in every if pool.state != "ended")
+        leases = {"v1": began + MINUTE, f"v{number - 1}": now - MINUTE}
+        text = writer.text(holding(there, **leases), None, now).decode()
+        assert f'cubroker_longest_old_lease_seconds{{pool="a"}} {now - began - 2 * MINUTE}' in text
+        only_followers = writer.text(holding(there, **{f"v{number - 1}": now - MINUTE}), None, now).decode()
+        assert 'cubroker_longest_old_lease_seconds{pool="a"} 0.0' in only_followers
+
+
+def test_it_is_told_for_how_long_devices_have_been_freeing() -> None:
+    first, second = scenes.view(2, 0).devices
+    found = scrape(scenes.view(2, 0), gauges=BrokerGauges(freeing={first.uuid: 700.0, "GPU-absent": 1.0}))
+    assert found["cubroker_longest_free_seconds"] == {(first.uuid, "0"): 700, (second.uuid, "1"): 0}
+    assert "cubroker_longest_free_seconds" not in scrape(scenes.view(2, 0), everything=False)
 
 
 def test_bytes_beyond_leases_are_told_by_user_and_only_so_many_users_are_named() -> None:

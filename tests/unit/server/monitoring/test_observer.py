@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
 import pytest
 
@@ -12,7 +13,7 @@ from cubroker.server.ledger import events as e
 from cubroker.server.ledger.policy import Policy, Quota
 from cubroker.server.monitoring import observer
 from cubroker.server.monitoring.metrics import BrokerCounters
-from cubroker.server.monitoring.observer import LedgerObserver
+from cubroker.server.monitoring.observer import LedgerObserver, Releases
 from tests.unit.server.ledger.story import ALICE, BOB, BROKER, MIB, asks, attaches, creates
 
 
@@ -133,6 +134,41 @@ def test_nothing_is_kept_of_requests_that_nobody_will_answer(scene: Scene) -> No
 def test_an_answer_to_a_question_of_an_earlier_broker_is_not_counted(scene: Scene) -> None:
     scene.observer.after(e.TimerExpired(1), [e.Respond(2, 77, m.Done())])
     assert scene.counted("cubroker_request_seconds_count", request="Attach") is None
+
+
+def test_a_device_frees_until_it_says_that_it_has(scene: Scene) -> None:
+    scene.publish()
+    assert freeing(scene) == {}
+    scene.tell(creates(1, 3, "llama", MIB), e.Allocated(2, (b"handle",)), asks(1, 4, m.Seal(2)))
+    scene.tell(asks(1, 5, m.Retire("llama", 2)))
+    before = freeing(scene)["GPU-0"]
+    assert 0 <= before <= freeing(scene)["GPU-0"]
+    scene.tell(e.Freed(1))
+    assert set(freeing(scene)) == {"GPU-0"}, "the other one is left"
+    scene.tell(e.Freed(2))
+    assert freeing(scene) == {}
+
+
+def test_the_memory_of_a_group_is_being_freed_while_its_devices_unbind_it() -> None:
+    releases = Releases()
+    members = (("GPU-0", 5), ("GPU-1", 6))
+    releases.begun(e.BindMulticast(7, (MIB,), members), 0.0)
+    assert releases.longest(1.0) == {}
+    releases.begun(e.UnbindMulticast(7), 10.0)
+    assert releases.longest(11.0) == {"GPU-0": 1.0, "GPU-1": 1.0}
+    releases.done(e.MulticastUnbound(7))
+    releases.begun(e.Free(5, "GPU-0", (1, 2)), 12.0)
+    releases.begun(e.Free(5, "GPU-0", (3,)), 14.0)
+    assert releases.longest(15.0) == {"GPU-0": 3.0}
+    releases.done(e.Freed(5, (1, 2)))
+    assert releases.longest(15.0) == {"GPU-0": 1.0}
+    releases.done(e.Freed(5, (3,)))
+    releases.done(e.Freed(5, (3,)))
+    assert releases.longest(15.0) == {}
+
+
+def freeing(scene: Scene) -> Mapping[str, float]:
+    return scene.observer.snapshot(everything=True).gauges.freeing
 
 
 def test_a_mistake_in_looking_is_logged_and_harms_nobody(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
