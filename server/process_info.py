@@ -1,7 +1,7 @@
 """What /proc tells of a client's process: its name, its cgroup, and when it began.
 
 The command line is not read. It may hold secrets, and reading it takes a lock that a process can keep for as long as it
-likes (``mmap_lock``), which would stop a broker; the files here take none.
+likes (``mmap_lock``), which would stop a broker. The files here take none that a process can keep.
 """
 
 from __future__ import annotations
