@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -16,13 +17,16 @@ from cubroker.client.transport.requests import expect
 from cubroker.driver import Device, Driver, DriverError
 from cubroker.driver.device_names import describe
 from cubroker.driver.peer_access import Link
-from cubroker.protocol.errors import DeviceFailure, NotFound
-from cubroker.protocol.layout import Layout, TensorSpec
+from cubroker.protocol.errors import DeviceFailure, NotFound, Retired
+from cubroker.protocol.layout import Layout, TensorIndex, TensorSpec
 from cubroker.protocol.messages import VMM, Describe, Description, DigestList
 from cubroker.protocol.status import ClientInfo, DeviceInfo, PoolInfo, SharingInfo
 
 SHORT = len("GPU-01234567")
 """Characters that a UUID is shown with at least."""
+
+ANSWER = 30.0
+"""Seconds that a broker has to describe a version."""
 
 FEW = 6
 """Devices whose columns have a word in their titles; more have their index alone, so that 16 of them fit."""
@@ -112,10 +116,14 @@ def show(reference: options.Reference, directory: Path, as_json: bool) -> None:
     `cubroker devices` shows.
     """
     with options.connect(directory) as broker:
-        info, layout, places = broker.describe(reference.name, reference.version)
-        sharing = expect(broker.requests.submit(Describe(info.name, info.version)).result(), Description).shared
-        devices = broker.devices()
-        digests = broker.digests(info.name, info.version) if info.digest else None
+        asked = broker.requests.submit(Describe(reference.name, reference.version or 0))
+        described = expect(asked.result(ANSWER), Description)
+        info, layout, sharing = described.info, TensorIndex.decode(described.layout).layout, described.shared
+        places = tuple(info.devices[index] for index in described.plan or ())
+        devices, digests = broker.devices(), None
+        if as_json and info.digest:
+            with suppress(NotFound, Retired):  # it may have ended since it was described
+                digests = broker.digests(info.name, info.version)
         clients = processes.known(broker.clients(), broker.session)
     holders = processes.holders(clients).get((info.name, info.version), [])
     if as_json:

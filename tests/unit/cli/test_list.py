@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from cubroker.cli import main
 from cubroker.client import Broker
 from cubroker.protocol import Layout
 from cubroker.protocol.messages import Close, Done
@@ -234,6 +235,30 @@ def test_show_adds_the_layout_to_what_ls_says(directory: Path, llama: str) -> No
             {"name": "step", "dtype": "I64", "shape": [], "nbytes": 8, **place, "offset": 256},
         ],
     }
+
+
+@pytest.mark.parametrize("options", [["--json"], []])
+def test_show_tells_of_a_version_that_ends_while_it_asks(
+    directory: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    with Broker(directory) as owner:
+        with owner.create(name, Layout.pack([("x", "U8", (5,))])) as draft:
+            draft.seal(digest=True)
+        devices = Broker.devices
+
+        def retired_before(broker: Broker) -> Any:
+            owner.retire(name)
+            return devices(broker)
+
+        monkeypatch.setattr(Broker, "devices", retired_before)
+        assert main.run(["--directory", str(directory), "show", name, *options]) == 0
+    written = capsys.readouterr()
+    assert written.err == ""
+    if options:
+        shown = json.loads(written.out)
+        assert (shown["name"], shown["state"], shown["digests"]) == (name, "current", None)
+    else:
+        assert written.out.startswith(f"{name}@1: current, 0 leases, ")
 
 
 def test_json_is_json_whatever_the_terminal_can_show(directory: Path, tmp_path: Path) -> None:
