@@ -53,8 +53,8 @@ class Broker(Reconnecting):
     is closed), ``TimedOut`` (it did not answer) and ``Invalid`` (an argument that nothing can have, or a forked child).
 
     Args:
-        directory: where the broker listens; by default ``$CUBROKER_DIR``, else this user's own directory if a broker
-            is there, else the host's, ``/run/cubroker``.
+        directory: where the broker listens; by default ``$CUBROKER_DIR``, else this user's own directory if a socket is
+            there, whether or not its broker serves, else the host's, ``/run/cubroker``, if a socket is there.
         timeout: seconds that the broker may take to answer, beyond what a request itself may wait.
         connect_timeout: seconds that the broker may take to open the session; by default ``timeout``. A broker that is
             starting, or is being started again, answers when it serves.

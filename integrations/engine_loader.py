@@ -9,7 +9,7 @@ order, and :func:`obtain` has one process of many do the first half. The options
 take as ``--model-loader-extra-config``, in JSON, are:
 
 ``directory``
-    where the broker listens; by default ``$CUBROKER_DIR``, else where one is found (:class:`cubroker.Broker`).
+    where the broker listens; by default ``$CUBROKER_DIR``, else where a socket is found (:class:`cubroker.Broker`).
 ``pool``
     how names of pools begin; by default the engine's name.
 ``share``, ``durable``, ``mode``

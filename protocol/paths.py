@@ -46,22 +46,35 @@ def check(directory: Path) -> None:
 
 
 def find_directory(environ: Mapping[str, str] = os.environ, uid: int | None = None) -> Path:
-    """Return where a client that was told no directory connects: its user's broker, else the host's, if there is one.
+    """Return where a client that was told no directory connects: where a broker's socket is, its user's or the host's.
 
-    Without either it is the user's directory. ``$CUBROKER_DIR`` comes before all of them.
+    The user's own directory comes first, whether or not a broker serves there now; where it has no socket, or another
+    user made it, ``/run/cubroker`` comes next. Without a socket in either it is the user's directory. ``$CUBROKER_DIR``
+    comes before all of them.
 
     Raises:
         Denied: the host's directory is neither root's nor the service's, or others could replace what is in it.
     """
-    own = default_directory(environ, uid)
-    if environ.get("CUBROKER_DIR") or own == SYSTEM or _has_socket(own) or not _has_socket(SYSTEM):
+    own, user = default_directory(environ, uid), os.getuid() if uid is None else uid
+    if environ.get("CUBROKER_DIR") or own == SYSTEM or not _has_socket(SYSTEM):
         return own
-    if doubt := _doubt(SYSTEM, os.getuid() if uid is None else uid):
+    stranger = _stranger(own, user)
+    if stranger is None and _has_socket(own):
+        return own
+    if doubt := _doubt(SYSTEM, user):
+        here = f"no socket is in {own}" if stranger is None else f"{own} belongs to user {stranger}"
         raise Denied(
-            f"no broker serves {own}, and {SYSTEM} is not taken for the host's: {doubt}; to use it all the same, name"
-            f" it by {NAMED}"
+            f"{here}, and {SYSTEM} is not taken for the host's: {doubt}; to use it all the same, name it by {NAMED}"
         )
     return SYSTEM
+
+
+def _stranger(directory: Path, user: int) -> int | None:
+    """Return the user who made a directory, or a link in its place, unless that is ``user`` or root."""
+    with suppress(OSError):  # it is not there, or does not tell
+        owner = directory.lstat().st_uid
+        return None if owner in (0, user) else owner
+    return None
 
 
 def _has_socket(directory: Path) -> bool:

@@ -236,7 +236,7 @@ def _explain(error: OSError, directory: Path, timeout: float) -> Unavailable | D
 def _instead(directory: Path) -> str:
     """Return the advice for a directory that no broker serves."""
     if directory != SYSTEM and os.access(SYSTEM / SESSION_SOCKET, os.F_OK):
-        return f"there is one on {SYSTEM}: name that by {NAMED}"
+        return f"a socket is on {SYSTEM}: name that by {NAMED}"
     if directory == SYSTEM and os.getuid():
         return "root starts the host's with `systemctl start cubroker`, and you one of your own with: cubroker serve"
     return f"start one with: cubroker serve --directory {directory} (another place is named by {NAMED})"

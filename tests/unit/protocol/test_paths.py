@@ -95,6 +95,42 @@ def test_the_hosts_broker_is_that_of_root_or_of_the_service_and_of_no_other_user
 
 
 @needs_root
+def test_a_directory_that_another_user_made_in_the_place_of_this_users_is_none_of_its_own(host: Path) -> None:
+    host.parent.chmod(0o755)
+    user = host.with_name("user") / "cubroker"
+    user.mkdir(parents=True)
+    (user / paths.SESSION_SOCKET).touch()
+    link = host.with_name("linked") / "cubroker"
+    link.parent.mkdir()
+    link.symlink_to(user)
+    os.chown(user, SOMEBODY, SOMEBODY)
+    for owner, found in ((54_321, host), (SOMEBODY, user), (0, user)):
+        os.chown(user, owner, owner)
+        assert paths.find_directory(own(host), SOMEBODY) == found
+    os.chown(link, 54_321, 54_321, follow_symlinks=False)  # whose target is root's
+    assert paths.find_directory({"XDG_RUNTIME_DIR": str(link.parent)}, SOMEBODY) == host
+    os.chown(user, 54_321, 54_321)
+    user.chmod(0o700)
+    os.seteuid(SOMEBODY)
+    try:
+        assert paths.find_directory(own(host), SOMEBODY) == host
+    finally:
+        os.seteuid(0)
+    (host / paths.SESSION_SOCKET).unlink()
+    assert paths.find_directory(own(host), SOMEBODY) == user  # which is denied by name
+
+
+@needs_root
+def test_between_two_strangers_directories_neither_is_taken(host: Path) -> None:
+    user = host.with_name("user") / "cubroker"
+    user.mkdir(parents=True)
+    for directory in (host, user):
+        os.chown(directory, 54_321, 54_321)
+    with pytest.raises(Denied, match=rf"^{user} belongs to user 54321, and {host} is not taken for the host's: it bel"):
+        paths.find_directory(own(host), SOMEBODY)
+
+
+@needs_root
 def test_a_directory_of_the_host_that_a_user_may_not_search_is_that_of_a_broker(host: Path) -> None:
     host.parent.chmod(0o755)
     host.chmod(0o700)  # this process stays in root's group

@@ -277,7 +277,7 @@ def test_who_looks_for_a_broker_in_the_wrong_place_hears_of_the_one_of_the_syste
     with pytest.raises(Unavailable, match=f"start one with: cubroker serve --directory {tmp_path / 'elsewhere'}"):
         Broker(tmp_path / "elsewhere")
     (tmp_path / SESSION_SOCKET).touch()
-    with pytest.raises(Unavailable, match=rf"there is one on {tmp_path}: name that"):
+    with pytest.raises(Unavailable, match=rf"a socket is on {tmp_path}: name that"):
         Broker(tmp_path / "elsewhere")
 
 
