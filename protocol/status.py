@@ -80,8 +80,10 @@ class LeaseInfo(Struct, frozen=True):
 
 
 MAX_PROCESS_NAME = 64
+"""Characters of a process's name; a longer one loses its end."""
+
 MAX_CGROUP = 512
-"""Characters of a process's name, and of its cgroup's path, of which a longer one loses its beginning."""
+"""Characters of the path of a process's cgroup; a longer one loses its beginning."""
 
 
 class ProcessInfo(Struct, frozen=True):
