@@ -30,6 +30,7 @@ from cubroker.client.fork_guard import NotPicklable, OwnerProcess
 from cubroker.protocol import wire
 from cubroker.protocol.errors import CubrokerError, Invalid, TimedOut, Unavailable, from_code
 from cubroker.protocol.fields import MAX_RECEIVED, MAX_WAIT
+from cubroker.protocol.layout import MAX_EXTENT
 from cubroker.protocol.messages import Answer, Cancel, Envelope, Failed, Notice, Reply, Request
 from cubroker.protocol.wire import Bearer
 
@@ -450,8 +451,10 @@ def version_number(version: int | None) -> int:
     """Return a version as requests have it, 0 for the current one; raises ``Invalid`` if it is none."""
     if version is None:
         return 0
-    if version < 1:
-        raise Invalid(f"version {version}: versions count from 1; leave it out for the current one")
+    if isinstance(version, bool) or not isinstance(version, int):
+        raise Invalid(f"version {version!r} is no whole number; leave it out for the current one")
+    if not 1 <= version <= MAX_EXTENT:
+        raise Invalid(f"version {version}: versions count from 1 to {MAX_EXTENT}; leave it out for the current one")
     return version
 
 

@@ -185,6 +185,10 @@ def test_a_retired_version_stays_with_who_holds_it(client: Broker, name: str) ->
     [
         (lambda broker: broker.attach("no name!"), Invalid, "cannot name a pool"),
         (lambda broker: broker.attach("x", version=0), Invalid, "count from 1"),
+        (lambda broker: broker.attach("x", version=2**70), Invalid, "count from 1"),
+        (lambda broker: broker.attach("x", version="2"), Invalid, "version '2' is no whole number; .* current one"),
+        (lambda broker: broker.retire("x", version=1.0), Invalid, "version 1.0 is no whole number"),
+        (lambda broker: broker.describe("x", version=True), Invalid, "version True is no whole number"),
         (lambda broker: broker.attach("x", wait=-1), Invalid, "wait of -1"),
         (lambda broker: broker.attach("x", wait=float("nan")), Invalid, "wait of nan"),
         (lambda broker: broker.create("x", LAYOUT, share="wish"), Invalid, "unknown share kind"),
