@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import pwd
 from collections.abc import Callable, Mapping, Sequence
@@ -32,8 +31,6 @@ from cubroker.protocol.status import ClientInfo, DeviceInfo, Line, PoolInfo
 
 if TYPE_CHECKING:
     from cubroker.client.publish import Sources
-
-log = logging.getLogger(__name__)
 
 H = TypeVar("H", bound=Pool | NameLock)
 
@@ -285,7 +282,7 @@ class Broker(Reconnecting):
             base: an earlier version of the same pool, whose memory the new one shares as far as it has not changed: a
                 pool that is attached to it, its number, or the pool's name for the current version. Tensors that are
                 left out stay as they are there. Devices, plan, share kind and durability are the base's. Not for what
-                is ``multicast`` or writable by its readers.
+                is ``multicast`` or writable by its readers, nor for a pool that is closed or :attr:`~Pool.lost`.
 
         Raises:
             Unsupported: the base cannot share its memory, or the broker is too old for that.
@@ -647,10 +644,9 @@ class Broker(Reconnecting):
         self, name: str, base: Pool | int | str, sources: Sources, undo: ExitStack
     ) -> tuple[Pool, PoolInfo, tuple[str, ...]]:
         """Return a version that an update can share memory with, all its tensors, and where its allocations are."""
-        found = base.name if isinstance(base, Pool) else base if isinstance(base, str) else name
-        if found != name or (isinstance(base, Pool) and not base._sealed):
-            raise Invalid(f"an update of {name!r} has a published version of that pool as its base, and not {base!r}")
-        version = base.version if isinstance(base, Pool) else base if isinstance(base, int) else None
+        from cubroker.client.publish import base_version
+
+        version = base_version(name, base, self.directory)
         while True:
             info, layout, homes = self.describe(name, version)
             if isinstance(base, Pool) and base._session is self._session and len(base) == len(layout.tensors):

@@ -12,6 +12,7 @@ import ctypes
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import lru_cache, partial
+from pathlib import Path
 from threading import Lock
 from typing import NamedTuple, Self
 
@@ -23,9 +24,11 @@ from cubroker.client.loading.checkpoint import StoredTensor
 from cubroker.client.loading.copy import Target, copy_files, hold_all, target_of
 from cubroker.client.named_arrays import Arrays, describe
 from cubroker.client.pool import Pool
+from cubroker.client.transport.requests import version_number
 from cubroker.driver import Context, Driver, DriverError, Stream
 from cubroker.driver.batched_copy import Segment
 from cubroker.driver.buffers import address
+from cubroker.protocol.errors import Invalid
 from cubroker.protocol.layout import Layout, TensorSpec
 
 _Placed = tuple[str, TensorSpec, int]
@@ -237,6 +240,39 @@ class Sources:
             for target in targets
             if not target.upstream and target.pointers[allocation] is not None
         )
+
+
+def base_version(name: str, base: object, directory: Path) -> int | None:
+    """Return the number of the version that an update of the pool ``name`` has as its base; None for the current one.
+
+    Args:
+        name: the pool.
+        base: what the caller gave for it.
+        directory: of the broker that the update goes to, which may know another version by a pool's number.
+
+    Raises:
+        Invalid: it is no published version of the pool, or none that this broker is certain to know by its number.
+    """
+    if isinstance(base, Pool) and base.name == name and base._sealed:
+        there, why = base._session.directory, ""
+        if base.lost:
+            why = f"it is lost ({base.lost}), and its number may be another version's now; attach again"
+        elif base.closed:
+            why = "it is closed; attach again, or give its number"
+        elif there != directory:
+            why = f"it is of the broker on {there}, and the update goes to that on {directory}"
+        if why:
+            raise Invalid(f"{base!r} cannot be the base of an update: {why}")
+        return base.version
+    if isinstance(base, int) and not isinstance(base, bool):
+        return version_number(base)
+    if isinstance(base, str) and base == name:
+        return None
+    hint = "; of a pool for asyncio give its `blocking`" if isinstance(getattr(base, "blocking", None), Pool) else ""
+    raise Invalid(
+        f"an update of {name!r} has a published version of that pool as its base: a pool that is attached to it, its"
+        f" number, or the pool's name, and not {base!r}{hint}"
+    )
 
 
 @lru_cache(maxsize=8)

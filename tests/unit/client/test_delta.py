@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 import torch
 
+from cubroker import aio
 from cubroker.client import Broker, delta
 from cubroker.client import publish as publishing
 from cubroker.driver import DriverError
 from cubroker.protocol import Layout, messages
 from cubroker.protocol.errors import DeviceFailure, Invalid, NotFound, Retired, Unsupported
-from tests.brokers import BrokerProcess, eventually
+from tests.brokers import BrokerProcess, eventually, serving
 from tests.unit.client.conftest import leases, session_of
 from tests.unit.client.scripts import start
 
@@ -225,6 +226,10 @@ def test_a_draft_of_an_update_has_nothing_mapped_of_what_is_shared(client: Broke
     [
         ({}, 7, NotFound, "7"),
         ({}, "elsewhere", Invalid, "not 'elsewhere'"),
+        ({}, 0, Invalid, "count from 1"),
+        ({}, True, Invalid, "a pool that is attached to it, its number, or the pool's name, and not True"),
+        ({}, 1.0, Invalid, "and not 1.0"),
+        ({}, ["1"], Invalid, r"and not \['1'\]"),
         ({"devices": [0]}, 1, Invalid, "leave devices and plan out"),
         ({"share": "ipc"}, 1, Unsupported, "share kind"),
         ({"durable": True}, 1, Unsupported, "store"),
@@ -238,6 +243,23 @@ def test_what_a_base_cannot_be_is_refused(
         client.publish(name, {"a": filled(1)}, base=base, **terms)
     assert held(client, name) == {1: (8 * MIB, 0)}
     assert not leases(client, name)
+
+
+def test_a_base_is_this_brokers_and_open(client: Broker, name: str) -> None:
+    client.publish(name, model(), share="vmm")
+    with serving() as elsewhere, Broker(elsewhere.directory) as other:
+        other.publish(name, model(a=9), share="vmm")
+        with other.attach(name) as pool, pytest.raises(Invalid, match=f"is of the broker on {elsewhere.directory}"):
+            client.publish(name, {"b": filled(1)}, base=pool)
+    with Broker(client.directory) as other, other.attach(name) as pool:
+        assert client.publish(name, {"b": filled(70)}, base=pool) == 2
+    with pytest.raises(Invalid, match=r"version 1, 8 tensors, closed> .* it is closed"):
+        client.publish(name, {"b": filled(1)}, base=pool)
+    with client.attach(name) as pool:
+        with pytest.raises(Invalid, match=r"and not <Pool .*>; .* give its `blocking`"):
+            client.publish(name, {"b": filled(1)}, base=aio.Pool(pool))  # type: ignore[arg-type]
+        assert client.publish(name, {"c": filled(71)}, base=pool) == 3
+    assert content(client, name) == values(b=70, c=71)
 
 
 @pytest.mark.parametrize("terms", [{"writable": True}, {"share": "multicast"}])

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from cubroker.client import Broker, Pool
@@ -129,6 +130,22 @@ def test_reconnect_goes_on_with_the_next_broker_in_place(broker: BrokerProcess, 
         assert old.closed
         assert leases(client, "pool") == 1, "the lost pool had no lease here"
         assert client.clients()[0].session == client.session
+
+
+def test_a_pool_of_a_broker_that_died_is_no_base_for_a_version_of_the_next_one(
+    broker: BrokerProcess, client: Broker
+) -> None:
+    ours, theirs = ({key: np.full(8, value) for key in "ab"} for value in (1, 2))
+    client.publish("pool", ours, share="vmm")
+    with client.attach("pool") as pool:
+        die(broker, client)
+        broker.start()
+        client.reconnect()
+        with Broker(broker.directory) as other:
+            other.publish("pool", theirs, share="vmm")
+        with pytest.raises(Invalid, match=r"the base of an update: it is lost .*attach again"):
+            client.publish("pool", {"a": np.full(8, 3)}, base=pool)
+    assert [info.version for info in client.pools()] == [1]
 
 
 def test_a_session_that_lives_is_left_alone(broker: BrokerProcess, client: Broker) -> None:
