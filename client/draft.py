@@ -26,7 +26,7 @@ class Draft(Pool):
         replicas: the tensors on each device, in the order in which the devices were given.
     """
 
-    _sealed = False
+    sealed = False
 
     def __init__(
         self, lease: LeaseHandle, mapped: LeasedMemory, index: TensorIndex, name: str, *, scratch: bool = False
@@ -65,9 +65,9 @@ class Draft(Pool):
             Unavailable, TimedOut: the broker is gone or silent; the draft may or may not be published.
         """
         self._owner.check()
-        if self._sealed:
-            raise Invalid(f"{self._label} is published already; create a new version instead")
         self._memory()
+        if self.sealed:
+            raise Invalid(f"{self._label} is published already; create a new version instead")
         compute = self._digesting() if digest else None
         if in_place:
             self._check_stays()
@@ -86,7 +86,9 @@ class Draft(Pool):
         if compute:
             yield from lease.digested()
         self._drop()
-        return expect((yield from lease.confirm()), Sealed).version
+        version = expect((yield from lease.confirm()), Sealed).version
+        self.sealed = True
+        return version
 
     def layout_of(self, source: object) -> Layout:
         """Return a layout whose tensors are arrays that lie in this draft's memory already, for :meth:`seal`.
@@ -152,7 +154,7 @@ class Draft(Pool):
                 mapped.end_publication(readonly=False)
             raise
         mapped.end_publication(f"pool {self.name!r} version {version}", readonly=not self._scratch)
-        self.writable, self.protected, self._sealed = self._scratch, mapped.protected, True
+        self.writable, self.protected, self.sealed = self._scratch, mapped.protected, True
         return version
 
     def _digesting(self) -> Callable[[], Digests]:
@@ -169,7 +171,7 @@ class Draft(Pool):
 
     def _release(self) -> None:
         mapped = self._mapped
-        if mapped and not self._sealed:
+        if mapped and not self.sealed:
             mapped.end()
         self._drop()
 

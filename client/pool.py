@@ -210,12 +210,13 @@ class Pool(Replica, Closeable):
     Attributes:
         name: the pool's name.
         share: how its memory is shared.
+        sealed: whether the version is published; a :class:`Draft` is not until its seal.
         writable: whether its tensors may be written here.
         protected: whether the device refuses what is written here by mistake: in ``vmm`` and ``multicast`` pools that
             are not ``writable``. Who writes to an ``ipc`` pool changes what all its readers read.
     """
 
-    _sealed = True
+    sealed = True
 
     def __init__(
         self,
@@ -241,8 +242,9 @@ class Pool(Replica, Closeable):
         self._wanted = mapped.places[0].memory.uuid if len(mapped.places) == 1 else None
 
     def __repr__(self) -> str:
+        kind = "Pool" if self.sealed else "Draft"
         state = ", closed" if self.closed else ", asleep" if self.asleep else ""
-        return f"<{type(self).__name__} {self.name!r} version {self.version}, {len(self)} tensors{state}>"
+        return f"<{kind} {self.name!r} version {self.version}, {len(self)} tensors{state}>"
 
     @property
     def version(self) -> int:
@@ -345,7 +347,7 @@ class Pool(Replica, Closeable):
         """
         self._owner.check()
         with ExitStack() as held:
-            if not self._sealed:
+            if not self.sealed:
                 raise Invalid(f"{self._label} was not published, so nothing says what it should hold; seal it first")
             pieces = self.digest_ranges()
             held.enter_context(self.allocation_views[0].hold())
@@ -610,7 +612,7 @@ class Pool(Replica, Closeable):
                 f"{self._label} is shared as {self.share} and cannot {how}; create it with share={messages.VMM!r}"
             )
         mapped = self._mapped
-        if mapped is None or not self._sealed:
+        if mapped is None or not self.sealed:
             what = "is closed in this process; attach again" if mapped is None else f"cannot {how}; seal it first"
             raise Invalid(f"{self._label} {what}")
         return mapped

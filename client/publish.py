@@ -253,7 +253,7 @@ def base_version(name: str, base: object, directory: Path) -> int | None:
     Raises:
         Invalid: it is no published version of the pool, or none that this broker is certain to know by its number.
     """
-    if isinstance(base, Pool) and base.name == name and base._sealed:
+    if isinstance(base, Pool) and base.name == name and base.sealed:
         there, why = base._session.directory, ""
         if base.lost:
             why = f"it is lost ({base.lost}), and its number may be another version's now; attach again"

@@ -405,7 +405,7 @@ class MemPool(Closeable, NotPicklable):
             OutOfRoom: torch ran out of memory here; it says how much room there would have to be.
             Invalid: the pool is sealed or closed, or this thread uses one already.
         """
-        if self._torch is None or self.pool._sealed or self.pool.closed:
+        if self._torch is None or self.pool.sealed or self.pool.closed:
             raise Invalid(f"{self.pool!r} takes no more tensors: it is sealed or closed; make another MemPool")
         if _active.room is not None:
             raise Invalid("a MemPool is in use in this thread already; leave its block first")

@@ -43,7 +43,6 @@ from urllib.parse import quote, urlsplit
 
 from cubroker.client import AllocationHandle
 from cubroker.client.devices import synchronize
-from cubroker.client.draft import Draft
 from cubroker.client.fork_guard import OwnerProcess
 from cubroker.client.pool import Pool
 from cubroker.client.tensor import SharedTensor
@@ -537,7 +536,7 @@ def _on_host(view: SharedTensor) -> bool:
 def _check(pool: Pool, device_id: int | None) -> None:
     """Raise unless a server may keep the pool's memory open."""
     label = f"pool {pool.name!r} version {pool.version}"
-    if isinstance(pool, Draft):
+    if not pool.sealed:
         raise Invalid(
             f"{label} is a draft, which ends with its process while a server would keep its memory open; seal it,"
             f" and register what attach returns"

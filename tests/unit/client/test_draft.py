@@ -55,6 +55,7 @@ def test_a_sealed_draft_and_its_tensors_are_of_no_use(client: Broker, name: str)
     tensor, replica = draft["weight"], draft.replicas[1]
     assert draft.seal() == 1
     assert draft.closed
+    assert draft.sealed
     for use in (lambda: tensor.copy_from_bytes(bytes(128)), lambda: tensor.pointer, tensor.numpy):
         with pytest.raises(Invalid, match=f"draft of pool {name!r} version 1 was given back"):
             use()

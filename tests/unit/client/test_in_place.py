@@ -218,7 +218,9 @@ def test_a_pool_that_was_sealed_in_place_does_what_pools_do(client: Broker, name
     with client.create(name, LAYOUT, share="vmm") as draft:
         draft["scale"].copy_from(np.float32(1))
         array: Any = draft["scale"].numpy()
+        assert (draft.sealed, repr(draft)) == (False, f"<Draft {name!r} version 1, 4 tensors>")
         draft.seal(in_place=True, digest=True)
+        assert (draft.sealed, repr(draft)) == (True, f"<Pool {name!r} version 1, 4 tensors>")
         draft.check()
         draft.sleep()
         assert draft.asleep

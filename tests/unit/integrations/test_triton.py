@@ -219,8 +219,12 @@ def test_the_lease_stays_until_the_regions_are_unregistered(client: Broker, name
 def test_what_a_server_may_not_open_is_refused(client: Broker, name: str, server: Server, tmp_path: Any) -> None:
     with scratch(client, name, writable=False) as pool, pytest.raises(Invalid, match="create it writable"):
         triton.register(pool, server.url)
-    with client.create(name, LAYOUT, writable=True) as draft, pytest.raises(Invalid, match="is a draft"):
-        triton.register(draft, server.url)
+    with client.create(name, LAYOUT, writable=True) as draft:
+        with pytest.raises(Invalid, match="is a draft"):
+            triton.register(draft, server.url)
+        draft.seal(in_place=True)
+        with triton.register(draft, server.url) as regions:
+            assert len(server.regions) == len(regions.names) == 1
     plan = {"pad": 0, "X": 1, "Y": 1, "odd": 1}
     sharded = Layout.pack([(each.name, each.dtype, each.shape) for each in LAYOUT.tensors], groups=plan)
     with client.create(name, sharded, plan=plan, writable=True) as draft:
