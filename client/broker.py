@@ -189,8 +189,7 @@ class Broker(Reconnecting):
             Unsupported: no such share kind, or it cannot be durable.
             OutOfMemory, DeviceFailure: the memory could not be allocated or mapped.
         """
-        layout = _laid_out(layout, plan)
-        placed = place(self.driver, layout, devices, plan)
+        layout, placed = self._lay_out(layout, devices, plan)
         body = self._creation(name, layout, placed, share, wait, mode, durable, writable=writable)
         return self._drafted(body, layout)
 
@@ -234,8 +233,7 @@ class Broker(Reconnecting):
         """
         if devices is None and plan is None and device is not None:
             devices = (device,)
-        layout = _laid_out(layout, plan)
-        placed = place(self.driver, layout, devices, plan)
+        layout, placed = self._lay_out(layout, devices, plan)
         if device is None and plan is None:
             device = placed.devices[0]
         where = self._where(name, device, owner, peer=peer)
@@ -562,6 +560,17 @@ class Broker(Reconnecting):
             session.cleanup.put(guard)
         yield from session.left()
 
+    def _lay_out(
+        self, layout: Layout | Tensors, devices: Sequence[DeviceId] | None, plan: Plan | None
+    ) -> tuple[Layout, Placed]:
+        """Return a layout that is checked, and where its allocations shall lie."""
+        places = None if plan is None else local.find_plan(self.driver, plan)
+        if isinstance(layout, Layout):
+            layout.check()
+        else:
+            layout = Layout.pack(layout, groups=places)
+        return layout, place(self.driver, layout, devices, places)
+
     def _creation(
         self,
         name: str,
@@ -708,11 +717,3 @@ def _uid(owner: Owner) -> int:
     if not 0 <= int(owner) < 1 << 32:
         raise Invalid(f"no user has the number {owner}")
     return int(owner)
-
-
-def _laid_out(layout: Layout | Tensors, plan: Plan | None) -> Layout:
-    """Return a layout that is checked."""
-    if not isinstance(layout, Layout):
-        return Layout.pack(layout, groups=plan)
-    layout.check()
-    return layout

@@ -132,17 +132,23 @@ def place(driver: Driver, layout: Layout, devices: Sequence[DeviceId] | None, pl
     Raises:
         CubrokerError: as :func:`context`; ``Invalid`` if the plan does not fit, or there are no devices.
     """
-    planned = {device: find(driver, device).uuid for device in dict.fromkeys((plan or {}).values())}
+    places = None if plan is None else find_plan(driver, plan)
     if devices is None:
-        devices = (0,) if plan is None else tuple(dict.fromkeys(planned.values()))
+        devices = (0,) if places is None else tuple(dict.fromkeys(places.values()))
     if not devices or isinstance(devices, str):  # the letters of a UUID are no devices
         raise Invalid(f"no list of devices to create on: {devices!r}; name one at least")
     uuids = tuple(context(driver, device).device.uuid for device in devices)
-    if plan is None:
+    if places is None:
         return Placed(uuids, None)
-    if unknown := {device for device, uuid in planned.items() if uuid not in uuids}:
-        raise Invalid(f"the plan places tensors on {unknown}, which `devices` does not name")
-    return Placed(uuids, tuple(map(uuids.index, layout.spread({name: planned[plan[name]] for name in plan}))))
+    if unknown := next((uuid for uuid in places.values() if uuid not in uuids), None):
+        raise Invalid(f"the plan places tensors on {label(find(driver, unknown))}, which `devices` does not name")
+    return Placed(uuids, tuple(map(uuids.index, layout.spread(places))))
+
+
+def find_plan(driver: Driver, plan: Plan) -> dict[str, str]:
+    """Return the UUIDs of a plan's devices, each of which may have several names there; raises ``NotFound``."""
+    uuids = {device: find(driver, device).uuid for device in dict.fromkeys(plan.values())}
+    return {name: uuids[device] for name, device in plan.items()}
 
 
 def resolve_plan(plan: Plan, names: Iterable[str]) -> dict[str, DeviceId]:

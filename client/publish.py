@@ -18,7 +18,7 @@ from typing import NamedTuple, Self
 
 from cubroker.client.arrays import DeviceArray, HostArray, batches
 from cubroker.client.delta import Change, Updated, differing, updated
-from cubroker.client.devices import DeviceId, Plan, failure, resolve_plan
+from cubroker.client.devices import DeviceId, Plan, failure, find_plan, resolve_plan
 from cubroker.client.draft import Draft
 from cubroker.client.loading.checkpoint import StoredTensor
 from cubroker.client.loading.copy import Target, copy_files, hold_all, target_of
@@ -94,15 +94,19 @@ class Sources:
 
     def placed(
         self, devices: Sequence[DeviceId] | None, plan: Plan | None
-    ) -> tuple[Sequence[DeviceId] | None, dict[str, DeviceId] | None]:
-        """Return the devices and the plan of the version: by default each array stays on its device.
+    ) -> tuple[Sequence[DeviceId] | None, dict[str, str] | None]:
+        """Return the devices and the plan of the version, by UUID: by default each array stays on its device.
 
         Arrays in host memory go to the first of these devices, or to that of the arrays.
+
+        Raises:
+            Invalid: the plan does not fit the names.
+            NotFound: no such device.
         """
         if plan is not None:
-            return devices, resolve_plan(plan, self._arrays)
+            return devices, find_plan(self._driver, resolve_plan(plan, self._arrays))
         homes = {
-            name: array.context.device.index
+            name: array.context.device.uuid
             for name, array in self._arrays.items()
             if isinstance(array, DeviceArray) and array.context.device in self._driver.devices
         }
@@ -113,11 +117,11 @@ class Sources:
             return several, None
         return several, {name: homes.get(name, several[0]) for name in self._arrays}
 
-    def layout(self, plan: Plan | None, *, tie: bool = True) -> Layout:
+    def layout(self, plan: Mapping[str, str] | None, *, tie: bool = True) -> Layout:
         """Lay the arrays out.
 
         Args:
-            plan: the device of each, if not all are on all devices.
+            plan: the device of each, by UUID, if not all are on all devices.
             tie: whether names of one tensor are stored once, on each device.
 
         Raises:
@@ -278,7 +282,7 @@ def base_version(name: str, base: object, directory: Path) -> int | None:
 @lru_cache(maxsize=8)
 def _packed(
     tensors: tuple[tuple[str, str, tuple[int, ...]], ...],
-    groups: tuple[DeviceId, ...] | None,
+    groups: tuple[str, ...] | None,
     tied: tuple[tuple[str, str], ...],
 ) -> Layout:
     """As :meth:`Layout.pack`; the last few layouts are cached, since the same model is published again and again."""

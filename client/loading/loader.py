@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from cubroker.client.broker import Broker, Owner, uids
-from cubroker.client.devices import DeviceId, Plan, failure, resolve_plan
+from cubroker.client.devices import DeviceId, Plan, failure, find_plan, resolve_plan
 from cubroker.client.draft import Draft
 from cubroker.client.loading.checkpoint import Checkpoint, Paths
 from cubroker.client.loading.copy import Progress, copy_checkpoint, target_of
@@ -85,7 +85,8 @@ def load(
     """
     began = time.perf_counter()
     with Checkpoint.open(paths) as checkpoint:
-        places = None if plan is None else resolve_plan(plan, (entry.name for entry in checkpoint.entries))
+        names = (entry.name for entry in checkpoint.entries)
+        places = None if plan is None else find_plan(broker.driver, resolve_plan(plan, names))
         layout = Layout.pack(((e.name, e.dtype, e.shape) for e in checkpoint.entries), slab=slab, groups=places)
         ask = partial(broker.attach_or_create, owner=_trusted(broker, owner)) if if_absent else broker.create
         with ask(

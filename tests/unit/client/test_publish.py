@@ -232,6 +232,16 @@ def test_a_plan_places_each_tensor_and_ties_only_those_on_one_device(client: Bro
         client.publish(name, model, plan={"*.weight": 0})
 
 
+def test_a_plan_that_names_one_device_in_two_ways_stores_a_tensor_by_two_names_once(client: Broker, name: str) -> None:
+    tied = torch.ones(1 << 18)
+    first, second = client.driver.devices
+    plan = {"a": 0, "b": "cuda:0", "c": torch.device("cuda", 0), "d": first.uuid, "e": second.uuid[:13], "f": 1}
+    client.publish(name, dict.fromkeys(plan, tied), plan=plan)
+    with client.attach(name) as pool:
+        assert [pool[key].device.index for key in plan] == [0, 0, 0, 0, 1, 1]
+        assert pool.layout.allocations == (tied.nbytes, tied.nbytes)
+
+
 @pytest.mark.parametrize("devices", [(0,), (1,), (1, 0)])
 @pytest.mark.usefixtures("share")
 def test_a_pool_is_published_again_on_its_own_device_without_the_host(

@@ -91,14 +91,16 @@ def test_a_plan_spreads_the_tensors_and_each_is_read_once_into_its_own_device(
     monkeypatch.setattr(Stream, "copy", None)  # nothing goes from device to device
     monkeypatch.setattr(copying, "chunk_writer", writer)
     names = list(TENSORS)
-    plan = {"large": 1, names[0]: client.driver.devices[1].uuid, "*": 0}
+    plan = {"large": 1, names[0]: client.driver.devices[1].uuid, names[1]: "cuda:1", "*": 0}
     for attempt in range(2):
         loaded = load(client, name, path, plan=plan, if_absent=True, slab=1 << 20)
         assert (loaded.loaded, loaded.tensors) == (attempt == 0, len(TENSORS))
     assert sum(read) == sum(len(content) for _, _, content in TENSORS.values())
     with client.attach(name) as pool:
         where = {each: tensor.memory_device.index for each, tensor in pool.items()}
-        assert where == {**dict.fromkeys(TENSORS, 0), "large": 1, names[0]: 1}
+        assert where == {**dict.fromkeys(TENSORS, 0), "large": 1, names[0]: 1, names[1]: 1}
+        tensors = [(spec.name, spec.dtype, spec.shape) for spec in pool.layout.tensors]
+        assert pool.layout == Layout.pack(tensors, slab=1 << 20, groups=where)
         assert {each: tensor.tobytes() for each, tensor in pool.items()} == {each: t[2] for each, t in TENSORS.items()}
         assert loaded.nbytes == pool.nbytes
 
