@@ -268,8 +268,8 @@ class Broker:
         self._wait = seconds(wait)
         self._connect = partial(_connect, directory, timeout, connect_timeout)
         self._broker: BlockingBroker | None = None
-        #: Devices whose contexts were made, each with the session: the next broker may have others.
-        self._used: set[tuple[int, DeviceId]] = set()
+        #: UUIDs of devices whose contexts were made, each with the session: the next broker may have others.
+        self._used: set[tuple[int, str]] = set()
 
     async def connect(self) -> Self:
         """Open the session and load the driver; raises as :class:`cubroker.Broker` does. Once more: do nothing."""
@@ -315,22 +315,26 @@ class Broker:
     @typed_as(BlockingBroker.attach)
     async def attach(self, name: str, **options: Any) -> Pool:
         """See :meth:`cubroker.Broker.attach`."""
-        devices = () if (device := options.get("device")) is None else (device,)
-        await self._use(devices)
+        device = options.get("device")
+        devices = () if device is None else (local.lasting(self.driver, device),)
+        uuids = await self._use(devices)
         while options.get("version") is None and self.lost:
             await self.reconnect()
-            await self._use(devices)  # which takes time
+            uuids = await self._use(devices)  # which takes time
+        options["device"] = uuids[0] if uuids else None
         return Pool(await run_in_loop(self.blocking.attaching(name, **options)))
 
     @typed_as(BlockingBroker.create)
     async def create(self, name: str, layout: Layout | Tensors, **options: Any) -> Draft:
         """See :meth:`cubroker.Broker.create`."""
+        options = _by_uuid(self.driver, options)
         await self._use(_places(options.get("devices"), options.get("plan")))
         return Draft(await awaited(BlockingBroker.create, self.blocking, name, layout, **options))
 
     @typed_as(BlockingBroker.attach_or_create)
     async def attach_or_create(self, name: str, layout: Layout | Tensors, **options: Any) -> Pool | Draft:
         """See :meth:`cubroker.Broker.attach_or_create`."""
+        options = _by_uuid(self.driver, options)
         device, devices, plan = map(options.get, ("device", "devices", "plan"))
         await self._use(_places(devices, plan) if device is None else (device, *_places(devices, plan or {})))
         found = await awaited(BlockingBroker.attach_or_create, self.blocking, name, layout, **options)
@@ -358,11 +362,10 @@ class Broker:
             self.blocking.publish,
             name,
             source,
-            devices=devices,
+            **_by_uuid(self.driver, {"devices": devices, "plan": plan}),
             share=share,
             mode=mode,
             durable=durable,
-            plan=plan,
             wait=wait,
             digest=digest,
             base=base.blocking if isinstance(base, Pool) else base,
@@ -394,13 +397,15 @@ class Broker:
         """See :meth:`cubroker.Broker.close`. What other tasks wait for raises ``Unavailable``."""
         await awaited(BlockingBroker.close, self.blocking)
 
-    async def _use(self, devices: Sequence[DeviceId]) -> None:
-        """Have contexts on devices made in a thread, which takes long where it is the first use of a GPU."""
-        for device in devices:
-            use = self.session, device
+    async def _use(self, devices: Sequence[DeviceId]) -> tuple[str, ...]:
+        """Have contexts on devices made in a thread, and return their UUIDs; a GPU's first use takes long."""
+        uuids = tuple(local.find(self.driver, device).uuid for device in devices)
+        for uuid in uuids:
+            use = self.session, uuid
             if use not in self._used:
-                await asyncio.to_thread(_use, self.blocking, device)
+                await asyncio.to_thread(_use, self.blocking, uuid)
                 self._used.add(use)
+        return uuids
 
 
 def _connect(directory: str | os.PathLike[str] | None, timeout: float, connect_timeout: float | None) -> BlockingBroker:
@@ -420,8 +425,21 @@ def _load(broker: BlockingBroker) -> None:
         _ = broker.driver
 
 
-def _use(broker: BlockingBroker, device: DeviceId) -> None:
-    local.context(broker.driver, device)
+def _use(broker: BlockingBroker, uuid: str) -> None:
+    local.context(broker.driver, uuid)
+
+
+def _by_uuid(driver: Driver, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options with devices by UUID: which one is current is up to the thread, and to what runs there now."""
+    named = dict(options)
+    device, devices, plan = map(options.get, ("device", "devices", "plan"))
+    if device is not None:
+        named["device"] = local.find(driver, device).uuid
+    if devices is not None and not isinstance(devices, str):
+        named["devices"] = tuple(local.find(driver, each).uuid for each in devices)
+    if plan is not None:
+        named["plan"] = local.find_plan(driver, plan)
+    return named
 
 
 async def _until_served(attempt: Callable[[], T], wait: float) -> T:

@@ -74,6 +74,15 @@ def find(driver: Driver, device: DeviceId) -> Device:
         raise NotFound(f"{error}{hint}") from None
 
 
+def lasting(driver: Driver, device: DeviceId) -> DeviceId:
+    """Return a name of a device that means the same later and on other threads; raises as :func:`find`.
+
+    It is the ordinal of the current device for ``cuda``, and else the name itself: brokers that come later may have
+    other devices, so that names are looked up anew.
+    """
+    return find(driver, device).index if written(device) in CURRENT else device
+
+
 def context(driver: Driver, device: DeviceId) -> Context:
     """Return this process's context on a device, made on first use; raises ``NotFound`` or as :func:`failure` says."""
     found = find(driver, device)

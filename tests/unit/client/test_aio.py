@@ -25,7 +25,7 @@ from cubroker.driver import Context, DriverError
 from cubroker.driver import Event as DriverEvent
 from cubroker.protocol.errors import DeviceFailure, Invalid, NotFound, TimedOut, Unavailable, Unsupported
 from cubroker.protocol.messages import Answer, Attached
-from tests.brokers import PATIENCE, BrokerProcess, eventually
+from tests.brokers import PATIENCE, BrokerProcess, eventually, serving
 from tests.unit.client import test_ipc_events
 from tests.unit.client.conftest import LAYOUT, begun, content, leases, publish
 
@@ -186,6 +186,46 @@ def test_arrays_are_published(client: BlockingBroker, name: str) -> None:
             assert await broker.publish(name, {"x": np.arange(4, dtype=np.float32)}) == 1
             async with await broker.attach(name) as pool:
                 assert pool["x"].numpy().tolist() == [0, 1, 2, 3]
+
+    run(main())
+
+
+def test_cuda_alone_is_the_device_that_is_current_where_it_is_named() -> None:
+    arrays = {"x": np.arange(4, dtype=np.float32)}
+
+    async def main(directory: Path) -> None:
+        async with Broker(directory) as broker:
+            driver = broker.driver
+            with driver.context(1).current():
+                for options in ({"devices": ["cuda"]}, {"plan": {"x": "cuda"}}, {"plan": {"*": "cuda"}}):
+                    version = await broker.publish("a", arrays, **options)
+                    async with await broker.attach("a", device="cuda") as pool:
+                        assert (pool.version, pool.blocking.device.index) == (version, 1)
+                async with await broker.attach("a", device="cuda", version=version) as pool:
+                    assert pool.blocking.device.index == 1
+                for create in (broker.create, broker.attach_or_create):
+                    async with await create("b", LAYOUT, devices=["cuda"]) as draft:
+                        assert draft.blocking.device.index == 1
+                async with await broker.attach_or_create("b", LAYOUT, device="cuda") as draft:
+                    assert draft.blocking.device.index == 1
+                async with await broker.create("b", [("x", "F32", (4,))], plan={"x": "cuda"}) as draft:
+                    assert draft.blocking.device.index == 1
+            assert driver._calls.module.retained == [0, 1]
+
+    with serving("host:2@10MiB") as server:
+        run(main(server.directory))
+
+
+def test_what_is_current_later_does_not_count(broker: BrokerProcess) -> None:
+    async def main() -> None:
+        for ask in ("create", "attach_or_create"):
+            async with Broker(broker.directory) as client:
+                with client.driver.context(1).current():
+                    asked = asyncio.create_task(getattr(client, ask)("pool", LAYOUT, devices=["cuda"]))
+                    await asyncio.sleep(0)  # a thread makes the context, if need be
+                with client.driver.context(0).current():
+                    async with await asked as draft:
+                        assert draft.blocking.device.index == 1
 
     run(main())
 
@@ -490,14 +530,15 @@ def test_an_attach_whose_session_is_lost_on_the_way_opens_none_on_the_loop(
         greeted.append(threading.current_thread())
         return greet(directory, timeout)
 
-    async def using(client: Broker, devices: Any) -> None:
+    async def using(client: Broker, devices: Any) -> tuple[str, ...]:
         nonlocal deaths
-        await use(client, devices)
+        uuids = await use(client, devices)
         if deaths:  # in the middle of an attach
             deaths -= 1
             broker.kill()
             await until(lambda: lost(client))
             await asyncio.to_thread(broker.start)
+        return uuids
 
     async def lost(client: Broker) -> bool:
         return bool(client.lost)
