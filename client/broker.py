@@ -51,7 +51,8 @@ class Broker(Reconnecting):
 
     Args:
         directory: where the broker listens; by default ``$CUBROKER_DIR``, else this user's own directory if a socket is
-            there, whether or not its broker serves, else the host's, ``/run/cubroker``, if a socket is there.
+            there, whether or not its broker serves, else the host's, ``/run/cubroker``, if a socket is there. The log
+            (INFO) says which one was found.
         timeout: seconds that the broker may take to answer, beyond what a request itself may wait.
         connect_timeout: seconds that the broker may take to open the session; by default ``timeout``. A broker that is
             starting, or is being started again, answers when it serves.

@@ -382,6 +382,8 @@ class Reconnecting(NotPicklable, Closeable):
             return ClientSession(place.absolute(), timeout, greeting)
 
         session = until_served(attempt, seconds(wait), self._closed.wait)
+        if directory is None and not os.environ.get("CUBROKER_DIR"):
+            log.info("no directory was named; session %d is with the broker found on %s", session.id, session.directory)
         self._owner = session.owner
         #: The session, and what ends it when this object is no more: replaced together.
         self._opened = session, session.cleanup.guard(self, session.end)

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+import logging
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from cubroker.client import Broker, Draft, Pool
-from cubroker.protocol import Layout
+from cubroker.protocol import Layout, paths
 from cubroker.protocol.errors import Exists, Invalid, NotFound, OverBudget, TimedOut, Unavailable, Unsupported
 from tests.brokers import PATIENCE, BrokerProcess, eventually
 from tests.unit.client.conftest import LAYOUT, begun, content, leases, publish
@@ -218,6 +220,23 @@ def test_the_directory_comes_from_the_environment(lender: BrokerProcess, monkeyp
     monkeypatch.setenv("CUBROKER_DIR", str(lender.directory))
     with Broker() as broker:
         assert broker.directory == lender.directory
+
+
+def test_the_log_says_which_directory_was_found_and_nothing_of_one_that_was_named(
+    lender: BrokerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="cubroker")
+    monkeypatch.setattr(paths, "SYSTEM", lender.directory)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    Broker(lender.directory).close()
+    monkeypatch.setenv("CUBROKER_DIR", str(lender.directory))
+    Broker().close()
+    assert caplog.messages == []
+    monkeypatch.delenv("CUBROKER_DIR")
+    with Broker() as broker:
+        assert broker.directory == lender.directory
+        found = f"no directory was named; session {broker.session} is with the broker found on {lender.directory}"
+    assert caplog.messages == [found]
 
 
 def test_a_relative_directory_survives_a_change_of_the_working_directory(
