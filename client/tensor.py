@@ -235,8 +235,9 @@ class SharedTensor(NotPicklable):
     ) -> CapsuleType:
         """Export the tensor, as the array API's ``__dlpack__`` describes.
 
-        A consumer that knows DLPack 1.0 is told whether it may write. No stream has to wait: the bytes of a pool were
-        complete before it was published. Later writes to a writable pool are ordered by its events.
+        A consumer that knows DLPack 1.0 is told whether it may write. Not so without numpy: torch makes the capsule
+        then, in the form of before 1.0, which does not tell. No stream has to wait: the bytes of a pool were complete
+        before it was published. Later writes to a writable pool are ordered by its events.
 
         Raises:
             BufferError: a copy or another device was asked for, or an odd number of 4-bit elements in a row.
