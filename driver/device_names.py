@@ -3,6 +3,10 @@
 A name is an ordinal (``0``, ``"0"``), ``"cuda:0"`` or ``"host:0"``, an object such as ``torch.device("cuda", 0)``, or a
 UUID or the beginning of exactly one. What an ordinal counts is up to the caller: a process counts the devices that it
 sees, and a broker those that it serves.
+
+``cuda:0`` names an emulated device, too, where the devices are emulated, so that programs for GPUs run there as they
+are. ``host:0`` never names a GPU. The beginning of a UUID has its kind, ``GPU-``, ``MIG-`` or ``HOST-``, in letters of
+any case; a whole UUID does without, as torch writes it.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from operator import index
 from typing import Protocol, TypeVar
 
 _ORDINAL = re.compile(r"(?:(?P<kind>cuda|host):)?(?P<ordinal>\d{1,9})", re.ASCII)
-_BARE = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.ASCII)
+_BARE = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.IGNORECASE | re.ASCII)
 _UUID = re.compile(r"(?:GPU|MIG|HOST)-[0-9a-fA-F-]*", re.IGNORECASE | re.ASCII)
 
 CURRENT = ("cuda", "host")
@@ -69,7 +73,7 @@ def find(name: DeviceId, devices: Sequence[D], where: str, *, current: int | Non
     Args:
         name: what the user wrote.
         devices: those that it can mean.
-        where: who has them, for the error: ``this process sees``.
+        where: who has them, as a subject and a verb with which an error begins: ``this process sees``.
         current: the ordinal of the current device, which ``cuda`` without an ordinal means; None: there is none, and
             such a name means the only device.
 
@@ -87,9 +91,7 @@ def find(name: DeviceId, devices: Sequence[D], where: str, *, current: int | Non
         )
     if text in CURRENT and len(devices) > 1:
         raise UnknownDevice(f"device {text!r} does not say which one; write {text}:N; {where} {there}")
-    raise UnknownDevice(
-        f"{where} no device {name if isinstance(name, int) else text!r}; it {where.split()[-1]} {there}"
-    )
+    raise UnknownDevice(f"{where} no device {name if isinstance(name, int) else text!r}; it has {there}")
 
 
 def written(name: DeviceId) -> str:
@@ -120,8 +122,8 @@ def label(device: Known) -> str:
 
 
 def is_name(text: str) -> bool:
-    """Whether a text can name a device, before it is known which there are."""
-    return bool(_ORDINAL.fullmatch(text) or _UUID.fullmatch(text))
+    """Whether a text can name a device, before it is known which there are; ``cuda`` alone says none yet."""
+    return any(form.fullmatch(text) for form in (_ORDINAL, _UUID, _BARE))
 
 
 def _matching(text: str, devices: Sequence[D], current: int | None) -> list[D]:
@@ -129,10 +131,12 @@ def _matching(text: str, devices: Sequence[D], current: int | None) -> list[D]:
         text = str(devices[0].index if current is None else current)
     elif text == "host" or text.startswith("host:"):
         devices = [device for device in devices if device.uuid.startswith("HOST-")]
+    if not is_name(text):
+        return []
     if match := _ORDINAL.fullmatch(text):
         return [device for device in devices if device.index == int(match["ordinal"])]
     beginning = text.lower()
-    if _BARE.fullmatch(beginning):  # as frameworks tell it, without what it is of
+    if _BARE.fullmatch(text):  # as frameworks tell it, without what it is of
         return [device for device in devices if device.uuid.lower().endswith(f"-{beginning}")]
     exact = [device for device in devices if device.uuid.lower() == beginning]
-    return exact or [device for device in devices if beginning and device.uuid.lower().startswith(beginning)]
+    return exact or [device for device in devices if device.uuid.lower().startswith(beginning)]

@@ -101,7 +101,7 @@ def test_devices_are_named_by_ordinal_or_uuid(client: Broker, name: str) -> None
 def test_a_device_that_is_not_there_is_answered_with_those_that_are(client: Broker, name: str, device: Any) -> None:
     if device is True:
         device = 2
-    with pytest.raises(NotFound, match=rf"no device {device!r}; it sees 0 \(.*, HOST-.*\), 1 \(.*, HOST-"):
+    with pytest.raises(NotFound, match=rf"no device {device!r}; it has 0 \(.*, HOST-.*\), 1 \(.*, HOST-"):
         client.attach(name, device=device)
 
 

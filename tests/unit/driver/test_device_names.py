@@ -65,6 +65,9 @@ def test_cuda_alone_is_the_current_device_or_the_only_one(name: Any) -> None:
 def test_emulated_devices_are_numbered_like_real_ones_and_real_ones_are_none_of_theirs() -> None:
     for name in ("cuda:0", "host:0", TorchDevice("cuda", 0), "cuda", "host", "host-4d"):
         assert find(name, HOST, "this process sees") is HOST[0]
+    for name in ("h", "HOST", "4df821cd"):
+        with pytest.raises(UnknownDevice, match=f"sees no device '{name}'"):
+            find(name, HOST, "this process sees")
     with pytest.raises(UnknownDevice, match="sees no device 'host:0'"):
         find("host:0", GPUS, "this process sees")
 
@@ -79,6 +82,8 @@ def test_emulated_devices_are_numbered_like_real_ones_and_real_ones_are_none_of_
         ("cuda:x", "no device 'cuda:x';"),
         ("٢", "no device '٢';"),
         ("8d2f4", "no device '8d2f4';"),
+        ("g", "no device 'g';"),
+        ("GPU", "no device 'GPU';"),
         (TorchDevice("cpu"), "no device 'cpu';"),
         (TorchDevice("xpu", 2), "no device 'xpu:2';"),
         (None, "no device 'None';"),
@@ -87,7 +92,7 @@ def test_emulated_devices_are_numbered_like_real_ones_and_real_ones_are_none_of_
 def test_another_name_is_answered_with_what_is_there(name: Any, asked: str) -> None:
     with pytest.raises(UnknownDevice) as refused:
         find(name, GPUS, "this process sees")
-    there = f"it sees 2 (NVIDIA H200, {FIRST.uuid}), 0 (NVIDIA H200, {SECOND.uuid})"
+    there = f"it has 2 (NVIDIA H200, {FIRST.uuid}), 0 (NVIDIA H200, {SECOND.uuid})"
     assert str(refused.value) == f"this process sees {asked} {there}"
     with pytest.raises(UnknownDevice, match=r"it has none$"):
         find(name, [], "the broker has")
@@ -110,8 +115,17 @@ def test_messages_have_index_and_name() -> None:
     assert label(FIRST) == "device 2 (NVIDIA H200)"
 
 
-@pytest.mark.parametrize(("text", "named"), [("0", True), ("cuda:1", True), ("GPU-8d2f", True), ("MIG-1", True)])
-def test_a_name_is_known_as_one_before_the_devices_are(text: str, named: bool) -> None:
-    assert is_name(text) is named
-    for wrong in ("", "cuda", "cuda:", "-1", "8d2f", "GPU-xyz", "0,1"):
-        assert not is_name(wrong)
+@pytest.mark.parametrize(
+    "text", ["0", "cuda:1", "host:0", "GPU-8d2f", "gpu-8D2F4", "MIG-1", "HOST-", FIRST.uuid, FIRST.uuid[4:]]
+)
+def test_a_name_is_known_as_one_before_the_devices_are(text: str) -> None:
+    assert is_name(text)
+
+
+@pytest.mark.parametrize("text", ["", "cuda", "cuda:", "-1", "8d2f", "GPU-xyz", "0,1", "g", "H", "GPU", "٢"])
+def test_what_is_no_name_is_that_of_no_device_by_the_same_rule(text: str) -> None:
+    assert not is_name(text)
+    if text != "cuda":  # which means the current one
+        for devices in (HOST, GPUS[:1]):
+            with pytest.raises(UnknownDevice):
+                find(text, devices, "this process sees")

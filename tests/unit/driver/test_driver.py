@@ -96,7 +96,7 @@ def test_cuda_devices_keep_the_ordinals_that_were_asked_for(monkeypatch: pytest.
     assert driver.context(2).device.index == 2
     with pytest.raises(ValueError, match="no device 1; the devices are 2, 0"):
         driver.context(1)
-    with pytest.raises(DriverError, match=r"CUDA_ERROR_INVALID_DEVICE .*: this process sees no device '3'; it sees 0 "):
+    with pytest.raises(DriverError, match=r"CUDA_ERROR_INVALID_DEVICE .*: this process sees no device '3'; it has 0 "):
         load("cuda:3")
     driver.close()
 
