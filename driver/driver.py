@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import cached_property
 from typing import Any, NamedTuple
 from uuid import UUID
 
@@ -47,9 +48,10 @@ class Driver:
 
             self.for_reading = for_reading
         self._start()
-        every = tuple(self._describe(index) for index in range(self._calls.cuDeviceGetCount()))
+        every = [_Listed(index, self._describe) for index in range(self._calls.cuDeviceGetCount())]
+        found = every if chosen is None else self._chosen(chosen, every)
         #: All devices, or those that were asked for, in that order. No context is made to list them.
-        self.devices: tuple[Device, ...] = every if chosen is None else self._chosen(chosen, every)
+        self.devices: tuple[Device, ...] = tuple(each.device for each in found)
         self.peers = Peers(self._calls, self.devices, self.context)
 
     def context(self, index: int) -> Context:
@@ -155,10 +157,10 @@ class Driver:
         known = ", ".join(str(device.index) for device in self.devices)
         raise ValueError(f"no device {index}; the devices are {known}")
 
-    def _chosen(self, names: Sequence[str], every: Sequence[Device]) -> tuple[Device, ...]:
+    def _chosen(self, names: Sequence[str], every: Sequence[_Listed]) -> list[_Listed]:
         invalid = self._calls.module.CUresult.CUDA_ERROR_INVALID_DEVICE
         try:
-            found = tuple(device_names.find(name, every, "this process sees") for name in names)
+            found = [device_names.find(name, every, "this process sees") for name in names]
         except device_names.UnknownDevice as error:
             raise DriverError("cuDeviceGet", int(invalid), invalid.name, str(error)) from None
         if len(set(found)) < len(found):
@@ -172,6 +174,29 @@ class Driver:
         name = bytes(calls.cuDeviceGetName(256, cudevice)).partition(b"\0")[0].decode()
         prefix = "HOST" if self.host else "GPU"
         return Device(index, f"{prefix}-{uuid}", name, int(calls.cuDeviceTotalMem(cudevice)))
+
+
+class _Listed:
+    """A device that is asked what it is when somebody looks: one that fails concerns only who names it, or a UUID."""
+
+    def __init__(self, index: int, describe: Callable[[int], Device]) -> None:
+        self.index = index
+        self._describe = describe
+
+    @cached_property
+    def device(self) -> Device:
+        """All that there is to know; raises ``DriverError``."""
+        return self._describe(self.index)
+
+    @property
+    def uuid(self) -> str:
+        """See :class:`Device`."""
+        return self.device.uuid
+
+    @property
+    def name(self) -> str:
+        """See :class:`Device`."""
+        return self.device.name
 
 
 class Context(PrimaryContext):

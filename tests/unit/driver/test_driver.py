@@ -111,6 +111,30 @@ def test_cuda_devices_may_be_named_by_uuid(monkeypatch: pytest.MonkeyPatch) -> N
         load(f"cuda:1,{second.uuid}")
 
 
+class BrokenDevice(HostModule):
+    """A driver with a device that answers no question, as a GPU that has fallen off the bus."""
+
+    def __init__(self, count: int, broken: int) -> None:
+        super().__init__(count, 2 * MIB)
+        self._broken = broken
+
+    def cuDeviceGet(self, ordinal: int) -> Any:
+        if ordinal == self._broken:
+            return cuda.bindings.driver.CUresult.CUDA_ERROR_UNKNOWN, None
+        return super().cuDeviceGet(ordinal)
+
+
+def test_a_device_that_fails_stops_only_who_asks_for_it_or_looks_for_a_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda.bindings, "driver", HostModule(3, 2 * MIB))
+    first, _, third = load("cuda").devices
+    monkeypatch.setattr(cuda.bindings, "driver", BrokenDevice(3, 1))
+    assert load("cuda:2,0").devices == (third, first)
+    assert load("2,cuda:0").devices == (third, first)
+    for spec in ("cuda", "cuda:1", "cuda:0,1", third.uuid, f"cuda:0,{third.uuid}"):
+        with pytest.raises(DriverError, match="cuDeviceGet failed with CUDA_ERROR_UNKNOWN"):
+            load(spec)
+
+
 def test_a_driver_error_travels_between_processes() -> None:
     error = DriverError("cuMemAlloc", 2, "CUDA_ERROR_OUT_OF_MEMORY", "asked with 7")
     again = pickle.loads(pickle.dumps(error))
