@@ -12,8 +12,10 @@ take as ``--model-loader-extra-config``, in JSON, are:
     where the broker listens; by default ``$CUBROKER_DIR``, else where a socket is found (:class:`cubroker.Broker`).
 ``pool``
     how names of pools begin; by default the engine's name.
-``share``, ``durable``, ``mode``
+``share``, ``durable``
     as for :meth:`cubroker.Broker.create`.
+``mode``
+    the same, as a text of three octal digits: ``"640"``. JSON has no octal numbers, so a number is refused.
 ``timeout``
     seconds to wait for an engine that loads the same; by default 600.
 ``fallback``
@@ -43,6 +45,7 @@ from cubroker.client.devices import DeviceId
 from cubroker.client.pool import Pool
 from cubroker.integrations import fingerprint, runtime_pools
 from cubroker.protocol.errors import CubrokerError, Invalid, NotFound
+from cubroker.protocol.fields import parse_mode
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +57,9 @@ PLAIN = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 _HELD = "_cubroker"
 
 _MODELS: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+_OPTIONS = f"--model-loader-extra-config of load format {LOAD_FORMAT}"
 
 
 class PoolOptions(NamedTuple):
@@ -77,9 +83,11 @@ class PoolOptions(NamedTuple):
             prefix: of the engine.
 
         Raises:
-            ValueError: there is no option of that name.
+            ValueError: there is no option of that name, or a mode is no text of octal digits.
         """
         extra = dict(given or {})
+        if "mode" in extra:
+            extra["mode"] = _mode(extra["mode"])
         terms: dict[str, Any] = {key: extra.pop(key) for key in ("share", "durable", "mode") if key in extra}
         options = cls(
             prefix=str(extra.pop("pool", prefix)),
@@ -90,7 +98,7 @@ class PoolOptions(NamedTuple):
             terms=terms,
         )
         if extra:
-            raise ValueError(f"--model-loader-extra-config of load format {LOAD_FORMAT} has no {', '.join(extra)}")
+            raise ValueError(f"{_OPTIONS} has no {', '.join(extra)}")
         return options
 
     def pool_name(self, path: str, facts: Mapping[str, object], uuid: str) -> str:
@@ -115,6 +123,20 @@ class PoolOptions(NamedTuple):
         download()
         folder = snapshot_download(path, revision=revision, cache_dir=cache, local_files_only=True)
         return fingerprint.checkpoint(folder)
+
+
+def _mode(given: object) -> int | None:
+    if given is None:
+        return None
+    if not isinstance(given, str):
+        raise ValueError(
+            f"{_OPTIONS}: mode {given!r} is no text, and JSON has no octal numbers; write three octal digits, as in"
+            f' "mode": "640"'
+        )
+    try:
+        return parse_mode(given)
+    except Invalid as error:
+        raise ValueError(f"{_OPTIONS}: {error.message}") from None
 
 
 class RankPool(NamedTuple):

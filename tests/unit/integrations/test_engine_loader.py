@@ -128,13 +128,30 @@ def test_an_engine_without_a_broker_uses_its_own_loader_only_if_told(
 
 
 def test_options_are_those_of_the_documentation_and_no_others() -> None:
-    given = {"pool": "mine", "timeout": 5, "fallback": 1, "checkpoint": "v1", "share": "vmm", "mode": 0o600}
+    given = {"pool": "mine", "timeout": 5, "fallback": 1, "checkpoint": "v1", "share": "vmm", "mode": "600"}
     options = PoolOptions.read(given, "engine")
     assert options == PoolOptions("mine", None, 5.0, True, "v1", {"share": "vmm", "mode": 0o600})
     assert options.digest("/models/none", None, None, pytest.fail) == "declared:v1"
     assert PoolOptions.read(None, "engine") == PoolOptions("engine")
     with pytest.raises(ValueError, match="of load format cubroker has no pools, waits"):
         PoolOptions.read({"pools": 1, "waits": 2}, "engine")
+    for mode, bits in (("444", 0o444), ("0o444", 0o444), (None, None)):
+        assert PoolOptions.read({"mode": mode}, "engine").terms == {"mode": bits}
+
+
+@pytest.mark.parametrize(
+    ("mode", "says"),
+    [
+        (444, 'mode 444 is no text, and JSON has no octal numbers; write three octal digits, as in "mode": "640"'),
+        (True, "mode True is no text"),
+        (["640"], r"mode \['640'\] is no text"),
+        ("rw", "'rw' is no mode: write three octal digits"),
+        ("", "'' is no mode"),
+    ],
+)
+def test_a_mode_is_a_text_since_json_has_no_octal_numbers(mode: object, says: str) -> None:
+    with pytest.raises(ValueError, match=f"of load format cubroker: {says}"):
+        PoolOptions.read({"mode": mode}, "engine")
 
 
 # -- who loads ---------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Names of pools."""
+"""Names of pools, and modes as they are written."""
 
 from __future__ import annotations
 
@@ -35,3 +35,19 @@ def test_the_message_stays_short_however_long_the_name() -> None:
 def test_every_name_that_passes_fits_into_the_messages(name: str) -> None:
     fields.check_pool_name(name)
     assert msgspec.convert(name, Name) == name
+
+
+@pytest.mark.parametrize(
+    ("text", "mode"), [("640", 0o640), ("0640", 0o640), ("0o640", 0o640), ("000", 0), ("777", 0o777)]
+)
+def test_a_mode_is_written_in_octal(text: str, mode: int) -> None:
+    assert fields.parse_mode(text) == mode
+
+
+@pytest.mark.parametrize(
+    "text", ["", "64", "6400", "00640", "648", "0x1ff", "-640", " 640", "640\n", "rw-r-----", "٦٤٠"]
+)
+def test_no_other_text_is_a_mode(text: str) -> None:
+    with pytest.raises(Invalid) as caught:
+        fields.parse_mode(text)
+    assert caught.value.message == f"{text!r} is no mode: write three octal digits, as in 640"
