@@ -45,7 +45,7 @@ from cubroker.server.ledger.events import (
     UnbindMulticast,
 )
 from cubroker.server.ledger.memory import COPIES, rounded
-from cubroker.server.ledger.records import Budget
+from cubroker.server.ledger.records import Budget, listed
 from cubroker.server.store.fdstore import Store
 
 log = logging.getLogger(__name__)
@@ -284,7 +284,8 @@ class DeviceAllocator(WorkerThread[Allocate | Free]):
             log.exception("%s failed in an unexpected way", request)
             code, reason = InternalFailure.code, f"the broker itself failed: {error!r}; its log says more"
         device = self._device
-        message = f"device {device.index} ({device.name}) cannot provide {sum(request.sizes)} bytes: {reason}"
+        named = listed(device.index, device.name, device.uuid)
+        message = f"the broker's device {named} cannot provide {sum(request.sizes)} bytes: {reason}"
         log.warning("%s", message)
         return AllocationFailed(request.ticket, code, message, self._free(request.ticket))
 

@@ -80,17 +80,23 @@ def drain_reason(tables: Tables) -> str:
 
 def no_device(tables: Tables, uuid: str) -> str:
     """Say that the broker has no such device."""
-    return f"this broker has no device {uuid}; it has {listed(tables.accounts.values())}"
+    return f"this broker has no device {uuid}; its devices are {listed(tables.accounts.values())}"
 
 
 def device(tables: Tables, uuid: str) -> str:
-    """Return a device by index and name; one that the broker does not serve by its UUID."""
+    """Return a device as the broker names it; one that it does not serve by its UUID."""
     return tables.accounts[uuid].device.label if uuid in tables.accounts else f"device {uuid}"
 
 
 def listed(accounts: Iterable[DeviceAccount]) -> str:
-    """Return devices by index, name and UUID."""
+    """Return devices of the broker by index, name and the beginning of the UUID."""
     return ", ".join(account.device.listed for account in accounts)
+
+
+def places(version: Version) -> str:
+    """Return the devices that have memory of a version, as the broker names them."""
+    accounts = [replica.account for replica in version.replicas.values()]
+    return accounts[0].device.label if len(accounts) == 1 else f"the broker's devices {listed(accounts)}"
 
 
 # -- versions that are not there -------------------------------------------------------------------------

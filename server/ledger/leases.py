@@ -156,14 +156,14 @@ def _choose(tables: Tables, version: Version, device: str | None, peers: Sequenc
     if device is None:
         if version.plan is None and len(version.replicas) > 1:
             there = error_text.listed(replica.account for replica in version.replicas.values())
-            raise Invalid(f"{version.label} is on several devices, {there}; say which one to attach to")
+            raise Invalid(f"{version.label} is on several of the broker's devices, {there}; say which one to attach to")
         return tuple(version.replicas.values())
     # A shard on a peer holds other tensors, so it does not replace one here.
     wanted = (device, *peers) if version.plan is None else (device,)
     for uuid in wanted:
         if uuid in version.replicas:
             return (version.replicas[uuid],)
-    there = error_text.listed(replica.account for replica in version.replicas.values())
+    there = error_text.places(version)
     here = error_text.device(tables, device)
     if version.plan is not None:
         raise NotFound(f"{version.label} has no shard on {here}: its shards are on {there}; name one, or none for all")

@@ -35,6 +35,11 @@ EVENT_LOG_LINES = 32
 # -- devices and users ---------------------------------------------------------------------------------
 
 
+def listed(index: int, name: str, uuid: str) -> str:
+    """Return index, name and the beginning of the UUID, which names a device to every process of the host."""
+    return f"{index} ({name}, {'-'.join(uuid.split('-')[:2])})"
+
+
 @dataclass(frozen=True, slots=True)
 class Budget:
     """One device, and how much of it the broker may use."""
@@ -54,13 +59,13 @@ class Budget:
 
     @property
     def label(self) -> str:
-        """Index and name for messages: ``device 0 (NVIDIA H200)``."""
-        return f"device {self.index} ({self.name})" if self.index >= 0 else f"device {self.uuid}, which is gone"
+        """The device for messages: ``the broker's device 3 (NVIDIA H200, GPU-8d2f41c6)``. Clients count their own."""
+        return f"the broker's device {self.listed}" if self.index >= 0 else f"device {self.uuid}, which is gone"
 
     @property
     def listed(self) -> str:
-        """Index, name and UUID: ``0 (NVIDIA H200, GPU-…)``."""
-        return f"{self.index} ({self.name}, {self.uuid})" if self.index >= 0 else f"{self.uuid} (gone)"
+        """The device in a list of the broker's: ``3 (NVIDIA H200, GPU-8d2f41c6)``."""
+        return listed(self.index, self.name, self.uuid) if self.index >= 0 else f"{self.uuid} (gone)"
 
     def descriptors_of(self, share: str) -> int:
         """Return the most descriptors that one allocation of a share kind takes.

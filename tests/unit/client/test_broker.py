@@ -93,7 +93,7 @@ def test_devices_are_named_by_ordinal_or_uuid(client: Broker, name: str) -> None
         with client.attach(name, device=device) as pool:
             assert pool.device == expected
             assert pool["weight"].tobytes() == content("weight", 128)
-    with pytest.raises(Invalid, match=second.uuid):
+    with pytest.raises(Invalid, match=rf"the broker.s devices, 0 .* 1 \(.*, {second.uuid[:13]}\)"):
         client.attach(name)
 
 

@@ -102,7 +102,7 @@ def test_the_first_of_many_creates_and_the_others_reach_it_from_their_own_device
             assert (pool.device.index, pool.memory_device.index) == (3, 2)
             assert pool["weight"].tobytes() == content("weight", 128)
             pool.close()
-        with pytest.raises(NotFound, match="is not on device"):
+        with pytest.raises(NotFound, match=r"is not on the broker's device 3 .*; it is on the broker's device 2 "):
             client.attach_or_create(name, LAYOUT, device=3, devices=(2,))
         with pytest.raises(NotFound, match="nor on one that it can reach"):
             client.attach_or_create(name, LAYOUT, device=0, peer=True)

@@ -375,7 +375,7 @@ def test_another_share_kind_or_permission_or_place_is_refused(client: Broker, na
                 pool.switch()
             stays(client, pool, 1, lease)
         put(client, name, 5, devices=(1,))
-        with pytest.raises(NotFound, match="is not on device"):
+        with pytest.raises(NotFound, match="is not on the broker's device 0 "):
             pool.switch()
         stays(client, pool, 1, lease)
 

@@ -97,7 +97,8 @@ def test_a_request_that_does_not_fit_leaves_nothing_allocated(driver: Driver) ->
         refused = device.allocate(1, GRANULARITY, SIZE)
         assert isinstance(refused, AllocationFailed)
         assert refused.code == "out_of_memory"
-        assert f"cannot provide {GRANULARITY + SIZE} bytes" in refused.message
+        device_0 = f"the broker's device 0 (cubroker host device 0, {driver.devices[0].uuid[:13]})"
+        assert refused.message.startswith(f"{device_0} cannot provide {GRANULARITY + SIZE} bytes: ")
         assert free_bytes(context) == SIZE
         assert device.free(1) == Freed(1)
 

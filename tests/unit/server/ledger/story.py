@@ -20,6 +20,9 @@ BROKER, ALICE, BOB = 1000, 1001, 1002
 GPU0 = Budget(0, "GPU-0", "first", 16 * MIB, 10 * MIB)
 GPU1 = Budget(1, "GPU-1", "second", 16 * MIB, 6 * MIB)
 
+FIRST, SECOND = "the broker's device 0 (first, GPU-0)", "the broker's device 1 (second, GPU-1)"
+"""What refusals call them."""
+
 R = TypeVar("R", bound=m.Reply)
 
 

@@ -13,9 +13,11 @@ from cubroker.server.ledger.policy import Policy, Quota
 from tests.unit.server.ledger.story import (
     ALICE,
     BOB,
+    FIRST,
     GPU0,
     GPU1,
     MIB,
+    SECOND,
     Story,
     answer,
     asks,
@@ -104,7 +106,7 @@ def test_a_draft_given_up_is_freed_and_its_number_goes_to_the_next_in_line(story
 
 def test_what_can_never_fit_is_refused_at_once(story: Story) -> None:
     story >> creates(1, 1, "a", 7 * MIB, devices=("GPU-0", "GPU-1"), wait=5.0)
-    story << refused(1, 1, "over_budget", "a needs 8 MiB on device 1 (second), whose whole budget is 6 MiB")
+    story << refused(1, 1, "over_budget", f"a needs 8 MiB on {SECOND}, whose whole budget is 6 MiB")
 
 
 def test_a_full_device_is_refused_with_what_takes_its_memory(story: Story) -> None:
@@ -114,7 +116,7 @@ def test_a_full_device_is_refused_with_what_takes_its_memory(story: Story) -> No
     story >> creates(1, 2, "a", 3 * MIB)
     story << refused(
         1, 2, "over_budget",
-        "a needs 4 MiB on device 0 (first): of its budget of 10 MiB, 6 MiB are allocated and 2 MiB promised",
+        f"a needs 4 MiB on {FIRST}: of its budget of 10 MiB, 6 MiB are allocated and 2 MiB promised",
         "the largest are old@1 4 MiB (current, user 1001, 1 leases), small@1 2 MiB (current, user 1002, 0 leases),"
         " new@1 2 MiB (promised, user 1001, 0 leases)",
     )  # fmt: skip
@@ -132,9 +134,7 @@ def test_room_is_given_in_order_of_arrival_and_small_requests_do_not_overtake(st
     story >> creates(1, 1, "big", 6 * MIB, wait=5.0)
     story << e.SetTimer(1, 5.0)
     story >> creates(2, 1, "small", MIB)
-    story << refused(
-        2, 1, "over_budget", "small needs 2 MiB on device 0 (first), where 1 earlier requests wait for room"
-    )
+    story << refused(2, 1, "over_budget", f"small needs 2 MiB on {FIRST}, where 1 earlier requests wait for room")
     story >> creates(2, 2, "small", MIB, wait=5.0)
     story << e.SetTimer(2, 5.0)
     story >> creates(2, 3, "other", MIB, devices=("GPU-1",))
@@ -270,7 +270,7 @@ def test_who_waits_for_room_that_was_lost_is_refused_and_the_next_is_served(stor
     story >> e.AllocationFailed(1, "device", "no", unfreed=4 * MIB)
     story << refused(1, 1, "device", "no")
     story << e.CancelTimer(1)
-    story << refused(1, 2, "over_budget", "b needs 8 MiB on device 0 (first)", "lost to a failed allocation")
+    story << refused(1, 2, "over_budget", f"b needs 8 MiB on {FIRST}", "lost to a failed allocation")
     story << e.CancelTimer(2)
     story << e.Allocate(2, "GPU-0", (6 * MIB,), "ipc")
 
@@ -283,9 +283,9 @@ def test_a_turn_that_a_refusal_hands_on_is_in_order_of_arrival_too(story: Story)
     story >> e.AllocationFailed(1, "device", "no", unfreed=2 * MIB)
     story << refused(1, 1, "device", "no")
     story << e.CancelTimer(1)
-    story << refused(2, 1, "over_budget", "b needs 6 MiB on device 1 (second)")
+    story << refused(2, 1, "over_budget", f"b needs 6 MiB on {SECOND}")
     story << e.CancelTimer(2)
-    story << refused(3, 1, "over_budget", "c needs 6 MiB on device 1 (second)")
+    story << refused(3, 1, "over_budget", f"c needs 6 MiB on {SECOND}")
     story << e.CancelTimer(3)
     story << e.Allocate(2, "GPU-0", (6 * MIB,), "ipc")  # for the second c, which came before a
 
@@ -312,7 +312,7 @@ def test_the_first_of_many_writes_and_the_rest_attach(story: Story) -> None:
     story << e.CancelTimer(1)
     story << attached(2, 1, 2, "a", 1, ticket=1)
     story << e.CancelTimer(2)
-    story << refused(3, 1, "not_found", "a@1 is not on device 1 (second)")
+    story << refused(3, 1, "not_found", f"a@1 is not on {SECOND}")
     story << answer(1, 2, m.Sealed(1))
     story << e.CancelTimer(3)
     story << e.Allocate(2, "GPU-0", (2 * MIB,), "ipc")
@@ -418,7 +418,7 @@ def test_a_create_that_names_no_share_kind_and_a_device_that_there_is_not_is_ref
             (1, 7 * MIB),
             {"devices": ("GPU-0", "GPU-1"), "plan": (0, 1)},
             "over_budget",
-            "a needs 8 MiB on device 1 (second), whose whole budget is 6 MiB",
+            f"a needs 8 MiB on {SECOND}, whose whole budget is 6 MiB",
         ),
         ("a", (), {}, "invalid", "the layout of a has no memory"),
         ("a", (1,), {"devices": ("GPU-0", "GPU-0")}, "invalid", "names a device twice: GPU-0, GPU-0"),
@@ -427,7 +427,7 @@ def test_a_create_that_names_no_share_kind_and_a_device_that_there_is_not_is_ref
             (1,),
             {"devices": ("GPU-0", "GPU-7")},
             "not_found",
-            "no device GPU-7; it has 0 (first, GPU-0), 1 (second, GPU-1)",
+            "no device GPU-7; its devices are 0 (first, GPU-0), 1 (second, GPU-1)",
         ),
         ("a", (1,), {"attach": m.Where("GPU-8")}, "not_found", "no device GPU-8"),
     ],

@@ -5,11 +5,14 @@ from collections.abc import Iterator
 import pytest
 
 from cubroker.protocol import messages as m
+from cubroker.server.ledger import Budget
 from cubroker.server.ledger import events as e
 from tests.unit.server.ledger.story import (
     ALICE,
     BOB,
+    FIRST,
     MIB,
+    SECOND,
     Story,
     asks,
     attached,
@@ -55,13 +58,21 @@ def test_a_lease_closed_twice_or_held_by_another_session_is_not_found_in_the_sam
 
 def test_a_device_without_a_replica_is_refused_with_the_devices_that_have_one(story: Story) -> None:
     story >> attaches(2, 1, "a", device="GPU-1")
-    story << refused(2, 1, "not_found", "a@1 is not on device 1 (second); it is on 0 (first, GPU-0)")
+    story << refused(2, 1, "not_found", f"a@1 is not on {SECOND}; it is on {FIRST}: attach there")
+
+
+def test_a_device_is_named_by_what_is_the_same_for_every_process() -> None:
+    uuid = "GPU-8d2f41c6-0000-0000-0000-000000000002"
+    assert Budget(3, uuid, "NVIDIA H200", MIB, MIB).label == "the broker's device 3 (NVIDIA H200, GPU-8d2f41c6)"
+    gone = Budget(-1, uuid, "", 0, 0)
+    assert (gone.label, gone.listed) == (f"device {uuid}, which is gone", f"{uuid} (gone)")
 
 
 def test_a_pool_on_several_devices_wants_to_know_which(story: Story) -> None:
     story.publishes(1, "both", devices=("GPU-0", "GPU-1"))
     story >> attaches(2, 1, "both")
-    story << refused(2, 1, "invalid", "both@1 is on several devices, 0 (first, GPU-0), 1 (second, GPU-1);")
+    which = "both@1 is on several of the broker's devices, 0 (first, GPU-0), 1 (second, GPU-1); say which"
+    story << refused(2, 1, "invalid", which)
     story >> attaches(2, 2, "both", device="GPU-1")
     story << attached(2, 2, 3, "both", 1, ticket=3, device="GPU-1")
 
@@ -78,7 +89,7 @@ def test_an_unknown_name_is_refused_with_names_that_are_near(story: Story) -> No
 
 def test_an_unknown_device_is_refused_even_if_the_pool_may_come(story: Story) -> None:
     story >> attaches(2, 1, "b", device="GPU-9", wait=5.0)
-    story << refused(2, 1, "not_found", "no device GPU-9; it has 0 (first, GPU-0), 1 (second, GPU-1)")
+    story << refused(2, 1, "not_found", "no device GPU-9; its devices are 0 (first, GPU-0), 1 (second, GPU-1)")
 
 
 def test_a_version_that_is_not_there_yet_is_refused_or_waited_for(story: Story) -> None:
@@ -112,7 +123,7 @@ def test_waiters_for_the_first_version_are_served_in_order_of_arrival(story: Sto
     story << e.CancelTimer(2)
     story << attached(2, 1, 4, "b", 1, ticket=2)
     story << e.CancelTimer(3)
-    story << refused(2, 2, "not_found", "b@1 is not on device 1 (second); it is on 0 (first, GPU-0)")
+    story << refused(2, 2, "not_found", f"b@1 is not on {SECOND}; it is on {FIRST}: attach there")
     story << e.Respond(1, 2, m.Sealed(1))
 
 

@@ -10,9 +10,11 @@ from cubroker.server.ledger import events as e
 from cubroker.server.ledger.policy import Policy, Quota
 from tests.unit.server.ledger.story import (
     ALICE,
+    FIRST,
     GPU0,
     GPU1,
     MIB,
+    SECOND,
     Story,
     answer,
     asks,
@@ -75,7 +77,7 @@ def test_a_shard_elsewhere_is_no_replacement_for_one_here(story: Story) -> None:
         1,
         "not_found",
         "a@1 has no shard on device GPU-7",
-        "on 1 (second, GPU-1), 0 (first, GPU-0); name one, or none for all",
+        "its shards are on the broker's devices 1 (second, GPU-1), 0 (first, GPU-0); name one, or none for all",
     )
 
 
@@ -115,11 +117,11 @@ def test_budgets_and_quotas_count_what_is_on_each_device() -> None:
 def test_a_sharded_create_waits_for_room_on_each_of_its_devices(story: Story) -> None:
     story.quietly(creates(1, 1, "full", 4 * MIB, devices=("GPU-1",)), e.Allocated(1, (b"x",)))
     story >> creates(2, 1, "a", 4 * MIB, 8 * MIB, devices=BOTH, plan=(0, 1))
-    story << refused(2, 1, "over_budget", "a needs 4 MiB on device 1 (second)", "4 MiB are allocated")
+    story << refused(2, 1, "over_budget", f"a needs 4 MiB on {SECOND}", "4 MiB are allocated")
     story >> creates(2, 2, "a", 4 * MIB, 8 * MIB, devices=BOTH, plan=(0, 1), wait=5.0)
     story << e.SetTimer(1, 5.0)
     story >> creates(1, 2, "b", 6 * MIB)
-    story << refused(1, 2, "over_budget", "b needs 6 MiB on device 0 (first), where 1 earlier requests wait")
+    story << refused(1, 2, "over_budget", f"b needs 6 MiB on {FIRST}, where 1 earlier requests wait")
     story >> asks(1, 3, m.Close(1))
     story << e.Free(1, "GPU-1")
     story << answer(1, 3, m.Done())
@@ -185,11 +187,11 @@ def test_a_pool_out_of_reach_is_not_found_in_words_that_say_where_it_is(story: S
         2,
         1,
         "not_found",
-        "a@1 is not on device 0 (first); it is on 1 (second, GPU-1)",
+        f"a@1 is not on {FIRST}; it is on {SECOND}",
         "reach it from here over peer access",
     )
     story >> attaches(2, 2, "a", device="GPU-7", peers=("GPU-0", "GPU-8"))
-    reach = "nor on one that it can reach (device 0 (first), device GPU-8): it is on 1 (second, GPU-1); attach there"
+    reach = f"nor on one that it can reach ({FIRST}, device GPU-8): it is on {SECOND}; attach there"
     story << refused(2, 2, "not_found", reach)
 
 
@@ -210,7 +212,7 @@ def test_a_create_that_attaches_reaches_a_peer_as_an_attach_does(story: Story) -
     near = m.Where("GPU-7", ("GPU-8", "GPU-1"))
     for number, where in enumerate((m.Where("GPU-7"), m.Where("GPU-7", ("GPU-8",))), 1):
         story >> creates(1, number, "a", MIB, attach=where)
-        story << refused(1, number, "not_found", "has no device GPU-7; it has 0 (first, GPU-0), 1 (second, GPU-1)")
+        story << refused(1, number, "not_found", "no device GPU-7; its devices are 0 (first, GPU-0), 1 (second, GPU-1)")
     story >> creates(1, 3, "a", MIB, devices=("GPU-1",), attach=near)
     story << e.Allocate(1, "GPU-1", (2 * MIB,), "ipc")
     story >> creates(2, 1, "a", MIB, attach=near, wait=5.0)
