@@ -62,7 +62,8 @@ def module() -> HostModule:
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
     """No test leaves a descriptor, a mapping or a thread behind."""
-    forkserver.prepare(PRELOAD)  # it stays, with its socket
+    for measured in (True, False):
+        forkserver.prepare(PRELOAD, measured=measured)  # it stays, with its socket
     before, threads = held(), set(threading.enumerate())
     yield
     handle_server.join_stopped()
