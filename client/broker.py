@@ -676,6 +676,7 @@ class Broker(Reconnecting):
     def _keep(self, held: H) -> Steps[H]:
         """Note a pool or a lock for :meth:`close`, which another thread may have called since it was asked for."""
         self._held.add(held)
+        held.opener = self
         if self._closed.done() and held.let_go():
             yield from held.confirming()
         self._check_open()

@@ -72,6 +72,8 @@ class NameLock(NotPicklable, Closeable):
 
     def __init__(self, handle: LockHandle, ref: LockRef, session: ClientSession, name: str) -> None:
         self._ref: LockRef | None = ref
+        #: The Broker, which need not be referred to elsewhere while this is held; see :class:`Pool`.
+        self.opener: object = None
         self.name = name
         self._handle = handle
         self._session = session
@@ -103,7 +105,7 @@ class NameLock(NotPicklable, Closeable):
     def let_go(self) -> bool:
         """Begin to give it back, without waiting; returns whether it is on its way."""
         self._owner.check()
-        self._ref = None
+        self._ref = self.opener = None
         return self._handle.ending
 
     def confirming(self) -> Steps[None]:

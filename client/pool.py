@@ -28,14 +28,16 @@ from cubroker.protocol.layout import Layout, TensorIndex
 class UnknownTensor(KeyError):
     """A name that no tensor has; its text adds those that are near, which takes a search through all names."""
 
-    def __init__(self, name: str, names: Collection[str] = ()) -> None:
+    def __init__(self, name: str, names: Collection[str] = (), label: str = "") -> None:
         super().__init__(name)
         self._names = names
+        self._label = label
 
     def __str__(self) -> str:
         name = self.args[0]
         near = get_close_matches(name, self._names) if isinstance(name, str) else []
-        return f"{name!r}; did you mean {' or '.join(map(repr, near))}?" if near else repr(name)
+        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "iterate over the pool for their names"
+        return f"{self._label} has no tensor {name!r}; {hint}"
 
 
 class Replica(NotPicklable, Mapping[str, SharedTensor]):
@@ -156,7 +158,7 @@ class Replica(NotPicklable, Mapping[str, SharedTensor]):
         try:
             spec = self._index.tensors[name]
         except KeyError:
-            raise UnknownTensor(name, self._index.tensors) from None
+            raise UnknownTensor(name, self._index.tensors, self._label) from None
         return self._tensor(name, spec.dtype, spec.shape, spec.allocation, spec.offset)
 
     def __iter__(self) -> Iterator[str]:
@@ -231,6 +233,8 @@ class Pool(Replica, Closeable):
         self.share = mapped.share
         self.writable = not mapped.readonly
         self.protected = mapped.protected
+        #: The Broker. Its session ends with it, and this pool could neither switch nor wake any more.
+        self.opener: object = None
         self._lease = lease
         self._session = lease.session
         self._events: Events | None = None
@@ -414,11 +418,11 @@ class Pool(Replica, Closeable):
                 over, since versions of the next broker are no newer versions of this pool (:attr:`lost`).
         """
         self._owner.check()
-        session, label = self._session, self._label
+        session = self._session
 
         def live(_: object) -> ClientSession:
             if session.lost:
-                raise Unavailable(f"{label} is lost: {session.lost}; close it, and attach again")
+                raise Unavailable(f"{self._label} is lost: {session.lost}; close it, and attach again")
             return session
 
         if switch:
@@ -429,7 +433,7 @@ class Pool(Replica, Closeable):
         self._follows.add(follow)
         if self.closed:
             follow.close()
-            raise Invalid(f"{label} is closed in this process; attach again")
+            raise Invalid(f"{self._label} is closed in this process; attach again")
         return follow
 
     @property
@@ -604,6 +608,10 @@ class Pool(Replica, Closeable):
 
     def _release(self) -> None:
         self._drop()
+
+    def _drop(self) -> None:
+        super()._drop()
+        self.opener = None
 
     def _check_moves(self, how: str) -> LeasedMemory:
         """Return the memory, which can leave its addresses; raises ``Unsupported`` or ``Invalid`` if not."""

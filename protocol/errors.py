@@ -196,7 +196,7 @@ def needing(asked: str, install: str) -> Iterator[None]:
     except ImportError as error:
         absent = isinstance(error, ModuleNotFoundError)
         why = f"{error.name}, which is not installed" if absent else f"a package that cannot be imported ({error})"
-        raise Unsupported(f"{asked} needs {why}: pip install '{install}'") from error
+        raise Unsupported(f"{asked} needs {why}: pip install '{install}'") from None if absent else error
 
 
 @contextmanager

@@ -74,10 +74,10 @@ _POOL_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:/+-]{0,254}")
 def check_pool_name(name: str) -> None:
     """Raise ``Invalid`` unless ``name`` can name a pool, in a table, a URL and ``NAME@VERSION``."""
     if not _POOL_NAME.fullmatch(name):
-        raise Invalid(
-            f"{name[:64]!r} cannot name a pool: use 1 to 255 letters, digits and _ . : / + - and begin with"
-            f" a letter, a digit or _"
-        )
+        rule = "use 1 to 255 letters, digits and _ . : / + - and begin with a letter, a digit or _"
+        bare, at, _ = name.partition("@")
+        hint = f"; a version is given apart, beside the name {bare[:64]!r}" if at and _POOL_NAME.fullmatch(bare) else ""
+        raise Invalid(f"{name[:64]!r} cannot name a pool: {rule}{hint}")
 
 
 def parse_mode(text: str) -> int:

@@ -239,7 +239,8 @@ def _instead(directory: Path) -> str:
         return f"a socket is on {SYSTEM}: name that by {NAMED}"
     if directory == SYSTEM and os.getuid():
         return "root starts the host's with `systemctl start cubroker`, and you one of your own with: cubroker serve"
-    return f"start one with: cubroker serve --directory {directory} (another place is named by {NAMED})"
+    start = f"cubroker serve --directory {directory}"
+    return f"start one with: {start} (without a GPU: --devices host:1; another place is named by {NAMED})"
 
 
 def _diagnosis(directory: Path) -> str:

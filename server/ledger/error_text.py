@@ -113,7 +113,7 @@ def missing(tables: Tables, session: Session, name: str, number: int) -> str:
     visible = islice((other for other in looked_at if can_read(tables, session, other)), NEAR_NAMES)
     names = [other.name for other in visible if other.versions and len(other.name) <= NEAR_LENGTH]
     near = get_close_matches(name[:NEAR_LENGTH], names)
-    hint = f"did you mean {' or '.join(near)}?" if near else "the list of pools has the names there are"
+    hint = f"did you mean {' or '.join(near)}?" if near else "`cubroker ls` lists those that there are"
     return f"no pool is named {name!r}; {hint}"
 
 
@@ -133,6 +133,15 @@ def unpublished(tables: Tables, session: Session, pool: Pool, number: int) -> st
     else:
         why = "none was published that you may read; wait for it, or load it"
     return f"{pool.name} has no current version: {why}"
+
+
+def held(tables: Tables, session: Session, name: str) -> str:
+    """Name the newest version of a pool that is out of service and still leased; empty if there is none to be seen."""
+    pool = tables.pools.get(name)
+    if pool is None or not can_read(tables, session, pool):
+        return ""
+    left = [version for version in pool.versions.values() if version.leases and version is not pool.draft]
+    return f". {left[-1].label} is still held: it can be named so" if left else ""
 
 
 def _being_written(draft: Version) -> str:
@@ -169,7 +178,7 @@ def waited(tables: Tables, waiter: Waiter) -> str:
     """Say what a request waited for in vain."""
     name, seconds = waiter.pool.name, f"waited {waiter.body.wait:g} s"
     if isinstance(waiter, AttachWaiter):
-        why = unpublished(tables, waiter.session, waiter.pool, waiter.body.version)
+        why = missing(tables, waiter.session, name, waiter.body.version)
         return f"attach to {name} {seconds} for it to be published: {why}"
     if isinstance(waiter, EventWaiter):
         return f"{seconds} in vain: {not_recorded(waiter)}"

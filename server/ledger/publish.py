@@ -125,7 +125,7 @@ def find(tables: Tables, session: Session, name: str, number: int) -> Version:
     past = visible_past(tables, session, name)
     if 0 < number <= past.last:
         raise errors.Retired(error_text.retired(name, number, pool, past.loss))
-    raise errors.NotFound(error_text.missing(tables, session, name, number))
+    raise errors.NotFound(error_text.missing(tables, session, name, number) + error_text.held(tables, session, name))
 
 
 def watch(tables: Tables, session: Session, body: messages.Watch) -> messages.Done:

@@ -265,7 +265,7 @@ def tell(tables: Tables, session: Session, body: messages.Tell) -> messages.Stor
         other = tables.sessions.get(body.session) or tables.past_sessions.get(body.session)
         if other is None or not can_see_session(tables, session, other):
             raise NotFound(
-                f"nothing is known of a session {body.session} of user {session.uid}; the list of clients has those"
+                f"nothing is known of a session {body.session} of user {session.uid}; `cubroker clients` lists those"
                 f" that there are, and administrators may hear of all"
             )
         log = other.log
@@ -275,6 +275,6 @@ def tell(tables: Tables, session: Session, body: messages.Tell) -> messages.Stor
         if pool is None or not can_read_history(tables, session, pool):
             if pool is not None and pool.owner is not None:
                 raise Denied(f"user {session.uid} may not hear of {body.pool}; ask its owner for a mode that lets you")
-            raise NotFound(f"nothing is known of a pool {body.pool}; the list of pools has those that there are")
+            raise NotFound(f"nothing is known of a pool {body.pool}; `cubroker ls` lists those that there are")
         log = pool.log
     return messages.Story(tuple(Line(time, text) for time, text in log))

@@ -178,6 +178,9 @@ def test_a_retired_version_stays_with_who_holds_it(client: Broker, name: str) ->
         assert (retirement.version, retirement.leases) == (1, 1)
         with pytest.raises(NotFound):
             client.attach(name)
+        with pytest.raises(NotFound, match=rf"load it again\. {name}@1 is still held: it can be named so"):
+            client.describe(name)
+        assert client.describe(name, 1)[0].state == "retired"
         assert pool["weight"].tobytes() == content("weight", 128)
     eventually(lambda: name not in [info.name for info in client.pools()], "the end of the retired version")
 
@@ -185,7 +188,13 @@ def test_a_retired_version_stays_with_who_holds_it(client: Broker, name: str) ->
 @pytest.mark.parametrize(
     ("call", "error", "complaint"),
     [
-        (lambda broker: broker.attach("no name!"), Invalid, "cannot name a pool"),
+        (lambda broker: broker.attach("no name!"), Invalid, "cannot name a pool.* or _$"),
+        (
+            lambda broker: broker.attach("x@1"),
+            Invalid,
+            "'x@1' cannot .*; a version is given apart, beside the name 'x'",
+        ),
+        (lambda broker: broker.attach("@1"), Invalid, "cannot name a pool.* or _$"),
         (lambda broker: broker.attach("x", version=0), Invalid, "count from 1"),
         (lambda broker: broker.attach("x", version=2**70), Invalid, "count from 1"),
         (lambda broker: broker.attach("x", version="2"), Invalid, "version '2' is no whole number; .* current one"),

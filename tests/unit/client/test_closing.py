@@ -19,7 +19,7 @@ from cubroker.client.loading.checkpoint import CheckpointFile
 from cubroker.client.locks import LockRef, NameLock
 from cubroker.client.memory.lease import acquire
 from cubroker.client.transport.requests import Future, Steps
-from cubroker.protocol.errors import Invalid, TimedOut, Unavailable
+from cubroker.protocol.errors import Invalid, TimedOut, Unavailable, Unsupported
 from cubroker.protocol.messages import ListPools
 from tests import checkpoints
 from tests.brokers import PATIENCE, BrokerProcess, eventually
@@ -98,6 +98,20 @@ def test_a_closed_broker_is_of_no_use_though_arrays_keep_its_connection(
         with pytest.raises(Unavailable, match="this Broker is closed; open another"):
             call()
     assert array.shape == (4, 8)
+
+
+def test_a_pool_and_a_lock_need_no_other_reference_to_their_broker(client: Broker, name: str) -> None:
+    publish(client, name)
+    before = len(client.clients())
+    pool, lock = Broker(client.directory).attach(name), Broker(client.directory).lock(name)
+    gc.collect()
+    with pytest.raises(Unsupported, match="sealed without a digest"):
+        pool.check()
+    with pytest.raises(TimedOut):
+        client.lock(name, timeout=0)
+    lock.close()
+    del pool
+    eventually(lambda: len(client.clients()) == before, "the end of both sessions")
 
 
 def test_a_pool_that_comes_while_its_broker_is_closed_is_closed_too(

@@ -593,11 +593,13 @@ def test_closing_a_pool_ends_what_follows_it(client: Broker, name: str) -> None:
 
 
 def test_a_pool_that_was_lost_with_its_session_has_no_newer_versions(broker: BrokerProcess, follower: Broker) -> None:
-    publish(follower, "policy")
-    with follower.attach("policy") as pool, pool.follow() as follow:
+    put(follower, "policy", 1)
+    with follower.attach("policy") as pool, pool.follow(switch=True) as follow:
+        put(follower, "policy", 2)
+        assert next(follow) == 2
         waiting = begun(follow.__next__)
         broker.kill()
-        with pytest.raises(Unavailable, match=r"version 1 is lost: the broker on .* is gone.*attach again"):
+        with pytest.raises(Unavailable, match=r"version 2 is lost: the broker on .* is gone.*attach again"):
             waiting.result(PATIENCE)
         broker.start()
         follower.reconnect()

@@ -274,7 +274,9 @@ def test_who_looks_for_a_broker_in_the_wrong_place_hears_of_the_one_of_the_syste
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(handshake, "SYSTEM", tmp_path)
-    with pytest.raises(Unavailable, match=f"start one with: cubroker serve --directory {tmp_path / 'elsewhere'}"):
+    with pytest.raises(
+        Unavailable, match=f"start one with: cubroker serve --directory {tmp_path / 'elsewhere'} .without a GPU: --dev"
+    ):
         Broker(tmp_path / "elsewhere")
     (tmp_path / SESSION_SOCKET).touch()
     with pytest.raises(Unavailable, match=rf"a socket is on {tmp_path}: name that"):

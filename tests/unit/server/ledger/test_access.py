@@ -163,7 +163,7 @@ def test_names_of_private_pools_are_not_told_to_those_who_may_not_read_them(stor
     story.publishes(1, "secret", nbytes=8 * MIB, mode=0o600)
     story.quietly(attaches(1, 1, "secret"))
     story >> attaches(2, 1, "secrets")
-    story << refused(2, 1, "not_found", "no pool is named 'secrets'; the list of pools has")
+    story << refused(2, 1, "not_found", "no pool is named 'secrets'; `cubroker ls` lists")
     story >> creates(2, 2, "b", 8 * MIB)
     story << refused(2, 2, "over_budget", "0 bytes promised; private pools have 8 MiB; retire")
     story >> creates(6, 2, "b", 8 * MIB)
