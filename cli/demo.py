@@ -66,7 +66,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     metavar="FOLDER",
     help="Only write the demo's own weights, as FOLDER/model.safetensors, to try other commands with.",
 )
-def demo(path: Path | None, folder: Path | None) -> None:
+@click.option("--seed", type=int, default=0, help="With --weights: another number gives other values.")
+def demo(path: Path | None, folder: Path | None, seed: int) -> None:
     """Show what cubroker does, with a broker of its own in a temporary directory.
 
     PATH is a safetensors file or a folder with a checkpoint. By default it makes one: the tensors of a small embedding
@@ -76,7 +77,7 @@ def demo(path: Path | None, folder: Path | None) -> None:
     if folder is not None:
         if path is not None:
             raise click.UsageError("PATH and --weights are for different things: give one of them")
-        written = demo_weights.write(folder)
+        written = demo_weights.write(folder, seed)
         format.say(f"{written}: {demo_weights.MODEL} in names, types and shapes, with random values")
         return
     devices, what = _devices()

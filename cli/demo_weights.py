@@ -59,10 +59,11 @@ def _pair(module: str, shape: tuple[int, ...]) -> Iterator[Entry]:
     yield f"{module}.bias", "F32", shape[:1]
 
 
-def write(folder: Path) -> Path:
+def write(folder: Path, seed: int = 0) -> Path:
     """Write the weights as ``model.safetensors`` into a folder, which is made, and return the file's path.
 
-    Every call writes the same bytes. The file has its name once it is whole; a write that fails leaves no file.
+    Every call with the same ``seed`` writes the same bytes. The file has its name once it is whole; a write that fails
+    leaves no file.
 
     Raises:
         Exists: there is a file or a link of that name, which stays as it is.
@@ -75,7 +76,7 @@ def write(folder: Path) -> Path:
     unfinished = folder / f".{FILE}.{secrets.token_hex(4)}"
     with unfinished.open("xb") as file:
         try:
-            _fill(file)
+            _fill(file, Random(f"{MODEL} {seed}"))  # noqa: S311  # values, not secrets
             file.flush()
             _name(unfinished, path)
         finally:
@@ -83,8 +84,7 @@ def write(folder: Path) -> Path:
     return path
 
 
-def _fill(file: BinaryIO) -> None:
-    random = Random(MODEL)  # noqa: S311  # values, not secrets
+def _fill(file: BinaryIO, random: Random) -> None:
     file.write(_header())
     for _, dtype, shape in tensors():
         count = math.prod(shape)

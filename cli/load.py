@@ -259,6 +259,8 @@ def _files(
         format.document(_compared(info, indexes, found))
     for line in differences[:SHOWN] if not as_json else ():
         format.say(format.printable(line))
+    if (more := len(differences) - SHOWN) > 0 and not as_json:
+        format.say(f"and {more} more")
     if differences:
         raise CubrokerError(f"{title} is not what the files hold: {format.count(len(differences), 'difference')}")
     if as_json:

@@ -48,6 +48,16 @@ COMMANDS = {
 }
 """Every subcommand in the order of the help: ``module:attribute`` in :mod:`cubroker.cli`, and its line there."""
 
+OTHER_WORDS = {
+    **dict.fromkeys(("delete", "remove", "rm", "unload"), "did you mean retire?"),
+    **dict.fromkeys(("list", "pools", "status"), "did you mean ls?"),
+    **dict.fromkeys(("ps", "who", "workers"), "did you mean clients?"),
+    **dict.fromkeys(("run", "start"), "did you mean serve?"),
+    **dict.fromkeys(("end", "kill", "stop"), "a broker ends with Ctrl-C or SIGTERM; drain empties it before"),
+    "version": "did you mean --version?",
+}
+"""What to say of a word that other programs have as a command, where no name here is like it."""
+
 HANDLED_LATER = {
     "serve": frozenset({signal.SIGHUP, signal.SIGUSR1}),
     "keep": signals.HELD,
@@ -76,9 +86,7 @@ class Commands(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Import the command that runs; from then on signals reach it, and it may have something to undo."""
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
-            near = get_close_matches(args[0], COMMANDS, cutoff=0.5)
-            hint = f"did you mean {' or '.join(near)}?" if near else "cubroker --help lists those that there are"
-            ctx.fail(f"No such command {args[0]!r}; {hint}")
+            ctx.fail(f"No such command {args[0]!r}; {_hint(args[0])}")
         found = super().resolve_command(ctx, args)
         signals.raise_at_interrupt()
         signals.release(HANDLED_LATER.get(found[0] or "", frozenset()))
@@ -88,6 +96,14 @@ class Commands(click.Group):
         """Write the list of commands without importing them."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
+
+
+def _hint(word: str) -> str:
+    """Return what to give in place of a word that is no command."""
+    if word in OTHER_WORDS:
+        return OTHER_WORDS[word]
+    near = get_close_matches(word, COMMANDS, cutoff=0.5)
+    return f"did you mean {' or '.join(near)}?" if near else "cubroker --help lists those that there are"
 
 
 @click.command(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})

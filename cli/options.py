@@ -111,9 +111,10 @@ def size(value: str) -> int:
 
 def mode(value: str) -> int:
     """Return a mode written in octal as ``640``, or fail as wrong usage."""
-    if not re.fullmatch(r"0?[0-7]{3}", value, re.ASCII):
-        raise click.BadParameter(f"{value!r} is no mode: write three octal digits, as in 640")
-    return int(value, 8)
+    try:
+        return fields.parse_mode(value)
+    except Invalid as error:
+        raise click.BadParameter(error.message) from None
 
 
 class DeviceList(click.ParamType):  # type: ignore[type-arg]  # which click has from 8.4 on
@@ -203,7 +204,7 @@ _directory = partial(
     type=PATH,
     metavar="DIR",
 )
-_SERVED = "Where the broker serves.  [default: $CUBROKER_DIR, else where one does: the user's own, or /run/cubroker]"
+_SERVED = "Where the broker serves.  [default: $CUBROKER_DIR, else where a socket is: the user's own, or /run/cubroker]"
 
 group_directory = _directory(
     help="Where the broker serves, for every command.  [default: $CUBROKER_DIR, else the user's own; commands that ask"

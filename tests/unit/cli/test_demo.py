@@ -158,6 +158,10 @@ def test_the_demo_writes_its_weights_for_other_commands(tmp_path: Path) -> None:
         values = struct.unpack("<384f", file.read())
     assert all(1 / 128 <= abs(value) <= 1 / 8 for value in values)
     assert len(set(values)) > 300
+    others = tmp_path / "others"
+    assert run("demo", "--weights", others / "1", "--seed", "1").returncode == 0
+    assert (others / "1" / path.name).stat().st_size == path.stat().st_size
+    assert (others / "1" / path.name).read_bytes() != path.read_bytes() == demo_weights.write(others).read_bytes()
     refused = run("demo", path, "--weights", tmp_path)
     assert refused.returncode == 2
 

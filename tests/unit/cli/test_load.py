@@ -215,6 +215,16 @@ def test_verify_tells_equal_from_different(directory: Path, path: Path, tmp_path
     assert different.stderr.splitlines()[-1] == f"cubroker: {name}@1 is not what the files hold: 5 differences"
 
 
+def test_verify_lists_ten_differences_and_counts_the_rest(directory: Path, tmp_path: Path, name: str) -> None:
+    shapes = [(f"layer.{number}", "U8", (1,)) for number in range(13)]
+    held, other = (
+        checkpoints.write(tmp_path / f"{seed}.safetensors", checkpoints.filled(shapes, seed=seed)) for seed in (0, 1)
+    )
+    assert run("load", name, held, "--directory", directory).returncode == 0
+    *listed, last = run("verify", name, other, "--directory", directory).stdout.splitlines()
+    assert (len(listed), last) == (10, "and 3 more")
+
+
 def test_verify_looks_at_the_copy_on_every_device(directory: Path, path: Path, name: str) -> None:
     assert run("load", name, path, "--device", "0,1", "--directory", directory).returncode == 0
     done = run("verify", name, path, "--directory", directory)

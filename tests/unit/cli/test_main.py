@@ -30,6 +30,7 @@ WRONG = {
     "--owner": ("",),
     "--pause": SECONDS,
     "--plan": ("", os.devnull),
+    "--seed": ("", "some", "0.5"),
     "--set": ("kep=1", "keep", "keep=", "keep=some", "keep=-1", "budget=200%", "quota.memory=-1", "log.level=loud", ""),
     "--filter": (),  # any text is one
     "--share": ("magic", ""),
@@ -213,6 +214,8 @@ def test_help_imports_neither_cuda_nor_zeromq_and_no_command_imports_torch() -> 
         ("lst", "did you mean ls or "),
         ("verfy", "did you mean verify?"),
         ("device", "did you mean devices"),
+        ("unload", "did you mean retire?"),
+        ("stop", "a broker ends with Ctrl-C or SIGTERM"),
         ("zzz", "cubroker --help lists"),
     ],
 )
