@@ -34,7 +34,7 @@ help:
 	@echo 'make hostile     peers that mean harm, ten times as hard as in make test'
 	@echo 'make systemd-test  100 SIGKILLs of a broker under a systemd of its own, and an upgrade (root)'
 	@echo 'make engines     real engines on emulated devices, under CUBROKER_{VLLM,SGLANG,TRITON}_PYTHON'
-	@echo 'make install     the systemd units, PREFIX=$(PREFIX) SYSCONFDIR=$(SYSCONFDIR) DESTDIR=$(DESTDIR)'
+	@echo 'make install     systemd units, manual page, completion of shells; PREFIX=$(PREFIX) SYSCONFDIR=$(SYSCONFDIR) DESTDIR=$(DESTDIR)'
 	@echo 'make benchmarks  DEVICES=$(DEVICES): the figures of benchmarks/, on this machine'
 	@echo 'make docs        the pages and the reference as a site, in dist/docs; a broken link or name is an error'
 	@echo 'make lock        requirements/ anew: the newest versions of what the image, the tests and the site are built from'
@@ -142,6 +142,7 @@ clean:
 $(VENV)/demo: $(VENV)/python $(SOURCES)
 	@rm -rf build
 	$(BIN)/pip install --disable-pip-version-check --upgrade '.[server,cli]'
+	@rm -rf build *.egg-info
 	@touch $@
 
 # torch, and what only torch needs, is held to no hash: its wheels for CPUs and for each CUDA have indexes of their own.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests import forkserver
 from tests.accounts import user_name
 from tests.brokers import eventually
 from tests.systemd.documented_session import Step, difference, steps
@@ -72,7 +74,7 @@ def page() -> Iterator[Page]:
 def test_the_commands_and_the_worker_of_the_readme_work_and_print_what_stands_there(
     page: Page, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker = re.findall(r"^```python\n(.*?)```", README, re.MULTILINE | re.DOTALL)[0]
+    worker, follower = re.findall(r"^```python\n(.*?)```", README, re.MULTILINE | re.DOTALL)[:2]
     monkeypatch.setenv("CUBROKER_DIR", page.env["CUBROKER_DIR"])
     page.run("demo")
     serve = page.next("serve")
@@ -84,8 +86,16 @@ def test_the_commands_and_the_worker_of_the_readme_work_and_print_what_stands_th
         page.check(serve, said)
         assert last.startswith("cubroker: serving host:2 in ")
         page.run("load", "ls", "devices", "verify")
-        given = {"input": lambda _: page.run("clients", "retire"), "print": lambda tensor: None}
+        given = {"input": lambda _: page.run("clients"), "print": lambda tensor: None}
         exec(compile(worker, "README.md", "exec"), {"__name__": "__main__", **given})
+        with forkserver.Forked(["-c", follower], env=page.env, stdout=subprocess.PIPE, text=True) as following:
+            assert following.stdout is not None
+            seen = [following.stdout.readline()]
+            page.run("demo", "load")
+            seen.append(following.stdout.readline())
+            page.run("retire")
+            following.kill()
+        assert f"```\n{''.join(seen)}```\n" in README
         assert page.done
         broker.terminate()
         eventually(lambda: broker.poll() is not None, "the broker to end")

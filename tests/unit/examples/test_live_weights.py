@@ -203,6 +203,21 @@ def test_the_sample_of_a_switch_serves_the_next_version_from_the_same_arrays(pol
     assert len({address for address, _ in served}) == 1
 
 
+def test_the_sample_of_following_by_switches_has_each_version_in_the_same_arrays(policy: Broker) -> None:
+    seen = []
+
+    def step(version: int, arrays: dict[str, Any]) -> bool:
+        seen.append((version, arrays["weight"][0], arrays["weight"].ctypes.data))
+        if len(seen) < 3:
+            policy.publish("policy", weights(len(seen) + 1))
+        return len(seen) < 3
+
+    sample("## Follow", 2)["work"](step)
+    first = policy.attach("policy").version - 2
+    assert [each[:2] for each in seen] == [(first, 1), (first + 1, 2), (first + 2, 3)]
+    assert len({address for *_, address in seen}) == 1
+
+
 def test_the_sample_of_following_attaches_to_each_version(policy: Broker) -> None:
     used = []
 
