@@ -7,20 +7,22 @@ import json
 import os
 import pty
 import re
+import shlex
 import signal
 import struct
 import subprocess
 import termios
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import msgspec
 import pytest
 
-from cubroker.cli import keys
-from cubroker.cli.top import CLIENTS, POOLS, Choice, Frame
+from cubroker.cli import terminal as keys
+from cubroker.cli.frame import CLIENTS, POOLS, Choice, Frame
 from cubroker.client import Broker
 from cubroker.protocol import Layout
 from cubroker.protocol.messages import View
@@ -115,13 +117,14 @@ class Screen:
 
 
 @contextmanager
-def watching(directory: Path) -> Iterator[tuple[subprocess.Popen[bytes], Screen]]:
+def watching(
+    directory: Path, command: Sequence[str] = (*COMMAND, "top", "--every", "0.2"), **options: Any
+) -> Iterator[tuple[subprocess.Popen[bytes], Screen]]:
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    command = [*COMMAND, "top", "--every", "0.2", "--directory", str(directory)]
-    env = environment(TERM="xterm", PYTHONIOENCODING="utf-8")
+    env = environment(TERM="xterm", PYTHONIOENCODING="utf-8", CUBROKER_DIR=str(directory))
     streams = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
-    process = forkserver.start(command, preload=CLI, measured=False, env=env, **streams)  # as in `started`
+    process = forkserver.start(command, preload=CLI, measured=False, env=env, **streams, **options)  # as in `started`
     os.close(theirs)
     screen = Screen(ours)
     with process:
@@ -172,6 +175,46 @@ def test_live_it_waits_for_a_broker_that_refuses_it_for_a_while() -> None:
             eventually(lambda: b"llama@1" in screen.written, "the pool")
         process.send_signal(signal.SIGINT)
         assert process.wait(PATIENCE) == 0
+
+
+LEFT, ENTERED = b"\x1b[?1049l", b"\x1b[?1049h"
+"""What a terminal is told to leave its alternate screen, and to show it."""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_live_a_signal_ends_it_and_leaves_the_terminal_as_it_was(broker: BrokerProcess, number: signal.Signals) -> None:
+    with watching(broker.directory) as (process, screen):
+        before = screen.modes()
+        eventually(lambda: b"nothing has been loaded" in screen.written, "the first picture")
+        process.send_signal(number)
+        assert process.wait(PATIENCE) == -number
+        assert screen.modes() == before
+        eventually(lambda: LEFT in screen.written, "the screen of before")
+    assert b"Traceback" not in screen.written
+
+
+def test_live_it_can_be_stopped_and_goes_on_in_the_foreground(broker: BrokerProcess) -> None:
+    shell = ["bash", "--noprofile", "--norc", "-i"]
+    with watching(broker.directory, shell, preexec_fn=_own_terminal, start_new_session=True) as (process, screen):
+        screen.send(shlex.join([*COMMAND, "top"]).encode() + b"\n")
+        eventually(lambda: b"nothing has been loaded" in screen.written, "the first picture")
+        reading = screen.modes()
+        screen.send(b"\x1a")
+        eventually(lambda: b"Stopped" in screen.written.rpartition(LEFT)[2], "the shell to have the terminal")
+        assert screen.written.count(ENTERED) == 1
+        screen.send(b"fg\n")
+        eventually(lambda: screen.written.count(ENTERED) == 2, "its screen")
+        eventually(lambda: b"nothing has been loaded" in screen.written.rpartition(ENTERED)[2], "another picture")
+        assert screen.modes() == reading
+        screen.send(b"q")
+        eventually(lambda: screen.written.count(LEFT) == 2, "its end")
+        screen.send(b"exit\n")
+        assert process.wait(PATIENCE) == 0
+
+
+def _own_terminal() -> None:
+    """Have the terminal on standard input control this session, as those of logins do."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
 def lines(

@@ -1,4 +1,4 @@
-"""Keys of a terminal, one at a time, while the screen is drawn; by termios, since few keys are needed."""
+"""The terminal of ``cubroker top``: keys one at a time, by termios, since few are needed; and what signals do to it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import tty
 from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any, Self
+
+from rich.console import Console
 
 UP, DOWN, PAGE_UP, PAGE_DOWN, HOME, END = "up", "down", "page up", "page down", "home", "end"
 ENTER, ESCAPE, BACKSPACE = "enter", "escape", "backspace"
@@ -40,34 +42,58 @@ SPLIT = 0.05
 """Seconds in which the rest of a sequence comes; an escape that is alone for so long is the key."""
 
 
-class Keys:
+class Ended(BaseException):
+    """A signal that ends the process came; it ends once the terminal is as it was."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self._number = number
+
+    def again(self) -> None:
+        """Have the signal do what it does by default."""
+        signal.signal(self._number, signal.SIG_DFL)
+        signal.raise_signal(self._number)
+
+
+class Terminal:
     """The keys of standard input while the context lasts; none if it is no terminal.
 
-    Lines are not gathered and not echoed meanwhile. Ctrl-C and Ctrl-Z stay signals.
+    Lines are not gathered and not echoed meanwhile. Ctrl-C stays a signal. While the process is stopped by Ctrl-Z the
+    terminal is as it was before. SIGTERM and SIGHUP raise :class:`Ended`, so that it is so after them, too.
+
+    Args:
+        console: shows an alternate screen, which is left while the process is stopped.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, console: Console) -> None:
+        self._console = console
         self._input: int | None = sys.stdin.fileno() if sys.stdin is not None and sys.stdin.isatty() else None
         self._decoder = codecs.getincrementaldecoder("utf-8")("ignore")
         self._before: list[Any] | None = None
-        self._handler: Any = None
+        self._handlers: dict[int, Any] = {}
         self._woken, self._wake = os.pipe()
         os.set_blocking(self._wake, False)
 
     def __enter__(self) -> Self:
         if self._input is not None:
             self._before = termios.tcgetattr(self._input)
-            tty.setcbreak(self._input, termios.TCSANOW)
-        self._handler = signal.signal(signal.SIGWINCH, self._resized)
+        self._take()
+        for number, handler in (
+            (signal.SIGWINCH, self._redraw),
+            (signal.SIGTSTP, self._suspend),
+            (signal.SIGTERM, self._end),
+            (signal.SIGHUP, self._end),
+        ):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._handlers[number] = signal.signal(number, handler)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        signal.signal(signal.SIGWINCH, self._handler)
-        if self._before is not None and self._input is not None:
-            with suppress(termios.error):  # the terminal has gone
-                termios.tcsetattr(self._input, termios.TCSANOW, self._before)
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        self._give_back()
         os.close(self._woken)
         os.close(self._wake)
 
@@ -100,9 +126,33 @@ class Keys:
             self._input = None
         return self._decoder.decode(data)
 
-    def _resized(self, number: int, frame: FrameType | None) -> None:
+    def _take(self) -> None:
+        if self._input is not None:
+            tty.setcbreak(self._input, termios.TCSANOW)
+
+    def _give_back(self) -> None:
+        if self._before is not None and self._input is not None:
+            with suppress(termios.error):
+                termios.tcsetattr(self._input, termios.TCSANOW, self._before)
+
+    def _redraw(self, number: int, frame: FrameType | None) -> None:
         with suppress(BlockingIOError):
             os.write(self._wake, b"w")
+
+    def _suspend(self, number: int, frame: FrameType | None) -> None:
+        self._console.show_cursor(True)
+        self._console.set_alt_screen(False)
+        self._give_back()
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)  # this returns when a shell has the process in the foreground again
+        signal.signal(number, self._suspend)
+        self._take()
+        self._console.set_alt_screen(True)
+        self._console.show_cursor(False)
+        self._redraw(number, frame)
+
+    def _end(self, number: int, frame: FrameType | None) -> None:
+        raise Ended(number)
 
 
 def split(text: str) -> list[str]:
