@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -124,6 +124,8 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="the folder for the pictures")
     parser.add_argument("--devices", type=int, nargs="*", default=[1, 8, 16])
     parser.add_argument("--pools", type=int, nargs="*", default=[0, 5, 200])
+    parser.add_argument("--colours", nargs="*", default=["light", "dark"])
+    parser.add_argument("--widths", type=int, nargs="*", default=[1280, 400])
     arguments = parser.parse_args()
     wrong: list[str] = []
     port = free_port()
@@ -139,25 +141,24 @@ def main() -> None:
         }
         for devices, pools in itertools.product(arguments.devices, arguments.pools):
             with scene(devices, pools):
-                wrong += picture(browser, port, arguments.out, f"{devices}x{pools}")
+                kinds = itertools.product(arguments.colours, arguments.widths)
+                wrong += pictures(browser, port, arguments.out, f"{devices}x{pools}", kinds)
     if wrong:
         sys.exit("\n".join(wrong))
 
 
-def picture(browser: Browser, port: int, out: Path, name: str) -> list[str]:
-    """Write the pictures of what is served, and return what is wrong with them."""
+def pictures(browser: Browser, port: int, out: Path, name: str, kinds: Iterable[tuple[str, int]]) -> list[str]:
+    """Write pictures of what is served, in these colours and widths, and return what is wrong with them."""
     wrong: list[str] = []
-    for colours, width in itertools.product(("light", "dark"), (1280, 400)):
+    for colours, width in kinds:
         page = browser.new_page(
             viewport={"width": width, "height": 900},
             color_scheme=colours,  # type: ignore[arg-type]
             http_credentials={"username": "any", "password": "a-token-of-tests-only"},
         )
-        page.set_default_timeout(1000 * PATIENCE)
         page.add_init_script(OLDER)
         page.on("pageerror", lambda error: wrong.append(str(error)))
-        page.goto(f"http://127.0.0.1:{port}/")
-        expect(page.locator("#pulse")).to_have_text("live", timeout=1000 * PATIENCE)
+        visit(page, f"http://127.0.0.1:{port}/")
         steps: list[tuple[str, Callable[[Page], None]]] = [("", lambda page: None)]
         if page.locator(".block").count():
             steps += [("search-", search), ("plan-", choose)]
@@ -170,6 +171,13 @@ def picture(browser: Browser, port: int, out: Path, name: str) -> list[str]:
                 wrong.append(f"{path} is {broad} pixels wide")
         page.close()
     return wrong
+
+
+def visit(page: Page, url: str) -> None:
+    """Open the page, and return when it shows what there is."""
+    page.set_default_timeout(1000 * PATIENCE)
+    page.goto(url)
+    expect(page.locator("#pulse")).to_have_text("live", timeout=1000 * PATIENCE)
 
 
 def search(page: Page) -> None:

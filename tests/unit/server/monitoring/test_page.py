@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -11,22 +13,16 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from cubroker.protocol.messages import View
-from tests.brokers import PATIENCE
 from tests.unit.server.monitoring import scenes
-from tests.unit.server.monitoring.windows import Pane, watching
-
-
-def visit(page: Page, pane: Pane) -> None:
-    page.set_default_timeout(1000 * PATIENCE)
-    page.goto(pane.url)
-    expect(page.locator("#pulse")).to_have_text("live")
+from tests.unit.server.monitoring.gallery import visit
+from tests.unit.server.monitoring.windows import watching
 
 
 @pytest.mark.parametrize(("devices", "pools"), [(1, 0), (1, 500), (8, 5), (16, 500)])
 def test_every_device_is_a_map_and_every_block_is_in_it(page: Page, devices: int, pools: int) -> None:
     view = scenes.view(devices, pools)
     with watching(view) as pane:
-        visit(page, pane)
+        visit(page, pane.url)
         expect(page.locator(".card svg")).to_have_count(devices)
         expect(page.locator(".block")).to_have_count(len(view.blocks))
         inside = """cards => cards.every(card => {
@@ -45,7 +41,7 @@ def test_every_device_is_a_map_and_every_block_is_in_it(page: Page, devices: int
 def test_it_fits_a_narrow_window(page: Page, devices: int, pools: int) -> None:
     with watching(scenes.view(devices, pools)) as pane:
         page.set_viewport_size({"width": 400, "height": 800})
-        visit(page, pane)
+        visit(page, pane.url)
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
         if pools:
             page.locator(".block").first.click()
@@ -62,7 +58,7 @@ def test_no_column_of_a_table_is_cut(page: Page, width: int) -> None:
     view = scenes.view(8, 200)
     with watching(view) as pane:
         page.set_viewport_size({"width": width, "height": 900})
-        visit(page, pane)
+        visit(page, pane.url)
         page.locator("#plan summary").dispatch_event("click")
         row = page.locator("#pools tbody tr", has_text="vllm").first
         row.dispatch_event("click")
@@ -79,7 +75,7 @@ def test_tables_are_sorted_by_the_column_that_is_clicked(page: Page) -> None:
     pools = {f"{pool.name}@{pool.version}": pool for pool in view.pools}
     names = page.locator("#pools tbody button")
     with watching(view) as pane:
-        visit(page, pane)
+        visit(page, pane.url)
         heading = page.locator("#pools th", has_text="Leases")
         heading.get_by_role("button").click()
         expect(heading).to_have_attribute("aria-sort", "descending")
@@ -103,14 +99,14 @@ def test_cards_show_alike_things_at_the_same_height(page: Page) -> None:
     names = ("NVIDIA H200", "NVIDIA H200 NVL with a name that is longer than a card is wide, MIG 3g.71gb") * 2
     devices = tuple(msgspec.structs.replace(each, name=name) for each, name in zip(view.devices, names, strict=True))
     with watching(msgspec.structs.replace(view, devices=devices)) as pane:
-        visit(page, pane)
+        visit(page, pane.url)
         tops = page.locator(".card svg").evaluate_all("maps => maps.map(map => map.getBoundingClientRect().top)")
         assert len(set(tops)) == 1
 
 
 def test_an_empty_map_is_as_wide_as_its_card_and_explained(page: Page) -> None:
     with watching(scenes.view(1, 0)) as pane:
-        visit(page, pane)
+        visit(page, pane.url)
         expect(page.locator("#legend")).to_have_text("freeoutside the budget")
         card, drawn = (page.locator(each).first.bounding_box() for each in (".card", ".card svg"))
         assert card is not None
@@ -129,7 +125,7 @@ def test_many_devices_are_told_in_few_numbers(page: Page) -> None:
         *rest,
     )
     with watching(msgspec.structs.replace(view, pools=pools)) as pane:
-        visit(page, pane)
+        visit(page, pane.url)
         for pool, words in ((one, "0-7, gone"), (two, "0, 4, 5")):
             row = page.locator("#pools tbody tr", has_text=f"{pool.name}@{pool.version}")
             expect(row.locator('td[data-title="Devices"]')).to_have_text(words)
@@ -138,7 +134,7 @@ def test_many_devices_are_told_in_few_numbers(page: Page) -> None:
 def test_areas_are_in_proportion_to_bytes(page: Page) -> None:
     view = scenes.view(1, 5)
     with watching(view) as pane:
-        visit(page, pane)
+        visit(page, pane.url)
         areas = page.locator(".block").evaluate_all(
             """blocks => blocks.map(block => {
                 const rect = block.querySelector("rect");
@@ -155,7 +151,7 @@ def test_a_click_tells_who_holds_a_pool_wherever_it_is(page: Page) -> None:
     pool = next(pool for pool in view.pools if len(pool.devices) == 2)
     key = f"{pool.name}@{pool.version}"
     with watching(view) as pane:
-        visit(page, pane)
+        visit(page, pane.url)
         page.locator(f'.block[data-key="{key}"]').first.click()
         chosen = page.locator("#chosen")
         expect(chosen.locator("h2").first).to_have_text(key)
@@ -174,7 +170,7 @@ def test_a_click_tells_who_holds_a_pool_wherever_it_is(page: Page) -> None:
 def test_nothing_lies_over_what_is_told_of_a_pool(page: Page, width: int) -> None:
     with watching(scenes.view(1, 200)) as pane:
         page.set_viewport_size({"width": width, "height": 700})
-        visit(page, pane)
+        visit(page, pane.url)
         page.locator("#pools tbody tr").first.dispatch_event("click")
         expect(page.locator("#chosen")).to_be_visible()
         covered = """panel => {
@@ -193,7 +189,7 @@ def test_blocks_are_reached_and_chosen_by_the_keyboard(page: Page) -> None:
     keys = [key_of(block) for block in sorted(view.blocks, key=lambda block: -block.nbytes)]
     focused = "document.activeElement.dataset.key"
     with watching(view) as pane:
-        visit(page, pane)
+        visit(page, pane.url)
         page.locator(".card .block").first.focus()
         for key, expected in (("End", keys[-1]), ("Home", keys[0]), ("ArrowRight", keys[1]), ("ArrowLeft", keys[0])):
             page.keyboard.press(key)
@@ -217,7 +213,7 @@ def test_a_label_is_a_whole_name_or_the_number_of_one_beside_the_map(page: Page,
     view = scenes.view(1, 200)
     with watching(view) as pane:
         page.set_viewport_size({"width": width, "height": 900})
-        visit(page, pane)
+        visit(page, pane.url)
         labels = page.locator(".block").evaluate_all(
             """blocks => blocks.map(block =>
                 [block.dataset.key, [...block.querySelectorAll("text")].map(text => text.textContent)])"""
@@ -244,7 +240,7 @@ def test_blocks_are_labelled_by_what_is_asked_for(page: Page) -> None:
     blocks = [block for block in view.blocks if block.pool]
     seen = page.locator("ol .name")
     with watching(view) as pane:
-        visit(page, pane)
+        visit(page, pane.url)
         largest = sorted((block.nbytes for block in blocks), reverse=True)[:10]
         nbytes = {key_of(block): block.nbytes for block in blocks}
         assert [nbytes[key] for key in seen.all_text_contents()] == largest
@@ -262,7 +258,7 @@ def test_holders_are_beside_the_map_without_a_click(page: Page) -> None:
     client = next(client for client in view.clients if client.leases)
     lease = client.leases[0]
     with watching(view) as pane:
-        visit(page, pane)
+        visit(page, pane.url)
         row = page.locator("li", has_text=f"{lease.pool}@{lease.version}").first
         assert client.process is not None
         told = rf"{client.process.name} {client.pid} for \d+\sd(, [^(]+)? \(root, docker 0{{12}}\)"
@@ -275,7 +271,7 @@ def test_a_search_shows_on_the_map_what_it_finds(page: Page) -> None:
     view = scenes.view(1, 200)
     hit = page.locator(".block.hit")
     with watching(view) as pane:
-        visit(page, pane)
+        visit(page, pane.url)
         expect(hit).to_have_count(0)
         page.locator("#filter").fill("bge-m3")
         found = {f"{pool.name}@{pool.version}" for pool in view.pools if "bge-m3" in pool.name}
@@ -310,7 +306,7 @@ def test_names_of_devices_are_whole(page: Page) -> None:
     name = "NVIDIA H200 NVL with a name that a maker made longer than any card is wide, MIG 3g.71gb"
     devices = tuple(msgspec.structs.replace(device, name=name) for device in view.devices)
     with watching(msgspec.structs.replace(view, devices=devices)) as pane:
-        visit(page, pane)
+        visit(page, pane.url)
         expect(page.locator(".card h3 span").first).to_have_text(f"0 · {name}")
         cut = "all => all.filter(each => each.scrollWidth > each.clientWidth + 1 && each.clientWidth).length"
         assert page.locator(".card, .card h3, .card p").evaluate_all(cut) == 0
@@ -320,7 +316,7 @@ def test_names_of_devices_are_whole(page: Page) -> None:
 def test_what_changes_is_shown_without_a_reload(page: Page) -> None:
     view = scenes.view(1, 5)
     with watching(scenes.view(1, 0)) as pane:
-        visit(page, pane)
+        visit(page, pane.url)
         expect(page.locator("#nothing")).to_contain_text("cubroker load NAME PATH")
         for section in ("#waiting", "#plan", "#tools", "#pools"):
             expect(page.locator(section)).to_be_hidden()
@@ -339,7 +335,7 @@ def test_a_stranger_is_shown_bytes_of_private_pools_and_not_that_there_are_none(
     view = scenes.view(2, 5)
     private = tuple(block for block in view.blocks if not block.pool)
     with watching(View(view.devices, (), (), private, ())) as pane:
-        visit(page, pane)
+        visit(page, pane.url)
         expect(page.locator(".block")).to_have_count(len(private))
         for section in ("#nothing", "#plan", ".verdict >> nth=0"):
             expect(page.locator(section)).to_be_hidden()
@@ -350,7 +346,7 @@ def test_ages_go_on_while_nothing_happens(page: Page) -> None:
     pools = tuple(msgspec.structs.replace(pool, published=time.time() - 600) for pool in view.pools)
     with watching(msgspec.structs.replace(view, pools=pools)) as pane:
         page.clock.install()
-        visit(page, pane)
+        visit(page, pane.url)
         expect(page.locator("#pools tbody tr").first).to_contain_text("10\u00a0min")
         page.clock.fast_forward(3600 * 1000)
         expect(page.locator("#pools tbody tr").first).to_contain_text("70\u00a0min")
@@ -360,7 +356,7 @@ def test_a_new_picture_takes_neither_focus_nor_selection(page: Page) -> None:
     view = scenes.view(8, 200)
     focused = "[document.activeElement.tagName, document.activeElement.textContent]"
     with watching(view) as pane:
-        visit(page, pane)
+        visit(page, pane.url)
         buttons = (page.locator("#pools tbody button").nth(5), page.locator("li button").nth(2))
         for owner, button in enumerate(buttons, start=990_001):
             name = str(button.text_content())
@@ -378,14 +374,14 @@ def test_a_new_picture_takes_neither_focus_nor_selection(page: Page) -> None:
 
 def test_a_connection_that_ends_is_told(page: Page) -> None:
     with watching(scenes.view(1, 0)) as pane:
-        visit(page, pane)
+        visit(page, pane.url)
     expect(page.locator("#pulse")).to_contain_text("no connection; as of")
 
 
 def test_pools_are_found_by_name(page: Page) -> None:
     view = scenes.view(1, 500)
     with watching(view) as pane:
-        visit(page, pane)
+        visit(page, pane.url)
         expect(page.locator("#pools small")).to_have_text("500 versions, the 200 largest are here")
         expect(page.locator("#pools tbody tr")).to_have_count(200)
         page.locator("#filter").fill("bge-m3-17@")
@@ -418,7 +414,7 @@ def poisoned(view: View) -> View:
 
 def test_names_that_mean_harm_are_text(page: Page) -> None:
     with watching(poisoned(scenes.view(1, 5))) as pane:
-        visit(page, pane)
+        visit(page, pane.url)
         page.locator(".block").first.click()
         expect(page.locator("#chosen h2").first).to_contain_text('"><img src=x')
         assert page.locator("img").count() == 0
@@ -429,10 +425,22 @@ def test_names_that_mean_harm_are_text(page: Page) -> None:
 def test_the_page_runs_nothing_that_was_not_in_it(browser: Browser) -> None:
     with watching(scenes.view(1, 0)) as pane:
         page = browser.new_page()
-        visit(page, pane)
+        visit(page, pane.url)
         with page.expect_console_message(lambda message: "Content Security Policy" in message.text):
             page.evaluate(
                 "const s = document.createElement('script'); s.textContent = 'window.hurt=1'; document.body.append(s)"
             )
         assert page.evaluate("window.hurt") is None
         page.close()
+
+
+# -- words ---------------------------------------------------------------------------------------------
+
+CONTAINERS = json.loads((Path(__file__).parents[3] / "containers.json").read_text())
+"""Paths of cgroups, and what commands name them (``tests/unit/cli/test_processes.py``)."""
+
+
+def test_a_process_is_in_the_container_that_commands_name(blank: Page) -> None:
+    paths = [path for path, _ in CONTAINERS]
+    found = blank.evaluate("paths => paths.map(cgroup => container({process: {cgroup}}))", paths)
+    assert found == ["" if name == "-" else name for _, name in CONTAINERS]

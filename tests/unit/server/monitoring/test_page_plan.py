@@ -19,8 +19,8 @@ from cubroker.protocol.messages import View
 from cubroker.protocol.status import BlockInfo, DeviceInfo, PoolInfo, SharedBytes
 from tests.brokers import PATIENCE, eventually, serving
 from tests.unit.server.monitoring import scenes
+from tests.unit.server.monitoring.gallery import visit
 from tests.unit.server.monitoring.scenes import GIB, freed
-from tests.unit.server.monitoring.test_page import visit
 from tests.unit.server.monitoring.windows import watching
 
 PLAN = """([view, device, wanted]) => {
@@ -47,14 +47,6 @@ def look(pools: Collection[PoolInfo], blocks: Collection[BlockInfo], budget: int
     allocated = sum(block.nbytes for block in blocks)
     device = DeviceInfo(0, "G", "NVIDIA H200", 141 * GIB, budget * GIB, allocated, promised * GIB)
     return View((device,), tuple(pools), (), tuple(blocks), ())
-
-
-@pytest.fixture
-def blank(page: Page) -> Iterator[Page]:
-    """The page, of which only the function is used."""
-    with watching(scenes.view(1, 0)) as pane:
-        visit(page, pane)
-        yield page
 
 
 def planned(page: Page, view: View, wanted: float, device: str = "G") -> Any:
@@ -171,13 +163,49 @@ def test_the_set_is_enough_and_none_of_it_can_be_left_out(blank: Page, seed: int
             assert len(chosen & tier) == least
 
 
+def test_many_versions_are_planned_at_once(blank: Page) -> None:
+    """Of thousands that nobody holds the plan looks at each a few times, and not at all of them for each."""
+    names = [f"pool-{number}" for number in range(2000)]
+    view = look([pool(name, 1) for name in names], [held(name, 1, 1) for name in names], budget=2000)
+    half = planned(blank, view, 1000)
+    assert (len(half["chosen"]), half["frees"]) == (1000, 1000 * GIB)
+
+    def took(view: View) -> float:
+        """Milliseconds that the plan of half of a view's bytes takes, the least of some times."""
+        nbytes = sum(block.nbytes for block in view.blocks)
+        program = """([view, wanted]) => Math.min(...Array.from({length: 5}, () => {
+            const began = performance.now();
+            for (let count = 0; count < 10; count += 1) plan(view, "G", wanted);
+            return performance.now() - began;
+        }))"""
+        time: float = blank.evaluate(program, [msgspec.to_builtins(msgspec.structs.asdict(view)), nbytes // 2])
+        return time
+
+    few = look(view.pools[:100], view.blocks[:100], budget=100)
+    assert took(view) < 20 * 8 * took(few), "20 times as many take far more than 20 times as long"
+
+
+@pytest.mark.parametrize(
+    ("budget", "room"), [(GIB << 7, "20 GiB"), (80 * GIB, "20 GiB"), (70 * GIB, "16 GiB"), (58 << 20, "8 MiB")]
+)
+def test_a_size_to_begin_with_is_one_that_the_device_has(page: Page, budget: int, room: str) -> None:
+    view = look([pool("a", 1)], [held("a", 1, 1)])
+    device = msgspec.structs.replace(view.devices[0], budget=budget)
+    with watching(msgspec.structs.replace(view, devices=(device,))) as pane:
+        visit(page, pane.url)
+        expect(page.locator("#room")).to_have_value(room)
+        page.locator("#room").fill("")
+        pane.view = view
+        expect(page.locator("#answer")).to_contain_text("That is no size")
+
+
 def test_holders_are_asked_for_as_much_as_is_missing(page: Page) -> None:
     names = ("a", "b", "c", "d", "e")
     pools = [pool(name, 1, leases=1) for name in names] + [pool("f", 1)]
     blocks = [held(name, 1, 10) for name in names]
     view = look(pools, [*blocks, held("f", 1, 20)], budget=70)
     with watching(view) as pane:
-        visit(page, pane)
+        visit(page, pane.url)
         for room, asked in (
             (25, "give back a@1 (10.0 GiB, by 1 lease of others)."),
             (40, "(10.0 GiB, by 1 lease of others), b@1 (10.0 GiB, by 1 lease of others)."),
@@ -203,7 +231,7 @@ def test_one_look_tells_for_every_device_what_to_retire_and_a_click_how(page: Pa
     room = {device.uuid: device.budget - device.allocated for device in view.devices}
     with watching(view) as pane:
         page.context.grant_permissions(["clipboard-read", "clipboard-write"])
-        visit(page, pane)
+        visit(page, pane.url)
         fullest = min(room, key=lambda uuid: room[uuid])
         expect(page.locator("#target")).to_have_value(fullest)
         expect(page.locator(".verdict")).to_have_count(8)
