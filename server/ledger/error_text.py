@@ -109,12 +109,17 @@ def missing(tables: Tables, session: Session, name: str, number: int) -> str:
         return unpublished(tables, session, pool, number)
     if past.last:
         return f"no version of {name} is left: {past.last} was the last one, and {_fate(past)}; load it again"
+    hint = _near(tables, session, name) or "`cubroker ls` lists those that there are"
+    return f"no pool is named {name!r}; {hint}"
+
+
+def _near(tables: Tables, session: Session, name: str) -> str:
+    """Ask whether a session means another name that it may read; empty if none is near."""
     looked_at = islice(tables.pools.values(), NEAR_POOLS)
     visible = islice((other for other in looked_at if can_read(tables, session, other)), NEAR_NAMES)
     names = [other.name for other in visible if other.versions and len(other.name) <= NEAR_LENGTH]
     near = get_close_matches(name[:NEAR_LENGTH], names)
-    hint = f"did you mean {' or '.join(near)}?" if near else "`cubroker ls` lists those that there are"
-    return f"no pool is named {name!r}; {hint}"
+    return f"did you mean {' or '.join(near)}?" if near else ""
 
 
 def unpublished(tables: Tables, session: Session, pool: Pool, number: int) -> str:
@@ -178,8 +183,11 @@ def waited(tables: Tables, waiter: Waiter) -> str:
     """Say what a request waited for in vain."""
     name, seconds = waiter.pool.name, f"waited {waiter.body.wait:g} s"
     if isinstance(waiter, AttachWaiter):
-        why = missing(tables, waiter.session, name, waiter.body.version)
-        return f"attach to {name} {seconds} for it to be published: {why}"
+        why = unpublished(tables, waiter.session, waiter.pool, waiter.body.version)
+        there = waiter.pool.versions and can_read(tables, waiter.session, waiter.pool)
+        known = there or visible_past(tables, waiter.session, name).last
+        near = "" if known else _near(tables, waiter.session, name)
+        return f"attach to {name} {seconds} for it to be published: {why}" + (f". Or {near}" if near else "")
     if isinstance(waiter, EventWaiter):
         return f"{seconds} in vain: {not_recorded(waiter)}"
     if isinstance(waiter, LockWaiter):

@@ -794,7 +794,7 @@ def test_the_samples_of_the_page_use_each_version(
         use(pool)
 
     publish(follower, "policy")
-    threaded, asynchronous = samples()
+    threaded, asynchronous, _ = samples()  # the last one is that of tests/unit/examples/test_live_weights.py
     with pytest.raises(Enough):
         threaded["run"](use)
     with pytest.raises(Enough):

@@ -136,7 +136,7 @@ def test_a_directory_that_is_not_taken_for_the_hosts_is_a_finding(tmp_path: Path
     assert found["directory"]["why"] == f"{own} is not there yet; `cubroker serve` makes it"
     verdict = found["host's broker"]
     assert verdict["works"] is False
-    assert verdict["why"].startswith(f"no broker serves {own}, and {host} is not taken for the host's: its group and ")
+    assert verdict["why"].startswith(f"no socket is in {own}, and {host} is not taken for the host's: its group and ")
     assert verdict["do"].startswith("to use it all the same, name it by --directory, ")
     host.chmod(0o755)
     done = run_as_guest(host, "doctor", "--devices", "host:1@64MiB", "--json")

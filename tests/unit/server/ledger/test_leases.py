@@ -88,7 +88,7 @@ def test_an_unknown_name_is_refused_with_names_that_are_near(story: Story) -> No
     story >> attaches(2, 4, "lama-7b", wait=5.0)
     story << e.SetTimer(1, 5.0)
     story >> e.TimerExpired(1)
-    story << refused(2, 4, "timeout", "waited 5 s", "no pool is named 'lama-7b'; did you mean llama-7b?")
+    story << refused(2, 4, "timeout", "waited 5 s", "wait for it, or load it. Or did you mean llama-7b?")
 
 
 def test_an_unknown_device_is_refused_even_if_the_pool_may_come(story: Story) -> None:
@@ -137,13 +137,13 @@ def test_a_waiter_whose_time_is_up_is_told_what_it_waited_for(story: Story) -> N
     story >> attaches(2, 2, "a", 7, wait=2.5)
     story << e.SetTimer(2, 2.5)
     story >> e.TimerExpired(1)
-    story << refused(2, 1, "timeout", "attach to b waited 5 s for it to be published: no pool is named 'b'")
+    story << refused(2, 1, "timeout", "attach to b waited 5 s for it to be published", "none was published", "load it")
     story >> e.TimerExpired(2)
     story << refused(2, 2, "timeout", "attach to a waited 2.5 s", "the last published one is 1")
     story >> e.TimerExpired(2)
     story.quietly(asks(1, 1, m.Retire("a", 0)), attaches(2, 3, "a", wait=1.0))
     story >> e.TimerExpired(3)
-    story << refused(2, 3, "timeout", "no version of a is left: 1 was the last one, and it was retired; load it")
+    story << refused(2, 3, "timeout", "a has no current version: it was retired, and 1 was the last one")
 
 
 def test_a_superseded_version_can_be_attached_to_by_number_as_long_as_it_lives(story: Story) -> None:
