@@ -139,10 +139,7 @@ def test_a_directory_that_is_not_taken_for_the_hosts_is_a_finding(tmp_path: Path
     assert verdict["why"].startswith(f"no socket is in {own}, and {host} is not taken for the host's: its group and ")
     assert verdict["do"].startswith("to use it all the same, name it by --directory, ")
     host.chmod(0o755)
-    done = run_as_guest(host, "doctor", "--devices", "host:1@64MiB", "--json")
-    found = verdicts(json.loads(done.stdout))
-    assert found["directory"]["why"].startswith(f"{host}, mode 755")
-    assert "host's broker" not in found
+    assert run_as_guest(host, "ls").returncode == 3
 
 
 def test_ctrl_c_ends_it_and_its_trials(tmp_path: Path) -> None:
