@@ -139,8 +139,8 @@ def ping(directory: Path, live: bool, timeout: float, as_json: bool) -> int:
 
 
 def _subject(value: str) -> str | int:
-    """Return the number of a session, or the name of a pool, or fail as wrong usage."""
-    return int(value) if re.fullmatch(r"[0-9]{1,15}", value, re.ASCII) else options.pool_name(value)
+    """Return the number of a session, or the name of a pool, of whichever version, or fail as wrong usage."""
+    return int(value) if re.fullmatch(r"[0-9]{1,15}", value, re.ASCII) else options.reference(value).name
 
 
 @click.command("story")

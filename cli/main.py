@@ -81,6 +81,14 @@ class Commands(click.Group):
         assert isinstance(command, click.Command)
         return command
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Take the options before the command's name."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            where = "options of a command follow its name, as in `cubroker ls --json`"
+            raise click.UsageError(f"No such option {error.option_name!r}; {where}", ctx) from None
+
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:

@@ -208,7 +208,7 @@ _SERVED = "Where the broker serves.  [default: $CUBROKER_DIR, else where a socke
 
 group_directory = _directory(
     help="Where the broker serves, for every command.  [default: $CUBROKER_DIR, else the user's own; commands that ask"
-    " a broker go on to /run/cubroker if none serves there]"
+    " a broker go on to /run/cubroker if no socket is there]"
 )
 """``--directory`` before the command's name, or None."""
 

@@ -93,7 +93,7 @@ def _compute(label: str, pieces: Sequence[DigestRange], *, synchronize: bool = F
     try:
         for context in by_context if synchronize else ():
             context.synchronize()
-        with needing(f"the digest of {label} on a host device", "cubroker[numpy]"):  # GPUs compute it themselves
+        with needing(f"a digest on a host device, of {label},", "cubroker[numpy]"):  # GPUs compute it themselves
             for context, group in by_context.items():
                 values = context.digests([(piece.pointer, piece.nbytes) for piece in group])
                 found.update(zip((piece.spot for piece in group), values, strict=True))

@@ -214,9 +214,9 @@ async def _run(place: Directory, current: Current, fds: InheritedFds, ready: Cal
             reloading = asyncio.create_task(_reload(current, signals, parts, service))
             undo.callback(reloading.cancel)
             service.ready()  # before any words: the next broker depends on no reader of the log
-            log.info("serving on %s", place.path)
             if ready:
                 ready()
+            log.info("serving on %s", place.path)
             await _end(parts.broker, service, current, signals, with_store=await stop is not HANDING_OVER)
         else:
             starting.cancel()

@@ -178,7 +178,7 @@ def test_what_needs_numpy_says_so_and_how_it_is_installed(bare: Path, lender: Br
     kinds, texts = zip(*(line.split(": ", 1) for line in json.loads(worker(bare, lender, MISSING))), strict=True)
     assert kinds == ("Unsupported", "TypeError", "Unsupported", "Unsupported", "ImportError")
     assert texts[0] == ("an array on tensor 'x' needs numpy, which is not installed: pip install 'cubroker[numpy]'")
-    assert "the digest of draft of pool 'digests'" in texts[3]
+    assert "a digest on a host device, of draft of pool 'digests' version 1, needs numpy" in texts[3]
     for text in texts:
         assert "needs numpy" in text
         assert text.endswith("pip install 'cubroker[numpy]'")

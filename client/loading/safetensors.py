@@ -58,7 +58,7 @@ def header_length(first: bytes, size: int) -> int:
     """Return the bytes of the header, by the ``LENGTH_BYTES`` that a file of ``size`` bytes begins with."""
     length = int.from_bytes(first, "little")
     if length > MAX_HEADER:
-        raise FormatError(f"its header claims {length} bytes, and {MAX_HEADER} is the most; it is no safetensors file")
+        raise FormatError(f"it is no safetensors file: its header claims {length} bytes, and {MAX_HEADER} is the most")
     if LENGTH_BYTES + length > size:
         raise FormatError(f"its header claims {length} bytes, and the file has {size}; it is truncated, fetch it again")
     return length

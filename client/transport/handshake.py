@@ -240,7 +240,7 @@ def _instead(directory: Path) -> str:
     if directory == SYSTEM and os.getuid():
         return "root starts the host's with `systemctl start cubroker`, and you one of your own with: cubroker serve"
     start = f"cubroker serve --directory {directory}"
-    return f"start one with: {start} (without a GPU: --devices host:1; another place is named by {NAMED})"
+    return f"start one with: {start} (without a GPU: --devices host:2; another place is named by {NAMED})"
 
 
 def _diagnosis(directory: Path) -> str:

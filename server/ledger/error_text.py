@@ -69,7 +69,9 @@ def size(nbytes: int) -> str:
 
 def not_lending(tables: Tables) -> str:
     """Say that no leases are granted."""
-    why, hint = (BY_HAND, "go on without, or ask again later") if tables.drained else (ENDING, "ask the next one")
+    why, hint = (
+        (BY_HAND, "go on without, or ask again later") if tables.drained else (ENDING, "start it again, or wait")
+    )
     return f"the broker lends nothing new: {why}; {hint}"
 
 
@@ -109,11 +111,11 @@ def missing(tables: Tables, session: Session, name: str, number: int) -> str:
         return unpublished(tables, session, pool, number)
     if past.last:
         return f"no version of {name} is left: {past.last} was the last one, and {_fate(past)}; load it again"
-    hint = _near(tables, session, name) or "`cubroker ls` lists those that there are"
+    hint = near(tables, session, name) or "`cubroker ls` lists those that there are"
     return f"no pool is named {name!r}; {hint}"
 
 
-def _near(tables: Tables, session: Session, name: str) -> str:
+def near(tables: Tables, session: Session, name: str) -> str:
     """Ask whether a session means another name that it may read; empty if none is near."""
     looked_at = islice(tables.pools.values(), NEAR_POOLS)
     visible = islice((other for other in looked_at if can_read(tables, session, other)), NEAR_NAMES)
@@ -186,8 +188,8 @@ def waited(tables: Tables, waiter: Waiter) -> str:
         why = unpublished(tables, waiter.session, waiter.pool, waiter.body.version)
         there = waiter.pool.versions and can_read(tables, waiter.session, waiter.pool)
         known = there or visible_past(tables, waiter.session, name).last
-        near = "" if known else _near(tables, waiter.session, name)
-        return f"attach to {name} {seconds} for it to be published: {why}" + (f". Or {near}" if near else "")
+        meant = "" if known else near(tables, waiter.session, name)
+        return f"attach to {name} {seconds} for it to be published: {why}" + (f". Or {meant}" if meant else "")
     if isinstance(waiter, EventWaiter):
         return f"{seconds} in vain: {not_recorded(waiter)}"
     if isinstance(waiter, LockWaiter):

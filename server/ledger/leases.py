@@ -156,7 +156,9 @@ def _choose(tables: Tables, version: Version, device: str | None, peers: Sequenc
     if device is None:
         if version.plan is None and len(version.replicas) > 1:
             there = error_text.listed(replica.account for replica in version.replicas.values())
-            raise Invalid(f"{version.label} is on several of the broker's devices, {there}; say which one to attach to")
+            raise Invalid(
+                f"{version.label} is on several of the broker's devices, {there}; name one of them, as in device=0"
+            )
         return tuple(version.replicas.values())
     # A shard on a peer holds other tensors, so it does not replace one here.
     wanted = (device, *peers) if version.plan is None else (device,)

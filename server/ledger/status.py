@@ -20,7 +20,7 @@ from cubroker.protocol.status import (
     SharingInfo,
     WaiterInfo,
 )
-from cubroker.server.ledger import memory
+from cubroker.server.ledger import error_text, memory
 from cubroker.server.ledger.access import can_read, can_read_history, can_see_session
 from cubroker.server.ledger.leases import check_readable, opened_by
 from cubroker.server.ledger.publish import find
@@ -275,6 +275,7 @@ def tell(tables: Tables, session: Session, body: messages.Tell) -> messages.Stor
         if pool is None or not can_read_history(tables, session, pool):
             if pool is not None and pool.owner is not None:
                 raise Denied(f"user {session.uid} may not hear of {body.pool}; ask its owner for a mode that lets you")
-            raise NotFound(f"nothing is known of a pool {body.pool}; `cubroker ls` lists those that there are")
+            hint = error_text.near(tables, session, body.pool) or "`cubroker ls` lists those that there are"
+            raise NotFound(f"nothing is known of a pool {body.pool}; {hint}")
         log = pool.log
     return messages.Story(tuple(Line(time, text) for time, text in log))

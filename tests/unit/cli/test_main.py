@@ -223,3 +223,10 @@ def test_an_unknown_command_is_answered_with_the_nearest(typed: str, hint: str) 
     done = run(typed)
     assert (done.returncode, done.stdout) == (2, "")
     assert f"No such command {typed!r}; {hint}" in done.stderr
+
+
+def test_an_option_of_a_command_before_its_name_is_told_where_it_goes() -> None:
+    done = run("--json", "ls")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "No such option '--json'; options of a command follow its name, as in `cubroker ls --json`\n" in done.stderr
+    assert "follow its name" not in run("ls", "--jsno").stderr

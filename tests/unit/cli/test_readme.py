@@ -36,7 +36,8 @@ class Page:
         for command in commands:
             step = self.next(command)
             done = run_as_guest(self._directory, *_words(step), folder=self._folder)
-            self.check(step, [*done.stderr.splitlines(), *done.stdout.splitlines()])
+            assert not done.returncode, done.stderr
+            self.check(step, done.stdout.splitlines())  # progress is not left on a terminal
 
     def next(self, command: str) -> Step:
         """Return the next step, which has to be this command."""
@@ -81,13 +82,16 @@ def test_the_commands_and_the_worker_of_the_readme_work_and_print_what_stands_th
     with started(*_words(serve), env=page.env) as broker:
         assert broker.stdout is not None
         assert broker.stderr is not None
-        *log, last = serve.printed
-        said = [*(broker.stderr.readline().rstrip("\n") for _ in log), broker.stdout.readline().rstrip("\n")]
-        page.check(serve, said)
-        assert last.startswith("cubroker: serving host:2 in ")
+        log = [broker.stderr.readline().rstrip("\n") for _ in serve.printed[1:]]
+        page.check(serve, [*log[:-1], broker.stdout.readline().rstrip("\n"), log[-1]])
         page.run("load", "ls", "devices", "verify")
-        given = {"input": lambda _: page.run("clients"), "print": lambda tensor: None}
+        shown: list[str] = []
+        given = {
+            "input": lambda words: [page.run("clients"), shown.append(words)],
+            "print": lambda it: shown.append(repr(it)),
+        }
         exec(compile(worker, "README.md", "exec"), {"__name__": "__main__", **given})
+        assert "```\n" + "\n".join(shown) + "\n```\n" in README
         with forkserver.Forked(["-c", follower], env=page.env, stdout=subprocess.PIPE, text=True) as following:
             assert following.stdout is not None
             seen = [following.stdout.readline()]

@@ -66,6 +66,9 @@ def test_the_story_of_a_session_that_has_ended_says_what_it_held_and_what_it_was
         "lease 1 on llama@1 ended",
     ]
     assert re.fullmatch(r"Attach was refused \(not_found\): no pool is named 'lama'; did you mean llama\?", texts[3])
+    assert told(fresh, "llama@1") == told(fresh, "llama")
+    misspelt = run("story", "lama", "--directory", fresh)
+    assert misspelt.stderr == "cubroker: nothing is known of a pool lama; did you mean llama?\n"
 
 
 def test_in_json_times_are_seconds(directory: Path) -> None:

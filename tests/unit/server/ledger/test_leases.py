@@ -71,7 +71,7 @@ def test_a_device_is_named_by_what_is_the_same_for_every_process() -> None:
 def test_a_pool_on_several_devices_wants_to_know_which(story: Story) -> None:
     story.publishes(1, "both", devices=("GPU-0", "GPU-1"))
     story >> attaches(2, 1, "both")
-    which = "both@1 is on several of the broker's devices, 0 (first, GPU-0), 1 (second, GPU-1); say which"
+    which = "both@1 is on several of the broker's devices, 0 (first, GPU-0), 1 (second, GPU-1); name one"
     story << refused(2, 1, "invalid", which)
     story >> attaches(2, 2, "both", device="GPU-1")
     story << attached(2, 2, 3, "both", 1, ticket=3, device="GPU-1")

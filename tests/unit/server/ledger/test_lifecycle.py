@@ -170,7 +170,7 @@ def test_with_a_store_only_what_is_not_durable_is_refused_and_waited_for(stored:
     stored << e.Notify(2, ENDING)
     assert not stored.ledger.drain_reason
     stored >> attaches(1, 3, "b")
-    stored << refused(1, 3, "unavailable", "told to end", "the next one")
+    stored << refused(1, 3, "unavailable", "told to end", "start it again")
     stored >> creates(1, 4, "e", MIB)
     stored << refused(1, 4, "unavailable", "told to end")
     stored >> attaches(1, 5, "a")
