@@ -92,7 +92,7 @@ def demo(path: Path | None, folder: Path | None, seed: int) -> None:
                 Demo(stage, broker, [path or _weights(stage.directory)]).play()
     except Unavailable as error:  # the demo's own broker: status 1, and not that of a host without one
         raise CubrokerError(error.message) from None
-    _more()
+    _more("serve --devices host:2" if devices.startswith("host") else "serve")
 
 
 def _weights(directory: Path) -> Path:
@@ -107,12 +107,12 @@ def _weights(directory: Path) -> Path:
     return path
 
 
-def _more() -> None:
-    """Say what else there is to see, with commands as this one was called."""
+def _more(serve: str) -> None:
+    """Say what else there is to see, by commands as this one was called; ``serve`` is how a broker starts here."""
     rows = [
         ("demo PATH", "the same with a checkpoint of yours (safetensors)"),
         ("doctor", "which ways of sharing memory this machine has"),
-        ("serve", "a broker that stays; README.md goes on from there"),
+        (serve, "a broker that stays; README.md goes on from there"),
     ]
     width = max(len(command) for command, _ in rows)
     format.say("\nWhat else there is to see:")

@@ -84,6 +84,7 @@ def check_advice(lines: list[str]) -> None:
     commands = [re.match(r"  python -m cubroker (\w+)", row) for row in rows]
     assert [found and found[1] for found in commands] == ["demo", "doctor", "serve"]
     assert {found[1] for found in commands if found} <= COMMANDS.keys()
+    assert " serve --devices host:2  " in rows[-1], "there is no GPU here"
 
 
 def test_the_demo_tells_its_story_and_leaves_nothing(place: Place, weights: Path) -> None:
