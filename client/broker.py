@@ -23,7 +23,7 @@ from cubroker.client.memory.mapping import LeasedMemory, Spot
 from cubroker.client.notices import Count, Watch, time_limit
 from cubroker.client.pool import Pool
 from cubroker.client.session import Reconnecting
-from cubroker.client.transport.requests import Steps, blocking, expect, run, seconds, version_number
+from cubroker.client.transport.requests import Steps, beside, blocking, expect, run, seconds, version_number
 from cubroker.protocol import fields, messages
 from cubroker.protocol.errors import Invalid, Retired, Unsupported
 from cubroker.protocol.layout import Layout, TensorIndex, Tensors
@@ -597,7 +597,10 @@ class Broker(Reconnecting):
         return messages.Create(*head, attach, mode, placed.plan, writable, durable, base)
 
     def _create(self, body: messages.Create, layout: Layout) -> Steps[Pool | Draft]:
-        lease, reply, mapped = yield from acquire(self._session, body, layout)
+        lease, reply, mapped = yield from beside(
+            acquire(self._session, body, layout),  # the broker allocates while this process makes its contexts
+            partial(local.contexts, self.driver, body.devices),
+        )
         if body.attach and isinstance(reply, messages.Attached):
             return (yield from self._attached(lease, reply, mapped, body.attach.owners))
         created = expect(reply, messages.Created)
@@ -645,8 +648,6 @@ class Broker(Reconnecting):
                 for number, old in enumerate(kept)
                 if digest and old is not None and (plan is None or plan[number] == index)
             }
-            for uuid in info.devices:  # the draft need not wait for a context
-                local.context(self.driver, uuid)
             placed, shares = Placed(info.devices, plan), messages.Base(pool.version, kept)
             return self._fill(ask(layout, placed, base=shares), layout, changed, digest, shared)
 

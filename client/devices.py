@@ -92,6 +92,12 @@ def context(driver: Driver, device: DeviceId) -> Context:
         raise failure(error, f"a context on {label(found)}") from error
 
 
+def contexts(driver: Driver, devices: Iterable[DeviceId]) -> None:
+    """Make this process's contexts on devices; raises as :func:`context` does."""
+    for device in devices:
+        context(driver, device)
+
+
 def reachable(driver: Driver, device: DeviceId) -> tuple[str, ...]:
     """Return the UUIDs of the other devices whose memory a device reaches directly, over the fastest links first."""
     found = find(driver, device)
@@ -130,7 +136,7 @@ class Placed(NamedTuple):
 
 
 def place(driver: Driver, layout: Layout, devices: Sequence[DeviceId] | None, plan: Plan | None) -> Placed:
-    """Return where the allocations of a layout shall lie, and make a context on each of these devices.
+    """Return where the allocations of a layout shall lie.
 
     Args:
         driver: this process's.
@@ -139,14 +145,15 @@ def place(driver: Driver, layout: Layout, devices: Sequence[DeviceId] | None, pl
         plan: by default each allocation is on all devices.
 
     Raises:
-        CubrokerError: as :func:`context`; ``Invalid`` if the plan does not fit, or there are no devices.
+        NotFound: no such device.
+        Invalid: the plan does not fit, or there are no devices.
     """
     places = None if plan is None else find_plan(driver, plan)
     if devices is None:
         devices = (0,) if places is None else tuple(dict.fromkeys(places.values()))
     if not devices or isinstance(devices, str):  # the letters of a UUID are no devices
         raise Invalid(f"no list of devices to create on: {devices!r}; name one at least")
-    uuids = tuple(context(driver, device).device.uuid for device in devices)
+    uuids = tuple(find(driver, device).uuid for device in devices)
     if places is None:
         return Placed(uuids, None)
     if unknown := next((uuid for uuid in places.values() if uuid not in uuids), None):

@@ -21,7 +21,7 @@ from cubroker.client.delta import Change, Updated, differing, updated
 from cubroker.client.devices import DeviceId, Plan, failure, find_plan, resolve_plan
 from cubroker.client.draft import Draft
 from cubroker.client.loading.checkpoint import StoredTensor
-from cubroker.client.loading.copy import Target, copy_files, hold_all, target_of
+from cubroker.client.loading.copy import FileCopy, Target, hold_all, homes_of, target_of
 from cubroker.client.named_arrays import Arrays, describe
 from cubroker.client.pool import Pool
 from cubroker.client.transport.requests import version_number
@@ -229,10 +229,21 @@ class Sources:
             for number, (name, spec, nbytes) in enumerate(far)
         ]
         besides = partial(_copy_on_devices, self._driver, ready, near) if ready or near else None
+        if not targets:
+            return
+        first, sizes = targets[0].context, draft.layout.allocations
         try:
-            copy_files(
-                "cubroker-publish", files, stored, draft.layout.allocations, targets, in_turn=False, besides=besides
-            )
+            with FileCopy(
+                "cubroker-publish",
+                files,
+                stored,
+                homes_of(targets),
+                lambda: first,
+                in_turn=False,
+                besides=besides,
+                sizes=sizes,
+            ) as copy:
+                copy.into(targets)
         except DriverError as error:
             raise failure(error, f"copying tensors into a draft of {draft.name!r}") from error
 

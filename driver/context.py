@@ -14,6 +14,7 @@ Two rules hold for every driver call made here and above:
 from __future__ import annotations
 
 import ctypes
+import logging
 import mmap
 import threading
 from collections.abc import Iterator
@@ -25,9 +26,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from cubroker.driver.buffers import address, handle_bytes, handle_of, keep_first
 from cubroker.driver.checked_calls import Calls, DriverError, explained, tolerated
 from cubroker.driver.errors import unmapped
+from cubroker.driver.system_calls import HugePages
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
+
+log = logging.getLogger(__name__)
+
+POPULATING = 4
+"""Threads that bring the pages of :class:`PinnedHuge` into memory: beside an H200 one zeroed 7 GB/s."""
 
 KERNEL_FOLDER = Path(__file__).parent
 """Where the PTX files are."""
@@ -210,6 +217,14 @@ class PrimaryContext:
     def pin(self, nbytes: int) -> Pinned:
         """Allocate ``nbytes`` bytes of pinned host memory, usable from every device."""
         return Pinned(self, nbytes)
+
+    def pin_huge(self, nbytes: int) -> Pinned:
+        """Do the same in huge pages that are registered with the driver: of 64 MiB that takes a third of the time.
+
+        Several threads zero the pages. Where there is no such memory, or the driver does not register it, it is
+        allocated as by :meth:`pin`.
+        """
+        return PinnedHuge(self, nbytes)
 
 
 class ContextResource:
@@ -400,7 +415,7 @@ class Pinned(ContextResource):
         super().__init__(context)
         with context.current():
             #: Its address.
-            self.pointer: int = int(self._calls.cuMemHostAlloc(nbytes, self._calls.module.CU_MEMHOSTALLOC_PORTABLE))
+            self.pointer: int = self._allocate(nbytes)
         self.nbytes = nbytes
         #: The same memory as writable bytes.
         self.view: memoryview = memoryview((ctypes.c_ubyte * nbytes).from_address(self.pointer)).cast("B")
@@ -408,8 +423,58 @@ class Pinned(ContextResource):
     def close(self) -> None:
         """Free the memory; no copy may be reading it, and no slice of ``view`` may be used any more."""
         self.view.release()
+        self._free()
+
+    def _allocate(self, nbytes: int) -> int:
+        return int(self._calls.cuMemHostAlloc(nbytes, self._calls.module.CU_MEMHOSTALLOC_PORTABLE))
+
+    def _free(self) -> None:
         with self._context.current():
             self._calls.cuMemFreeHost(self.pointer)
+
+
+class PinnedHuge(Pinned):
+    """The same in huge pages; see :meth:`PrimaryContext.pin_huge`."""
+
+    _pages: HugePages | None = None
+
+    def _allocate(self, nbytes: int) -> int:
+        try:
+            pages = HugePages(nbytes)
+            try:
+                _populate(pages)
+                self._calls.cuMemHostRegister(pages.pointer, nbytes, self._calls.module.CU_MEMHOSTREGISTER_PORTABLE)
+            except BaseException:
+                pages.close()
+                raise
+        except (OSError, DriverError) as error:
+            log.info("huge pages of %d bytes cannot be pinned, and others are: %s", nbytes, error)
+            return super()._allocate(nbytes)
+        self._pages = pages
+        return pages.pointer
+
+    def _free(self) -> None:
+        if self._pages is None:
+            super()._free()
+            return
+        with self._context.current():
+            self._calls.cuMemHostUnregister(self.pointer)
+        self._pages.close()  # not if the driver still has it
+
+
+def _populate(pages: HugePages) -> None:
+    """Have all pages in memory; several threads zero them as fast as memory takes it."""
+    part = -(-pages.nbytes // POPULATING)
+    parts = [(offset, min(part, pages.nbytes - offset)) for offset in range(0, pages.nbytes, part)]
+    threads: list[threading.Thread] = []
+    with suppress(RuntimeError):  # no more threads: registering has the rest of the pages in memory
+        for each in parts[1:]:
+            thread = threading.Thread(target=pages.populate, args=each, name="cubroker-pin")
+            thread.start()
+            threads.append(thread)
+    pages.populate(*parts[0])
+    for thread in threads:
+        thread.join()
 
 
 class Kernel(ContextResource):

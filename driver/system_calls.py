@@ -6,6 +6,7 @@ The Pythons of conda and many of uv's are built so, to run anywhere.
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import platform
 from typing import NamedTuple
@@ -20,10 +21,17 @@ F_OFD_SETLK, F_OFD_SETLKW = 37, 38
 _PIDFD_OPEN = 434  # on every architecture
 _FUTEX = 202 if platform.machine() == "x86_64" else 98  # 98 on every newer architecture
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
+_MADV_POPULATE_WRITE = 23
+_HUGE_PAGE = 2 << 20
+_FAILED = ctypes.c_void_p(-1).value
 _ALL = 2**31 - 1
 
 _libc = ctypes.CDLL(None, use_errno=True)  # the C library that runs, which may be newer than Python's
 _libc.syscall.restype = ctypes.c_long
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class FileId(NamedTuple):
@@ -66,12 +74,52 @@ def futex_wake(address: int) -> None:
     _syscall(_FUTEX, address, _FUTEX_WAKE, _ALL, 0, 0, 0)
 
 
+class HugePages:
+    """Memory of this process alone, in huge pages where the system has them; forked children do not inherit it.
+
+    Children would take part in its pages, and the parent's next write would go to a copy of the page that a device
+    knows nothing of. The addresses are those of a mapping that is unmapped by :meth:`close` alone: Python's ``mmap``
+    would unmap them in a forked child as well, where something else may have come to be.
+
+    Raises:
+        OSError: there is no room.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._whole = nbytes + _HUGE_PAGE
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        start: int | None = _libc.mmap(None, self._whole, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
+        if start is None or start == _FAILED:
+            raise _last_error()
+        self._start = start
+        #: Its address, a multiple of a huge page's size.
+        self.pointer = start + -start % _HUGE_PAGE
+        if _libc.madvise(start, self._whole, mmap.MADV_DONTFORK):
+            error = _last_error()
+            self.close()
+            raise error
+        _libc.madvise(start, self._whole, mmap.MADV_HUGEPAGE)  # refused where the kernel is built without
+
+    def populate(self, offset: int, nbytes: int) -> None:
+        """Have the pages of a part in memory, zeroed, without the interpreter; kernels before 5.14 do nothing."""
+        _libc.madvise(self.pointer + offset, nbytes, _MADV_POPULATE_WRITE)
+
+    def close(self) -> None:
+        """Unmap it; to be called once."""
+        _libc.munmap(self._start, self._whole)
+
+
 def _syscall(*numbers: int) -> int:
     return int(_libc.syscall(*map(ctypes.c_long, numbers)))
 
 
 def _checked(result: int) -> int:
     if result < 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
+        raise _last_error()
     return result
+
+
+def _last_error() -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, os.strerror(number))

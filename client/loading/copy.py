@@ -1,65 +1,52 @@
-"""Copying a checkpoint into mapped memory: the read plan, the way of its chunks to the devices, and the threads.
+"""Copying a checkpoint into mapped memory: the read plan, and the way of its chunks to the devices.
 
 The plan cuts the files into chunks: runs of bytes that one read and one copy per device bring over. Worker threads take
 one chunk after the other. On host devices they read straight into the memory; on GPUs each has a ring of pinned
-buffers, so that one is read into while the other is copied from. What the first device has goes on from device to
-device where one can read the memory of the one before it.
+buffers, so that one is read into while the other is copied from. What a device has goes on from device to device, chunk
+by chunk, where one can read the memory of the one before it.
 
-An interrupt of the caller stops the work without ever reaching into it. Python delivers signals to the main thread
-alone, and there even its own ``Thread.start``, ``Condition`` and executors can be left broken. So the caller starts all
-work with one call into C, and then only waits.
+The buffers are parts of one region, which is pinned while the broker allocates (:class:`FileCopy`) and unpinned while
+the version is sealed. It is not kept for the next load: behind the allocation it costs no time, and a process that has
+loaded once would have 64 MiB less for every GPU, for good.
 """
 
 from __future__ import annotations
 
 import ctypes
-import os
+import logging
 import time
-from _thread import start_new_thread
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent import futures
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import chain, cycle, zip_longest
-from threading import Thread
-from typing import Any, Generic, ParamSpec, Protocol, TypeVar, cast
+from typing import Protocol, Self
 
-from cubroker.client.loading.checkpoint import Checkpoint, StoredTensor
+from cubroker.client.loading.checkpoint import StoredTensor
+from cubroker.client.loading.threads import Progress, SupervisedThread, WorkerThreads, count_threads, drain
 from cubroker.client.pool import Replica
-from cubroker.client.transport import zmq_preflight
-from cubroker.client.transport.requests import Future
-from cubroker.driver import Context, Event, Pinned
-from cubroker.protocol import Layout
-from cubroker.protocol.errors import Unavailable
+from cubroker.client.transport.requests import PART, Future
+from cubroker.driver import Context, DriverError, Event
 from cubroker.protocol.layout import TensorSpec
 
+log = logging.getLogger(__name__)
+
 CHUNK = 4 << 20
-"""Bytes of a chunk's image. On an H200 with 16 cores 2 MiB gave half the rate, and 8 MiB three quarters of it: with
-smaller ones Python's share of the work is the limit, with larger ones the rings outgrow the caches."""
+"""Bytes of a chunk's image. Beside an H200 with 16 cores 2 MiB were no faster, and 8 MiB a quarter slower: with smaller
+ones Python's share of the work is the limit, with larger ones the rings outgrow the caches."""
 
 MAX_BUFFERS = 1024
 """Buffers that one ``preadv`` takes (IOV_MAX on Linux)."""
 
 RING_DEPTH = 2
-"""Buffers of a pinned ring: one is read into while the other is copied from."""
+"""Buffers of a ring: one is read into while the other is copied from."""
+
+THREADS = 8
+"""Threads for each device that files are read into. They read faster than 12 or 16 beside an H200 with 16 cores."""
 
 P2P_PIECE = 64 << 20
-"""Bytes of one copy between devices. While a piece goes on to the next device, the one after it arrives."""
-
-MAX_THREADS = 12
-"""More threads than this read no faster: 16 on 16 cores were slower by a sixth, since they all need the interpreter."""
-
-REPORT_SECONDS = 0.1
-"""Seconds between reports of progress."""
-
-Progress = Callable[[int, int], None]
-"""Called with the bytes done so far and the bytes there are."""
-
-P = ParamSpec("P")
-T = TypeVar("T")
+"""Bytes of one copy between devices of what is not in files. While a piece goes on to the next device, the one after it
+arrives."""
 
 _ZEROS = bytes(4096)
 
@@ -92,85 +79,162 @@ def target_of(replica: Replica) -> Target:
     return Target(replica.context, pointers, next(iter(views.values())).hold, replica.upstream)
 
 
-def copy_checkpoint(
-    checkpoint: Checkpoint, layout: Layout, targets: Sequence[Target], progress: Progress | None = None
-) -> float:
-    """Copy every tensor of ``checkpoint`` to its place in ``layout``, on all targets; return the seconds it took.
+class FileCopy(SupervisedThread[float]):
+    """A copy of tensors from files to their places on devices, made ready while the devices' memory is not there yet.
 
-    The layout has the tensors in the checkpoint's order. The seconds begin when the threads are there and their buffers
-    pinned. When this returns or raises, no thread works any more and nothing more will be written.
+    ::
 
-    Raises:
-        Invalid: a file became shorter, or cannot be read.
-        Unavailable: threads have run out.
-        DriverError: the driver refused.
-    """
-    tensors = zip(checkpoint.entries, layout.tensors, strict=True)
-    return copy_files("cubroker-load", checkpoint.files, tensors, layout.allocations, targets, progress=progress)
+        with FileCopy(...) as copy:
+            copy.begin()                  # starts a thread, which plans the copy, and pins memory for GPUs
+            ...                           # have the memory allocated, and map it
+            seconds = copy.into(targets)
 
-
-def copy_files(
-    name: str,
-    files: Sequence[Readable],
-    tensors: Iterable[tuple[StoredTensor, TensorSpec]],
-    sizes: Sequence[int],
-    targets: Sequence[Target],
-    *,
-    in_turn: bool = True,
-    besides: Callable[[Sequence[Target]], None] | None = None,
-    progress: Progress | None = None,
-) -> float:
-    """Copy tensors from files to their places on all targets; return the seconds, as :func:`copy_checkpoint` does.
+    When :meth:`into` returns or raises, no thread works any more and nothing more will be written; what was not begun,
+    it begins. Leaving the block waits until the memory is unpinned.
 
     Args:
         name: of the threads.
         files: what the tensors are read from.
         tensors: where each is stored, and its place.
-        sizes: bytes of each allocation.
-        targets: the devices.
+        homes: for each allocation the index of the device that it is on, among those that files are read into; none if
+            each of these has all.
+        context: makes or returns the context that memory is pinned in; called on the thread.
+        progress: called by :meth:`into`, now and then, with bytes of files done and bytes in all.
         in_turn: whether files take turns, rather than being read one after the other.
         besides: fills what is not in files, on the targets that have no upstream.
-        progress: called by this thread, now and then, with bytes of files done and bytes in all.
-    """
-    todo = deque(read_plan(tensors, CHUNK, in_turn=in_turn))
-    total = sum(chunk.nbytes for chunk in todo)
-    sources = [target for target in targets if not target.upstream]
+        sizes: bytes of each allocation; what is there ``besides`` goes on from device to device with all of them.
 
-    def work(done: list[int]) -> float:
-        seconds = _copy_chunks(name, files, todo, sources, done) if todo else 0.0
-        if sum(done) == total:  # else it was stopped
-            if besides:
-                besides(sources)
-            seconds += copy_between_devices(targets, sizes)
+    Raises:
+        Unavailable: threads have run out.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        files: Sequence[Readable],
+        tensors: Iterable[tuple[StoredTensor, TensorSpec]],
+        homes: Sequence[int],
+        context: Callable[[], Context],
+        *,
+        progress: Progress | None = None,
+        in_turn: bool = True,
+        besides: Callable[[Sequence[Target]], None] | None = None,
+        sizes: Sequence[int] = (),
+    ) -> None:
+        super().__init__(name)
+        self._files = files
+        self._tensors = tuple(tensors)
+        self._homes = homes
+        self._context = context
+        self._progress = progress
+        self._in_turn = in_turn
+        self._besides = besides
+        self._sizes = sizes
+        self._total = sum(entry.nbytes for entry, _ in self._tensors)
+        wanted = THREADS * max(1, len(set(homes)))
+        self._counts = [0] * count_threads(-(-self._total // CHUNK), wanted)
+        self._todo: deque[Chunk] = deque()
+        self._staging: Staging | None = None
+        self._targets: Sequence[Target] = ()
+        self._given: Future[None] = Future()
+        self._started = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def begin(self) -> None:
+        """Start to make the copy ready; raises ``Unavailable`` if threads have run out."""
+        self._started = True
+        super().begin()
+
+    def into(self, targets: Sequence[Target]) -> float:
+        """Copy everything to the targets; return the seconds it took from the first read on.
+
+        Raises:
+            Invalid: a file became shorter, or cannot be read.
+            Unavailable: threads have run out.
+            DriverError: the driver refused.
+        """
+        progress = self._progress
+        self._targets = targets
+        self._given.set(None)
+        try:
+            if not self._started:
+                self.begin()
+            return self.result((lambda: progress(sum(self._counts), self._total)) if progress else None)
+        finally:
+            self.drop()
+
+    # -- in the caller's thread, at any time -------------------------------------------------------
+
+    def stop(self) -> None:
+        """See :class:`SupervisedThread`."""
+        self._todo.clear()
+        self._given.set(None)
+
+    # -- in the thread -----------------------------------------------------------------------------
+
+    def work(self) -> float:
+        """See :class:`SupervisedThread`."""
+        if self._total:
+            self._staging = make_staging(self._context(), len(self._counts))
+            plan = read_plan(self._tensors, CHUNK, self._homes, in_turn=self._in_turn)
+            self._todo.extend(plan)
+        while not (self.dropped or self._given.wait(PART)):
+            pass  # an interrupt may keep the caller from saying anything else than that it has gone
+        targets, self._targets = self._targets, ()  # to hold them would keep the draft from being sealed
+        if self.dropped:
+            return 0.0
+        sources = [target for target in targets if not target.upstream]
+        seconds = self._copy_chunks(sources if self._besides else targets) if self._todo else 0.0
+        if self._besides and sum(self._counts) == self._total:  # else it was stopped
+            self._besides(sources)
+            seconds += copy_between_devices(targets, self._sizes)
         return seconds
 
-    return run_workers(name, todo, work, total, progress)
+    def _copy_chunks(self, targets: Sequence[Target]) -> float:
+        """Share the chunks among the threads; return the seconds."""
+        files, counts, todo, staging = self._files, self._counts, self._todo, self._staging
+        assert staging
 
+        def work(number: int) -> None:
+            def write(chunk: Chunk) -> None:
+                writer.write(files[chunk.file], chunk)
+                counts[number] += chunk.nbytes  # to report them here would take the interpreter
 
-def _copy_chunks(
-    name: str, files: Sequence[Readable], todo: deque[Chunk], targets: Sequence[Target], done: list[int]
-) -> float:
-    """Share the chunks among as many threads as ``done`` has counts of bytes; return the seconds."""
+            try:
+                with closing(staging.writer(targets)) as writer, writer.thread():
+                    drain(todo, write)
+                    writer.finish()
+            finally:
+                todo.clear()
 
-    def make(_: int) -> HostWriter | PinnedRing:
-        writer = chunk_writer(targets)
-        undo.callback(writer.close)
-        return writer
-
-    def work(number: int, writer: HostWriter | PinnedRing) -> None:
-        def write(chunk: Chunk) -> None:
-            writer.write(files[chunk.file], chunk)
-            done[number] += chunk.nbytes  # to report them here would take the interpreter
-
-        with writer.thread():
-            drain(todo, write)
-            writer.finish()
-
-    with ExitStack() as undo, WorkerThreads(len(done), name, todo) as pool:
-        writers = list(pool.map(make, done))
         began = time.perf_counter()
-        list(pool.map(work, range(len(done)), writers))
+        with WorkerThreads(len(counts), self._name, todo) as pool:
+            list(pool.map(work, range(len(counts))))
         return time.perf_counter() - began
+
+    def clean(self) -> None:
+        """See :class:`SupervisedThread`."""
+        if self._staging:
+            try:
+                self._staging.close()
+            except DriverError as error:  # the context is ruined, which the copy has reported
+                log.warning("%s cannot unpin its memory: %s", self._name, error)
+
+
+def homes_of(targets: Sequence[Target]) -> tuple[int, ...]:
+    """Return the target that has each allocation, by index; nothing if several targets have the same ones."""
+    homes = []
+    for pointers in zip(*(target.pointers for target in targets), strict=True):
+        owners = [number for number, pointer in enumerate(pointers) if pointer is not None]
+        if len(owners) > 1:
+            return ()
+        homes.append(owners[0] if owners else 0)
+    return tuple(homes)
 
 
 # -- the read plan -------------------------------------------------------------------------------------
@@ -229,15 +293,19 @@ class Chunk:
             end = place + count
 
 
-def read_plan(tensors: Iterable[tuple[StoredTensor, TensorSpec]], limit: int, *, in_turn: bool = True) -> list[Chunk]:
+def read_plan(
+    tensors: Iterable[tuple[StoredTensor, TensorSpec]], limit: int, homes: Sequence[int] = (), *, in_turn: bool = True
+) -> list[Chunk]:
     """Cut tensors into chunks whose images have at most ``limit`` bytes.
 
-    Tensors that follow each other both in their file and in their allocation share chunks. Chunks of different files
-    take turns, so that threads that take one after the other read all files at once; or else come file by file.
+    Tensors that follow each other both in their file and in their allocation share chunks. Chunks of different files,
+    and for different devices (``homes``, by allocation), take turns: threads that take one after the other read all
+    files, and keep all devices busy, at once. Or else (``in_turn``) files come one after the other.
     """
-    files: dict[int, list[Chunk]] = {}
+    runs: dict[tuple[int, int], list[Chunk]] = {}
     for entry, spec in tensors:
-        chunks = files.setdefault(entry.file, [])
+        home = homes[spec.allocation] if homes else 0
+        chunks = runs.setdefault((entry.file if in_turn else 0, home), [])
         done = 0
         while done < entry.nbytes:
             if not (chunks and chunks[-1].takes(entry, spec, done, limit)):
@@ -246,16 +314,56 @@ def read_plan(tensors: Iterable[tuple[StoredTensor, TensorSpec]], limit: int, *,
             count = min(entry.nbytes - done, limit - place)
             chunks[-1].add(place, count)
             done += count
-    rounds = zip_longest(*files.values()) if in_turn else files.values()
-    return [chunk for chunk in chain.from_iterable(rounds) if chunk]
+    return [chunk for chunk in chain.from_iterable(zip_longest(*runs.values())) if chunk]
 
 
 # -- from files to devices -----------------------------------------------------------------------------
 
 
-def chunk_writer(targets: Sequence[Target]) -> HostWriter | PinnedRing:
-    """Return one thread's way of bringing chunks to every target: host devices or GPUs."""
-    return HostWriter(targets) if targets[0].context.host else PinnedRing(targets)
+class Staging(Protocol):
+    """What the threads of a copy read into."""
+
+    def writer(self, targets: Sequence[Target]) -> HostWriter | PinnedRing:
+        """Return one thread's way of bringing chunks to every target; the caller closes it."""
+
+    def close(self) -> None:
+        """Give back what it holds; every writer is closed."""
+
+
+def make_staging(context: Context, threads: int) -> Staging:
+    """Return what so many threads read into: host devices themselves, or pinned memory on the way to GPUs."""
+    return DirectStaging() if context.host else PinnedStaging(context, threads)
+
+
+class DirectStaging:
+    """Nothing: files are read into host devices."""
+
+    def writer(self, targets: Sequence[Target]) -> HostWriter:
+        """See :class:`Staging`."""
+        return HostWriter(targets)
+
+    def close(self) -> None:
+        """See :class:`Staging`."""
+
+
+class PinnedStaging:
+    """One region of pinned memory, which is faster to pin than many, cut into a ring of buffers for each thread."""
+
+    def __init__(self, context: Context, threads: int) -> None:
+        """Pin the memory, which is what takes time here."""
+        self._pinned = context.pin_huge(threads * RING_DEPTH * CHUNK)
+        starts = range(0, self._pinned.nbytes, CHUNK)
+        buffers = [(self._pinned.pointer + start, self._pinned.view[start : start + CHUNK]) for start in starts]
+        self._rings = [buffers[number : number + RING_DEPTH] for number in range(0, len(buffers), RING_DEPTH)]
+
+    def writer(self, targets: Sequence[Target]) -> PinnedRing:
+        """See :class:`Staging`."""
+        return PinnedRing(targets, self._rings.pop())
+
+    def close(self) -> None:
+        """See :class:`Staging`."""
+        self._rings.clear()
+        self._pinned.close()
 
 
 class HostWriter:
@@ -285,29 +393,35 @@ class HostWriter:
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    buffer: Pinned
-    #: per target, the end of the last copy out of the buffer
+    pointer: int
+    view: memoryview
+    #: per target, the end of the last copy to it
     copies: tuple[Event, ...]
+    #: those of copies out of the buffer
+    reads: tuple[Event, ...]
 
     def wait(self) -> None:
-        for copy in self.copies:
+        """Return when the buffer is free."""
+        for copy in self.reads:
             copy.wait()
 
 
 class PinnedRing:
-    """Writes to GPUs: pinned buffers that are images of chunks, read into and copied from in turn."""
+    """Writes to GPUs: pinned buffers that are images of chunks, read into and copied from in turn.
 
-    def __init__(self, targets: Sequence[Target], nbytes: int = CHUNK, depth: int = RING_DEPTH) -> None:
-        """Pin ``depth`` buffers of ``nbytes`` bytes, which is what takes time here."""
-        self._targets = targets
+    A target with an ``upstream`` gets each chunk from the target before it, when it is there.
+    """
+
+    def __init__(self, targets: Sequence[Target], buffers: Sequence[tuple[int, memoryview]]) -> None:
         self._slots: list[_Slot] = []
         with ExitStack() as undo:
-            for _ in range(depth):
-                buffer = undo.enter_context(targets[0].context.pin(nbytes))
+            for pointer, view in buffers:
                 copies = tuple(undo.enter_context(target.context.event()) for target in targets)
-                self._slots.append(_Slot(buffer, copies))
+                reads = tuple(copy for target, copy in zip(targets, copies, strict=True) if not target.upstream)
+                self._slots.append(_Slot(pointer, view, copies, reads))
             self._streams = [(target, undo.enter_context(target.context.stream())) for target in targets]
             self._undo = undo.pop_all()
+        self._targets = targets
         self._turn = cycle(self._slots)
 
     @contextmanager
@@ -320,20 +434,28 @@ class PinnedRing:
         """Read the chunk into the next buffer once that is free, and start its copies."""
         slot = next(self._turn)
         slot.wait()
-        chunk.clear_gaps(slot.buffer.view)
-        chunk.read(file, slot.buffer.view)
+        chunk.clear_gaps(slot.view)
+        chunk.read(file, slot.view)
+        before: Event | None = None
         for (target, stream), copy in zip(self._streams, slot.copies, strict=True):
-            if (pointer := target.pointers[chunk.allocation]) is not None:
-                stream.copy_in(pointer + chunk.start, slot.buffer.pointer, chunk.span)
-                stream.record(copy)
+            if (pointer := target.pointers[chunk.allocation]) is None:
+                continue
+            if target.upstream:
+                assert before
+                stream.wait(before)
+                stream.copy(pointer + chunk.start, target.upstream[chunk.allocation] + chunk.start, chunk.span)
+            else:
+                stream.copy_in(pointer + chunk.start, slot.pointer, chunk.span)
+            stream.record(copy)
+            before = copy
 
     def finish(self) -> None:
         """Return when every copy is done."""
-        for slot in self._slots:
-            slot.wait()
+        for _, stream in self._streams:
+            stream.synchronize()
 
     def close(self) -> None:
-        """Wait for the copies, then unpin the buffers."""
+        """Wait for the copies, then give streams and events back."""
         with self._undo:
             self.finish()
 
@@ -391,126 +513,3 @@ class _PeerCopier:
         self.stream.copy(pointer + start, upstream[allocation] + start, nbytes)
         self.stream.record(self._copied)
         return self._copied
-
-
-# -- threads -------------------------------------------------------------------------------------------
-
-
-def run_workers(
-    name: str, todo: deque[Any], work: Callable[[list[int]], T], total: int, progress: Progress | None
-) -> T:
-    """Run ``work(done)`` on a thread of its own and return its result; an interrupt or error of the caller ends it.
-
-    Args:
-        name: of the thread.
-        todo: what is left to do; the work ends when it is empty.
-        work: does it with as many threads as ``done`` has numbers; each counts there the bytes that it has done.
-        total: bytes in all.
-        progress: called by this thread, now and then, with bytes done and bytes in all.
-    """
-    done = [0] * max(1, min(len(os.sched_getaffinity(0)), MAX_THREADS, len(todo)))
-    report = (lambda: progress(sum(done), total)) if progress else None
-    return SupervisedThread(name, partial(work, done)).result(todo.clear, report)
-
-
-def drain(todo: deque[T], do: Callable[[T], None]) -> None:
-    """Call ``do`` with one item after the other until none is left; an error leaves none to other threads either."""
-    try:
-        while True:
-            try:
-                item = todo.popleft()
-            except IndexError:
-                break
-            do(item)
-    finally:
-        todo.clear()
-
-
-class WorkerThreads(ThreadPoolExecutor):
-    """The threads that share what is left ``todo``. If one of them cannot start, nothing is left to the others."""
-
-    def __init__(self, count: int, name: str, todo: deque[Any]) -> None:
-        super().__init__(count, name)
-        self._name = name
-        self._todo = todo
-
-    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> futures.Future[T]:
-        """Have a thread call ``fn``; raises ``Unavailable`` if there is none."""
-        try:
-            return super().submit(fn, *args, **kwargs)
-        except RuntimeError as error:
-            self._todo.clear()
-            raise _no_thread(self._name, error) from error
-
-
-def _no_thread(name: str, error: RuntimeError) -> Unavailable:
-    return Unavailable(f"{name} has no threads to work in: {error}; {zmq_preflight.thread_limits()}")
-
-
-class SupervisedThread(Generic[T]):
-    """A thread for ``work``, which may use objects that an interrupt could break."""
-
-    def __init__(self, name: str, work: Callable[[], T]) -> None:
-        self._name = name
-        self._work = work
-        self._begun = False
-        self._dropped = False
-        self._over: Future[None] = Future()
-        self._value: T | None = None
-        self._error: BaseException | None = None
-
-    def result(self, stop: Callable[[], object], report: Callable[[], None] | None = None) -> T:
-        """Run the work; return its value, or raise its error, or ``Unavailable`` if threads have run out.
-
-        Args:
-            stop: makes the work end early; called if this thread is interrupted or ``report`` fails. Its end is
-                waited for.
-            report: called by this thread, now and then, and at last when the work is done.
-        """
-        try:
-            try:
-                start_new_thread(self._start, ())
-            except RuntimeError as error:
-                raise _no_thread(self._name, error) from error
-            while not self._over.wait(REPORT_SECONDS if report else None):
-                if report:
-                    report()
-        finally:
-            self._dropped = True
-            stop()
-            self._await()
-        if self._error:
-            try:
-                raise self._error
-            finally:
-                self._error = None  # its traceback refers to this object
-        if report:
-            report()
-        return cast(T, self._value)
-
-    def _await(self) -> None:
-        """Return when the work is over; an interrupt of this wait is raised only then."""
-        interrupted = False
-        while self._begun and not self._over.done():
-            try:
-                self._over.wait()
-            except KeyboardInterrupt:
-                interrupted = True
-        if interrupted:
-            raise KeyboardInterrupt
-
-    def _start(self) -> None:
-        try:
-            Thread(target=self._run, name=self._name, daemon=False).start()
-        except RuntimeError as error:
-            self._error = _no_thread(self._name, error)
-            self._over.set(None)
-
-    def _run(self) -> None:
-        self._begun = True
-        try:
-            if not self._dropped:  # whichever of this and `result` comes last sees the other's first line
-                self._value = self._work()
-        except BaseException as error:  # noqa: BLE001  the caller raises it
-            self._error = error
-        self._over.set(None)

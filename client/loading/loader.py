@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from cubroker.client.broker import Broker, Owner, uids
-from cubroker.client.devices import DeviceId, Plan, failure, find_plan, resolve_plan
+from cubroker.client.devices import DeviceId, Plan, context, failure, find_plan, resolve_plan
 from cubroker.client.draft import Draft
 from cubroker.client.loading.checkpoint import Checkpoint, Paths
-from cubroker.client.loading.copy import Progress, copy_checkpoint, target_of
+from cubroker.client.loading.copy import FileCopy, target_of
+from cubroker.client.loading.threads import Progress
 from cubroker.driver import DriverError
 from cubroker.protocol import Layout
 from cubroker.protocol.messages import AUTO
@@ -88,15 +89,18 @@ def load(
         names = (entry.name for entry in checkpoint.entries)
         places = None if plan is None else find_plan(broker.driver, resolve_plan(plan, names))
         layout = Layout.pack(((e.name, e.dtype, e.shape) for e in checkpoint.entries), slab=slab, groups=places)
-        ask = partial(broker.attach_or_create, owner=_trusted(broker, owner)) if if_absent else broker.create
-        with ask(
-            name, layout, devices=devices, plan=places, share=share, wait=wait, mode=mode, durable=durable
-        ) as pool:
-            version, held, copying = pool.version, pool.layout, 0.0
-            if loaded := isinstance(pool, Draft):
-                copying = _fill(checkpoint, pool, progress)
-                checkpoint.check_unchanged()
-                version = pool.seal(digest=digest)
+        with _copy_of(checkpoint, layout, broker, devices, places, progress) as copy:
+            ask = partial(broker.attach_or_create, owner=_trusted(broker, owner)) if if_absent else broker.create
+            if not if_absent:  # else others may load, and this process has nothing to make ready for
+                copy.begin()
+            with ask(
+                name, layout, devices=devices, plan=places, share=share, wait=wait, mode=mode, durable=durable
+            ) as pool:
+                version, held, copying = pool.version, pool.layout, 0.0
+                if loaded := isinstance(pool, Draft):
+                    copying = _fill(copy, pool)
+                    checkpoint.check_unchanged()
+                    version = pool.seal(digest=digest)
     return Loaded(name, version, held.nbytes, len(held.tensors), time.perf_counter() - began, copying, loaded)
 
 
@@ -106,9 +110,30 @@ def _trusted(broker: Broker, owner: Owner | Sequence[Owner] | None) -> tuple[int
     return (0, *own, *uids(owner))
 
 
-def _fill(checkpoint: Checkpoint, draft: Draft, progress: Progress | None) -> float:
-    targets = [target_of(replica) for replica in draft.replicas]
+def _copy_of(
+    checkpoint: Checkpoint,
+    layout: Layout,
+    broker: Broker,
+    devices: Sequence[DeviceId] | None,
+    places: Mapping[str, str] | None,
+    progress: Progress | None,
+) -> FileCopy:
+    """Return the copy of a checkpoint to devices, whose threads pin memory in the context of the first of them."""
+    homes = layout.spread(places) if places else ()
+    named = dict.fromkeys(homes)
+    chosen = next(iter(devices or named), 0)  # what is no device, the request for the memory refuses
+    return FileCopy(
+        "cubroker-load",
+        checkpoint.files,
+        zip(checkpoint.entries, layout.tensors, strict=True),
+        tuple(map(list(named).index, homes)),
+        partial(context, broker.driver, chosen),
+        progress=progress,
+    )
+
+
+def _fill(copy: FileCopy, draft: Draft) -> float:
     try:
-        return copy_checkpoint(checkpoint, draft.layout, targets, progress)
+        return copy.into([target_of(replica) for replica in draft.replicas])
     except DriverError as error:
         raise failure(error, f"copying files into a draft of {draft.name!r}") from error

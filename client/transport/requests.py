@@ -183,6 +183,19 @@ def run(steps: Steps[T], meanwhile: Callable[[], None] | None = None) -> T:
         steps.close()  # an interrupt came while they waited, not in their own code
 
 
+def beside(steps: Steps[T], call: Callable[[], object]) -> Steps[T]:
+    """Return steps that make a call before they wait for the first time; what it raises gives them up."""
+    try:
+        wanted = next(steps)
+        call()
+        while True:
+            wanted = steps.send((yield wanted))
+    except StopIteration as ended:
+        return cast(T, ended.value)
+    finally:
+        steps.close()
+
+
 async def run_in_loop(steps: Steps[T]) -> T:
     """Go through steps, and let the event loop of this task run while they wait."""
     try:

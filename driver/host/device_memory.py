@@ -33,7 +33,7 @@ class MemoryFunctions(EventFunctions):
     def __init__(self, count: int, size: int, island: int | None = None) -> None:
         super().__init__(count, size, island)
         self._pinned: dict[int, int] = {}
-        self._registered: set[int] = set()
+        self._registered: dict[int, int] = {}
 
     @answers(1)
     def cuMemAlloc(self, bytesize: int) -> Any:
@@ -100,15 +100,16 @@ class MemoryFunctions(EventFunctions):
         self._check_waits()
         check(bytesize > 0)
         with self.lock:
-            check(p not in self._registered, Result.CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED)
-            self._registered.add(p)
+            apart = all(p + bytesize <= start or start + size <= p for start, size in self._registered.items())
+            check(apart, Result.CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED)
+            self._registered[p] = bytesize
 
     @answers(0)
     def cuMemHostUnregister(self, p: int) -> None:
         self._check_waits()
         with self.lock:
             check(p in self._registered, Result.CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED)
-            self._registered.remove(p)
+            del self._registered[p]
 
     @answers(1)
     def cuIpcGetMemHandle(self, dptr: Any) -> Any:
@@ -155,7 +156,9 @@ class MemoryFunctions(EventFunctions):
 
     def is_pinned(self, pointer: int, nbytes: int) -> bool:
         """Whether all of some bytes are pinned host memory, which every device reads and writes."""
-        return any(start <= pointer <= pointer + nbytes <= start + size for start, size in (*self._pinned.items(),))
+        with self.lock:
+            pinned = *self._pinned.items(), *self._registered.items()
+        return any(start <= pointer <= pointer + nbytes <= start + size for start, size in pinned)
 
     def deliver(self, pointer: Any, source: Bytes, nbytes: int) -> None:
         ctypes.memmove(self._checked(pointer, nbytes, writing=True), source, nbytes)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from cubroker.client import Broker
-from cubroker.client.loading import copy, loader
+from cubroker.client.loading import copy
 from cubroker.client.loading.loader import load
 from cubroker.client.loading.verify import verify
 from cubroker.protocol.errors import Invalid, OverBudget
@@ -93,14 +93,14 @@ def test_a_file_cut_short_while_it_is_read_leaves_no_draft(
     path = checkpoints.write(tmp_path / "model.safetensors", TENSORS)
     devices = [device.uuid for device in broker.driver.devices]
     before = broker.pools()
-    copy_checkpoint = loader.copy_checkpoint
+    into = copy.FileCopy.into
 
-    def cut(*arguments: object) -> float:
+    def cut(copying: copy.FileCopy, targets: Sequence[copy.Target]) -> float:
         with path.open("r+b") as file:
             file.truncate(path.stat().st_size - copy.CHUNK)
-        return copy_checkpoint(*arguments)  # type: ignore[arg-type]
+        return into(copying, targets)
 
-    monkeypatch.setattr(loader, "copy_checkpoint", cut)
+    monkeypatch.setattr(copy.FileCopy, "into", cut)
     with pytest.raises(Invalid, match="it ended at byte"):
         load(broker, "cut", path, devices=devices, share=share)
     assert broker.pools() == before

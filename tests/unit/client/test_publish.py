@@ -683,7 +683,7 @@ def test_a_pool_that_is_closed_meanwhile_stays_until_it_is_copied(
     eventually(lambda: not leases(client, f"{name}-old"), "the end of its lease")
 
 
-@pytest.mark.parametrize(("of", "work"), [(Sources, "prepare"), (copying, "_copy_chunks")])
+@pytest.mark.parametrize(("of", "work"), [(Sources, "prepare"), (copying.FileCopy, "_copy_chunks")])
 def test_an_interrupt_discards_what_was_begun(
     client: Broker, name: str, monkeypatch: pytest.MonkeyPatch, of: Any, work: str
 ) -> None:

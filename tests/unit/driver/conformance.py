@@ -6,11 +6,14 @@ import array
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from cubroker.driver import Context, Driver, DriverError
+from cubroker.driver.context import PinnedHuge
+from tests.unit.driver.mapping_commands import in_child
 from tests.unit.driver.other_process import OtherProcess
 
 MIB = 1 << 20
@@ -289,8 +292,10 @@ def test_an_importer_that_is_killed_leaves_the_memory_as_it_was(driver: Driver, 
 # -- streams -------------------------------------------------------------------------------------------
 
 
-def test_a_stream_copies_from_pinned_memory_in_order(context: Context, memory: int) -> None:
-    with context.pin(BLOCK) as pinned, context.stream() as stream, context.event() as event:
+@pytest.mark.parametrize("huge", [False, True])
+def test_a_stream_copies_from_pinned_memory_in_order(context: Context, memory: int, huge: bool) -> None:
+    pin = context.pin_huge if huge else context.pin
+    with pin(BLOCK) as pinned, context.stream() as stream, context.event() as event:
         assert event.done(), "an event that marks nothing has nothing to wait for"
         event.wait()
         pinned.view[:] = b"\x01" * BLOCK
@@ -308,3 +313,28 @@ def test_a_stream_copies_from_pinned_memory_in_order(context: Context, memory: i
         assert event.done()
         context.synchronize()
     assert context.read(memory, 5) == b"end\x01\x01"
+
+
+def test_huge_pages_are_pinned_for_this_process_alone_and_until_they_are_closed(context: Context) -> None:
+    nbytes = 8 * BLOCK + 4096
+    with context.pin_huge(nbytes) as pinned:
+        assert isinstance(pinned, PinnedHuge)
+        assert pinned._pages
+        assert pinned.pointer % BLOCK == 0
+        assert all(map(mapped, (pinned.pointer, pinned.pointer + nbytes - 1)))
+        assert in_child(lambda: str(mapped(pinned.pointer))) == "False"
+        pinned.view[-4:] = b"last"
+        with refused("CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED"), context.current():
+            context.calls.cuMemHostRegister(pinned.pointer, 4096, 0)
+    with refused("CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED"), context.current():
+        context.calls.cuMemHostUnregister(pinned.pointer)
+
+
+def mapped(address: int) -> bool:
+    """Whether this process has something at an address that it may write."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        bounds, access, *_ = line.split()
+        start, end = (int(each, 16) for each in bounds.split("-"))
+        if start <= address < end:
+            return access.startswith("rw")
+    return False

@@ -15,19 +15,12 @@ from threading import Event, Thread, get_ident
 import pytest
 
 from cubroker import driver
-from cubroker.client.loading import copy
+from cubroker.client.loading import copy, threads
 from cubroker.client.loading.checkpoint import Checkpoint
-from cubroker.client.loading.copy import (
-    HostWriter,
-    PinnedRing,
-    SupervisedThread,
-    Target,
-    WorkerThreads,
-    copy_checkpoint,
-    drain,
-)
+from cubroker.client.loading.copy import DirectStaging, FileCopy, PinnedStaging, Target, homes_of
+from cubroker.client.loading.threads import Progress, SupervisedCall, WorkerThreads, drain
 from cubroker.client.transport.requests import Future
-from cubroker.driver import DriverError, Stream
+from cubroker.driver import Context, DriverError, Stream
 from cubroker.protocol import Layout
 from cubroker.protocol.errors import Invalid, Unavailable
 from tests import checkpoints
@@ -85,21 +78,34 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copy, "CHUNK", 10_000)
 
 
-def dirty_ring(targets: Sequence[Target]) -> PinnedRing:
-    """Make a ring whose buffers hold what somebody else might have left in them."""
-    ring = PinnedRing(targets, 10_000, 3)
-    for slot in ring._slots:
-        slot.buffer.view[:] = b"\xff" * 10_000
-    return ring
+def copy_checkpoint(
+    checkpoint: Checkpoint, layout: Layout, targets: Sequence[Target], progress: Progress | None = None
+) -> float:
+    tensors, first = zip(checkpoint.entries, layout.tensors, strict=True), targets[0].context
+    with FileCopy(
+        "cubroker-load", checkpoint.files, tensors, homes_of(targets), lambda: first, progress=progress
+    ) as copying:
+        return copying.into(targets)
+
+
+def direct(context: Context, threads: int) -> DirectStaging:
+    return DirectStaging()
+
+
+def dirty(context: Context, threads: int) -> PinnedStaging:
+    """Pin memory that holds what somebody else might have left there."""
+    staging = PinnedStaging(context, threads)
+    staging._pinned.view[:] = b"\xff" * staging._pinned.nbytes
+    return staging
 
 
 @pytest.mark.parametrize("slab", [None, 65536])
-@pytest.mark.parametrize("writer", [HostWriter, dirty_ring])
+@pytest.mark.parametrize("staging", [direct, dirty])
 @pytest.mark.usefixtures("small_chunks")
 def test_every_byte_reaches_every_device_and_gaps_are_zero(
-    tmp_path: Path, memory: Callable[..., Memory], monkeypatch: pytest.MonkeyPatch, writer: object, slab: int | None
+    tmp_path: Path, memory: Callable[..., Memory], monkeypatch: pytest.MonkeyPatch, staging: object, slab: int | None
 ) -> None:
-    monkeypatch.setattr(copy, "chunk_writer", writer)
+    monkeypatch.setattr(copy, "make_staging", staging)
     names = list(TENSORS)
     shards = [{name: TENSORS[name] for name in part} for part in (names[:20], names[20:200], names[200:])]
     with Checkpoint.open(checkpoints.write_sharded(tmp_path, shards)) as checkpoint:
@@ -108,13 +114,11 @@ def test_every_byte_reaches_every_device_and_gaps_are_zero(
         assert lent.images() == [lent.expected(TENSORS)] * 2
 
 
-@pytest.mark.parametrize("writer", [HostWriter, dirty_ring])
 @pytest.mark.usefixtures("small_chunks")
-def test_bytes_go_on_from_device_to_device_in_pieces(
-    tmp_path: Path, memory: Callable[..., Memory], monkeypatch: pytest.MonkeyPatch, writer: object
+def test_bytes_go_on_from_device_to_device_chunk_by_chunk(
+    tmp_path: Path, memory: Callable[..., Memory], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copy, "chunk_writer", writer)
-    monkeypatch.setattr(copy, "P2P_PIECE", 100_000)
+    monkeypatch.setattr(copy, "make_staging", dirty)
     copies: list[int] = []
     copy_in_stream = Stream.copy
 
@@ -130,8 +134,8 @@ def test_bytes_go_on_from_device_to_device_in_pieces(
         third = dataclasses.replace(third, upstream=second.pointers)  # and the fourth reads nobody's
         copy_checkpoint(checkpoint, lent.layout, [first, second, third, fourth])
         assert lent.images() == [lent.expected(TENSORS)] * 4
-    assert sum(copies) == 2 * lent.layout.nbytes
-    assert max(copies) == 100_000
+    assert sum(copies) >= 2 * sum(len(content) for _, _, content in TENSORS.values())
+    assert max(copies) <= 10_000
 
 
 def test_chunks_keep_to_their_limits_and_files_take_turns(tmp_path: Path) -> None:
@@ -174,12 +178,12 @@ def test_progress_rises_to_the_whole_and_comes_from_the_calling_thread(
     assert {thread for _, _, thread in seen} == {threading.get_ident()}
 
 
-@pytest.mark.parametrize("writer", [HostWriter, dirty_ring])
+@pytest.mark.parametrize("staging", [direct, dirty])
 @pytest.mark.usefixtures("small_chunks")
 def test_a_file_that_ends_early_stops_all_threads(
-    tmp_path: Path, memory: Callable[..., Memory], monkeypatch: pytest.MonkeyPatch, writer: object
+    tmp_path: Path, memory: Callable[..., Memory], monkeypatch: pytest.MonkeyPatch, staging: object
 ) -> None:
-    monkeypatch.setattr(copy, "chunk_writer", writer)
+    monkeypatch.setattr(copy, "make_staging", staging)
     path = checkpoints.write(tmp_path / "m.safetensors", TENSORS)
     with Checkpoint.open(path) as checkpoint:
         lent = memory(checkpoint)
@@ -189,30 +193,88 @@ def test_a_file_that_ends_early_stops_all_threads(
     eventually(lambda: not [each for each in threading.enumerate() if each.name.startswith("cubroker-load")], "the end")
 
 
-def test_a_ring_that_cannot_be_pinned_leaves_nothing(
-    tmp_path: Path, memory: Callable[..., Memory], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("call", ["cuMemHostAlloc", "cuStreamCreate", "cuEventCreate"])
+@pytest.mark.usefixtures("small_chunks")
+def test_a_ring_that_cannot_be_made_leaves_nothing(
+    tmp_path: Path, memory: Callable[..., Memory], monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    closed: list[PinnedRing] = []
-    calls = iter(range(100))
-
-    class Counted(PinnedRing):
-        def __init__(self, targets: Sequence[Target]) -> None:
-            if next(calls):
-                raise DriverError("cuMemHostAlloc", 2, "CUDA_ERROR_OUT_OF_MEMORY")
-            super().__init__(targets, 10_000)
-
-        def close(self) -> None:
-            super().close()
-            closed.append(self)
-
-    monkeypatch.setattr(copy, "CHUNK", 10_000)
-    monkeypatch.setattr(copy, "chunk_writer", Counted)
+    monkeypatch.setattr(copy, "make_staging", PinnedStaging)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(4))
     with Checkpoint.open(checkpoints.write(tmp_path / "m.safetensors", TENSORS)) as checkpoint:
         lent = memory(checkpoint)
-        with pytest.raises(DriverError, match="cuMemHostAlloc"):
+        calls, tries = lent.targets[0].context.calls, iter(range(100))
+        made = getattr(calls, call)
+
+        def refused(*args: object) -> object:
+            if call == "cuMemHostAlloc" or next(tries):
+                raise DriverError(call, 2, "CUDA_ERROR_OUT_OF_MEMORY")
+            return made(*args)
+
+        monkeypatch.setattr(calls, call, refused)
+        if call == "cuMemHostAlloc":
+            monkeypatch.setattr(calls, "cuMemHostRegister", refused, raising=False)
+        registered = dict(calls.module._registered)
+        with pytest.raises(DriverError, match=call):
             copy_checkpoint(checkpoint, lent.layout, lent.targets)
-    assert len(closed) == 1
+        assert calls.module._registered == registered
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_memory_that_cannot_be_registered_is_allocated(
+    tmp_path: Path, memory: Callable[..., Memory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copy, "make_staging", PinnedStaging)
+    with Checkpoint.open(checkpoints.write(tmp_path / "m.safetensors", TENSORS)) as checkpoint:
+        lent = memory(checkpoint)
+        calls, allocated = lent.targets[0].context.calls, list[int]()
+        allocate = calls.cuMemHostAlloc
+
+        def refuse(*_: object) -> None:
+            raise DriverError("cuMemHostRegister", 2, "CUDA_ERROR_OUT_OF_MEMORY")
+
+        def noting(nbytes: int, flags: int) -> int:
+            allocated.append(nbytes)
+            return int(allocate(nbytes, flags))
+
+        monkeypatch.setattr(calls, "cuMemHostRegister", refuse, raising=False)
+        monkeypatch.setattr(calls, "cuMemHostAlloc", noting)
+        copy_checkpoint(checkpoint, lent.layout, lent.targets)
+        assert lent.images() == [lent.expected(TENSORS)] * 2
+        assert len(allocated) == 1
+        assert not calls.module._pinned
+
+
+def test_a_copy_makes_ready_before_its_targets_are_there_and_unpins_when_it_ends(
+    tmp_path: Path, memory: Callable[..., Memory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copy, "make_staging", PinnedStaging)
+    with Checkpoint.open(checkpoints.write(tmp_path / "m.safetensors", TENSORS)) as checkpoint:
+        lent = memory(checkpoint)
+        first = lent.targets[0].context
+        pinned = first.calls.module._registered
+        stored = list(zip(checkpoint.entries, lent.layout.tensors, strict=True))
+        for filled in (True, False):
+            with FileCopy("cubroker-load", checkpoint.files, stored, (), lambda: first) as copying:
+                copying.begin()
+                eventually(lambda: pinned, "the memory to be pinned")
+                if filled:
+                    assert copying.into(lent.targets) > 0
+                    assert lent.images() == [lent.expected(TENSORS)] * 2
+            assert not pinned
+        with FileCopy("cubroker-load", checkpoint.files, stored, (), lambda: first):
+            pass  # was never begun
+
+
+def test_devices_of_a_sharded_layout_take_turns(tmp_path: Path) -> None:
+    tensors = checkpoints.filled([(f"layer.{n}", "U8", (1000,)) for n in range(8)])
+    with Checkpoint.open(checkpoints.write(tmp_path / "m.safetensors", tensors)) as checkpoint:
+        places = {name: "first" if number < 4 else "second" for number, name in enumerate(tensors)}
+        layout = Layout.pack(((e.name, e.dtype, e.shape) for e in checkpoint.entries), groups=places)
+        stored = list(zip(checkpoint.entries, layout.tensors, strict=True))
+        homes = [("first", "second").index(home) for home in layout.spread(places)]
+        plan = copy.read_plan(stored, 1000, homes)
+    assert [homes[chunk.allocation] for chunk in plan][:6] == [0, 1] * 3
+    assert sum(chunk.nbytes for chunk in plan) == 8000
 
 
 class Work:
@@ -228,6 +290,17 @@ class Work:
         assert self.leave.wait(PATIENCE)
         self.done = True
         return get_ident()
+
+
+def supervised(
+    call: Callable[[], int], stop: Callable[[], object] = lambda: None, report: Callable[[], None] | None = None
+) -> int:
+    thread = SupervisedCall("worker", call, stop)
+    try:
+        thread.begin()
+        return thread.result(report)
+    finally:
+        thread.end()
 
 
 def test_interrupts_of_the_wait_are_told_when_the_work_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,20 +320,20 @@ def test_interrupts_of_the_wait_are_told_when_the_work_is_over(monkeypatch: pyte
 
     monkeypatch.setattr(Future, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        SupervisedThread("worker", work).result(stopped.set)
+        supervised(work, stopped.set)
     assert work.done
 
 
 def test_a_report_that_fails_stops_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
     work = Work()
-    monkeypatch.setattr(copy, "REPORT_SECONDS", 0.001)
+    monkeypatch.setattr(threads, "REPORT_SECONDS", 0.001)
 
     def report() -> None:
         assert work.begun.wait(PATIENCE)
         raise RuntimeError("the bar broke")
 
     with pytest.raises(RuntimeError, match="the bar broke"):
-        SupervisedThread("worker", work).result(work.leave.set, report)
+        supervised(work, work.leave.set, report)
     assert work.done
 
 
@@ -273,7 +346,7 @@ def test_work_whose_thread_comes_after_the_interrupt_is_not_begun(monkeypatch: p
     monkeypatch.setattr(Thread, "start", lambda thread: late.put(thread))
     monkeypatch.setattr(Future, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        SupervisedThread("worker", work).result(lambda: None)
+        supervised(work)
     thread = late.get(timeout=PATIENCE)
     start(thread)
     thread.join(PATIENCE)
@@ -284,9 +357,9 @@ def test_work_whose_thread_comes_after_the_interrupt_is_not_begun(monkeypatch: p
 def test_the_caller_gets_the_value_and_the_error_of_another_thread() -> None:
     work = Work()
     work.leave.set()
-    assert SupervisedThread("worker", work).result(lambda: None) != get_ident()
+    assert supervised(work) != get_ident()
     with pytest.raises(ZeroDivisionError):
-        SupervisedThread("worker", lambda: 1 // 0).result(lambda: None)
+        supervised(lambda: 1 // 0)
 
 
 def none_left(*_: object) -> None:
@@ -299,7 +372,7 @@ def test_a_copy_for_which_threads_have_run_out_is_unavailable_and_names_the_limi
 ) -> None:
     path, start = checkpoints.write(tmp_path / "m.safetensors", TENSORS), Thread.start
     if starts == "_thread":
-        monkeypatch.setattr(copy, "start_new_thread", none_left)
+        monkeypatch.setattr(threads, "start_new_thread", none_left)
     elif starts == "threading":
         monkeypatch.setattr(Thread, "start", none_left)
     else:
@@ -313,8 +386,8 @@ def test_a_copy_for_which_threads_have_run_out_is_unavailable_and_names_the_limi
 def test_threads_that_run_out_leave_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Thread, "start", none_left)
     todo = deque([1])
-    with WorkerThreads(2, "worker", todo) as threads, pytest.raises(Unavailable):
-        threads.submit(int)
+    with WorkerThreads(2, "worker", todo) as pool, pytest.raises(Unavailable):
+        pool.submit(int)
     assert not todo
 
 

@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,8 @@ import pytest
 
 from cubroker.client import Broker, Draft
 from cubroker.client.loading import copy as copying
-from cubroker.client.loading import loader
 from cubroker.client.loading.checkpoint import CheckpointFile
-from cubroker.client.loading.copy import HostWriter, PinnedRing
+from cubroker.client.loading.copy import FileCopy, PinnedStaging, Target, make_staging
 from cubroker.client.loading.loader import load
 from cubroker.driver import DriverError, Stream
 from cubroker.protocol import CubrokerError, Layout
@@ -56,7 +55,7 @@ def test_a_gpus_way_of_loading_goes_from_device_to_device(
         sources.add(source)
         copy(stream, pointer, source, nbytes)
 
-    monkeypatch.setattr(copying, "chunk_writer", PinnedRing)
+    monkeypatch.setattr(copying, "make_staging", PinnedStaging)
     monkeypatch.setattr(Stream, "copy", noting)
     load(client, name, path, devices=[1, 0])
     assert sources
@@ -67,7 +66,7 @@ def test_a_gpus_way_of_loading_goes_from_device_to_device(
 def test_devices_that_do_not_reach_each_other_are_each_loaded_from_the_host(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copying, "chunk_writer", PinnedRing)
+    monkeypatch.setattr(copying, "make_staging", PinnedStaging)
     with serving("host:3@16MiB/2") as broker, Broker(broker.directory) as client:
         with client.create("draft", Layout.pack([("a", "U8", (1,))]), devices=(0, 1, 2)) as draft:
             assert [bool(replica.upstream) for replica in draft.replicas] == [False, True, False]
@@ -76,9 +75,9 @@ def test_devices_that_do_not_reach_each_other_are_each_loaded_from_the_host(
 
 
 @pytest.mark.usefixtures("share")
-@pytest.mark.parametrize("writer", [HostWriter, PinnedRing])
+@pytest.mark.parametrize("staging", [make_staging, PinnedStaging])
 def test_a_plan_spreads_the_tensors_and_each_is_read_once_into_its_own_device(
-    client: Broker, path: Path, name: str, monkeypatch: pytest.MonkeyPatch, writer: object
+    client: Broker, path: Path, name: str, monkeypatch: pytest.MonkeyPatch, staging: object
 ) -> None:
     read: list[int] = []
     read_into = CheckpointFile.read_into
@@ -89,7 +88,7 @@ def test_a_plan_spreads_the_tensors_and_each_is_read_once_into_its_own_device(
 
     monkeypatch.setattr(CheckpointFile, "read_into", noting)
     monkeypatch.setattr(Stream, "copy", None)  # nothing goes from device to device
-    monkeypatch.setattr(copying, "chunk_writer", writer)
+    monkeypatch.setattr(copying, "make_staging", staging)
     names = list(TENSORS)
     plan = {"large": 1, names[0]: client.driver.devices[1].uuid, names[1]: "cuda:1", "*": 0}
     for attempt in range(2):
@@ -178,14 +177,14 @@ def test_an_accident_while_copying_leaves_no_draft(
     says: str,
     name: str,
 ) -> None:
-    copy = loader.copy_checkpoint
+    into = FileCopy.into
 
-    def accidental(*arguments: Any) -> float:
+    def accidental(copy: FileCopy, targets: Sequence[Target]) -> float:
         assert [info.state for info in client.pools()] == ["draft"]
         accident(path)
-        return copy(*arguments)
+        return into(copy, targets)
 
-    monkeypatch.setattr(loader, "copy_checkpoint", accidental)
+    monkeypatch.setattr(FileCopy, "into", accidental)
     with pytest.raises(error, match=says):
         load(client, name, path)
     assert client.pools() == ()
@@ -200,7 +199,10 @@ def test_a_progress_that_fails_leaves_no_draft(client: Broker, path: Path, name:
     assert client.pools() == ()
 
 
-def test_what_cannot_be_loaded_leaves_no_draft(client: Broker, path: Path, tmp_path: Path, name: str) -> None:
+def test_what_cannot_be_loaded_leaves_no_draft_and_no_memory_pinned(
+    client: Broker, path: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copying, "make_staging", PinnedStaging)
     large = tmp_path / "large.safetensors"
     size = 65 << 20
     large.write_bytes(checkpoints.encode({"x": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}))
@@ -215,6 +217,7 @@ def test_what_cannot_be_loaded_leaves_no_draft(client: Broker, path: Path, tmp_p
         with pytest.raises(error):
             load(client, name, what, **options)
         assert client.pools() == ()
+        assert not client.driver.context(0).calls.module._registered
     with pytest.raises(Invalid):
         load(client, "no name", path)
 

@@ -1,0 +1,204 @@
+"""The threads of a load or a comparison, and how an interrupt of the caller ends them.
+
+An interrupt of the caller stops the work without ever reaching into it. Python delivers signals to the main thread
+alone, and there even its own ``Thread.start``, ``Condition`` and executors can be left broken. So the caller starts all
+work with one call into C, and then only waits.
+"""
+
+from __future__ import annotations
+
+import os
+from _thread import start_new_thread
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from concurrent import futures
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from threading import Thread
+from typing import Any, Generic, ParamSpec, TypeVar, cast
+
+from cubroker.client.transport import zmq_preflight
+from cubroker.client.transport.requests import Future
+from cubroker.protocol.errors import Unavailable
+
+MAX_THREADS = 12
+"""The most threads of a comparison. They all need the interpreter, and 16 on 16 cores were slower by a sixth."""
+
+REPORT_SECONDS = 0.1
+"""Seconds between reports of progress."""
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes done so far and the bytes there are."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def run_workers(
+    name: str, todo: deque[Any], work: Callable[[list[int]], T], total: int, progress: Progress | None
+) -> T:
+    """Run ``work(done)`` on a thread of its own and return its result; an interrupt or error of the caller ends it.
+
+    Args:
+        name: of the thread.
+        todo: what is left to do; the work ends when it is empty.
+        work: does it with as many threads as ``done`` has numbers; each counts there the bytes that it has done.
+        total: bytes in all.
+        progress: called by this thread, now and then, with bytes done and bytes in all.
+    """
+    done = [0] * count_threads(len(todo), MAX_THREADS)
+    thread = SupervisedCall(name, partial(work, done), todo.clear)
+    try:
+        thread.begin()
+        return thread.result((lambda: progress(sum(done), total)) if progress else None)
+    finally:
+        thread.end()
+
+
+def count_threads(tasks: int, limit: int) -> int:
+    """Return how many threads share some tasks: no more than there are cores."""
+    return max(1, min(len(os.sched_getaffinity(0)), limit, tasks))
+
+
+def drain(todo: deque[T], do: Callable[[T], None]) -> None:
+    """Call ``do`` with one item after the other until none is left; an error leaves none to other threads either."""
+    try:
+        while True:
+            try:
+                item = todo.popleft()
+            except IndexError:
+                break
+            do(item)
+    finally:
+        todo.clear()
+
+
+class WorkerThreads(ThreadPoolExecutor):
+    """The threads that share what is left ``todo``. If one of them cannot start, nothing is left to the others."""
+
+    def __init__(self, count: int, name: str, todo: deque[Any]) -> None:
+        super().__init__(count, name)
+        self._name = name
+        self._todo = todo
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> futures.Future[T]:
+        """Have a thread call ``fn``; raises ``Unavailable`` if there is none."""
+        try:
+            return super().submit(fn, *args, **kwargs)
+        except RuntimeError as error:
+            self._todo.clear()
+            raise _no_thread(self._name, error) from error
+
+
+def _no_thread(name: str, error: RuntimeError) -> Unavailable:
+    return Unavailable(f"{name} has no threads to work in: {error}; {zmq_preflight.thread_limits()}")
+
+
+class SupervisedThread(ABC, Generic[T]):
+    """A thread whose work may use objects that an interrupt could break.
+
+    Its caller calls :meth:`begin` within a ``try`` block that ends with :meth:`end`.
+    """
+
+    def __init__(self, name: str) -> None:
+        #: Whether the caller has no use for the result.
+        self.dropped = False
+        self._name = name
+        self._begun = False
+        self._done: Future[None] = Future()
+        self._over: Future[None] = Future()
+        self._value: T | None = None
+        self._error: BaseException | None = None
+
+    @abstractmethod
+    def work(self) -> T:
+        """Do it, on the thread."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Make the work end early: called in the caller's thread, at any time, also when it is done."""
+
+    def clean(self) -> None:
+        """Called on the thread at last, when the result is out already; raises nothing."""
+
+    def begin(self) -> None:
+        """Start the thread; raises ``Unavailable`` if it is certain by now that threads have run out."""
+        try:
+            start_new_thread(self._start, ())
+        except RuntimeError as error:
+            raise _no_thread(self._name, error) from error
+
+    def result(self, report: Callable[[], None] | None = None) -> T:
+        """Return the value of the work, or raise its error, or ``Unavailable`` if threads have run out.
+
+        ``report`` is called by this thread, now and then, and at last when the work is done.
+        """
+        while not self._done.wait(REPORT_SECONDS if report else None):
+            if report:
+                report()
+        if self._error:
+            try:
+                raise self._error
+            finally:
+                self._error = None  # its traceback refers to this object
+        if report:
+            report()
+        return cast(T, self._value)
+
+    def drop(self) -> None:
+        """Have the work end, and return when it is over; an interrupt of this wait is raised only then."""
+        self._leave(self._done)
+
+    def end(self) -> None:
+        """Do the same, and return when ``clean`` is over as well."""
+        self._leave(self._over)
+        self._error = None  # of work whose result is not wanted any more
+
+    def _leave(self, future: Future[None]) -> None:
+        self.dropped = True
+        self.stop()
+        interrupted = False
+        while self._begun and not future.done():
+            try:
+                future.wait()
+            except KeyboardInterrupt:
+                interrupted = True
+        if interrupted:
+            raise KeyboardInterrupt
+
+    def _start(self) -> None:
+        try:
+            Thread(target=self._run, name=self._name, daemon=False).start()
+        except RuntimeError as error:
+            self._error = _no_thread(self._name, error)
+            self._done.set(None)
+            self._over.set(None)
+
+    def _run(self) -> None:
+        self._begun = True
+        try:
+            if not self.dropped:  # whichever of this and `end` comes last sees the other's first line
+                self._value = self.work()
+        except BaseException as error:  # noqa: BLE001  the caller raises it
+            self._error = error
+        self._done.set(None)
+        self.clean()
+        self._over.set(None)
+
+
+class SupervisedCall(SupervisedThread[T]):
+    """A thread that makes one call, which ``stop`` makes end early."""
+
+    def __init__(self, name: str, call: Callable[[], T], stop: Callable[[], object]) -> None:
+        super().__init__(name)
+        self._call = call
+        self._stop = stop
+
+    def work(self) -> T:
+        """Make the call."""
+        return self._call()
+
+    def stop(self) -> None:
+        """Make the call end early."""
+        self._stop()
