@@ -13,6 +13,8 @@ from benchmarks import (
     follow,
     handover,
     load,
+    load_command,
+    load_files,
     memory,
     peers,
     replicate,
@@ -29,6 +31,8 @@ from benchmarks.report import Figure, publish
 ALL = {
     "attach": attach.measure,
     "load": load.measure,
+    "load_command": load_command.measure,
+    "load_files": load_files.measure,
     "publish": publishing.measure,
     "update": update.measure,
     "create": create.measure,

@@ -30,6 +30,9 @@ SHARES = ("ipc", "vmm")
 PATIENCE = 300.0
 """The most seconds until a child's answer."""
 
+LEAVING = 10.0
+"""Seconds that a child has to end."""
+
 processes = multiprocessing.get_context("spawn")
 """How children are started: with nothing of ours, as workers have nothing of their broker's. The tests fork them."""
 
@@ -107,10 +110,10 @@ class Child:
         """Send a question."""
         self._ours.send(question)
 
-    def answer(self) -> Any:
-        """Return the next answer; raises ``RuntimeError`` if the child fails or takes too long."""
-        if not self._ours.poll(PATIENCE):
-            raise RuntimeError(f"a child has not answered for {PATIENCE:.0f} s")
+    def answer(self, patience: float = PATIENCE) -> Any:
+        """Return the next answer; raises ``RuntimeError`` if the child fails or takes more seconds than that."""
+        if not self._ours.poll(patience):
+            raise RuntimeError(f"a child has not answered for {patience:.0f} s")
         try:
             answer = self._ours.recv()
         except EOFError:
@@ -124,7 +127,7 @@ class Child:
 
     def __exit__(self, *_: object) -> None:
         self._ours.close()  # which ends the child's loop over `questions`
-        self._process.join(10)
+        self._process.join(LEAVING)
         if self._process.is_alive():
             self._process.kill()
             self._process.join()
@@ -139,10 +142,10 @@ def questions(connection: Connection) -> Iterator[tuple[Any, ...]]:
             return
 
 
-def answer_of(function: Callable[..., None], *arguments: Any) -> Any:
+def answer_of(function: Callable[..., None], *arguments: Any, patience: float = PATIENCE) -> Any:
     """Return the one answer of a fresh process that runs ``function(connection, *arguments)``."""
     with Child(function, *arguments) as child:
-        return child.answer()
+        return child.answer(patience)
 
 
 def beside_broker(devices: str, function: Callable[..., None], *arguments: Any) -> Any:

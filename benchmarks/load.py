@@ -1,6 +1,7 @@
-"""Rate of a load from the page cache to a device, in GB/s, compared with its bound and with safetensors.
+"""Rate of a load from the page cache to a device, in GB/s, compared with its bound and with other loaders.
 
-The bound is the copy of a pinned buffer. Loads and pinned copies take turns in one process.
+The bound is the copy of a pinned buffer. Loads and pinned copies take turns in several processes, one after the other:
+the first load of each is told from those that follow.
 """
 
 from __future__ import annotations
@@ -9,18 +10,32 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
-from time import perf_counter
+from statistics import median as middle
+from time import perf_counter, sleep
+from typing import NamedTuple
 
-from benchmarks import model_weights
-from benchmarks.harness import answer_of, beside_broker, first_context, run_alone, seconds, warm_up
+from benchmarks import model_weights, peer_loaders
+from benchmarks.harness import answer_of, beside_broker, first_context, run_alone, seconds
 from benchmarks.options import Plan
 from benchmarks.report import Figure, median
 from cubroker.client import Broker
 from cubroker.client.loading.loader import load
 
 POOL = "weights"
-ROUNDS = 5
+PROCESSES = 3
+LATER = 3
+"""Loads of each process after its first."""
+
 PIECE = 1 << 30
+
+
+class Turn(NamedTuple):
+    """Seconds of one pinned copy and of the load after it."""
+
+    pinned: float
+    whole: float
+    #: The part of the load that read and copied.
+    copying: float
 
 
 def measure(plan: Plan) -> list[Figure]:
@@ -28,47 +43,72 @@ def measure(plan: Plan) -> list[Figure]:
     tensors = model_weights.tensors(plan.nbytes)
     size = model_weights.total(tensors)
     with model_weights.in_memory(tensors) as path:
-        pinned, whole, copying = beside_broker(plan.devices, take_turns, plan.devices, path, size)
-        usual: list[float] = answer_of(load_by_safetensors, plan.gpu, path)
+        runs: list[list[Turn]] = [
+            beside_broker(plan.devices, take_turns, plan.devices, path, size, number == 0)
+            for number in range(PROCESSES)
+        ]
+        others = _others(plan, path, size, tensors[0][0])
+    firsts, later = [run[0] for run in runs], [turn for run in runs for turn in run[1:]]
     where = f"{size / 1e9:.2f} GB file in memory, {path.parents[1]}"
-    figures = [
-        median("pinned host buffer to device", _rates(size, pinned), "GB/s"),
-        median("load: reading and copying", _rates(size, copying), "GB/s", where),
-        median(
-            "load: all of it, to the published version", _rates(size, whole), "GB/s", "with pinning, clearing, sealing"
-        ),
-        median("load: all of it", whole, "s"),
-        median(_USUAL[plan.gpu], _rates(size, usual), "GB/s"),
-    ]
-    bound, copied, loaded, _, other = (figure.value for figure in figures)
+    rates = [size / turn.whole / 1e9 for turn in later]
     return [
-        *figures,
-        Figure("load ÷ pinned buffer: reading and copying", copied / bound, "", "of the medians"),
-        Figure("load ÷ pinned buffer: all of it", loaded / bound, "", "of the medians"),
-        Figure("load ÷ safetensors: all of it", loaded / other, "", "of the medians"),
+        median("pinned host buffer to device", (size / turn.pinned / 1e9 for turn in firsts + later), "GB/s"),
+        median("load: reading and copying", (size / turn.copying / 1e9 for turn in later), "GB/s", where),
+        median("load: all of it, to the published version", rates, "GB/s", "with pinning, clearing, sealing"),
+        median("load: all of it", (turn.whole for turn in later), "s"),
+        median("load: all of it, first call of a process", (turn.whole for turn in firsts), "s", "the context is up"),
+        *others.values(),
+        median("load ÷ pinned buffer: reading and copying", (t.pinned / t.copying for t in later), "", PAIRS, "more"),
+        median("load ÷ pinned buffer: all of it", (t.pinned / t.whole for t in later), "", PAIRS, "more"),
+        median(
+            "load ÷ pinned buffer: all of it, first call of a process",
+            (t.pinned / t.whole for t in firsts),
+            "",
+            PAIRS,
+            "more",
+        ),
+        *(
+            Figure(f"load ÷ {title}: all of it", middle(rates) / other.value, "", "of the medians", better="more")
+            for title, other in others.items()
+            if other.value
+        ),
     ]
 
 
-_USUAL = {True: 'safetensors load_file(device="cuda")', False: "safetensors load(bytes of the file)"}
+PAIRS = "of each load and the copy before it"
 
 
-def take_turns(connection: Connection, directory: Path, devices: str, path: Path, size: int) -> None:
-    """In a child: send the seconds of each pinned copy, each load, and its copying part."""
-    pinned, whole, copying = [], [], []
-    with Broker(directory) as broker, _pinned_copy(devices, size) as copy:
-        for _ in range(1 + ROUNDS):
-            pinned.append(seconds(copy))
+def _others(plan: Plan, path: Path, size: int, expected: str) -> dict[str, Figure]:
+    if plan.gpu:
+        return dict(peer_loaders.measure_each([path], size, expected))
+    times: list[float] = answer_of(load_bytes_by_safetensors, path)
+    return {"safetensors": median("safetensors load(bytes of the file)", (size / t / 1e9 for t in times), "GB/s")}
+
+
+def take_turns(connection: Connection, directory: Path, devices: str, path: Path, size: int, check: bool) -> None:
+    """In a child: send each turn; the first is that of the process's first load."""
+    turns = []
+    with Broker(directory) as broker, pinned_copy(devices, size) as copy:
+        copy()
+        for number in range(1 + LATER):
+            pinned = seconds(copy)
             loaded = load(broker, POOL, path, share="ipc")
-            whole.append(loaded.seconds)
-            copying.append(loaded.copy_seconds)
-            if loaded.version == 1:
+            turns.append(Turn(pinned, loaded.seconds, loaded.copy_seconds))
+            if check and not number:
                 model_weights.check(broker, POOL, path)
-            broker.retire(POOL)
-    connection.send((pinned[1:], whole[1:], copying[1:]))
+            retire(broker, POOL)
+    connection.send(turns)
+
+
+def retire(broker: Broker, pool: str) -> None:
+    """Take a pool out of service, and return when its memory is free: the next load need not wait for that."""
+    broker.retire(pool)
+    while broker.pools():
+        sleep(0.001)
 
 
 @contextmanager
-def _pinned_copy(devices: str, size: int) -> Iterator[Callable[[], None]]:
+def pinned_copy(devices: str, size: int) -> Iterator[Callable[[], None]]:
     """Yield a function that copies ``size`` bytes from pinned memory to the first device."""
     context = first_context(devices)
     pieces = [(offset, min(PIECE, size - offset)) for offset in range(0, size, PIECE)]
@@ -85,27 +125,20 @@ def _pinned_copy(devices: str, size: int) -> Iterator[Callable[[], None]]:
     context.free(pointer)
 
 
-def load_by_safetensors(connection: Connection, gpu: bool, path: Path) -> None:
-    """In a child: send the seconds of each load by safetensors itself."""
-    import torch
-    from safetensors.torch import load as load_bytes
-    from safetensors.torch import load_file
+def load_bytes_by_safetensors(connection: Connection, path: Path) -> None:
+    """In a child: send the seconds of each load into host memory by safetensors itself.
 
-    warm_up(gpu=gpu)
+    There its ``load_file`` maps the file and copies nothing, so that the bytes are read instead.
+    """
+    from safetensors.torch import load as load_bytes
+
     times = []
     for _ in range(3):
         began = perf_counter()
-        # On the host load_file maps the file and copies nothing, so read its bytes instead.
-        tensors = load_file(path, device="cuda") if gpu else load_bytes(path.read_bytes())
-        if gpu:
-            torch.cuda.synchronize()
+        tensors = load_bytes(path.read_bytes())
         times.append(perf_counter() - began)
         del tensors
     connection.send(times)
-
-
-def _rates(size: int, seconds: list[float]) -> list[float]:
-    return [size / one / 1e9 for one in seconds]
 
 
 if __name__ == "__main__":

@@ -6,14 +6,18 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from itertools import cycle
 from math import prod, sqrt
 from pathlib import Path
 
 from cubroker.client import Broker
 from cubroker.client.loading.verify import verify
+
+PLACES = (Path("/dev/shm"), Path(tempfile.gettempdir()))
+"""Where files are written: in memory if there is room, else on disk, and so in the page cache."""
 
 LAYERS = 80
 BLOCK = 64 << 20
@@ -53,14 +57,34 @@ def total(of: Tensors) -> int:
 @contextmanager
 def in_memory(of: Tensors) -> Iterator[Path]:
     """Yield a safetensors file of random bytes: in memory if there is room, else on disk, in the page cache."""
-    for place in (Path("/dev/shm"), Path(tempfile.gettempdir())):
-        if place.is_dir() and shutil.disk_usage(place).free > total(of) * 5 // 4:
-            with tempfile.TemporaryDirectory(prefix="cubroker-bench-", dir=place) as folder:
-                path = Path(folder, "model.safetensors")
-                write_file(path, of)
-                yield path
+    with folder(total(of)) as place:
+        write_file(place / "model.safetensors", of)
+        yield place / "model.safetensors"
+
+
+@contextmanager
+def folder(nbytes: int, places: Sequence[Path] = PLACES) -> Iterator[Path]:
+    """Yield an empty folder in the first of these places that has room for so many bytes."""
+    for place in places:
+        if place.is_dir() and shutil.disk_usage(place).free > nbytes * 5 // 4:
+            with tempfile.TemporaryDirectory(prefix="cubroker-bench-", dir=place) as made:
+                yield Path(made)
             return
-    raise RuntimeError(f"no room for a file of {total(of)} bytes in /dev/shm or {tempfile.gettempdir()}; use --size")
+    raise RuntimeError(f"no room for files of {nbytes} bytes in {' or '.join(map(str, places))}; use --size")
+
+
+def parts(of: Tensors, count: int) -> list[Tensors]:
+    """Cut tensors into so many runs of about as many bytes, none of them empty."""
+    ends = [total(of) * (number + 1) / count for number in range(count)]
+    cut: list[Tensors] = [[]]
+    done = 0
+    for left, tensor in zip(range(len(of), 0, -1), of, strict=True):
+        behind = count - len(cut)
+        if cut[-1] and behind and (done >= ends[len(cut) - 1] or left <= behind):
+            cut.append([])
+        cut[-1].append(tensor)
+        done += total([tensor])
+    return cut
 
 
 def write_file(path: Path, of: Tensors) -> None:
@@ -75,12 +99,19 @@ def write_file(path: Path, of: Tensors) -> None:
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         # Each block begins with its offset, so that a check notices tensors that are mixed up.
-        for number, block in zip(range(0, end, BLOCK), cycle([os.urandom(BLOCK)]), strict=False):
+        for number, block in zip(range(0, end, BLOCK), cycle([_noise()]), strict=False):
             piece = number.to_bytes(8, "little") + block[8:]
             file.write(memoryview(piece)[: end - number])
+        file.flush()
+        os.fsync(file.fileno())  # what is written to a disk later would take part of the memory's rate
 
 
-def check(broker: Broker, pool: str, path: Path, device: str | None = None) -> None:
-    """Raise ``RuntimeError`` unless a pool has what is in a file."""
-    if differences := verify(broker, pool, path, device=device).differences:
-        raise RuntimeError(f"the pool differs from the file: {differences[:3]}")
+@cache
+def _noise() -> bytes:
+    return os.urandom(BLOCK)
+
+
+def check(broker: Broker, pool: str, paths: Path | Sequence[Path], device: str | None = None) -> None:
+    """Raise ``RuntimeError`` unless a pool has what is in its files."""
+    if differences := verify(broker, pool, paths, device=device).differences:
+        raise RuntimeError(f"the pool differs from its files: {differences[:3]}")

@@ -1,7 +1,7 @@
 """Rate from one replica to the next, in GB/s, compared with a plain copy; seconds of loads to one and all devices.
 
-Plain copies and copies between a draft's replicas take turns in one process, and so do loads to one device and to all
-of them. The file is in memory.
+Plain copies and copies between a draft's replicas take turns in one process, and so do loads to one device, to all of
+them, and spread over all of them. The file is in memory.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
-from time import perf_counter, sleep
+from time import perf_counter
+from typing import Any
 
 from benchmarks import model_weights
 from benchmarks.harness import SHARES, beside_broker, one_allocation, run_alone, seconds
+from benchmarks.load import retire
 from benchmarks.options import Plan, neighbours
 from benchmarks.report import Figure, median
 from cubroker.client import Broker, Draft
@@ -35,7 +37,7 @@ def measure(plan: Plan) -> list[Figure]:
     tensors = model_weights.tensors(plan.nbytes)
     with model_weights.in_memory(tensors) as path:
         for share in SHARES:
-            figures += _loads(plan, path, share)
+            figures += _loads(plan, path, share, tensors)
     return figures
 
 
@@ -109,31 +111,51 @@ def pass_on(draft: Draft) -> float:
     return took
 
 
-def _loads(plan: Plan, path: Path, share: str) -> list[Figure]:
-    devices, single, spread = beside_broker(plan.devices, load_by_turns, path, share)
-    pairs = list(zip(single, spread, strict=True))
+def _loads(plan: Plan, path: Path, share: str, tensors: model_weights.Tensors) -> list[Figure]:
+    devices, single, spread, sharded = beside_broker(plan.devices, load_by_turns, path, share, tensors)
+    what, pairs = "all of it, to the published version", "of each pair of rounds"
     return [
-        median(f"{share}: whole load to one device", single, "s", "all of it, to the published version"),
-        median(f"{share}: whole load to {devices} devices", spread, "s", "all of it, to the published version"),
-        median(f"{share}: load to {devices} devices ÷ to one", (b / a for a, b in pairs), "", "of each pair of rounds"),
+        median(f"{share}: whole load to one device", single, "s", what),
+        median(f"{share}: whole load to {devices} devices", spread, "s", what),
+        median(f"{share}: whole load, sharded over {devices} devices by plan", sharded, "s", what),
+        median(
+            f"{share}: load to {devices} devices ÷ to one",
+            (b / a for a, b in zip(single, spread, strict=True)),
+            "",
+            pairs,
+            "less",
+        ),
+        median(
+            f"{share}: rate of a load that is sharded over {devices} devices ÷ to one",
+            (a / b for a, b in zip(single, sharded, strict=True)),
+            "",
+            pairs,
+            "more",
+        ),
     ]
 
 
-def load_by_turns(connection: Connection, directory: Path, path: Path, share: str) -> None:
-    """In a child: send the number of devices, and the seconds of each load to the first and to all."""
+def load_by_turns(
+    connection: Connection, directory: Path, path: Path, share: str, tensors: model_weights.Tensors
+) -> None:
+    """In a child: send the number of devices, and the seconds of each load to the first, to all, and spread over all.
+
+    Each device has a run of layers then, as stages of a pipeline do.
+    """
     with Broker(directory) as broker:
         devices = [device.uuid for device in broker.driver.devices]
-        times: list[list[float]] = [[], []]
+        stages = zip(model_weights.parts(tensors, len(devices)), devices, strict=True)
+        plan = {name: device for part, device in stages for name, _, _ in part}
+        ways: list[dict[str, Any]] = [{"devices": devices[:1]}, {"devices": devices}, {"plan": plan}]
+        times: list[list[float]] = [[] for _ in ways]
         for number in range(1 + ROUNDS):
-            for chosen, taken in zip((devices[:1], devices), times, strict=True):
-                taken.append(load(broker, POOL, path, devices=chosen, share=share).seconds)
+            for way, taken in zip(ways, times, strict=True):
+                taken.append(load(broker, POOL, path, share=share, **way).seconds)
                 if number == 0:
-                    for device in chosen:
+                    for device in way.get("devices", [None]):
                         model_weights.check(broker, POOL, path, device)
-                broker.retire(POOL)
-                while broker.pools():  # wait for its memory to be freed before the next load
-                    sleep(0.001)
-        connection.send((len(devices), times[0][1:], times[1][1:]))
+                retire(broker, POOL)
+        connection.send((len(devices), *(taken[1:] for taken in times)))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,18 @@ from pathlib import Path
 from benchmarks.options import Plan
 from cubroker.driver import Device, load
 
-PACKAGES = ("cubroker", "cuda-bindings", "torch", "safetensors", "pyzmq", "msgpack", "msgspec")
+PACKAGES = (
+    "cubroker",
+    "cuda-bindings",
+    "torch",
+    "safetensors",
+    "instanttensor",
+    "fastsafetensors",
+    "runai-model-streamer",
+    "pyzmq",
+    "msgpack",
+    "msgspec",
+)
 
 
 @dataclass(frozen=True)
@@ -28,21 +39,33 @@ class Figure:
 
     #: the measured quantity
     what: str
-    #: the median, if there are several samples
-    value: float
+    #: the median, if there are several samples; None if it was not taken, as the note says
+    value: float | None
     #: of the value; empty for a ratio
     unit: str
     #: conditions that a reader needs to judge it
     note: str = ""
     #: sorted
     samples: tuple[float, ...] = ()
+    #: ``more`` or ``less``: which is better; empty if neither, or if the unit tells (:data:`BETTER`)
+    better: str = ""
 
 
-def median(what: str, samples: Iterable[float], unit: str, note: str = "") -> Figure:
+BETTER = {"GB/s": "more", "requests/s": "more", "s": "less", "ms": "less", "us": "less", "µs": "less", "MB": "less"}
+"""Which values of a unit are better."""
+
+
+def absent(what: str, why: str) -> Figure:
+    """Return a figure that was not taken."""
+    return Figure(what, None, "", why)
+
+
+def median(what: str, samples: Iterable[float], unit: str, note: str = "", better: str = "") -> Figure:
     """Return the median of ``samples`` as a figure; the note ends with their range."""
     values = sorted(samples)
     spread = f"{len(values)} times, {number(values[0])} to {number(values[-1])}"
-    return Figure(what, statistics.median(values), unit, f"{note}; {spread}" if note else spread, tuple(values))
+    said = f"{note}; {spread}" if note else spread
+    return Figure(what, statistics.median(values), unit, said, tuple(values), better)
 
 
 def percentile(what: str, part: float, samples: Iterable[float], unit: str, note: str = "") -> Figure:
@@ -95,8 +118,12 @@ def table(label: str, about: dict[str, object], plan: Plan, results: Mapping[str
     lines += [f"- asked for: `--devices {plan.devices}`, pools of {plan.nbytes / 1e9:g} GB", ""]
     lines += ["| benchmark | what | figure | |", "| --- | --- | ---: | --- |"]
     for name, figures in results.items():
-        lines += [f"| {name} | {f.what} | {number(f.value)} {f.unit} | {f.note} |" for f in figures]
+        lines += [f"| {name} | {f.what} | {_shown(f)} | {f.note} |" for f in figures]
     return "\n".join([*lines, ""])
+
+
+def _shown(figure: Figure) -> str:
+    return "-" if figure.value is None else f"{number(figure.value)} {figure.unit}"
 
 
 def _plain(value: object) -> str:

@@ -43,6 +43,8 @@ def _figure(found: re.Match[str], results: Path) -> str:
     lines = [line for lines in benchmarks for line in lines if line["what"] == found["what"]]
     if len(lines) != 1:
         raise ValueError(f"{file.name} has {len(lines)} lines {found['what']!r}; name one of it")
+    if lines[0]["value"] is None:
+        return PENDING
     return f"{number(lines[0]['value'])} {lines[0]['unit']}".rstrip()
 
 
