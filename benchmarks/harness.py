@@ -46,13 +46,16 @@ class RunningBroker:
 
 
 @contextmanager
-def serving(devices: str, *, kept: bool = False) -> Iterator[RunningBroker]:
+def serving(devices: str, *, kept: bool = False, before: tuple[str, ...] = ()) -> Iterator[RunningBroker]:
     """Start a broker on ``devices`` and stop it at the end.
 
-    With ``kept`` it runs under ``cubroker keep``: it has a store, and a killed broker is replaced without a pause.
+    Args:
+        devices: its devices.
+        kept: it runs under ``cubroker keep``: it has a store, and a killed broker is replaced without a pause.
+        before: a module that runs the broker's, and the arguments before that.
     """
     with tempfile.TemporaryDirectory(prefix="cubroker-bench-") as directory:
-        command = python_command("cubroker.server", directory, "--devices", devices)
+        command = python_command(*before, "cubroker.server", directory, "--devices", devices)
         if kept:
             command = python_command("cubroker.cli", "keep", "--pause", "0", "--", *command)
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:

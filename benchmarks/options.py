@@ -12,6 +12,8 @@ from cubroker.driver import load
 
 GPU_BYTES = 8 * 10**9
 HOST_BYTES = 256 * 10**6
+DEFAULT_SIZES = {True: GPU_BYTES, False: HOST_BYTES}
+"""Bytes of a pool on GPUs, and on others."""
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) *([kMG]?)B?")
 _UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
@@ -47,12 +49,12 @@ def parse(program: str, arguments: list[str] | None = None) -> Plan:
     """Parse the command line; a usage error ends the program with status 2."""
     parser = argparse.ArgumentParser(prog=program)
     parser.add_argument("--devices", default="cuda", help="cuda, cuda:0 or host:2 (default: cuda)")
-    parser.add_argument("--size", type=_nbytes, help="of a pool, such as 8GB (default: 8GB on GPUs, 256MB else)")
+    parser.add_argument("--size", type=nbytes, help="of a pool, such as 8GB (default: 8GB on GPUs, 256MB else)")
     parser.add_argument("--rounds", type=int, default=50, help="how often an attach is measured (default: 50)")
     parser.add_argument("--output", type=Path, metavar="DIR", help="write NAME.json and NAME.md there as well")
     parser.add_argument("--label", help="what to call this machine (default: the name of its first device)")
     options = parser.parse_args(arguments)
-    default = GPU_BYTES if options.devices.startswith("cuda") else HOST_BYTES
+    default = DEFAULT_SIZES[options.devices.startswith("cuda")]
     return Plan(options.devices, options.size or default, options.rounds, options.output, options.label)
 
 
@@ -68,7 +70,8 @@ def neighbours(plan: Plan) -> tuple[str, str] | None:
     return None
 
 
-def _nbytes(text: str) -> int:
+def nbytes(text: str) -> int:
+    """Read a size as people write it."""
     match = _SIZE.fullmatch(text)
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; write 8GB or 256MB")

@@ -13,6 +13,7 @@ from contextlib import suppress
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
+from threading import Thread
 
 import click
 
@@ -65,6 +66,10 @@ HANDLED_LATER = {
 """Signals that a subcommand unblocks itself, once it has handlers for them."""
 
 
+DRIVEN = {"load"}
+"""Subcommands that copy to devices: CUDA is initialized while their modules are imported, which takes as long."""
+
+
 class Commands(click.Group):
     """The group of all subcommands, which imports only the one that runs."""
 
@@ -76,6 +81,8 @@ class Commands(click.Group):
         """Import the command of that name; None if there is no such command."""
         if cmd_name not in COMMANDS:
             return None
+        if cmd_name in DRIVEN:
+            Thread(target=_initialize_cuda, name="cubroker-cuda").start()
         module, _, attribute = COMMANDS[cmd_name][0].partition(":")
         command = getattr(import_module(f"cubroker.cli.{module}"), attribute)
         assert isinstance(command, click.Command)
@@ -104,6 +111,14 @@ class Commands(click.Group):
         """Write the list of commands without importing them."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
+
+
+def _initialize_cuda() -> None:
+    """Initialize CUDA, if it is there: the broker may have host devices."""
+    with suppress(ImportError, RuntimeError):  # the latter: cuda-bindings could not load libcuda
+        from cuda.bindings import driver
+
+        driver.cuInit(0)
 
 
 def _hint(word: str) -> str:

@@ -84,58 +84,44 @@ class FileCopy(SupervisedThread[float]):
 
     ::
 
-        with FileCopy(...) as copy:
-            copy.begin()                  # starts a thread, which plans the copy, and pins memory for GPUs
-            ...                           # have the memory allocated, and map it
-            seconds = copy.into(targets)
+        with FileCopy(name, context) as copy:
+            copy.begin()                          # a thread makes the context
+            copy.plan(files, tensors, homes)      # it plans the copy, and pins memory for GPUs
+            seconds = copy.into(targets)          # once their memory is allocated and mapped
 
     When :meth:`into` returns or raises, no thread works any more and nothing more will be written; what was not begun,
     it begins. Leaving the block waits until the memory is unpinned.
 
     Args:
         name: of the threads.
-        files: what the tensors are read from.
-        tensors: where each is stored, and its place.
-        homes: for each allocation the index of the device that it is on, among those that files are read into; none if
-            each of these has all.
         context: makes or returns the context that memory is pinned in; called on the thread.
         progress: called by :meth:`into`, now and then, with bytes of files done and bytes in all.
-        in_turn: whether files take turns, rather than being read one after the other.
         besides: fills what is not in files, on the targets that have no upstream.
         sizes: bytes of each allocation; what is there ``besides`` goes on from device to device with all of them.
-
-    Raises:
-        Unavailable: threads have run out.
     """
 
     def __init__(
         self,
         name: str,
-        files: Sequence[Readable],
-        tensors: Iterable[tuple[StoredTensor, TensorSpec]],
-        homes: Sequence[int],
         context: Callable[[], Context],
         *,
         progress: Progress | None = None,
-        in_turn: bool = True,
         besides: Callable[[Sequence[Target]], None] | None = None,
         sizes: Sequence[int] = (),
     ) -> None:
         super().__init__(name)
-        self._files = files
-        self._tensors = tuple(tensors)
-        self._homes = homes
         self._context = context
         self._progress = progress
-        self._in_turn = in_turn
         self._besides = besides
         self._sizes = sizes
-        self._total = sum(entry.nbytes for entry, _ in self._tensors)
-        wanted = THREADS * max(1, len(set(homes)))
-        self._counts = [0] * count_threads(-(-self._total // CHUNK), wanted)
+        self._files: Sequence[Readable] = ()
+        self._cut: Callable[[], list[Chunk]] = list
+        self._total = 0
+        self._counts = [0]
         self._todo: deque[Chunk] = deque()
         self._staging: Staging | None = None
         self._targets: Sequence[Target] = ()
+        self._planned: Future[None] = Future()
         self._given: Future[None] = Future()
         self._started = False
 
@@ -149,6 +135,30 @@ class FileCopy(SupervisedThread[float]):
         """Start to make the copy ready; raises ``Unavailable`` if threads have run out."""
         self._started = True
         super().begin()
+
+    def plan(
+        self,
+        files: Sequence[Readable],
+        tensors: Iterable[tuple[StoredTensor, TensorSpec]],
+        homes: Sequence[int] = (),
+        *,
+        in_turn: bool = True,
+    ) -> None:
+        """Say what is to be copied.
+
+        Args:
+            files: what the tensors are read from.
+            tensors: where each is stored, and its place.
+            homes: for each allocation the index of the device that it is on, among those that files are read into; none
+                if each of these has all.
+            in_turn: whether files take turns, rather than being read one after the other.
+        """
+        stored = tuple(tensors)
+        self._files = files
+        self._cut = lambda: read_plan(stored, CHUNK, homes, in_turn=in_turn)
+        self._total = sum(entry.nbytes for entry, _ in stored)
+        self._counts = [0] * count_threads(-(-self._total // CHUNK), THREADS * max(1, len(set(homes))))
+        self._planned.set(None)
 
     def into(self, targets: Sequence[Target]) -> float:
         """Copy everything to the targets; return the seconds it took from the first read on.
@@ -173,18 +183,20 @@ class FileCopy(SupervisedThread[float]):
     def stop(self) -> None:
         """See :class:`SupervisedThread`."""
         self._todo.clear()
+        self._planned.set(None)
         self._given.set(None)
 
     # -- in the thread -----------------------------------------------------------------------------
 
     def work(self) -> float:
         """See :class:`SupervisedThread`."""
-        if self._total:
+        if not self._planned.done():
+            self._context()
+        self._await(self._planned)
+        if self._total and not self.dropped:
             self._staging = make_staging(self._context(), len(self._counts))
-            plan = read_plan(self._tensors, CHUNK, self._homes, in_turn=self._in_turn)
-            self._todo.extend(plan)
-        while not (self.dropped or self._given.wait(PART)):
-            pass  # an interrupt may keep the caller from saying anything else than that it has gone
+            self._todo.extend(self._cut())
+        self._await(self._given)
         targets, self._targets = self._targets, ()  # to hold them would keep the draft from being sealed
         if self.dropped:
             return 0.0
@@ -194,6 +206,10 @@ class FileCopy(SupervisedThread[float]):
             self._besides(sources)
             seconds += copy_between_devices(targets, self._sizes)
         return seconds
+
+    def _await(self, said: Future[None]) -> None:
+        while not (self.dropped or said.wait(PART)):
+            pass  # an interrupt may keep the caller from saying anything else than that it has gone
 
     def _copy_chunks(self, targets: Sequence[Target]) -> float:
         """Share the chunks among the threads; return the seconds."""

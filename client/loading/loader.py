@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -85,14 +85,19 @@ def load(
             broker, as :meth:`Broker.create` says. No error leaves anything of the draft.
     """
     began = time.perf_counter()
-    with Checkpoint.open(paths) as checkpoint:
-        names = (entry.name for entry in checkpoint.entries)
-        places = None if plan is None else find_plan(broker.driver, resolve_plan(plan, names))
-        layout = Layout.pack(((e.name, e.dtype, e.shape) for e in checkpoint.entries), slab=slab, groups=places)
-        with _copy_of(checkpoint, layout, broker, devices, places, progress) as copy:
+    first = next(iter(devices or (plan or {}).values()), 0)  # what is no device, the request for the memory refuses
+    with FileCopy("cubroker-load", lambda: context(broker.driver, first), progress=progress) as copy:
+        if not if_absent:  # else others may load, and this process has nothing to make ready for
+            copy.begin()
+        with Checkpoint.open(paths) as checkpoint:
+            names = (entry.name for entry in checkpoint.entries)
+            places = None if plan is None else find_plan(broker.driver, resolve_plan(plan, names))
+            layout = Layout.pack(((e.name, e.dtype, e.shape) for e in checkpoint.entries), slab=slab, groups=places)
+            homes = layout.spread(places) if places else ()
+            numbers = {uuid: number for number, uuid in enumerate(dict.fromkeys(homes))}
+            stored = zip(checkpoint.entries, layout.tensors, strict=True)
+            copy.plan(checkpoint.files, stored, [numbers[uuid] for uuid in homes])
             ask = partial(broker.attach_or_create, owner=_trusted(broker, owner)) if if_absent else broker.create
-            if not if_absent:  # else others may load, and this process has nothing to make ready for
-                copy.begin()
             with ask(
                 name, layout, devices=devices, plan=places, share=share, wait=wait, mode=mode, durable=durable
             ) as pool:
@@ -108,28 +113,6 @@ def _trusted(broker: Broker, owner: Owner | Sequence[Owner] | None) -> tuple[int
     """Return the users whose version is taken: root and the broker's user, who may change every pool, and ``owner``."""
     own = () if broker.uid is None else (broker.uid,)
     return (0, *own, *uids(owner))
-
-
-def _copy_of(
-    checkpoint: Checkpoint,
-    layout: Layout,
-    broker: Broker,
-    devices: Sequence[DeviceId] | None,
-    places: Mapping[str, str] | None,
-    progress: Progress | None,
-) -> FileCopy:
-    """Return the copy of a checkpoint to devices, whose threads pin memory in the context of the first of them."""
-    homes = layout.spread(places) if places else ()
-    named = dict.fromkeys(homes)
-    chosen = next(iter(devices or named), 0)  # what is no device, the request for the memory refuses
-    return FileCopy(
-        "cubroker-load",
-        checkpoint.files,
-        zip(checkpoint.entries, layout.tensors, strict=True),
-        tuple(map(list(named).index, homes)),
-        partial(context, broker.driver, chosen),
-        progress=progress,
-    )
 
 
 def _fill(copy: FileCopy, draft: Draft) -> float:

@@ -82,9 +82,8 @@ def copy_checkpoint(
     checkpoint: Checkpoint, layout: Layout, targets: Sequence[Target], progress: Progress | None = None
 ) -> float:
     tensors, first = zip(checkpoint.entries, layout.tensors, strict=True), targets[0].context
-    with FileCopy(
-        "cubroker-load", checkpoint.files, tensors, homes_of(targets), lambda: first, progress=progress
-    ) as copying:
+    with FileCopy("cubroker-load", lambda: first, progress=progress) as copying:
+        copying.plan(checkpoint.files, tensors, homes_of(targets))
         return copying.into(targets)
 
 
@@ -254,15 +253,18 @@ def test_a_copy_makes_ready_before_its_targets_are_there_and_unpins_when_it_ends
         pinned = first.calls.module._registered
         stored = list(zip(checkpoint.entries, lent.layout.tensors, strict=True))
         for filled in (True, False):
-            with FileCopy("cubroker-load", checkpoint.files, stored, (), lambda: first) as copying:
+            with FileCopy("cubroker-load", lambda: first) as copying:
                 copying.begin()
+                copying.plan(checkpoint.files, stored)
                 eventually(lambda: pinned, "the memory to be pinned")
                 if filled:
                     assert copying.into(lent.targets) > 0
                     assert lent.images() == [lent.expected(TENSORS)] * 2
             assert not pinned
-        with FileCopy("cubroker-load", checkpoint.files, stored, (), lambda: first):
+        with FileCopy("cubroker-load", lambda: first):
             pass  # was never begun
+        with FileCopy("cubroker-load", lambda: first) as copying:
+            copying.begin()  # and never planned
 
 
 def test_devices_of_a_sharded_layout_take_turns(tmp_path: Path) -> None:

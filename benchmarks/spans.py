@@ -1,0 +1,138 @@
+"""Spans of functions in a process that runs a module, taken by wrapping the functions: ``python -m benchmarks.spans``.
+
+::
+
+    python -m benchmarks.spans FILE MODULE ARGUMENT...
+
+runs a module as ``python -m MODULE ARGUMENT...`` does. A function of :data:`WRAPPED` is replaced when its module has
+been imported, and each of its calls becomes a line of JSON in FILE, at the end of the process. Times are seconds of
+the monotonic clock, which all processes of a machine share.
+
+Nothing else is imported here, since imports are measured, too.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import runpy
+import sys
+import threading
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from time import perf_counter
+from typing import Any
+
+STARTED = perf_counter()
+
+WRAPPED = {
+    "cubroker.cli.main": {"main": "command"},
+    "cubroker.client.session": {"Reconnecting.__init__": "connect"},
+    "cubroker.driver.driver": {"Driver.__init__": "driver", "Context.__init__": "context"},
+    "cubroker.client.loading.checkpoint": {"Checkpoint.open": "open files", "CheckpointFile.read_into": "read"},
+    "cubroker.protocol.layout": {"Layout.pack": "lay out", "Layout.encode": "encode"},
+    "cubroker.client.broker": {"Broker.create": "create", "Broker.close": "close"},
+    "cubroker.client.memory.lease": {"LeaseHandle.map": "map", "LeaseHandle._unmap": "unmap"},
+    "cubroker.client.loading.copy": {
+        "PinnedStaging.__init__": "pin",
+        "PinnedStaging.close": "unpin",
+        "read_plan": "plan",
+        "FileCopy.into": "copy",
+        "PinnedRing.__init__": "make ring",
+        "PinnedRing.finish": "finish",
+        "PinnedRing.close": "drop ring",
+        "_Slot.wait": "await copy",
+    },
+    "cubroker.client.draft": {"Draft.seal": "seal"},
+    "cubroker.client.digests": {"sealing": "digest"},
+    "cubroker.server.devices.allocator": {
+        "IpcAllocation.__init__": "allocate",
+        "IpcAllocation.share": "clear",
+        "IpcAllocation.release": "free",
+        "VmmAllocation.__init__": "allocate",
+        "VmmAllocation.share": "export",
+        "VmmAllocation.release": "free",
+    },
+}
+"""What each function is called in the drawing, by module and name in it."""
+
+IMPORTS = ("cubroker.cli.load", "cuda.bindings.driver")
+"""Modules whose import is a span."""
+
+Span = tuple[str, str, float, float]
+"""Thread, what it did, from when to when."""
+
+spans: list[Span] = []
+
+
+def note(what: str, began: float) -> None:
+    """Note a span that ends now."""
+    spans.append((threading.current_thread().name, what, began, perf_counter()))
+
+
+def wrap(module: Any) -> None:
+    """Replace the functions of a module that was just imported."""
+    for name, what in WRAPPED.get(module.__name__, {}).items():
+        *path, last = name.split(".")
+        holder = functools.reduce(getattr, path, module)
+        kept = vars(holder)[last]
+        bare = kept.__func__ if isinstance(kept, classmethod | staticmethod) else kept
+        replaced = _timed(bare, what)
+        setattr(holder, last, type(kept)(replaced) if bare is not kept else replaced)
+
+
+def _timed(function: Any, what: str) -> Any:
+    @functools.wraps(function)
+    def timed(*arguments: Any, **options: Any) -> Any:
+        began = perf_counter()
+        try:
+            return function(*arguments, **options)
+        finally:
+            note(what, began)
+
+    return timed
+
+
+class Finder(MetaPathFinder):
+    """Finds modules as usual, and has them wrapped when they have been executed."""
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        """Find a module that is to be wrapped, or measured."""
+        if fullname not in WRAPPED and fullname not in IMPORTS:
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def execute_and_wrap(module: Any) -> None:
+            began = perf_counter()
+            execute(module)
+            if fullname in IMPORTS:
+                note(f"import {fullname.partition('.')[0]}", began)
+            wrap(module)
+
+        spec.loader.exec_module = execute_and_wrap  # type: ignore[method-assign]
+        return spec
+
+
+def main() -> None:
+    """Run a module and write the spans."""
+    file, module, *arguments = sys.argv[1:]
+    sys.meta_path.insert(0, Finder())
+    threading.current_thread().name = "main"
+
+    def write() -> None:
+        with open(file, "a") as output:
+            output.writelines(json.dumps(span) + "\n" for span in [("main", "start", STARTED, STARTED), *spans])
+
+    atexit.register(write)
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    from benchmarks.spans import main as run  # the module that others import, whose spans are written
+
+    run()
