@@ -60,7 +60,8 @@ def main() -> None:
             results[name] = measure(plan)
             print(f"{name}: {perf_counter() - began:.1f} s", file=sys.stderr)
     finally:
-        publish(plan, results)  # if one fails, the results of those before it
+        status = publish(plan, results)  # if one fails, the results of those before it
+    sys.exit(status)
 
 
 if __name__ == "__main__":

@@ -196,4 +196,5 @@ def run_alone(measure: Callable[[Plan], list[Figure]]) -> None:
     """Parse the command line, run one benchmark, and publish its figures under the module's name."""
     name = Path(sys.argv[0]).stem
     plan = parse(f"python -m benchmarks.{name}")
-    publish(plan, {name: measure(plan)})
+    if status := publish(plan, {name: measure(plan)}):
+        sys.exit(status)

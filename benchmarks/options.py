@@ -33,6 +33,8 @@ class Plan:
     output: Path | None
     #: the machine's name in the results; None takes the name of its first device
     label: str | None
+    #: the results that these are compared with
+    compare: Path | None = None
 
     @property
     def few(self) -> int:
@@ -53,9 +55,12 @@ def parse(program: str, arguments: list[str] | None = None) -> Plan:
     parser.add_argument("--rounds", type=int, default=50, help="how often an attach is measured (default: 50)")
     parser.add_argument("--output", type=Path, metavar="DIR", help="write NAME.json and NAME.md there as well")
     parser.add_argument("--label", help="what to call this machine (default: the name of its first device)")
+    parser.add_argument("--compare", type=Path, metavar="OLD.json", help="say what is worse than there, with status 1")
     options = parser.parse_args(arguments)
     default = DEFAULT_SIZES[options.devices.startswith("cuda")]
-    return Plan(options.devices, options.size or default, options.rounds, options.output, options.label)
+    return Plan(
+        options.devices, options.size or default, options.rounds, options.output, options.label, options.compare
+    )
 
 
 def neighbours(plan: Plan) -> tuple[str, str] | None:

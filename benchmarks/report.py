@@ -16,6 +16,8 @@ from importlib import metadata
 from math import ceil
 from pathlib import Path
 
+from benchmarks import compare
+from benchmarks.compare import number
 from benchmarks.options import Plan
 from cubroker.driver import Device, load
 
@@ -47,12 +49,8 @@ class Figure:
     note: str = ""
     #: sorted
     samples: tuple[float, ...] = ()
-    #: ``more`` or ``less``: which is better; empty if neither, or if the unit tells (:data:`BETTER`)
+    #: ``more`` or ``less``: which is better; empty if neither, or if the unit tells
     better: str = ""
-
-
-BETTER = {"GB/s": "more", "requests/s": "more", "s": "less", "ms": "less", "us": "less", "µs": "less", "MB": "less"}
-"""Which values of a unit are better."""
 
 
 def absent(what: str, why: str) -> Figure:
@@ -89,26 +87,27 @@ def machine(plan: Plan, devices: Sequence[Device]) -> dict[str, object]:
     }
 
 
-def publish(plan: Plan, results: Mapping[str, Sequence[Figure]]) -> None:
-    """Print the results, and write them if the plan has a folder."""
+def publish(plan: Plan, results: Mapping[str, Sequence[Figure]]) -> int:
+    """Print the results, and write them if the plan has a folder; return the status of a comparison, if it has one."""
     devices = load(plan.devices).devices
     about = machine(plan, devices)
     label = plan.label or devices[0].name
     text = table(label, about, plan, results)
     print(text)
+    document = {
+        "label": label,
+        "taken": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": about,
+        "devices": plan.devices,
+        "nbytes": plan.nbytes,
+        "results": {key: [asdict(figure) for figure in figures] for key, figures in results.items()},
+    }
     if plan.output is not None:
         plan.output.mkdir(parents=True, exist_ok=True)
         name = re.sub(r"[^a-z0-9]+", "-", label.lower()).strip("-")
-        document = {
-            "label": label,
-            "taken": datetime.now(UTC).isoformat(timespec="seconds"),
-            "machine": about,
-            "devices": plan.devices,
-            "nbytes": plan.nbytes,
-            "results": {key: [asdict(figure) for figure in figures] for key, figures in results.items()},
-        }
         (plan.output / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
         (plan.output / f"{name}.md").write_text(text)
+    return 0 if plan.compare is None else compare.report(json.loads(plan.compare.read_text()), document)
 
 
 def table(label: str, about: dict[str, object], plan: Plan, results: Mapping[str, Sequence[Figure]]) -> str:
@@ -130,11 +129,6 @@ def _plain(value: object) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{key} {item}" for key, item in value.items())
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def number(value: float) -> str:
-    """Format a value with three significant digits."""
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def _version(package: str) -> str:

@@ -10,7 +10,7 @@ import json
 import re
 from pathlib import Path
 
-from benchmarks.report import number
+from benchmarks.compare import number
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from benchmarks import harness, model_weights, options, report
+from benchmarks import harness, model_weights, options, peer_loaders, report
 from benchmarks.__main__ import ALL
 from tests import sampling
 from tests.brokers import PATIENCE
@@ -29,6 +29,17 @@ def test_the_weights_are_723_tensors_of_about_the_size_asked_for(tmp_path: Path)
     model_weights.write_file(tmp_path / "model.safetensors", tensors)
     with safe_open(tmp_path / "model.safetensors", "numpy") as file:
         assert [(name, "BF16", tuple(file.get_slice(name).get_shape())) for name, _, _ in tensors] == tensors
+
+
+def test_a_checkpoint_is_cut_into_files_of_about_the_same_size() -> None:
+    tensors = model_weights.tensors(64 * 10**6)
+    for count in (1, 2, 20, 100, 723):
+        cut = model_weights.parts(tensors, count)
+        assert [tensor for part in cut for tensor in part] == tensors
+        assert len(cut) == count
+        assert all(cut)
+    sizes = [model_weights.total(part) for part in model_weights.parts(tensors, 20)]
+    assert max(sizes) < 2 * min(sizes)
 
 
 def test_sizes_are_read_as_people_write_them() -> None:
@@ -49,6 +60,22 @@ def test_devices_that_reach_each_other_are_looked_for(capsys: pytest.CaptureFixt
     near, far = options.neighbours(options.parse("x", ["--devices", "host:4/2"])) or ("", "")
     assert [uuid.rpartition("-")[2] for uuid in (near, far)] != ["", ""]
     assert near != far
+
+
+def test_a_loader_that_is_missing_or_fails_gives_a_row_that_says_so(
+    tmp_path: Path, workers: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaders = (
+        peer_loaders.Loader("missing", "no_such_package", peer_loaders.by_safetensors),
+        peer_loaders.Loader("failing", "json", peer_loaders.by_safetensors),
+    )
+    monkeypatch.setattr(peer_loaders, "LOADERS", loaders)
+    figures = dict(peer_loaders.measure_each([tmp_path / "none.safetensors"], 1, "x"))
+    assert figures["missing"] == report.absent("missing", "no_such_package is not installed")
+    assert figures["failing"].value is None
+    assert figures["failing"].note.startswith("failed: ")
+    text = report.table("x", {}, options.parse("x", []), {"load": list(figures.values())})
+    assert "| load | missing | - | no_such_package is not installed |" in text
 
 
 @pytest.fixture(scope="module")

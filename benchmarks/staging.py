@@ -1,0 +1,81 @@
+"""Rate of reading and copying by threads, bytes of a chunk and buffers of a ring: ``python -m benchmarks.staging``.
+
+It says which of the constants of ``client/loading/copy.py`` suit a machine. All are measured in one process, into one
+draft, by turns; it is no part of ``python -m benchmarks``.
+"""
+
+from __future__ import annotations
+
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from benchmarks import model_weights
+from benchmarks.harness import beside_broker, run_alone, seconds
+from benchmarks.load import POOL, pinned_copy
+from benchmarks.options import Plan
+from benchmarks.report import Figure, median
+from cubroker.client import Broker
+from cubroker.client.loading import copy
+from cubroker.client.loading.checkpoint import Checkpoint
+from cubroker.protocol import Layout
+
+ROUNDS = 4
+MIB = 1 << 20
+
+WAYS = (
+    *((threads, 4 * MIB, 2) for threads in (4, 6, 8, 10, 12, 16)),
+    *((threads, 2 * MIB, depth) for threads in (8, 12, 16) for depth in (2, 4)),
+    *((threads, MIB, depth) for threads in (8, 12) for depth in (2, 4)),
+    (8, 4 * MIB, 3),
+    (8, 8 * MIB, 2),
+)
+"""Threads, bytes of a chunk, and buffers of a thread."""
+
+Way = tuple[int, int, int]
+
+
+def measure(plan: Plan) -> list[Figure]:
+    """Measure."""
+    tensors = model_weights.tensors(plan.nbytes)
+    size = model_weights.total(tensors)
+    with model_weights.in_memory(tensors) as path:
+        pinned, times = beside_broker(plan.devices, take_turns, plan.devices, path, size)
+    return [
+        median("pinned host buffer to device", (size / each / 1e9 for each in pinned), "GB/s"),
+        *(
+            median(
+                f"{threads} threads, {depth} x {chunk >> 20} MiB each: reading and copying",
+                (size / each / 1e9 for each in taken),
+                "GB/s",
+                f"ready after {1e3 * min(ready):.3g} ms at best",
+            )
+            for (threads, chunk, depth), (taken, ready) in times.items()
+        ),
+    ]
+
+
+def take_turns(connection: Connection, directory: Path, devices: str, path: Path, size: int) -> None:
+    """In a child: send the seconds of pinned copies; and of each way of copying, and of making ready for it."""
+    pinned: list[float] = []
+    times: dict[Way, tuple[list[float], list[float]]] = {way: ([], []) for way in WAYS}
+    with Broker(directory) as broker, Checkpoint.open(path) as checkpoint, pinned_copy(devices, size) as bound:
+        layout = Layout.pack((entry.name, entry.dtype, entry.shape) for entry in checkpoint.entries)
+        with broker.create(POOL, layout, share="ipc") as draft:
+            for number in range(1 + ROUNDS):
+                pinned.append(seconds(bound))
+                for way, (taken, ready) in times.items():
+                    copy.THREADS, copy.CHUNK, copy.RING_DEPTH = way
+                    first = draft.replicas[0].context
+                    stored = zip(checkpoint.entries, layout.tensors, strict=True)
+                    with copy.FileCopy("cubroker-load", lambda context=first: context) as copying:
+                        copying.plan(checkpoint.files, stored)
+                        whole: list[float] = []
+                        took = seconds(lambda c=copying, w=whole: w.append(c.into([copy.target_of(draft.replicas[0])])))
+                    if number:
+                        taken.append(whole[0])
+                        ready.append(took - whole[0])
+    connection.send((pinned[1:], times))
+
+
+if __name__ == "__main__":
+    run_alone(measure)

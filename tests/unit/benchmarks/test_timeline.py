@@ -1,0 +1,52 @@
+"""The drawing of a load."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import timeline
+from benchmarks.timeline import Span
+from tests.brokers import PATIENCE
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_spans_within_spans_have_rows_of_their_own() -> None:
+    raw = [
+        ("client", "main", "load", 10.0, 14.0),
+        ("client", "main", "create", 10.0, 11.0),
+        ("client", "main", "seal", 13.0, 14.0),
+        ("broker", "device", "clear", 10.5, 12.0),
+        ("broker", "device", "before", 8.0, 9.0),
+        ("client", "main", "start", 9.0, 9.0),
+    ]
+    spans = timeline.placed(raw, 10.0, 14.0)
+    assert spans[:2] == [Span("client main", "load", 0.0, 4.0), Span("client main", "create", 0.0, 1.0)]
+    assert {name: [span.what for span in row] for name, row in timeline.lanes(spans).items()} == {
+        "client main": ["load"],
+        "client main >": ["create", "seal"],
+        "broker device": ["clear"],
+    }
+    head, *rows = timeline.drawing(spans).splitlines()
+    assert head.endswith("4000 ms|")
+    columns = [row.partition("|")[2].rstrip("|") for row in rows]
+    assert columns == ["a" * 100, "b" * 25 + "." * 50 + "d" * 25, "." * 12 + "c" * 38 + "." * 50]
+
+
+@pytest.mark.parametrize("loads", [0, 2])
+def test_a_load_is_drawn_from_exec_to_exit(tmp_path: Path, loads: int) -> None:
+    command = [sys.executable, "-m", "benchmarks.timeline", "--devices", "host:1@64MiB", "--size", "1MB"]
+    command += ["--loads", str(loads), "--output", str(tmp_path)]
+    unmeasured = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE")}
+    ended = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE, check=True, env=unmeasured
+    )
+    kinds = {"client: open files", "client: create", "broker: allocate", "client: map", "client: read", "client: seal"}
+    kinds |= set() if loads else {"client: interpreter", "client: import cubroker", "client: connect"}
+    assert all(f" {kind} " in ended.stdout for kind in kinds), ended.stdout
+    assert "<title>seal: " in (tmp_path / "timeline.svg").read_text()
