@@ -20,6 +20,7 @@ from benchmarks.options import Plan
 from benchmarks.report import Figure, median
 from cubroker.client import Broker
 from cubroker.client.loading.loader import load
+from cubroker.protocol.messages import AUTO, IPC
 
 POOL = "weights"
 PROCESSES = 3
@@ -43,10 +44,8 @@ def measure(plan: Plan) -> list[Figure]:
     tensors = model_weights.tensors(plan.nbytes)
     size = model_weights.total(tensors)
     with model_weights.in_memory(tensors) as path:
-        runs: list[list[Turn]] = [
-            beside_broker(plan.devices, take_turns, plan.devices, path, size, number == 0)
-            for number in range(PROCESSES)
-        ]
+        runs = _runs(plan, path, size, AUTO)
+        by_handle = [turn for run in _runs(plan, path, size, IPC) for turn in run[1:]]
         others = _others(plan, path, size, tensors[0][0])
     firsts, later = [run[0] for run in runs], [turn for run in runs for turn in run[1:]]
     where = f"{size / 1e9:.2f} GB file in memory, {path.parents[1]}"
@@ -67,6 +66,7 @@ def measure(plan: Plan) -> list[Figure]:
             PAIRS,
             "more",
         ),
+        median("ipc: load ÷ pinned buffer: all of it", (t.pinned / t.whole for t in by_handle), "", PAIRS, "more"),
         *(
             Figure(f"load ÷ {title}: all of it", middle(rates) / other.value, "", "of the medians", better="more")
             for title, other in others.items()
@@ -78,6 +78,13 @@ def measure(plan: Plan) -> list[Figure]:
 PAIRS = "of each load and the copy before it"
 
 
+def _runs(plan: Plan, path: Path, size: int, share: str) -> list[list[Turn]]:
+    return [
+        beside_broker(plan.devices, take_turns, plan.devices, path, size, share, number == 0)
+        for number in range(PROCESSES)
+    ]
+
+
 def _others(plan: Plan, path: Path, size: int, expected: str) -> dict[str, Figure]:
     if plan.gpu:
         return dict(peer_loaders.measure_each([path], size, expected))
@@ -85,14 +92,16 @@ def _others(plan: Plan, path: Path, size: int, expected: str) -> dict[str, Figur
     return {"safetensors": median("safetensors load(bytes of the file)", (size / t / 1e9 for t in times), "GB/s")}
 
 
-def take_turns(connection: Connection, directory: Path, devices: str, path: Path, size: int, check: bool) -> None:
+def take_turns(
+    connection: Connection, directory: Path, devices: str, path: Path, size: int, share: str, check: bool
+) -> None:
     """In a child: send each turn; the first is that of the process's first load."""
     turns = []
     with Broker(directory) as broker, pinned_copy(devices, size) as copy:
         copy()
         for number in range(1 + LATER):
             pinned = seconds(copy)
-            loaded = load(broker, POOL, path, share="ipc")
+            loaded = load(broker, POOL, path, share=share)
             turns.append(Turn(pinned, loaded.seconds, loaded.copy_seconds))
             if check and not number:
                 model_weights.check(broker, POOL, path)

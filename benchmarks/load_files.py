@@ -94,7 +94,7 @@ def take_turns(connection: Connection, directory: Path, devices: str, paths: Seq
     with Broker(directory) as broker, pinned_copy(devices, size) as copy:
         for number in range(1 + ROUNDS):
             pinned = seconds(copy)
-            loaded = load(broker, POOL, paths, share="ipc")
+            loaded = load(broker, POOL, paths)
             turns.append(Turn(pinned, loaded.seconds, loaded.copy_seconds))
             if not number:
                 model_weights.check(broker, POOL, paths)
@@ -138,7 +138,7 @@ def load_cold(connection: Connection, directory: Path, paths: Sequence[Path], ho
             drop(paths)
             direct = seconds(lambda: read_direct(paths, *how))
             drop(paths)
-            pairs.append((direct, load(broker, POOL, paths, share="ipc").seconds))
+            pairs.append((direct, load(broker, POOL, paths).seconds))
             retire(broker, POOL)
     connection.send(pairs)
 

@@ -393,10 +393,10 @@ def _form(name: str, dtype: object, dimensions: Shape) -> tuple[str, tuple[int, 
     except Invalid as error:
         raise Invalid(f"tensor {name!r}: {error.message}") from None
     try:
-        shape = tuple(int(index(size)) for size in dimensions)
+        shape = tuple(map(int, map(index, dimensions)))
     except TypeError:
         raise Invalid(f"tensor {name!r} has the shape {dimensions!r}, which is no sequence of integers") from None
-    return known, (*shape[:-1], shape[-1] * together) if shape else shape
+    return known, (*shape[:-1], shape[-1] * together) if shape and together != 1 else shape
 
 
 def _nbytes(name: str, dtype: str, shape: Sequence[int]) -> int:

@@ -2,12 +2,12 @@
 
 The plan cuts the files into chunks: runs of bytes that one read and one copy per device bring over. Worker threads take
 one chunk after the other. On host devices they read straight into the memory; on GPUs each has a ring of pinned
-buffers, so that one is read into while the other is copied from. What a device has goes on from device to device, chunk
-by chunk, where one can read the memory of the one before it.
+buffers, so that one is read into while the other is copied from. Where a device can read the memory of the one before
+it, it has each chunk from there.
 
-The buffers are parts of one region, which is pinned while the broker allocates (:class:`FileCopy`) and unpinned while
-the version is sealed. It is not kept for the next load: behind the allocation it costs no time, and a process that has
-loaded once would have 64 MiB less for every GPU, for good.
+The buffers are parts of one region, which is pinned and filled while the broker allocates (:class:`FileCopy`), and
+unpinned while the version is sealed. It is not kept for the next load: behind the allocation it costs no time, and a
+process that has loaded once would hold 64 MiB for each of its GPUs, which no system can swap out, for good.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, cycle, zip_longest
 from typing import Protocol, Self
 
 from cubroker.client.loading.checkpoint import StoredTensor
-from cubroker.client.loading.threads import Progress, SupervisedThread, WorkerThreads, count_threads, drain
+from cubroker.client.loading.threads import Progress, SupervisedThread, WorkerThreads, count_threads
 from cubroker.client.pool import Replica
 from cubroker.client.transport.requests import PART, Future
-from cubroker.driver import Context, DriverError, Event
+from cubroker.driver import Context, DriverError, Event, Stream
 from cubroker.protocol.layout import TensorSpec
 
 log = logging.getLogger(__name__)
@@ -193,17 +194,11 @@ class FileCopy(SupervisedThread[float]):
         if not self._planned.done():
             self._context()
         self._await(self._planned)
-        if self._total and not self.dropped:
-            self._staging = make_staging(self._context(), len(self._counts))
-            self._todo.extend(self._cut())
+        seconds = self._copy_chunks() if self._total and not self.dropped else 0.0
         self._await(self._given)
         targets, self._targets = self._targets, ()  # to hold them would keep the draft from being sealed
-        if self.dropped:
-            return 0.0
-        sources = [target for target in targets if not target.upstream]
-        seconds = self._copy_chunks(sources if self._besides else targets) if self._todo else 0.0
-        if self._besides and sum(self._counts) == self._total:  # else it was stopped
-            self._besides(sources)
+        if self._besides and not self.dropped and sum(self._counts) == self._total:  # else it was stopped
+            self._besides(_sources(targets))
             seconds += copy_between_devices(targets, self._sizes)
         return seconds
 
@@ -211,27 +206,44 @@ class FileCopy(SupervisedThread[float]):
         while not (self.dropped or said.wait(PART)):
             pass  # an interrupt may keep the caller from saying anything else than that it has gone
 
-    def _copy_chunks(self, targets: Sequence[Target]) -> float:
-        """Share the chunks among the threads; return the seconds."""
-        files, counts, todo, staging = self._files, self._counts, self._todo, self._staging
-        assert staging
-
-        def work(number: int) -> None:
-            def write(chunk: Chunk) -> None:
-                writer.write(files[chunk.file], chunk)
-                counts[number] += chunk.nbytes  # to report them here would take the interpreter
-
-            try:
-                with closing(staging.writer(targets)) as writer, writer.thread():
-                    drain(todo, write)
-                    writer.finish()
-            finally:
-                todo.clear()
-
-        began = time.perf_counter()
-        with WorkerThreads(len(counts), self._name, todo) as pool:
-            list(pool.map(work, range(len(counts))))
+    def _copy_chunks(self) -> float:
+        """Share the chunks among threads; return the seconds from the time on when the targets are there."""
+        staging = self._staging = make_staging(self._context(), len(self._counts))
+        self._todo.extend(self._cut())
+        if self.dropped:  # looked at last: `stop` either clears what is there, or is seen here
+            self._todo.clear()
+        with WorkerThreads(len(self._counts), self._name, self._todo) as pool:
+            began = max(pool.map(partial(self._copy_some, staging), range(len(self._counts))))
         return time.perf_counter() - began
+
+    def _copy_some(self, staging: Staging, number: int) -> float:
+        """Copy what is left to do, together with other threads; return when the targets were there.
+
+        What the buffers take is read before.
+        """
+        try:
+            writer, ahead = staging.writer(), 0
+            while ahead < writer.depth and self._read_next(writer):
+                ahead += 1
+            self._await(self._given)
+            began = time.perf_counter()
+            if not self.dropped:
+                with writer.towards(_sources(self._targets) if self._besides else self._targets):
+                    while ahead or self._read_next(writer):
+                        self._counts[number] += writer.send()  # to report them here would take the interpreter
+                        ahead = max(0, ahead - 1)
+        finally:
+            self._todo.clear()
+        return began
+
+    def _read_next(self, writer: HostWriter | PinnedRing) -> bool:
+        """Have a writer read one of the chunks that are left to do; False if there are none."""
+        try:
+            chunk = self._todo.popleft()
+        except IndexError:
+            return False
+        writer.read(self._files[chunk.file], chunk)
+        return True
 
     def clean(self) -> None:
         """See :class:`SupervisedThread`."""
@@ -339,11 +351,11 @@ def read_plan(
 class Staging(Protocol):
     """What the threads of a copy read into."""
 
-    def writer(self, targets: Sequence[Target]) -> HostWriter | PinnedRing:
-        """Return one thread's way of bringing chunks to every target; the caller closes it."""
+    def writer(self) -> HostWriter | PinnedRing:
+        """Return one thread's way of bringing chunks to targets."""
 
     def close(self) -> None:
-        """Give back what it holds; every writer is closed."""
+        """Give back what it holds; no writer is used any more."""
 
 
 def make_staging(context: Context, threads: int) -> Staging:
@@ -354,9 +366,9 @@ def make_staging(context: Context, threads: int) -> Staging:
 class DirectStaging:
     """Nothing: files are read into host devices."""
 
-    def writer(self, targets: Sequence[Target]) -> HostWriter:
+    def writer(self) -> HostWriter:
         """See :class:`Staging`."""
-        return HostWriter(targets)
+        return HostWriter()
 
     def close(self) -> None:
         """See :class:`Staging`."""
@@ -372,9 +384,9 @@ class PinnedStaging:
         buffers = [(self._pinned.pointer + start, self._pinned.view[start : start + CHUNK]) for start in starts]
         self._rings = [buffers[number : number + RING_DEPTH] for number in range(0, len(buffers), RING_DEPTH)]
 
-    def writer(self, targets: Sequence[Target]) -> PinnedRing:
+    def writer(self) -> PinnedRing:
         """See :class:`Staging`."""
-        return PinnedRing(targets, self._rings.pop())
+        return PinnedRing(self._rings.pop())
 
     def close(self) -> None:
         """See :class:`Staging`."""
@@ -385,41 +397,52 @@ class PinnedStaging:
 class HostWriter:
     """Writes to host memory: the file is read straight into the first target, and copied from there to the others."""
 
-    def __init__(self, targets: Sequence[Target]) -> None:
+    depth = 0
+    """Chunks that can be read before there are targets."""
+
+    def __init__(self) -> None:
+        self._targets: Sequence[Target] = ()
+        self._read = 0
+
+    @contextmanager
+    def towards(self, targets: Sequence[Target]) -> Iterator[None]:
+        """Keep the targets mapped, and let the calling thread write to them, for a ``with`` block."""
         self._targets = targets
+        with hold_all(targets):
+            yield
+        self._targets = ()
 
-    def thread(self) -> AbstractContextManager[None]:
-        """Keep the targets mapped, and let the calling thread :meth:`write`."""
-        return hold_all(self._targets)
-
-    def write(self, file: Readable, chunk: Chunk) -> None:
+    def read(self, file: Readable, chunk: Chunk) -> None:
         """Read a chunk into its place on all targets that have it; the gaps are zero since the memory was made."""
         pointers = (target.pointers[chunk.allocation] for target in self._targets)
         first, *others = (pointer + chunk.start for pointer in pointers if pointer is not None)
         chunk.read(file, at_address(first, chunk.span))
         for other in others:
             ctypes.memmove(other, first, chunk.span)
+        self._read = chunk.nbytes
 
-    def finish(self) -> None:
-        """Return at once: writes are complete when they return."""
-
-    def close(self) -> None:
-        """Release nothing: nothing is held."""
+    def send(self) -> int:
+        """Return the bytes of the chunk, which is there."""
+        return self._read
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Slot:
+    """A buffer of a ring."""
+
     pointer: int
     view: memoryview
+    #: what it was filled with last
+    chunk: Chunk | None = None
     #: per target, the end of the last copy to it
-    copies: tuple[Event, ...]
-    #: those of copies out of the buffer
-    reads: tuple[Event, ...]
+    copies: Sequence[Event] = ()
+    #: the ends of copies that read the buffer
+    readers: list[Event] = field(default_factory=list)
 
     def wait(self) -> None:
-        """Return when the buffer is free."""
-        for copy in self.reads:
-            copy.wait()
+        """Return when nothing reads the buffer."""
+        while self.readers:
+            self.readers.pop().wait()
 
 
 class PinnedRing:
@@ -428,52 +451,60 @@ class PinnedRing:
     A target with an ``upstream`` gets each chunk from the target before it, when it is there.
     """
 
-    def __init__(self, targets: Sequence[Target], buffers: Sequence[tuple[int, memoryview]]) -> None:
-        self._slots: list[_Slot] = []
-        with ExitStack() as undo:
-            for pointer, view in buffers:
-                copies = tuple(undo.enter_context(target.context.event()) for target in targets)
-                reads = tuple(copy for target, copy in zip(targets, copies, strict=True) if not target.upstream)
-                self._slots.append(_Slot(pointer, view, copies, reads))
-            self._streams = [(target, undo.enter_context(target.context.stream())) for target in targets]
-            self._undo = undo.pop_all()
-        self._targets = targets
-        self._turn = cycle(self._slots)
+    def __init__(self, buffers: Sequence[tuple[int, memoryview]]) -> None:
+        self.depth = len(buffers)
+        self._slots = [_Slot(pointer, view) for pointer, view in buffers]
+        self._next_read, self._next_sent = cycle(self._slots), cycle(self._slots)
+        self._streams: list[tuple[Target, Stream]] = []
 
     @contextmanager
-    def thread(self) -> Iterator[None]:
-        """Make the context current for a whole run of :meth:`write`: that saves about half of its driver calls."""
-        with hold_all(self._targets), self._targets[0].context.current():
-            yield
+    def towards(self, targets: Sequence[Target]) -> Iterator[None]:
+        """Keep the targets mapped, and let the calling thread write to them; every copy is done when the block is left.
 
-    def write(self, file: Readable, chunk: Chunk) -> None:
-        """Read the chunk into the next buffer once that is free, and start its copies."""
-        slot = next(self._turn)
+        The context is current for all of it: that saves about half of the driver calls.
+        """
+        with ExitStack() as undo:
+            undo.enter_context(hold_all(targets))
+            undo.enter_context(targets[0].context.current())
+            for slot in self._slots:
+                slot.copies = [undo.enter_context(target.context.event()) for target in targets]
+            self._streams = [(target, undo.enter_context(target.context.stream())) for target in targets]
+            yield  # closing a stream waits for it
+        self._streams = []
+
+    def read(self, file: Readable, chunk: Chunk) -> None:
+        """Read a chunk into the next buffer, once that is free."""
+        slot = next(self._next_read)
         slot.wait()
         chunk.clear_gaps(slot.view)
         chunk.read(file, slot.view)
+        slot.chunk = chunk
+
+    def send(self) -> int:
+        """Start the copies of the chunk that was read first of those not sent; return its bytes."""
+        slot = next(self._next_sent)
+        chunk = slot.chunk
+        assert chunk
         before: Event | None = None
-        for (target, stream), copy in zip(self._streams, slot.copies, strict=True):
+        for (target, stream), copied in zip(self._streams, slot.copies, strict=True):
             if (pointer := target.pointers[chunk.allocation]) is None:
                 continue
-            if target.upstream:
-                assert before
-                stream.wait(before)
-                stream.copy(pointer + chunk.start, target.upstream[chunk.allocation] + chunk.start, chunk.span)
-            else:
-                stream.copy_in(pointer + chunk.start, slot.pointer, chunk.span)
-            stream.record(copy)
-            before = copy
+            with target.context.current():
+                if target.upstream:
+                    assert before
+                    stream.wait(before)
+                    stream.copy(pointer + chunk.start, target.upstream[chunk.allocation] + chunk.start, chunk.span)
+                else:
+                    stream.copy_in(pointer + chunk.start, slot.pointer, chunk.span)
+                    slot.readers.append(copied)
+                stream.record(copied)
+            before = copied
+        return chunk.nbytes
 
-    def finish(self) -> None:
-        """Return when every copy is done."""
-        for _, stream in self._streams:
-            stream.synchronize()
 
-    def close(self) -> None:
-        """Wait for the copies, then give streams and events back."""
-        with self._undo:
-            self.finish()
+def _sources(targets: Sequence[Target]) -> Sequence[Target]:
+    """Return the targets that files are read into."""
+    return [target for target in targets if not target.upstream]
 
 
 @contextmanager
