@@ -208,11 +208,15 @@ class FileCopy(SupervisedThread[float]):
 
     def _copy_chunks(self) -> float:
         """Share the chunks among threads; return the seconds from the time on when the targets are there."""
-        staging = self._staging = make_staging(self._context(), len(self._counts))
-        self._todo.extend(self._cut())
-        if self.dropped:  # looked at last: `stop` either clears what is there, or is seen here
-            self._todo.clear()
         with WorkerThreads(len(self._counts), self._name, self._todo) as pool:
+            pinning = pool.submit(
+                make_staging, self._context(), len(self._counts)
+            )  # most of it without the interpreter
+            chunks = self._cut()
+            staging = self._staging = pinning.result()
+            self._todo.extend(chunks)
+            if self.dropped:  # looked at last: `stop` either clears what is there, or is seen here
+                self._todo.clear()
             began = max(pool.map(partial(self._copy_some, staging), range(len(self._counts))))
         return time.perf_counter() - began
 
@@ -294,12 +298,12 @@ class Chunk:
         place, count = self.pieces[-1]
         return place + count
 
-    def takes(self, entry: StoredTensor, spec: TensorSpec, done: int, limit: int) -> bool:
-        """Whether the tensor's bytes from ``done`` on come next in both runs, and there is room for some of them."""
+    def takes(self, entry: StoredTensor, spec: TensorSpec, limit: int) -> bool:
+        """Whether the tensor's bytes come next in both runs, and there is room for some of them."""
         return (
             (self.file, self.allocation) == (entry.file, spec.allocation)
-            and self.offset + self.nbytes == entry.offset + done
-            and self.start + self.span <= spec.offset + done < self.start + limit
+            and self.offset + self.nbytes == entry.offset
+            and self.start + self.span <= spec.offset < self.start + limit
             and len(self.pieces) < MAX_BUFFERS
         )
 
@@ -335,13 +339,14 @@ def read_plan(
         home = homes[spec.allocation] if homes else 0
         chunks = runs.setdefault((entry.file if in_turn else 0, home), [])
         done = 0
-        while done < entry.nbytes:
-            if not (chunks and chunks[-1].takes(entry, spec, done, limit)):
-                chunks.append(Chunk(entry.file, entry.offset + done, spec.allocation, spec.offset + done))
-            place = spec.offset + done - chunks[-1].start
-            count = min(entry.nbytes - done, limit - place)
-            chunks[-1].add(place, count)
-            done += count
+        if chunks and chunks[-1].takes(entry, spec, limit):
+            place = spec.offset - chunks[-1].start
+            done = min(entry.nbytes, limit - place)
+            chunks[-1].add(place, done)
+        for begin in range(done, entry.nbytes, limit):
+            count = min(entry.nbytes - begin, limit)
+            run = entry.file, entry.offset + begin, spec.allocation, spec.offset + begin
+            chunks.append(Chunk(*run, [(0, count)], count))
     return [chunk for chunk in chain.from_iterable(zip_longest(*runs.values())) if chunk]
 
 

@@ -26,7 +26,7 @@ FLOOR = 0.2
 """Of the rate of plain reading. On two shared cores the medians were 0.78 to 0.95, the least value 0.53."""
 
 SHARDED_FLOOR = 0.25
-"""Of a load to one device, for one that is sharded over two. On two shared cores the medians were 1 to 1.14, the least value 0.8."""
+"""Of a load to one device, for one that is sharded over two. On two shared cores the medians were 1 to 1.14."""
 
 
 def read_plainly(path: Path) -> None:
