@@ -102,8 +102,6 @@ def write_file(path: Path, of: Tensors) -> None:
         for number, block in zip(range(0, end, BLOCK), cycle([_noise()]), strict=False):
             piece = number.to_bytes(8, "little") + block[8:]
             file.write(memoryview(piece)[: end - number])
-        file.flush()
-        os.fsync(file.fileno())  # what is written to a disk later would take part of the memory's rate
 
 
 @cache

@@ -45,6 +45,9 @@ RING_DEPTH = 2
 THREADS = 8
 """Threads for each device that files are read into. They read faster than 12 or 16 beside an H200 with 16 cores."""
 
+MAX_THREADS = 32
+"""The most threads, for any number of devices: they all need the interpreter."""
+
 P2P_PIECE = 64 << 20
 """Bytes of one copy between devices of what is not in files. While a piece goes on to the next device, the one after it
 arrives."""
@@ -158,7 +161,9 @@ class FileCopy(SupervisedThread[float]):
         self._files = files
         self._cut = lambda: read_plan(stored, CHUNK, homes, in_turn=in_turn)
         self._total = sum(entry.nbytes for entry, _ in stored)
-        self._counts = [0] * count_threads(-(-self._total // CHUNK), THREADS * max(1, len(set(homes))))
+        self._counts = [0] * count_threads(
+            -(-self._total // CHUNK), min(MAX_THREADS, THREADS * max(1, len(set(homes))))
+        )
         self._planned.set(None)
 
     def into(self, targets: Sequence[Target]) -> float:
