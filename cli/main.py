@@ -114,11 +114,9 @@ class Commands(click.Group):
 
 
 def _initialize_cuda() -> None:
-    """Initialize CUDA, if it is there: the broker may have host devices."""
-    with suppress(ImportError, RuntimeError):  # the latter: cuda-bindings could not load libcuda
-        from cuda.bindings import driver
+    from cubroker.driver.driver import initialize
 
-        driver.cuInit(0)
+    initialize()
 
 
 def _hint(word: str) -> str:

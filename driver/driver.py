@@ -397,6 +397,14 @@ def load(spec: str) -> Driver:
     return Driver(host_module(count, size, island), full, host=True)
 
 
+def initialize() -> None:
+    """Initialize CUDA, if it is there. :func:`load` does so itself; a thread that began before saves it the wait."""
+    with suppress(ImportError, RuntimeError):  # the latter: cuda-bindings could not load libcuda
+        from cuda.bindings import driver as cuda
+
+        cuda.cuInit(0)
+
+
 class _HostDevices(NamedTuple):
     devices: int
     size: int

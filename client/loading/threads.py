@@ -18,6 +18,7 @@ from functools import partial
 from threading import Thread
 from typing import Any, Generic, ParamSpec, TypeVar, cast
 
+from cubroker.client.fork_guard import OwnerProcess
 from cubroker.client.transport import zmq_preflight
 from cubroker.client.transport.requests import Future
 from cubroker.protocol.errors import Unavailable
@@ -104,6 +105,7 @@ class SupervisedThread(ABC, Generic[T]):
     def __init__(self, name: str) -> None:
         #: Whether the caller has no use for the result.
         self.dropped = False
+        self._owner = OwnerProcess()
         self._name = name
         self._begun = False
         self._done: Future[None] = Future()
@@ -151,11 +153,13 @@ class SupervisedThread(ABC, Generic[T]):
         self._leave(self._done)
 
     def end(self) -> None:
-        """Do the same, and return when ``clean`` is over as well."""
+        """Do the same, and return when ``clean`` is over as well. In a forked child there is nothing to end."""
         self._leave(self._over)
         self._error = None  # of work whose result is not wanted any more
 
     def _leave(self, future: Future[None]) -> None:
+        if not self._owner.here():  # which has no such thread to wait for
+            return
         self.dropped = True
         self.stop()
         interrupted = False

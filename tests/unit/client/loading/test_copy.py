@@ -25,6 +25,7 @@ from cubroker.protocol import Layout
 from cubroker.protocol.errors import Invalid, Unavailable
 from tests import checkpoints
 from tests.brokers import PATIENCE, eventually
+from tests.unit.driver.mapping_commands import in_child
 
 TENSORS = checkpoints.filled(
     (
@@ -257,6 +258,7 @@ def test_a_copy_makes_ready_before_its_targets_are_there_and_unpins_when_it_ends
                 copying.begin()
                 copying.plan(checkpoint.files, stored)
                 eventually(lambda: pinned, "the memory to be pinned")
+                assert in_child(lambda: str(copying.end())) == "None", "a forked child leaves the block as well"
                 if filled:
                     assert copying.into(lent.targets) > 0
                     assert lent.images() == [lent.expected(TENSORS)] * 2
