@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Generator, Hashable, Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import zip_longest
 from operator import index
 from typing import Annotated, NamedTuple, Self, SupportsIndex, TypeVar
@@ -62,7 +62,7 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
         return _nbytes(self.name, self.dtype, self.shape)
 
 
-class Layout(msgspec.Struct, frozen=True, array_like=True):
+class Layout(msgspec.Struct, frozen=True, array_like=True, dict=True):
     """The tensors of a pool and the allocations that hold them. Build one with :meth:`pack`.
 
     Tensors are stored apart, except that one may have several names: tensors of the same dtype, shape and place.
@@ -167,9 +167,15 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
 
     def check(self) -> None:
         """Raise ``Invalid`` unless every tensor lies whole, aligned and apart in an allocation of this layout."""
+        _ = self._checked
+
+    @cached_property
+    def _checked(self) -> bool:
+        """Whether the layout passed the check, which takes milliseconds for a large model and is made once."""
         check = _Check(self.allocations, len(self.tensors), self.tensors.__getitem__)
         for tensor in self.tensors:
             check.add(tensor)
+        return True
 
     def difference(self, other: Layout) -> str:
         """Return the first thing in which this layout differs from another, to follow the name of its version."""
