@@ -136,7 +136,9 @@ class _Slab:
 
     def tensors(self, specs: Iterable[TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield tensors of the allocation by name; those that begin at the same byte are on the same storage."""
-        whole, storages, forms = self._storage, self._storages, _Forms()
+        storages, forms = self._storages, _Forms()
+        # The method below UntypedStorage's, which asks for the device each time: that takes most of a slice's time.
+        part = super(torch.UntypedStorage, self._storage).__getitem__
         for spec in specs:
             offset = spec.offset
             dtype, shape, nbytes = forms[spec.dtype, spec.shape]
@@ -145,7 +147,7 @@ class _Slab:
                 continue
             storage = storages.get(offset)
             if storage is None:
-                storage = storages[offset] = whole[offset : offset + nbytes]
+                storage = storages[offset] = part(slice(offset, offset + nbytes))  # type: ignore[no-untyped-call]
                 storage.__dict__.update(_REFUSED)
             tensor = (self._empty.get(dtype) or self._more(dtype)).pop()
             tensor.set_(storage, 0, shape)  # type: ignore[call-overload]  # the strides may be left out
