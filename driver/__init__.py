@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from cubroker.driver.checked_calls import DriverError
 from cubroker.driver.context import CurrentContext, Device, Event, Pinned, Stream
-from cubroker.driver.driver import Context, Driver, load
+from cubroker.driver.driver import Context, Driver, load, prepare
 from cubroker.driver.multicast_guard import MulticastOff
 from cubroker.driver.vmm import Physical, Reservation
 
@@ -35,6 +35,7 @@ __all__ = [
     "Stream",
     "Window",
     "load",
+    "prepare",
 ]
 
 _LATER = {

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cached_property
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 from uuid import UUID
 
@@ -417,6 +418,12 @@ def load(spec: str) -> Driver:
     from cubroker.driver.host.bindings import host_module
 
     return Driver(host_module(count, size, island), full, host=True)
+
+
+def prepare(spec: str) -> None:
+    """Import what :func:`load` needs for ``spec``, and touch no device; raises ``ValueError`` as that does."""
+    host = isinstance(parse_spec(spec), _HostDevices)
+    import_module("cubroker.driver.host.bindings" if host else "cuda.bindings.driver")
 
 
 class _HostDevices(NamedTuple):
