@@ -114,10 +114,11 @@ class Standby:
             while True:
                 while not select.select([channel], [], [], None if received else LOOKS)[0]:
                     self._check()
-                data, descriptors, _, _ = socket.recv_fds(channel, LONGEST, SCM_MAX_FD, socket.MSG_CMSG_CLOEXEC)
+                data, descriptors, _, _ = socket.recv_fds(channel, LONGEST, SCM_MAX_FD)
                 if data.startswith(NAMES):
                     names = data[len(NAMES) :].decode().split(":")
                     for name, descriptor in zip(names, descriptors, strict=True):
+                        os.set_inheritable(descriptor, False)  # recv_fds takes no flag for that
                         received.setdefault(name, []).append(descriptor)
                 elif data == GO:
                     self._check()
@@ -158,7 +159,8 @@ class _Code:
 def _files() -> Iterable[str]:
     """Return the paths of the interpreter, of the command and of everything that is imported."""
     modules = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
-    return {path for path in (str(EXECUTABLE.readlink()), sys.argv[0], *modules) if path and path.startswith("/")}
+    command = str(Path(sys.argv[0]).absolute())
+    return {path for path in (str(EXECUTABLE.readlink()), command, *modules) if path and path.startswith("/")}
 
 
 def _state(path: str) -> tuple[int, ...] | None:
