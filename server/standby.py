@@ -13,7 +13,8 @@ The end of the socket is the end of the other side. A process whose code is not 
 answer to GO, and ends: the keeper starts another, as it would have without this. It also looks once in a while, so that
 it makes room for a newer one.
 
-Only a command that says :data:`SPEAKS` when it is ready is started in advance: any other would begin to work.
+Only a command that says :data:`SPEAKS` when it is ready is started in advance: any other would begin to work. One that
+a script starts is not, since what the script does first would be done while the broker serves.
 """
 
 from __future__ import annotations
@@ -168,7 +169,7 @@ def _state(path: str) -> tuple[int, ...] | None:
         found = Path(path).stat()
     except OSError:
         return None
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    return found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def _start_of_this_process() -> int:

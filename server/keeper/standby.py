@@ -17,7 +17,8 @@ import os
 import select
 import signal
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from cubroker.server import standby
 from cubroker.server.keeper.child import Backoff
@@ -29,6 +30,16 @@ LONGEST_PAUSE = 600.0  #: Seconds between two starts of processes that end while
 
 Start = Callable[[int], int]
 """Starts the command with a socket to the keeper; returns its pid, or raises ``OSError``."""
+
+
+def _is_direct(pid: int, command: Sequence[str]) -> bool:
+    """Whether a process is what a command names, or its interpreter, and no script has started it in its own place."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="surrogateescape").split("\0")[:-1]
+    except OSError:  # it has just ended
+        return False
+    where = len(words) - len(command)  # behind the interpreter and its option
+    return where >= 0 and words[where + 1 :] == [*command[1:]] and Path(words[where]).name == Path(command[0]).name
 
 
 class NextRun:
@@ -48,9 +59,9 @@ class NextRun:
         #: When the next one is started; :meth:`expect` sets it.
         self.due = math.inf
 
-    def expect(self, now: float) -> None:
-        """Have one started soon, since a run serves that knows how to stand by."""
-        if self.handed or not self.pid:
+    def expect(self, now: float, run: int, command: Sequence[str]) -> None:
+        """Have one started soon, since a run of ``command`` serves that knows how to stand by."""
+        if (self.handed or not self.pid) and _is_direct(run, command):
             self.due = now + SETTLED
 
     def start(self, now: float, start: Start) -> None:

@@ -5,20 +5,21 @@ from __future__ import annotations
 import os
 import re
 import select
+import shlex
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from cubroker.server.standby import OUTDATED, SPEAKS
 from tests.brokers import eventually
-from tests.unit.server.keeper.harness import Keep, Pupil, contents, memory, pupil
+from tests.unit.server.keeper.harness import Keep, Pupil, contents, memory
 from tests.unit.server.processes import alive, descriptors
 
 
-def eager(answer: float = 60.0, settled: float = 0.0) -> list[str]:
+def eager(answer: float, settled: float) -> list[str]:
     """Return a keeper that has the next run stand by at once, and waits so many seconds for its answer."""
     script = f"""
 import sys
@@ -29,9 +30,26 @@ sys.exit(keeper.keep(keeper.Terms(sys.argv[2:], 1000, pause=0.0)))
     return [sys.executable, "-c", script]
 
 
+@pytest.fixture(autouse=True)
+def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kept processes are killed, and what is measured of them is lost."""
+    for name in [name for name in os.environ if name.startswith("COVERAGE_")]:
+        monkeypatch.delenv(name)
+
+
+def command(directory: Path, *modules: str) -> list[str]:
+    """Return the command of a kept process, which imports modules of its own when it stands by."""
+    return [sys.executable, "-m", "tests.unit.server.keeper.kept_process", str(directory / "test"), *modules]
+
+
+def kept(place: Path, *modules: str, answer: float = 60.0, settled: float = 0.0) -> Keep:
+    """Return a keeper of such a process."""
+    return Keep(place, program=eager(answer, settled), command=command(place, *modules))
+
+
 @pytest.fixture
 def keep(place: Path) -> Iterator[Keep]:
-    with Keep(place, program=eager()) as process:
+    with kept(place) as process:
         yield process
 
 
@@ -91,6 +109,20 @@ def test_a_command_that_does_not_know_of_it_is_never_started_in_advance(keep: Ke
     assert children.split() == [str(first.pid)]
 
 
+def test_of_a_command_that_a_script_starts_none_stands_by(place: Path) -> None:
+    script = place / "script"
+    script.write_text(f"#!/bin/sh\necho prepared >> {place}/prepared\nexec {shlex.join(command(place))}\n")
+    script.chmod(0o755)
+    with Keep(place, program=eager(60.0, 0.0), command=[script]) as keep:
+        first = serves(keep.next(ready=False))
+        first.barrier()
+        first.barrier()
+        assert (place / "prepared").read_text() == "prepared\n"
+        first.kill()
+        keep.next()
+        assert "stood by" not in keep.said()
+
+
 def test_one_that_is_killed_while_it_stands_by_is_replaced(keep: Keep) -> None:
     first = serves(keep.next(ready=False))
     waiting = standing_by(keep)
@@ -104,7 +136,7 @@ def test_one_that_is_killed_while_it_stands_by_is_replaced(keep: Keep) -> None:
 
 
 def test_where_none_stands_by_yet_the_next_run_is_started_as_ever(place: Path) -> None:
-    with Keep(place, program=eager(settled=3600.0)) as keep:
+    with kept(place, settled=3600.0) as keep:
         first = serves(keep.next(ready=False))
         first.kill()
         keep.next()
@@ -112,7 +144,7 @@ def test_where_none_stands_by_yet_the_next_run_is_started_as_ever(place: Path) -
 
 
 def test_one_that_hangs_is_ended_and_the_next_run_is_started(place: Path) -> None:
-    with Keep(place, program=eager(answer=0.1)) as keep:
+    with kept(place, answer=0.1) as keep:
         first = serves(keep.next(ready=False))
         waiting = standing_by(keep)
         with memory(b"kept") as file:
@@ -128,7 +160,7 @@ def test_one_that_hangs_is_ended_and_the_next_run_is_started(place: Path) -> Non
 
 
 def test_one_that_has_taken_over_has_as_long_for_its_start_as_any(place: Path) -> None:
-    with Keep(place, program=eager(answer=0.1)) as keep:
+    with kept(place, answer=0.1) as keep:
         first = serves(keep.next(ready=False))
         waiting = standing_by(keep)
         first.kill()
@@ -164,16 +196,10 @@ def test_it_ends_with_a_keeper_that_is_killed(keep: Keep) -> None:
     assert "cannot be told" in str(first.say("status", "alive"))
 
 
-def _with_code(place: Path, name: str = "own_code") -> Sequence[str]:
-    """Return the command of a kept process that has a module of its own when it stands by."""
-    (place / "lib").mkdir()
-    _install(place, name, "before")
-    return [*pupil(place), name]
-
-
 def _install(place: Path, name: str, what: str) -> None:
     """Put a version of a module there, as installers do: another file, which may be older than what it replaces."""
     module = place / "lib" / f"{name}.py"
+    module.parent.mkdir(exist_ok=True)
     module.with_suffix(".new").write_text(f'"""{what}"""\n')
     os.utime(module.with_suffix(".new"), (1, 1))
     module.with_suffix(".new").rename(module)
@@ -181,7 +207,8 @@ def _install(place: Path, name: str, what: str) -> None:
 
 def test_code_that_was_replaced_is_not_used(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(place / "lib"))
-    with Keep(place, program=eager(), command=_with_code(place)) as keep:
+    _install(place, "own_code", "before")
+    with kept(place, "own_code") as keep:
         first = serves(keep.next(ready=False))
         waiting = standing_by(keep)
         with memory(b"kept") as file:
@@ -203,9 +230,9 @@ def test_one_that_cannot_be_imported_is_tried_again_after_pauses_that_grow(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(place / "lib"))
-    command = _with_code(place)
+    _install(place, "own_code", "broken")
     (place / "lib" / "own_code.py").write_text("raise SystemExit(3)\n")
-    with Keep(place, program=eager(), command=command) as keep:
+    with kept(place, "own_code") as keep:
         first = serves(keep.next(ready=False))
         keep.says("(which stood by, ended with status 3(.|\n)*){3}")
         _install(place, "own_code", "mended")
