@@ -14,12 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from operator import index
-from typing import TYPE_CHECKING, TypeVar
-
-if TYPE_CHECKING:
-    from typing import Protocol
-else:
-    Protocol = object  # to make a protocol takes half a millisecond, in every worker, and here nothing asks for one
+from typing import Protocol, TypeVar
 
 # Patterns are compiled with their first use, and kept by `re`: a process that names no device has none.
 _ORDINAL = r"(?a:(?:(?P<kind>cuda|host):)?(?P<ordinal>\d{1,9}))"
