@@ -20,6 +20,7 @@ a script starts is not, since what the script does first would be done while the
 from __future__ import annotations
 
 import os
+import re
 import select
 import socket
 import sys
@@ -27,6 +28,7 @@ import time
 from collections.abc import Iterable, Mapping, MutableMapping
 from pathlib import Path
 
+from cubroker.protocol.errors import Invalid
 from cubroker.server.store.sd_notify import SCM_MAX_FD, VARIABLES
 
 VARIABLE = "KEEPER_STANDBY"
@@ -86,6 +88,9 @@ class Standby:
 
     Args:
         number: of the socket to the keeper, which this object owns.
+
+    Raises:
+        OSError: it is no socket.
     """
 
     def __init__(self, number: int) -> None:
@@ -95,10 +100,12 @@ class Standby:
 
     @classmethod
     def of(cls, environ: MutableMapping[str, str]) -> Standby | None:
-        """Return it if this process is to stand by."""
+        """Return it if this process is to stand by; raises ``Invalid`` if the environment breaks the protocol."""
         number = environ.get(VARIABLE, OFFER)
         if number == OFFER:
             return None
+        if not re.fullmatch("[0-9]{1,9}", number):
+            raise Invalid(f"{VARIABLE} is {number!r} in the environment, and no process but `cubroker keep` may set it")
         environ[VARIABLE] = OFFER  # once this one serves, another may
         return cls(int(number))
 

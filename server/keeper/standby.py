@@ -12,6 +12,7 @@ the next run from the stored descriptors, as without it.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import select
@@ -61,22 +62,23 @@ class NextRun:
 
     def expect(self, now: float, run: int, command: Sequence[str]) -> None:
         """Have one started soon, since a run of ``command`` serves that knows how to stand by."""
-        if (self.handed or not self.pid) and _is_direct(run, command):
+        if self.handed:  # it is that run, and has taken over, whatever is still to be heard of it here
+            self._forget()
+        if not self.pid and _is_direct(run, command):
             self.due = now + SETTLED
 
     def start(self, now: float, start: Start) -> None:
-        """Start one; raises ``OSError``."""
-        self.due = now + SETTLED + self._backoff.after(0.0)  # if this fails
-        ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
-        with theirs:
-            try:
-                self.pid = start(theirs.fileno())
-            except OSError:
-                ours.close()
-                raise
+        """Start one; raises ``OSError``, and tries again after a pause."""
         self.due = math.inf
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._pause, now)
+            ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+            undo.enter_context(ours)
+            with theirs:
+                self._epoll.register(ours, select.EPOLLIN)
+                self.pid = start(theirs.fileno())
+            undo.pop_all()
         self._channel, self._began = ours, now
-        self._epoll.register(ours, select.EPOLLIN)
 
     def hears(self) -> str:
         """Take in what it says; returns what is worth a line in the log."""
@@ -116,6 +118,9 @@ class NextRun:
         self._forget()
         if not taken:
             self.due = now + self._backoff.after(lasted)
+
+    def _pause(self, now: float) -> None:
+        self.due = now + SETTLED + self._backoff.after(0.0)
 
     def _forget(self) -> None:
         self._unwatch()

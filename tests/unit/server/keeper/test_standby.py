@@ -15,6 +15,7 @@ import pytest
 
 from cubroker.server.standby import OUTDATED, SPEAKS
 from tests.brokers import eventually
+from tests.unit.cli.processes import environment, run
 from tests.unit.server.keeper.harness import Keep, Pupil, contents, memory
 from tests.unit.server.processes import alive, descriptors
 
@@ -238,3 +239,12 @@ def test_one_that_cannot_be_imported_is_tried_again_after_pauses_that_grow(
         _install(place, "own_code", "mended")
         standing_by(keep)
         first.barrier()
+
+
+def test_a_variable_that_no_keeper_has_set_is_refused(place: Path) -> None:
+    serve = ["serve", "--devices", "host:1@64MiB", "--directory", str(place / "run")]
+    for value, why in (("text", "no process but `cubroker keep` may set it"), ("2", "socket")):
+        done = run(*serve, env=environment(KEEPER_STANDBY=value))
+        assert done.returncode == 1
+        assert why in done.stderr
+        assert "Traceback" not in done.stderr
