@@ -166,7 +166,7 @@ class ServiceStatus:
         standby: whether to say that the next one can stand by.
     """
 
-    def __init__(self, notifier: AsyncNotifier | None, broker: Broker, *, standby: bool) -> None:
+    def __init__(self, notifier: AsyncNotifier | None, broker: Broker, *, standby: bool = False) -> None:
         self._notifier = notifier
         self._also = (f"{SPEAKS}=1",) if standby else ()
         self._broker = broker
