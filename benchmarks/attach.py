@@ -1,17 +1,23 @@
 """Time for a worker to get the weights: ``attach()`` and a state dict of all tensors, in milliseconds.
 
-The worker's CUDA context is up. Compared with, on a GPU: the same tensors through torch's own CUDA IPC, as its
+The worker's CUDA context is up. Measured for one worker again and again, for fresh ones, which begin with the import of
+cubroker, and for many at once. Compared with, on a GPU: the same tensors through torch's own CUDA IPC, as its
 multiprocessing queues use it: reduced and pickled in one process, rebuilt in another.
 """
 
 from __future__ import annotations
 
 import gc
+import json
+import os
 import pickle
+import statistics
+import subprocess
+from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from time import perf_counter
+from time import monotonic, perf_counter, sleep
 from typing import TYPE_CHECKING
 
 from benchmarks import model_weights
@@ -20,6 +26,7 @@ from benchmarks.options import Plan
 from benchmarks.report import Figure, median
 from cubroker.client import Broker
 from cubroker.protocol import Layout
+from cubroker.server.hardening import python_command
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +37,13 @@ MARKED = "model.norm.weight"
 
 WARM = 3
 """Rounds that are not counted."""
+
+ROOT = Path(__file__).parents[1]
+STEPS = ("the import", "the connection", "the first attach()", "the state dict")
+"""What a fresh worker does."""
+
+TOGETHER = 0.1
+"""Seconds from the call of many workers to the moment at which they begin."""
 
 
 def measure(plan: Plan) -> list[Figure]:
@@ -54,11 +68,62 @@ def _through_cubroker(plan: Plan, tensors: model_weights.Tensors, what: str, sha
             draft[MARKED].copy_from_bytes(_mark(draft[MARKED].nbytes))
             draft.seal()
         times: list[tuple[float, float]] = answer_of(attach_repeatedly, server.directory, plan.gpu, plan.rounds)
+        fresh = [_fresh(plan, server.directory) for _ in range(1 + max(3, plan.few))][1:]
+        count = 32 if plan.gpu else 8
+        crowd = _at_once(plan, server.directory, count)
     return [
         median(f"{share}: attach() to a state dict of all tensors", map(sum, times), "ms", what),
         median(f"{share}: of which attach()", (attached for attached, _ in times), "ms"),
         median(f"{share}: of which the state dict", (viewed for _, viewed in times), "ms"),
+        median(f"{share}: fresh worker, import of cubroker to a state dict", map(sum, fresh), "ms", what),
+        *(
+            median(f"{share}: fresh worker, of which {step}", step_times, "ms")
+            for step, step_times in zip(STEPS, zip(*fresh, strict=True), strict=True)
+        ),
+        median(f"{share}: {count} workers at once, the last has its state dict", map(max, crowd), "ms", what),
+        median(f"{share}: {count} workers at once, of which half have theirs", map(statistics.median, crowd), "ms"),
     ]
+
+
+def _fresh(plan: Plan, directory: Path) -> list[float]:
+    """Return the milliseconds of each step of a fresh worker."""
+    command = python_command("benchmarks.fresh_worker", str(directory), POOL, plan.devices)
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
+    done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, check=True)
+    times: list[float] = json.loads(done.stdout)
+    return times
+
+
+def _at_once(plan: Plan, directory: Path, count: int) -> list[list[float]]:
+    """Return the milliseconds of each of many workers that attach at the same moment, in each round."""
+    with ExitStack() as undo:
+        workers = [undo.enter_context(Child(attach_together, directory, plan.gpu)) for _ in range(count)]
+        for worker in workers:
+            worker.answer()
+        rounds = []
+        for _ in range(WARM + max(3, plan.few)):
+            begin = monotonic() + TOGETHER
+            for worker in workers:
+                worker.tell(begin)
+            rounds.append([worker.answer() for worker in workers])
+        return rounds[WARM:]
+
+
+def attach_together(connection: Connection, directory: Path, gpu: bool) -> None:
+    """In one of many workers: for each moment that is sent, attach then, and send the milliseconds to a state dict."""
+    from cubroker.integrations.torch import state_dict
+
+    warm_up(gpu=gpu)
+    with Broker(directory) as broker:
+        connection.send("ready")
+        for (begin,) in questions(connection):
+            sleep(max(begin - monotonic(), 0.0))
+            pool = broker.attach(POOL)
+            tensors = state_dict(pool)
+            took = (monotonic() - begin) * 1e3
+            del tensors
+            pool.close()
+            connection.send(took)
 
 
 def attach_repeatedly(connection: Connection, directory: Path, gpu: bool, rounds: int) -> None:

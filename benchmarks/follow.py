@@ -1,7 +1,8 @@
 """Time from a writer's ``seal()`` to the new version in a process that follows the pool, in milliseconds.
 
-The writer seals the next version when it has heard that the one before is in use. The follower attaches to each, or
-switches its pool to it, and looks at its bytes when the clock was read. Both processes read the same clock.
+The writer seals the next version when it has heard that the one before is in use. The follower is woken by a watch of
+the pool, and no more; or it attaches to each version, or switches its pool to it, and looks at its bytes when the clock
+was read. Both processes read the same clock.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ MARKED = "model.norm.weight"
 WARM = 5
 """Versions that are not counted."""
 
-WAYS = (("attached", "ipc"), ("attached", "vmm"), ("switched", "vmm"))
+WOKEN = "a watcher's wake-up"
+WAYS = ((WOKEN, "vmm"), ("attached", "ipc"), ("attached", "vmm"), ("switched", "vmm"))
 """How the follower takes a version, and the share kind: what is shared as ``ipc`` cannot be switched."""
 
 
@@ -48,7 +50,7 @@ def _versions(plan: Plan, layout: Layout, way: str, share: str) -> list[float]:
     with serving(plan.devices) as server, Broker(server.directory) as broker:
         _seal(broker, layout, share, 1)
         rounds = WARM + 2 * plan.rounds
-        with Child(follow, server.directory, plan.gpu, way, rounds) as follower:
+        with Child(wake if way == WOKEN else follow, server.directory, plan.gpu, way, rounds) as follower:
             follower.answer()
             for number in range(2, 2 + rounds):
                 began = _seal(broker, layout, share, number)
@@ -66,6 +68,16 @@ def _seal(broker: Broker, layout: Layout, share: str, number: int) -> float:
         began = perf_counter()
         draft.seal()
     return began
+
+
+def wake(connection: Connection, directory: Path, _gpu: bool, _way: str, rounds: int) -> None:
+    """In a worker that watches the pool: send each version and when it was heard of."""
+    with Broker(directory) as broker, broker.watch(POOL) as watch:
+        next(watch)  # the version that is there
+        connection.send("there")
+        for _ in range(rounds):
+            version = next(watch)
+            connection.send((version, perf_counter()))
 
 
 def follow(connection: Connection, directory: Path, gpu: bool, way: str, rounds: int) -> None:

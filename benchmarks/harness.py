@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Thread
-from time import perf_counter
+from time import monotonic, perf_counter
 from typing import IO, Any, Self
 
 from benchmarks.options import Plan, parse
@@ -43,6 +43,8 @@ class RunningBroker:
 
     directory: Path
     pid: int
+    #: What its keeper has said since it first served, and when, by the clock of all processes.
+    said: list[tuple[float, str]]
 
 
 @contextmanager
@@ -61,10 +63,11 @@ def serving(devices: str, *, kept: bool = False, before: tuple[str, ...] = ()) -
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
             assert process.stderr is not None
             _await_ready(process.stderr)
-            listener = Thread(target=_print_warnings, args=(process.stderr,))
+            said: list[tuple[float, str]] = []
+            listener = Thread(target=_hear, args=(process.stderr, said))
             listener.start()
             try:
-                yield RunningBroker(Path(directory), int((Path(directory) / LOCK).read_text()))
+                yield RunningBroker(Path(directory), int((Path(directory) / LOCK).read_text()), said)
             finally:
                 process.terminate()
                 listener.join()
@@ -80,9 +83,11 @@ def _await_ready(log: IO[str]) -> None:
     raise RuntimeError(f"the broker did not start:\n{''.join(before)}")
 
 
-def _print_warnings(log: IO[str]) -> None:
-    """Print the broker's warnings and errors, up to its end."""
+def _hear(log: IO[str], said: list[tuple[float, str]]) -> None:
+    """Note what the keeper says, and print the broker's warnings and errors, up to its end."""
     for line in log:
+        if line.startswith("cubroker keep: "):
+            said.append((monotonic(), line))
         if " INFO " not in line and not line.startswith(("cubroker keep: ", "cubroker: serving")):
             print(line, end="", file=sys.stderr)
 

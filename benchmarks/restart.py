@@ -1,8 +1,9 @@
 """Time from a SIGKILL of the broker to its next answers, in milliseconds, and a comparison of every byte after it.
 
-A durable ``vmm`` pool under ``cubroker keep``. In each round the broker is killed; a worker that holds the pool sends a
-request, and a fresh process attaches and compares every byte with what was written. In the end the broker is killed
-with no worker alive, and its successor held back, so that for some seconds no process uses the devices.
+A durable ``vmm`` pool under ``cubroker keep``. In each round the broker is killed while the next one stands by; a
+worker that holds the pool sends a request, and a fresh process attaches and compares every byte with what was written.
+After each round it is killed once more, when no broker stands by. In the end the broker is killed with no worker alive,
+and its successor held back, so that for some seconds no process uses the devices.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from time import monotonic, sleep
 from typing import TYPE_CHECKING
 
 from benchmarks import model_weights
-from benchmarks.harness import Child, answer_of, first_context, questions, run_alone, serving, warm_up
+from benchmarks.harness import Child, RunningBroker, answer_of, first_context, questions, run_alone, serving, warm_up
 from benchmarks.options import Plan
 from benchmarks.report import Figure, median, nvidia_smi
 from cubroker.client import Broker
@@ -49,6 +50,7 @@ def measure(plan: Plan) -> list[Figure]:
     tensors = model_weights.tensors(plan.nbytes)
     nbytes = model_weights.total(tensors)
     served, attached, moved, wrong, grown = [], [], [], 0, []
+    ended, ready, cold = [], [], []
     away = min(AWAY, float(plan.rounds))
     with serving(plan.devices, kept=True) as server:
         answer_of(publish, server.directory, tensors)
@@ -57,6 +59,7 @@ def measure(plan: Plan) -> list[Figure]:
             for _ in range(plan.few):
                 with Child(come_back, server.directory, plan.gpu) as fresh:
                     fresh.answer()
+                    _stands_by(server)
                     killed = kill(broker := _pid(server.directory))
                     holder.tell("ask")
                     fresh.tell("attach")
@@ -65,6 +68,11 @@ def measure(plan: Plan) -> list[Figure]:
                     attached.append((found.there - killed) * 1e3)
                     wrong += found.wrong
                     moved.append(_moved(_next(server.directory, broker)) / 1e6)
+                    ended.append((_when(server, killed, "was killed") - killed) * 1e3)
+                    ready.append((_when(server, killed, "is ready") - killed) * 1e3)
+                _stands_by(server)
+                killed = kill_both(server)
+                cold.append((holder.ask("ask") - killed) * 1e3)
                 grown.append((before - holder.ask("weigh")) / 1e6)
         users = _alone_for(away, server.directory, plan.gpu)
         with Child(come_back, server.directory, plan.gpu) as fresh:
@@ -77,6 +85,9 @@ def measure(plan: Plan) -> list[Figure]:
         note += f"; persistence mode {nvidia_smi('persistence_mode').lower()}"
     return [
         median("SIGKILL to an answer for a worker that holds the pool", served, "ms", what),
+        median("of which until the broker has ended", ended, "ms", "as its keeper hears of it"),
+        median("of which until the next broker is ready", ready, "ms"),
+        median("the same where no broker stood by", cold, "ms", "it was killed right before"),
         median("SIGKILL to a new worker's state dict", attached, "ms", "its CUDA context was up" if plan.gpu else ""),
         median("read and written by the new broker", moved, "MB", "by its process, files and sockets alike"),
         median("device memory taken since", grown, "MB", "free memory before the first kill and after each"),
@@ -90,6 +101,38 @@ def kill(broker: int) -> float:
     when = monotonic()
     os.kill(broker, signal.SIGKILL)
     return when
+
+
+def kill_both(server: RunningBroker) -> float:
+    """Kill the process that stands by, and then the broker, before another one stands by; return when."""
+    waiting = next(line for _, line in reversed(server.said) if "stands by" in line).split()[3]
+    os.kill(int(waiting), signal.SIGKILL)
+    return kill(_pid(server.directory))
+
+
+def _stands_by(server: RunningBroker) -> None:
+    """Wait until a process stands by for the broker that serves."""
+    deadline = monotonic() + PATIENCE
+    while not _ready_since(server.said):
+        if monotonic() > deadline:
+            raise RuntimeError("no process stands by for the next start")
+        sleep(0.01)
+
+
+def _ready_since(said: list[tuple[float, str]]) -> bool:
+    """Whether the last that a keeper has said of any start is that a process stands by."""
+    news = [line for _, line in said if "stands by" in line or "starts" in line]
+    return bool(news) and "stands by" in news[-1]
+
+
+def _when(server: RunningBroker, since: float, what: str) -> float:
+    """Return when the keeper has said something; waits for it."""
+    deadline = monotonic() + PATIENCE
+    while not (found := [when for when, line in server.said if when > since and what in line]):
+        if monotonic() > deadline:
+            raise RuntimeError(f"the keeper does not say that it {what}")
+        sleep(0.001)
+    return found[0]
 
 
 # -- workers ---------------------------------------------------------------------------------------------

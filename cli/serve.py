@@ -119,10 +119,12 @@ def serve(file: Path | None, given: Mapping[str, str]) -> int:
     from cubroker.server import main as broker
 
     with logs.to_standard_error() as complain, options.reported(lambda why: complain(f"cubroker: {why}")):
+        handed = broker.stand_by(file, given)
         current = broker.configure(file, given)
         config = current.config
-        try:  # advice comes before the broker is started
-            load(config.devices).close()
+        try:  # advice comes before the broker is started; one that goes on with what is stored needs none
+            if handed is None:
+                load(config.devices).close()
         except ValueError as error:
             raise Invalid(f"cannot use devices {config.devices!r}: {error}") from None
         except DriverError as error:
@@ -131,7 +133,8 @@ def serve(file: Path | None, given: Mapping[str, str]) -> int:
             advice = "--devices host:2 serves two devices in host memory instead"
             raise DeviceFailure(f"no GPU to serve as {config.devices} ({error.name}); {advice}") from None
         with logs.to_standard_output() as say:
-            return broker.serve(current, lambda: say(f"cubroker: serving {config.devices} in {config.directory}"))
+            ready = f"cubroker: serving {config.devices} in {config.directory}"
+            return broker.serve(current, lambda: say(ready), handed)
 
 
 @click.group("config")

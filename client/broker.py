@@ -13,11 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from cubroker.client import devices as local
 from cubroker.client.devices import DeviceId, Placed, Plan, place
-from cubroker.client.digests import sealed
-from cubroker.client.draft import Draft
-from cubroker.client.follow import Follow
 from cubroker.client.fork_guard import WeakRefs
-from cubroker.client.locks import NameLock, obtain
 from cubroker.client.memory.lease import LeaseHandle, acquire
 from cubroker.client.memory.mapping import LeasedMemory, Spot
 from cubroker.client.notices import Count, Watch, time_limit
@@ -29,10 +25,13 @@ from cubroker.protocol.errors import Invalid, Retired, Unsupported
 from cubroker.protocol.layout import Layout, TensorIndex, Tensors
 from cubroker.protocol.status import ClientInfo, DeviceInfo, Line, PoolInfo
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # what most readers have no use for is imported where it is used
+    from cubroker.client.draft import Draft
+    from cubroker.client.follow import Follow
+    from cubroker.client.locks import NameLock
     from cubroker.client.publish import Sources
 
-H = TypeVar("H", bound=Pool | NameLock)
+H = TypeVar("H", bound="Pool | NameLock")
 
 Owner = int | str
 """A user, by number or by name."""
@@ -399,6 +398,8 @@ class Broker(Reconnecting):
             Unsupported: an owner is asked for, and the broker is too old to heed that.
             Unavailable: this process is short of threads or memory, or this object is closed.
         """
+        from cubroker.client.follow import Follow
+
         self._owner.check()
         fields.check_pool_name(name)
         self._check_open()
@@ -436,6 +437,8 @@ class Broker(Reconnecting):
         fields.check_pool_name(name)
         if self._session.version < messages.LOCKS:
             raise Unsupported(f"the lock of {name!r}: the broker is too old to have locks; upgrade it")
+        from cubroker.client.locks import obtain
+
         return (yield from self._keep((yield from obtain(self._session, name, seconds(timeout)))))
 
     # -- what there is -----------------------------------------------------------------------------
@@ -554,7 +557,7 @@ class Broker(Reconnecting):
         for follow in self._follows:
             follow.close()
         try:
-            held = sorted(self._held, key=lambda each: isinstance(each, NameLock))  # locks go back last
+            held = sorted(self._held, key=lambda each: not isinstance(each, Pool))  # locks go back last
             for each in [each for each in held if each.let_go()]:  # none waits for another
                 yield from each.confirming()
         finally:
@@ -603,11 +606,15 @@ class Broker(Reconnecting):
         )
         if body.attach and isinstance(reply, messages.Attached):
             return (yield from self._attached(lease, reply, mapped, body.attach.owners))
+        from cubroker.client.draft import Draft
+
         created = expect(reply, messages.Created)
         draft = Draft(lease, mapped, TensorIndex(layout), created.name, scratch=body.writable)
         return (yield from self._keep(draft))
 
     def _drafted(self, body: messages.Create, layout: Layout) -> Steps[Draft]:
+        from cubroker.client.draft import Draft
+
         draft = yield from self._create(body, layout)
         assert isinstance(draft, Draft)
         return draft
@@ -636,6 +643,8 @@ class Broker(Reconnecting):
         """Publish a version that shares with another one what is not changed; ``ask`` is :meth:`_creation`."""
         if self._session.version < messages.UPDATES:
             raise Unsupported(f"an update of {name!r}: the broker is too old to share memory; publish all tensors")
+        from cubroker.client.digests import sealed
+
         with ExitStack() as undo:
             pool, info, homes = self._base(name, base, sources, undo)
             laid_out, changed = sources.update(pool, homes, info.devices)

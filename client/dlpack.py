@@ -18,9 +18,8 @@ import ctypes
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cubroker.protocol.dtypes import BITS, ELEMENTS, carrier
 
@@ -84,8 +83,7 @@ _is_valid.argtypes = (ctypes.py_object, ctypes.c_char_p)
 _DTYPES = {(element.code, BITS[dtype]): dtype for dtype, element in ELEMENTS.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class Borrowed:
+class Borrowed(NamedTuple):
     """An array of another library, which stays there while this object lives."""
 
     #: its element type, by its safetensors name

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from difflib import get_close_matches
 from threading import RLock
+from typing import TYPE_CHECKING
 
-from cubroker.client import devices, digests
+from cubroker.client import devices
 from cubroker.client.devices import DeviceId
-from cubroker.client.digests import DigestRange
-from cubroker.client.follow import Follow
 from cubroker.client.fork_guard import Closeable, NotPicklable, WeakRefs
-from cubroker.client.ipc_events import Events, SharedEvent
 from cubroker.client.memory.lease import LeaseHandle, LeaseRequest
 from cubroker.client.memory.mapping import AllocationHandle, DeviceMapping, LeasedMemory
-from cubroker.client.memory.multicast import MulticastMapping
 from cubroker.client.session import ClientSession
 from cubroker.client.tensor import SharedTensor, stored_from
 from cubroker.client.transport.requests import Steps, blocking, run, seconds, version_number
@@ -23,6 +19,12 @@ from cubroker.driver import Context, Device, DriverError, device_names
 from cubroker.protocol import messages
 from cubroker.protocol.errors import Invalid, NotFound, Retired, Unavailable, Unsupported
 from cubroker.protocol.layout import Layout, TensorIndex
+
+if TYPE_CHECKING:  # what most readers have no use for is imported where it is used
+    from cubroker.client.digests import DigestRange
+    from cubroker.client.follow import Follow
+    from cubroker.client.ipc_events import Events, SharedEvent
+    from cubroker.client.memory.multicast import MulticastMapping
 
 
 class UnknownTensor(KeyError):
@@ -34,6 +36,8 @@ class UnknownTensor(KeyError):
         self._label = label
 
     def __str__(self) -> str:
+        from difflib import get_close_matches
+
         name = self.args[0]
         near = get_close_matches(name, self._names) if isinstance(name, str) else []
         hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "iterate over the pool for their names"
@@ -123,6 +127,8 @@ class Replica(NotPicklable, Mapping[str, SharedTensor]):
         Raises:
             Invalid: the memory was given back.
         """
+        from cubroker.client.digests import DigestRange
+
         views = zip(self.allocations, self.allocation_views, strict=True)
         return [
             DigestRange((view.memory_device.uuid, number), view.context, view.memory_device, view.pointer, view.nbytes)
@@ -358,6 +364,8 @@ class Pool(Replica, Closeable):
             if self._session.version < messages.DIGESTS:
                 raise Unsupported(f"{self._label} cannot be checked: the broker is too old to keep digests; upgrade it")
             answer = yield from self._session.ask(messages.ListDigests(self.name, self.version), messages.DigestList)
+            from cubroker.client import digests
+
             digests.check(self._label, self.layout, pieces, answer)
 
     @blocking
@@ -417,6 +425,8 @@ class Pool(Replica, Closeable):
             Unavailable: this process is short of threads or memory. The iteration raises it when the pool's session is
                 over, since versions of the next broker are no newer versions of this pool (:attr:`lost`).
         """
+        from cubroker.client.follow import Follow
+
         self._owner.check()
         session = self._session
 
@@ -601,6 +611,8 @@ class Pool(Replica, Closeable):
             self._events.close(Unavailable(f"{self._label} {why} while it waited for an event"))
 
     def _event_list(self) -> Events:
+        from cubroker.client.ipc_events import Events
+
         with self._closing:
             self._events = self._events or Events(self._session)
             self._lease.switched = self._events.close

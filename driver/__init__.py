@@ -4,13 +4,18 @@
 Server, client and command line may import this package; it imports nothing of theirs.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from cubroker.driver.checked_calls import DriverError
 from cubroker.driver.context import CurrentContext, Device, Event, Pinned, Stream
-from cubroker.driver.driver import Context, Driver, load
-from cubroker.driver.multicast import Granularity, Multicast, Window
+from cubroker.driver.driver import Context, Driver, load, prepare
 from cubroker.driver.multicast_guard import MulticastOff
-from cubroker.driver.peer_access import Link, Peers
 from cubroker.driver.vmm import Physical, Reservation
+
+if TYPE_CHECKING:
+    from cubroker.driver.multicast import Granularity, Multicast, Window
+    from cubroker.driver.peer_access import Link, Peers
 
 __all__ = [
     "Context",
@@ -30,4 +35,19 @@ __all__ = [
     "Stream",
     "Window",
     "load",
+    "prepare",
 ]
+
+_LATER = {
+    **dict.fromkeys(("Granularity", "Multicast", "Window"), "multicast"),
+    **dict.fromkeys(("Link", "Peers"), "peer_access"),
+}
+"""The modules of those names that most processes have no use for."""
+
+
+def __getattr__(name: str) -> object:
+    """Import a name with its first use."""
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(import_module(f"{__name__}.{_LATER[name]}"), name)
+    return found

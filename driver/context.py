@@ -19,9 +19,10 @@ import mmap
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+import msgspec
 
 from cubroker.driver.buffers import address, handle_bytes, handle_of, keep_first
 from cubroker.driver.checked_calls import Calls, DriverError, explained, tolerated
@@ -43,8 +44,7 @@ _thread = threading.local()
 """``context``: the one that the innermost :meth:`PrimaryContext.current` block of this thread made current."""
 
 
-@dataclass(frozen=True)
-class Device:
+class Device(msgspec.Struct, frozen=True):
     """One GPU, or one emulated device."""
 
     #: Its ordinal in this process; other processes may count differently.

@@ -16,9 +16,10 @@ from collections.abc import Sequence
 from operator import index
 from typing import Protocol, TypeVar
 
-_ORDINAL = re.compile(r"(?:(?P<kind>cuda|host):)?(?P<ordinal>\d{1,9})", re.ASCII)
-_BARE = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.IGNORECASE | re.ASCII)
-_UUID = re.compile(r"(?:GPU|MIG|HOST)-[0-9a-fA-F-]*", re.IGNORECASE | re.ASCII)
+# Patterns are compiled with their first use, and kept by `re`: a process that names no device has none.
+_ORDINAL = r"(?a:(?:(?P<kind>cuda|host):)?(?P<ordinal>\d{1,9}))"
+_BARE = r"(?ai:[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12})"
+_UUID = r"(?ai:(?:GPU|MIG|HOST)-[0-9a-fA-F-]*)"
 
 CURRENT = ("cuda", "host")
 """Names of the device that is current where it is named, as frameworks have them."""
@@ -123,7 +124,7 @@ def label(device: Known) -> str:
 
 def is_name(text: str) -> bool:
     """Whether a text can name a device, before it is known which there are; ``cuda`` alone says none yet."""
-    return any(form.fullmatch(text) for form in (_ORDINAL, _UUID, _BARE))
+    return any(re.fullmatch(form, text) for form in (_ORDINAL, _UUID, _BARE))
 
 
 def _matching(text: str, devices: Sequence[D], current: int | None) -> list[D]:
@@ -133,10 +134,10 @@ def _matching(text: str, devices: Sequence[D], current: int | None) -> list[D]:
         devices = [device for device in devices if device.uuid.startswith("HOST-")]
     if not is_name(text):
         return []
-    if match := _ORDINAL.fullmatch(text):
+    if match := re.fullmatch(_ORDINAL, text):
         return [device for device in devices if device.index == int(match["ordinal"])]
     beginning = text.lower()
-    if _BARE.fullmatch(text):  # as frameworks tell it, without what it is of
+    if re.fullmatch(_BARE, text):  # as frameworks tell it, without what it is of
         return [device for device in devices if device.uuid.lower().endswith(f"-{beginning}")]
     exact = [device for device in devices if device.uuid.lower() == beginning]
     return exact or [device for device in devices if device.uuid.lower().startswith(beginning)]

@@ -7,26 +7,25 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cached_property
-from typing import Any, NamedTuple
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple
 from uuid import UUID
 
 from cubroker.driver import device_names, system_calls, vmm
-from cubroker.driver.batched_copy import BatchedCompare, BatchedCopy, Segment
 from cubroker.driver.buffers import handle_bytes, handle_of, keep_first
 from cubroker.driver.checked_calls import Calls, DriverError, explained, tolerated
 from cubroker.driver.context import CurrentContext, Device, PrimaryContext, Stream, current_context
-from cubroker.driver.digest import Digester
 from cubroker.driver.errors import unmapped
-from cubroker.driver.host.shared_memory import BLOCK
-from cubroker.driver.multicast import Granularity, Multicast, Window, granularity, obstacle
-from cubroker.driver.peer_access import Peers
+
+if TYPE_CHECKING:  # what a reader of a pool has no use for is imported where it is used
+    from cubroker.driver.batched_copy import BatchedCompare, BatchedCopy, Segment
+    from cubroker.driver.digest import Digester
+    from cubroker.driver.multicast import Granularity, Multicast, Window
+    from cubroker.driver.peer_access import Peers
 
 MAX_HOST_DEVICES = 64
 
-_HOST = re.compile(
-    r"host:(?P<count>\d{1,4})(@(?P<size>\d{1,18})(?P<unit>|KiB|MiB|GiB|TiB))?(/(?P<island>\d{1,4}))?",
-    re.ASCII,
-)
+_HOST = r"(?a:host:(?P<count>\d{1,4})(@(?P<size>\d{1,18})(?P<unit>|KiB|MiB|GiB|TiB))?(/(?P<island>\d{1,4}))?)"
 _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 
@@ -52,7 +51,16 @@ class Driver:
         found = every if chosen is None else self._chosen(chosen, every)
         #: All devices, or those that were asked for, in that order. No context is made to list them.
         self.devices: tuple[Device, ...] = tuple(each.device for each in found)
-        self.peers = Peers(self._calls, self.devices, self.context)
+        self._peers: dict[None, Peers] = {}
+
+    @property
+    def peers(self) -> Peers:
+        """The links between the devices."""
+        if peers := self._peers.get(None):
+            return peers
+        from cubroker.driver.peer_access import Peers
+
+        return keep_first(self._peers, None, lambda: Peers(self._calls, self.devices, self.context), Peers.close)
 
     def context(self, index: int) -> Context:
         """Return the context of the device with that ordinal; made on first use, shared afterwards."""
@@ -124,20 +132,27 @@ class Driver:
         Raises:
             DriverError: refused; see :func:`multicast.unavailable`.
         """
+        from cubroker.driver.multicast import Multicast
+
         return Multicast(self._calls, [self._device(index).index for index in indices], nbytes)
 
     def multicast_granularity(self, indices: Sequence[int], nbytes: int) -> Granularity:
         """Return the granularity of such an object."""
+        from cubroker.driver.multicast import granularity
+
         devices = [self._device(index).index for index in indices]
         return granularity(self._calls, len(devices), nbytes)
 
     def multicast_obstacle(self, index: int) -> str | None:
         """Return why that device cannot take part in multicast here, or None; no multicast call is made."""
+        from cubroker.driver.multicast import obstacle
+
         return obstacle(self._calls, self._device(index).index)
 
     def close(self) -> None:
         """Release all contexts. Their memory goes too, unless the process holds them elsewhere."""
-        self.peers.close()
+        if peers := self._peers.pop(None, None):
+            peers.close()
         while self._contexts:
             _, context = self._contexts.popitem()
             context.release()
@@ -254,6 +269,8 @@ class Context(PrimaryContext):
         Raises:
             ValueError: a pointer is not such a multiple.
         """
+        from cubroker.driver.digest import Digester
+
         digester = keep_first(self._digester, None, lambda: Digester(self), Digester.close)
         return digester.digests(ranges)
 
@@ -267,6 +284,8 @@ class Context(PrimaryContext):
         Raises:
             DriverError: no kernel can be loaded.
         """
+        from cubroker.driver.batched_copy import BatchedCompare
+
         compare = keep_first(self._batched_compare, None, lambda: BatchedCompare(self), BatchedCompare.close)
         return compare.differing(segments)
 
@@ -284,6 +303,8 @@ class Context(PrimaryContext):
         """
         with self.current():
             if len(segments) > 1:
+                from cubroker.driver.batched_copy import BatchedCopy
+
                 with suppress(DriverError):  # no compiler, or no memory, for the kernel
                     keep_first(self._batched_copy, None, lambda: BatchedCopy(self), BatchedCopy.close)
             if len(segments) > 1 and (batched := self._batched_copy.get(None)):
@@ -356,6 +377,8 @@ class Context(PrimaryContext):
         Raises:
             MulticastOff: a setting forbids multicast on real hardware.
         """
+        from cubroker.driver.multicast import Window
+
         return Window(self, nbytes)
 
     def _refusals(self) -> dict[str, str]:
@@ -405,6 +428,12 @@ def initialize() -> None:
         cuda.cuInit(0)
 
 
+def prepare(spec: str) -> None:
+    """Import what :func:`load` needs for ``spec``, and touch no device; raises ``ValueError`` as that does."""
+    host = isinstance(parse_spec(spec), _HostDevices)
+    import_module("cubroker.driver.host.bindings" if host else "cuda.bindings.driver")
+
+
 class _HostDevices(NamedTuple):
     devices: int
     size: int
@@ -415,7 +444,7 @@ def parse_spec(spec: str) -> _HostDevices | tuple[str, ...] | None:
     """Return the host devices, or the names of GPUs, None for all of them; raises ``ValueError`` if it is none."""
     if spec == "cuda":
         return None
-    match = _HOST.fullmatch(spec)
+    match = re.fullmatch(_HOST, spec)
     if match is None:
         names = tuple(spec.removeprefix("cuda:").split(","))
         if spec.startswith("host") or not all(map(device_names.is_name, names)):
@@ -427,6 +456,8 @@ def parse_spec(spec: str) -> _HostDevices | tuple[str, ...] | None:
     count = int(match["count"])
     if not 0 < count <= MAX_HOST_DEVICES:
         raise ValueError(f"{spec!r} asks for {count} devices; it can be 1 to {MAX_HOST_DEVICES}")
+    from cubroker.driver.host.shared_memory import BLOCK
+
     installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     size = int(match["size"]) * _UNITS[match["unit"]] if match["size"] else installed // 2 // count
     size -= size % BLOCK

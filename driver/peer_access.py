@@ -6,16 +6,16 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from cubroker.driver.checked_calls import Calls, DriverError, explained, tolerated
 from cubroker.driver.context import Device, PrimaryContext
 from cubroker.driver.errors import too_many_peers
 
 
-@dataclass(frozen=True)
-class Link:
+class Link(msgspec.Struct, frozen=True):
     """What the driver says about the way from one device to another."""
 
     #: The ordinal of the device that reads and writes.
@@ -34,8 +34,7 @@ class Link:
     only_partial_atomics: bool
 
 
-@dataclass
-class _Use:
+class _Use(msgspec.Struct):
     """Direct access from one context to another."""
 
     #: Whether this module enabled it; if other code of the process did, it stays enabled.

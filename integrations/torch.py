@@ -2,8 +2,8 @@
 
 *Reading* (:func:`state_dict`). There is one DLPack import per allocation. Each tensor has a storage of its own, a slice
 of its allocation's storage, since torch saves, pickles, copies and sends whole storages. The names of one tensor share
-a storage, as those of tied parameters do. Slicing a storage and setting a tensor on the slice are two calls into C; a
-DLPack import per tensor costs several times as much.
+a storage, as those of tied parameters do. Slicing a storage and setting an empty tensor on the slice are two calls into
+C; a DLPack import per tensor costs several times as much.
 
 *Building* (:class:`MemPool`). Inside ``with pool.use():`` torch's caching allocator takes its segments from a draft,
 through two functions of ours. They are made by ctypes, live as long as the process, and serve all pools: :class:`Room`
@@ -25,22 +25,25 @@ import os
 import signal
 import threading
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
+from itertools import groupby
+from operator import attrgetter
 from types import FrameType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from cubroker.client import named_arrays
 from cubroker.client.arrays import torch_dtypes
-from cubroker.client.broker import Broker
-from cubroker.client.draft import Draft
 from cubroker.client.fork_guard import Closeable, NotPicklable
 from cubroker.client.pool import Pool
 from cubroker.protocol import dtypes
 from cubroker.protocol.errors import Invalid, OutOfMemory, Unsupported
-from cubroker.protocol.layout import Layout, round_up
+from cubroker.protocol.layout import Layout, TensorSpec, round_up
 from cubroker.protocol.messages import AUTO
+
+if TYPE_CHECKING:
+    from cubroker.client.broker import Broker
+    from cubroker.client.draft import Draft
 
 try:
     import torch
@@ -67,6 +70,9 @@ SHARED = 20 << 20
 
 AGAIN = 0.001
 """Seconds after which a signal is sent again that came in the middle of a call from torch."""
+
+_AT_ONCE = [0] * 64
+"""Sizes of the empty tensors that are made at once."""
 
 MAX_NAMED = 8
 """Things that a message names."""
@@ -105,28 +111,61 @@ def state_dict(pool: Pool) -> dict[str, torch.Tensor]:
     Raises:
         Invalid: the pool is closed.
     """
-    views = {number: from_dlpack(view) for number, view in zip(pool.allocations, pool.allocation_views, strict=True)}
-    slabs = {number: view.untyped_storage() for number, view in views.items()}
-    storages: dict[tuple[int, int], torch.UntypedStorage] = {}
-    forms: dict[tuple[str, tuple[int, ...]], tuple[torch.dtype, tuple[int, ...], int]] = {}
+    slabs = {
+        number: _Slab(from_dlpack(view)) for number, view in zip(pool.allocations, pool.allocation_views, strict=True)
+    }
     state: dict[str, torch.Tensor] = {}
-    for spec in pool.layout.tensors:
-        number = spec.allocation
-        if number not in views:  # the shard of another device
-            continue
-        form = forms.get((spec.dtype, spec.shape))
-        if form is None:
-            form = forms[spec.dtype, spec.shape] = _form(spec.dtype, spec.shape)
-        dtype, shape, nbytes = form
-        tensor = views[number].new_empty(0 if nbytes else shape, dtype=dtype)
-        if nbytes:  # an empty tensor shares nothing, and torch.save must not find it at its neighbour's address
-            storage = storages.get((number, spec.offset))
-            if storage is None:
-                storage = storages[number, spec.offset] = slabs[number][spec.offset : spec.offset + nbytes]
-                storage.__dict__.update(_REFUSED)
-            tensor.set_(storage, 0, shape)  # type: ignore[call-overload]  # the strides may be left out
-        state[spec.name] = tensor
+    for number, specs in groupby(pool.layout.tensors, attrgetter("allocation")):
+        if number in slabs:  # else it is the shard of another device
+            state.update(slabs[number].tensors(specs))
     return state
+
+
+class _Slab:
+    """An allocation as torch's memory, of which tensors are made: each an empty one that is set on a storage.
+
+    Torch takes nearly as long to make an empty tensor as for the rest. A split into parts without elements makes many
+    at once, and the unsafe one makes no views of them: each has a version of its own, as autograd needs it.
+    """
+
+    def __init__(self, whole: torch.Tensor) -> None:
+        self._whole = whole
+        self._storage = whole.untyped_storage()
+        self._storages: dict[int, torch.UntypedStorage] = {}
+        self._empty: dict[torch.dtype, list[torch.Tensor]] = {}
+
+    def tensors(self, specs: Iterable[TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield tensors of the allocation by name; those that begin at the same byte are on the same storage."""
+        storages, forms = self._storages, _Forms()
+        # The method below UntypedStorage's, which asks for the device each time: that takes most of a slice's time.
+        part = super(torch.UntypedStorage, self._storage).__getitem__
+        for spec in specs:
+            offset = spec.offset
+            dtype, shape, nbytes = forms[spec.dtype, spec.shape]
+            if not nbytes:  # it shares nothing, and torch.save must not find it at its neighbour's address
+                yield spec.name, self._whole.new_empty(shape, dtype=dtype)
+                continue
+            storage = storages.get(offset)
+            if storage is None:
+                storage = storages[offset] = part(slice(offset, offset + nbytes))  # type: ignore[no-untyped-call]
+                storage.__dict__.update(_REFUSED)
+            tensor = (self._empty.get(dtype) or self._more(dtype)).pop()
+            tensor.set_(storage, 0, shape)  # type: ignore[call-overload]  # the strides may be left out
+            yield spec.name, tensor
+
+    def _more(self, dtype: torch.dtype) -> list[torch.Tensor]:
+        empty = self._empty[dtype] = list(
+            torch.unsafe_split_with_sizes(self._whole.new_empty(0, dtype=dtype), _AT_ONCE)
+        )
+        return empty
+
+
+class _Forms(dict[tuple[str, tuple[int, ...]], tuple[torch.dtype, tuple[int, ...], int]]):
+    """A tensor's dtype and shape in torch, and its bytes, by its dtype and shape here."""
+
+    def __missing__(self, key: tuple[str, tuple[int, ...]]) -> tuple[torch.dtype, tuple[int, ...], int]:
+        found = self[key] = _form(*key)
+        return found
 
 
 def _form(dtype: str, shape: tuple[int, ...]) -> tuple[torch.dtype, tuple[int, ...], int]:
@@ -490,6 +529,8 @@ class MemPool(Closeable, NotPicklable):
 
     def _copy(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Give the tensors that cannot be published where they are copies in the draft as their ``data``."""
+        from cubroker.client import named_arrays
+
         _, elsewhere = named_arrays.find(self.pool, named_arrays.describe(tensors, self._driver))
         device, done = torch.device("cuda", self._device), set[int]()
         with self.use(), torch.no_grad():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from cubroker.protocol.errors import CubrokerError, explain
 from cubroker.server import logs
-from cubroker.server.main import configure, serve
+from cubroker.server.main import configure, serve, stand_by
 
 
 def main() -> int:
@@ -29,8 +29,10 @@ def main() -> int:
                 "budget": options.budget,
                 "shutdown.drain_seconds": options.drain,
             }
-            current = configure(options.config, {key: text for key, text in given.items() if text})
-            return serve(current, lambda: say(ready))
+            settings = {key: text for key, text in given.items() if text}
+            handed = stand_by(options.config, settings)
+            current = configure(options.config, settings)
+            return serve(current, lambda: say(ready), handed)
         except CubrokerError as error:
             say(f"cubroker: {error.message}")
             return 1

@@ -7,14 +7,15 @@ import logging
 import os
 import resource
 import signal
-from collections.abc import Callable, Mapping
-from contextlib import AsyncExitStack, ExitStack
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack, suppress
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
-from cubroker.driver import Device, Driver, DriverError, load
-from cubroker.protocol.errors import DeviceFailure, Invalid
+from cubroker.driver import Device, Driver, DriverError, load, prepare
+from cubroker.protocol.errors import CubrokerError, DeviceFailure, Invalid
 from cubroker.protocol.messages import GatewayChanged
 from cubroker.protocol.paths import REQUEST_SOCKET
 from cubroker.server import hardening, logs, monitoring
@@ -31,6 +32,7 @@ from cubroker.server.ledger.events import Reconfigured
 from cubroker.server.ledger.records import SESSION_FDS, Budget
 from cubroker.server.ledger.tables import NO_INDEX
 from cubroker.server.monitoring.observer import BrokerGauges, LedgerObserver
+from cubroker.server.standby import SPEAKS, Standby
 from cubroker.server.store import sd_notify
 from cubroker.server.store.fdstore import JOURNAL, AsyncNotifier, Store
 from cubroker.server.takeover import InheritedFds, inherited, readable, restore
@@ -69,7 +71,35 @@ def configure(file: Path | None, options: Mapping[str, str]) -> Current:
     return Current(ConfigSources(file, options, os.environ, min(files, sd_notify.places(os.environ) or files)))
 
 
-def serve(current: Current, ready: Callable[[], None] | None = None) -> int:
+def stand_by(file: Path | None, options: Mapping[str, str]) -> Mapping[str, Sequence[int]] | None:
+    """Wait for this process's turn, if ``cubroker keep`` started it in advance; return what is handed to it then.
+
+    Until then it imports what a broker imports, and touches neither devices nor files of the broker's. Any other
+    process returns at once. Arguments are those of :func:`configure`, which comes after it.
+
+    Raises:
+        SystemExit: its turn will not come.
+    """
+    waiting = Standby.of(os.environ)
+    if waiting is None:
+        return None
+    hardening.hide()
+    import_module("concurrent.futures.thread")
+    with suppress(
+        CubrokerError, ImportError, OSError, ValueError
+    ):  # which is said when the turn has come: it may be mended by then
+        config = ConfigSources(file, options, os.environ, resource.getrlimit(resource.RLIMIT_NOFILE)[1]).read().config
+        prepare(config.devices)
+        if config.metrics.listen is not None:
+            monitoring.obstacle()
+    return waiting.wait()
+
+
+def serve(
+    current: Current,
+    ready: Callable[[], None] | None = None,
+    handed: Mapping[str, Sequence[int]] | None = None,
+) -> int:
     """Serve until SIGTERM or SIGINT, and return the exit status; SIGHUP reads the configuration again, if it is a file.
 
     It ends when nothing is held any more that would go with it, at a second signal, or after a time. SIGUSR1 is for
@@ -78,6 +108,7 @@ def serve(current: Current, ready: Callable[[], None] | None = None) -> int:
     Args:
         current: where to serve, which devices, and all the rest.
         ready: called once when clients are served and the service manager knows; it must not block.
+        handed: what :func:`stand_by` returned.
 
     Raises:
         CubrokerError: it cannot start, or another broker serves there.
@@ -86,7 +117,7 @@ def serve(current: Current, ready: Callable[[], None] | None = None) -> int:
     logs.adjust(config.log.format, config.log.level)
     hardening.return_freed_blocks()
     with ExitStack() as undo:
-        fds = undo.enter_context(inherited(os.environ))
+        fds = undo.enter_context(inherited(os.environ, handed))
         _check_room(fds.store)
         place = Directory(config.directory, config.access, fds.listening, fds.own, lasting=fds.lasting)
         undo.enter_context(place)
@@ -132,10 +163,12 @@ class ServiceStatus:
     Args:
         notifier: sends to the service manager; None: there is none.
         broker: the reports are about it.
+        standby: whether to say that the next one can stand by.
     """
 
-    def __init__(self, notifier: AsyncNotifier | None, broker: Broker) -> None:
+    def __init__(self, notifier: AsyncNotifier | None, broker: Broker, *, standby: bool = False) -> None:
         self._notifier = notifier
+        self._also = (f"{SPEAKS}=1",) if standby else ()
         self._broker = broker
         self._sent = ""
         self._stopping = False
@@ -145,7 +178,7 @@ class ServiceStatus:
         """Report that clients are served, and the status from now on."""
         if self._notifier:
             self._sent = self._broker.status()
-            self._notifier.say(sd_notify.ready(self._sent))
+            self._notifier.say(sd_notify.ready(self._sent, *self._also))
             self._beat(self._notifier)
 
     def reloading(self) -> None:
@@ -210,7 +243,7 @@ async def _run(place: Directory, current: Current, fds: InheritedFds, ready: Cal
         await asyncio.wait((starting, stop), return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             parts = starting.result()
-            service = ServiceStatus(fds.notifier, parts.broker)
+            service = ServiceStatus(fds.notifier, parts.broker, standby=fds.standby)
             reloading = asyncio.create_task(_reload(current, signals, parts, service))
             undo.callback(reloading.cancel)
             service.ready()  # before any words: the next broker depends on no reader of the log

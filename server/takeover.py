@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
 from cubroker.protocol.errors import CorruptJournal, Unavailable
+from cubroker.server import standby
 from cubroker.server.broker import Broker
 from cubroker.server.devices.allocator import DeviceAllocator, stored_as
 from cubroker.server.directory_lock import LISTENERS
@@ -48,6 +49,8 @@ class InheritedFds:
     listening: Mapping[str, int]
     #: The names of those that an earlier broker made, and no socket unit.
     own: frozenset[str] = frozenset()
+    #: Whether the service manager would have the next one stand by.
+    standby: bool = False
 
     @property
     def lasting(self) -> bool:
@@ -70,11 +73,14 @@ class InheritedFds:
 
 
 @contextmanager
-def inherited(environ: MutableMapping[str, str]) -> Iterator[InheritedFds]:
+def inherited(
+    environ: MutableMapping[str, str], handed: Mapping[str, Sequence[int]] | None = None
+) -> Iterator[InheritedFds]:
     """Take over what this process inherits, while the context lasts; stored descriptors stay stored.
 
     Args:
         environ: the environment, which loses the variables of the protocol: the gateway need not know them.
+        handed: descriptors by name, to a process that stood by; others start with them.
 
     Raises:
         Unavailable: the stored journal cannot be read. Everything stays stored.
@@ -85,6 +91,9 @@ def inherited(environ: MutableMapping[str, str]) -> Iterator[InheritedFds]:
         if notifier:
             undo.callback(notifier.close)
         stored = inherit(environ)
+        for name, descriptors in (handed or {}).items():
+            stored.setdefault(name, []).extend(descriptors)
+        offered = standby.is_offered(environ)
         for name in VARIABLES:
             environ.pop(name, None)
         listening = {name: stored.pop(name)[0] for name in LISTENERS if name in stored}
@@ -92,14 +101,14 @@ def inherited(environ: MutableMapping[str, str]) -> Iterator[InheritedFds]:
             for name, descriptors in stored.items():
                 log.warning("%s was handed over, and is closed: nothing is known of a store that it is from", name)
                 close_all(descriptors)
-            yield InheritedFds(notifier, None, listening)
+            yield InheritedFds(notifier, None, listening, standby=offered)
             return
         made = [name for name in LISTENERS if OWN + name in stored and name not in listening]
         own = {name: stored.pop(OWN + name)[0] for name in made}
         with readable():
             store = Store(notifier, stored)
         undo.callback(store.journal.close)
-        yield InheritedFds(notifier, store, {**own, **listening}, frozenset(own))
+        yield InheritedFds(notifier, store, {**own, **listening}, frozenset(own), offered)
 
 
 @contextmanager

@@ -255,11 +255,29 @@ def test_a_probe_loads_no_device_no_transport_and_no_arrays() -> None:
     assert not under(loaded, "zmq", "cuda", "cubroker.driver", "asyncio", "numpy", "rich")
 
 
-def test_a_client_loads_no_server_no_framework_and_nothing_that_only_writers_need() -> None:
+UNUSED = (
+    *("draft", "publish", "delta", "named_arrays", "loading", "digests", "locks", "follow", "ipc_events"),
+    "memory.multicast",
+)
+"""The modules of the client that a process which attaches to a pool of a published version has no use for."""
+
+UNUSED_BELOW = ("host", "multicast", "peer_access", "batched_copy", "digest")
+"""The same of the driver, on a GPU."""
+
+
+def test_a_client_loads_no_server_no_framework_and_nothing_that_an_attach_does_not_use() -> None:
     loaded = loaded_by("cubroker.client.broker")
     assert "cubroker.client" in loaded
-    assert not under(loaded, "cubroker.client.publish", "cubroker.client.delta", "cubroker.client.loading", "msgpack")
+    assert not under(loaded, *(f"cubroker.client.{name}" for name in UNUSED))
+    assert not under(loaded, *(f"cubroker.driver.{name}" for name in UNUSED_BELOW))
     assert not under(loaded, "cubroker.server", "cubroker.cli", "torch", "transformers", "safetensors")
+    assert not under(loaded, "asyncio", "dataclasses", "msgpack", "difflib")
+
+
+def test_a_state_dict_takes_no_more_than_the_client_and_torch() -> None:
+    loaded = loaded_by("cubroker.integrations.torch")
+    assert not under(loaded, *(f"cubroker.client.{name}" for name in UNUSED))
+    assert not under(loaded, *(f"cubroker.driver.{name}" for name in UNUSED_BELOW))
 
 
 REFERENCE = re.compile(r":(?:mod|class|func|data|exc):`[~!]?(?:[^`<]*<)?(cubroker(?:\.\w+)+)>?`")

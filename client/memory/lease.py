@@ -20,11 +20,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
 from functools import partial
+from typing import TYPE_CHECKING
 
 from cubroker.client import devices
 from cubroker.client.cleanup_thread import Guard, Retry
 from cubroker.client.memory.mapping import AddressSpace, LeasedMemory, Source
-from cubroker.client.memory.multicast import MulticastMapping
 from cubroker.client.session import Asked, ClientSession, Holding
 from cubroker.client.transport import fd_receiver
 from cubroker.client.transport.requests import Future, Pending, Steps
@@ -46,6 +46,9 @@ from cubroker.protocol.messages import (
     Sealed,
     SendDescriptors,
 )
+
+if TYPE_CHECKING:
+    from cubroker.client.memory.multicast import MulticastMapping
 
 log = logging.getLogger(__name__)
 
@@ -206,6 +209,8 @@ class LeaseHandle(Holding):
             places = self._space.open(self.session.driver, own, layout.allocations, given, near)
             memory = LeasedMemory(label_of(reply), places, reply.share, readonly=readonly, finish=self.end)
             if reply.team:
+                from cubroker.client.memory.multicast import MulticastMapping
+
                 version = reply.name, reply.version
                 self.multicast = MulticastMapping(self.session, memory, version, layout.allocations)
                 self.multicast.open(reply, given)

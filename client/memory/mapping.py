@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from threading import RLock
+
+import msgspec
 
 from cubroker.client import devices
 from cubroker.client.cleanup_thread import Guard
@@ -35,8 +36,7 @@ Spot = tuple[str, int]
 """One piece of a version's memory: the UUID of its device, and the number of the allocation."""
 
 
-@dataclass(frozen=True, slots=True)
-class AllocationHandle:
+class AllocationHandle(msgspec.Struct, frozen=True):
     """One allocation of a pool, for a library or server that opens CUDA memory itself; see :meth:`Pool.handles`."""
 
     #: Its number in the layout: the ``allocation`` of its tensors, which begin there at their ``offset``.
@@ -50,11 +50,15 @@ class AllocationHandle:
     #: Of ``ipc``, 64 bytes: what ``cudaIpcOpenMemHandle`` takes, which returns the address of the allocation's first
     #: byte. Who knows them can open the memory. None for other kinds: their descriptors are closed once mapped, and no
     #: importer can export them again.
-    handle: bytes | None = field(repr=False)
+    handle: bytes | None
+
+    def __repr__(self) -> str:
+        """Tell all but the handle, since a log may have other readers."""
+        shown = ", ".join(f"{name}={getattr(self, name)!r}" for name in self.__struct_fields__ if name != "handle")
+        return f"AllocationHandle({shown})"
 
 
-@dataclass(slots=True, eq=False)
-class DeviceMapping:
+class DeviceMapping(msgspec.Struct, eq=False):
     """The memory of a version that one device uses."""
 
     #: The context in which it is mapped.

@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from socket import CMSG_SPACE, MSG_CMSG_CLOEXEC, MSG_DONTWAIT, SCM_RIGHTS, SOL_SOCKET, socket
+
+import msgspec
 
 from cubroker.client.fork_guard import fork_lock
 from cubroker.protocol.errors import CubrokerError, DeviceFailure, NotFound, Unsupported
@@ -57,12 +58,11 @@ def fabric(reply: Attached | Created) -> tuple[bytes, ...]:
     return tuple(handle for handle in handles if handle not in (b"", DESCRIPTOR))
 
 
-@dataclass(slots=True)
-class _Lease:
+class _Lease(msgspec.Struct):
     """The descriptors that came for one lease so far."""
 
     #: those that came
-    descriptors: list[int] = field(default_factory=list)
+    descriptors: list[int] = msgspec.field(default_factory=list)
     #: how many were sent; the kernel may not have been able to give this process all of them
     count: int = 0
     #: how many will be sent in all, once the answer has said so

@@ -27,6 +27,7 @@ from types import FrameType
 from typing import NamedTuple
 
 from cubroker.protocol.errors import explain
+from cubroker.server.standby import OFFER, SPEAKS, VARIABLE
 from cubroker.server.store.sd_notify import FIRST, VARIABLES
 
 NOT_EXECUTABLE, NOT_FOUND = 126, 127  #: Exit statuses of a command that cannot be run, as a shell's.
@@ -112,6 +113,7 @@ def start(
     stored: Mapping[int, str],
     signals: KeeperSignals,
     say: Callable[[str], None],
+    standby: int | None = None,
 ) -> int:
     """Start a command and return its pid, which is that of its process group too.
 
@@ -124,13 +126,17 @@ def start(
         stored: descriptors, each at least 3, and their names.
         signals: those that this process handles, and the child must not.
         say: told of a command that cannot be run.
+        standby: a descriptor that it gets if it is to stand by (:mod:`cubroker.server.standby`).
     """
     # Another manager's variables are for this process, not for the child.
     inherited = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    inherited[VARIABLE] = OFFER if standby is None else str(standby)
     with signals.blocked():  # a signal that comes before the child is the program must wait, not be lost
         pid = os.fork()
         if pid == 0:
             try:
+                if standby is not None:
+                    os.set_inheritable(standby, True)
                 _become(command, {**inherited, **environ}, stored, signals)
             except FileNotFoundError:
                 say(f"{command[0]} is not found; give its path, or a PATH that has it")
@@ -222,6 +228,8 @@ class Run:
     phase: RunPhase = RunPhase.STARTING
     #: It has said that it serves.
     ready: bool = False
+    #: It knows how to stand by, and so does another process of its command.
+    stands_by: bool = False
     #: The last status that it sent.
     status: str = ""
     #: When :meth:`enforce` acts next.
@@ -242,6 +250,7 @@ class Run:
             news.append("reads its settings again")
         if fields.get("READY") == "1":
             self.ready = True
+            self.stands_by = fields.get(SPEAKS) == "1"
             if self.phase in (RunPhase.STARTING, RunPhase.SERVING):
                 self._enter(RunPhase.SERVING, now)
             news.append("is ready")
@@ -256,6 +265,12 @@ class Run:
         if extension and self.phase in (RunPhase.STARTING, RunPhase.STOPPING) and now + extension > self.due:
             self._granted, self.due = extension, now + extension
         return news
+
+    def restart_time(self, now: float, limits: TimeLimits) -> None:
+        """Begin the time anew that the process has for its start, and give it other limits."""
+        self.limits = limits
+        if self.phase is RunPhase.STARTING:
+            self._enter(RunPhase.STARTING, now)
 
     def stop(self, now: float) -> None:
         """Begin the time that the process has to end, unless it has begun."""

@@ -35,6 +35,7 @@ from cubroker.server.keeper.child import (
     TimeLimits,
 )
 from cubroker.server.keeper.descriptors import NAMELESS, FdSet, make_room
+from cubroker.server.keeper.standby import NextRun
 from cubroker.server.store import sd_notify
 from cubroker.server.store.sd_notify import Datagram, Malformed, close_all
 
@@ -44,6 +45,7 @@ LEFT_BEHIND = 65536
 """Messages that are looked for once the child has ended: more than any queue holds, but an end to a flood."""
 
 LONGEST_WAIT = 3600.0
+ANSWER = 3.0  #: Seconds in which a process that stood by has to answer that it takes over.
 RETRY_PAUSE = 0.1  #: Seconds before the next attempt when the machine has no memory left.
 LONGEST_LINE = 1000  #: Characters of a line in the log: it has to fit in one page of a pipe.
 MOST_COMPLAINTS = 100  #: Complaints about one run of the child, which may misbehave for ever.
@@ -111,6 +113,7 @@ class Keeper:
         if terms.limits.watchdog:
             self._environ["WATCHDOG_USEC"] = str(round(terms.limits.watchdog * 1e6))
         self._run: Run | None = None
+        self._next = NextRun(self._epoll)
         self._next_start = 0.0
         self._first = True
         self._backoff = Backoff(terms.pause)
@@ -123,7 +126,7 @@ class Keeper:
         wait = True
         while not self._over:
             try:
-                due = self._run.due if self._run else self._next_start
+                due = min(self._run.due, self._next.due) if self._run else self._next_start
                 self._step(min(max(due - time.monotonic(), 0.0), LONGEST_WAIT) if wait else 0.0)
                 wait = True
             except (OSError, MemoryError) as error:  # stored descriptors must outlive a moment without memory
@@ -133,7 +136,8 @@ class Keeper:
         return self._status
 
     def close(self) -> None:
-        """Close all stored descriptors."""
+        """Close all stored descriptors, and end the process that stands by."""
+        self._next.end()
         self._stored.close()
         self._epoll.close()
 
@@ -141,6 +145,7 @@ class Keeper:
         for descriptor, _ in self._epoll.poll(wait):
             if descriptor in self._stored:
                 self._stored.drop(descriptor)
+        self._hear_standby()
         self._forward_signals()
         self._receive(AT_ONCE)
         self._reap()
@@ -151,10 +156,30 @@ class Keeper:
             return
         if news := run.enforce(now):
             self._log.say(f"process {run.pid} {news}")
+        if now >= self._next.due:
+            self._start_standby(now)
         if self._told_to_end and run.phase is RunPhase.STUCK:
             self._status = 128 + signal.SIGKILL
             self._over = True
             self._report_loss(run)
+
+    def _hear_standby(self) -> None:
+        pid, handed = self._next.pid, self._next.handed
+        if news := self._next.hears():
+            self._log.say(f"process {pid} {news}")
+        if handed and not self._next.handed and self._run:
+            self._run.restart_time(time.monotonic(), self._terms.limits)
+
+    def _start_standby(self, now: float) -> None:
+        try:
+            self._next.start(
+                now,
+                lambda channel: child.start(
+                    self._terms.command, self._environ, {}, self._signals, self._log.say, channel
+                ),
+            )
+        except OSError as error:
+            self._log.complain(f"no process can stand by: {error.strerror}")
 
     def _forward_signals(self) -> None:
         """Pass signals on to the process; without one, those that ask for the end are answered here.
@@ -165,6 +190,7 @@ class Keeper:
             if number in ENDING:
                 self._told_to_end = True
                 self._over = self._run is None
+                self._next.end()
                 self._log.say(f"{number.name}: {'ends' if self._over else 'waits for the end of the process'}")
             if self._run and (number in ENDING or self._run.ready):
                 self._forward(number, self._run)
@@ -199,6 +225,8 @@ class Keeper:
         self._store(fields, message.descriptors)
         for news in self._run.handle(fields, time.monotonic()):
             self._log.say(f"process {self._run.pid} {news}")
+        if "READY" in fields and self._run.stands_by and not self._told_to_end:
+            self._next.expect(time.monotonic(), self._run.pid, self._terms.command)
         while self._run.ready and self._deferred:
             self._forward(self._deferred.pop(), self._run)
         return None
@@ -223,7 +251,10 @@ class Keeper:
                 if self._run and ended.si_pid == self._run.pid:
                     self._end_run(self._run)
                 else:
-                    os.waitpid(ended.si_pid, 0)
+                    _, status = os.waitpid(ended.si_pid, 0)
+                    if ended.si_pid == self._next.pid:
+                        self._log.complain(f"process {ended.si_pid}, which stood by, {_how(status)}")
+                        self._next.has_ended(time.monotonic())
 
     def _end_run(self, run: Run) -> None:
         """Go on after the process's end. Until it is reaped no other process gets its number."""
@@ -234,14 +265,22 @@ class Keeper:
         self._run = None
         code = os.waitstatus_to_exitcode(status)
         self._status = code if code >= 0 else 128 - code
-        how = f"ended with status {code}" if code >= 0 else f"was killed by {_signal_name(-code)}"
-        self._log.say(f"process {run.pid} {how}{_last_status(run)}")
-        self._plan_next(run, time.monotonic())
+        self._log.say(f"process {run.pid} {_how(status)}{_last_status(run)}")
+        now = time.monotonic()
+        self._plan_next(run, now)
+        if run.pid == self._next.pid:  # it stood by, and did not take over: that was no run
+            self._next.has_ended(now)
+            self._next_start = now
 
     def _start(self, now: float) -> None:
         again = "" if self._first else f" again, with {len(self._stored)} descriptors"
+        command = shlex.join(self._terms.command)
         self._log.new_run()
         self._deferred.clear()  # a start does what they ask for
+        if pid := self._next.hand_over(self._stored.names):
+            self._run = Run(pid, now, self._terms.limits._replace(start=ANSWER))
+            self._log.say(f"process {pid}, which stood by, starts{again}: {command}")
+            return None
         try:
             pid = child.start(self._terms.command, self._environ, self._stored.names, self._signals, self._log.say)
         except OSError as error:
@@ -249,7 +288,7 @@ class Keeper:
             self._status = child.NOT_EXECUTABLE
             return self._plan_next(Run(0, now), now)
         self._run = Run(pid, now, self._terms.limits)
-        self._log.say(f"process {pid} starts{again}: {shlex.join(self._terms.command)}")
+        self._log.say(f"process {pid} starts{again}: {command}")
         return None
 
     def _plan_next(self, run: Run, now: float) -> None:
@@ -280,6 +319,12 @@ class Keeper:
 
 def _last_status(run: Run) -> str:
     return f" (it last said: {run.status})" if run.status else ""
+
+
+def _how(status: int) -> str:
+    """Say how a process ended, by its wait status."""
+    code = os.waitstatus_to_exitcode(status)
+    return f"ended with status {code}" if code >= 0 else f"was killed by {_signal_name(-code)}"
 
 
 def _signal_name(number: int) -> str:

@@ -32,6 +32,7 @@ WATCHDOG = "WATCHDOG=1"  #: The message: this process lives.
 VARIABLES = (
     *("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "FDSTORE"),
     *("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES", "LISTEN_PIDFDID"),
+    "KEEPER_STANDBY",  # that of cubroker.server.standby
 )
 """The protocol's environment variables, for one process and not for its children."""
 
@@ -44,9 +45,9 @@ _CREDENTIALS = struct.Struct("iII")
 _ANCILLARY = socket.CMSG_SPACE(SCM_MAX_FD * 4) + socket.CMSG_SPACE(_CREDENTIALS.size)
 
 
-def ready(text: str) -> str:
-    """Return the message: this process serves, with this status."""
-    return f"READY=1\n{status(text)}"
+def ready(text: str, *also: str) -> str:
+    """Return the message: this process serves, with this status, and what is to be said also."""
+    return "\n".join(("READY=1", *also, status(text)))
 
 
 def status(text: str) -> str:

@@ -1,7 +1,8 @@
 """Brokers killed or stopped at any moment under load: ``python -m tests.crash.restart.random_kills``.
 
 It is the real ``cubroker keep`` that keeps what is stored, notices a broker that is stopped (SIGSTOP), and starts the
-next one. Workers that do anything are killed as well, and gateways; all workers are halted now and then, and asked what
+next one, which may have stood by. Workers that do anything are killed as well, gateways, and processes that stand by;
+all workers are halted now and then, and asked what
 they hold. Before some of these halts a gateway is stopped, which its broker has to replace.
 """
 
@@ -12,6 +13,7 @@ import itertools
 import json
 import os
 import random
+import re
 import select
 import signal
 import subprocess
@@ -59,6 +61,9 @@ STOP = 50
 EARLY = 0.2
 """How many of the brokers are killed while they start."""
 
+STANDING = 0.3
+"""How many of the brokers are killed once the next one stands by."""
+
 WATCHDOG = 2.0
 """Seconds after which the keeper replaces a stopped broker that serves."""
 
@@ -78,6 +83,7 @@ class RandomKills:
         stops: moments at which a broker was stopped instead.
         stopped: how many processes of each kind are stopped instead of killed, from 0 to 1.
         early: how many brokers had not served yet.
+        standing: how many of them were struck while the next one stood by.
         asked: requests of workers that lived to say so.
         long: of each of them, when long requests began and ended.
     """
@@ -93,6 +99,7 @@ class RandomKills:
     stops: list[float] = field(default_factory=list)
     stopped: dict[str, float] = field(default_factory=lambda: dict(STOPPED))
     early: int = 0
+    standing: int = 0
     asked: int = 0
     long: list[list[tuple[float, float]]] = field(default_factory=list)
     workers: int = 0
@@ -138,8 +145,12 @@ class RandomKills:
     @property
     def broker(self) -> int:
         """The broker's process; 0 while there is none."""
-        children = Path(f"/proc/{self.keeper.pid}/task/{self.keeper.pid}/children").read_text().split()
-        return int(children[0]) if children else 0
+        return next(iter(self._children()), 0)
+
+    def _children(self) -> list[int]:
+        """The keeper's children, in the order of their start: the broker, and then the process that stands by."""
+        children = Path(f"/proc/{self.keeper.pid}/task/{self.keeper.pid}/children")
+        return [int(child) for child in children.read_text().split()]
 
     # -- blows -----------------------------------------------------------------------------------------
 
@@ -158,6 +169,11 @@ class RandomKills:
                     self._kill_worker()
                 if number % 7 == 0:
                     self._strike_gateway()
+                if self.chance.random() < STANDING:
+                    eventually(self._stands_by, "the next broker to stand by")
+                    self.standing += 1
+                    if number % 3 == 0:
+                        self._kill_standby()
             self._wait(self.chance.uniform(0, LONGEST))
             self._strike_broker(self._choose("broker"))
             if number % STOP == 0:
@@ -189,6 +205,15 @@ class RandomKills:
         strike(broker, self.keeper.pid, number)
         (self.kills if number is signal.SIGKILL else self.stops).append(time.monotonic())
         eventually(lambda: self.broker not in (0, broker), "the next broker")
+
+    def _stands_by(self) -> bool:
+        """Whether the last that the keeper has said of any start is that a process stands by."""
+        said = re.findall("^cubroker keep: process [0-9]+ stands by|starts again", self.log.read_text(), re.MULTILINE)
+        return bool(said) and said[-1] != "starts again"
+
+    def _kill_standby(self) -> None:
+        for waiting in self._children()[1:]:
+            strike(waiting, self.keeper.pid, signal.SIGKILL)
 
     def _kill_worker(self) -> None:
         self.crew.pop(self.chance.randrange(len(self.crew))).close()
@@ -278,8 +303,9 @@ class RandomKills:
         self._check_log()
 
     def stored(self) -> int:
-        """How many descriptors the keeper keeps: all that it has but standard ones, and what it watches with."""
-        return descriptors(self.keeper.pid) - self._own
+        """How many descriptors the keeper keeps: all that it has but standard ones, and those for its own work."""
+        to_standby = max(len(self._children()) - 1, 0)
+        return descriptors(self.keeper.pid) - self._own - to_standby
 
     _own: int = 0
 
@@ -357,7 +383,7 @@ def report(campaign: RandomKills, seconds: float) -> None:
     """Say what was done, and how long others waited."""
     print(
         f"{len(campaign.kills)} brokers killed and {len(campaign.stops)} stopped"
-        f" ({campaign.early} of them while they started),"
+        f" ({campaign.early} of them while they started, {campaign.standing} while the next one stood by),"
         f" {campaign.workers} workers and {campaign.gateways} gateways killed,"
         f" {campaign.stopped_gateways} gateways stopped"
         f" in {seconds:.0f} s: nothing found; {campaign.asked} requests of {CREW} workers answered once each"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import signal
 import subprocess
 import sys
@@ -26,10 +28,12 @@ from cubroker.protocol.messages import (
     Seal,
     Sealed,
 )
+from cubroker.protocol.paths import LOCK
 from tests.brokers import DEVICES, PATIENCE, BrokerProcess, eventually, started
 from tests.stores import StoredBroker
 from tests.unit.server.clients import LAYOUT, RawClient, holder, session
 from tests.unit.server.configured import Configured, configured
+from tests.unit.server.processes import open_files
 
 
 class Patient(BrokerProcess):
@@ -255,3 +259,21 @@ def test_a_keeper_passes_on_that_the_next_broker_is_to_go_on() -> None:
         client.dealer.close()
         client.dealer = client.dial()
         assert client.ask(Close(lease), Done)
+
+
+def test_a_broker_that_is_killed_is_followed_by_the_one_that_stood_by() -> None:
+    with kept() as (_, directory, said), session(directory) as client:
+        draft = lasting(client, "lasting")
+        client.ask(Seal(draft.lease), Sealed)
+        lease = client.attach("lasting").lease
+        eventually(lambda: "stands by" in said(), "the next broker to stand by")
+        waiting = int(re.findall("process ([0-9]+) stands by", said())[0])
+        opened = {str(entry.readlink()) for entry in open_files(waiting)}
+        assert not {name for name in opened if str(directory) in name or "memfd" in name}
+        os.kill(int((directory / LOCK).read_text()), signal.SIGKILL)
+        assert heard(client, GatewayChanged) == GatewayChanged()
+        assert int((directory / LOCK).read_text()) == waiting
+        client.dealer.close()
+        client.dealer = client.dial()
+        assert client.ask(Close(lease), Done)
+        assert f"process {waiting}, which stood by, starts again" in said()

@@ -42,6 +42,17 @@ def test_a_broker_without_a_manager_says_nothing() -> None:
     run(test())
 
 
+def test_a_keeper_that_would_have_the_next_broker_stand_by_hears_that_it_can(fdstore: FdStore) -> None:
+    async def test() -> None:
+        notifier = AsyncNotifier(Manager(str(fdstore.path)))
+        ServiceStatus(notifier, Statuses("fine"), standby=True).ready()
+        await until(lambda: ("STATUS", "fine") in fdstore.said)
+        notifier.close()
+
+    run(test())
+    assert fdstore.said == [("READY", "1"), ("X_STANDBY", "1"), ("STATUS", "fine")]
+
+
 def test_the_status_follows_when_it_changes_and_the_watchdog_is_fed_by_the_loop(fdstore: FdStore) -> None:
     async def test() -> None:
         notifier = AsyncNotifier(Manager(str(fdstore.path), watchdog_interval=0.01))

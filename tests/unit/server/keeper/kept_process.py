@@ -1,4 +1,7 @@
-"""What a keeper of the tests keeps: on each start it calls at the test's socket, and does as it is told."""
+"""What a keeper of the tests keeps: on each start it calls at the test's socket, and does as it is told.
+
+One that is to stand by imports the modules that are named behind the socket, and calls when its turn has come.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,11 @@ import signal
 import socket
 import subprocess
 import sys
+from importlib import import_module
 from typing import Any
 
 from cubroker.protocol.errors import CubrokerError
+from cubroker.server.standby import Standby
 from cubroker.server.store import sd_notify
 from cubroker.server.store.sd_notify import Manager, inherit
 
@@ -21,6 +26,10 @@ LINE = 1 << 18
 def main() -> None:
     variables = {name: value[:100] for name, value in os.environ.items() if name.startswith(("LISTEN_", "WATCHDOG_"))}
     inherited = inherit(os.environ)
+    if waiting := Standby.of(os.environ):
+        for name in sys.argv[2:]:
+            import_module(name)
+        inherited = waiting.wait()
     manager = Manager.from_environment(os.environ)
     assert manager
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as test:
