@@ -279,9 +279,9 @@ def test_every_process_switches_for_itself(lender: BrokerProcess, client: Broker
         assert (ask(first), ask(second)) == ("{1}", "{1}")
         put(client, name, 2)
         assert ask(first, "2") == "{2}"
-        assert held(client, name) == {1: 1, 2: 1}
+        eventually(lambda: held(client, name) == {1: 1, 2: 1}, "the first lease on version 1 to end")
         assert ask(second, "2") == "{2}"
-        assert held(client, name) == {2: 2}
+        eventually(lambda: held(client, name) == {2: 2}, "the leases on version 1 to end")
         for process in (first, second):
             assert process.stdin
             process.stdin.close()
