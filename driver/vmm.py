@@ -70,17 +70,16 @@ class Physical:
         Each creation tries again, so a channel that comes or goes is noticed. It tries with the least memory first: a
         driver may clear all of it before it refuses the handle, which took half of the time for 5.5 GB on an H200.
         """
-        module = self._calls.module
         if self._fabric:
             kinds = _Kinds.DESCRIPTOR | _Kinds.FABRIC
-            properties = _properties(module, self.device, kinds)
+            properties = _properties(self._calls, self.device, kinds)
             with tolerated(*_NO_FABRIC):
                 least = granularity(self._calls, self.device, kinds)
                 self._calls.cuMemRelease(self._calls.cuMemCreate(least, properties, 0))
                 return self._calls.cuMemCreate(self.nbytes, properties, 0)
             self._fabric = False
         with explained(_NO_DESCRIPTORS):
-            return self._calls.cuMemCreate(self.nbytes, _properties(module, self.device), 0)
+            return self._calls.cuMemCreate(self.nbytes, _properties(self._calls, self.device), 0)
 
 
 class Reservation(ContextResource):
@@ -276,7 +275,7 @@ def export(calls: Calls, handle: Any) -> int:
 def granularity(calls: Calls, device: int, kinds: _Kinds = _Kinds.DESCRIPTOR) -> int:
     """Return the unit of the sizes of physical memory, with these kinds of handles, and of reservations, in bytes."""
     minimum = calls.module.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
-    return int(calls.cuMemGetAllocationGranularity(_properties(calls.module, device, kinds), minimum))
+    return int(calls.cuMemGetAllocationGranularity(_properties(calls, device, kinds), minimum))
 
 
 def obstacle(calls: Calls, device: int) -> str | None:
@@ -328,10 +327,14 @@ def _import(calls: Calls, source: int | bytes) -> Any:
         return calls.cuMemImportFromShareableHandle(handle.getPtr(), _fabric(module))
 
 
-def _properties(module: Any, device: int, kinds: _Kinds = _Kinds.DESCRIPTOR) -> Any:
+def _properties(calls: Calls, device: int, kinds: _Kinds = _Kinds.DESCRIPTOR) -> Any:
+    module = calls.module
     properties = module.CUmemAllocationProp()
     properties.type = module.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
     properties.location.type = module.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
     properties.location.id = device
     properties.requestedHandleTypes = kinds
+    # So that a network adapter may read and write it, where there is one: pools are fetched from other hosts.
+    attribute = module.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
+    properties.allocFlags.gpuDirectRDMACapable = calls.cuDeviceGetAttribute(attribute, device)
     return properties

@@ -141,7 +141,7 @@ def test_all_devices_are_added_before_anything_is_bound_and_all_is_undone_in_ord
     watched.called.clear()
     team = bound(faulty)
     memory = {number for number, held in watched.handles.items() if isinstance(held, PhysicalMemory)}
-    made = [name for name in watched.called if "Granularity" not in name and name != "cuDeviceGet"]
+    made = [name for name in watched.called if "Granularity" not in name and not name.startswith("cuDeviceGet")]
     assert made[:3] == ["cuMulticastCreate", "cuMulticastAddDevice", "cuMulticastAddDevice"]
     assert made[3:] == ["cuMemCreate", "cuMulticastBindMem"] * 2
     watched.called.clear()
