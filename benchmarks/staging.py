@@ -68,7 +68,7 @@ def take_turns(connection: Connection, directory: Path, devices: str, path: Path
                     first = draft.replicas[0].context
                     stored = zip(checkpoint.entries, layout.tensors, strict=True)
                     with copy.FileCopy("cubroker-load", lambda context=first: context) as copying:
-                        copying.plan(checkpoint.files, stored)
+                        copying.plan(checkpoint.files, stored, layout.allocations)
                         whole: list[float] = []
                         took = seconds(lambda c=copying, w=whole: w.append(c.into([copy.target_of(draft.replicas[0])])))
                     if number:

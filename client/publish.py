@@ -233,8 +233,8 @@ class Sources:
             return
         first, sizes = targets[0].context, draft.layout.allocations
         try:
-            with FileCopy("cubroker-publish", lambda: first, besides=besides, sizes=sizes) as copy:
-                copy.plan(files, stored, homes_of(targets), in_turn=False)
+            with FileCopy("cubroker-publish", lambda: first, besides=besides) as copy:
+                copy.plan(files, stored, sizes, homes_of(targets), in_turn=False)
                 copy.into(targets)
         except DriverError as error:
             raise failure(error, f"copying tensors into a draft of {draft.name!r}") from error

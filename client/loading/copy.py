@@ -44,15 +44,12 @@ RING_DEPTH = 2
 """Buffers of a ring: one is read into while the other is copied from."""
 
 THREADS = 12 if len(os.sched_getaffinity(0)) > 16 else 8
-"""Threads for each device that files are read into. Beside an H200 with 32 cores 12 read at 43 GB/s and 8 at 37; with
-16 cores 8 read faster than 12. More of them contend for the interpreter."""
-
-MAX_THREADS = 32
-"""The most threads, for any number of devices: they all need the interpreter."""
+"""Threads that read, for any number of devices: they all need the interpreter. Beside an H200 with 32 cores 12 read at
+43 GB/s and 8 at 37; with 16 cores 8 read faster than 12. 24 threads for two devices took nearly twice as long."""
 
 P2P_PIECE = 64 << 20
-"""Bytes of one copy between devices of what is not in files. While a piece goes on to the next device, the one after it
-arrives."""
+"""Bytes of one copy between devices. While a piece goes on to the next device, the one after it arrives. Between two
+H200 that takes a tenth of the time of reading; passing each chunk on as it came cost more of the interpreter's."""
 
 _ZEROS = bytes(4096)
 
@@ -92,7 +89,7 @@ class FileCopy(SupervisedThread[float]):
 
         with FileCopy(name, context) as copy:
             copy.begin()                          # a thread makes the context
-            copy.plan(files, tensors, homes)      # it plans the copy, and pins memory for GPUs
+            copy.plan(files, tensors, sizes)      # it plans the copy, and pins memory for GPUs
             seconds = copy.into(targets)          # once their memory is allocated and mapped
 
     When :meth:`into` returns or raises, no thread works any more and nothing more will be written; what was not begun,
@@ -103,7 +100,6 @@ class FileCopy(SupervisedThread[float]):
         context: makes or returns the context that memory is pinned in; called on the thread.
         progress: called by :meth:`into`, now and then, with bytes of files done and bytes in all.
         besides: fills what is not in files, on the targets that have no upstream.
-        sizes: bytes of each allocation; what is there ``besides`` goes on from device to device with all of them.
     """
 
     def __init__(
@@ -113,13 +109,12 @@ class FileCopy(SupervisedThread[float]):
         *,
         progress: Progress | None = None,
         besides: Callable[[Sequence[Target]], None] | None = None,
-        sizes: Sequence[int] = (),
     ) -> None:
         super().__init__(name)
         self._context = context
         self._progress = progress
         self._besides = besides
-        self._sizes = sizes
+        self._sizes: Sequence[int] = ()
         self._files: Sequence[Readable] = ()
         self._cut: Callable[[], list[Chunk]] = list
         self._total = 0
@@ -146,6 +141,7 @@ class FileCopy(SupervisedThread[float]):
         self,
         files: Sequence[Readable],
         tensors: Iterable[tuple[StoredTensor, TensorSpec]],
+        sizes: Sequence[int],
         homes: Sequence[int] = (),
         *,
         in_turn: bool = True,
@@ -155,17 +151,16 @@ class FileCopy(SupervisedThread[float]):
         Args:
             files: what the tensors are read from.
             tensors: where each is stored, and its place.
+            sizes: bytes of each allocation.
             homes: for each allocation the index of the device that it is on, among those that files are read into; none
                 if each of these has all.
             in_turn: whether files take turns, rather than being read one after the other.
         """
         stored = tuple(tensors)
-        self._files = files
+        self._files, self._sizes = files, sizes
         self._cut = lambda: read_plan(stored, CHUNK, homes, in_turn=in_turn)
         self._total = sum(entry.nbytes for entry, _ in stored)
-        self._counts = [0] * count_threads(
-            -(-self._total // CHUNK), min(MAX_THREADS, THREADS * max(1, len(set(homes))))
-        )
+        self._counts = [0] * count_threads(-(-self._total // CHUNK), THREADS)
         self._planned.set(None)
 
     def into(self, targets: Sequence[Target]) -> float:
@@ -204,8 +199,9 @@ class FileCopy(SupervisedThread[float]):
         seconds = self._copy_chunks() if self._total and not self.dropped else 0.0
         self._await(self._given)
         targets, self._targets = self._targets, ()  # to hold them would keep the draft from being sealed
-        if self._besides and not self.dropped and sum(self._counts) == self._total:  # else it was stopped
-            self._besides(_sources(targets))
+        if not self.dropped and sum(self._counts) == self._total:  # else it was stopped
+            if self._besides:
+                self._besides(_sources(targets))
             seconds += copy_between_devices(targets, self._sizes)
         return seconds
 
@@ -239,7 +235,7 @@ class FileCopy(SupervisedThread[float]):
             self._await(self._given)
             began = time.perf_counter()
             if not self.dropped:
-                with writer.towards(_sources(self._targets) if self._besides else self._targets):
+                with writer.towards(_sources(self._targets)):
                     while ahead or self._read_next(writer):
                         self._counts[number] += writer.send()  # to report them here would take the interpreter
                         ahead = max(0, ahead - 1)
@@ -458,10 +454,7 @@ class _Slot:
 
 
 class PinnedRing:
-    """Writes to GPUs: pinned buffers that are images of chunks, read into and copied from in turn.
-
-    A target with an ``upstream`` gets each chunk from the target before it, when it is there.
-    """
+    """Writes to GPUs: pinned buffers that are images of chunks, read into and copied from in turn."""
 
     def __init__(self, buffers: Sequence[tuple[int, memoryview]]) -> None:
         self.depth = len(buffers)
@@ -497,20 +490,12 @@ class PinnedRing:
         slot = next(self._next_sent)
         chunk = slot.chunk
         assert chunk
-        before: Event | None = None
         for (target, stream), copied in zip(self._streams, slot.copies, strict=True):
-            if (pointer := target.pointers[chunk.allocation]) is None:
-                continue
-            with target.context.current():
-                if target.upstream:
-                    assert before
-                    stream.wait(before)
-                    stream.copy(pointer + chunk.start, target.upstream[chunk.allocation] + chunk.start, chunk.span)
-                else:
+            if (pointer := target.pointers[chunk.allocation]) is not None:
+                with target.context.current():
                     stream.copy_in(pointer + chunk.start, slot.pointer, chunk.span)
-                    slot.readers.append(copied)
-                stream.record(copied)
-            before = copied
+                    stream.record(copied)
+                slot.readers.append(copied)
         return chunk.nbytes
 
 
@@ -538,6 +523,8 @@ def at_address(pointer: int, nbytes: int) -> memoryview:
 
 def copy_between_devices(targets: Sequence[Target], sizes: Sequence[int]) -> float:
     """Copy all allocations, of these ``sizes``, to each target with an ``upstream``; return the seconds it took."""
+    if not any(target.upstream for target in targets):
+        return 0.0
     with ExitStack() as undo:
         undo.enter_context(hold_all(targets))
         copiers = [_PeerCopier(undo, target) if target.upstream else None for target in targets]

@@ -96,8 +96,8 @@ def load(
             homes = layout.spread(places) if places else ()
             numbers = {uuid: number for number, uuid in enumerate(dict.fromkeys(homes))}
             stored = zip(checkpoint.entries, layout.tensors, strict=True)
-            copy.plan(checkpoint.files, stored, [numbers[uuid] for uuid in homes])
-            ask = partial(broker.attach_or_create, owner=_trusted(broker, owner)) if if_absent else broker.create
+            copy.plan(checkpoint.files, stored, layout.allocations, [numbers[uuid] for uuid in homes])
+            ask = partial(broker.attach_or_create, owner=trusted(broker, owner)) if if_absent else broker.create
             with ask(
                 name, layout, devices=devices, plan=places, share=share, wait=wait, mode=mode, durable=durable
             ) as pool:
@@ -109,7 +109,7 @@ def load(
     return Loaded(name, version, held.nbytes, len(held.tensors), time.perf_counter() - began, copying, loaded)
 
 
-def _trusted(broker: Broker, owner: Owner | Sequence[Owner] | None) -> tuple[int, ...]:
+def trusted(broker: Broker, owner: Owner | Sequence[Owner] | None) -> tuple[int, ...]:
     """Return the users whose version is taken: root and the broker's user, who may change every pool, and ``owner``."""
     own = () if broker.uid is None else (broker.uid,)
     return (0, *own, *uids(owner))

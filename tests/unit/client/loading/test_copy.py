@@ -84,7 +84,7 @@ def copy_checkpoint(
 ) -> float:
     tensors, first = zip(checkpoint.entries, layout.tensors, strict=True), targets[0].context
     with FileCopy("cubroker-load", lambda: first, progress=progress) as copying:
-        copying.plan(checkpoint.files, tensors, homes_of(targets))
+        copying.plan(checkpoint.files, tensors, layout.allocations, homes_of(targets))
         return copying.into(targets)
 
 
@@ -115,10 +115,11 @@ def test_every_byte_reaches_every_device_and_gaps_are_zero(
 
 
 @pytest.mark.usefixtures("small_chunks")
-def test_bytes_go_on_from_device_to_device_chunk_by_chunk(
+def test_bytes_go_on_from_device_to_device_piece_by_piece(
     tmp_path: Path, memory: Callable[..., Memory], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(copy, "make_staging", dirty)
+    monkeypatch.setattr(copy, "P2P_PIECE", 30_000)
     copies: list[int] = []
     copy_in_stream = Stream.copy
 
@@ -134,8 +135,8 @@ def test_bytes_go_on_from_device_to_device_chunk_by_chunk(
         third = dataclasses.replace(third, upstream=second.pointers)  # and the fourth reads nobody's
         copy_checkpoint(checkpoint, lent.layout, [first, second, third, fourth])
         assert lent.images() == [lent.expected(TENSORS)] * 4
-    assert sum(copies) >= 2 * sum(len(content) for _, _, content in TENSORS.values())
-    assert max(copies) <= 10_000
+    assert sum(copies) == 2 * lent.layout.nbytes
+    assert len(copies) == 2 * sum(-(-size // 30_000) for size in lent.layout.allocations)
 
 
 def test_chunks_keep_to_their_limits_and_files_take_turns(tmp_path: Path) -> None:
@@ -256,7 +257,7 @@ def test_a_copy_makes_ready_before_its_targets_are_there_and_unpins_when_it_ends
         for filled in (True, False):
             with FileCopy("cubroker-load", lambda: first) as copying:
                 copying.begin()
-                copying.plan(checkpoint.files, stored)
+                copying.plan(checkpoint.files, stored, lent.layout.allocations)
                 eventually(lambda: pinned, "the memory to be pinned")
                 assert in_child(lambda: str(copying.end())) == "None", "a forked child leaves the block as well"
                 if filled:
