@@ -235,7 +235,9 @@ class Draft(Pool):
 
     replicas: tuple[Mapping[str, SharedTensor], ...] = shown("replicas")
 
-    async def seal(self, *, layout: Layout | None = None, digest: bool = False, in_place: bool = False) -> int:
+    async def seal(
+        self, *, layout: Layout | None = None, digest: bool | messages.Digests = False, in_place: bool = False
+    ) -> int:
         """See :meth:`cubroker.Draft.seal`. Once begun, it happens, even if this is cancelled.
 
         A seal ``in_place`` is made in a thread of the loop.

@@ -8,18 +8,39 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from cubroker.client.devices import failure
 from cubroker.client.memory.mapping import Spot
 from cubroker.driver import Context, Device, DriverError, device_names
-from cubroker.driver.digest import ALGORITHM
+from cubroker.driver.digest import ALGORITHM, PIECE, add, finish, sums
 from cubroker.protocol.errors import Corrupted, Unsupported, needing
 from cubroker.protocol.layout import Layout
 from cubroker.protocol.messages import DigestList, Digests
 
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+DEFINITION = ALGORITHM
+"""The name of the definition of this build's digests."""
+
 MAX_NAMED = 4
 """Tensors of an allocation that a message names."""
+
+
+class PartialDigest:
+    """The digest of an allocation in host memory, of parts that come in any order. Needs numpy."""
+
+    def __init__(self) -> None:
+        self._sums = 0, 0
+
+    def add(self, data: ReadableBuffer, offset: int) -> None:
+        """Take the bytes from ``offset`` on, a multiple of 16; only the last ones may end at no such multiple."""
+        self._sums = add(self._sums, sums(data, offset // PIECE))
+
+    def finish(self, nbytes: int) -> bytes:
+        """Return the digest of an allocation of so many bytes, all of which were added."""
+        return finish(self._sums, nbytes)
 
 
 class DigestRange(NamedTuple):
@@ -40,8 +61,13 @@ def sealing(
 
     Those of memory that an earlier version has, too, are ``shared``.
     """
-    found, numbers = {**shared, **_compute(label, pieces, synchronize=True)}, range(len(layout.allocations))
+    found, numbers = {**shared, **compute(label, pieces, synchronize=True)}, range(len(layout.allocations))
     return Digests(ALGORITHM, tuple(tuple(found.get((uuid, number), b"") for number in numbers) for uuid in replicas))
+
+
+def of_replicas(replicas: Sequence[str], digests: Sequence[bytes]) -> Digests:
+    """Return the digests of a version that has the same allocations on each of these devices, by UUID."""
+    return Digests(ALGORITHM, tuple(tuple(digests) for _ in replicas))
 
 
 def sealed(label: str, pieces: Sequence[DigestRange], answer: DigestList) -> dict[int, bytes]:
@@ -50,7 +76,7 @@ def sealed(label: str, pieces: Sequence[DigestRange], answer: DigestList) -> dic
     if digests is not None and digests.algorithm == ALGORITHM:
         columns = enumerate(zip(*digests.replicas, strict=True))
         return {number: next(filter(None, column), b"") for number, column in columns}
-    return {number: digest for (_, number), digest in _compute(label, pieces).items()}
+    return {number: digest for (_, number), digest in compute(label, pieces).items()}
 
 
 def check(label: str, layout: Layout, pieces: Sequence[DigestRange], answer: DigestList) -> None:
@@ -74,7 +100,7 @@ def check(label: str, layout: Layout, pieces: Sequence[DigestRange], answer: Dig
         )
     rows = zip(answer.devices, digests.replicas, strict=True)
     wanted = {(uuid, number): digest for uuid, row in rows for number, digest in enumerate(row)}
-    found = _compute(label, pieces)
+    found = compute(label, pieces)
     names = {piece.spot[0]: device_names.label(piece.device) for piece in pieces}
     if differing := [spot for spot in found if found[spot] != wanted.get(spot)]:
         described = "; ".join(_describe(layout, spot, found[spot], names[spot[0]]) for spot in differing)
@@ -84,8 +110,13 @@ def check(label: str, layout: Layout, pieces: Sequence[DigestRange], answer: Dig
         )
 
 
-def _compute(label: str, pieces: Sequence[DigestRange], *, synchronize: bool = False) -> dict[Spot, bytes]:
-    """Return the digest of each piece, computed by its device."""
+def compute(label: str, pieces: Sequence[DigestRange], *, synchronize: bool = False) -> dict[Spot, bytes]:
+    """Return the digest of each piece, computed by its device, after all work of this process there if need be.
+
+    Raises:
+        Unsupported: it is on a host device, and numpy is not installed.
+        DeviceFailure: the driver refused.
+    """
     by_context: defaultdict[Context, list[DigestRange]] = defaultdict(list)
     for piece in pieces:
         by_context[piece.context].append(piece)

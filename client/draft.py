@@ -38,7 +38,9 @@ class Draft(Pool):
         self._lay_out(mapped, index)
 
     @blocking
-    def seal(self, *, layout: Layout | None = None, digest: bool = False, in_place: bool = False) -> Steps[int]:
+    def seal(
+        self, *, layout: Layout | None = None, digest: bool | Digests = False, in_place: bool = False
+    ) -> Steps[int]:
         """Publish the memory, on all devices, as the pool's current version, whose number is returned.
 
         It is unmapped first. Sealed ``in_place`` it stays mapped: this object goes on as a pool of the version, and
@@ -51,6 +53,7 @@ class Draft(Pool):
                 known before, as from :meth:`layout_of`.
             digest: have each device compute a digest of what it holds, padding included, and publish these as well, so
                 that :meth:`Pool.check` finds bytes that are changed later. It takes about as long as reading all once.
+                Digests that were computed already (:func:`cubroker.client.digests.of_replicas`) are published as given.
             in_place: keep the memory mapped and leased; for drafts on one device or with a plan, not for ``multicast``.
 
         Raises:
@@ -68,7 +71,7 @@ class Draft(Pool):
         self._memory()
         if self.sealed:
             raise Invalid(f"{self._label} is published already; create a new version instead")
-        compute = self._digesting() if digest else None
+        compute = self._digesting(digest) if digest else None
         if in_place:
             self._check_stays()
         yield from self._set_layout(layout or self.layout)
@@ -157,14 +160,16 @@ class Draft(Pool):
         self.writable, self.protected, self.sealed = self._scratch, mapped.protected, True
         return version
 
-    def _digesting(self) -> Callable[[], Digests]:
-        """Return what computes the digests of the memory, and refers to none of it."""
+    def _digesting(self, given: bool | Digests) -> Callable[[], Digests]:
+        """Return what computes the digests of the memory, unless they are given, and refers to none of it."""
         if self._scratch:
             raise Unsupported(
                 f"{self._label} is writable by its readers, so a digest would not tell what it holds; seal it without"
             )
         if self._session.version < DIGESTS:
             raise Unsupported(f"{self._label}: the broker is too old to keep a digest; seal it without, or upgrade it")
+        if isinstance(given, Digests):
+            return lambda: given
         uuids = [replica.memory_device.uuid for replica in self.replicas]
         pieces = [span for replica in self.replicas for span in replica.digest_ranges()]
         return partial(digests.sealing, self._label, uuids, pieces, self.layout, self.shared_digests)
