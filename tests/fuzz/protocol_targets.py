@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import struct
 from contextlib import suppress
+from typing import Any
 
+from cubroker.integrations.cluster import messages as cluster_messages
 from cubroker.protocol import wire
 from cubroker.protocol.errors import CubrokerError, Invalid
 from cubroker.protocol.layout import Layout
@@ -15,6 +17,7 @@ from cubroker.server.transport.framing import encode, pairs
 from cubroker.server.transport.gateway_process import RequestDecoder
 from tests.fuzz import checkpoint_targets, journal_targets, ledger_target
 from tests.fuzz.target import Target
+from tests.unit.integrations.cluster.samples import REPLIES, REQUESTS
 from tests.unit.protocol.samples import GREETINGS, LAYOUT, NOTICES, SAMPLES
 
 MSGPACK = (
@@ -68,6 +71,16 @@ def frames(data: bytes) -> None:
         assert body is None
 
 
+def cluster(data: bytes) -> None:
+    """What is in a frame between hosts, either way, and how long the frame says it is."""
+    for read in (cluster_messages.request, cluster_messages.reply):
+        with suppress(Invalid):
+            message: Any = read(data)
+            frame = cluster_messages.frame(message)
+            assert read(frame[cluster_messages.LENGTH.size :]) == message
+    assert 0 < cluster_messages.length(data[:4].ljust(4), 1000) <= 1000
+
+
 def again(data: bytes, shape: object) -> None:
     """What is read as a message is one: it travels again, and is the same."""
     value = wire.unpack(data, shape)
@@ -113,6 +126,12 @@ TARGETS = {
         ),
         Target("messages", messages, (*(wire.pack(value) for value, _ in SAMPLES), LAYOUT.encode()), MSGPACK),
         Target("frames", frames, (*FRAMES, *(wire.pack(value) for value, _ in SAMPLES)), MSGPACK),
+        Target(
+            "cluster",
+            cluster,
+            (struct.pack(">I", 9), *(cluster_messages.frame(each)[4:] for each in (*REQUESTS, *REPLIES))),
+            (*MSGPACK, *(wire.pack(type(each).__name__) for each in (*REQUESTS, *REPLIES))),
+        ),
         Target("requests", ledger_target.play, ledger_target.SEEDS, (*MSGPACK, *ledger_target.TOKENS)),
         Target(
             "batches",

@@ -1,0 +1,477 @@
+"""``cubroker export``, ``fetch``, ``peers`` and ``certificates``: pools from host to host.
+
+What moves the bytes, and what makes certificates, are of the extra ``nixl``; these commands say so where it is missing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import click
+
+from cubroker.cli import completion, format, options
+from cubroker.cli.load import progress
+from cubroker.integrations.cluster import exporter, identity, peers
+from cubroker.integrations.cluster.connection import Address, parse
+from cubroker.integrations.cluster.fetch import fetch, follow
+from cubroker.integrations.cluster.messages import PATIENCE, PORT, Fetched
+from cubroker.integrations.cluster.sources import WIDTH
+from cubroker.protocol.errors import CubrokerError, Invalid
+from cubroker.protocol.fields import MAX_WAIT
+from cubroker.protocol.messages import AUTO, IPC, MULTICAST, VMM
+from cubroker.server import logs
+from cubroker.server.store import sd_notify
+
+EVERYWHERE = "0.0.0.0"  # noqa: S104  # behind certificates of both sides
+
+
+def _address(value: str) -> Address:
+    try:
+        return parse(value)
+    except Invalid as error:
+        raise click.BadParameter(error.message) from None
+
+
+def _own_address(value: str) -> Address:
+    try:
+        return parse(value, least=0)
+    except Invalid as error:
+        raise click.BadParameter(error.message) from None
+
+
+def _metrics_address(value: str) -> Address:
+    address = _own_address(value)
+    if not value.endswith(f":{address.port}"):
+        raise click.BadParameter(f"{value!r} has no port, as 127.0.0.1:9412 has")
+    return address
+
+
+def _hosts(value: str) -> tuple[str, ...]:
+    """Split hosts at the commas, or fail as wrong usage."""
+    hosts = tuple(part.strip() for part in value.split(",") if part.strip())
+    if not hosts:
+        raise click.BadParameter(f"{value!r} names no host, as gpu-1,gpu-2:7411 does")
+    for host in hosts:
+        _address(host)
+    return hosts
+
+
+certificates_folder = click.option(
+    "--certificates",
+    type=options.PATH,
+    metavar="DIR",
+    help=f"The folder with ca.pem, cert.pem and key.pem.  [default: $CUBROKER_CERTIFICATES, else {identity.FOLDER}]",
+)
+from_hosts = click.option(
+    "--from",
+    "hosts",
+    type=_hosts,
+    metavar="HOST[:PORT],...",
+    help="Hosts that may have it; a name with several addresses stands for all of them."
+    f"  [default: $CUBROKER_PEERS, else {peers.FILE}]",
+)
+metrics = click.option(
+    "--metrics",
+    type=_metrics_address,
+    metavar="HOST:PORT",
+    help="Serve figures for Prometheus there, such as 127.0.0.1:9412.",
+)
+
+
+# -- export --------------------------------------------------------------------------------------------
+
+
+@click.command("export")
+@click.argument("patterns", metavar="[NAME...]", nargs=-1, shell_complete=completion.pools)
+@click.option(
+    "--listen",
+    type=_own_address,
+    default=f"{EVERYWHERE}:{PORT}",
+    show_default=True,
+    metavar="HOST[:PORT]",
+    help="The address to listen at; port 0: any that is free.",
+)
+@click.option(
+    "--readers",
+    type=click.IntRange(min=1, max=exporter.CONNECTIONS),
+    default=exporter.READERS,
+    show_default=True,
+    help="How many hosts may read at once. Each takes a process, and on GPUs a context, about 0.5 GiB.",
+)
+@certificates_folder
+@metrics
+@options.directory
+def export(
+    patterns: tuple[str, ...],
+    listen: Address,
+    readers: int,
+    certificates: Path | None,
+    metrics: Address | None,
+    directory: Path,
+) -> None:
+    """Let other hosts fetch pools of this one, until SIGTERM or Ctrl-C; SIGHUP has certificates read again.
+
+    NAME is a pool's, or a pattern such as 'qwen*'; without any, all that this user may attach to. A host needs a
+    certificate of the cluster's authority, and gets the pools that the user may attach to whom it names.
+    """
+    with logs.to_standard_error() as complain, options.reported(lambda why: complain(f"cubroker: {why}")):
+        meter = _export_metrics(metrics) if metrics else None
+        rules = exporter.Rules(pools=patterns or ("*",), readers=readers)
+        service = exporter.Exporter(directory, identity.find_folder(certificates), rules, meter)
+        with logs.to_standard_output() as say:
+            asyncio.run(_serve(service, listen, say))
+
+
+def _export_metrics(address: Address) -> exporter.Meter:
+    from cubroker.integrations.cluster.metrics import ExportMetrics, serve
+
+    serve(address)
+    return ExportMetrics()
+
+
+async def _serve(service: exporter.Exporter, listen: Address, say: Any) -> None:
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    manager = sd_notify.Manager.from_environment(os.environ)
+
+    def reload() -> None:
+        if manager:
+            manager.say(sd_notify.reloading())
+        try:
+            service.reload()
+        except CubrokerError as error:
+            exporter.log.error("the certificates stay as they were: %s", error.message)
+        else:
+            exporter.log.info("the certificates were read again")
+        if manager:
+            manager.say(sd_notify.ready("exporting"))
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, ended.set)
+    loop.add_signal_handler(signal.SIGHUP, reload)
+    async with service.serving(listen.host, listen.port) as (host, port):
+        where = str(Address(host, port))
+        say(f"cubroker: exporting at {where}")
+        if manager:
+            manager.say(sd_notify.ready(f"exporting at {where}"))
+        await ended.wait()
+        if manager:
+            manager.say(sd_notify.stopping())
+
+
+# -- fetch ---------------------------------------------------------------------------------------------
+
+
+@click.command("fetch")
+@click.argument("reference", metavar="NAME[@VERSION]", type=options.reference, shell_complete=completion.pools)
+@from_hosts
+@click.option(
+    "--device",
+    "chosen",
+    metavar="0,1",
+    type=options.device_list,
+    help="Devices that get a copy each: indexes, cuda:0, or UUIDs as `cubroker devices` shows them.  [default: 0]",
+)
+@click.option(
+    "--share",
+    type=click.Choice([AUTO, VMM, IPC, MULTICAST]),
+    default=AUTO,
+    show_default=True,
+    help="How workers open the memory, as for `cubroker load`.",
+)
+@click.option(
+    "--durable/--no-durable",
+    default=None,
+    help="Whether the pool stays when the broker is killed or restarted.  [default: where share and store allow it]",
+)
+@click.option("--if-absent", is_flag=True, help="Fetch only if the pool has no version; of many at once, one fetches.")
+@click.option("--follow", "following", is_flag=True, help="Fetch every new version as it is published, without end.")
+@click.option(
+    "--wait",
+    type=options.Seconds(min=0, max=MAX_WAIT),
+    metavar="SECONDS",
+    help="How long to wait for a host that has it, for room, and for another writer."
+    "  [default: 0; with --if-absent, as long as it takes]",
+)
+@click.option("--mode", type=options.mode, metavar="MODE", help="Who may attach here, like a file's: 640.")
+@click.option(
+    "--owner",
+    "owners",
+    multiple=True,
+    metavar="USER",
+    help="Whose version does with --if-absent, besides this user's, root's and the broker's."
+    "  [default: $CUBROKER_OWNER]",
+)
+@click.option(
+    "--width",
+    type=click.IntRange(min=1, max=32),
+    default=WIDTH,
+    show_default=True,
+    help="How many hosts to read from at once, at most.",
+)
+@options.seconds(
+    "--patience", "How long a host may bring nothing, and none be there once it has begun.", default=PATIENCE, least=0.1
+)
+@certificates_folder
+@metrics
+@options.as_json
+@options.directory
+def fetch_pool(
+    reference: options.Reference,
+    hosts: tuple[str, ...] | None,
+    chosen: tuple[str, ...] | None,
+    share: str,
+    durable: bool | None,
+    if_absent: bool,
+    following: bool,
+    wait: float | None,
+    mode: int | None,
+    owners: tuple[str, ...],
+    width: int,
+    patience: float,
+    certificates: Path | None,
+    metrics: Address | None,
+    as_json: bool,
+    directory: Path,
+) -> None:
+    """Publish a pool of another host, by default its current version, as the next version of pool NAME here.
+
+    Bytes come from every host that has that version, memory to memory, and are compared with digests of the source. A
+    fetch that fails or is interrupted leaves nothing behind.
+    """
+    if owners and not if_absent:
+        raise click.UsageError("--owner says whose version does with --if-absent; leave it out, or give both")
+    if following and (if_absent or reference.version or wait is not None):
+        raise click.UsageError("--follow fetches current versions for ever: leave out @VERSION, --if-absent and --wait")
+    if metrics and not following:
+        raise click.UsageError("--metrics are of a command that stays: give --follow, or leave it out")
+    common: dict[str, Any] = {
+        "directory": directory,
+        "certificates": certificates,
+        "devices": _uuids(directory, chosen) if chosen else None,
+        "share": share,
+        "mode": mode,
+        "durable": durable,
+        "width": width,
+        "patience": patience,
+    }
+    sources = peers.known(hosts or ())
+    if following:
+        _follow(reference.name, sources, common, metrics, as_json=as_json)
+        return
+    if wait is None:
+        wait = MAX_WAIT if if_absent else 0.0
+    with progress(f"fetching {reference.name}") as report:
+        fetched = fetch(
+            reference.name,
+            sources,
+            version=reference.version,
+            if_absent=if_absent,
+            owner=owners or None,
+            wait=wait,
+            progress=report,
+            **common,
+        )
+    _tell(fetched, as_json=as_json)
+
+
+def _uuids(directory: Path, chosen: Sequence[str]) -> list[str]:
+    """Return the broker's devices of these names: its own indexes, and not those that this process counts."""
+    with options.connect(directory) as broker:
+        return options.find_devices(chosen, broker.devices())
+
+
+def _follow(
+    name: str, sources: Sequence[str], common: dict[str, Any], address: Address | None, *, as_json: bool
+) -> None:
+    meter = None
+    if address:
+        from cubroker.integrations.cluster.metrics import FetchMetrics, serve
+
+        serve(address)
+        meter = FetchMetrics()
+
+    def failed(error: CubrokerError) -> None:
+        format.note(f"cubroker: {format.reason(error)}; trying again")
+        if meter:
+            meter.failed(error)
+
+    if os.getpid() == 1:  # of a container, where the signal does nothing of itself
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    manager = sd_notify.Manager.from_environment(os.environ)
+    if manager:
+        manager.say(sd_notify.ready(f"following {name}"))
+    for fetched in follow(name, sources, failed=failed, **common):
+        if meter:
+            meter.fetched(fetched)
+        if manager:
+            manager.say(sd_notify.status(f"{fetched.name}@{fetched.version}, from {', '.join(fetched.sources)}"))
+        _tell(fetched, as_json=as_json)
+
+
+def _tell(fetched: Fetched, *, as_json: bool) -> None:
+    if as_json:
+        format.document(fetched)
+    else:
+        format.say(summary(fetched, options.where()))
+
+
+def summary(fetched: Fetched, where: str = "") -> str:
+    """Return what a fetch did in one line, with `` on DIRECTORY`` if the reader does not know the broker."""
+    title = f"{fetched.name}@{fetched.version}{where}"
+    held = f"{format.count(fetched.tensors, 'tensor')}, {format.size(fetched.nbytes)}"
+    if not fetched.fetched:
+        return f"{title}: already there ({held}); nothing fetched"
+    speed = format.rate(fetched.nbytes, fetched.read_seconds)
+    sources = ", ".join(format.printable(each) for each in fetched.sources)
+    return f"{title}: {held} in {format.duration(fetched.seconds)} ({speed}) from {sources}"
+
+
+# -- peers ---------------------------------------------------------------------------------------------
+
+
+@click.command("peers")
+@click.argument("patterns", metavar="[NAME...]", nargs=-1)
+@from_hosts
+@certificates_folder
+@options.as_json
+def show_peers(
+    patterns: tuple[str, ...], hosts: tuple[str, ...] | None, certificates: Path | None, as_json: bool
+) -> None:
+    """Show which hosts export, and the pools that each of them has for this user.
+
+    NAME is a pool's, or a pattern such as 'qwen*'. The status is 1 if a host does not answer.
+    """
+    answers = peers.ask(peers.resolve(peers.known(hosts or ())), identity.find_folder(certificates))
+    answers = [_matching(answer, patterns) for answer in answers] if patterns else answers
+    if as_json:
+        format.document([_plain(answer) for answer in answers])
+    else:
+        rows = [(answer, offer) for answer in answers if answer.offers for offer in answer.offers.offers or (None,)]
+        format.print_table(
+            rows,
+            {
+                "HOST": lambda row: format.printable(str(row[0].address)),
+                "POOL": lambda row: format.printable(f"{row[1].name}@{row[1].version}") if row[1] else "none",
+                "STATE": lambda row: ("current" if row[1].current else "superseded") if row[1] else "",
+                ">SIZE": lambda row: format.size(row[1].nbytes) if row[1] else "",
+                ">TENSORS": lambda row: str(row[1].tensors) if row[1] else "",
+                ">READERS": lambda row: f"{row[0].offers.readers} of {row[0].offers.limit}" if row[0].offers else "",
+            },
+            spare=("TENSORS", "READERS", "STATE"),
+        )
+    if silent := [answer for answer in answers if answer.error]:
+        told = "; ".join(answer.error.message for answer in silent if answer.error)
+        raise CubrokerError(told)
+
+
+def _matching(answer: peers.Answer, patterns: Sequence[str]) -> peers.Answer:
+    if answer.offers is None:
+        return answer
+    kept = tuple(each for each in answer.offers.offers if any(fnmatchcase(each.name, pattern) for pattern in patterns))
+    return answer._replace(offers=type(answer.offers)(kept, answer.offers.readers, answer.offers.limit))
+
+
+def _plain(answer: peers.Answer) -> dict[str, object]:
+    offers = answer.offers
+    return {
+        "host": answer.address.host,
+        "address": answer.address.ip or None,
+        "port": answer.address.port,
+        "error": answer.error.message if answer.error else None,
+        "readers": offers.readers if offers else None,
+        "limit": offers.limit if offers else None,
+        "pools": format.plain(offers.offers) if offers else None,
+    }
+
+
+# -- certificates --------------------------------------------------------------------------------------
+
+
+@click.group("certificates")
+def certificates() -> None:
+    """Make the certificates that hosts of a cluster know each other by."""
+
+
+_authority = click.option(
+    "--authority",
+    type=options.PATH,
+    required=True,
+    metavar="DIR",
+    help="The folder that `cubroker certificates authority` made.",
+)
+_days = click.IntRange(min=1, max=36500)
+
+
+@contextmanager
+def _making() -> Iterator[Any]:
+    from cubroker.integrations.cluster import certificates as making
+
+    try:
+        yield making
+    except PermissionError as error:
+        raise CubrokerError(f"this user may not write or read {error.filename}; name another folder") from None
+
+
+@certificates.command("authority")
+@click.argument("folder", metavar="DIR", type=options.PATH)
+@click.option("--days", type=_days, default=3650, show_default=True, help="How long it is valid.")
+def make_authority(folder: Path, days: int) -> None:
+    """Make the authority of a cluster in DIR, once.
+
+    Its key signs every certificate: keep DIR on a host that is safe.
+    """
+    with _making() as making:
+        path = making.make_authority(folder, days=days)
+    format.say(f"{path}: the authority; keep {folder} safe, and give no host its ca-key.pem")
+
+
+@certificates.command("issue")
+@click.argument("folder", metavar="DIR", type=options.PATH)
+@_authority
+@click.option("--user", required=True, help="The account that the holder is on hosts that export.")
+@click.option(
+    "--host",
+    "hosts",
+    multiple=True,
+    help="A name or address by which others reach the holder's host; may be given several times. Without it the"
+    " certificate is for fetching alone.",
+)
+@click.option("--days", type=_days, default=365, show_default=True, help="How long it is valid.")
+def issue(folder: Path, authority: Path, user: str, hosts: tuple[str, ...], days: int) -> None:
+    """Make a certificate in DIR, with its key and the authority's certificate: what a host or a user needs."""
+    with _making() as making:
+        path = making.issue(authority, folder, user, hosts, days)
+    what = f"exports as {', '.join(hosts)}, and fetches" if hosts else "fetches"
+    format.say(f"{path}: {what} as user {user}; copy {folder} to its host, readable by its owner alone")
+
+
+@certificates.command("revoke")
+@click.argument("certificate", metavar="CERTIFICATE", type=options.PATH)
+@_authority
+def revoke(certificate: Path, authority: Path) -> None:
+    """Add CERTIFICATE, a file or the folder that has it, to the authority's list of revoked ones."""
+    with _making() as making:
+        path = making.revoke(authority, certificate)
+    format.say(f"{path}: copy it to every host, beside its ca.pem, and `systemctl reload cubroker-export` there")
+
+
+@certificates.command("show")
+@click.argument("certificate", metavar="CERTIFICATE", type=options.PATH)
+@options.as_json
+def show_certificate(certificate: Path, as_json: bool) -> None:
+    """Show whom CERTIFICATE, a file or the folder that has it, names, and until when it is valid."""
+    with _making() as making:
+        found = making.describe(certificate)
+    if as_json:
+        format.document({"user": found.user, "hosts": found.hosts, "until": found.until.isoformat()})
+        return
+    hosts = f"exports as {', '.join(found.hosts)}" if found.hosts else "fetches, and does not export"
+    format.say(format.printable(f"user {found.user}, {hosts}, valid until {found.until:%Y-%m-%d %H:%M} UTC"))

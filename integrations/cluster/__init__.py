@@ -1,0 +1,8 @@
+"""Pools from other hosts: a service that exports them, and calls that fetch them, memory to memory.
+
+``exporter`` serves, with a ``source_process`` for each peer; ``fetch`` fetches, by a ``fetch_process``. They speak
+``messages`` over TLS (``connection``, ``identity``, ``certificates``), and an ``engine`` moves the bytes. ``sources``
+decides where they come from, and ``peers`` finds hosts.
+
+Imports ``client`` and ``protocol``; imported by users and ``cli``.
+"""

@@ -1,0 +1,204 @@
+"""A connection to an exporter, as a fetching host has it: blocking, with a time limit for everything."""
+
+from __future__ import annotations
+
+import select
+import socket
+import ssl
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple, Self
+
+from cubroker.integrations.cluster import identity, messages
+from cubroker.integrations.cluster.messages import M, Request, Welcome
+from cubroker.protocol.errors import Denied, Invalid, Unavailable
+
+CONNECT = 10.0
+"""Seconds that an exporter has to accept a connection, to show its certificate, and to answer."""
+
+
+class Address(NamedTuple):
+    """Where an exporter is."""
+
+    #: The name or address that the user gave, which the exporter's certificate has to have.
+    host: str
+    port: int
+    #: The address to connect to, of a name that has several; empty: whichever the name has.
+    ip: str = ""
+
+    def __str__(self) -> str:
+        where = f"{self.host} ({self.ip})" if self.ip and self.ip != self.host else self.host
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{where}:{self.port}"
+
+
+def parse(text: str, *, least: int = 1) -> Address:
+    """Return the address that ``HOST``, ``HOST:PORT`` or ``[ADDRESS]:PORT`` names; raises ``Invalid``.
+
+    Args:
+        text: what a user wrote.
+        least: the lowest port; 0 for an address to listen at, where it stands for any that is free.
+    """
+    host, colon, port = text.rpartition(":") if not text.endswith("]") else (text, "", "")
+    if not colon or (":" in host and not host.startswith("[")):  # a bare address of version 6
+        host, port = text, str(messages.PORT)
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    if not can_be_host(host) or not port.isascii() or not port.isdecimal():
+        raise Invalid(f"{text[:80]!r} names no exporter; write HOST, HOST:PORT or [ADDRESS]:PORT")
+    if len(port) > 5 or not least <= int(port) < 1 << 16:
+        raise Invalid(f"{text[:80]!r} has no port that there can be")
+    return Address(host, int(port))
+
+
+def can_be_host(host: str) -> bool:
+    """Whether the system's functions take a text for a name or an address, and not for a fault of their caller."""
+    try:
+        return bool(host.encode("idna")) and host.isprintable() and not any(c in " /[]" for c in host)
+    except UnicodeError:  # a part is empty, or too long
+        return False
+
+
+class Ended(Unavailable):
+    """The exporter has closed the connection."""
+
+
+class Connection:
+    """A connection to an exporter. Not safe for threads.
+
+    Args:
+        address: where it is.
+        certificates: the folder with this side's.
+
+    Raises:
+        Unavailable: it cannot be reached, does not answer, or is no exporter.
+        Denied: it has no certificate of its name by our authority, or does not take ours.
+        CubrokerError: as :func:`~cubroker.integrations.cluster.identity.asking_context` says.
+    """
+
+    def __init__(self, address: Address, certificates: Path) -> None:
+        self.address = address
+        context = identity.asking_context(certificates)
+        try:
+            welcome = self._greet(context)
+        except Ended:  # it may be on its way down: then it cannot be reached now
+            try:
+                welcome = self._greet(context)
+            except Ended:
+                raise Denied(
+                    f"{address} ended the connection when it had seen this host's certificate: that has expired, was"
+                    " revoked, is of another authority or not for clients; its log says which"
+                ) from None
+        #: The user of the exporting host whose permissions we have there.
+        self.user = welcome.user
+
+    def _greet(self, context: ssl.SSLContext) -> Welcome:
+        """Connect and say hello.
+
+        Raises:
+            Ended: it hung up after the handshake. That is how an exporter says that it does not take our certificate.
+        """
+        self._socket = self._connect(context)
+        try:
+            return self.ask(messages.Hello(messages.VERSION), Welcome)
+        except BaseException:
+            self._socket.close()
+            raise
+
+    def _connect(self, context: ssl.SSLContext) -> ssl.SSLSocket:
+        address = self.address
+        try:
+            plain = socket.create_connection((address.ip or address.host, address.port), CONNECT)
+        except OSError as error:
+            raise Unavailable(f"no exporter answers at {address}: {error.strerror or error}") from None
+        try:
+            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return context.wrap_socket(plain, server_hostname=address.host)
+        except (OSError, ssl.CertificateError) as error:
+            plain.close()
+            refused = _refused(address, error)
+            if isinstance(refused, Ended):  # it has not seen our certificate
+                raise Unavailable(f"{refused.message}; is it an exporter, or one that is full?") from None
+            raise refused from None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+
+    def ask(self, request: Request, kind: type[M], limit: float = CONNECT) -> M:
+        """Send a request and return its answer.
+
+        Args:
+            request: what to ask.
+            kind: what the answer is.
+            limit: seconds that it may take.
+
+        Raises:
+            CubrokerError: the exporter refused.
+            Unavailable: the connection is over, or the answer does not come.
+            Denied: the exporter does not take our certificate, which it says late.
+        """
+        self.say(request)
+        return self.hear(kind, limit)
+
+    def say(self, request: Request) -> None:
+        """Send a request; its answer is to be heard. Raises as :meth:`ask` does."""
+        try:
+            self._socket.settimeout(CONNECT)
+            self._socket.sendall(messages.frame(request))
+        except OSError as error:
+            raise _refused(self.address, error) from None
+
+    def hear(self, kind: type[M], limit: float = CONNECT) -> M:
+        """Return what the exporter says next, within ``limit`` seconds; raises as :meth:`ask` does."""
+        deadline = time.monotonic() + limit
+        try:
+            head = self._exactly(messages.LENGTH.size, deadline)
+            body = self._exactly(messages.length(head, messages.MAX_REPLY), deadline)
+        except TimeoutError:
+            raise Unavailable(f"the exporter at {self.address} did not answer within {limit:g} s") from None
+        except OSError as error:
+            raise _refused(self.address, error) from None
+        return messages.expect(messages.reply(body), kind)
+
+    def pending(self) -> bool:
+        """Whether something is there to be heard."""
+        return bool(self._socket.pending() or select.select([self._socket], [], [], 0)[0])
+
+    def close(self) -> None:
+        """Close the connection; what waits for an answer in another thread gets an error."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _exactly(self, count: int, deadline: float) -> bytes:
+        data = bytearray(count)
+        view, done = memoryview(data), 0
+        while done < count:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError
+            self._socket.settimeout(left)
+            got = self._socket.recv_into(view[done:])
+            if not got:
+                raise ConnectionResetError("it was closed there")
+            done += got
+        return bytes(data)
+
+
+def _refused(address: Address, error: OSError | ssl.CertificateError) -> Unavailable | Denied:
+    """Return an error of a connection in our words: whose certificate is at fault, if one is."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return Denied(f"{address} is not taken for an exporter of this cluster: {error.verify_message}")
+    if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
+        return Ended(f"the connection to {address} is over: it was closed there")
+    if isinstance(error, ssl.SSLError):
+        reason = error.reason or str(error)
+        if "ALERT" in reason or "CERTIFICATE" in reason:
+            told = reason.lower().replace("_", " ").removeprefix("tlsv13 alert ").removeprefix("sslv3 alert ")
+            return Denied(f"the exporter at {address} does not take this host's certificate: {told}")
+        return Unavailable(f"{address} speaks no TLS that is understood here: {reason}; is it an exporter?")
+    kind = Ended if isinstance(error, ConnectionError) else Unavailable
+    return kind(f"the connection to {address} is over: {error.strerror or error}")

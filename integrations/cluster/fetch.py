@@ -1,0 +1,269 @@
+"""Fetching: a version of a pool from other hosts into the broker of this one, once or every time there is a new one.
+
+The work is done by a process of its own (:mod:`~cubroker.integrations.cluster.fetch_process`): the engine that moves
+the bytes is native code, and a source that misbehaves can end its process, but not the caller's.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from cubroker.client.broker import Owner, uids
+from cubroker.client.devices import DeviceId
+from cubroker.client.transport.requests import version_number
+from cubroker.integrations.cluster import identity, messages, peers
+from cubroker.integrations.cluster.connection import Address, Connection
+from cubroker.integrations.cluster.messages import PATIENCE, Fetched, Order, Told
+from cubroker.integrations.cluster.processes import python_command
+from cubroker.integrations.cluster.sources import WIDTH
+from cubroker.protocol import fields
+from cubroker.protocol.errors import CubrokerError, Denied, Invalid, NotFound, Unavailable, Unsupported, from_code
+from cubroker.protocol.messages import AUTO
+
+MODULE = "cubroker.integrations.cluster.fetch_process"
+
+REFUSALS = 3
+"""Rounds in which every source has refused, after which a pool is followed no more."""
+
+PAUSES = (0.5, 30.0)
+"""Seconds between two attempts to watch a pool at a host that is away: at first, and at most, after doubling."""
+
+OnProgress = Callable[[int, int], None]
+"""Called with the bytes that are there and the bytes in all."""
+
+
+def fetch(
+    name: str,
+    sources: Sequence[str],
+    *,
+    version: int | None = None,
+    directory: str | os.PathLike[str] | None = None,
+    certificates: str | os.PathLike[str] | None = None,
+    devices: Sequence[DeviceId] | None = None,
+    share: str = AUTO,
+    mode: int | None = None,
+    durable: bool | None = None,
+    if_absent: bool = False,
+    owner: Owner | Sequence[Owner] | None = None,
+    wait: float = 0.0,
+    width: int = WIDTH,
+    patience: float = PATIENCE,
+    progress: OnProgress | None = None,
+) -> Fetched:
+    """Fetch a version of a pool from other hosts, and publish it as the next version of the pool of that name here.
+
+    Its bytes are those of the source: a digest of every allocation is compared, and published with it.
+
+    Args:
+        name: the pool, there and here.
+        sources: the hosts that may have it: ``HOST``, ``HOST:PORT``, or a name that has many addresses.
+        version: which one, by its number at the first of these sources that has it; by default the current one. Other
+            sources are read from if they have the same bytes.
+        directory: that of this host's broker; by default where clients find it.
+        certificates: the folder with this host's certificate; by default ``$CUBROKER_CERTIFICATES``, else
+            ``/etc/cubroker/cluster``.
+        devices: each gets a copy; by default the first one. A version that is sharded at the source comes whole.
+        share: how the memory is shared here, as for :meth:`cubroker.Broker.create`.
+        mode: who may attach, as for ``create``.
+        durable: whether the version outlives the broker, as for ``create``.
+        if_absent: fetch only if the pool has no current version here. Of many callers one fetches while the others
+            wait; if it fails or is killed, the next one takes over.
+        owner: whose version will do with ``if_absent``, besides this user's, root's and the broker's.
+        wait: seconds to wait for a source that has it and has room for a reader, for room here, and for other writers.
+        width: how many sources are read from at once, at most.
+        patience: seconds that a source may bring nothing, and that a fetch which has begun looks for another.
+        progress: called by this thread, now and then, with bytes that are there and bytes in all.
+
+    Raises:
+        NotFound: no source has it, for the user that the certificate names.
+        Denied: a side does not take the other's certificate, or this user may not publish it here.
+        OverQuota: every source that has it has as many readers as it may.
+        Corrupted: what came is not what the sources have, twice.
+        Unavailable: no source can be reached, or all were lost; or the process of the transfer ended.
+        Unsupported: the engine is not installed here (``cubroker[nixl]``).
+        CubrokerError: of the broker, as :meth:`cubroker.Broker.create` says. No error leaves anything of the draft.
+    """
+    _check(name, width, patience)
+    folder = identity.find_folder(certificates)
+    identity.asking_context(folder)  # or say once that it cannot be used, and not for each source
+    order = Order(
+        name=name,
+        peers=tuple(sources),
+        certificates=os.fspath(folder),
+        version=version_number(version),
+        directory=None if directory is None else os.fspath(Path(directory).absolute()),
+        devices=None if devices is None else tuple(map(_plain, devices)),
+        share=share,
+        mode=mode,
+        durable=durable,
+        if_absent=if_absent,
+        owners=uids(owner),
+        wait=wait,
+        width=width,
+        patience=patience,
+    )
+    return carry_out(order, progress)
+
+
+def follow(
+    name: str,
+    sources: Sequence[str],
+    *,
+    directory: str | os.PathLike[str] | None = None,
+    certificates: str | os.PathLike[str] | None = None,
+    devices: Sequence[DeviceId] | None = None,
+    share: str = AUTO,
+    mode: int | None = None,
+    durable: bool | None = None,
+    width: int = WIDTH,
+    patience: float = PATIENCE,
+    progress: OnProgress | None = None,
+    failed: Callable[[CubrokerError], None] | None = None,
+) -> Iterator[Fetched]:
+    """Fetch every new version of a pool as it is published at a source, without end; yields what was fetched.
+
+    Versions that come faster than they can be fetched are seen as one, the last. A source that is away is looked for,
+    and another one followed meanwhile. Arguments are those of :func:`fetch`.
+
+    Args:
+        name: the pool, there and here.
+        sources: the hosts that may have it.
+        directory: that of this host's broker.
+        certificates: the folder with this host's certificate.
+        devices: each gets a copy.
+        share: how the memory is shared here.
+        mode: who may attach.
+        durable: whether the versions outlive the broker.
+        width: how many sources are read from at once.
+        patience: seconds that a source may bring nothing.
+        progress: called with bytes that are there and bytes in all.
+        failed: called with every error that passes by itself: a source that is away, no room for the moment.
+
+    Raises:
+        Denied: a side does not take the other's certificate, or this user may not publish here.
+        CubrokerError: any other that does not pass by itself.
+    """
+    _check(name, width, patience)
+    if not sources:
+        raise Unavailable(f"{name} cannot be followed: no host is known")
+    folder = identity.find_folder(certificates)
+    identity.asking_context(folder)
+    order = Order(
+        name=name,
+        peers=tuple(sources),
+        certificates=os.fspath(folder),
+        directory=None if directory is None else os.fspath(Path(directory).absolute()),
+        devices=None if devices is None else tuple(map(_plain, devices)),
+        share=share,
+        mode=mode,
+        durable=durable,
+        if_changed=True,
+        wait=PAUSES[1],
+        width=width,
+        patience=patience,
+    )
+    return _following(order, folder, progress, failed or (lambda _: None))
+
+
+def _following(
+    order: Order, folder: Path, progress: OnProgress | None, failed: Callable[[CubrokerError], None]
+) -> Iterator[Fetched]:
+    pause, refusals = PAUSES[0], 0
+    while True:
+        refused: list[CubrokerError] = []
+        addresses = peers.resolve(order.peers)
+        for address in addresses:
+            try:
+                for version in _versions(address, folder, order.name, last=len(addresses) == 1):
+                    fetched = carry_out(msgspec.structs.replace(order, version=version, leader=str(address)), progress)
+                    pause, refusals = PAUSES[0], 0
+                    if fetched.fetched:
+                        yield fetched
+            except Unsupported:
+                raise
+            except CubrokerError as error:
+                failed(error)
+                if isinstance(error, Denied | Invalid):
+                    refused.append(error)
+        refusals = refusals + 1 if refused and len(refused) == len(addresses) else 0
+        if refusals == REFUSALS:
+            raise refused[0]
+        time.sleep(pause)
+        pause = min(2 * pause, PAUSES[1])
+
+
+def _versions(address: Address, folder: Path, name: str, *, last: bool) -> Iterator[int]:
+    """Yield the number of a host's current version, and of each that becomes the current one.
+
+    Of those that were published meanwhile only the last is yielded. It ends if the host has none, unless it is the
+    ``last`` one.
+    """
+    with Connection(address, folder) as connection:
+        current, seen = connection.ask(messages.Watch(name), messages.Current), 0
+        while last or current.version:
+            while connection.pending():
+                current = connection.hear(messages.Current)
+            if current.version not in (0, seen):  # it is repeated now and then
+                seen = current.version
+                yield seen
+            else:
+                current = connection.hear(messages.Current, 3 * messages.WATCH_BEAT)
+    raise NotFound(f"{address} has no {name} that this host may fetch")
+
+
+def _check(name: str, width: int, patience: float) -> None:
+    fields.check_pool_name(name)
+    if width < 1:
+        raise Invalid(f"width is {width}, and at least 1 source is read from")
+    if not patience > 0:
+        raise Invalid(f"patience is {patience:g} s; it has to be more than 0")
+
+
+def _plain(device: DeviceId) -> str | int:
+    return device if isinstance(device, int) else str(device)
+
+
+def carry_out(order: Order, progress: OnProgress | None = None) -> Fetched:
+    """Have a process do what is ordered, and return what it did; raises as :func:`fetch` does."""
+    command = python_command(MODULE)
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0) as process:  # noqa: S603
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            with suppress(BrokenPipeError):
+                process.stdin.write(msgspec.json.encode(order) + b"\n")
+                process.stdin.flush()
+            for line in process.stdout:
+                told = _read(line)
+                if told.progress and progress:
+                    progress(*told.progress)
+                if told.error:
+                    raise from_code(*told.error)
+                if told.fetched:
+                    return told.fetched
+            raise Unavailable(
+                f"the process that fetched {order.name} {_end(process.wait())}; `cubroker ls` says whether it is there"
+            )
+        finally:
+            process.kill()  # its draft ends with it
+
+
+def _read(line: bytes) -> Told:
+    try:
+        return msgspec.json.decode(line, type=Told)
+    except msgspec.MsgspecError as error:
+        raise Unavailable(f"the process of the transfer said what cannot be read: {error}") from None
+
+
+def _end(status: int) -> str:
+    if status >= 0:
+        return f"ended with status {status}; its log says why"
+    return f"was ended by {signal.Signals(-status).name}: the engine failed, or was killed"

@@ -1,0 +1,574 @@
+"""The process that fetches one version: ``python -m cubroker.integrations.cluster.fetch_process``.
+
+It is told what to fetch by a line of JSON, and says how far it is, and how it ended, in lines of JSON. It opens the
+version at its sources, creates a draft, reads all of it with one thread and one engine per source, compares a digest of
+every allocation with what the sources say, and seals. Killed at any moment it leaves nothing: the draft ends with it.
+
+A source that is lost is replaced by another host that has the same bytes, or by itself once it is back. Two hosts have
+the same version if layout and digests are the same, whatever its number is there.
+
+The main thread decides, and waits for events: a source has answered, opened, or is lost; an allocation is whole, or is
+not what it should be. Each source has a thread, which alone uses its connection and its engine. One more thread
+computes digests, of pieces as they come.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from math import inf
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from random import Random
+from threading import Thread
+from typing import NoReturn, TypeAlias
+
+import msgspec
+
+from cubroker.client import Broker, Draft, Pool, digests
+from cubroker.client.devices import find
+from cubroker.client.loading.copy import copy_between_devices, hold_all, target_of
+from cubroker.client.loading.loader import trusted
+from cubroker.integrations.cluster import engine, peers
+from cubroker.integrations.cluster.connection import Address
+from cubroker.integrations.cluster.filling import Failed, Filled, Filling, Whole, Wrong
+from cubroker.integrations.cluster.messages import Fetched, Open, Opened, Order, Told
+from cubroker.integrations.cluster.source_thread import Answered, Lost, Ready, Reported, Source
+from cubroker.integrations.cluster.sources import ASKED, Candidate, by_room
+from cubroker.protocol.errors import (
+    Corrupted,
+    CubrokerError,
+    Denied,
+    Invalid,
+    NotFound,
+    OverQuota,
+    Unavailable,
+    Unsupported,
+    from_code,
+)
+from cubroker.protocol.layout import Layout
+
+AGAIN = (0.5, 8.0)
+"""Seconds until a host that was lost is asked again: at first, and at most, after doubling."""
+
+GATHER = 0.2
+"""Seconds that the answers of other hosts are waited for after the first, to choose among them."""
+
+REPORT = 0.1
+"""Seconds between two reports of progress."""
+
+LEAVE = 15.0
+"""Seconds that the threads have to end."""
+
+SHOWN = 5
+"""Hosts whose errors are told one by one."""
+
+
+Happened: TypeAlias = Reported | Filled
+"""An event of the main thread."""
+
+
+# -- where it comes from -------------------------------------------------------------------------------
+
+
+class Host:
+    """A host that may be asked: when, and for what it was given up."""
+
+    def __init__(self, address: Address) -> None:
+        self.address = address
+        self.source: Source | None = None
+        self.error: CubrokerError | None = None
+        #: The version's number there, once it has opened it.
+        self.version = 0
+        #: When it may be asked again; infinity: never.
+        self.due = 0.0
+        self._pause = AGAIN[0]
+
+    def put_off(self, error: CubrokerError | None) -> None:
+        """Note that it is gone for now, and for what reason; None: others were chosen."""
+        self.source, self.error = None, error or self.error
+        self.due = time.monotonic() + self._pause
+        self._pause = min(2 * self._pause, AGAIN[1])
+
+    def exclude(self, error: CubrokerError) -> None:
+        """Never ask it again."""
+        self.source, self.error, self.due = None, error, inf
+
+
+class Sources:
+    """The hosts that may have a version, and those of them that bring it. All methods are the main thread's."""
+
+    def __init__(self, order: Order, events: SimpleQueue[Happened]) -> None:
+        self._order = order
+        self._events = events
+        self._chance = Random()  # noqa: S311  # which of equal hosts is asked
+        self._hosts = [Host(address) for address in peers.resolve(order.peers)]
+        if not order.version:  # else the first that has it says what it is
+            self._chance.shuffle(self._hosts)  # or all hosts of a cluster would ask the same ones first
+        self._started: list[Source] = []
+        #: Hosts that have answered, and were told nothing yet.
+        self._candidates: dict[Source, Candidate] = {}
+        self._gathered = 0.0
+        self._content: tuple[bytes, tuple[bytes, ...]] | None = None
+        self._filling: Filling | None = None
+        #: Those that were told to open it.
+        self._engaged: set[Source] = set()
+        #: Those that have opened it, and have the same bytes as the first one.
+        self._same: dict[int, Source] = {}
+        #: Those that bytes come from.
+        self.reading: dict[int, Source] = {}
+        self.used: dict[str, None] = {}
+
+    def ask(self, *, again: bool = True) -> None:
+        """Ask hosts that may be asked now, as long as more sources are wanted: the one first that waits longest.
+
+        Args:
+            again: whether to ask those that were asked before.
+        """
+        now = time.monotonic()
+        due = [host for host in self._askable() if host.due <= now and (again or not host.error)]
+        due.sort(key=lambda host: host.due)
+        for host in due[: self._room()]:
+            host.source = Source(len(self._started), host.address, Path(self._order.certificates), self._events.put)
+            self._started.append(host.source)
+
+    def _askable(self) -> list[Host]:
+        """Return the hosts that can be asked: at first the leader alone, if there is one."""
+        leading = self._content is None and self._order.leader
+        return [
+            host
+            for host in self._hosts
+            if host.source is None and host.due < inf and (not leading or str(host.address) == self._order.leader)
+        ]
+
+    def _room(self) -> int:
+        """Return how many hosts more to ask."""
+        asked = sum(host.source is not None for host in self._hosts) - len(self._engaged)
+        wanted = self._order.width - len(self._engaged)
+        return max(0, (wanted if self._engaged else ASKED) - asked)
+
+    def next_due(self) -> float:
+        """Seconds until something is to be done, if nothing happens."""
+        times = [host.due for host in self._askable()] if self._room() else []
+        if self._candidates:
+            times.append(self._gathered)
+        return max(0.0, min(times, default=inf) - time.monotonic())
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether no host can be asked any more, and none has been asked."""
+        return not self._askable() and not self.asking
+
+    @property
+    def asking(self) -> bool:
+        """Whether an answer may still come."""
+        return any(host.source is not None for host in self._hosts)
+
+    @property
+    def bringing(self) -> bool:
+        """Whether a source that is read from has brought anything; else one that always fails would do for ever."""
+        return any(source.brought for source in self.reading.values())
+
+    def answered(self, event: Answered) -> None:
+        """Take a host's answer: it is a candidate if it has the pool."""
+        host = self._host(event.source)
+        if host is None:
+            return
+        if not any(offer.name == self._order.name for offer in event.offers.offers):
+            event.source.leave()
+            host.put_off(NotFound(f"it has no {self._order.name} that this host may fetch"))
+            return
+        if not self._candidates:
+            self._gathered = time.monotonic() + GATHER
+        self._candidates[event.source] = Candidate(str(event.source.number), event.offers.readers, event.offers.limit)
+
+    def choose(self) -> None:
+        """Have the best of the candidates open the version, once there was time for the others to answer."""
+        waited = sum(host.source is not None for host in self._hosts) - len(self._engaged)
+        if not self._candidates or (time.monotonic() < self._gathered and len(self._candidates) < waited):
+            return
+        room = max(0, self._order.width - len(self._engaged))
+        by_number = {str(source.number): source for source in self._candidates}
+        chosen = [by_number[each.peer] for each in by_room(self._candidates.values(), self._chance)]
+        if self._order.version and self._content is None:  # the number is that of the first that was given
+            chosen, room = sorted(chosen, key=lambda source: source.number), min(1, room)
+        for source in [*self._candidates]:
+            host = self._host(source)
+            assert host
+            if source in chosen[:room]:
+                self._engaged.add(source)
+                source.open(Open(self._order.name, host.version or self._wanted()))
+            else:
+                source.leave()
+                host.put_off(OverQuota("as many hosts read from it as may") if source not in chosen else None)
+        self._candidates.clear()
+
+    def _wanted(self) -> int:
+        """Return the number of the version, of a host that has not opened it; 0: the current one."""
+        return self._order.version if self._content is None else 0
+
+    def ready(self, event: Ready) -> bool:
+        """Take a host that has opened the version; returns whether it is the first of all."""
+        host = self._host(event.source)
+        if host is None:
+            return False
+        found = event.opened.layout, tuple(place.digest for place in event.opened.places)
+        first = self._content is None
+        try:
+            _check(event.opened)
+            if not first and found != self._content:
+                raise NotFound(f"its {self._order.name} has other bytes than the first source's")
+        except (Invalid, NotFound) as error:
+            event.source.leave()
+            self._engaged.discard(event.source)
+            host.exclude(error)
+            return False
+        self._content, host.version = found, event.opened.version
+        self._same[event.source.number] = event.source
+        if self._filling:
+            self._begin(event.source, self._filling)
+        return first
+
+    def fill(self, filling: Filling) -> None:
+        """Have all that have opened the version bring it."""
+        self._filling = filling
+        for source in self._same.values():
+            self._begin(source, filling)
+
+    def _begin(self, source: Source, filling: Filling) -> None:
+        self.reading[source.number] = source
+        self.used[str(source.address)] = None
+        source.read(filling)
+
+    def lost(self, event: Lost) -> None:
+        """Note that a host is gone: it may be asked again later, unless it will never do."""
+        self.reading.pop(event.source.number, None)
+        self._candidates.pop(event.source, None)
+        self._same.pop(event.source.number, None)
+        self._engaged.discard(event.source)
+        host = self._host(event.source)
+        if host is None:  # it was given up before
+            return
+        if isinstance(event.error, Denied | Invalid | Unsupported):
+            host.exclude(event.error)
+        else:
+            host.put_off(event.error)
+
+    def drop(self, numbers: set[int], error: CubrokerError) -> bool:
+        """Exclude sources, if others are left; returns whether there are."""
+        if not self._same.keys() - numbers:
+            return False
+        for host in self._hosts:
+            if host.source and host.source.number in numbers:
+                host.source.leave()
+                self.reading.pop(host.source.number, None)
+                self._same.pop(host.source.number, None)
+                self._engaged.discard(host.source)
+                host.exclude(error)
+        return True
+
+    def give_up(self) -> None:
+        """Do without sources that were told to read and are still not connected."""
+        now, patience = time.monotonic(), self._order.patience
+        for source in [*self.reading.values()]:
+            if not source.writing and now - source.told > patience:
+                source.leave()
+                self.lost(Lost(source, Unavailable(f"{source.address} could not be read from within {patience:g} s")))
+
+    def end(self) -> None:
+        """Have all threads end, and return when those have that write; end this process if one does not.
+
+        An engine writes until it is closed, and memory must not be given back before.
+        """
+        if self._filling:
+            self._filling.end_joining()
+        for source in self._started:
+            source.leave()
+        deadline = time.monotonic() + LEAVE
+        writing = [source for source in self._started if source.writing]
+        if not all(source.join(max(0.0, deadline - time.monotonic())) for source in writing):
+            _end("a source's engine does not end; nothing was published")
+
+    def why(self) -> CubrokerError:
+        """Return the reason why there is no source, of the kind that tells most, with what each host says."""
+        errors = [(host.address, host.error) for host in self._hosts if host.error]
+        for kind in (Corrupted, Denied, Invalid, Unsupported, OverQuota, NotFound, CubrokerError):
+            errors.sort(key=lambda pair: not isinstance(pair[1], kind))
+            if errors and isinstance(errors[0][1], kind):
+                told = [
+                    each.message if str(address) in each.message else f"{address}: {each.message}"
+                    for address, each in errors[:SHOWN]
+                ]
+                more = len(errors) - len(told)
+                told += [f"and {more} hosts more"] * (more > 0)
+                return from_code(errors[0][1].code, f"{self._order.name} cannot be fetched: {'; '.join(told)}")
+        return Unavailable(f"{self._order.name} cannot be fetched: no host is known")
+
+    def _host(self, source: Source) -> Host | None:
+        """Return a source's host; None if it was given up."""
+        return next((host for host in self._hosts if host.source is source), None)
+
+
+# -- the whole -----------------------------------------------------------------------------------------
+
+
+def _check(opened: Opened) -> None:
+    """Raise ``Invalid`` unless what a source says of a version fits together."""
+    layout = Layout.decode(opened.layout)
+    if tuple(place.nbytes for place in opened.places) != layout.allocations:
+        raise Invalid("the source says of a version what does not fit together; it is not of this project, or damaged")
+    if opened.algorithm != digests.DEFINITION:
+        raise Invalid(f"the source has digests by {opened.algorithm}, and this build has {digests.DEFINITION}; upgrade")
+
+
+class Fetch:
+    """One fetch, from the order to the published version."""
+
+    def __init__(self, order: Order, report: Callable[[int, int], None]) -> None:
+        self._order = order
+        self._report = report
+        self._events: SimpleQueue[Happened] = SimpleQueue()
+        self._began = time.monotonic()
+        self._sources = Sources(order, self._events)
+
+    def run(self) -> Fetched:
+        """Do what is ordered; arguments and errors are those of :func:`~cubroker.integrations.cluster.fetch.fetch`."""
+        order = self._order
+        with ExitStack() as undo:
+            broker = undo.enter_context(Broker(order.directory))
+            order = msgspec.structs.replace(order, devices=_uuids(broker, order))
+            if order.if_absent:  # those that wait for their turn hold nothing at the sources
+                undo.enter_context(broker.lock(order.name, timeout=order.wait))
+                if (there := _present(broker, order)) is not None:
+                    return self._there(undo.enter_context(there))
+            engine.load()  # or say at once that it is not installed
+            undo.callback(self._sources.end)
+            opened = self._open()
+            layout = Layout.decode(opened.layout)
+            if order.if_changed and (there := _same(broker, order, opened)) is not None:
+                return self._there(undo.enter_context(there))
+            left = max(0.0, self._began + order.wait - time.monotonic())
+            pool = undo.enter_context(_drafted(broker, order, layout, left))
+            if not isinstance(pool, Draft):
+                return self._there(pool)
+            began = time.monotonic()
+            with hold_all([target_of(replica) for replica in pool.replicas]):
+                self._fill(pool, opened)
+            seconds = time.monotonic() - began
+            uuids = [replica.memory_device.uuid for replica in pool.replicas]
+            version = pool.seal(digest=digests.of_replicas(uuids, [place.digest for place in opened.places]))
+            return Fetched(
+                name=order.name,
+                version=version,
+                nbytes=layout.nbytes,
+                tensors=len(layout.tensors),
+                seconds=time.monotonic() - self._began,
+                read_seconds=seconds,
+                sources=tuple(self._sources.used),
+                fetched=True,
+            )
+
+    def _there(self, pool: Pool) -> Fetched:
+        layout, seconds = pool.layout, time.monotonic() - self._began
+        return Fetched(pool.name, pool.version, layout.nbytes, len(layout.tensors), seconds, 0.0, (), fetched=False)
+
+    def _open(self) -> Opened:
+        """Return what the first source that has the version says of it."""
+        deadline = self._began + self._order.wait
+        while True:
+            self._sources.ask(again=time.monotonic() < deadline)
+            event = self._event(min(self._sources.next_due(), max(0.0, deadline - time.monotonic()) or REPORT))
+            if isinstance(event, Ready) and self._sources.ready(event):
+                return event.opened
+            if not self._sources.asking and (time.monotonic() >= deadline or self._sources.hopeless):
+                raise self._sources.why()
+
+    def _fill(self, draft: Draft, opened: Opened) -> None:
+        """Fill a draft from all sources, and check it."""
+        filling = Filling(draft, opened, self._order.patience, self._events.put)
+        try:
+            self._sources.fill(filling)
+            self._complete(filling)
+        finally:
+            self._sources.end()  # before anything is unmapped
+            filling.close()
+        filling.check_doubled()
+        targets = [target_of(replica) for replica in draft.replicas]
+        copy_between_devices(targets, [place.nbytes for place in opened.places])
+
+    def _complete(self, filling: Filling) -> None:
+        """Return when every allocation is there and has its digest."""
+        whole: set[tuple[int, int]] = set()
+        wrong: set[tuple[int, int]] = set()
+        alive = time.monotonic()
+        while len(whole) < filling.allocations:
+            self._report(*filling.progress)
+            self._sources.give_up()
+            self._sources.ask()
+            event = self._event(min(REPORT, self._sources.next_due()))
+            match event:
+                case Ready():
+                    self._sources.ready(event)
+                case Whole():
+                    whole.add((event.replica, event.allocation))
+                case Wrong(replica, allocation):
+                    brought = filling.again(event)
+                    error = Corrupted(
+                        f"allocation {allocation} of {self._order.name} came with other bytes than it has"
+                    )
+                    if not self._sources.drop(brought, error):
+                        if (replica, allocation) in wrong:
+                            raise Corrupted(
+                                f"{error.message}, twice, and no other host has them: what is on the way changes them,"
+                                f" or the source's memory; check it there with `cubroker verify --digest`"
+                            )
+                        wrong.add((replica, allocation))
+            now = time.monotonic()
+            alive = now if self._sources.bringing else alive
+            late = now - alive > self._order.patience or self._sources.hopeless
+            if late and not self._sources.reading:
+                raise self._sources.why()
+        self._report(*filling.progress)
+
+    def _event(self, limit: float) -> Happened | None:
+        """Wait up to ``limit`` seconds for an event, and do what every phase does with it."""
+        try:
+            event = self._events.get(timeout=min(limit, 3600.0))
+        except Empty:
+            event = None
+        match event:
+            case Answered():
+                self._sources.answered(event)
+            case Lost():
+                self._sources.lost(event)
+            case Failed(error):
+                raise error
+        self._sources.choose()
+        return event
+
+
+def _uuids(broker: Broker, order: Order) -> tuple[str, ...]:
+    """Return the devices; by default the broker's first one, which may be another than this process's."""
+    if order.devices is None:
+        return (broker.devices()[0].uuid,)
+    return tuple(find(broker.driver, device).uuid for device in order.devices)
+
+
+def _present(broker: Broker, order: Order) -> Pool | None:
+    """Return the current version, if there is one, of a user that will do."""
+    try:
+        assert order.devices
+        return broker.attach(order.name, device=order.devices[0], owner=trusted(broker, order.owners))
+    except NotFound:
+        return None
+
+
+def _same(broker: Broker, order: Order, opened: Opened) -> Pool | None:
+    """Return the current version if it has the bytes that a source has, on all devices that are to get it."""
+    name = order.name
+    try:
+        info, layout, _ = broker.describe(name)
+        answer = broker.digests(name, info.version)
+    except NotFound:
+        return None
+    if layout.encode() != opened.layout or answer.digests is None or info.sharded:
+        return None
+    if not set(order.devices or ()) <= set(info.devices):
+        return None
+    if answer.digests.replicas[0] != tuple(place.digest for place in opened.places):
+        return None
+    return broker.attach(name, version=info.version, device=info.devices[0])
+
+
+def _drafted(broker: Broker, order: Order, layout: Layout, wait: float) -> Pool:
+    if order.if_absent:
+        return broker.attach_or_create(
+            order.name,
+            layout,
+            devices=order.devices,
+            share=order.share,
+            wait=wait,
+            mode=order.mode,
+            durable=order.durable,
+            owner=trusted(broker, order.owners),
+        )
+    return broker.create(
+        order.name,
+        layout,
+        devices=order.devices,
+        share=order.share,
+        wait=wait,
+        mode=order.mode,
+        durable=order.durable,
+    )
+
+
+# -- the process ---------------------------------------------------------------------------------------
+
+_out = sys.stdout.buffer
+
+
+def _say(told: Told) -> None:
+    _out.write(msgspec.json.encode(told) + b"\n")
+    _out.flush()
+
+
+@contextmanager
+def _own_output() -> Iterator[None]:
+    """Keep standard output for our lines: libraries that print there print to standard error instead."""
+    global _out
+    with os.fdopen(os.dup(1), "wb") as stream:
+        os.dup2(2, 1)
+        _out = stream
+        yield
+
+
+def _end(why: str) -> NoReturn:
+    """End this process at once, and say why: the interpreter's own end would unmap what an engine may still write."""
+    _say(Told(error=(Unavailable.code, why)))
+    os._exit(1)
+
+
+def _end_with_caller() -> None:
+    """End when standard input does: the process that ordered this is gone, and its draft goes with this one."""
+    while os.read(0, 1):  # by its number: a thread that waits in a buffered stream would stop the interpreter's end
+        pass
+    os._exit(1)
+
+
+def main() -> None:
+    """Do what a line of standard input orders, and say how it ended."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller gets it, too, and ends this process
+    order = msgspec.json.decode(sys.stdin.buffer.readline(), type=Order)
+    Thread(target=_end_with_caller, name="cubroker-caller", daemon=True).start()
+    with _own_output():
+        said = 0.0
+
+        def report(done: int, total: int) -> None:
+            nonlocal said
+            now = time.monotonic()
+            if now - said >= REPORT or done == total:
+                said = now
+                _say(Told(progress=(done, total)))
+
+        status = 1
+        try:
+            fetched = Fetch(order, report).run()
+            _say(Told(fetched=fetched))
+            status = 0
+        except CubrokerError as error:
+            _say(Told(error=(error.code, error.message)))
+            status = 0
+        finally:
+            if status:
+                traceback.print_exc()
+            os._exit(status)  # at once: a thread may wait for a host that is away, or an engine write
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""A draft's memory while sources fill it: which piece comes from which source, and whether all came as it was."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
+from threading import Lock, Thread
+from typing import NamedTuple, TypeAlias
+
+from cubroker.client import Draft, digests
+from cubroker.client.loading.copy import at_address
+from cubroker.integrations.cluster.engine import Region
+from cubroker.integrations.cluster.messages import Opened
+from cubroker.integrations.cluster.sources import Piece, Striping, cut
+from cubroker.protocol.errors import Corrupted, CubrokerError, Unavailable
+
+
+class Whole(NamedTuple):
+    """An allocation of a replica has the digest that it should have."""
+
+    replica: int
+    allocation: int
+
+
+class Wrong(NamedTuple):
+    """It has another one."""
+
+    replica: int
+    allocation: int
+
+
+class Failed(NamedTuple):
+    """This side cannot go on."""
+
+    error: CubrokerError
+
+
+Filled: TypeAlias = Whole | Wrong | Failed
+"""What happens to memory that is filled."""
+
+
+class Filling:
+    """A draft's memory while sources fill it. Any thread may call it.
+
+    The replicas that are read into are those that have no upstream; the others are copied from device to device later.
+    """
+
+    def __init__(self, draft: Draft, opened: Opened, patience: float, report: Callable[[Filled], object]) -> None:
+        #: Seconds after which a source that brings nothing of what it began is given up.
+        self.patience = patience
+        self._opened = opened
+        self._report = report
+        self._lock = Lock()
+        self._over = False
+        #: Of the first device that is read into.
+        self.context = draft.replicas[0].context
+        self._host = self.context.host
+        self._replicas = {
+            number: replica for number, replica in enumerate(draft.replicas) if number == 0 or not replica.upstream
+        }
+        self._views = {
+            number: [
+                Region(view.pointer, view.nbytes, None if self._host else view.memory_device.index)
+                for view in replica.allocation_views
+            ]
+            for number, replica in self._replicas.items()
+        }
+        self._ranges = {number: replica.digest_ranges() for number, replica in self._replicas.items()}
+        sizes = [place.nbytes for place in opened.places]
+        self._striping = Striping(cut(sizes, list(self._replicas)))
+        self._sums = {
+            (each, number): digests.PartialDigest() for each in self._replicas for number in range(len(sizes))
+        }
+        self._checks: SimpleQueue[tuple[Piece, bool] | None] = SimpleQueue()
+        self._checker = Thread(target=self._check, name="cubroker-digests", daemon=True)
+        self._checker.start()
+
+    @property
+    def regions(self) -> list[Region]:
+        """All of the memory that is read into."""
+        return [region for regions in self._views.values() for region in regions]
+
+    @property
+    def allocations(self) -> int:
+        """How many allocations are to become whole, on all replicas that are read into."""
+        return len(self._sums)
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Bytes that are there, and bytes in all."""
+        return self._striping.nbytes, self._striping.total
+
+    def local(self, piece: Piece) -> Region:
+        """Return where a piece goes."""
+        region = self._views[piece.replica][piece.allocation]
+        return Region(region.pointer + piece.offset, piece.nbytes, region.device)
+
+    def join(self, source: int) -> bool:
+        """See :meth:`Striping.join`; returns False, and the source must not read, if it comes too late."""
+        with self._lock:
+            if not self._over:
+                self._striping.join(source, time.monotonic())
+            return not self._over
+
+    def end_joining(self) -> None:
+        """Let no source join from now on."""
+        with self._lock:
+            self._over = True
+
+    def begin(self, source: int) -> Piece | None:
+        """See :meth:`Striping.begin`."""
+        with self._lock:
+            return self._striping.begin(source, time.monotonic())
+
+    def end(self, source: int, piece: Piece) -> None:
+        """Note that a piece is there."""
+        with self._lock:
+            before = self._striping.nbytes
+            whole = self._striping.end(source, piece, time.monotonic())
+            if self._striping.nbytes > before:  # else another source was faster
+                self._checks.put((piece, whole))
+
+    def lose(self, source: int) -> None:
+        """See :meth:`Striping.lose`."""
+        with self._lock:
+            self._striping.lose(source)
+
+    def silent(self, source: int) -> float:
+        """See :meth:`Striping.silent`."""
+        with self._lock:
+            return self._striping.silent(source, time.monotonic())
+
+    def again(self, wrong: Wrong) -> set[int]:
+        """See :meth:`Striping.again`."""
+        self._sums[wrong] = digests.PartialDigest()
+        with self._lock:
+            return self._striping.again(*wrong)
+
+    def check_doubled(self) -> None:
+        """Check again what two sources have brought, once neither writes any more; raises ``Corrupted``.
+
+        A piece that one source did not bring in time was read from another one. Its first copy was checked, and the
+        second may have come after that.
+        """
+        for replica, allocation in self._striping.doubled:
+            (found,) = digests.compute("what was fetched", [self._ranges[replica][allocation]]).values()
+            if found != self._opened.places[allocation].digest:
+                raise Corrupted(
+                    f"allocation {allocation} of {self._opened.name} was overwritten by a source that has other bytes"
+                )
+
+    def close(self) -> None:
+        """End the thread that computes digests."""
+        self._checks.put(None)
+        self._checker.join()
+
+    def _check(self) -> None:
+        error: CubrokerError | None = Unavailable("the thread that computes digests failed; its log says why")
+        try:
+            while check := self._checks.get():
+                piece, whole = check
+                if self._host:
+                    self._sums[piece[:2]].add(at_address(self.local(piece).pointer, piece.nbytes), piece.offset)
+                if whole:
+                    self._compare(*piece[:2])
+            error = None
+        except CubrokerError as failure:
+            error = failure
+        finally:
+            if error:
+                self._report(Failed(error))
+
+    def _compare(self, replica: int, allocation: int) -> None:
+        place = self._opened.places[allocation]
+        if self._host:
+            found = self._sums[replica, allocation].finish(place.nbytes)
+        else:
+            (found,) = digests.compute("what was fetched", [self._ranges[replica][allocation]]).values()
+        kind = Whole if found == place.digest else Wrong
+        self._report(kind(replica, allocation))

@@ -1,0 +1,295 @@
+"""What a host that fetches and a host that exports say to each other, and how it is framed; no sockets.
+
+A connection is TLS over TCP, and each message is a frame: its length as four bytes, big-endian, and as many bytes of
+msgpack. The fetching side begins with :class:`Hello` and then asks; the exporting side answers each request with one
+message, and a :class:`Watch` with one more after every change. Bytes of pools never go this way: the engines move them.
+
+Whatever comes in is bounded before it is decoded, and decoded into these types alone. The process that fetches
+(:mod:`~cubroker.integrations.cluster.fetch_process`) is told an :class:`Order`, as a line of JSON, and answers with
+lines that are :class:`Told`.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Annotated, TypeAlias, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from cubroker.integrations.cluster.sources import WIDTH
+from cubroker.protocol.errors import CubrokerError, Invalid, from_code
+from cubroker.protocol.fields import MAX_DEVICES, MAX_ITEMS
+from cubroker.protocol.messages import AUTO
+
+VERSION = 1
+"""The protocol that this build speaks."""
+
+PORT = 7411
+"""Where an exporter listens, if nothing else is said."""
+
+PATIENCE = 20.0
+"""Seconds that a source may bring nothing, and that a fetch goes on without any source, if nothing else is said."""
+
+MAX_REQUEST = 64 << 10
+"""Bytes of the longest frame that an exporter reads: requests have no long fields."""
+
+MAX_REPLY = 64 << 20
+"""Bytes of the longest frame that a fetching host reads: a reply may have the layout of a pool."""
+
+WATCH_BEAT = 20.0
+"""Seconds after which an exporter repeats the current version to a peer that watches it."""
+
+LENGTH = struct.Struct(">I")
+
+Name = Annotated[str, Meta(min_length=1, max_length=255)]
+Text = Annotated[str, Meta(max_length=2000)]
+Natural = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Positive = Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
+Digest = Annotated[bytes, Meta(min_length=16, max_length=16)]
+
+
+class Message(Struct, frozen=True, tag=True):
+    """Has its class's name in the field ``type``."""
+
+
+# -- from the host that fetches ------------------------------------------------------------------------
+
+
+class Hello(Message, frozen=True):
+    """Begins a connection."""
+
+    #: The newest protocol that this side speaks.
+    version: Positive
+
+
+class List(Message, frozen=True):
+    """Asks for the versions that this peer may fetch: :class:`Offers`."""
+
+
+class Open(Message, frozen=True):
+    """Asks for the memory of a version: :class:`Opened`. A connection opens one version, once."""
+
+    name: Name
+    #: 0: the current one.
+    version: Natural = 0
+    #: What this side reads with (:mod:`~cubroker.integrations.cluster.engine`).
+    engine: Name = "nixl"
+
+
+class Watch(Message, frozen=True):
+    """Asks for the current version of a pool, now and after every change: :class:`Current`, again and again."""
+
+    name: Name
+
+
+class Progress(Message, frozen=True):
+    """Says that the peer lives and how many bytes it has read: :class:`Going`."""
+
+    nbytes: Natural
+
+
+# -- from the host that exports ------------------------------------------------------------------------
+
+
+class Welcome(Message, frozen=True):
+    """Answers :class:`Hello`."""
+
+    #: The protocol of this connection: the newest that both sides speak.
+    version: Positive
+    #: The user of this host whose permissions the peer has.
+    user: Name
+
+
+class Offer(Struct, frozen=True):
+    """A version that can be fetched."""
+
+    name: Name
+    version: Positive
+    #: Bytes, padding included.
+    nbytes: Natural
+    tensors: Natural
+    #: Whether it is its pool's current version.
+    current: bool
+
+
+class Offers(Message, frozen=True):
+    """Answers :class:`List`."""
+
+    offers: Annotated[tuple[Offer, ...], Meta(max_length=MAX_ITEMS)]
+    #: How many peers read from this host now, and how many may at once.
+    readers: Natural
+    limit: Natural
+
+
+class Place(Struct, frozen=True):
+    """An allocation of a version, in the memory of the exporting process."""
+
+    pointer: Natural
+    nbytes: Positive
+    #: The ordinal of its GPU in that process; None: host memory.
+    device: Annotated[int, Meta(ge=0, lt=MAX_DEVICES)] | None
+    #: The digest of its bytes, by the algorithm that :class:`Opened` names.
+    digest: Digest
+
+
+class Opened(Message, frozen=True):
+    """Answers :class:`Open`. The version is leased until the connection ends."""
+
+    name: Name
+    version: Positive
+    #: As :meth:`cubroker.protocol.layout.Layout.encode` has it.
+    layout: bytes
+    #: The name of the digests' definition (:mod:`cubroker.driver.digest`).
+    algorithm: Name
+    #: One for each allocation of the layout.
+    places: Annotated[tuple[Place, ...], Meta(max_length=MAX_ITEMS)]
+    #: What the engine's other end connects with: a secret.
+    metadata: bytes
+
+
+class Current(Message, frozen=True):
+    """Answers :class:`Watch`: after every change, and every ``WATCH_BEAT`` seconds, so that a dead host is noticed."""
+
+    #: 0: there is none.
+    version: Natural
+
+
+class Going(Message, frozen=True):
+    """Answers :class:`Progress`."""
+
+
+class Refused(Message, frozen=True):
+    """Answers any request that cannot be fulfilled. The connection goes on."""
+
+    #: As in :mod:`cubroker.protocol.errors`.
+    code: Name
+    message: Text
+
+
+# -- between a caller and the process that fetches for it ----------------------------------------------
+
+
+class Order(Struct, frozen=True):
+    """What a process is to fetch, and where to."""
+
+    name: str
+    #: As :func:`~cubroker.integrations.cluster.connection.parse` takes them.
+    peers: tuple[str, ...]
+    certificates: str
+    #: 0: the current one.
+    version: int = 0
+    #: None: where clients find the broker.
+    directory: str | None = None
+    #: By UUID or ordinal; None: the first one.
+    devices: tuple[str | int, ...] | None = None
+    share: str = AUTO
+    mode: int | None = None
+    durable: bool | None = None
+    #: Whether a current version that is there will do, and whose besides this user's.
+    if_absent: bool = False
+    owners: tuple[int, ...] = ()
+    #: Whether a current version with the same bytes will do.
+    if_changed: bool = False
+    #: Seconds to wait for a source with room, for room here, and for other writers.
+    wait: float = 0.0
+    #: Sources to read from at once, at most.
+    width: int = WIDTH
+    #: Seconds that a source may bring nothing, and that the fetch goes on without any.
+    patience: float = PATIENCE
+    #: The one of the sources whose version it is to be, as an address; empty: the first that has it.
+    leader: str = ""
+
+
+class Fetched(Struct, frozen=True):
+    """What :func:`cubroker.integrations.cluster.fetch.fetch` did."""
+
+    name: str
+    #: The version's number here.
+    version: int
+    #: Bytes of one device's copy, padding included.
+    nbytes: int
+    #: How many tensors it has.
+    tensors: int
+    #: From the call to the published version, everything included.
+    seconds: float
+    #: The part of it in which bytes came.
+    read_seconds: float
+    #: The hosts that bytes came from.
+    sources: tuple[str, ...]
+    #: False if a version that was there would do.
+    fetched: bool
+
+
+class Told(Struct, frozen=True):
+    """A line that the process prints: one of its fields."""
+
+    #: Bytes that are there, and bytes in all.
+    progress: tuple[int, int] | None = None
+    fetched: Fetched | None = None
+    #: The code and the text of an error.
+    error: tuple[str, str] | None = None
+
+
+Request: TypeAlias = Hello | List | Open | Watch | Progress
+Reply: TypeAlias = Welcome | Offers | Opened | Current | Going | Refused
+
+M = TypeVar("M", bound=Message)
+T = TypeVar("T")
+
+_requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+_encoder = msgspec.msgpack.Encoder()
+
+
+def frame(message: Request | Reply) -> bytes:
+    """Return a message as it goes over a connection."""
+    body = _encoder.encode(message)
+    return LENGTH.pack(len(body)) + body
+
+
+def length(head: bytes, limit: int) -> int:
+    """Return how many bytes follow the first four of a frame; raises ``Invalid`` if they are more than ``limit``."""
+    (count,) = LENGTH.unpack(head)
+    if not 0 < count <= limit:
+        raise Invalid(
+            f"a frame of {count} bytes came, and 1 to {limit} are read; the other side speaks no such protocol"
+        )
+    return int(count)
+
+
+def request(body: bytes) -> Request:
+    """Decode what an exporter received; raises ``Invalid``."""
+    return _decoded(_requests, body)
+
+
+def reply(body: bytes) -> Reply:
+    """Decode what a fetching host received; raises ``Invalid``."""
+    return _decoded(_replies, body)
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[T], body: bytes) -> T:
+    try:
+        return decoder.decode(body)
+    # The latter two: a string that is not UTF-8, and deep nesting in a field that this build does not know.
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise Invalid(f"a message came that cannot be read: {str(error)[:200]}") from None
+
+
+def expect(answer: Reply, kind: type[M]) -> M:
+    """Return an answer of the kind that was asked for.
+
+    Raises:
+        CubrokerError: the other side refused, with its code and text.
+        Invalid: the answer is of another kind.
+    """
+    if isinstance(answer, Refused):
+        raise from_code(answer.code, answer.message)
+    if not isinstance(answer, kind):
+        raise Invalid(f"the exporter answered with {type(answer).__name__} where {kind.__name__} was due")
+    return answer
+
+
+def refusal(error: CubrokerError) -> Refused:
+    """Return an error as the answer to a request."""
+    return Refused(error.code, error.message[:2000])

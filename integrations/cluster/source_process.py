@@ -1,0 +1,92 @@
+"""The process that has one version registered for one peer: ``python -m cubroker.integrations.cluster.source_process``.
+
+The exporter starts it, and speaks with it over its standard streams, in the frames that go over connections. It
+attaches to the version that it is told, registers the memory, and says where it is. From then on the peer reads, and
+the process waits for the end of its standard input. It then ends without a word, as at any signal. Its lease ends with
+it, and no peer reads memory through a process that is gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import BinaryIO
+
+from cubroker.client import Broker, Pool, digests
+from cubroker.integrations.cluster import messages
+from cubroker.integrations.cluster.engine import NIXL, Engine, Region, open_engine
+from cubroker.integrations.cluster.messages import Open, Opened, Place
+from cubroker.protocol.errors import CubrokerError, Unsupported
+
+log = logging.getLogger(__name__)
+
+
+def main(directory: str) -> None:
+    """Serve one peer, by standard input and output, with a session of the broker in a directory."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the exporter as well, which ends this process
+    reading, writing = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # libraries print to standard output
+    try:
+        engine = open_engine(NIXL)
+        _say(writing, messages.Going())  # libraries are loaded, and the engine is up
+        asked = _hear(reading)
+        if asked is None:
+            return
+        pool, opened = _open(Path(directory), asked, engine)
+    except CubrokerError as error:
+        _say(writing, messages.refusal(error))
+        return
+    _say(writing, opened)
+    log.debug("%r is read", pool)  # pool and engine are held until the end
+    while reading.read(1 << 10):  # nothing more is said; the end is that of the exporter, or its wish
+        pass
+    os._exit(0)  # at once: the interpreter's own end would unmap what a peer may still read
+
+
+def _hear(stream: BinaryIO) -> Open | None:
+    head = stream.read(messages.LENGTH.size)
+    if not head:
+        return None
+    request = messages.request(stream.read(messages.length(head, messages.MAX_REQUEST)))
+    assert isinstance(request, Open), request
+    return request
+
+
+def _say(stream: BinaryIO, message: messages.Reply) -> None:
+    stream.write(messages.frame(message))
+    stream.flush()
+
+
+def _open(directory: Path, asked: Open, engine: Engine) -> tuple[Pool, Opened]:
+    """Attach to a version, register its memory, and return the pool and where its memory is."""
+    if asked.engine != engine.name:
+        raise Unsupported(
+            f"the peer reads with {asked.engine!r}, and this host has {engine.name!r}; upgrade one of them"
+        )
+    broker = Broker(directory)
+    info, *_ = broker.describe(asked.name, asked.version or None)
+    device = None if info.sharded or len(info.devices) == 1 else info.devices[0]
+    pool = broker.attach(asked.name, version=info.version, device=device)
+    found = digests.sealed(repr(pool), pool.digest_ranges(), broker.digests(asked.name, pool.version))
+    host, views = broker.driver.host, pool.allocation_views
+    places = [
+        Place(view.pointer, view.nbytes, None if host else view.memory_device.index, found[number])
+        for number, view in zip(pool.allocations, views, strict=True)
+    ]
+    with views[0].context.current():
+        metadata = engine.register([Region(each.pointer, each.nbytes, each.device) for each in places])
+    return pool, Opened(
+        name=pool.name,
+        version=pool.version,
+        layout=pool.layout.encode(),
+        algorithm=digests.DEFINITION,
+        places=tuple(places),
+        metadata=metadata,
+    )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

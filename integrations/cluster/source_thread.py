@@ -1,0 +1,178 @@
+"""A host that a fetch reads from, and the thread that speaks with it and reads its memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from math import inf
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Event, Thread
+from typing import NamedTuple, TypeAlias
+
+from cubroker.integrations.cluster import messages
+from cubroker.integrations.cluster.connection import Address, Connection
+from cubroker.integrations.cluster.engine import Engine, Read, Region, open_engine
+from cubroker.integrations.cluster.filling import Filling
+from cubroker.integrations.cluster.messages import Going, Offers, Open, Opened, Progress
+from cubroker.integrations.cluster.sources import DEPTH, Piece
+from cubroker.protocol.errors import CubrokerError, Unavailable
+
+BEAT = 2.0
+"""Seconds between two words to each source: how far this side is."""
+
+OPENING = 150.0
+"""Seconds that a source has to open a version: it may have to compute the digest of a large one."""
+
+PAUSES = (0.0002, 0.002)
+"""Seconds between two looks at reads that are under way: the shortest pause, which doubles up to the longest."""
+
+
+class Answered(NamedTuple):
+    """A host says what it has."""
+
+    source: Source
+    offers: Offers
+
+
+class Ready(NamedTuple):
+    """A host has opened the version."""
+
+    source: Source
+    opened: Opened
+
+
+class Lost(NamedTuple):
+    """A host is gone, or has refused."""
+
+    source: Source
+    error: CubrokerError
+
+
+Reported: TypeAlias = Answered | Ready | Lost
+"""What a source reports."""
+
+
+class Source:
+    """A host, and the thread that speaks with it and reads from it. It reports by events."""
+
+    def __init__(self, number: int, address: Address, certificates: Path, report: Callable[[Reported], object]) -> None:
+        self.number = number
+        self.address = address
+        self.opened: Opened | None = None
+        #: When it was told to read; and whether its engine may write by now.
+        self.told = 0.0
+        self.writing = False
+        #: Whether a piece has come from it.
+        self.brought = False
+        self._certificates = certificates
+        self._report = report
+        self._orders: SimpleQueue[Open | Filling | None] = SimpleQueue()
+        self._leave = Event()
+        self._engine: Engine | None = None
+        self._thread = Thread(target=self._run, name=f"cubroker-source-{number}", daemon=True)
+        self._thread.start()
+
+    # -- on the main thread ------------------------------------------------------------------------
+
+    def open(self, request: Open) -> None:
+        """Have it open a version: :class:`Ready` comes of that, or :class:`Lost`."""
+        self._orders.put(request)
+
+    def read(self, filling: Filling) -> None:
+        """Have it bring what is to be filled, until it is told to leave or is :class:`Lost`."""
+        self.told = time.monotonic()
+        self._orders.put(filling)
+
+    def leave(self) -> None:
+        """Have it end, without a word."""
+        self._leave.set()
+        self._orders.put(None)
+
+    def join(self, limit: float) -> bool:
+        """Wait up to ``limit`` seconds for its end; returns whether it has ended."""
+        self._thread.join(limit)
+        return not self._thread.is_alive()
+
+    # -- on its thread -----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        error: CubrokerError | None = Unavailable("a thread of the transfer failed; its log says why")
+        try:
+            with Connection(self.address, self._certificates) as connection:
+                self._report(Answered(self, connection.ask(messages.List(), Offers)))
+                while isinstance(order := self._next(connection), Open):
+                    connection.say(order)
+                    self._engine = open_engine(order.engine)  # while the source opens it
+                    self.opened = connection.hear(Opened, OPENING)
+                    self._report(Ready(self, self.opened))
+                if isinstance(order, Filling):
+                    self._bring(connection, order)
+            error = None
+        except CubrokerError as failure:
+            error = failure
+        finally:
+            if self._engine:
+                self._engine.close()
+            if error and not self._leave.is_set():
+                self._report(Lost(self, error))
+
+    def _next(self, connection: Connection) -> Open | Filling | None:
+        """Return the next order; say meanwhile that this side lives, if the source waits for that."""
+        while True:
+            try:
+                return self._orders.get(timeout=BEAT)
+            except Empty:
+                if self.opened:
+                    connection.ask(Progress(0), Going)
+
+    def _bring(self, connection: Connection, filling: Filling) -> None:
+        assert self.opened is not None
+        assert self._engine is not None
+        with filling.context.current():
+            self._engine.register(filling.regions)
+            self.told = time.monotonic()  # that takes as long as there is memory
+            self._engine.connect(self.opened.metadata)  # which waits for as long as the system tries to connect
+            self.writing = filling.join(self.number)
+            if not self.writing:
+                return
+            try:
+                nbytes = self._read(connection, self._engine, filling)
+            finally:
+                self._engine.close()  # before others read the same pieces
+                filling.lose(self.number)
+        connection.ask(Progress(nbytes), Going)
+
+    def _read(self, connection: Connection, engine: Engine, filling: Filling) -> int:
+        """Bring pieces until there is no more to do; return how many bytes.
+
+        Pieces are begun one after the other, a part of a piece's time apart. The engine serves those that are under way
+        by turns: begun together they would end together, and the link would be idle until the next ones begin.
+        """
+        flying: list[tuple[Piece, Read]] = []
+        began = now = time.monotonic()
+        nbytes, beat, due, pause = 0, now + BEAT, now, PAUSES[0]
+        while not self._leave.is_set():
+            before = len(flying), nbytes
+            for each in [each for each in flying if each[1].done()]:
+                flying.remove(each)
+                nbytes += each[0].nbytes
+                self.brought = True
+                filling.end(self.number, each[0])
+            now = time.monotonic()
+            if (not flying or now >= due) and (piece := filling.begin(self.number)) is not None:
+                flying.append((piece, engine.read(filling.local(piece), self._remote(piece))))
+                due = now + (now - began) * piece.nbytes / nbytes / DEPTH if nbytes else inf
+            if filling.silent(self.number) > filling.patience:
+                raise Unavailable(f"{self.address} has brought nothing for {filling.patience:g} s")
+            if now >= beat:
+                connection.ask(Progress(nbytes), Going)
+                beat = now + BEAT
+            pause = PAUSES[0] if before != (len(flying), nbytes) else min(2 * pause, PAUSES[1])
+            self._leave.wait(min(pause, max(PAUSES[0], due - now)))
+        return nbytes
+
+    def _remote(self, piece: Piece) -> Region:
+        assert self.opened is not None
+        place = self.opened.places[piece.allocation]
+        return Region(place.pointer + piece.offset, piece.nbytes, place.device)

@@ -1,0 +1,346 @@
+"""Pools from host to host: brokers in network namespaces that slow links join, and what goes wrong there."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cubroker.client import Broker
+from cubroker.integrations.cluster import certificates
+from cubroker.protocol import Layout
+from tests.brokers import eventually
+from tests.cluster import Host, need_engine, network
+
+need_engine()
+pytestmark = pytest.mark.slow
+
+MIB = 1 << 20
+SIZE = 24 * MIB
+"""Bytes of a pool: at 100 Mbit/s about two seconds."""
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
+    """Four hosts, whose links carry 100 Mbit/s."""
+    with network(4, tmp_path_factory.mktemp("cluster"), rate="100mbit", devices="host:2@128MiB") as found:
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def as_before(request: pytest.FixtureRequest) -> Iterator[None]:
+    """At the end no host has a lease, and when its pools are retired no memory."""
+    yield
+    if "hosts" not in request.fixturenames:
+        return
+    for host in request.getfixturevalue("hosts"):
+        with Broker(host.broker.directory) as broker:
+            eventually(lambda broker=broker: not any(each.leases for each in broker.pools()), "leases to end")
+            for pool in broker.pools():
+                broker.retire(pool.name, pool.version)
+            eventually(lambda broker=broker: not any(each.allocated for each in broker.devices()), "memory to be free")
+
+
+def content(seed: int) -> bytes:
+    return bytes([seed]) * 255 + bytes(range(256)) * (SIZE // 256 - 1) + b"\0"
+
+
+def publish(
+    host: Host, name: str = "m", seed: int = 1, *, data: bytes = b"", digest: Any = False, **options: Any
+) -> int:
+    """Publish a version with two allocations."""
+    layout = Layout.pack([("a", "U8", (SIZE // 2,)), ("b", "U8", (SIZE // 2,))], slab=SIZE // 2)
+    data = data or content(seed)
+    with Broker(host.broker.directory) as broker, broker.create(name, layout, **options) as draft:
+        draft["a"].copy_from_bytes(data[: SIZE // 2])
+        draft["b"].copy_from_bytes(data[SIZE // 2 :])
+        return draft.seal(digest=digest)
+
+
+def held(host: Host, name: str = "m") -> bytes:
+    with Broker(host.broker.directory) as broker, broker.attach(name, device=0) as pool:
+        pool.check()
+        return pool["a"].tobytes() + pool["b"].tobytes()
+
+
+def pools(host: Host) -> list[tuple[str, int, str]]:
+    with Broker(host.broker.directory) as broker:
+        return [(pool.name, pool.version, pool.state) for pool in broker.pools()]
+
+
+def leases(host: Host) -> int:
+    with Broker(host.broker.directory) as broker:
+        return sum(pool.leases for pool in broker.pools())
+
+
+def ended(process: subprocess.Popen[str]) -> Any:
+    """Return what a fetch said in the end, or its status and the text of its error."""
+    out, err = process.communicate(timeout=120)
+    return json.loads(out) if process.returncode == 0 else (process.returncode, err)
+
+
+def reading(*exporters: Any) -> None:
+    """Return when all of the exporters are read from."""
+    for exporter in exporters:
+        eventually(lambda exporter=exporter: " reads " in exporter.log(), "a reader")
+
+
+# -- what goes right -------------------------------------------------------------------------------
+
+
+def test_a_version_goes_from_host_to_host_and_each_can_export_it(hosts: list[Host]) -> None:
+    one, two, three, _ = hosts
+    publish(one)
+    with one.exporting(), two.exporting():
+        first = two.fetch("m", "--from", one.address)
+        assert (first["fetched"], first["tensors"]) == (True, 2)
+        second = three.fetch(f"m@{first['version']}", "--from", two.address, "--device", "0,1")
+        assert second["sources"] == [f"{two.address}:7411"]
+    assert held(two) == held(three) == content(1)
+
+
+def test_two_sources_bring_it_together(hosts: list[Host]) -> None:
+    one, two, three, _ = hosts
+    publish(one)
+    publish(two, seed=9)
+    publish(two)
+    with one.exporting() as first, two.exporting() as second:
+        done = three.fetch("m", "--from", f"{one.address},{two.address}")
+        assert sorted(done["sources"]) == [f"{one.address}:7411", f"{two.address}:7411"]
+        for exporter in (first, second):  # both have brought a good part of it
+            eventually(lambda exporter=exporter: "bytes in" in exporter.log(), "the end of a reader")
+            brought = int(exporter.log().rpartition(" bytes in")[0].rpartition(" ")[2])
+            assert SIZE // 10 < brought < SIZE
+    assert held(three) == content(1)
+
+
+def test_of_many_who_ask_one_fetches_and_the_next_takes_over_if_it_dies(hosts: list[Host]) -> None:
+    one, two, *_ = hosts
+    publish(one)
+    with one.exporting() as exporter:
+        processes = [two.fetching("m", "--from", one.address, "--if-absent") for _ in range(3)]
+        reading(exporter)
+        with Broker(two.broker.directory) as broker:
+
+            def writers() -> list[int]:
+                return [client.pid for client in broker.clients() if any(each.pool == "m" for each in client.leases)]
+
+            eventually(writers, "a draft")
+            (writer,) = writers()
+        parent = int(Path(f"/proc/{writer}/stat").read_text().rpartition(")")[2].split()[1])
+        os.kill(parent, signal.SIGKILL)
+        outcomes = [ended(process) for process in processes]
+    lost = [outcome for process, outcome in zip(processes, outcomes, strict=True) if process.pid == parent]
+    assert lost[0][0] == -signal.SIGKILL
+    others = [outcome for outcome in outcomes if outcome is not lost[0]]
+    assert sorted(outcome["fetched"] for outcome in others) == [False, True]
+    assert [state for _, _, state in pools(two)] == ["current"]
+    assert held(two) == content(1)
+
+
+def test_every_version_comes_over_as_it_is_published(hosts: list[Host]) -> None:
+    one, two, *_ = hosts
+    publish(one)
+    with one.exporting(), two.fetching("m", "--follow", "--from", one.address) as follower:
+        try:
+            with Broker(two.broker.directory) as broker, broker.watch("m") as watch:
+                first = next(version for version in watch if version)
+                publish(one, seed=2)
+                assert next(watch) == first + 1
+            assert held(two) == content(2)
+        finally:
+            follower.send_signal(signal.SIGINT)
+
+
+# -- what goes wrong -------------------------------------------------------------------------------
+
+
+def test_a_source_that_is_killed_is_replaced_in_the_middle(hosts: list[Host]) -> None:
+    one, two, three, _ = hosts
+    publish(one)
+    publish(two)
+    with one.exporting() as first, two.exporting() as second:
+        process = three.fetching("m", "--from", f"{one.address},{two.address}", "--width", "1")
+        eventually(lambda: " reads " in first.log() + second.log(), "a reader")
+        (first if " reads " in first.log() else second).kill()
+        done = ended(process)
+    assert done["fetched"]
+    assert held(three) == content(1)
+
+
+def test_without_another_source_a_killed_one_is_an_error_and_nothing_is_left(hosts: list[Host]) -> None:
+    one, two, *_ = hosts
+    publish(one)
+    with one.exporting() as exporter:
+        process = two.fetching("m", "--from", one.address, "--patience", "2")
+        reading(exporter)
+        assert leases(one) == 1
+        exporter.kill()  # with which its processes end
+        status, why = ended(process)
+    assert status == 3
+    assert f"no exporter answers at {one.address}:7411" in why or "is over" in why
+    assert pools(two) == []
+
+
+def test_a_link_that_is_cut_is_an_error_when_the_patience_ends(hosts: list[Host]) -> None:
+    one, two, *_ = hosts
+    publish(one)
+    with one.exporting():
+        process = two.fetching("m", "--from", one.address, "--patience", "2")
+        before = two.received()
+        eventually(lambda: two.received() - before > SIZE // 10, "the first bytes")
+        one.cut()
+        try:
+            status, why = ended(process)
+        finally:
+            one.mend()
+    assert status == 3
+    assert "did not answer" in why or "brought nothing" in why or "could not be read" in why
+    assert pools(two) == []
+
+
+def test_a_version_that_is_retired_meanwhile_comes_whole(hosts: list[Host]) -> None:
+    one, two, *_ = hosts
+    publish(one)
+    with one.exporting() as exporter:
+        process = two.fetching("m", "--from", one.address)
+        reading(exporter)
+        with Broker(one.broker.directory) as broker:
+            broker.retire("m")
+        assert ended(process)["fetched"]
+        assert held(two) == content(1)
+        status, why = two.fetch("m", "--from", one.address)
+    assert (status, f"{one.address}:7411: it has no m" in why) == (1, True)
+
+
+def test_bytes_that_are_not_what_was_sealed_are_found_and_come_from_another_host(hosts: list[Host]) -> None:
+    """The memory of the first source is not what was sealed: a byte has changed on the way to it."""
+    one, two, three, _ = hosts
+    publish(two, digest=True)
+    with Broker(two.broker.directory) as broker:
+        right = broker.digests("m", broker.describe("m")[0].version).digests
+    changed = content(1)[:12345] + b"!" + content(1)[12346:]
+    publish(one, data=changed, digest=right)
+    with one.exporting(), two.exporting():
+        status, why = three.fetch("m", "--from", one.address)
+        assert status == 1
+        assert "allocation 0 of m came with other bytes than it has, twice" in why
+        assert pools(three) == []
+        assert three.fetch("m", "--from", f"{one.address},{two.address}")["fetched"]
+    assert held(three) == content(1)
+
+
+def test_no_room_is_an_error_at_once_and_with_time_is_waited_for(hosts: list[Host]) -> None:
+    one, two, *_ = hosts
+    publish(one)
+    with one.exporting(), Broker(two.broker.directory) as broker:
+        with broker.create("full", [("x", "U8", (100 * MIB,))]):
+            status, why = two.fetch("m", "--from", one.address)
+            assert status == 1
+            assert "retire what is not needed, or wait" in why
+            waiting = two.fetching("m", "--from", one.address, "--wait", "60")
+            eventually(lambda: any(client.pid != os.getpid() for client in broker.clients()), "the fetch")
+        assert ended(waiting)["fetched"]
+
+
+def test_who_may_fetch_is_decided_by_certificate_and_mode(hosts: list[Host], tmp_path: Path) -> None:
+    one, two, *_ = hosts
+    publish(one, "private", mode=0o600)
+    publish(one, "public", mode=0o644)
+    authority = one.certificates.parent / "authority"
+    nobody = certificates.issue(authority, tmp_path / "nobody", "nobody").parent
+    stranger = certificates.issue(authority, tmp_path / "stranger", "no-such-user").parent
+    expired = certificates.issue(authority, tmp_path / "expired", "root", days=-0.001).parent
+    other = certificates.make_authority(tmp_path / "other").parent
+    wrong = certificates.issue(other, tmp_path / "wrong", "root", [two.address]).parent
+    own = two.certificates
+    try:
+        with one.exporting() as exporter:
+            two.certificates = nobody
+            assert two.fetch("public", "--from", one.address)["fetched"]
+            status, why = two.fetch("private", "--from", one.address)
+            assert (status, "it has no private that this host may fetch" in why) == (1, True)
+            two.certificates = stranger
+            status, why = two.fetch("public", "--from", one.address)
+            assert (status, "'no-such-user', whom the exporting host does not have" in why) == (1, True)
+            two.certificates = expired
+            status, why = two.fetch("public", "--from", one.address)
+            assert (status, "when it had seen this host's certificate" in why) == (1, True)
+            two.certificates = wrong
+            status, why = two.fetch("public", "--from", one.address)
+            assert (status, "is not taken for an exporter of this cluster" in why) == (1, True)
+            (wrong / "ca.pem").write_bytes((authority / "ca.pem").read_bytes())
+            status, why = two.fetch("public", "--from", one.address)
+            assert (status, "when it had seen this host's certificate" in why) == (1, True)
+            two.certificates = tmp_path / "none"
+            status, why = two.fetch("public", "--from", one.address)
+            assert (status, f"there is no {tmp_path / 'none'}/ca.pem" in why) == (1, True)
+            assert "certificate has expired" in exporter.log()
+            assert "unable to get local issuer certificate" in exporter.log()
+    finally:
+        two.certificates = own
+
+
+def test_an_exporter_whose_certificate_has_another_name_is_not_read_from(hosts: list[Host], tmp_path: Path) -> None:
+    one, two, *_ = hosts
+    publish(one)
+    authority = one.certificates.parent / "authority"
+    own = one.certificates
+    one.certificates = certificates.issue(authority, tmp_path / "elsewhere", "root", ["elsewhere"]).parent
+    try:
+        with one.exporting():
+            status, why = two.fetch("m", "--from", one.address)
+        assert (status, "IP address mismatch" in why) == (1, True)
+    finally:
+        one.certificates = own
+
+
+def test_a_revoked_certificate_is_refused_after_a_reload(hosts: list[Host], tmp_path: Path) -> None:
+    one, two, *_ = hosts
+    publish(one)
+    authority = one.certificates.parent / "authority"
+    own, two.certificates = two.certificates, certificates.issue(authority, tmp_path / "lost", "root").parent
+    try:
+        with one.exporting() as exporter:
+            assert two.fetch("m", "--from", one.address)["fetched"]
+            revoked = certificates.revoke(authority, two.certificates)
+            (one.certificates / "crl.pem").write_bytes(revoked.read_bytes())
+            exporter.process.send_signal(signal.SIGHUP)
+            eventually(lambda: "the certificates were read again" in exporter.log(), "the reload")
+            status, why = two.fetch("m", "--from", one.address)
+            assert (status, "was revoked" in why) == (1, True)
+            assert "certificate revoked" in exporter.log()
+    finally:
+        (one.certificates / "crl.pem").unlink(missing_ok=True)
+        two.certificates = own
+
+
+def test_as_many_read_at_once_as_may(hosts: list[Host]) -> None:
+    one, two, three, _ = hosts
+    publish(one)
+    with one.exporting("--readers", "1") as exporter:
+        first = two.fetching("m", "--from", one.address)
+        reading(exporter)
+        status, why = three.fetch("m", "--from", one.address)
+        assert (status, "as many hosts read from it as may" in why) == (1, True)
+        later = three.fetching("m", "--from", one.address, "--wait", "60")
+        assert ended(first)["fetched"]
+        assert ended(later)["fetched"]
+
+
+def test_a_peer_that_is_gone_costs_no_lease(hosts: list[Host]) -> None:
+    one, two, *_ = hosts
+    publish(one)
+    with one.exporting() as exporter:
+        process = two.fetching("m", "--from", one.address)
+        reading(exporter)
+        process.kill()
+        process.communicate()
+        eventually(lambda: not leases(one), "the lease of the peer to end")
+        eventually(lambda: not pools(two), "the draft to go")

@@ -1,0 +1,52 @@
+"""NIXL behind the four calls of an engine, and what it says where it fails."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+
+import pytest
+
+from cubroker.integrations.cluster import engine
+from cubroker.integrations.cluster.engine import PACKAGES, Region, open_engine
+from cubroker.protocol.errors import Unavailable, Unsupported
+from tests.cluster import ENGINE, need_engine
+
+
+def test_an_engine_that_this_build_has_not() -> None:
+    with pytest.raises(Unavailable, match="there is no engine 'pigeons' in this build, which has 'nixl'; upgrade"):
+        open_engine("pigeons")
+
+
+def test_without_nixl_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in {*PACKAGES, *(name for name in sys.modules if name.partition(".")[0] in PACKAGES)}:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(Unsupported, match=r"a transfer between hosts needs .*: pip install 'cubroker\[nixl\]'"):
+        open_engine("nixl")
+
+
+@pytest.mark.slow
+def test_what_fails_in_nixl_is_said_in_our_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    need_engine()
+    for name, value in ENGINE.items():
+        monkeypatch.setenv(name, value)
+    source, sink = (ctypes.create_string_buffer(bytes([number]) * 4096, 4096) for number in (1, 2))
+    there, here = (Region(ctypes.addressof(each), 4096) for each in (source, sink))
+    one, two = open_engine("nixl"), open_engine("nixl")
+    try:
+        metadata = one.register([there])
+        two.register([here])
+        with pytest.raises(Unavailable, match="connecting to the source failed: "):
+            two.connect(b"garbage")
+        two.connect(metadata)
+        with pytest.raises(Unavailable, match="reading from the source failed: "):
+            two.read(here, Region(there.pointer + 8192, 4096))
+        read = two.read(here, there)
+        while not read.done():
+            pass
+        assert read.done()
+        assert sink.raw == source.raw
+    finally:
+        two.close()
+        one.close()
+    assert engine.load()

@@ -1,0 +1,709 @@
+"""What an exporter says to peers of every kind, and what it has of them in the end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pwd
+import signal
+import socket
+import ssl
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cubroker.client import Broker
+from cubroker.integrations.cluster import certificates as making
+from cubroker.integrations.cluster import exporter, identity, messages
+from cubroker.integrations.cluster.connection import Connection, Ended
+from cubroker.integrations.cluster.messages import (
+    Current,
+    Going,
+    Hello,
+    List,
+    Offers,
+    Open,
+    Opened,
+    Progress,
+    Watch,
+    Welcome,
+)
+from cubroker.protocol import Layout
+from cubroker.protocol.errors import (
+    CubrokerError,
+    Denied,
+    Invalid,
+    NotFound,
+    OverQuota,
+    Unavailable,
+    Unsupported,
+)
+from tests.brokers import BrokerProcess, eventually
+from tests.brokers import serving as serving_broker
+from tests.unit.integrations.cluster.hosts import (
+    HOST,
+    LAYOUT,
+    Certificates,
+    Serving,
+    exporting,
+    here,
+    leases,
+    publish,
+    sources,
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def plain() -> Iterator[None]:
+    """Source processes have an engine that moves nothing."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exporter, "SOURCE", "plain_source")
+        patch.setenv("PYTHONPATH", here())
+        yield
+
+
+@pytest.fixture(autouse=True)
+def logged(caplog: pytest.LogCaptureFixture) -> None:
+    """Log lines are kept."""
+    caplog.set_level(logging.INFO, logger=exporter.log.name)
+
+
+@pytest.fixture(scope="module")
+def usual(plain: None, shared: BrokerProcess, certificates: Certificates) -> Iterator[Serving]:
+    with exporting(shared.directory, certificates.host) as found:
+        yield found
+
+
+@pytest.fixture
+def serving(usual: Serving, directory: Path) -> Iterator[Serving]:
+    """An exporter with the usual rules, that has no peer when a test begins, and none when it ends."""
+    usual.meter.__init__()  # type: ignore[misc]
+    yield usual
+    eventually(lambda: usual.meter.connections == 0, "connections to end")
+
+
+def nobody() -> str:
+    """A user who is neither this one nor root."""
+    try:
+        return pwd.getpwnam("nobody").pw_name
+    except KeyError:
+        pytest.skip("this host has no user nobody")
+
+
+def over(connection: Connection) -> None:
+    """The exporter ends a connection, whatever else it still says on it."""
+    with pytest.raises(CubrokerError) as caught:
+        hear_on(connection)
+    assert isinstance(caught.value, Ended), caught.value
+
+
+def hear_on(connection: Connection) -> None:
+    """Hear what a watch tells, until something else comes."""
+    while True:
+        connection.hear(Current)
+
+
+def go_on(connection: Connection, nbytes: int = 0) -> None:
+    """Say that this side has read so much, until that is refused."""
+    while True:
+        connection.ask(Progress(nbytes), Going)
+
+
+def told(connection: Connection, version: int) -> None:
+    """A watch comes to tell a version; it may say the last one again before that."""
+    while connection.hear(Current).version != version:
+        pass
+
+
+# -- before a word of ours -------------------------------------------------------------------------
+
+
+def test_garbage_instead_of_tls_is_answered_by_nothing_of_ours(
+    serving: Serving, caplog: pytest.LogCaptureFixture
+) -> None:
+    for garbage in (b"GET / HTTP/1.1\r\n\r\n", messages.frame(Hello(1)), bytes(1000)):
+        with socket.create_connection(serving.address[:2]) as peer:
+            peer.sendall(garbage)
+            assert _all(peer)[:1] in (b"", b"\x15")  # at most an alert of TLS
+    eventually(lambda: caplog.text.count(" is refused: ") == 3, "lines of the log")
+    assert serving.greet() == "root"
+
+
+def test_a_peer_that_goes_during_the_handshake_leaves_nothing(serving: Serving) -> None:
+    with socket.create_connection(serving.address[:2]) as peer:
+        peer.sendall(b"\x16\x03\x01")
+    eventually(lambda: serving.meter.connections == 0, "the connection to end")
+
+
+def _all(peer: socket.socket) -> bytes:
+    """Return what comes until the connection ends, in whatever way."""
+    said = b""
+    try:
+        while more := peer.recv(1000):
+            said += more
+    except (ConnectionError, ssl.SSLError):
+        pass
+    return said
+
+
+def test_a_peer_without_a_certificate_is_told_nothing(
+    directory: Path, name: str, serving: Serving, certificates: Certificates, caplog: pytest.LogCaptureFixture
+) -> None:
+    publish(directory, name)
+    context = ssl.create_default_context(cafile=str(certificates.host / "ca.pem"))
+    with (
+        socket.create_connection(serving.address[:2]) as plain,
+        context.wrap_socket(plain, server_hostname=HOST) as peer,
+    ):
+        peer.sendall(messages.frame(Hello(1)) + messages.frame(List()))
+        assert _all(peer) == b""
+    eventually(lambda: "peer did not return a certificate" in caplog.text.lower().replace("_", " "), "the log line")
+
+
+def test_certificates_that_do_not_do_are_refused_with_the_reason_in_the_log(
+    serving: Serving, certificates: Certificates, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = making.make_authority(tmp_path / "other").parent
+    stranger = making.issue(other, tmp_path / "stranger", "root").parent
+    (stranger / "ca.pem").write_bytes((certificates.host / "ca.pem").read_bytes())
+    for folder, why in (
+        (certificates.of("root", days=-0.001), "certificate has expired"),
+        (stranger, "unable to get local issuer certificate"),
+        (_of_servers(certificates, tmp_path), "unsuitable certificate purpose"),
+    ):
+        with pytest.raises(Denied, match="when it had seen this host's certificate"):
+            serving.greet(folder)
+        eventually(lambda why=why: why in caplog.text, why)
+    assert serving.meter.connections == 0
+
+
+def _of_servers(certificates: Certificates, tmp_path: Path) -> Path:
+    """Return a certificate that is for servers alone, as this project makes none."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.x509.oid import ExtendedKeyUsageOID
+
+    folder = making.issue(certificates.authority, tmp_path / "server", "root").parent
+    signer, issuer = making._authority(certificates.authority)
+    key = making._new_key()
+    usage = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH])
+    certificate = making._begun("root", issuer.subject, key, 1).add_extension(usage, critical=True)
+    (folder / "cert.pem").write_bytes(making._text(certificate.sign(signer, hashes.SHA256())))
+    (folder / "key.pem").write_bytes(making._key_text(key))
+    return folder
+
+
+def test_a_certificate_without_a_host_cannot_serve(directory: Path, certificates: Certificates) -> None:
+    with (
+        exporting(directory, certificates.of("root")) as serving,
+        pytest.raises(Denied, match=r"is not taken for an exporter of this cluster: unsuitable certificate purpose"),
+    ):
+        serving.greet(certificates.host)
+
+
+def test_a_certificate_is_for_the_names_that_it_has(directory: Path, certificates: Certificates) -> None:
+    with exporting(directory, certificates.host) as serving:
+        for name in ("localhost", HOST):
+            with Connection(serving.address._replace(host=name, ip=HOST), certificates.host) as connection:
+                assert connection.user == "root"
+        with pytest.raises(Denied, match=r"[Hh]ostname mismatch"):
+            Connection(serving.address._replace(host="elsewhere", ip=HOST), certificates.host)
+
+
+def test_a_user_whom_the_host_does_not_have_is_told_so_and_cut_off(
+    serving: Serving, certificates: Certificates
+) -> None:
+    with pytest.raises(Denied, match="names user 'no-such-user', whom the exporting host does not have"):
+        serving.greet(certificates.of("no-such-user"))
+    assert serving.meter.refusals == ["denied"]
+
+
+def test_after_a_reload_what_the_folder_had_before_counts_no_more(
+    directory: Path, certificates: Certificates, tmp_path: Path
+) -> None:
+    """An authority that was replaced is not trusted any longer, nor is a certificate that was revoked."""
+    folder = making.issue(certificates.authority, tmp_path / "own", "root", [HOST]).parent
+    peer, lost = (making.issue(certificates.authority, tmp_path / name, "root").parent for name in ("peer", "lost"))
+    with exporting(directory, folder) as serving:
+        revoked = making.revoke(certificates.authority, lost)
+        revoked.rename(folder / "crl.pem")
+        serving.greet(lost)
+        serving.call(serving.service.reload)
+        with pytest.raises(Denied, match="was revoked"):
+            serving.greet(lost)
+        serving.greet(peer)
+
+        (folder / "ca.pem").write_text("damaged")
+        with pytest.raises(Invalid, match="cannot be used"):
+            serving.call(serving.service.reload)
+        serving.greet(peer)
+
+        other = making.make_authority(tmp_path / "other").parent
+        new = making.issue(other, tmp_path / "new", "root", [HOST]).parent
+        (folder / "crl.pem").unlink()
+        for name in ("ca.pem", "cert.pem", "key.pem"):
+            (folder / name).write_bytes((new / name).read_bytes())
+        serving.call(serving.service.reload)
+        serving.greet(new)
+        (peer / "ca.pem").write_bytes((new / "ca.pem").read_bytes())
+        with pytest.raises(Denied, match="when it had seen this host's certificate"):
+            serving.greet(peer)
+
+
+# -- what it says ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (messages.LENGTH.pack(messages.MAX_REQUEST + 1), "a frame of 65537 bytes came, and 1 to 65536 are read"),
+        (messages.LENGTH.pack(0), "a frame of 0 bytes came"),
+        (messages.LENGTH.pack(3) + b"\xc1\xc1\xc1", "a message came that cannot be read"),
+        (messages.frame(Going()), "a message came that cannot be read"),
+        (messages.frame(Open("m", -1)), "a message came that cannot be read"),
+    ],
+    ids=["too long", "empty", "no msgpack", "an answer", "out of bounds"],
+)
+def test_a_frame_that_is_none_ends_the_connection(
+    serving: Serving, data: bytes, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with serving.connect() as connection:
+        connection._socket.sendall(data)
+        over(connection)
+    eventually(lambda: "is cut off: " in caplog.text, "the line in the log")
+    assert why in caplog.text
+
+
+@pytest.mark.parametrize("first", [List(), Open("m"), Watch("m"), Progress(0)], ids=lambda each: type(each).__name__)
+def test_a_connection_begins_with_a_hello(
+    serving: Serving, first: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(messages, "Hello", lambda _: first)
+    with pytest.raises(Denied):
+        serving.greet()
+    eventually(lambda: "is cut off: it did not begin with a hello" in caplog.text, "the line in the log")
+
+
+def test_what_comes_at_the_wrong_time_is_refused_and_the_connection_goes_on(
+    serving: Serving, directory: Path, name: str
+) -> None:
+    publish(directory, name)
+    with serving.connect() as connection:
+        with pytest.raises(Invalid, match="a connection has one hello"):
+            connection.ask(Hello(1), Welcome)
+        with pytest.raises(Invalid, match="nothing was opened on this connection"):
+            connection.ask(Progress(0), Going)
+        connection.ask(Open(name), Opened)
+        with pytest.raises(Invalid, match="a connection opens one version"):
+            connection.ask(Open(name), Opened)
+        assert connection.ask(Progress(1), Going) == Going()
+        assert connection.ask(Watch(name), Current) == Current(1)
+        connection.say(Watch(name))
+        with pytest.raises(Invalid, match="a connection watches one pool"):
+            hear_on(connection)
+    assert serving.meter.refusals == ["invalid"] * 4
+
+
+def test_a_newer_peer_is_told_what_this_side_speaks(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = []
+    ask = Connection.ask
+    monkeypatch.setattr(Connection, "ask", lambda *arguments: told.append(ask(*arguments)) or told[-1])
+    monkeypatch.setattr(messages, "Hello", lambda _: Hello(7))
+    serving.greet()
+    assert told == [Welcome(1, "root")]
+
+
+# -- what it offers --------------------------------------------------------------------------------
+
+
+def test_only_what_a_user_may_read_is_offered_and_the_rest_is_as_if_it_was_not_there(
+    directory: Path, certificates: Certificates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(messages, "WATCH_BEAT", 0.1)
+    publish(directory, "public", mode=0o644)
+    publish(directory, "private", mode=0o600)
+    publish(directory, "hidden", mode=0o644)
+    publish(directory, "old", mode=0o644)
+    with Broker(directory) as broker, broker.create("draft", LAYOUT, mode=0o644), broker.attach("old", version=1):
+        publish(directory, "old", mode=0o644)
+        broker.retire("old", 1)
+        with (
+            exporting(directory, certificates.host, pools=("p*", "old", "draft")) as serving,
+            serving.connect(certificates.of(nobody())) as connection,
+            serving.connect() as root,
+        ):
+            offers = connection.ask(List(), Offers).offers
+            assert [(each.name, each.version, each.current) for each in offers] == [
+                ("old", 2, True),
+                ("public", 1, True),
+            ]
+            assert {each.name for each in root.ask(List(), Offers).offers} == {"old", "public", "private"}
+            assert connection.ask(Open("public"), Opened).name == "public"
+
+            def refused(name: str, version: int = 0) -> str:
+                with serving.connect(certificates.of(nobody())) as other, pytest.raises(NotFound) as caught:
+                    other.ask(Open(name, version), Opened)
+                return caught.value.message.replace(name, "NAME").replace(f"@{version}", "@VERSION")
+
+            absent = "the exporting host has no {} that its user nobody may fetch"
+            assert {refused(name) for name in ("private", "hidden", "draft", "none")} == {
+                absent.format("current version of NAME")
+            }
+            assert {refused("private", 1), refused("none", 1), refused("old", 1), refused("old", 9)} == {
+                absent.format("NAME@VERSION")
+            }
+            for name in ("private", "hidden", "draft", "none"):
+                with serving.connect(certificates.of(nobody())) as other:
+                    assert other.ask(Watch(name), Current) == Current(0)
+                    assert other.hear(Current) == Current(0)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to be another user")
+def test_a_pool_that_the_exporter_itself_may_not_read_is_as_if_it_was_not_there(
+    certificates: Certificates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(messages, "WATCH_BEAT", 0.1)
+    monkeypatch.setenv("CUBROKER_SOCKETS_MODE", "0o666")
+    with serving_broker() as process:
+        directory = process.directory
+        directory.parent.chmod(0o755)
+        publish(directory, "private", mode=0o600)
+        publish(directory, "public", mode=0o644)
+        broker = _as_nobody(directory)
+        monkeypatch.setattr(exporter, "Broker", lambda _: broker)
+        with exporting(directory, certificates.host) as serving, serving.connect() as connection:
+            assert [each.name for each in connection.ask(List(), Offers).offers] == ["public"]
+            with pytest.raises(NotFound, match="has no current version of private that its user root may fetch"):
+                connection.ask(Open("private"), Opened)
+            assert connection.ask(Watch("private"), Current) == Current(0)
+            assert connection.hear(Current) == Current(0)
+
+
+def _as_nobody(directory: Path) -> Broker:
+    """Open a session of another user's: the broker asks the system whose connection it is."""
+    user = pwd.getpwnam(nobody())
+    os.setegid(user.pw_gid)
+    os.seteuid(user.pw_uid)
+    try:
+        return Broker(directory)
+    finally:
+        os.seteuid(0)
+        os.setegid(0)
+
+
+def test_what_is_opened_is_leased_by_a_process_until_the_connection_ends(
+    serving: Serving, directory: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    publish(directory, name, digest=True)
+    with serving.connect() as connection:
+        opened = connection.ask(Open(name), Opened)
+        assert (opened.name, opened.version, opened.metadata) == (name, 1, b"metadata")
+        assert Layout.decode(opened.layout) == LAYOUT
+        assert tuple(place.nbytes for place in opened.places) == LAYOUT.allocations
+        with Broker(directory) as broker:
+            sealed = broker.digests(name, 1).digests
+        assert sealed is not None
+        assert tuple(place.digest for place in opened.places) == sealed.replicas[0]
+        assert (leases(directory), serving.meter.readers) == (1, 1)
+        assert connection.ask(List(), Offers).readers == 1
+        connection.ask(Progress(1000), Going)
+        connection.ask(Progress(LAYOUT.nbytes), Going)
+    eventually(lambda: serving.meter.connections == 0, "the connection to end")
+    eventually(lambda: not leases(directory), "the lease to end")
+    assert (serving.meter.readers, serving.meter.nbytes, serving.meter.whole) == (0, {name: LAYOUT.nbytes}, [name])
+    assert f" reads {name}@1, {LAYOUT.nbytes} bytes" in caplog.text
+    assert f"has read {name}@1: {LAYOUT.nbytes} bytes in " in caplog.text
+
+
+def test_shards_come_in_the_order_of_the_allocations(serving: Serving, directory: Path, name: str) -> None:
+    with Broker(directory) as broker, broker.create(name, LAYOUT, devices=[0, 1], plan={"a": 1, "b": 0}) as draft:
+        draft.seal()
+    with serving.connect() as connection:
+        opened = connection.ask(Open(name), Opened)
+    assert tuple(place.nbytes for place in opened.places) == LAYOUT.allocations
+
+
+@pytest.mark.slow
+def test_an_engine_that_this_host_has_not_is_refused_and_takes_no_place(
+    directory: Path, certificates: Certificates, name: str
+) -> None:
+    publish(directory, name)
+    with exporting(directory, certificates.host, readers=1) as serving, serving.connect() as connection:
+        for _ in range(2):
+            with pytest.raises(Unsupported, match="the peer reads with 'pigeons', and this host has 'nixl'"):
+                connection.ask(Open(name, engine="pigeons"), Opened)
+        assert serving.meter.readers == 0
+        connection.ask(Open(name), Opened)
+
+
+# -- limits ----------------------------------------------------------------------------------------
+
+
+def test_as_many_connections_as_may(
+    directory: Path, certificates: Certificates, caplog: pytest.LogCaptureFixture
+) -> None:
+    with exporting(directory, certificates.host, connections=1) as serving:
+        with serving.connect():
+            with pytest.raises(Unavailable):
+                serving.greet()
+            assert "is closed: there are 1 already" in caplog.text
+        eventually(lambda: serving.meter.connections == 0, "the connection to end")
+        serving.greet()
+
+
+@pytest.mark.slow
+def test_as_many_readers_as_may(directory: Path, certificates: Certificates, name: str) -> None:
+    publish(directory, name)
+    with exporting(directory, certificates.host, readers=1) as serving, serving.connect() as second:
+        with serving.connect() as first:
+            first.ask(Open(name), Opened)
+            with pytest.raises(OverQuota, match="1 peers read from this host, and so many may"):
+                second.ask(Open(name), Opened)
+            assert second.ask(List(), Offers).limit == 1
+        eventually(lambda: serving.meter.readers == 0, "the reader to end")
+        second.ask(Open(name), Opened)
+
+
+@pytest.mark.slow
+def test_two_peers_that_open_at_once_get_processes_of_their_own(serving: Serving, directory: Path, name: str) -> None:
+    publish(directory, name)
+    with serving.connect() as first, serving.connect() as second, ThreadPoolExecutor() as threads:
+        opened = [threads.submit(each.ask, Open(name), Opened, 60.0) for each in (first, second)]
+        assert [each.result().version for each in opened] == [1, 1]
+        assert leases(directory) == 2
+
+
+def test_a_peer_that_says_nothing_before_it_opens_is_cut_off(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exporter, "GREETING", 0.2)
+    with serving.connect() as connection:
+        over(connection)
+    with socket.create_connection(serving.address[:2]) as peer:
+        assert _all(peer) == b""
+
+
+def test_a_peer_that_says_nothing_is_cut_off_and_its_lease_ends(
+    directory: Path, certificates: Certificates, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    publish(directory, name)
+    with exporting(directory, certificates.host, silence=0.2) as serving, serving.connect() as connection:
+        connection.ask(Open(name), Opened)
+        over(connection)
+        eventually(lambda: not leases(directory), "the lease to end")
+        assert "is gone: it says nothing" in caplog.text
+        assert f"has left {name}@1: 0 bytes" in caplog.text
+        assert (serving.meter.readers, serving.meter.whole) == (0, [])
+
+
+def test_a_peer_that_comes_no_further_is_cut_off_whatever_it_says(
+    directory: Path, certificates: Certificates, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    publish(directory, name)
+    with exporting(directory, certificates.host, stall=0.2) as serving, serving.connect() as connection:
+        connection.ask(Open(name), Opened)
+        with pytest.raises(Unavailable, match=r"it has read nothing for 0\.2 s"):
+            go_on(connection, 5)
+        over(connection)
+        eventually(lambda: not leases(directory), "the lease to end")
+        assert "is cut off: it has read nothing for 0.2 s" in caplog.text
+
+
+@pytest.mark.slow
+def test_a_peer_that_takes_no_answers_is_cut_off_and_its_lease_ends(
+    directory: Path, certificates: Certificates, name: str
+) -> None:
+    publish(directory, name)
+    for number in range(8):  # so that there is much to say
+        publish(directory, f"{name}-{number}-{'x' * 230}")
+    with exporting(directory, certificates.host, silence=0.3) as serving:
+        _narrow(serving.address.port)
+        with serving.connect() as connection:
+            connection._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.ask(Open(name), Opened)
+            with pytest.raises(Ended):
+                _ask_only(connection)
+            eventually(lambda: not leases(directory), "the lease to end")
+
+
+def _ask_only(connection: Connection) -> None:
+    while True:
+        connection.say(List())
+
+
+def _narrow(port: int) -> None:
+    """Have the socket that listens at a port, one of this process, accept such as buffer little."""
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            found = socket.socket(fileno=os.dup(int(entry.name)))
+        except OSError:
+            continue
+        with found:
+            if found.family == socket.AF_INET and found.getsockname()[1:2] == (port,):
+                found.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+
+
+# -- processes -------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_process_that_dies_while_a_peer_reads_ends_its_connection(
+    directory: Path, certificates: Certificates, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    publish(directory, name)
+    with exporting(directory, certificates.host, readers=1) as serving:
+        with serving.connect() as connection:
+            connection.ask(Open(name), Opened)
+            with Broker(directory) as broker:
+                (reader,) = [client.pid for client in broker.clients() if client.leases]
+            os.kill(reader, signal.SIGKILL)
+            with pytest.raises(Unavailable, match="the process that it was read from has ended"):
+                go_on(connection)
+            over(connection)
+        eventually(lambda: serving.meter.readers == 0, "its end")
+        assert not leases(directory)
+        with serving.connect() as connection:
+            connection.ask(Open(name), Opened)
+
+
+@pytest.mark.slow
+def test_a_process_in_reserve_that_was_killed_is_replaced(
+    directory: Path, certificates: Certificates, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    publish(directory, name)
+    before = {*sources()}
+    with exporting(directory, certificates.host, readers=1) as serving, serving.connect() as connection:
+        eventually(lambda: {*sources()} - before, "the process")
+        (spare,) = {*sources()} - before
+        os.kill(spare, signal.SIGKILL)
+        eventually(lambda: spare not in sources(), "its end")
+        assert connection.ask(Open(name), Opened, 60.0).version == 1
+    assert "in advance is replaced: " in caplog.text
+
+
+@pytest.mark.slow
+def test_a_process_in_reserve_that_did_not_start_is_replaced(
+    directory: Path, certificates: Certificates, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    publish(directory, name)
+    (tmp_path / "fails").write_text("x")
+    monkeypatch.setenv("FAILS", str(tmp_path / "fails"))
+    with exporting(directory, certificates.host) as serving, serving.connect() as connection:
+        eventually(lambda: not (tmp_path / "fails").read_text(), "the first to fail")
+        assert connection.ask(Open(name), Opened, 60.0).version == 1
+
+
+@pytest.mark.slow
+def test_processes_that_do_not_start_are_an_error_and_take_no_place(
+    directory: Path, certificates: Certificates, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    publish(directory, name)
+    fails = tmp_path / "fails"
+    fails.write_text("x" * 100)
+    monkeypatch.setenv("FAILS", str(fails))
+    with exporting(directory, certificates.host, readers=1) as serving, serving.connect() as connection:
+        for _ in range(2):
+            with pytest.raises(Unavailable, match="the process of the transfer ended with status 3"):
+                connection.ask(Open(name), Opened, 60.0)
+        assert serving.meter.readers == 0
+        fails.write_text("")
+        assert connection.ask(Open(name), Opened, 60.0).version == 1
+
+
+# -- news ------------------------------------------------------------------------------------------
+
+
+def test_a_watch_tells_the_current_version_now_and_after_every_change(
+    serving: Serving, directory: Path, name: str
+) -> None:
+    with serving.connect() as connection:
+        assert connection.ask(Watch(name), Current) == Current(0)
+        publish(directory, name)
+        told(connection, 1)
+        publish(directory, name)
+        told(connection, 2)
+        with Broker(directory) as broker:
+            broker.retire(name, 2)
+        told(connection, 0)
+
+
+def test_a_watch_repeats_the_current_version(
+    serving: Serving, directory: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(messages, "WATCH_BEAT", 0.05)
+    publish(directory, name)
+    with serving.connect() as connection:
+        assert connection.ask(Watch(name), Current) == Current(1)
+        assert [connection.hear(Current) for _ in range(3)] == [Current(1)] * 3
+
+
+def test_a_watch_goes_on_when_a_version_cannot_be_opened(
+    directory: Path, certificates: Certificates, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    with exporting(directory, certificates.host) as serving, serving.connect() as connection:
+        assert connection.ask(Watch(name), Current) == Current(0)
+        connection.say(Open("none"))
+        with pytest.raises(NotFound):
+            hear_on(connection)
+        publish(directory, name)
+        told(connection, 1)
+        connection.say(Open(name, engine="pigeons"))
+        with pytest.raises(Unsupported):
+            hear_on(connection)
+        publish(directory, name)
+        told(connection, 2)
+
+
+# -- the broker ------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_broker_that_comes_back_is_found_again(
+    broker: BrokerProcess, certificates: Certificates, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    with exporting(broker.directory, certificates.host) as serving, serving.connect() as connection:
+        with serving.connect() as watching:
+            assert watching.ask(Watch(name), Current) == Current(0)
+            broker.kill()
+            over(watching)
+        assert f"cannot watch {name} any longer" in caplog.text
+        with pytest.raises(Unavailable):
+            connection.ask(List(), Offers)
+        with pytest.raises(Unavailable):
+            connection.ask(Open(name), Opened)
+        broker.start()
+        publish(broker.directory, name)
+        eventually(lambda: connection.ask(List(), Offers).offers, "the pools of the next one")
+        assert connection.ask(Open(name), Opened).version == 1
+        with serving.connect() as watching:
+            assert watching.ask(Watch(name), Current) == Current(1)
+
+
+def test_without_a_broker_or_an_address_it_does_not_serve(
+    directory: Path, certificates: Certificates, tmp_path: Path, name: str
+) -> None:
+    with pytest.raises(Unavailable), exporting(tmp_path / "none", certificates.host):
+        pass
+    with socket.socket() as taken:
+        taken.bind((HOST, 0))
+        taken.listen()
+        with pytest.raises(Unavailable, match=r"listening at 127\.0\.0\.1 port \d+: .*name another --listen"):
+            _serve_at(directory, certificates.host, taken.getsockname()[1])
+
+
+def _serve_at(directory: Path, folder: Path, port: int) -> None:
+    import asyncio
+
+    async def serve() -> None:
+        async with exporter.Exporter(directory, folder).serving(HOST, port):
+            pass
+
+    asyncio.run(serve())
+
+
+def test_it_needs_its_certificate(directory: Path, tmp_path: Path) -> None:
+    with pytest.raises(NotFound, match=r"there is no .*ca\.pem"):
+        exporter.Exporter(directory, tmp_path)
+    assert identity.find_folder(tmp_path) == tmp_path

@@ -1,0 +1,494 @@
+"""One fetch from exporters that do well, lie or fail: in this process, from memory of this process."""
+
+from __future__ import annotations
+
+import ctypes
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from cubroker.client import Broker, digests
+from cubroker.integrations.cluster import connection, fetch_process, source_thread
+from cubroker.integrations.cluster.engine import NIXL, Region
+from cubroker.integrations.cluster.fetch_process import Fetch
+from cubroker.integrations.cluster.messages import (
+    Fetched,
+    Offer,
+    Offers,
+    Open,
+    Opened,
+    Order,
+    Place,
+    Progress,
+    Refused,
+    frame,
+)
+from cubroker.protocol import Layout
+from cubroker.protocol.errors import (
+    Corrupted,
+    CubrokerError,
+    Denied,
+    Invalid,
+    NotFound,
+    OverBudget,
+    OverQuota,
+    Unavailable,
+)
+from tests.brokers import eventually
+from tests.unit.integrations.cluster.hosts import HOST, LAYOUT, Certificates, content, publish
+from tests.unit.integrations.cluster.liar import Liar, lying
+
+MIB = 1 << 20
+
+
+class LocalEngine:
+    """Reads this process's own memory. What its tests change are its functions."""
+
+    name = NIXL
+
+    def register(self, regions: Sequence[Region]) -> bytes:
+        return b"metadata"
+
+    def connect(self, metadata: bytes) -> None:
+        if metadata != b"metadata":
+            raise Unavailable("connecting to the source failed: no metadata")
+
+    def read(self, local: Region, remote: Region) -> Any:
+        if remote.pointer < 4096:
+            raise Unavailable("reading from the source failed: no such memory")
+        ctypes.memmove(local.pointer, remote.pointer, local.nbytes)
+        return self
+
+    def done(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture(autouse=True)
+def local(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sources are read by :class:`LocalEngine`, and lost ones are asked again soon."""
+    monkeypatch.setattr(source_thread, "open_engine", lambda _: LocalEngine())
+    monkeypatch.setattr(fetch_process.engine, "load", lambda: None)
+    monkeypatch.setattr(fetch_process, "AGAIN", (0.02, 0.1))
+
+
+MEMORY: list[ctypes.Array[ctypes.c_char]] = []
+"""What versions are read from, for as long as tests run."""
+
+
+def version(of: Layout = LAYOUT, seed: int = 1, **changes: Any) -> Opened:
+    """A version in memory of this process: each allocation is full of one byte."""
+    places = []
+    for number, nbytes in enumerate(of.allocations):
+        data = bytes([seed]) * nbytes
+        MEMORY.append(ctypes.create_string_buffer(data, nbytes))
+        found = digests.PartialDigest()
+        found.add(data, 0)
+        pointer = ctypes.addressof(MEMORY[-1])
+        places.append(Place(pointer, nbytes, None, found.finish(nbytes)))
+        assert number < 9
+    whole = Opened("m", 1, of.encode(), digests.DEFINITION, tuple(places), b"metadata")
+    return msgspec.structs.replace(whole, **changes)
+
+
+def lied(opened: Opened, number: int = 0, **changes: Any) -> Opened:
+    """A version with one place changed."""
+    places = [*opened.places]
+    places[number] = msgspec.structs.replace(places[number], **changes)
+    return msgspec.structs.replace(opened, places=tuple(places))
+
+
+class Hosts:
+    """Exporters that say what a test wants, and fetches from all of them."""
+
+    def __init__(self, certificates: Certificates, directory: Path, name: str, undo: ExitStack) -> None:
+        self._folder = certificates.host
+        self._directory = directory
+        self._name = name
+        self._undo = undo
+        self.all: list[Liar] = []
+        self.reports: list[tuple[int, int]] = []
+        self.fetching: Fetch
+
+    def host(self, opened: object, pause: float = 0.0, **answers: object) -> Liar:
+        """Start a host that has a version; its readers are few."""
+        liar = self._undo.enter_context(lying(self._folder, pause=pause))
+        liar.opens(opened, self._name)
+        liar.answers |= answers
+        self.all.append(liar)
+        return liar
+
+    def fetch(self, **order: Any) -> Fetched:
+        peers = order.pop("peers", None) or tuple(str(each.address) for each in self.all)
+        options = {"name": self._name, "directory": str(self._directory), "patience": 5.0} | order
+        this = Order(peers=peers, certificates=str(self._folder), **options)
+        self.fetching = Fetch(this, lambda *progress: self.reports.append(progress))
+        return self.fetching.run()
+
+    def held(self) -> bytes:
+        with Broker(self._directory) as broker, broker.attach(self._name, device=0) as pool:
+            pool.check()
+            return pool["a"].tobytes() + pool["b"].tobytes()
+
+
+@pytest.fixture
+def hosts(certificates: Certificates, directory: Path, name: str) -> Iterator[Hosts]:
+    with ExitStack() as undo:
+        found = Hosts(certificates, directory, name, undo)
+        yield found
+        with Broker(directory) as broker:
+            states = {pool.state for pool in broker.pools()}
+            assert "draft" not in states
+
+
+def nothing(directory: Path) -> bool:
+    """Whether a broker has no version at all, nor memory for one."""
+    with Broker(directory) as broker:
+        eventually(lambda: not any(device.allocated for device in broker.devices()), "memory to be free")
+        return not broker.pools()
+
+
+# -- what goes right -------------------------------------------------------------------------------
+
+
+def test_a_version_is_published_with_the_source_s_bytes_and_digests(hosts: Hosts, directory: Path, name: str) -> None:
+    opened = version()
+    liar = hosts.host(opened)
+    done = hosts.fetch(mode=0o640)
+    assert hosts.held() == content()
+    assert (done.name, done.version, done.nbytes, done.tensors) == (name, 1, LAYOUT.nbytes, 2)
+    assert (done.sources, done.fetched) == ((str(liar.address),), True)
+    assert 0 < done.read_seconds < done.seconds
+    assert hosts.reports[-1] == (LAYOUT.nbytes, LAYOUT.nbytes)
+    assert sorted(hosts.reports) == hosts.reports
+    with Broker(directory) as broker:
+        info, layout, _ = broker.describe(name)
+        sealed = broker.digests(name).digests
+    assert (layout, info.mode) == (LAYOUT, 0o640)
+    assert sealed is not None
+    assert sealed.replicas[0] == tuple(place.digest for place in opened.places)
+
+
+def test_every_device_gets_a_copy(hosts: Hosts, directory: Path, name: str) -> None:
+    hosts.host(version(seed=3))
+    hosts.fetch(devices=(0, 1))
+    with Broker(directory) as broker:
+        for device in (0, 1):
+            with broker.attach(name, device=device) as pool:
+                pool.check()
+                assert pool["b"].tobytes() == bytes([3]) * 400
+
+
+def test_a_version_is_opened_by_its_number_at_the_first_source(hosts: Hosts) -> None:
+    liar = hosts.host(version())
+    hosts.fetch(version=7)
+    assert [each.version for each in liar.heard if isinstance(each, Open)] == [7]
+
+
+def test_a_current_version_will_do_if_absent_and_none_is_asked(hosts: Hosts, directory: Path, name: str) -> None:
+    liar = hosts.host(version())
+    publish(directory, name, seed=9)
+    done = hosts.fetch(if_absent=True)
+    assert (done.fetched, done.version, done.nbytes, done.tensors, done.sources) == (False, 1, LAYOUT.nbytes, 2, ())
+    assert liar.heard == []
+    with Broker(directory) as broker:
+        broker.retire(name, 1)
+    assert hosts.fetch(if_absent=True).fetched
+
+
+def test_if_absent_a_retired_version_that_is_still_held_will_not_do(hosts: Hosts, directory: Path, name: str) -> None:
+    hosts.host(version())
+    publish(directory, name)
+    for options in ({"if_absent": True}, {"if_changed": True}):
+        with Broker(directory) as broker, broker.attach(name, device=0) as held:
+            broker.retire(name, held.version)
+            assert hosts.fetch(**options).version == held.version + 1
+
+
+def test_if_changed_only_other_bytes_are_fetched(hosts: Hosts, directory: Path, name: str) -> None:
+    liar = hosts.host(version())
+    assert hosts.fetch(if_changed=True).fetched
+    again = hosts.fetch(if_changed=True)
+    assert (again.fetched, again.version) == (False, 1)
+    liar.opens(version(seed=2), name, 2)
+    assert hosts.fetch(if_changed=True).version == 2
+    assert hosts.held() == content(2)
+    liar.opens(version(Layout.pack([("a", "U8", (300,)), ("b", "U8", (400,))]), 2), name, 3)
+    assert hosts.fetch(if_changed=True).version == 3  # another layout
+    publish(directory, name, 2)
+    assert hosts.fetch(if_changed=True).version == 5  # what is here has no digest
+
+
+def test_sources_bring_it_together(hosts: Hosts) -> None:
+    layout = Layout.pack([("a", "U8", (3 * MIB,)), ("b", "U8", (5 * MIB,))])
+    for _ in range(3):
+        hosts.host(version(layout, 5))
+    done = hosts.fetch(width=2)
+    assert len(done.sources) == 2
+    assert hosts.held() == bytes([5]) * 8 * MIB
+
+
+# -- what lies -------------------------------------------------------------------------------------
+
+
+def short(opened: Opened) -> Opened:
+    return msgspec.structs.replace(opened, places=opened.places[:-1])
+
+
+LIES: dict[str, tuple[Callable[[], Opened], type[CubrokerError], str]] = {
+    "too few places": (lambda: short(version()), Invalid, "what does not fit together"),
+    "a place of another size": (lambda: lied(version(), nbytes=513), Invalid, "what does not fit together"),
+    "digests by another name": (lambda: version(algorithm="md5"), Invalid, "has digests by md5, and this build has"),
+    "no layout": (lambda: version(layout=b"\xc1"), Invalid, "cannot be fetched: .*"),
+    "an empty layout": (lambda: version(layout=b""), Invalid, "cannot be fetched: .*"),
+    "a random layout": (lambda: version(layout=bytes(range(256)) * 99), Invalid, "cannot be fetched: .*"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_what_does_not_fit_together_is_an_error_and_leaves_nothing(hosts: Hosts, directory: Path, lie: str) -> None:
+    opened, error, why = LIES[lie]
+    liar = hosts.host(opened())
+    with pytest.raises(error, match=why) as caught:
+        hosts.fetch()
+    assert str(liar.address) in caught.value.message
+    assert nothing(directory)
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_host_that_lies_is_passed_over_for_one_that_does_not(hosts: Hosts, lie: str) -> None:
+    hosts.host(LIES[lie][0]())
+    honest = hosts.host(version(), 0.2)  # comes later
+    assert hosts.fetch(wait=30.0).sources == (str(honest.address),)
+    assert hosts.held() == content()
+
+
+def test_a_version_that_no_device_has_room_for(hosts: Hosts, directory: Path) -> None:
+    """There is none of its bytes: the place says so."""
+    huge = Layout.pack([("x", "U8", (1 << 47,))])
+    opened = msgspec.structs.replace(version(), layout=huge.encode(), places=(Place(4096, 1 << 47, None, bytes(16)),))
+    hosts.host(opened)
+    with pytest.raises(OverBudget):
+        hosts.fetch()
+    assert nothing(directory)
+
+
+@pytest.mark.parametrize(
+    ("opened", "why"),
+    [
+        (lambda: version(metadata=b"garbage"), "connecting to the source failed: no metadata"),
+        (lambda: lied(version(), pointer=0), "reading from the source failed: no such memory"),
+    ],
+    ids=["garbage in place of metadata", "memory that there is not"],
+)
+def test_a_source_that_cannot_be_read_is_given_up(
+    hosts: Hosts, directory: Path, opened: Callable[[], Opened], why: str
+) -> None:
+    """Though it can be connected to, again and again."""
+    liar = hosts.host(opened())
+    with pytest.raises(Unavailable, match=why):
+        hosts.fetch(patience=0.5)
+    assert liar.asked(Open) > 1
+    assert nothing(directory)
+
+
+def test_a_source_that_cannot_be_read_is_replaced(hosts: Hosts) -> None:
+    hosts.host(version(metadata=b"garbage"))
+    honest = hosts.host(version(), 0.2)
+    assert str(honest.address) in hosts.fetch(wait=30.0).sources
+    assert hosts.held() == content()
+
+
+OTHERS = {
+    "other bytes": lambda: version(seed=9),
+    "another layout": lambda: version(Layout.pack([("z", "U8", (9,))]), 9),
+    "more allocations": lambda: version(Layout.pack([(each, "U8", (512,)) for each in "abcd"], slab=512), 9),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_source_with_other_bytes_is_not_read_even_if_it_is_ready_before_the_draft(
+    hosts: Hosts, other: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = hosts.host(version())
+
+    def later(_: object, send: Callable[[bytes], None]) -> None:
+        eventually(lambda: any(each.opened for each in hosts.fetching._sources._started), "the other one to be first")
+        send(frame(OTHERS[other]()))
+
+    hosts.host(later)
+    drafted = fetch_process._drafted
+
+    def late(*arguments: Any) -> Any:
+        started = hosts.fetching._sources._started
+        eventually(lambda: len(started) == 2 and all(each.opened for each in started), "both to be open")
+        return drafted(*arguments)
+
+    monkeypatch.setattr(fetch_process, "_drafted", late)
+    assert hosts.fetch().sources == (str(honest.address),)
+    assert hosts.held() == content()
+
+
+def test_bytes_that_are_not_what_was_said_are_found(hosts: Hosts, directory: Path) -> None:
+    hosts.host(lied(version(), digest=bytes(16)))
+    with pytest.raises(Corrupted, match=r"allocation 0 of .* came with other bytes than it has, twice"):
+        hosts.fetch()
+    assert nothing(directory)
+
+
+def test_whoever_brings_wrong_bytes_is_left_out(hosts: Hosts) -> None:
+    right = version()
+    wrong = lied(lied(right, pointer=version(seed=9).places[0].pointer), 1, pointer=version(seed=9).places[1].pointer)
+    hosts.host(wrong)
+    hosts.host(right)
+    hosts.fetch(wait=30.0)
+    assert hosts.held() == content()
+
+
+# -- what fails ------------------------------------------------------------------------------------
+
+
+def test_a_source_that_brings_nothing_is_given_up(
+    hosts: Hosts, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LocalEngine, "done", lambda _: False)
+    hosts.host(version())
+    with pytest.raises(Unavailable, match=r"has brought nothing for 0\.3 s"):
+        hosts.fetch(patience=0.3)
+    assert nothing(directory)
+
+
+def test_a_source_that_does_not_come_to_be_connected_is_given_up(
+    hosts: Hosts, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over = threading.Event()
+    monkeypatch.setattr(LocalEngine, "connect", lambda *_: over.wait(60.0))
+    hosts.host(version())
+    try:
+        with pytest.raises(Unavailable, match=r"could not be read from within 0\.3 s"):
+            hosts.fetch(patience=0.3)
+        assert nothing(directory)
+    finally:
+        over.set()
+
+
+def test_a_fault_of_a_thread_is_an_error(hosts: Hosts, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(LocalEngine, "read", fail)
+    hosts.host(version())
+    with pytest.raises(Unavailable, match="a thread of the transfer failed; its log says why"):
+        hosts.fetch(patience=0.3)
+    assert nothing(directory)
+
+
+def test_a_source_says_how_far_it_is_now_and_then(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source_thread, "BEAT", 0.02)
+    liar = hosts.host(version())
+    monkeypatch.setattr(LocalEngine, "done", lambda _: liar.asked(Progress) > 3)
+    hosts.fetch()
+    eventually(lambda: liar.heard[-1] == Progress(LAYOUT.nbytes), "the last word")
+
+
+def test_while_a_version_waits_for_room_its_source_is_told_that_this_side_lives(
+    hosts: Hosts, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source_thread, "BEAT", 0.02)
+    liar = hosts.host(version())
+    drafted = fetch_process._drafted
+
+    def late(*arguments: Any) -> Any:
+        eventually(lambda: liar.asked(Progress) > 2, "words to the source")
+        return drafted(*arguments)
+
+    monkeypatch.setattr(fetch_process, "_drafted", late)
+    assert hosts.fetch().fetched
+
+
+def test_a_host_that_has_not_the_pool_is_passed_over(hosts: Hosts, name: str) -> None:
+    hosts.host(version(), List=Offers((Offer("other", 1, 1, 1, True),), 0, 8))
+    hosts.host(version(), Open=Refused("not_found", "it is gone"))
+    with pytest.raises(NotFound, match=f"{name} cannot be fetched: ") as caught:
+        hosts.fetch()
+    assert f"{hosts.all[0].address}: it has no {name} that this host may fetch" in caught.value.message
+    assert f"{hosts.all[1].address}: it is gone" in caught.value.message
+    hosts.host(version())
+    assert hosts.fetch().fetched
+
+
+def test_a_host_that_is_full_is_passed_over_and_asked_again(hosts: Hosts, name: str) -> None:
+    liar = hosts.host(version(), List=Offers((Offer(name, 1, 1, 1, True),), 8, 8))
+    with pytest.raises(OverQuota, match="as many hosts read from it as may"):
+        hosts.fetch()
+    assert liar.asked(Open) == 0
+    timer = threading.Timer(0.2, lambda: liar.opens(version(), name))
+    timer.start()
+    assert hosts.fetch(wait=60.0).fetched
+    timer.join()
+
+
+def test_a_host_that_refuses_this_one_is_not_asked_again(hosts: Hosts) -> None:
+    liar = hosts.host(version(), Hello=Refused("denied", "not you"))
+    with pytest.raises(Denied, match=r"cannot be fetched: .*: not you"):
+        hosts.fetch(wait=60.0)
+    assert len(liar.heard) == 1
+
+
+def test_the_reason_that_tells_most_is_the_error(hosts: Hosts, name: str) -> None:
+    hosts.host(version(), Open=Refused("not_found", "it is gone"))
+    hosts.host(version(), Hello=Refused("denied", "not you"))
+    with socket.create_server((HOST, 0)) as server:
+        nobody = f"{HOST}:{server.getsockname()[1]}"
+    with pytest.raises(Denied) as caught:
+        hosts.fetch(peers=(*(str(each.address) for each in hosts.all), nobody))
+    for why in ("it is gone", "not you", f"no exporter answers at {nobody}"):
+        assert why in caught.value.message
+    with pytest.raises(Unavailable, match="no exporter answers"):
+        hosts.fetch(peers=(nobody,))
+
+
+def test_without_a_host_there_is_nothing_to_fetch_from(hosts: Hosts, name: str) -> None:
+    with pytest.raises(Unavailable, match=f"{name} cannot be fetched: no host is known"):
+        hosts.fetch()
+    with pytest.raises(Invalid, match="names no exporter"):
+        hosts.fetch(peers=("a b",))
+
+
+def test_of_many_hosts_that_do_not_answer_each_is_asked_once_and_none_is_left_out(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "CONNECT", 0.15)
+    liar = hosts.host(version())
+    with socket.create_server(("", 0), backlog=100) as silent:  # accepts, and says nothing
+        port = silent.getsockname()[1]
+        peers = tuple(f"127.0.1.{number}:{port}" for number in range(1, 31))
+        with pytest.raises(Unavailable, match="and 25 hosts more"):
+            hosts.fetch(peers=peers)
+        assert hosts.fetch(peers=(*peers, str(liar.address)), wait=60.0).fetched
+
+
+def test_a_host_that_is_lost_may_bring_the_rest_when_it_is_back(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = Layout.pack([("a", "U8", (3 * MIB,)), ("b", "U8", (5 * MIB,))])
+    liar = hosts.host(version(layout, 4))
+    read, count = LocalEngine.read, iter(range(1000))
+
+    def failing(self: LocalEngine, local: Region, remote: Region) -> Any:
+        if next(count) % 5 == 4:
+            raise Unavailable("reading from the source failed")
+        return read(self, local, remote)
+
+    monkeypatch.setattr(LocalEngine, "read", failing)
+    assert hosts.fetch(patience=1.0).fetched
+    assert liar.asked(Open) > 1
+    assert hosts.held() == bytes([4]) * 8 * MIB

@@ -1,0 +1,132 @@
+"""Which hosts are known, under which addresses, and what they say of themselves."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from cubroker.integrations.cluster import peers
+from cubroker.integrations.cluster.connection import Address
+from cubroker.integrations.cluster.messages import PORT, Offer, Offers, Refused
+from cubroker.protocol.errors import Denied, Invalid, NotFound, Unavailable
+from tests.unit.integrations.cluster.hosts import HOST, Certificates
+from tests.unit.integrations.cluster.liar import lying
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "peers.toml"
+    path.write_text('peers = ["of-file", "other:80"]')
+    return path
+
+
+def test_what_is_given_comes_before_the_variable_and_that_before_the_file(file: Path) -> None:
+    variable = {"CUBROKER_PEERS": " of-variable ,, b:80,"}
+    assert peers.known(["given"], variable, file) == ("given",)
+    assert peers.known([], variable, file) == ("of-variable", "b:80")
+    assert peers.known([], {}, file) == ("of-file", "other:80")
+    assert peers.known([], {"CUBROKER_PEERS": ""}, file) == ("of-file", "other:80")
+    assert peers.known([], {"CUBROKER_PEERS": " , "}, file) == ("of-file", "other:80")
+
+
+def test_without_any_it_is_said_where_they_are_named(file: Path, tmp_path: Path) -> None:
+    for absent in (tmp_path / "none.toml", tmp_path / "none" / "peers.toml"):
+        with pytest.raises(
+            NotFound, match=rf"no peers are known: name them by --from or \$CUBROKER_PEERS, or in {absent}"
+        ):
+            peers.known([], {}, absent)
+    file.write_text("peers = []")
+    with pytest.raises(NotFound, match="no peers are known"):
+        peers.known([], {}, file)
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"peers = [", "Invalid value|Unclosed array"),
+        (b"\xff", "can't decode byte"),
+        (b"", "missing required field `peers`"),
+        (b"peers = 'a'", "Expected `array`, got `str`"),
+        (b"peers = [1]", "Expected `str`, got `int`"),
+        (b"peers = ['a']\nport = 1", "unknown field `port`"),
+    ],
+    ids=["no TOML", "no text", "empty", "no list", "no name", "more"],
+)
+def test_a_file_that_is_none_is_named(file: Path, content: bytes, why: str) -> None:
+    file.write_bytes(content)
+    with pytest.raises(Invalid, match=f"{file} cannot be read for peers: .*({why})"):
+        peers.known([], {}, file)
+
+
+def test_a_folder_in_place_of_the_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(Invalid, match=r"cannot be read for peers: .*directory"):
+        peers.known([], {}, tmp_path)
+
+
+# -- addresses -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
+    """The addresses of names, as a resolver has them; each comes twice, as for several protocols."""
+    known: dict[str, list[str]] = {}
+
+    def getaddrinfo(host: str, port: int, **_: object) -> list[tuple[object, ...]]:
+        if host not in known:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [(0, 1, 6, "", (ip, port)) for ip in known[host] for _ in range(2)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    return known
+
+
+def test_a_name_with_several_addresses_stands_for_all_of_them(names: dict[str, list[str]]) -> None:
+    names |= {"many": ["10.0.0.2", "10.0.0.1", "::1"], "one": ["10.0.0.9"]}
+    assert peers.resolve(["many:80", "one"]) == [
+        Address("many", 80, "10.0.0.2"),
+        Address("many", 80, "10.0.0.1"),
+        Address("many", 80, "::1"),
+        Address("one", PORT),
+    ]
+
+
+def test_a_name_that_nobody_knows_stays_and_each_address_comes_once(names: dict[str, list[str]]) -> None:
+    assert peers.resolve(["unknown", "unknown:7411", "unknown:80"]) == [
+        Address("unknown", PORT),
+        Address("unknown", 80),
+    ]
+
+
+def test_a_name_that_no_host_can_have_is_invalid() -> None:
+    for name in ("gpu 1", "a..b", "a" * 64):
+        with pytest.raises(Invalid, match="names no exporter"):
+            peers.resolve(["gpu-1", name])
+
+
+def test_the_addresses_of_this_host() -> None:
+    assert peers.resolve(["127.0.0.1", "[::1]:80"]) == [Address("127.0.0.1", PORT), Address("::1", 80)]
+    assert peers.resolve([]) == []
+
+
+# -- answers ---------------------------------------------------------------------------------------
+
+
+def test_hosts_are_asked_at_once_and_answer_in_their_order(certificates: Certificates) -> None:
+    offers = Offers((Offer("m", 3, 1024, 2, current=True),), 1, 8)
+    with (
+        lying(certificates.host, {"List": offers}) as one,
+        lying(certificates.host, {"Hello": Refused("denied", "not you")}) as two,
+    ):
+        with socket.create_server((HOST, 0)) as server:
+            nobody = Address(*server.getsockname())
+        first, second, third = peers.ask([one.address, two.address, nobody], certificates.of("root"))
+    assert first == peers.Answer(one.address, offers, None)
+    assert (second.address, second.offers, type(second.error)) == (two.address, None, Denied)
+    assert (third.address, third.offers, type(third.error)) == (nobody, None, Unavailable)
+
+
+def test_there_is_a_host_to_ask(certificates: Certificates) -> None:
+    with pytest.raises(Unavailable, match="there is no host to ask"):
+        peers.ask([], certificates.host)

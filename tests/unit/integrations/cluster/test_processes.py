@@ -1,0 +1,86 @@
+"""Processes that have a version registered, as the exporter has them: started, asked, silent, and at their end."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from cubroker.integrations.cluster import messages, processes
+from cubroker.integrations.cluster.messages import Open, Opened, Refused
+from cubroker.integrations.cluster.processes import PythonProcess
+from cubroker.protocol import Layout
+from cubroker.protocol.errors import Unavailable
+from tests.brokers import PATIENCE, eventually
+from tests.unit.integrations.cluster.hosts import LAYOUT, here, leases, publish
+
+
+@pytest.fixture(autouse=True)
+def plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processes have an engine that moves nothing."""
+    monkeypatch.setenv("PYTHONPATH", here())
+
+
+def ended(directory: Path, *requests: Open) -> tuple[list[messages.Reply], int]:
+    """Ask a process, and end its input; returns its answers and its status."""
+
+    async def run() -> tuple[list[messages.Reply], int]:
+        process = await PythonProcess.start("plain_source", str(directory))
+        try:
+            answers = [await process.ask(each) for each in requests]
+            assert process.alive or isinstance(answers[-1], Refused)
+            process._input.close()
+            return answers, await asyncio.wait_for(process._process.wait(), PATIENCE)
+        finally:
+            await process.kill()
+
+    return asyncio.run(run())
+
+
+def test_a_process_ends_with_its_input_and_the_lease_with_it(directory: Path, name: str) -> None:
+    publish(directory, name)
+    (opened,), status = ended(directory, Open(name, 1))
+    assert status == 0
+    assert isinstance(opened, Opened)
+    assert (opened.name, opened.version, Layout.decode(opened.layout)) == (name, 1, LAYOUT)
+    eventually(lambda: not leases(directory), "the lease to end")
+
+
+def test_a_process_that_is_asked_for_nothing_ends_too(directory: Path) -> None:
+    assert ended(directory) == ([], 0)
+
+
+def test_what_a_process_cannot_open_is_its_answer_and_its_end(directory: Path, name: str) -> None:
+    publish(directory, name)
+    for request, code in ((Open(name, 1, "pigeons"), "unsupported"), (Open("none"), "not_found")):
+        (answer,), status = ended(directory, request)
+        assert isinstance(answer, Refused)
+        assert (answer.code, status) == (code, 0)
+
+
+@pytest.mark.parametrize(
+    ("module", "why"),
+    [("this", "said what cannot be read: a frame of"), ("no_such_module", "ended with status 1; its log says why")],
+)
+def test_a_process_that_does_not_work_is_an_error(module: str, why: str) -> None:
+    with pytest.raises(Unavailable, match=f"the process of the transfer {why}"):
+        asyncio.run(PythonProcess.start(module))
+
+
+def test_a_process_that_does_not_start_in_time_is_an_error(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
+    monkeypatch.setattr(processes, "START", 0.01)
+    with pytest.raises(Unavailable, match=r"did not answer within 0\.01 s"):
+        asyncio.run(PythonProcess.start("plain_source", str(directory)))
+
+
+def test_a_process_that_has_ended_answers_nothing(directory: Path) -> None:
+    async def run() -> None:
+        process = await PythonProcess.start("plain_source", str(directory))
+        await process.kill()
+        await process.kill()
+        assert not process.alive
+        with pytest.raises(Unavailable, match="the process of the transfer ended with status -9"):
+            await process.ask(Open("m"))
+
+    asyncio.run(run())
