@@ -51,7 +51,7 @@ def parse(program: str, arguments: list[str] | None = None) -> Plan:
     """Parse the command line; a usage error ends the program with status 2."""
     parser = argparse.ArgumentParser(prog=program)
     parser.add_argument("--devices", default="cuda", help="cuda, cuda:0 or host:2 (default: cuda)")
-    parser.add_argument("--size", type=nbytes, help="of a pool, such as 8GB (default: 8GB on GPUs, 256MB else)")
+    parser.add_argument("--size", type=byte_count, help="of a pool, such as 8GB (default: 8GB on GPUs, 256MB else)")
     parser.add_argument("--rounds", type=int, default=50, help="how often an attach is measured (default: 50)")
     parser.add_argument("--output", type=Path, metavar="DIR", help="write NAME.json and NAME.md there as well")
     parser.add_argument("--label", help="what to call this machine (default: the name of its first device)")
@@ -75,8 +75,8 @@ def neighbours(plan: Plan) -> tuple[str, str] | None:
     return None
 
 
-def nbytes(text: str) -> int:
-    """Read a size as people write it."""
+def byte_count(text: str) -> int:
+    """Read a size such as 8GB, as ``argparse`` has types."""
     match = _SIZE.fullmatch(text)
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; write 8GB or 256MB")

@@ -27,7 +27,7 @@ from xml.sax.saxutils import escape
 
 from benchmarks import harness, model_weights
 from benchmarks.load import POOL, retire
-from benchmarks.options import DEFAULT_SIZES, nbytes
+from benchmarks.options import DEFAULT_SIZES, byte_count
 from cubroker.client import Broker
 from cubroker.client.loading.loader import load
 from cubroker.server.hardening import python_command
@@ -58,7 +58,7 @@ def main() -> None:
     """Take the spans of one load and draw them."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.timeline")
     parser.add_argument("--devices", default="cuda", help="cuda, cuda:0 or host:2 (default: cuda)")
-    parser.add_argument("--size", type=nbytes, help="of the file, such as 8GB (default: 8GB on GPUs, 256MB else)")
+    parser.add_argument("--size", type=byte_count, help="of the file, such as 8GB (default: 8GB on GPUs, 256MB else)")
     parser.add_argument("--share", default="auto", help="how the memory is shared: auto, ipc or vmm")
     parser.add_argument("--loads", type=int, default=0, help="draw the last of so many loads in one process")
     parser.add_argument("--output", type=Path, metavar="DIR", help="write timeline.svg there")

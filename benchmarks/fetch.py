@@ -1,0 +1,181 @@
+"""Rate of a fetch from another broker, in GB/s, beside a copy of the same bytes without cubroker.
+
+The exporter and the process that fetches run on this machine. On GPUs one broker has the first and one the last GPU,
+NIXL chooses what goes between them, unless ``UCX_TLS`` does, and the bound is a plain copy between them. On host
+devices the two brokers are in network namespaces of their own, joined by a link whose rate the kernel limits, and the
+bound is a stream of bytes through a socket over the same link; that takes root, ``ip`` and ``tc``.
+
+Rows need NIXL (``cubroker[nixl]``), and are left out without.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from benchmarks import model_weights
+from benchmarks.harness import SHARES, one_allocation, run_alone, seconds, serving
+from benchmarks.options import Plan
+from benchmarks.replicate import plain_copy
+from benchmarks.report import Figure, median
+from cubroker import driver
+from cubroker.client import Broker
+from cubroker.client.loading.loader import load
+from cubroker.integrations.cluster import certificates
+from cubroker.integrations.cluster.fetch import fetch
+from cubroker.server.hardening import python_command
+
+if TYPE_CHECKING:
+    from tests.cluster import Host
+
+POOL = "weights"
+ROUNDS = 3
+CHUNK = 1 << 20
+HOST = "127.0.0.1"
+
+LINKS = {"200 Mbit/s": 64 << 20, "1 Gbit/s": 256 << 20}
+"""Limits of links, and bytes of the pools that go over them."""
+
+RECEIVE = """
+import socket, sys, time
+connection = socket.create_connection((sys.argv[1], int(sys.argv[2])))
+buffer, left, began = bytearray(1 << 20), int(sys.argv[3]), time.perf_counter()
+while left:
+    left -= connection.recv_into(buffer, min(left, len(buffer)))
+print(time.perf_counter() - began)
+"""
+
+SEND = """
+import socket, sys
+with socket.create_server((sys.argv[1], 0)) as server:
+    print(server.getsockname()[1], flush=True)
+    connection, _ = server.accept()
+    chunk, left = bytes(1 << 20), int(sys.argv[2])
+    while left:
+        left -= connection.send(chunk[:left])
+"""
+
+
+def measure(plan: Plan) -> list[Figure]:
+    """Measure; no figures without the engine."""
+    if find_spec("nixl_cu13") is None and find_spec("nixl") is None:
+        return []
+    if not plan.gpu:
+        return [figure for name, nbytes in LINKS.items() for figure in _over_link(name, nbytes)]
+    return [figure for share in SHARES for figure in _between_gpus(plan, share)]
+
+
+# -- over a link ---------------------------------------------------------------------------------------
+
+
+def _over_link(name: str, nbytes: int) -> list[Figure]:
+    if os.geteuid() or not (shutil.which("ip") and shutil.which("tc")):
+        return []
+    from tests import cluster  # whose hosts are namespaces
+
+    rate = name.removesuffix("/s").replace(" ", "").lower()
+    bounds, reads = [], []
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        cluster.network(2, Path(folder), rate=rate, devices="host:1@2GiB") as (one, two),
+    ):
+        with Broker(one.broker.directory) as broker, broker.create(POOL, one_allocation(nbytes)) as draft:
+            draft.seal(digest=True)
+        with one.exporting():
+            for number in range(1 + ROUNDS):
+                bound = _stream(one, two, nbytes)
+                done = two.fetch(POOL, "--from", one.address)
+                if not isinstance(done, dict):
+                    raise RuntimeError(f"the fetch failed: {done}")
+                if number:
+                    bounds.append(nbytes / bound / 1e9)
+                    reads.append(nbytes / done["read_seconds"] / 1e9)
+    what = f"{nbytes / 1e9:.3g} GB"
+    return [
+        median(f"{name}: a stream through a socket", bounds, "GB/s", what),
+        median(f"{name}: fetch, while bytes come", reads, "GB/s", "connecting, digests"),
+        median(f"{name}: fetch ÷ stream", [b / a for a, b in zip(bounds, reads, strict=True)], "", "of each pair"),
+    ]
+
+
+def _stream(one: Host, two: Host, nbytes: int) -> float:
+    """Return the seconds of a stream of so many bytes through a socket from one host to the other."""
+    send = [*one.before, sys.executable, "-c", SEND, one.address, str(nbytes)]
+    with subprocess.Popen(send, stdout=subprocess.PIPE, text=True) as sender:
+        assert sender.stdout is not None
+        port = sender.stdout.readline().strip()
+        receive = [*two.before, sys.executable, "-c", RECEIVE, one.address, port, str(nbytes)]
+        return float(subprocess.run(receive, stdout=subprocess.PIPE, text=True, check=True).stdout)
+
+
+# -- between GPUs --------------------------------------------------------------------------------------
+
+
+def _between_gpus(plan: Plan, share: str) -> list[Figure]:
+    last = f"cuda:{len(driver.load(plan.devices).devices) - 1}"
+    tensors = model_weights.tensors(plan.nbytes)
+    with ExitStack() as undo:
+        source, target = (undo.enter_context(serving(devices)) for devices in ("cuda:0", last))
+        folder = Path(undo.enter_context(tempfile.TemporaryDirectory()))
+        certificates.make_authority(folder / "authority")
+        certificates.issue(folder / "authority", folder / "host", "root", [HOST])
+        with model_weights.in_memory(tensors) as path, Broker(source.directory) as broker:
+            load(broker, POOL, path, share=share, digest=True)
+        address = undo.enter_context(_exporting(source.directory, folder / "host"))
+        broker = undo.enter_context(Broker(target.directory))
+        bounds, whole, reads = [], [], []
+        for number in range(1 + ROUNDS):
+            bound = _plain_copy(plan)
+            began = perf_counter()
+            done = fetch(POOL, [address], directory=target.directory, certificates=folder / "host", share=share)
+            took = perf_counter() - began
+            if number == 0:
+                with broker.attach(POOL) as pool:
+                    pool.check()
+                continue
+            bounds.append(bound)
+            whole.append(took)
+            reads.append(done.nbytes / done.read_seconds / 1e9)
+    what = f"{plan.nbytes / 1e9:g} GB, from cuda:0 to {last}"
+    return [
+        median(f"{share}: plain copy between the devices", bounds, "GB/s", what),
+        median(f"{share}: fetch, while bytes come", reads, "GB/s", "connecting, memory registered, digests"),
+        median(f"{share}: fetch ÷ plain copy", [b / a for a, b in zip(bounds, reads, strict=True)], "", "of each pair"),
+        median(f"{share}: fetch(), the whole call", whole, "s", "a process started, the draft, reading, digests, seal"),
+    ]
+
+
+@contextmanager
+def _exporting(directory: Path, folder: Path) -> Iterator[str]:
+    """Run an exporter, and yield its address."""
+    command = python_command(
+        "cubroker", "export", "--directory", str(directory), "--certificates", str(folder), "--listen", f"{HOST}:0"
+    )
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield process.stdout.readline().split()[-1]
+        finally:
+            process.terminate()
+
+
+def _plain_copy(plan: Plan) -> float:
+    """Return the rate of a plain copy from the first device to the last."""
+    opened = driver.load(plan.devices)
+    contexts = [opened.context(opened.devices[at].index) for at in (0, -1)]
+    with plain_copy(contexts[0], contexts[-1], plan.nbytes) as copy:
+        copy()
+        return plan.nbytes / seconds(copy) / 1e9
+
+
+if __name__ == "__main__":
+    run_alone(measure)

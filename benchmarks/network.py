@@ -1,0 +1,220 @@
+"""A network of hosts in simulated time: what is sent over it takes as long as the links between allow.
+
+Each host has one link, which carries its rate in both directions at once, into a fabric that is never the bottleneck.
+Connections that share a link share it in the max-min fair way: no connection can have more unless one with less had
+less still. A connection brings pieces one after the other, in the order in which they were asked for; a piece begins a
+latency after it was asked for, at the earliest.
+
+Rates are computed anew once in a while, not at every change, since that takes longest: a connection that begins gets
+what its two links have free until then, and what one leaves stays free.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from heapq import heapify, heappop, heappush, heapreplace
+from itertools import count
+
+EPSILON = 1e-9
+"""A rate that changes by less than this part of it stays, and so do free parts of a link below it."""
+
+
+class Connection:
+    """The way of pieces from one host to another."""
+
+    __slots__ = ("_turn", "brought", "closed", "left", "queue", "rate", "reader", "settled", "source")
+
+    def __init__(self, source: int, reader: int, brought: Callable[[Hashable], None]) -> None:
+        self.source = source
+        self.reader = reader
+        #: Called with every piece that has come.
+        self.brought = brought
+        #: Pieces that are asked for: what they are, their bytes, and when they begin at the earliest.
+        self.queue: deque[tuple[Hashable, float, float]] = deque()
+        #: Bytes a second now; bytes of the first piece that are to come, when that was reckoned last.
+        self.rate = 0.0
+        self.left = 0.0
+        self.settled = 0.0
+        self.closed = False
+        self._turn = 0
+
+
+class Network:
+    """Hosts, connections, and the clock.
+
+    Args:
+        rates: bytes a second of each host's link, in each direction.
+        latency: seconds from asking for a piece to its first byte.
+        pace: seconds between two computations of rates, at least, if anything has changed.
+    """
+
+    def __init__(self, rates: Sequence[float], latency: float = 0.0, pace: float = 0.0) -> None:
+        self.now = 0.0
+        #: Bytes that each host has sent, and received.
+        self.sent = [0.0] * len(rates)
+        self.received = [0.0] * len(rates)
+        self.dead = [False] * len(rates)
+        self._latency = latency
+        self._pace = pace
+        #: Each host's two links: outwards, and inwards.
+        self._capacity = [*rates, *rates]
+        self._free = [*self._capacity]
+        self._hosts = len(rates)
+        #: Connections that bring something now, in a fixed order.
+        self._active: dict[Connection, None] = {}
+        self._of: list[dict[Connection, None]] = [{} for _ in self._capacity]
+        self._numbers = count()
+        self._events: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
+        self._due = False
+        self._shared = float("-inf")
+
+    def at(self, when: float, what: Callable[..., None], *arguments: object) -> None:
+        """Call something at a time."""
+        heappush(self._events, (max(when, self.now), next(self._numbers), what, arguments))
+
+    def run(self, until: float = float("inf")) -> None:
+        """Let time pass until nothing is to happen any more, or a time."""
+        events = self._events
+        while events and events[0][0] <= until:
+            self.now, _, what, arguments = heappop(events)
+            what(*arguments)
+
+    # -- connections -------------------------------------------------------------------------------
+
+    def ask(self, connection: Connection, piece: Hashable, nbytes: float) -> None:
+        """Have a connection bring a piece, after those that it was asked for before."""
+        begins = self.now + self._latency
+        connection.queue.append((piece, nbytes, begins))
+        if len(connection.queue) == 1 and connection not in self._active:
+            self._await(connection)
+
+    def close(self, connection: Connection) -> None:
+        """Have a connection bring nothing more; what has come of a piece stays counted as sent."""
+        if not connection.closed:
+            self._settle(connection)
+            self._stop(connection)
+            connection.queue.clear()
+            connection.closed = True
+
+    def kill(self, host: int) -> None:
+        """Have a host send and receive nothing any more; the others notice nothing."""
+        self.dead[host] = True
+        for link in (host, self._hosts + host):
+            for connection in [*self._of[link]]:
+                self._settle(connection)
+                self._stop(connection)
+
+    def _await(self, connection: Connection) -> None:
+        """Have the first piece of the queue begin when it may."""
+        _, nbytes, begins = connection.queue[0]
+        connection.left = nbytes
+        if begins > self.now:
+            self.at(begins, self._begin, connection)
+        else:
+            self._begin(connection)
+
+    def _begin(self, connection: Connection) -> None:
+        if connection.closed or self.dead[connection.source] or self.dead[connection.reader]:
+            return
+        links = connection.source, self._hosts + connection.reader
+        self._active[connection] = None
+        for link in links:
+            self._of[link][connection] = None
+        connection.settled = self.now
+        shared = any(len(self._of[link]) > 1 for link in links)
+        self._set(connection, max(0.0, min(self._free[link] for link in links)))
+        if shared:
+            self._change()
+
+    def _stop(self, connection: Connection) -> None:
+        """Take a connection that brings nothing off its links."""
+        if connection not in self._active:
+            return
+        del self._active[connection]
+        for link in (connection.source, self._hosts + connection.reader):
+            del self._of[link][connection]
+            self._free[link] += connection.rate
+            if self._of[link]:
+                self._change()
+            else:
+                self._free[link] = self._capacity[link]  # what roundings leave does not add up
+        connection.rate = 0.0
+        connection._turn += 1
+
+    def _settle(self, connection: Connection) -> None:
+        """Count what a connection has brought since that was done last."""
+        nbytes = min(connection.left, connection.rate * (self.now - connection.settled))
+        connection.left -= nbytes
+        connection.settled = self.now
+        self.sent[connection.source] += nbytes
+        self.received[connection.reader] += nbytes
+
+    def _set(self, connection: Connection, rate: float) -> None:
+        """Have a connection go on at another rate."""
+        self._settle(connection)
+        for link in (connection.source, self._hosts + connection.reader):
+            self._free[link] += connection.rate - rate
+        connection.rate = rate
+        self._expect(connection)
+
+    def _expect(self, connection: Connection) -> None:
+        connection._turn += 1
+        if connection.rate > 0:
+            self.at(self.now + connection.left / connection.rate, self._end, connection, connection._turn)
+
+    def _end(self, connection: Connection, turn: int) -> None:
+        """Hand over a piece that has come, unless the rate has changed since that was expected, and begin the next."""
+        if turn != connection._turn:
+            return
+        self.sent[connection.source] += connection.left
+        self.received[connection.reader] += connection.left
+        connection.left, connection.settled = 0.0, self.now
+        piece, _, _ = connection.queue.popleft()
+        connection.brought(piece)
+        if connection.closed:
+            return
+        if connection.queue and connection.queue[0][2] <= self.now:
+            connection.left = connection.queue[0][1]
+            self._expect(connection)
+        else:
+            self._stop(connection)
+            if connection.queue:
+                self._await(connection)
+
+    # -- rates -------------------------------------------------------------------------------------
+
+    def _change(self) -> None:
+        if not self._due:
+            self._due = True
+            self.at(self._shared + self._pace, self._share)
+
+    def _share(self) -> None:
+        """Compute all rates: the link that has least for each of its connections first, and so on."""
+        self._due = False
+        self._shared = self.now
+        free = [*self._capacity]
+        waiting = [len(each) for each in self._of]
+        links = [(free[link] / number, link) for link, number in enumerate(waiting) if number]
+        heapify(links)
+        rates: dict[Connection, float] = {}
+        while links:
+            share, link = links[0]
+            if not waiting[link]:
+                heappop(links)
+                continue
+            now = free[link] / waiting[link]
+            if now > share * (1 + EPSILON):
+                heapreplace(links, (now, link))
+                continue
+            heappop(links)
+            for connection in self._of[link]:
+                if connection not in rates:
+                    rates[connection] = now
+                    other = connection.source if link >= self._hosts else self._hosts + connection.reader
+                    free[other] -= now
+                    waiting[other] -= 1
+            waiting[link] = 0
+        for connection, rate in rates.items():
+            if abs(rate - connection.rate) > EPSILON * rate:
+                self._set(connection, rate)
