@@ -15,10 +15,11 @@ from tests.systemd.lab import Lab
 
 OMITTED = "…"
 END = "the-end-of-this-command"
+PROMPT = re.compile(r"((?:[a-z]+-?\d*)?[#$]) ")
 
 VARYING = (
     (r"\b(Mon|Tue|Wed|Thu|Fri|Sat|Sun) \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", "DATE"),
-    (r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(\.\d+)?", "DATE"),
+    (r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d(:\d\d(\.\d+)?)?", "DATE"),
     (r"\b(Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec) [ \d]\d \d\d:\d\d:\d\d", "DATE"),
     (r"\bHOST-[0-9a-f-]+", "HOST"),
     (r"\b\d+(\.\d+)? ?(µs|ms|s|min)\b", "TIME"),
@@ -38,7 +39,7 @@ class Step(NamedTuple):
 
     Attributes:
         heading: the heading under which it stands.
-        prompt: ``#`` if root gives it, ``$`` if somebody else does.
+        prompt: ``#`` if root gives it, ``$`` if somebody else does; after the host's name, if there are several.
         command: one line or several.
         printed: the lines that the page says it prints.
     """
@@ -54,8 +55,8 @@ def steps(text: str) -> Iterator[Step]:
     for heading, block in _blocks(text):
         begun: list[Step] = []
         for line in block:
-            if line.startswith(("# ", "$ ")):
-                begun.append(Step(heading, line[0], line[2:], []))
+            if found := PROMPT.match(line):
+                begun.append(Step(heading, found[1], line[found.end() :], []))
             elif line.startswith("> ") and not begun[-1].printed:
                 begun[-1] = begun[-1]._replace(command=f"{begun[-1].command}\n{line[2:]}")
             else:
@@ -69,7 +70,7 @@ def _blocks(text: str) -> Iterator[tuple[str, list[str]]]:
     for title, block in re.findall(r"^#+ ([^\n]*)$|^```\w*\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
         if title:
             heading = title
-        elif block.startswith(("# ", "$ ")):
+        elif PROMPT.match(block):
             yield heading, block.splitlines()
 
 

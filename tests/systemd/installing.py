@@ -9,6 +9,8 @@ from tests.systemd.lab import Lab
 from tests.systemd.service import SETTINGS
 
 VERSIONS = ("1.0.0", "1.1.0")
+INSTALL = ("install", "--no-deps", "--no-index", "--force-reinstall")
+"""Also where the tests' own packages have that version."""
 
 
 def install(lab: Lab, wheels: dict[str, Path], settings: str) -> None:
@@ -28,7 +30,7 @@ def add(lab: Lab, version: str, file: Path) -> None:
     """Install a version beside the others."""
     _environment(lab, version)
     python = f"/opt/cubroker/{version}/bin/python"
-    lab.run(sys.executable, "-m", "pip", "--quiet", "--python", python, "install", "--no-deps", "--no-index", file)
+    lab.run(sys.executable, "-m", "pip", "--quiet", "--python", python, *INSTALL, file)
 
 
 def switch(lab: Lab, version: str) -> None:

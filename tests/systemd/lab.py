@@ -75,10 +75,15 @@ class Lab:
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
 
+    @property
+    def pid(self) -> str:
+        """The first process, as the host counts it."""
+        (first,) = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split()
+        return first
+
     def command(self, *arguments: str | Path) -> list[str]:
         """Return the command that runs another one inside, in this tree, on what is installed there."""
-        (first,) = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split()
-        enter = ["nsenter", "-t", first, "-p", "-m", "-C", "-u", "-i", "-n"]
+        enter = ["nsenter", "-t", self.pid, "-p", "-m", "-C", "-u", "-i", "-n"]
         return [*enter, "env", "-C", str(ROOT), "-u", "PYTHONPATH", "-u", "MAKEFLAGS", *map(str, arguments)]
 
     def run(self, *arguments: str | Path, check: bool = True) -> subprocess.CompletedProcess[str]:

@@ -46,7 +46,7 @@ def test_the_page_has_every_command_and_no_mistake() -> None:
         ["groff", "-man", "-Tutf8", "-ww", "-P-cbou", MAN], capture_output=True, text=True, check=True, timeout=60
     )
     assert done.stderr == ""
-    for name in COMMANDS.keys() - {"config", "vllm"}:
+    for name in COMMANDS.keys() - {"certificates", "config", "vllm"}:
         assert f"\n   cubroker {name} [OPTIONS]" in done.stdout
     assert "\n   cubroker config show [OPTIONS] [FILE]" in done.stdout
     assert "--if-absent" in done.stdout

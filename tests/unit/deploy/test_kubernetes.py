@@ -17,6 +17,8 @@ import pytest
 import yaml
 
 from cubroker.client import Broker
+from cubroker.integrations.cluster.identity import CA, CERTIFICATE, KEY
+from cubroker.integrations.cluster.messages import PORT
 from tests import checkpoints
 from tests.brokers import PATIENCE, BrokerProcess
 from tests.measuring import unmeasured
@@ -26,7 +28,7 @@ from tests.unit.deploy import containerfile
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "deploy/kubernetes"
-FILES = ("cubroker.yaml", "worker.yaml")
+FILES = ("cubroker.yaml", "worker.yaml", "export.yaml")
 VERSIONS = ("1.27", "1.31", "")
 """Releases of Kubernetes: old ones that are in use, and the newest that the checker knows."""
 
@@ -48,9 +50,12 @@ def one(file: str, kind: str) -> dict[str, Any]:
 
 
 def pod(file: str) -> dict[str, Any]:
-    spec: dict[str, Any] = one(file, "DaemonSet" if file == "cubroker.yaml" else "Deployment")["spec"]["template"][
-        "spec"
-    ]
+    spec: dict[str, Any] = owner(file)["template"]["spec"]
+    return spec
+
+
+def owner(file: str) -> dict[str, Any]:
+    spec: dict[str, Any] = one(file, "Deployment" if file == "worker.yaml" else "DaemonSet")["spec"]
     return spec
 
 
@@ -90,8 +95,7 @@ def test_a_field_that_there_is_not_would_be_found(checker: Any) -> None:
 
 @pytest.mark.parametrize("file", FILES)
 def test_pods_are_found_by_their_owner_and_have_the_volumes_that_they_mount(file: str) -> None:
-    owner = one(file, "DaemonSet" if file == "cubroker.yaml" else "Deployment")["spec"]
-    assert owner["selector"]["matchLabels"] == owner["template"]["metadata"]["labels"]
+    assert owner(file)["selector"]["matchLabels"] == owner(file)["template"]["metadata"]["labels"]
     volumes = {each["name"]: each for each in pod(file)["volumes"]}
     mounted = {
         mount["name"]
@@ -129,6 +133,31 @@ def test_the_brokers_pods_need_no_network_and_have_none() -> None:
     assert "hostNetwork" not in pod("cubroker.yaml")
 
 
+def test_exporters_are_found_by_their_service_and_reached_at_their_ports_alone() -> None:
+    labels = owner("export.yaml")["template"]["metadata"]["labels"]
+    service, policy = (one("export.yaml", kind)["spec"] for kind in ("Service", "NetworkPolicy"))
+    assert (service["clusterIP"], service["selector"]) == ("None", labels)
+    assert policy["podSelector"]["matchLabels"] == labels
+    (export,) = pod("export.yaml")["containers"]
+    (control, data) = policy["ingress"][0]["ports"]
+    assert control["port"] == service["ports"][0]["port"] == export["ports"][0]["containerPort"] == PORT
+    assert export["env"] == [{"name": "UCX_TCP_PORT_RANGE", "value": f"{data['port']}-{data['endPort']}"}]
+    readers = int(export["command"][export["command"].index("--readers") + 1])
+    assert data["endPort"] - data["port"] + 1 >= 4 * (readers + 1)
+
+
+def test_the_exporter_gets_the_files_of_certificates_that_it_looks_for_and_none_else_may_read_the_key() -> None:
+    volumes = {each["name"]: each for each in pod("export.yaml")["volumes"]}
+    assert [each["path"] for each in volumes["secret"]["secret"]["items"]] == [CA, CERTIFICATE, KEY]
+    (copy,) = pod("export.yaml")["initContainers"]
+    assert "install -m 600 -t /certificates /secret/*.pem" in copy["command"][-1]
+    (export,) = pod("export.yaml")["containers"]
+    program, *words = export["command"]
+    assert program == "cubroker"
+    known = run(words[0], "--help").stdout
+    assert [word for word in words if word.startswith("--") and word not in known] == []
+
+
 def test_the_group_of_clients_is_nobodys_primary_group_so_that_it_owns_no_pool() -> None:
     primary = {pod(file)["securityContext"]["runAsGroup"] for file in FILES}
     assert CLIENTS not in primary
@@ -149,6 +178,8 @@ def test_there_is_one_user_one_group_and_one_directory_in_all_places() -> None:
         assert run_volume["hostPath"]["path"] == directory
         for kind in ("initContainers", "containers"):
             for each in pod(file)[kind]:
+                if each["name"] == "certificates":  # it only copies
+                    continue
                 assert directory in [mount["mountPath"] for mount in each["volumeMounts"] if mount["name"] == "run"]
 
 

@@ -21,7 +21,7 @@ FILES = sorted(LISTS.iterdir())
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 STAGES = containerfile.read(ROOT / "deploy/container/Containerfile")
-TESTS = ("server", "cli", "numpy", "torch", "demo", "test")
+TESTS = ("server", "cli", "numpy", "torch", "demo", "nixl", "test")
 """The extras of which the tests have all."""
 
 ELSEWHERE = {"torch"}
