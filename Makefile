@@ -19,7 +19,7 @@ SOURCES := pyproject.toml README.md LICENSE $(shell find $(PACKAGES) -name '*.py
 DIST ?= dist
 SBOM ?= $(DIST)/cubroker.cdx.json
 
-.PHONY: help demo test lint types unit long simulate kill restart-test soak fuzz hostile systemd-test engines benchmarks docs lock dist sbom clean
+.PHONY: help demo test lint types unit long simulate kill restart-test soak fuzz hostile cluster systemd-test engines benchmarks docs lock dist sbom clean
 
 help:
 	@echo 'make demo        load weights, share them, kill a worker, publish a second version'
@@ -33,6 +33,7 @@ help:
 	@echo 'make fuzz        INPUTS=$(INPUTS) mutated inputs to everything that reads bytes'
 	@echo 'make hostile     peers that mean harm, ten times as hard as in make test'
 	@echo 'make systemd-test  100 SIGKILLs of a broker under a systemd of its own, and an upgrade (root)'
+	@echo 'make cluster     hosts on a network of their own, and every command of docs/cluster.md (root)'
 	@echo 'make engines     real engines on emulated devices, under CUBROKER_{VLLM,SGLANG,TRITON}_PYTHON'
 	@echo 'make install     systemd units, manual page, completion of shells; PREFIX=$(PREFIX) SYSCONFDIR=$(SYSCONFDIR) DESTDIR=$(DESTDIR)'
 	@echo 'make benchmarks  DEVICES=$(DEVICES): the figures of benchmarks/, on this machine'
@@ -88,6 +89,10 @@ BOUNDARIES = $(shell grep -oE 'tests/unit/[a-z_/]+\.py' docs/security.md | sort 
 
 hostile: $(VENV)/test
 	CUBROKER_HOSTILITY=10 $(BIN)/python -m pytest tests/integration/hostile $(BOUNDARIES) --timeout 1200
+
+cluster: $(VENV)/test
+	CUBROKER_TEST_ALL=1 $(BIN)/python -m pytest tests/integration/test_cluster.py tests/systemd/test_cluster.py \
+		tests/unit/integrations/cluster --timeout 600
 
 systemd-test: $(VENV)/test
 	CUBROKER_SYSTEMD_KILLS=100 $(BIN)/python -m pytest tests/systemd --timeout 1800

@@ -145,7 +145,7 @@ def _between_gpus(plan: Plan, share: str) -> list[Figure]:
             bounds.append(bound)
             whole.append(took)
             reads.append(done.nbytes / done.read_seconds / 1e9)
-    what = f"{plan.nbytes / 1e9:g} GB, from cuda:0 to {last}"
+    what = f"{plan.nbytes / 1e9:g} GB, cuda:0 to {last}"
     return [
         median(f"{share}: plain copy between the devices", bounds, "GB/s", what),
         median(f"{share}: fetch, while bytes come", reads, "GB/s", "connecting, memory registered, digests"),

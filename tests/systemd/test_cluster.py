@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import sampling
 from tests.cluster import need_engine
 from tests.systemd.documented_session import Step, Terminal, difference, steps
 from tests.systemd.installing import install
@@ -17,7 +18,10 @@ from tests.systemd.lab import ROOT, Lab, booted, obstacle
 from tests.wheels import source, wheel
 
 need_engine()
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not sampling.WHOLE, reason="takes four systemds and over a minute; `make cluster` runs it"),
+]
 
 PAGE = (ROOT / "docs" / "cluster.md").read_text()
 HOSTS = ("admin", "gpu-1", "gpu-2", "gpu-3")

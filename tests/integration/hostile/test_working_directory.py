@@ -48,6 +48,10 @@ QUICK = {
     "drain": ["drain", "--wait", "1"],
     "config": ["config", "check"],
     "vllm": ["vllm", "--help"],
+    "certificates": ["certificates", "authority", "{place}/authority"],
+    "export": ["export", "--help"],  # the processes of the cluster start by `python_command`
+    "fetch": ["fetch", "--help"],
+    "peers": ["peers", "--help"],
 }
 """Commands to a broker of their own directory, in an order in which they succeed."""
 

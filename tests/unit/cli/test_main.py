@@ -24,12 +24,21 @@ WRONG = {
     "--descriptors": ("0", "many", ""),
     "--device": ("0,0", "0,,1", ""),
     "--devices": ("tpu:1", "host:0", "cuda:x", ""),
+    "--authority": ("",),
+    "--certificates": ("",),
+    "--days": ("0", "-1", "some", ""),
     "--directory": ("",),
     "--every": (*SECONDS, "0"),
+    "--from": ("", ",", "a b", "gpu-1:99999", "[::1"),
+    "--host": (),  # what is none is refused when the certificate is made
+    "--listen": ("", "a b", "gpu-1:x"),
+    "--metrics": ("", "127.0.0.1", "a b:1"),
     "--mode": ("rw-", "1777", "-1", ""),
     "--owner": ("",),
+    "--patience": (*SECONDS, "0"),
     "--pause": SECONDS,
     "--plan": ("", os.devnull),
+    "--readers": ("0", "-1", "1000", "some", ""),
     "--seed": ("", "some", "0.5"),
     "--set": ("kep=1", "keep", "keep=", "keep=some", "keep=-1", "budget=200%", "quota.memory=-1", "log.level=loud", ""),
     "--filter": (),  # any text is one
@@ -39,14 +48,20 @@ WRONG = {
     "--start-timeout": SECONDS,
     "--stop-timeout": SECONDS,
     "--timeout": (*SECONDS, "0"),
+    "--user": (),  # the same
     "--wait": SECONDS,
     "--watchdog": SECONDS,
     "--weights": ("",),
+    "--width": ("0", "-1", "33", "some", ""),
 }
 """Values that an option cannot have."""
 
 ARGUMENTS = {
+    "authority": ["ca"],
+    "fetch": ["llama"],
+    "issue": ["host"],
     "keep": ["true"],
+    "revoke": ["cert.pem"],
     "load": ["llama", "x.safetensors"],
     "show": ["llama"],
     "story": ["llama"],

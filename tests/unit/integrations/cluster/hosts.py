@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -131,7 +131,12 @@ def exporting(directory: Path, folder: Path, meter: Meter | None = None, **rules
 def children(module: str) -> list[int]:
     """The processes that this one has started to run a module, and that have not ended."""
     pids = [int(pid) for each in Path("/proc/self/task").glob("*/children") for pid in each.read_text().split()]
-    return [pid for pid in pids if module.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")]
+    found = []
+    for pid in pids:
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+            if module.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+                found.append(pid)
+    return found
 
 
 def sources() -> list[int]:

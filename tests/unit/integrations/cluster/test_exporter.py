@@ -177,7 +177,7 @@ def test_certificates_that_do_not_do_are_refused_with_the_reason_in_the_log(
         with pytest.raises(Denied, match="when it had seen this host's certificate"):
             serving.greet(folder)
         eventually(lambda why=why: why in caplog.text, why)
-    assert serving.meter.connections == 0
+    eventually(lambda: serving.meter.connections == 0, "connections to end")
 
 
 def _of_servers(certificates: Certificates, tmp_path: Path) -> Path:
