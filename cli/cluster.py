@@ -424,9 +424,9 @@ def _making() -> Iterator[Any]:
 @click.argument("folder", metavar="DIR", type=options.PATH)
 @click.option("--days", type=_days, default=3650, show_default=True, help="How long it is valid.")
 def make_authority(folder: Path, days: int) -> None:
-    """Make the authority of a cluster in DIR, once.
+    """Make the authority of a cluster, once.
 
-    Its key signs every certificate: keep DIR on a host that is safe.
+    DIR gets its key, which signs every certificate: keep it on a host that is safe.
     """
     with _making() as making:
         path = making.make_authority(folder, days=days)
@@ -446,7 +446,10 @@ def make_authority(folder: Path, days: int) -> None:
 )
 @click.option("--days", type=_days, default=365, show_default=True, help="How long it is valid.")
 def issue(folder: Path, authority: Path, user: str, hosts: tuple[str, ...], days: int) -> None:
-    """Make a certificate in DIR, with its key and the authority's certificate: what a host or a user needs."""
+    """Make a certificate for a host or a user.
+
+    DIR gets it, its key and the authority's certificate.
+    """
     with _making() as making:
         path = making.issue(authority, folder, user, hosts, days)
     what = f"exports as {', '.join(hosts)}, and fetches" if hosts else "fetches"
@@ -457,7 +460,10 @@ def issue(folder: Path, authority: Path, user: str, hosts: tuple[str, ...], days
 @click.argument("certificate", metavar="CERTIFICATE", type=options.PATH)
 @_authority
 def revoke(certificate: Path, authority: Path) -> None:
-    """Add CERTIFICATE, a file or the folder that has it, to the authority's list of revoked ones."""
+    """Add a certificate to the revoked ones.
+
+    CERTIFICATE is its file, or the folder that has it. The list is the authority's crl.pem.
+    """
     with _making() as making:
         path = making.revoke(authority, certificate)
     format.say(f"{path}: copy it to every host, beside its ca.pem, and `systemctl reload cubroker-export` there")
@@ -467,7 +473,10 @@ def revoke(certificate: Path, authority: Path) -> None:
 @click.argument("certificate", metavar="CERTIFICATE", type=options.PATH)
 @options.as_json
 def show_certificate(certificate: Path, as_json: bool) -> None:
-    """Show whom CERTIFICATE, a file or the folder that has it, names, and until when it is valid."""
+    """Show whom a certificate names.
+
+    CERTIFICATE is its file, or the folder that has it. It is also said until when it is valid.
+    """
     with _making() as making:
         found = making.describe(certificate)
     if as_json:

@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Literal, TypeVar, get_args, get_origin
 
 import click
 from click.core import ParameterSource
-from click.shell_completion import BashComplete, CompletionItem, add_completion_class, split_arg_string
+from click.shell_completion import (
+    BashComplete,
+    CompletionItem,
+    ZshComplete,
+    add_completion_class,
+    split_arg_string,
+)
 
 from cubroker.protocol.errors import CubrokerError
 from cubroker.protocol.status import PoolInfo
@@ -138,6 +144,15 @@ _BASH = """\
 
 %(complete_func)s_setup;
 """
+
+
+@add_completion_class
+class Zsh(ZshComplete):
+    """Completion for zsh: from a file on ``$fpath``, which zsh runs each time; click's answers the first time alone."""
+
+    source_template = ZshComplete.source_template.replace(
+        "$zsh_eval_context[-1] == loadautofunc", '"$funcstack[1]" == _%(prog_name)s'
+    )
 
 
 @add_completion_class

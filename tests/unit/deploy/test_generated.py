@@ -28,6 +28,8 @@ from tests.unit.cli.processes import environment, run
 DEPLOY = Path(__file__).parents[3] / "deploy"
 MAN = DEPLOY / "man" / "cubroker.1"
 BASH = DEPLOY / "completion" / "cubroker.bash"
+ZSH = DEPLOY / "completion" / "_cubroker"
+FISH = DEPLOY / "completion" / "cubroker.fish"
 
 
 def test_they_are_as_the_command_line_has_it() -> None:
@@ -63,17 +65,26 @@ TAB, ALL, LINE = "\t", "\x18*", "\x18\x0c"
 """Keys: complete; write every completion; print the line as it is, and empty it."""
 
 
-class Bash:
-    """An interactive bash on a terminal, which completes what is typed there."""
+ZSHRC = r"""
+PS1='ready> '
+unsetopt beep zle prompt_cr prompt_sp
+setopt zle
+unset zle_bracketed_paste
+show-line() { zle -I; print -r -- "<$BUFFER>"; BUFFER= }
+zle -N show-line
+bindkey '^X^L' show-line
+autoload -Uz compinit
+"""
 
-    def __init__(self, folder: Path, script: str, directory: Path) -> None:
-        rc = folder / "rc"
-        rc.write_text(RC + script)
+
+class Shell:
+    """An interactive shell on a terminal, which completes what is typed there."""
+
+    def __init__(self, command: list[str], directory: Path, **variables: str) -> None:
         path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
-        env = environment(CUBROKER_DIR=str(directory), PATH=path, TERM="dumb", HISTFILE="")
+        env = environment(CUBROKER_DIR=str(directory), PATH=path, TERM="dumb", HISTFILE="", **variables)
         self._terminal, theirs = pty.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 1000, 0, 0))  # so that no line is broken
-        command = ["bash", "--noprofile", "--rcfile", str(rc), "-i"]
         self._process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=env)
         os.close(theirs)
         self._written = ""
@@ -104,12 +115,14 @@ class Bash:
 
 
 @pytest.fixture
-def bash(tmp_path: Path) -> Iterator[Callable[[Path], Bash]]:
+def bash(tmp_path: Path) -> Iterator[Callable[[Path], Shell]]:
     """Starts an interactive bash that has read the completion, for users of the broker in a directory."""
     with ExitStack() as undo:
 
-        def start(directory: Path) -> Bash:
-            shell = Bash(tmp_path, f"source {BASH}\n", directory)
+        def start(directory: Path) -> Shell:
+            rc = tmp_path / "rc"
+            rc.write_text(f"{RC}source {BASH}\n")
+            shell = Shell(["bash", "--noprofile", "--rcfile", str(rc), "-i"], directory)
             undo.callback(shell.close)
             return shell
 
@@ -123,7 +136,7 @@ needs_bash = pytest.mark.skipif(not shutil.which("bash"), reason="bash is not in
 
 @needs_bash
 def test_bash_completes_commands_options_and_pools(
-    broker: BrokerProcess, tmp_path: Path, bash: Callable[[Path], Bash]
+    broker: BrokerProcess, tmp_path: Path, bash: Callable[[Path], Shell]
 ) -> None:
     here = broker.directory
     with Broker(here) as client:
@@ -147,7 +160,7 @@ def test_bash_completes_commands_options_and_pools(
 @needs_bash
 @pytest.mark.parametrize("breaks", ["@=:", "=:", ""])
 def test_bash_completes_versions_devices_and_settings_wherever_it_breaks_words(
-    broker: BrokerProcess, bash: Callable[[Path], Bash], breaks: str
+    broker: BrokerProcess, bash: Callable[[Path], Shell], breaks: str
 ) -> None:
     with Broker(broker.directory) as client:
         for _ in range(2):
@@ -173,3 +186,31 @@ def test_bash_completes_versions_devices_and_settings_wherever_it_breaks_words(
 def test_what_is_evaluated_without_an_installation_is_what_is_installed() -> None:
     done = run(env=environment(_CUBROKER_COMPLETE="bash_source"))
     assert (done.returncode, done.stdout.strip()) == (0, BASH.read_text().strip())
+
+
+@pytest.mark.skipif(not shutil.which("zsh"), reason="zsh is not installed: apt-get install zsh")
+def test_zsh_completes_each_time_where_it_finds_the_function_itself(broker: BrokerProcess, tmp_path: Path) -> None:
+    (tmp_path / ".zshrc").write_text(f"{ZSHRC}fpath=({ZSH.parent} $fpath)\ncompinit -u -D\n")
+    with Broker(broker.directory) as client, ExitStack() as undo:
+        client.create("llama", LAYOUT).seal()
+        shell = Shell(["zsh", "-d", "-i"], broker.directory, ZDOTDIR=str(tmp_path))
+        undo.callback(shell.close)
+        for typed, line in (("sho", "show"), ("show ll", "show llama"), ("verify llama@", "verify llama@1")):
+            for _ in range(2):
+                assert shell.press(f"cubroker {typed}").rstrip() == f"cubroker {line}"
+
+
+@pytest.mark.skipif(not shutil.which("fish"), reason="fish is not installed: apt-get install fish")
+def test_fish_completes_commands_pools_and_devices(broker: BrokerProcess, tmp_path: Path) -> None:
+    def offered(line: str) -> list[str]:
+        path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
+        env = environment(CUBROKER_DIR=str(broker.directory), PATH=path, HOME=str(tmp_path))
+        command = ["fish", "--no-config", "--command", f"source {FISH}; complete --do-complete '{line}'"]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=PATIENCE)
+        return [each.partition("\t")[0] for each in done.stdout.splitlines()]
+
+    with Broker(broker.directory) as client:
+        client.create("llama", LAYOUT).seal()
+        assert offered("cubroker sho") == ["show"]
+        assert offered("cubroker show ll") == ["llama"]
+        assert offered("cubroker load x --device ") == ["0", "1"]
