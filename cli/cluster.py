@@ -25,8 +25,6 @@ from cubroker.integrations.cluster.fetch import fetch, follow
 from cubroker.integrations.cluster.messages import PATIENCE, PORT, Fetched
 from cubroker.integrations.cluster.sources import WIDTH
 from cubroker.protocol.errors import CubrokerError, Invalid
-from cubroker.protocol.fields import MAX_WAIT
-from cubroker.protocol.messages import AUTO, IPC, MULTICAST, VMM
 from cubroker.server import logs
 from cubroker.server.store import sd_notify
 
@@ -172,43 +170,14 @@ async def _serve(service: exporter.Exporter, listen: Address, say: Any) -> None:
 @click.command("fetch")
 @click.argument("reference", metavar="NAME[@VERSION]", type=options.reference, shell_complete=completion.pools)
 @from_hosts
-@click.option(
-    "--device",
-    "chosen",
-    metavar="0,1",
-    type=options.device_list,
-    help="Devices that get a copy each: indexes, cuda:0, or UUIDs as `cubroker devices` shows them.  [default: 0]",
-)
-@click.option(
-    "--share",
-    type=click.Choice([AUTO, VMM, IPC, MULTICAST]),
-    default=AUTO,
-    show_default=True,
-    help="How workers open the memory, as for `cubroker load`.",
-)
-@click.option(
-    "--durable/--no-durable",
-    default=None,
-    help="Whether the pool stays when the broker is killed or restarted.  [default: where share and store allow it]",
-)
+@options.copies
+@options.share
+@options.durable
 @click.option("--if-absent", is_flag=True, help="Fetch only if the pool has no version; of many at once, one fetches.")
 @click.option("--follow", "following", is_flag=True, help="Fetch every new version as it is published, without end.")
-@click.option(
-    "--wait",
-    type=options.Seconds(min=0, max=MAX_WAIT),
-    metavar="SECONDS",
-    help="How long to wait for a host that has it, for room, and for another writer."
-    "  [default: 0; with --if-absent, as long as it takes]",
-)
-@click.option("--mode", type=options.mode, metavar="MODE", help="Who may attach here, like a file's: 640.")
-@click.option(
-    "--owner",
-    "owners",
-    multiple=True,
-    metavar="USER",
-    help="Whose version does with --if-absent, besides this user's, root's and the broker's."
-    "  [default: $CUBROKER_OWNER]",
-)
+@options.wait("a host that has it, for room, and for another writer")
+@options.pool_mode
+@options.owners
 @click.option(
     "--width",
     type=click.IntRange(min=1, max=32),
@@ -246,10 +215,9 @@ def fetch_pool(
     Bytes come from every host that has that version, memory to memory, and are compared with digests of the source. A
     fetch that fails or is interrupted leaves nothing behind.
     """
-    if owners and not if_absent:
-        raise click.UsageError("--owner says whose version does with --if-absent; leave it out, or give both")
     if following and (if_absent or reference.version or wait is not None):
         raise click.UsageError("--follow fetches current versions for ever: leave out @VERSION, --if-absent and --wait")
+    limit = options.wait_of(wait, owners, if_absent=if_absent)
     if metrics and not following:
         raise click.UsageError("--metrics are of a command that stays: give --follow, or leave it out")
     common: dict[str, Any] = {
@@ -266,8 +234,6 @@ def fetch_pool(
     if following:
         _follow(reference.name, sources, common, metrics, as_json=as_json)
         return
-    if wait is None:
-        wait = MAX_WAIT if if_absent else 0.0
     with progress(f"fetching {reference.name}") as report:
         fetched = fetch(
             reference.name,
@@ -275,7 +241,7 @@ def fetch_pool(
             version=reference.version,
             if_absent=if_absent,
             owner=owners or None,
-            wait=wait,
+            wait=limit,
             progress=report,
             **common,
         )

@@ -17,8 +17,6 @@ from cubroker.client import Broker
 from cubroker.client.loading.loader import Loaded, load
 from cubroker.client.loading.verify import Verified, verify
 from cubroker.protocol.errors import Corrupted, CubrokerError
-from cubroker.protocol.fields import MAX_WAIT
-from cubroker.protocol.messages import AUTO, IPC, MULTICAST, VMM
 from cubroker.protocol.status import PoolInfo
 
 EVERY = 5.0
@@ -34,55 +32,20 @@ OnProgress = Callable[[int, int], None]
 @click.command("load")
 @click.argument("name", metavar="NAME", type=options.pool_name, shell_complete=completion.pools)
 @click.argument("paths", metavar="PATH...", nargs=-1, required=True, type=options.PATH)
-@click.option(
-    "--device",
-    "chosen",
-    metavar="0,1",
-    type=options.device_list,
-    help="Devices that get a copy each: indexes, cuda:0, or UUIDs as `cubroker devices` shows them.  [default: 0]",
-)
+@options.copies
 @click.option(
     "--plan",
     metavar="FILE",
     type=options.plan,
     help="Spread the tensors over devices instead: JSON, {tensor: device}; patterns, such as *, stand for the rest.",
 )
-@click.option(
-    "--share",
-    type=click.Choice([AUTO, VMM, IPC, MULTICAST]),
-    default=AUTO,
-    show_default=True,
-    help="How workers open the memory: vmm (by descriptor; read-only, able to sleep), ipc (by handle; its readers can"
-    " write), multicast, or auto: vmm where the devices can, else ipc, unless the broker's settings say otherwise.",
-)
-@click.option(
-    "--durable/--no-durable",
-    default=None,
-    help="Whether the pool stays when the broker is killed or restarted.  [default: where share and store allow it]",
-)
+@options.share
+@options.durable
 @click.option("--if-absent", is_flag=True, help="Load only if the pool has no version; of many at once, one loads.")
 @click.option("--slab", type=options.size, metavar="SIZE", help="The most bytes of one allocation, such as 4GiB.")
-@click.option(
-    "--wait",
-    type=options.Seconds(min=0, max=MAX_WAIT),
-    metavar="SECONDS",
-    help="How long to wait for room and for another writer.  [default: 0; with --if-absent, as long as it takes]",
-)
-@click.option(
-    "--mode",
-    type=options.mode,
-    metavar="MODE",
-    help="Who may attach and publish, like a file's: 640. Who may attach to memory of a GPU can write it, too, if it"
-    " means to.  [default: the broker's]",
-)
-@click.option(
-    "--owner",
-    "owners",
-    multiple=True,
-    metavar="USER",
-    help="Whose version does with --if-absent, besides this user's, root's and the broker's."
-    "  [default: $CUBROKER_OWNER]",
-)
+@options.wait("room and for another writer")
+@options.pool_mode
+@options.owners
 @click.option(
     "--digest",
     is_flag=True,
@@ -111,12 +74,9 @@ def load_pool(
     PATH is a file, a folder with a checkpoint, or the index.json of a sharded one. A load that fails or is interrupted
     leaves nothing behind.
     """
-    if owners and not if_absent:
-        raise click.UsageError("--owner says whose version does with --if-absent; leave it out, or give both")
+    wait = options.wait_of(wait, owners, if_absent=if_absent)
     if chosen and plan:
         raise click.UsageError("--plan says where each tensor goes; leave --device out")
-    if wait is None:
-        wait = MAX_WAIT if if_absent else 0.0
     with options.connect(directory) as broker:
         there = broker.devices()
         devices = None if plan else options.find_devices(chosen or ("0",), there)

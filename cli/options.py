@@ -18,6 +18,8 @@ from click.shell_completion import CompletionItem
 from cubroker.cli import completion, format
 from cubroker.protocol import fields
 from cubroker.protocol.errors import CubrokerError, Invalid, NotFound
+from cubroker.protocol.fields import MAX_WAIT
+from cubroker.protocol.messages import AUTO, IPC, MULTICAST, VMM
 from cubroker.protocol.paths import find_directory
 from cubroker.protocol.status import DeviceInfo
 from cubroker.server.byte_sizes import parse_bytes
@@ -223,6 +225,68 @@ directory = _directory(callback=_chosen, help=_SERVED)
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 
+
+# -- of commands that publish --------------------------------------------------------------------------
+
+copies = click.option(
+    "--device",
+    "chosen",
+    metavar="0,1",
+    type=device_list,
+    help="Devices that get a copy each: indexes, cuda:0, or UUIDs as `cubroker devices` shows them.  [default: 0]",
+)
+
+share = click.option(
+    "--share",
+    type=click.Choice([AUTO, VMM, IPC, MULTICAST]),
+    default=AUTO,
+    show_default=True,
+    help="How workers open the memory: vmm (by descriptor; read-only, able to sleep), ipc (by handle; its readers can"
+    " write), multicast, or auto: vmm where the devices can, else ipc, unless the broker's settings say otherwise.",
+)
+
+durable = click.option(
+    "--durable/--no-durable",
+    default=None,
+    help="Whether the pool stays when the broker is killed or restarted.  [default: where share and store allow it]",
+)
+
+pool_mode = click.option(
+    "--mode",
+    type=mode,
+    metavar="MODE",
+    help="Who may attach and publish, like a file's: 640. Who may attach to memory of a GPU can write it, too, if it"
+    " means to.  [default: the broker's]",
+)
+
+owners = click.option(
+    "--owner",
+    "owners",
+    multiple=True,
+    metavar="USER",
+    help="Whose version does with --if-absent, besides this user's, root's and the broker's."
+    "  [default: $CUBROKER_OWNER]",
+)
+
+
+def wait(what: str) -> Callable[[Decorated], Decorated]:
+    """Add ``--wait`` for ``what``, whose value :func:`wait_of` completes."""
+    return click.option(
+        "--wait",
+        type=Seconds(min=0, max=MAX_WAIT),
+        metavar="SECONDS",
+        help=f"How long to wait for {what}.  [default: 0; with --if-absent, as long as it takes]",
+    )
+
+
+def wait_of(given: float | None, owners: Sequence[str], *, if_absent: bool) -> float:
+    """Return the seconds to wait; owners without ``--if-absent`` are wrong usage."""
+    if owners and not if_absent:
+        raise click.UsageError("--owner says whose version does with --if-absent; leave it out, or give both")
+    return given if given is not None else MAX_WAIT if if_absent else 0.0
+
+
+# -- of commands that list -----------------------------------------------------------------------------
 
 reverse = click.option("--reverse", "-r", is_flag=True, help="Sort the other way round.")
 

@@ -91,16 +91,13 @@ def fetch(
         Unsupported: the engine is not installed here (``cubroker[nixl]``).
         CubrokerError: of the broker, as :meth:`cubroker.Broker.create` says. No error leaves anything of the draft.
     """
-    _check(name, width, patience)
-    folder = identity.find_folder(certificates)
-    identity.asking_context(folder)  # or say once that it cannot be used, and not for each source
     order = Order(
         name=name,
         peers=tuple(sources),
-        certificates=os.fspath(folder),
+        certificates=_certificates(certificates),
         version=version_number(version),
-        directory=None if directory is None else os.fspath(Path(directory).absolute()),
-        devices=None if devices is None else tuple(map(_plain, devices)),
+        directory=_absolute(directory),
+        devices=_plain(devices),
         share=share,
         mode=mode,
         durable=durable,
@@ -110,6 +107,7 @@ def fetch(
         width=width,
         patience=patience,
     )
+    _check(order)
     return carry_out(order, progress)
 
 
@@ -151,17 +149,12 @@ def follow(
         Denied: a side does not take the other's certificate, or this user may not publish here.
         CubrokerError: any other that does not pass by itself.
     """
-    _check(name, width, patience)
-    if not sources:
-        raise Unavailable(f"{name} cannot be followed: no host is known")
-    folder = identity.find_folder(certificates)
-    identity.asking_context(folder)
     order = Order(
         name=name,
         peers=tuple(sources),
-        certificates=os.fspath(folder),
-        directory=None if directory is None else os.fspath(Path(directory).absolute()),
-        devices=None if devices is None else tuple(map(_plain, devices)),
+        certificates=_certificates(certificates),
+        directory=_absolute(directory),
+        devices=_plain(devices),
         share=share,
         mode=mode,
         durable=durable,
@@ -170,19 +163,20 @@ def follow(
         width=width,
         patience=patience,
     )
-    return _following(order, folder, progress, failed or (lambda _: None))
+    _check(order)
+    if not sources:
+        raise Unavailable(f"{name} cannot be followed: no host is known")
+    return _following(order, progress, failed or (lambda _: None))
 
 
-def _following(
-    order: Order, folder: Path, progress: OnProgress | None, failed: Callable[[CubrokerError], None]
-) -> Iterator[Fetched]:
+def _following(order: Order, progress: OnProgress | None, failed: Callable[[CubrokerError], None]) -> Iterator[Fetched]:
     pause, refusals = PAUSES[0], 0
     while True:
         refused: list[CubrokerError] = []
         addresses = peers.resolve(order.peers)
         for address in addresses:
             try:
-                for version in _versions(address, folder, order.name, last=len(addresses) == 1):
+                for version in _versions(address, Path(order.certificates), order.name, last=len(addresses) == 1):
                     fetched = carry_out(msgspec.structs.replace(order, version=version, leader=str(address)), progress)
                     pause, refusals = PAUSES[0], 0
                     if fetched.fetched:
@@ -219,16 +213,26 @@ def _versions(address: Address, folder: Path, name: str, *, last: bool) -> Itera
     raise NotFound(f"{address} has no {name} that this host may fetch")
 
 
-def _check(name: str, width: int, patience: float) -> None:
-    fields.check_pool_name(name)
-    if width < 1:
-        raise Invalid(f"width is {width}, and at least 1 source is read from")
-    if not patience > 0:
-        raise Invalid(f"patience is {patience:g} s; it has to be more than 0")
+def _check(order: Order) -> None:
+    fields.check_pool_name(order.name)
+    if order.width < 1:
+        raise Invalid(f"width is {order.width}, and at least 1 source is read from")
+    if not order.patience > 0:
+        raise Invalid(f"patience is {order.patience:g} s; it has to be more than 0")
+    identity.asking_context(Path(order.certificates))  # or say once that it cannot be used, and not for each source
 
 
-def _plain(device: DeviceId) -> str | int:
-    return device if isinstance(device, int) else str(device)
+def _certificates(folder: str | os.PathLike[str] | None) -> str:
+    return os.fspath(identity.find_folder(folder))
+
+
+def _absolute(directory: str | os.PathLike[str] | None) -> str | None:
+    return None if directory is None else os.fspath(Path(directory).absolute())
+
+
+def _plain(devices: Sequence[DeviceId] | None) -> tuple[str | int, ...] | None:
+    """Return devices as JSON has them."""
+    return None if devices is None else tuple(each if isinstance(each, int) else str(each) for each in devices)
 
 
 def carry_out(order: Order, progress: OnProgress | None = None) -> Fetched:

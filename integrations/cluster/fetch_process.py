@@ -21,6 +21,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from math import inf
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -486,18 +487,10 @@ def _same(broker: Broker, order: Order, opened: Opened) -> Pool | None:
 
 
 def _drafted(broker: Broker, order: Order, layout: Layout, wait: float) -> Pool:
-    if order.if_absent:
-        return broker.attach_or_create(
-            order.name,
-            layout,
-            devices=order.devices,
-            share=order.share,
-            wait=wait,
-            mode=order.mode,
-            durable=order.durable,
-            owner=trusted(broker, order.owners),
-        )
-    return broker.create(
+    """Return a draft, or with ``if_absent`` what another writer has published meanwhile."""
+    owners = trusted(broker, order.owners)
+    ask = partial(broker.attach_or_create, owner=owners) if order.if_absent else broker.create
+    return ask(
         order.name,
         layout,
         devices=order.devices,
