@@ -16,7 +16,7 @@ from random import Random
 from benchmarks.network import Connection, Network
 from cubroker.integrations.cluster import exporter, fetch_process, messages, source_thread, sources
 from cubroker.integrations.cluster.connection import CONNECT
-from cubroker.integrations.cluster.sources import Candidate, Piece, Striping
+from cubroker.integrations.cluster.sources import Candidate, Striping, VersionPiece
 
 POLL = 0.02
 """Seconds between two looks whether a source that waits may bring what a slower one has not: 0.005 in the product."""
@@ -63,7 +63,7 @@ class Cluster:
     """Host 0 is the origin, which has the version; the others want it."""
 
     network: Network
-    pieces: Sequence[Piece]
+    pieces: Sequence[VersionPiece]
     hosts: int
     costs: Costs
     #: When each host had all of it.
@@ -237,7 +237,7 @@ class _Peer:
 class Fetcher:
     """One host's fetch."""
 
-    def __init__(self, host: int, room: Exporters, pieces: Sequence[Piece], chance: Random) -> None:
+    def __init__(self, host: int, room: Exporters, pieces: Sequence[VersionPiece], chance: Random) -> None:
         self.host = host
         self.room = room
         self.cluster, self.network, self.policy = room.cluster, room.cluster.network, room.policy
@@ -403,7 +403,7 @@ class Fetcher:
                     self._drop(number)
 
     def _brought(self, number: int, piece: Hashable) -> None:
-        assert isinstance(piece, Piece)
+        assert isinstance(piece, VersionPiece)
         before = self._striping.nbytes
         self._striping.end(number, piece, self.network.now)
         if self._striping.nbytes == before:

@@ -20,7 +20,7 @@ import click
 from cubroker.cli import completion, format, options
 from cubroker.cli.load import progress
 from cubroker.integrations.cluster import exporter, identity, peers
-from cubroker.integrations.cluster.connection import Address, parse
+from cubroker.integrations.cluster.connection import PeerAddress, parse
 from cubroker.integrations.cluster.fetch import fetch, follow
 from cubroker.integrations.cluster.messages import PATIENCE, PORT, Fetched
 from cubroker.integrations.cluster.sources import WIDTH
@@ -31,21 +31,21 @@ from cubroker.server.store import sd_notify
 EVERYWHERE = "0.0.0.0"  # noqa: S104  # behind certificates of both sides
 
 
-def _address(value: str) -> Address:
+def _address(value: str) -> PeerAddress:
     try:
         return parse(value)
     except Invalid as error:
         raise click.BadParameter(error.message) from None
 
 
-def _own_address(value: str) -> Address:
+def _own_address(value: str) -> PeerAddress:
     try:
         return parse(value, least=0)
     except Invalid as error:
         raise click.BadParameter(error.message) from None
 
 
-def _metrics_address(value: str) -> Address:
+def _metrics_address(value: str) -> PeerAddress:
     address = _own_address(value)
     if not value.endswith(f":{address.port}"):
         raise click.BadParameter(f"{value!r} has no port, as 127.0.0.1:9412 has")
@@ -109,10 +109,10 @@ metrics = click.option(
 @options.directory
 def export(
     patterns: tuple[str, ...],
-    listen: Address,
+    listen: PeerAddress,
     readers: int,
     certificates: Path | None,
-    metrics: Address | None,
+    metrics: PeerAddress | None,
     directory: Path,
 ) -> None:
     """Let other hosts fetch pools of this one, until SIGTERM or Ctrl-C; SIGHUP has certificates read again.
@@ -128,14 +128,14 @@ def export(
             asyncio.run(_serve(service, listen, say))
 
 
-def _export_metrics(address: Address) -> exporter.Meter:
+def _export_metrics(address: PeerAddress) -> exporter.Meter:
     from cubroker.integrations.cluster.metrics import ExportMetrics, serve
 
     serve(address)
     return ExportMetrics()
 
 
-async def _serve(service: exporter.Exporter, listen: Address, say: Any) -> None:
+async def _serve(service: exporter.Exporter, listen: PeerAddress, say: Any) -> None:
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
     manager = sd_notify.Manager.from_environment(os.environ)
 
@@ -155,7 +155,7 @@ async def _serve(service: exporter.Exporter, listen: Address, say: Any) -> None:
         loop.add_signal_handler(number, ended.set)
     loop.add_signal_handler(signal.SIGHUP, reload)
     async with service.serving(listen.host, listen.port) as (host, port):
-        where = str(Address(host, port))
+        where = str(PeerAddress(host, port))
         say(f"cubroker: exporting at {where}")
         if manager:
             manager.say(sd_notify.ready(f"exporting at {where}"))
@@ -206,7 +206,7 @@ def fetch_pool(
     width: int,
     patience: float,
     certificates: Path | None,
-    metrics: Address | None,
+    metrics: PeerAddress | None,
     as_json: bool,
     directory: Path,
 ) -> None:
@@ -255,7 +255,7 @@ def _uuids(directory: Path, chosen: Sequence[str]) -> list[str]:
 
 
 def _follow(
-    name: str, sources: Sequence[str], common: dict[str, Any], address: Address | None, *, as_json: bool
+    name: str, sources: Sequence[str], common: dict[str, Any], address: PeerAddress | None, *, as_json: bool
 ) -> None:
     meter = None
     if address:
@@ -338,14 +338,14 @@ def show_peers(
         raise CubrokerError(told)
 
 
-def _matching(answer: peers.Answer, patterns: Sequence[str]) -> peers.Answer:
+def _matching(answer: peers.PeerAnswer, patterns: Sequence[str]) -> peers.PeerAnswer:
     if answer.offers is None:
         return answer
     kept = tuple(each for each in answer.offers.offers if any(fnmatchcase(each.name, pattern) for pattern in patterns))
     return answer._replace(offers=type(answer.offers)(kept, answer.offers.readers, answer.offers.limit))
 
 
-def _plain(answer: peers.Answer) -> dict[str, object]:
+def _plain(answer: peers.PeerAnswer) -> dict[str, object]:
     offers = answer.offers
     return {
         "host": answer.address.host,

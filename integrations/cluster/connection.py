@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from cubroker.integrations.cluster import identity, messages
-from cubroker.integrations.cluster.messages import M, Request, Welcome
+from cubroker.integrations.cluster.messages import M, PeerWelcome, Request
 from cubroker.protocol.errors import Denied, Invalid, Unavailable
 
 CONNECT = 10.0
 """Seconds that an exporter has to accept a connection, to show its certificate, and to answer."""
 
 
-class Address(NamedTuple):
+class PeerAddress(NamedTuple):
     """Where an exporter is."""
 
     #: The name or address that the user gave, which the exporter's certificate has to have.
@@ -32,7 +32,7 @@ class Address(NamedTuple):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{where}:{self.port}"
 
 
-def parse(text: str, *, least: int = 1) -> Address:
+def parse(text: str, *, least: int = 1) -> PeerAddress:
     """Return the address that ``HOST``, ``HOST:PORT`` or ``[ADDRESS]:PORT`` names; raises ``Invalid``.
 
     Args:
@@ -48,7 +48,7 @@ def parse(text: str, *, least: int = 1) -> Address:
         raise Invalid(f"{text[:80]!r} names no exporter; write HOST, HOST:PORT or [ADDRESS]:PORT")
     if len(port) > 5 or not least <= int(port) < 1 << 16:
         raise Invalid(f"{text[:80]!r} has no port that there can be")
-    return Address(host, int(port))
+    return PeerAddress(host, int(port))
 
 
 def can_be_host(host: str) -> bool:
@@ -59,11 +59,11 @@ def can_be_host(host: str) -> bool:
         return False
 
 
-class Ended(Unavailable):
+class HungUp(Unavailable):
     """The exporter has closed the connection."""
 
 
-class Connection:
+class PeerConnection:
     """A connection to an exporter. Not safe for threads.
 
     Args:
@@ -76,15 +76,15 @@ class Connection:
         CubrokerError: as :func:`~cubroker.integrations.cluster.identity.asking_context` says.
     """
 
-    def __init__(self, address: Address, certificates: Path) -> None:
+    def __init__(self, address: PeerAddress, certificates: Path) -> None:
         self.address = address
         context = identity.asking_context(certificates)
         try:
             welcome = self._greet(context)
-        except Ended:  # it may be on its way down: then it cannot be reached now
+        except HungUp:  # it may be on its way down: then it cannot be reached now
             try:
                 welcome = self._greet(context)
-            except Ended:
+            except HungUp:
                 raise Denied(
                     f"{address} ended the connection when it had seen this host's certificate: that has expired, was"
                     " revoked, is of another authority or not for clients; its log says which"
@@ -92,7 +92,7 @@ class Connection:
         #: The user of the exporting host whose permissions we have there.
         self.user = welcome.user
 
-    def _greet(self, context: ssl.SSLContext) -> Welcome:
+    def _greet(self, context: ssl.SSLContext) -> PeerWelcome:
         """Connect and say hello.
 
         Raises:
@@ -100,7 +100,7 @@ class Connection:
         """
         self._socket = self._connect(context)
         try:
-            return self.ask(messages.Hello(messages.VERSION), Welcome)
+            return self.ask(messages.PeerHello(messages.VERSION), PeerWelcome)
         except BaseException:
             self._socket.close()
             raise
@@ -117,7 +117,7 @@ class Connection:
         except (OSError, ssl.CertificateError) as error:
             plain.close()
             refused = _refused(address, error)
-            if isinstance(refused, Ended):  # it has not seen our certificate
+            if isinstance(refused, HungUp):  # it has not seen our certificate
                 raise Unavailable(f"{refused.message}; is it an exporter, or one that is full?") from None
             raise refused from None
 
@@ -188,17 +188,17 @@ class Connection:
         return bytes(data)
 
 
-def _refused(address: Address, error: OSError | ssl.CertificateError) -> Unavailable | Denied:
+def _refused(address: PeerAddress, error: OSError | ssl.CertificateError) -> Unavailable | Denied:
     """Return an error of a connection in our words: whose certificate is at fault, if one is."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return Denied(f"{address} is not taken for an exporter of this cluster: {error.verify_message}")
     if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
-        return Ended(f"the connection to {address} is over: it was closed there")
+        return HungUp(f"the connection to {address} is over: it was closed there")
     if isinstance(error, ssl.SSLError):
         reason = error.reason or str(error)
         if "ALERT" in reason or "CERTIFICATE" in reason:
             told = reason.lower().replace("_", " ").removeprefix("tlsv13 alert ").removeprefix("sslv3 alert ")
             return Denied(f"the exporter at {address} does not take this host's certificate: {told}")
         return Unavailable(f"{address} speaks no TLS that is understood here: {reason}; is it an exporter?")
-    kind = Ended if isinstance(error, ConnectionError) else Unavailable
+    kind = HungUp if isinstance(error, ConnectionError) else Unavailable
     return kind(f"the connection to {address} is over: {error.strerror or error}")

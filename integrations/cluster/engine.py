@@ -50,7 +50,7 @@ PACKAGES = ("nixl", "nixl_cu13", "nixl_cu12")
 """Where NIXL's Python interface is: ``nixl`` chooses between the other two."""
 
 
-class Region(NamedTuple):
+class MemoryRegion(NamedTuple):
     """A run of bytes in the memory of one host or device."""
 
     pointer: int
@@ -78,7 +78,7 @@ class Engine(Protocol):
 
     name: str
 
-    def register(self, regions: Sequence[Region]) -> bytes:
+    def register(self, regions: Sequence[MemoryRegion]) -> bytes:
         """Prepare memory of this process, for a peer to read or for this side to read into.
 
         Returns:
@@ -95,7 +95,7 @@ class Engine(Protocol):
             Unavailable: it cannot be reached.
         """
 
-    def read(self, local: Region, remote: Region) -> Read:
+    def read(self, local: MemoryRegion, remote: MemoryRegion) -> Read:
         """Begin to read as many bytes as ``local`` has; both lie in registered regions.
 
         It may block while bytes move, where the peer is on the same host.
@@ -138,7 +138,7 @@ class NixlEngine:
         if "UCX" not in self._agent.backends:
             raise Unavailable("NIXL has no UCX backend here; install a build of it that has one")
 
-    def register(self, regions: Sequence[Region]) -> bytes:
+    def register(self, regions: Sequence[MemoryRegion]) -> bytes:
         """See :meth:`Engine.register`."""
         self._kind = _kind(regions[0])
         listed = [(each.pointer, each.nbytes, each.device or 0, "") for each in regions]
@@ -151,7 +151,7 @@ class NixlEngine:
         with self._doing("connecting to the source"):
             self._peer = self._agent.add_remote_agent(metadata)
 
-    def read(self, local: Region, remote: Region) -> Read:
+    def read(self, local: MemoryRegion, remote: MemoryRegion) -> Read:
         """See :meth:`Engine.read`."""
         with self._doing("reading from the source"):
             here, there = (
@@ -232,7 +232,7 @@ class _NixlRead:
             handle._released, handle._agent = True, None
 
 
-def _kind(region: Region) -> str:
+def _kind(region: MemoryRegion) -> str:
     return "DRAM" if region.device is None else "VRAM"
 
 

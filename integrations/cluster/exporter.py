@@ -33,19 +33,19 @@ from cubroker.client.transport.requests import run_in_loop
 from cubroker.integrations.cluster import identity, messages
 from cubroker.integrations.cluster.identity import Account
 from cubroker.integrations.cluster.messages import (
-    Current,
+    CurrentVersion,
+    ExportedVersion,
     Going,
-    Hello,
     List,
     Offer,
     Offers,
     Open,
-    Opened,
+    PeerHello,
+    PeerWelcome,
     Progress,
     Reply,
     Request,
-    Watch,
-    Welcome,
+    WatchPool,
 )
 from cubroker.integrations.cluster.processes import PythonProcess
 from cubroker.protocol.errors import CubrokerError, Denied, Invalid, NotFound, OverQuota, Retired, Unavailable
@@ -110,7 +110,7 @@ class Meter(Protocol):
         """A request was refused, for this reason."""
 
 
-class Silent:
+class NullMeter:
     """A meter that nobody reads."""
 
     def connected(self, count: int) -> None:
@@ -138,7 +138,7 @@ class _Peer:
     #: Whether it counts as one that reads.
     reads: bool = False
     #: What it has opened, and the process that has that registered.
-    opened: Opened | None = None
+    opened: ExportedVersion | None = None
     source: PythonProcess | None = None
     began: float = 0.0
     #: Bytes that it says it has read, and when it last said more.
@@ -171,7 +171,7 @@ class Exporter:
         self._directory = directory
         self._certificates = certificates
         self._rules = rules or Rules()
-        self._meter: Meter = meter or Silent()
+        self._meter: Meter = meter or NullMeter()
         self._context = identity.serving_context(certificates)
         self._broker: Broker | None = None
         self._peers: set[_Peer] = set()
@@ -268,7 +268,7 @@ class Exporter:
 
     async def _serve(self, peer: _Peer) -> None:
         hello = await self._hear(peer)
-        if not isinstance(hello, Hello):
+        if not isinstance(hello, PeerHello):
             raise Invalid("it did not begin with a hello")
         certificate = peer.writer.get_extra_info("peercert") or {}
         try:
@@ -276,7 +276,7 @@ class Exporter:
         except CubrokerError as error:
             await self._refuse(peer, error)
             return
-        await self._say(peer, Welcome(min(hello.version, messages.VERSION), peer.account.name))
+        await self._say(peer, PeerWelcome(min(hello.version, messages.VERSION), peer.account.name))
         while True:
             request = await self._hear(peer)
             try:
@@ -318,7 +318,7 @@ class Exporter:
                 return await self._list(peer)
             case Open():
                 return await self._open(peer, request)
-            case Watch(name):
+            case WatchPool(name):
                 self._watch(peer, name)
                 return None
             case Progress(nbytes):
@@ -363,7 +363,7 @@ class Exporter:
 
     # -- what is read ------------------------------------------------------------------------------
 
-    async def _open(self, peer: _Peer, request: Open) -> Opened:
+    async def _open(self, peer: _Peer, request: Open) -> ExportedVersion:
         if peer.opened:
             raise Invalid("a connection opens one version; make another connection for another")
         info = await self._find(peer, request)
@@ -375,7 +375,7 @@ class Exporter:
             peer.source, peer.began = await self._take(), time.monotonic()
             peer.came = peer.began
             answer = await peer.source.ask(Open(info.name, info.version, request.engine))
-            peer.opened = messages.expect(answer, Opened)
+            peer.opened = messages.expect(answer, ExportedVersion)
         except CubrokerError:
             await self._release(peer)
             raise
@@ -461,7 +461,7 @@ class Exporter:
                 if (
                     version or said or now - when >= messages.WATCH_BEAT
                 ):  # of changes that it may not see it hears nothing
-                    await self._say(peer, Current(version))
+                    await self._say(peer, CurrentVersion(version))
                     said, when = version, now
         except (CubrokerError, OSError) as error:
             log.info("%s cannot watch %s any longer: %s", peer, name, error)

@@ -20,8 +20,8 @@ from cubroker.client.broker import Owner, uids
 from cubroker.client.devices import DeviceId
 from cubroker.client.transport.requests import version_number
 from cubroker.integrations.cluster import identity, messages, peers
-from cubroker.integrations.cluster.connection import Address, Connection
-from cubroker.integrations.cluster.messages import PATIENCE, Fetched, Order, Told
+from cubroker.integrations.cluster.connection import PeerAddress, PeerConnection
+from cubroker.integrations.cluster.messages import PATIENCE, Fetched, Order, StatusLine
 from cubroker.integrations.cluster.processes import python_command
 from cubroker.integrations.cluster.sources import WIDTH
 from cubroker.protocol import fields
@@ -194,22 +194,22 @@ def _following(order: Order, progress: OnProgress | None, failed: Callable[[Cubr
         pause = min(2 * pause, PAUSES[1])
 
 
-def _versions(address: Address, folder: Path, name: str, *, last: bool) -> Iterator[int]:
+def _versions(address: PeerAddress, folder: Path, name: str, *, last: bool) -> Iterator[int]:
     """Yield the number of a host's current version, and of each that becomes the current one.
 
     Of those that were published meanwhile only the last is yielded. It ends if the host has none, unless it is the
     ``last`` one.
     """
-    with Connection(address, folder) as connection:
-        current, seen = connection.ask(messages.Watch(name), messages.Current), 0
+    with PeerConnection(address, folder) as connection:
+        current, seen = connection.ask(messages.WatchPool(name), messages.CurrentVersion), 0
         while last or current.version:
             while connection.pending():
-                current = connection.hear(messages.Current)
+                current = connection.hear(messages.CurrentVersion)
             if current.version not in (0, seen):  # it is repeated now and then
                 seen = current.version
                 yield seen
             else:
-                current = connection.hear(messages.Current, 3 * messages.WATCH_BEAT)
+                current = connection.hear(messages.CurrentVersion, 3 * messages.WATCH_BEAT)
     raise NotFound(f"{address} has no {name} that this host may fetch")
 
 
@@ -260,9 +260,9 @@ def carry_out(order: Order, progress: OnProgress | None = None) -> Fetched:
             process.kill()  # its draft ends with it
 
 
-def _read(line: bytes) -> Told:
+def _read(line: bytes) -> StatusLine:
     try:
-        return msgspec.json.decode(line, type=Told)
+        return msgspec.json.decode(line, type=StatusLine)
     except msgspec.MsgspecError as error:
         raise Unavailable(f"the process of the transfer said what cannot be read: {error}") from None
 

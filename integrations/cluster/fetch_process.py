@@ -36,10 +36,10 @@ from cubroker.client.devices import find
 from cubroker.client.loading.copy import copy_between_devices, hold_all, target_of
 from cubroker.client.loading.loader import trusted
 from cubroker.integrations.cluster import engine, peers
-from cubroker.integrations.cluster.connection import Address
-from cubroker.integrations.cluster.filling import Failed, Filled, Filling, Whole, Wrong
-from cubroker.integrations.cluster.messages import Fetched, Open, Opened, Order, Told
-from cubroker.integrations.cluster.source_thread import Answered, Lost, Ready, Reported, Source
+from cubroker.integrations.cluster.connection import PeerAddress
+from cubroker.integrations.cluster.filling import Filled, Filling, FillingFailed, Whole, Wrong
+from cubroker.integrations.cluster.messages import ExportedVersion, Fetched, Open, Order, StatusLine
+from cubroker.integrations.cluster.source_thread import Answered, Lost, Ready, Reported, SourceReader
 from cubroker.integrations.cluster.sources import ASKED, Candidate, by_room
 from cubroker.protocol.errors import (
     Corrupted,
@@ -80,9 +80,9 @@ Happened: TypeAlias = Reported | Filled
 class Host:
     """A host that may be asked: when, and for what it was given up."""
 
-    def __init__(self, address: Address) -> None:
+    def __init__(self, address: PeerAddress) -> None:
         self.address = address
-        self.source: Source | None = None
+        self.source: SourceReader | None = None
         self.error: CubrokerError | None = None
         #: The version's number there, once it has opened it.
         self.version = 0
@@ -101,7 +101,7 @@ class Host:
         self.source, self.error, self.due = None, error, inf
 
 
-class Sources:
+class SourceChoice:
     """The hosts that may have a version, and those of them that bring it. All methods are the main thread's."""
 
     def __init__(self, order: Order, events: SimpleQueue[Happened]) -> None:
@@ -111,18 +111,18 @@ class Sources:
         self._hosts = [Host(address) for address in peers.resolve(order.peers)]
         if not order.version:  # else the first that has it says what it is
             self._chance.shuffle(self._hosts)  # or all hosts of a cluster would ask the same ones first
-        self._started: list[Source] = []
+        self._started: list[SourceReader] = []
         #: Hosts that have answered, and were told nothing yet.
-        self._candidates: dict[Source, Candidate] = {}
+        self._candidates: dict[SourceReader, Candidate] = {}
         self._gathered = 0.0
         self._content: tuple[bytes, tuple[bytes, ...]] | None = None
         self._filling: Filling | None = None
         #: Those that were told to open it.
-        self._engaged: set[Source] = set()
+        self._engaged: set[SourceReader] = set()
         #: Those that have opened it, and have the same bytes as the first one.
-        self._same: dict[int, Source] = {}
+        self._same: dict[int, SourceReader] = {}
         #: Those that bytes come from.
-        self.reading: dict[int, Source] = {}
+        self.reading: dict[int, SourceReader] = {}
         self.used: dict[str, None] = {}
 
     def ask(self, *, again: bool = True) -> None:
@@ -135,7 +135,9 @@ class Sources:
         due = [host for host in self._askable() if host.due <= now and (again or not host.error)]
         due.sort(key=lambda host: host.due)
         for host in due[: self._room()]:
-            host.source = Source(len(self._started), host.address, Path(self._order.certificates), self._events.put)
+            host.source = SourceReader(
+                len(self._started), host.address, Path(self._order.certificates), self._events.put
+            )
             self._started.append(host.source)
 
     def _askable(self) -> list[Host]:
@@ -241,7 +243,7 @@ class Sources:
         for source in self._same.values():
             self._begin(source, filling)
 
-    def _begin(self, source: Source, filling: Filling) -> None:
+    def _begin(self, source: SourceReader, filling: Filling) -> None:
         self.reading[source.number] = source
         self.used[str(source.address)] = None
         source.read(filling)
@@ -310,7 +312,7 @@ class Sources:
                 return from_code(errors[0][1].code, f"{self._order.name} cannot be fetched: {'; '.join(told)}")
         return Unavailable(f"{self._order.name} cannot be fetched: no host is known")
 
-    def _host(self, source: Source) -> Host | None:
+    def _host(self, source: SourceReader) -> Host | None:
         """Return a source's host; None if it was given up."""
         return next((host for host in self._hosts if host.source is source), None)
 
@@ -318,7 +320,7 @@ class Sources:
 # -- the whole -----------------------------------------------------------------------------------------
 
 
-def _check(opened: Opened) -> None:
+def _check(opened: ExportedVersion) -> None:
     """Raise ``Invalid`` unless what a source says of a version fits together."""
     layout = Layout.decode(opened.layout)
     if tuple(place.nbytes for place in opened.places) != layout.allocations:
@@ -335,7 +337,7 @@ class Fetch:
         self._report = report
         self._events: SimpleQueue[Happened] = SimpleQueue()
         self._began = time.monotonic()
-        self._sources = Sources(order, self._events)
+        self._sources = SourceChoice(order, self._events)
 
     def run(self) -> Fetched:
         """Do what is ordered; arguments and errors are those of :func:`~cubroker.integrations.cluster.fetch.fetch`."""
@@ -378,7 +380,7 @@ class Fetch:
         layout, seconds = pool.layout, time.monotonic() - self._began
         return Fetched(pool.name, pool.version, layout.nbytes, len(layout.tensors), seconds, 0.0, (), fetched=False)
 
-    def _open(self) -> Opened:
+    def _open(self) -> ExportedVersion:
         """Return what the first source that has the version says of it."""
         deadline = self._began + self._order.wait
         while True:
@@ -389,7 +391,7 @@ class Fetch:
             if not self._sources.asking and (time.monotonic() >= deadline or self._sources.hopeless):
                 raise self._sources.why()
 
-    def _fill(self, draft: Draft, opened: Opened) -> None:
+    def _fill(self, draft: Draft, opened: ExportedVersion) -> None:
         """Fill a draft from all sources, and check it."""
         filling = Filling(draft, opened, self._order.patience, self._events.put)
         try:
@@ -447,7 +449,7 @@ class Fetch:
                 self._sources.answered(event)
             case Lost():
                 self._sources.lost(event)
-            case Failed(error):
+            case FillingFailed(error):
                 raise error
         self._sources.choose()
         return event
@@ -469,7 +471,7 @@ def _present(broker: Broker, order: Order) -> Pool | None:
         return None
 
 
-def _same(broker: Broker, order: Order, opened: Opened) -> Pool | None:
+def _same(broker: Broker, order: Order, opened: ExportedVersion) -> Pool | None:
     """Return the current version if it has the bytes that a source has, on all devices that are to get it."""
     name = order.name
     try:
@@ -506,7 +508,7 @@ def _drafted(broker: Broker, order: Order, layout: Layout, wait: float) -> Pool:
 _out = sys.stdout.buffer
 
 
-def _say(told: Told) -> None:
+def _say(told: StatusLine) -> None:
     _out.write(msgspec.json.encode(told) + b"\n")
     _out.flush()
 
@@ -523,7 +525,7 @@ def _own_output() -> Iterator[None]:
 
 def _end(why: str) -> NoReturn:
     """End this process at once, and say why: the interpreter's own end would unmap what an engine may still write."""
-    _say(Told(error=(Unavailable.code, why)))
+    _say(StatusLine(error=(Unavailable.code, why)))
     os._exit(1)
 
 
@@ -547,15 +549,15 @@ def main() -> None:
             now = time.monotonic()
             if now - said >= REPORT or done == total:
                 said = now
-                _say(Told(progress=(done, total)))
+                _say(StatusLine(progress=(done, total)))
 
         status = 1
         try:
             fetched = Fetch(order, report).run()
-            _say(Told(fetched=fetched))
+            _say(StatusLine(fetched=fetched))
             status = 0
         except CubrokerError as error:
-            _say(Told(error=(error.code, error.message)))
+            _say(StatusLine(error=(error.code, error.message)))
             status = 0
         finally:
             if status:

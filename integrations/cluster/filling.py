@@ -10,9 +10,9 @@ from typing import NamedTuple, TypeAlias
 
 from cubroker.client import Draft, digests
 from cubroker.client.loading.copy import at_address
-from cubroker.integrations.cluster.engine import Region
-from cubroker.integrations.cluster.messages import Opened
-from cubroker.integrations.cluster.sources import Piece, Striping, cut
+from cubroker.integrations.cluster.engine import MemoryRegion
+from cubroker.integrations.cluster.messages import ExportedVersion
+from cubroker.integrations.cluster.sources import Striping, VersionPiece, cut
 from cubroker.protocol.errors import Corrupted, CubrokerError, Unavailable
 
 
@@ -30,13 +30,13 @@ class Wrong(NamedTuple):
     allocation: int
 
 
-class Failed(NamedTuple):
+class FillingFailed(NamedTuple):
     """This side cannot go on."""
 
     error: CubrokerError
 
 
-Filled: TypeAlias = Whole | Wrong | Failed
+Filled: TypeAlias = Whole | Wrong | FillingFailed
 """What happens to memory that is filled."""
 
 
@@ -46,7 +46,9 @@ class Filling:
     The replicas that are read into are those that have no upstream; the others are copied from device to device later.
     """
 
-    def __init__(self, draft: Draft, opened: Opened, patience: float, report: Callable[[Filled], object]) -> None:
+    def __init__(
+        self, draft: Draft, opened: ExportedVersion, patience: float, report: Callable[[Filled], object]
+    ) -> None:
         #: Seconds after which a source that brings nothing of what it began is given up.
         self.patience = patience
         self._opened = opened
@@ -61,7 +63,7 @@ class Filling:
         }
         self._views = {
             number: [
-                Region(view.pointer, view.nbytes, None if self._host else view.memory_device.index)
+                MemoryRegion(view.pointer, view.nbytes, None if self._host else view.memory_device.index)
                 for view in replica.allocation_views
             ]
             for number, replica in self._replicas.items()
@@ -72,12 +74,12 @@ class Filling:
         self._sums = {
             (each, number): digests.PartialDigest() for each in self._replicas for number in range(len(sizes))
         }
-        self._checks: SimpleQueue[tuple[Piece, bool] | None] = SimpleQueue()
+        self._checks: SimpleQueue[tuple[VersionPiece, bool] | None] = SimpleQueue()
         self._checker = Thread(target=self._check, name="cubroker-digests", daemon=True)
         self._checker.start()
 
     @property
-    def regions(self) -> list[Region]:
+    def regions(self) -> list[MemoryRegion]:
         """All of the memory that is read into."""
         return [region for regions in self._views.values() for region in regions]
 
@@ -91,10 +93,10 @@ class Filling:
         """Bytes that are there, and bytes in all."""
         return self._striping.nbytes, self._striping.total
 
-    def local(self, piece: Piece) -> Region:
+    def local(self, piece: VersionPiece) -> MemoryRegion:
         """Return where a piece goes."""
         region = self._views[piece.replica][piece.allocation]
-        return Region(region.pointer + piece.offset, piece.nbytes, region.device)
+        return MemoryRegion(region.pointer + piece.offset, piece.nbytes, region.device)
 
     def join(self, source: int) -> bool:
         """See :meth:`Striping.join`; returns False, and the source must not read, if it comes too late."""
@@ -108,12 +110,12 @@ class Filling:
         with self._lock:
             self._over = True
 
-    def begin(self, source: int) -> Piece | None:
+    def begin(self, source: int) -> VersionPiece | None:
         """See :meth:`Striping.begin`."""
         with self._lock:
             return self._striping.begin(source, time.monotonic())
 
-    def end(self, source: int, piece: Piece) -> None:
+    def end(self, source: int, piece: VersionPiece) -> None:
         """Note that a piece is there."""
         with self._lock:
             before = self._striping.nbytes
@@ -169,7 +171,7 @@ class Filling:
             error = failure
         finally:
             if error:
-                self._report(Failed(error))
+                self._report(FillingFailed(error))
 
     def _compare(self, replica: int, allocation: int) -> None:
         place = self._opened.places[allocation]

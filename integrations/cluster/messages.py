@@ -1,12 +1,13 @@
 """What a host that fetches and a host that exports say to each other, and how it is framed; no sockets.
 
 A connection is TLS over TCP, and each message is a frame: its length as four bytes, big-endian, and as many bytes of
-msgpack. The fetching side begins with :class:`Hello` and then asks; the exporting side answers each request with one
-message, and a :class:`Watch` with one more after every change. Bytes of pools never go this way: the engines move them.
+msgpack. The fetching side begins with :class:`PeerHello` and then asks. The exporting side answers each request with
+one message, and a :class:`WatchPool` with one more after every change. Bytes of pools never go this way: the engines
+move them.
 
 Whatever comes in is bounded before it is decoded, and decoded into these types alone. The process that fetches
 (:mod:`~cubroker.integrations.cluster.fetch_process`) is told an :class:`Order`, as a line of JSON, and answers with
-lines that are :class:`Told`.
+lines that are :class:`StatusLine`.
 """
 
 from __future__ import annotations
@@ -49,26 +50,26 @@ Positive = Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
 Digest = Annotated[bytes, Meta(min_length=16, max_length=16)]
 
 
-class Message(Struct, frozen=True, tag=True):
+class PeerMessage(Struct, frozen=True, tag=True):
     """Has its class's name in the field ``type``."""
 
 
 # -- from the host that fetches ------------------------------------------------------------------------
 
 
-class Hello(Message, frozen=True):
+class PeerHello(PeerMessage, frozen=True):
     """Begins a connection."""
 
     #: The newest protocol that this side speaks.
     version: Positive
 
 
-class List(Message, frozen=True):
+class List(PeerMessage, frozen=True):
     """Asks for the versions that this peer may fetch: :class:`Offers`."""
 
 
-class Open(Message, frozen=True):
-    """Asks for the memory of a version: :class:`Opened`. A connection opens one version, once."""
+class Open(PeerMessage, frozen=True):
+    """Asks for the memory of a version: :class:`ExportedVersion`. A connection opens one version, once."""
 
     name: Name
     #: 0: the current one.
@@ -77,13 +78,13 @@ class Open(Message, frozen=True):
     engine: Name = "nixl"
 
 
-class Watch(Message, frozen=True):
-    """Asks for the current version of a pool, now and after every change: :class:`Current`, again and again."""
+class WatchPool(PeerMessage, frozen=True):
+    """Asks for the current version of a pool, now and after every change: :class:`CurrentVersion`, again and again."""
 
     name: Name
 
 
-class Progress(Message, frozen=True):
+class Progress(PeerMessage, frozen=True):
     """Says that the peer lives and how many bytes it has read: :class:`Going`."""
 
     nbytes: Natural
@@ -92,8 +93,8 @@ class Progress(Message, frozen=True):
 # -- from the host that exports ------------------------------------------------------------------------
 
 
-class Welcome(Message, frozen=True):
-    """Answers :class:`Hello`."""
+class PeerWelcome(PeerMessage, frozen=True):
+    """Answers :class:`PeerHello`."""
 
     #: The protocol of this connection: the newest that both sides speak.
     version: Positive
@@ -113,7 +114,7 @@ class Offer(Struct, frozen=True):
     current: bool
 
 
-class Offers(Message, frozen=True):
+class Offers(PeerMessage, frozen=True):
     """Answers :class:`List`."""
 
     offers: Annotated[tuple[Offer, ...], Meta(max_length=MAX_ITEMS)]
@@ -122,18 +123,18 @@ class Offers(Message, frozen=True):
     limit: Natural
 
 
-class Place(Struct, frozen=True):
+class ExportedAllocation(Struct, frozen=True):
     """An allocation of a version, in the memory of the exporting process."""
 
     pointer: Natural
     nbytes: Positive
     #: The ordinal of its GPU in that process; None: host memory.
     device: Annotated[int, Meta(ge=0, lt=MAX_DEVICES)] | None
-    #: The digest of its bytes, by the algorithm that :class:`Opened` names.
+    #: The digest of its bytes, by the algorithm that :class:`ExportedVersion` names.
     digest: Digest
 
 
-class Opened(Message, frozen=True):
+class ExportedVersion(PeerMessage, frozen=True):
     """Answers :class:`Open`. The version is leased until the connection ends."""
 
     name: Name
@@ -143,23 +144,23 @@ class Opened(Message, frozen=True):
     #: The name of the digests' definition (:mod:`cubroker.driver.digest`).
     algorithm: Name
     #: One for each allocation of the layout.
-    places: Annotated[tuple[Place, ...], Meta(max_length=MAX_ITEMS)]
+    places: Annotated[tuple[ExportedAllocation, ...], Meta(max_length=MAX_ITEMS)]
     #: What the engine's other end connects with: a secret.
     metadata: bytes
 
 
-class Current(Message, frozen=True):
-    """Answers :class:`Watch`: after every change, and every ``WATCH_BEAT`` seconds, so that a dead host is noticed."""
+class CurrentVersion(PeerMessage, frozen=True):
+    """Answers :class:`WatchPool`: after every change, and every ``WATCH_BEAT`` seconds; silence is a dead host."""
 
     #: 0: there is none.
     version: Natural
 
 
-class Going(Message, frozen=True):
+class Going(PeerMessage, frozen=True):
     """Answers :class:`Progress`."""
 
 
-class Refused(Message, frozen=True):
+class PeerRefusal(PeerMessage, frozen=True):
     """Answers any request that cannot be fulfilled. The connection goes on."""
 
     #: As in :mod:`cubroker.protocol.errors`.
@@ -221,7 +222,7 @@ class Fetched(Struct, frozen=True):
     fetched: bool
 
 
-class Told(Struct, frozen=True):
+class StatusLine(Struct, frozen=True):
     """A line that the process prints: one of its fields."""
 
     #: Bytes that are there, and bytes in all.
@@ -231,10 +232,10 @@ class Told(Struct, frozen=True):
     error: tuple[str, str] | None = None
 
 
-Request: TypeAlias = Hello | List | Open | Watch | Progress
-Reply: TypeAlias = Welcome | Offers | Opened | Current | Going | Refused
+Request: TypeAlias = PeerHello | List | Open | WatchPool | Progress
+Reply: TypeAlias = PeerWelcome | Offers | ExportedVersion | CurrentVersion | Going | PeerRefusal
 
-M = TypeVar("M", bound=Message)
+M = TypeVar("M", bound=PeerMessage)
 T = TypeVar("T")
 
 _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
@@ -283,13 +284,13 @@ def expect(answer: Reply, kind: type[M]) -> M:
         CubrokerError: the other side refused, with its code and text.
         Invalid: the answer is of another kind.
     """
-    if isinstance(answer, Refused):
+    if isinstance(answer, PeerRefusal):
         raise from_code(answer.code, answer.message)
     if not isinstance(answer, kind):
         raise Invalid(f"the exporter answered with {type(answer).__name__} where {kind.__name__} was due")
     return answer
 
 
-def refusal(error: CubrokerError) -> Refused:
+def refusal(error: CubrokerError) -> PeerRefusal:
     """Return an error as the answer to a request."""
-    return Refused(error.code, error.message[:2000])
+    return PeerRefusal(error.code, error.message[:2000])

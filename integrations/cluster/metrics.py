@@ -5,7 +5,7 @@ The library's own server answers: these processes own no memory, and bind to loo
 
 from __future__ import annotations
 
-from cubroker.integrations.cluster.connection import Address
+from cubroker.integrations.cluster.connection import PeerAddress
 from cubroker.integrations.cluster.messages import Fetched
 from cubroker.protocol.errors import CubrokerError, Unavailable, needing
 
@@ -13,7 +13,7 @@ BUCKETS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 """Seconds, upper ends."""
 
 
-def serve(address: Address) -> None:
+def serve(address: PeerAddress) -> None:
     """Serve the figures of this process until it ends.
 
     Raises:

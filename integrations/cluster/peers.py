@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Struct
 
 from cubroker.integrations.cluster import messages
-from cubroker.integrations.cluster.connection import Address, Connection, parse
+from cubroker.integrations.cluster.connection import PeerAddress, PeerConnection, parse
 from cubroker.integrations.cluster.identity import FOLDER
 from cubroker.integrations.cluster.messages import Offers
 from cubroker.protocol.errors import CubrokerError, Invalid, NotFound, Unavailable
@@ -36,10 +36,10 @@ class PeersFile(Struct, frozen=True, forbid_unknown_fields=True):
     peers: tuple[str, ...]
 
 
-class Answer(NamedTuple):
+class PeerAnswer(NamedTuple):
     """What a host said of itself."""
 
-    address: Address
+    address: PeerAddress
     #: What it offers; None: it did not say.
     offers: Offers | None
     #: Why not.
@@ -67,7 +67,7 @@ def known(given: Sequence[str] = (), environ: Mapping[str, str] = os.environ, fi
     raise NotFound(f"no peers are known: name them by --from or ${VARIABLE}, or in {file}")
 
 
-def resolve(names: Iterable[str]) -> list[Address]:
+def resolve(names: Iterable[str]) -> list[PeerAddress]:
     """Return the addresses of hosts in their order; a name that has several stands for all of them.
 
     A name that cannot be looked up stays as it is: it may come to be known.
@@ -75,7 +75,7 @@ def resolve(names: Iterable[str]) -> list[Address]:
     Raises:
         Invalid: a name that no host can have.
     """
-    found: dict[Address, None] = {}
+    found: dict[PeerAddress, None] = {}
     for address in map(parse, names):
         try:
             entries = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
@@ -89,15 +89,15 @@ def resolve(names: Iterable[str]) -> list[Address]:
     return list(found)
 
 
-def ask(addresses: Sequence[Address], certificates: Path) -> list[Answer]:
+def ask(addresses: Sequence[PeerAddress], certificates: Path) -> list[PeerAnswer]:
     """Ask hosts what they have for the user that our certificate names, all at once."""
 
-    def one(address: Address) -> Answer:
+    def one(address: PeerAddress) -> PeerAnswer:
         try:
-            with Connection(address, certificates) as connection:
-                return Answer(address, connection.ask(messages.List(), Offers), None)
+            with PeerConnection(address, certificates) as connection:
+                return PeerAnswer(address, connection.ask(messages.List(), Offers), None)
         except CubrokerError as error:
-            return Answer(address, None, error)
+            return PeerAnswer(address, None, error)
 
     if not addresses:
         raise Unavailable("there is no host to ask")

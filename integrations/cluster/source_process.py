@@ -17,8 +17,8 @@ from typing import BinaryIO
 
 from cubroker.client import Broker, Pool, digests
 from cubroker.integrations.cluster import messages
-from cubroker.integrations.cluster.engine import NIXL, Engine, Region, open_engine
-from cubroker.integrations.cluster.messages import Open, Opened, Place
+from cubroker.integrations.cluster.engine import NIXL, Engine, MemoryRegion, open_engine
+from cubroker.integrations.cluster.messages import ExportedAllocation, ExportedVersion, Open
 from cubroker.protocol.errors import CubrokerError, Unsupported
 
 log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ def _say(stream: BinaryIO, message: messages.Reply) -> None:
     stream.flush()
 
 
-def _open(directory: Path, asked: Open, engine: Engine) -> tuple[Pool, Opened]:
+def _open(directory: Path, asked: Open, engine: Engine) -> tuple[Pool, ExportedVersion]:
     """Attach to a version, register its memory, and return the pool and where its memory is."""
     if asked.engine != engine.name:
         raise Unsupported(
@@ -73,12 +73,12 @@ def _open(directory: Path, asked: Open, engine: Engine) -> tuple[Pool, Opened]:
     found = digests.sealed(repr(pool), pool.digest_ranges(), broker.digests(asked.name, pool.version))
     host, views = broker.driver.host, pool.allocation_views
     places = [
-        Place(view.pointer, view.nbytes, None if host else view.memory_device.index, found[number])
+        ExportedAllocation(view.pointer, view.nbytes, None if host else view.memory_device.index, found[number])
         for number, view in zip(pool.allocations, views, strict=True)
     ]
     with views[0].context.current():
-        metadata = engine.register([Region(each.pointer, each.nbytes, each.device) for each in places])
-    return pool, Opened(
+        metadata = engine.register([MemoryRegion(each.pointer, each.nbytes, each.device) for each in places])
+    return pool, ExportedVersion(
         name=pool.name,
         version=pool.version,
         layout=pool.layout.encode(),

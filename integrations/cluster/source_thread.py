@@ -11,11 +11,11 @@ from threading import Event, Thread
 from typing import NamedTuple, TypeAlias
 
 from cubroker.integrations.cluster import messages
-from cubroker.integrations.cluster.connection import Address, Connection
-from cubroker.integrations.cluster.engine import Engine, Read, Region, open_engine
+from cubroker.integrations.cluster.connection import PeerAddress, PeerConnection
+from cubroker.integrations.cluster.engine import Engine, MemoryRegion, Read, open_engine
 from cubroker.integrations.cluster.filling import Filling
-from cubroker.integrations.cluster.messages import Going, Offers, Open, Opened, Progress
-from cubroker.integrations.cluster.sources import DEPTH, Piece
+from cubroker.integrations.cluster.messages import ExportedVersion, Going, Offers, Open, Progress
+from cubroker.integrations.cluster.sources import DEPTH, VersionPiece
 from cubroker.protocol.errors import CubrokerError, Unavailable
 
 BEAT = 2.0
@@ -31,21 +31,21 @@ PAUSES = (0.0002, 0.002)
 class Answered(NamedTuple):
     """A host says what it has."""
 
-    source: Source
+    source: SourceReader
     offers: Offers
 
 
 class Ready(NamedTuple):
     """A host has opened the version."""
 
-    source: Source
-    opened: Opened
+    source: SourceReader
+    opened: ExportedVersion
 
 
 class Lost(NamedTuple):
     """A host is gone, or has refused."""
 
-    source: Source
+    source: SourceReader
     error: CubrokerError
 
 
@@ -53,13 +53,15 @@ Reported: TypeAlias = Answered | Ready | Lost
 """What a source reports."""
 
 
-class Source:
+class SourceReader:
     """A host, and the thread that speaks with it and reads from it. It reports by events."""
 
-    def __init__(self, number: int, address: Address, certificates: Path, report: Callable[[Reported], object]) -> None:
+    def __init__(
+        self, number: int, address: PeerAddress, certificates: Path, report: Callable[[Reported], object]
+    ) -> None:
         self.number = number
         self.address = address
-        self.opened: Opened | None = None
+        self.opened: ExportedVersion | None = None
         #: When it was told to read; and whether its engine may write by now.
         self.told = 0.0
         self.writing = False
@@ -99,12 +101,12 @@ class Source:
     def _run(self) -> None:
         error: CubrokerError | None = Unavailable("a thread of the transfer failed; its log says why")
         try:
-            with Connection(self.address, self._certificates) as connection:
+            with PeerConnection(self.address, self._certificates) as connection:
                 self._report(Answered(self, connection.ask(messages.List(), Offers)))
                 while isinstance(order := self._next(connection), Open):
                     connection.say(order)
                     self._engine = open_engine(order.engine)  # while the source opens it
-                    self.opened = connection.hear(Opened, OPENING)
+                    self.opened = connection.hear(ExportedVersion, OPENING)
                     self._report(Ready(self, self.opened))
                 if isinstance(order, Filling):
                     self._bring(connection, order)
@@ -117,7 +119,7 @@ class Source:
             if error and not self._leave.is_set():
                 self._report(Lost(self, error))
 
-    def _next(self, connection: Connection) -> Open | Filling | None:
+    def _next(self, connection: PeerConnection) -> Open | Filling | None:
         """Return the next order; say meanwhile that this side lives, if the source waits for that."""
         while True:
             try:
@@ -126,7 +128,7 @@ class Source:
                 if self.opened:
                     connection.ask(Progress(0), Going)
 
-    def _bring(self, connection: Connection, filling: Filling) -> None:
+    def _bring(self, connection: PeerConnection, filling: Filling) -> None:
         assert self.opened is not None
         assert self._engine is not None
         with filling.context.current():
@@ -143,13 +145,13 @@ class Source:
                 filling.lose(self.number)
         connection.ask(Progress(nbytes), Going)
 
-    def _read(self, connection: Connection, engine: Engine, filling: Filling) -> int:
+    def _read(self, connection: PeerConnection, engine: Engine, filling: Filling) -> int:
         """Bring pieces until there is no more to do; return how many bytes.
 
         Pieces are begun one after the other, a part of a piece's time apart. The engine serves those that are under way
         by turns: begun together they would end together, and the link would be idle until the next ones begin.
         """
-        flying: list[tuple[Piece, Read]] = []
+        flying: list[tuple[VersionPiece, Read]] = []
         began = now = time.monotonic()
         nbytes, beat, due, pause = 0, now + BEAT, now, PAUSES[0]
         while not self._leave.is_set():
@@ -172,7 +174,7 @@ class Source:
             self._leave.wait(min(pause, max(PAUSES[0], due - now)))
         return nbytes
 
-    def _remote(self, piece: Piece) -> Region:
+    def _remote(self, piece: VersionPiece) -> MemoryRegion:
         assert self.opened is not None
         place = self.opened.places[piece.allocation]
-        return Region(place.pointer + piece.offset, piece.nbytes, place.device)
+        return MemoryRegion(place.pointer + piece.offset, piece.nbytes, place.device)

@@ -62,7 +62,7 @@ def by_room(candidates: Iterable[Candidate], chance: Random) -> list[Candidate]:
     return sorted(roomy, key=lambda each: each.readers / each.limit)
 
 
-class Piece(NamedTuple):
+class VersionPiece(NamedTuple):
     """A run of bytes of one allocation, on its way into one replica."""
 
     replica: int
@@ -76,7 +76,7 @@ def piece_size(total: int) -> int:
     return max(UNIT, min(PIECE, total // PIECES // UNIT * UNIT))
 
 
-def cut(sizes: Sequence[int], replicas: Sequence[int], limit: int | None = None) -> Iterator[Piece]:
+def cut(sizes: Sequence[int], replicas: Sequence[int], limit: int | None = None) -> Iterator[VersionPiece]:
     """Cut allocations into pieces of at most ``limit`` bytes.
 
     Args:
@@ -88,7 +88,7 @@ def cut(sizes: Sequence[int], replicas: Sequence[int], limit: int | None = None)
     for allocation, size in enumerate(sizes):
         for offset in range(0, size, limit):
             for replica in replicas:
-                yield Piece(replica, allocation, offset, min(limit, size - offset))
+                yield VersionPiece(replica, allocation, offset, min(limit, size - offset))
 
 
 class _Source:
@@ -99,7 +99,7 @@ class _Source:
         #: Since when it has had nothing that is still to be begun.
         self.useless: float | None = None
         #: When each piece was begun.
-        self.flying: dict[Piece, float] = {}
+        self.flying: dict[VersionPiece, float] = {}
         #: Bytes that it brought, the seconds in which it had something to bring, and since when that is so now.
         self.nbytes = 0
         self.busy = 0.0
@@ -111,7 +111,7 @@ class _Source:
         """Bytes a second while it had something to bring; 0 if it has brought none."""
         return self.nbytes / max(self.busy + (now - self.since if self.flying else 0.0), 1e-6)
 
-    def left(self, pieces: Iterable[Piece], now: float) -> Iterator[tuple[Piece, float]]:
+    def left(self, pieces: Iterable[VersionPiece], now: float) -> Iterator[tuple[VersionPiece, float]]:
         """Yield for each of the pieces that it is to bring the seconds until then.
 
         It is taken to go on as it did, or to stay silent for as long as it has been by now, whichever is longer.
@@ -131,7 +131,7 @@ class Striping:
         chance: takes pieces by chance, as is good among hosts that read parts from one another; None: in their order.
     """
 
-    def __init__(self, pieces: Iterable[Piece], depth: int = DEPTH, chance: Random | None = None) -> None:
+    def __init__(self, pieces: Iterable[VersionPiece], depth: int = DEPTH, chance: Random | None = None) -> None:
         #: All runs of the first replica, then all of the next; the first run is bit 0.
         self._pieces = sorted(pieces, key=lambda piece: piece.replica)
         self._numbers = {piece: number for number, piece in enumerate(self._pieces)}
@@ -142,7 +142,7 @@ class Striping:
         self._chance = chance
         self._sources: dict[int, _Source] = {}
         #: Which source brought each piece that is there.
-        self._brought: dict[Piece, int] = {}
+        self._brought: dict[VersionPiece, int] = {}
         self._left: dict[tuple[int, int], int] = {}
         for piece in self._pieces:
             self._left[piece[:2]] = self._left.get(piece[:2], 0) + 1
@@ -185,7 +185,7 @@ class Striping:
         have &= (1 << runs) - 1
         return sum(have << replica * runs for replica in range(self._replicas))
 
-    def begin(self, source: int, now: float) -> Piece | None:
+    def begin(self, source: int, now: float) -> VersionPiece | None:
         """Return what a source shall bring next, which it has then begun; None: nothing for now."""
         mine = self._sources[source]
         if len(mine.flying) >= self._depth:
@@ -208,7 +208,7 @@ class Striping:
             mine.useless = now
         return piece
 
-    def _next(self, mine: _Source, wanted: int) -> Piece:
+    def _next(self, mine: _Source, wanted: int) -> VersionPiece:
         """Take one of these pieces: one that no other source has, if there is any, of its share if possible."""
         others = 0
         for other in self._sources.values():
@@ -221,12 +221,12 @@ class Striping:
         self._todo ^= 1 << number
         return self._pieces[number]
 
-    def _late(self, mine: _Source, now: float) -> Piece | None:
+    def _late(self, mine: _Source, now: float) -> VersionPiece | None:
         """Return a piece that slower sources have begun, and that one which has nothing to do would bring sooner."""
         rate = mine.rate(now)
         if mine.flying or not rate:
             return None
-        left: dict[Piece, float] = {}
+        left: dict[VersionPiece, float] = {}
         for other in self._sources.values():
             for piece, seconds in other.left([each for each in other.flying if each not in self._brought], now):
                 left[piece] = min(seconds, left.get(piece, float("inf")))
@@ -234,7 +234,7 @@ class Striping:
         last = max(reversed(known), key=lambda piece: left[piece], default=None)
         return last if last and left[last] > HURRY * last.nbytes / rate else None
 
-    def end(self, source: int, piece: Piece, now: float) -> bool:
+    def end(self, source: int, piece: VersionPiece, now: float) -> bool:
         """Note that a source has brought a piece; returns whether with that all of its allocation is there."""
         mine = self._sources[source]
         del mine.flying[piece]

@@ -17,7 +17,7 @@ import pytest
 
 from cubroker.cli import cluster
 from cubroker.client import Broker
-from cubroker.integrations.cluster.messages import Fetched, Offer, Offers, Refused
+from cubroker.integrations.cluster.messages import Fetched, Offer, Offers, PeerRefusal
 from tests import accounts
 from tests.brokers import eventually
 from tests.cluster import ENGINE, exporting, fetch, need_engine
@@ -163,7 +163,7 @@ def test_a_peer_that_does_not_answer_is_status_1_and_the_others_are_shown(certif
     nobody = f"{HOST}:{free_port()}"
     with (
         lying(certificates.host, {"List": OFFERS}) as one,
-        lying(certificates.host, {"Hello": Refused("denied", "not\x1b[31m\nyou")}) as two,
+        lying(certificates.host, {"PeerHello": PeerRefusal("denied", "not\x1b[31m\nyou")}) as two,
     ):
         peers = ("--from", f"{one.address},{two.address},{nobody}")
         done = run("peers", *peers, "--certificates", certificates.host)

@@ -12,7 +12,7 @@ from typing import Any
 
 from cubroker.client import Broker
 from cubroker.integrations.cluster import certificates, exporter
-from cubroker.integrations.cluster.connection import Address, Connection
+from cubroker.integrations.cluster.connection import PeerAddress, PeerConnection
 from cubroker.integrations.cluster.exporter import Exporter, Meter, Rules
 from cubroker.protocol import Layout
 from tests.brokers import PATIENCE
@@ -65,16 +65,16 @@ class Recorder:
 class Serving:
     """An exporter that serves on a thread of this process."""
 
-    def __init__(self, service: Exporter, address: Address, loop: asyncio.AbstractEventLoop, folder: Path) -> None:
+    def __init__(self, service: Exporter, address: PeerAddress, loop: asyncio.AbstractEventLoop, folder: Path) -> None:
         self.service = service
         self.address = address
         self.meter: Recorder
         self._loop = loop
         self._folder = folder
 
-    def connect(self, folder: Path | None = None) -> Connection:
+    def connect(self, folder: Path | None = None) -> PeerConnection:
         """Connect with a certificate, by default the host's own."""
-        return Connection(self.address, folder or self._folder)
+        return PeerConnection(self.address, folder or self._folder)
 
     def greet(self, folder: Path | None = None) -> str:
         """Connect, and end the connection; returns the user who this peer is there."""
@@ -114,7 +114,7 @@ def exporting(directory: Path, folder: Path, meter: Meter | None = None, **rules
 
     opened = service.serving(HOST, 0)
     try:
-        found = Serving(service, Address(*run(opened.__aenter__())), loop, folder)
+        found = Serving(service, PeerAddress(*run(opened.__aenter__())), loop, folder)
         found.meter = meter  # type: ignore[assignment]
         try:
             yield found

@@ -12,11 +12,11 @@ from threading import Thread
 from typing import Any
 
 from cubroker.integrations.cluster import identity, messages
-from cubroker.integrations.cluster.connection import Address
-from cubroker.integrations.cluster.messages import Going, Offer, Offers, Request, Welcome
+from cubroker.integrations.cluster.connection import PeerAddress
+from cubroker.integrations.cluster.messages import Going, Offer, Offers, PeerWelcome, Request
 from tests.unit.integrations.cluster.hosts import HOST
 
-HONEST: dict[str, object] = {"Hello": Welcome(1, "root"), "List": Offers((), 0, 8), "Progress": Going()}
+HONEST: dict[str, object] = {"PeerHello": PeerWelcome(1, "root"), "List": Offers((), 0, 8), "Progress": Going()}
 
 
 class Liar:
@@ -35,7 +35,7 @@ class Liar:
         self._server = socket.create_server((HOST, 0))
         self._peers: list[ssl.SSLSocket] = []
         self._threads: list[Thread] = []
-        self.address = Address(*self._server.getsockname())
+        self.address = PeerAddress(*self._server.getsockname())
         self._start(self._accept)
 
     def opens(self, opened: object, name: str = "m", version: int = 1) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cubroker.integrations.cluster import source_process
-from cubroker.integrations.cluster.engine import NIXL, Region
+from cubroker.integrations.cluster.engine import NIXL, MemoryRegion
 
 
 class Still:
@@ -20,7 +20,7 @@ class Still:
 
     name = NIXL
 
-    def register(self, regions: Sequence[Region]) -> bytes:
+    def register(self, regions: Sequence[MemoryRegion]) -> bytes:
         return b"metadata"
 
 

@@ -13,8 +13,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cubroker.integrations.cluster import connection, identity, messages, peers
-from cubroker.integrations.cluster.connection import Address, Connection, parse
-from cubroker.integrations.cluster.messages import PORT, Going, Hello, List, Offers, Welcome
+from cubroker.integrations.cluster.connection import PeerAddress, PeerConnection, parse
+from cubroker.integrations.cluster.messages import PORT, Going, List, Offers, PeerHello, PeerWelcome
 from cubroker.protocol.errors import Denied, Invalid, Unavailable
 from tests.unit.integrations.cluster.hosts import HOST, Certificates
 from tests.unit.integrations.cluster.liar import Liar, lying
@@ -37,7 +37,7 @@ from tests.unit.integrations.cluster.liar import Liar, lying
     ],
 )
 def test_an_address_is_a_host_and_perhaps_a_port(text: str, host: str, port: int) -> None:
-    assert parse(text) == Address(host, port)
+    assert parse(text) == PeerAddress(host, port)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_a_port_has_its_bounds(port: str) -> None:
 
 
 def test_an_address_to_listen_at_may_have_port_0() -> None:
-    assert parse("127.0.0.1:0", least=0) == Address("127.0.0.1", 0)
+    assert parse("127.0.0.1:0", least=0) == PeerAddress("127.0.0.1", 0)
 
 
 @given(st.text(max_size=80) | st.from_regex(r"\[?[a-z0-9:.%-]{0,70}\]?(:[0-9]{0,6})?", fullmatch=True))
@@ -86,14 +86,14 @@ def _encoded(host: str, *_: object, **__: object) -> list[object]:
 @pytest.mark.parametrize(
     ("address", "text"),
     [
-        (Address("gpu-1", 80), "gpu-1:80"),
-        (Address("gpu-1", 80, "10.0.0.1"), "gpu-1 (10.0.0.1):80"),
-        (Address("10.0.0.1", 80, "10.0.0.1"), "10.0.0.1:80"),
-        (Address("::1", 80), "[::1]:80"),
-        (Address("::1", 80, "::1"), "[::1]:80"),
+        (PeerAddress("gpu-1", 80), "gpu-1:80"),
+        (PeerAddress("gpu-1", 80, "10.0.0.1"), "gpu-1 (10.0.0.1):80"),
+        (PeerAddress("10.0.0.1", 80, "10.0.0.1"), "10.0.0.1:80"),
+        (PeerAddress("::1", 80), "[::1]:80"),
+        (PeerAddress("::1", 80, "::1"), "[::1]:80"),
     ],
 )
-def test_an_address_is_shown_as_it_is_written(address: Address, text: str) -> None:
+def test_an_address_is_shown_as_it_is_written(address: PeerAddress, text: str) -> None:
     assert str(address) == text
 
 
@@ -101,7 +101,7 @@ def test_an_address_is_shown_as_it_is_written(address: Address, text: str) -> No
 
 
 @contextmanager
-def plain(answer: Callable[[socket.socket], object]) -> Iterator[Address]:
+def plain(answer: Callable[[socket.socket], object]) -> Iterator[PeerAddress]:
     """Listen, and have a function deal with the connection that comes, which speaks no TLS."""
     with socket.create_server((HOST, 0)) as server:
 
@@ -113,22 +113,22 @@ def plain(answer: Callable[[socket.socket], object]) -> Iterator[Address]:
         thread = threading.Thread(target=serve)
         thread.start()
         try:
-            yield Address(*server.getsockname())
+            yield PeerAddress(*server.getsockname())
         finally:
             thread.join()
 
 
 def test_nothing_listens(certificates: Certificates) -> None:
     with socket.create_server((HOST, 0)) as server:
-        address = Address(*server.getsockname())
+        address = PeerAddress(*server.getsockname())
     with pytest.raises(Unavailable, match=rf"no exporter answers at {address}: Connection refused"):
-        Connection(address, certificates.host)
+        PeerConnection(address, certificates.host)
 
 
 def test_a_host_without_an_address(certificates: Certificates, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", _encoded)
     with pytest.raises(Unavailable, match="no exporter answers at gpu-1:7411: no such host"):
-        Connection(parse("gpu-1"), certificates.host)
+        PeerConnection(parse("gpu-1"), certificates.host)
 
 
 def test_what_listens_speaks_no_tls(certificates: Certificates) -> None:
@@ -141,7 +141,7 @@ def test_what_listens_speaks_no_tls(certificates: Certificates) -> None:
         plain(web) as address,
         pytest.raises(Unavailable, match=r"speaks no TLS that is understood here: .*; is it an"),
     ):
-        Connection(address, certificates.host)
+        PeerConnection(address, certificates.host)
 
 
 def test_what_listens_says_nothing(certificates: Certificates, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,18 +150,18 @@ def test_what_listens_says_nothing(certificates: Certificates, monkeypatch: pyte
         plain(lambda peer: peer.recv(10_000) and peer.recv(1)) as address,
         pytest.raises(Unavailable, match="timed out"),
     ):
-        Connection(address, certificates.host)
+        PeerConnection(address, certificates.host)
 
 
 def test_what_listens_closes_at_once(certificates: Certificates) -> None:
     with plain(lambda peer: None) as address, pytest.raises(Unavailable, match=f"the connection to {address} is over"):
-        Connection(address, certificates.host)
+        PeerConnection(address, certificates.host)
 
 
 def test_an_exporter_of_another_cluster_is_not_told_anything(certificates: Certificates, tmp_path: Path) -> None:
     other = Certificates(tmp_path)
     with lying(other.host) as liar, pytest.raises(Denied, match="is not taken for an exporter of this cluster"):
-        Connection(liar.address, certificates.host)
+        PeerConnection(liar.address, certificates.host)
     assert liar.heard == []
 
 
@@ -169,17 +169,17 @@ def test_an_exporter_that_ends_as_it_is_greeted_is_not_taken_for_one_that_refuse
     """It may be stopped at that moment, and be back at once."""
 
     def once(liar: Liar, send: Callable[[bytes], None]) -> None:
-        if liar.asked(Hello) == 1:
+        if liar.asked(PeerHello) == 1:
             raise ConnectionResetError
-        send(messages.frame(Welcome(1, "root")))
+        send(messages.frame(PeerWelcome(1, "root")))
 
-    with lying(certificates.host, {"Hello": once}) as liar:
-        with Connection(liar.address, certificates.host) as this:
+    with lying(certificates.host, {"PeerHello": once}) as liar:
+        with PeerConnection(liar.address, certificates.host) as this:
             assert this.user == "root"
-        liar.answers["Hello"] = _end
+        liar.answers["PeerHello"] = _end
         with pytest.raises(Denied, match="when it had seen this host's certificate"):
-            Connection(liar.address, certificates.host)
-    assert liar.asked(Hello) == 4
+            PeerConnection(liar.address, certificates.host)
+    assert liar.asked(PeerHello) == 4
 
 
 def _end(*_: object) -> None:
@@ -187,15 +187,15 @@ def _end(*_: object) -> None:
 
 
 def test_an_exporter_may_refuse_at_once(certificates: Certificates) -> None:
-    refused = messages.Refused("denied", "not you")
-    with lying(certificates.host, {"Hello": refused}) as liar, pytest.raises(Denied, match="not you"):
-        Connection(liar.address, certificates.host)
+    refused = messages.PeerRefusal("denied", "not you")
+    with lying(certificates.host, {"PeerHello": refused}) as liar, pytest.raises(Denied, match="not you"):
+        PeerConnection(liar.address, certificates.host)
 
 
 @pytest.mark.parametrize(
     ("said", "why"),
     [
-        (Going(), "the exporter answered with Going where Welcome was due"),
+        (Going(), "the exporter answered with Going where PeerWelcome was due"),
         (messages.LENGTH.pack(0), "a frame of 0 bytes came"),
         (messages.LENGTH.pack(messages.MAX_REPLY + 1), "the other side speaks no such protocol"),
         (messages.LENGTH.pack(1) + b"\xc1", "a message came that cannot be read"),
@@ -204,14 +204,14 @@ def test_an_exporter_may_refuse_at_once(certificates: Certificates) -> None:
     ids=["another kind", "empty", "too long", "no msgpack", "a request"],
 )
 def test_an_exporter_that_says_what_is_no_answer(certificates: Certificates, said: object, why: str) -> None:
-    with lying(certificates.host, {"Hello": said}) as liar, pytest.raises(Invalid, match=why):
-        Connection(liar.address, certificates.host)
+    with lying(certificates.host, {"PeerHello": said}) as liar, pytest.raises(Invalid, match=why):
+        PeerConnection(liar.address, certificates.host)
 
 
 def test_an_exporter_that_does_not_answer(certificates: Certificates) -> None:
     with (
         lying(certificates.host, {"List": None}) as liar,
-        Connection(liar.address, certificates.host) as this,
+        PeerConnection(liar.address, certificates.host) as this,
         pytest.raises(Unavailable, match=r"did not answer within 0\.1 s"),
     ):
         this.ask(List(), Offers, 0.1)
@@ -227,14 +227,14 @@ def test_the_time_for_an_answer_is_that_for_all_of_it(certificates: Certificates
 
     with (
         lying(certificates.host, {"List": drip}, pause=0.02) as liar,
-        Connection(liar.address, certificates.host) as this,
+        PeerConnection(liar.address, certificates.host) as this,
         pytest.raises(Unavailable, match=r"did not answer within 0\.3 s"),
     ):
         this.ask(List(), Offers, 0.3)
 
 
 def test_a_connection_that_another_thread_closes_ends_what_waits(certificates: Certificates) -> None:
-    with lying(certificates.host, {"List": None}) as liar, Connection(liar.address, certificates.host) as this:
+    with lying(certificates.host, {"List": None}) as liar, PeerConnection(liar.address, certificates.host) as this:
         assert not this.pending()
         this.say(List())
         timer = threading.Timer(0.05, this.close)
@@ -246,4 +246,4 @@ def test_a_connection_that_another_thread_closes_ends_what_waits(certificates: C
 
 def test_certificates_that_cannot_be_used_are_told_before_anything_is_asked(tmp_path: Path) -> None:
     with pytest.raises(identity.NotFound):
-        Connection(parse("gpu-1"), tmp_path)
+        PeerConnection(parse("gpu-1"), tmp_path)

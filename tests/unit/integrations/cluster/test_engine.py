@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from cubroker.integrations.cluster import engine
-from cubroker.integrations.cluster.engine import PACKAGES, Region, open_engine
+from cubroker.integrations.cluster.engine import PACKAGES, MemoryRegion, open_engine
 from cubroker.protocol.errors import Unavailable, Unsupported
 from tests.cluster import ENGINE, need_engine
 
@@ -31,7 +31,7 @@ def test_what_fails_in_nixl_is_said_in_our_words(monkeypatch: pytest.MonkeyPatch
     for name, value in ENGINE.items():
         monkeypatch.setenv(name, value)
     source, sink = (ctypes.create_string_buffer(bytes([number]) * 4096, 4096) for number in (1, 2))
-    there, here = (Region(ctypes.addressof(each), 4096) for each in (source, sink))
+    there, here = (MemoryRegion(ctypes.addressof(each), 4096) for each in (source, sink))
     one, two = open_engine("nixl"), open_engine("nixl")
     try:
         metadata = one.register([there])
@@ -40,7 +40,7 @@ def test_what_fails_in_nixl_is_said_in_our_words(monkeypatch: pytest.MonkeyPatch
             two.connect(b"garbage")
         two.connect(metadata)
         with pytest.raises(Unavailable, match="reading from the source failed: "):
-            two.read(here, Region(there.pointer + 8192, 4096))
+            two.read(here, MemoryRegion(there.pointer + 8192, 4096))
         read = two.read(here, there)
         while not read.done():
             pass

@@ -18,18 +18,18 @@ import pytest
 from cubroker.client import Broker
 from cubroker.integrations.cluster import certificates as making
 from cubroker.integrations.cluster import exporter, identity, messages
-from cubroker.integrations.cluster.connection import Connection, Ended
+from cubroker.integrations.cluster.connection import HungUp, PeerConnection
 from cubroker.integrations.cluster.messages import (
-    Current,
+    CurrentVersion,
+    ExportedVersion,
     Going,
-    Hello,
     List,
     Offers,
     Open,
-    Opened,
+    PeerHello,
+    PeerWelcome,
     Progress,
-    Watch,
-    Welcome,
+    WatchPool,
 )
 from cubroker.protocol import Layout
 from cubroker.protocol.errors import (
@@ -93,28 +93,28 @@ def nobody() -> str:
         pytest.skip("this host has no user nobody")
 
 
-def over(connection: Connection) -> None:
+def over(connection: PeerConnection) -> None:
     """The exporter ends a connection, whatever else it still says on it."""
     with pytest.raises(CubrokerError) as caught:
         hear_on(connection)
-    assert isinstance(caught.value, Ended), caught.value
+    assert isinstance(caught.value, HungUp), caught.value
 
 
-def hear_on(connection: Connection) -> None:
+def hear_on(connection: PeerConnection) -> None:
     """Hear what a watch tells, until something else comes."""
     while True:
-        connection.hear(Current)
+        connection.hear(CurrentVersion)
 
 
-def go_on(connection: Connection, nbytes: int = 0) -> None:
+def go_on(connection: PeerConnection, nbytes: int = 0) -> None:
     """Say that this side has read so much, until that is refused."""
     while True:
         connection.ask(Progress(nbytes), Going)
 
 
-def told(connection: Connection, version: int) -> None:
+def told(connection: PeerConnection, version: int) -> None:
     """A watch comes to tell a version; it may say the last one again before that."""
-    while connection.hear(Current).version != version:
+    while connection.hear(CurrentVersion).version != version:
         pass
 
 
@@ -124,7 +124,7 @@ def told(connection: Connection, version: int) -> None:
 def test_garbage_instead_of_tls_is_answered_by_nothing_of_ours(
     serving: Serving, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for garbage in (b"GET / HTTP/1.1\r\n\r\n", messages.frame(Hello(1)), bytes(1000)):
+    for garbage in (b"GET / HTTP/1.1\r\n\r\n", messages.frame(PeerHello(1)), bytes(1000)):
         with socket.create_connection(serving.address[:2]) as peer:
             peer.sendall(garbage)
             assert _all(peer)[:1] in (b"", b"\x15")  # at most an alert of TLS
@@ -158,7 +158,7 @@ def test_a_peer_without_a_certificate_is_told_nothing(
         socket.create_connection(serving.address[:2]) as plain,
         context.wrap_socket(plain, server_hostname=HOST) as peer,
     ):
-        peer.sendall(messages.frame(Hello(1)) + messages.frame(List()))
+        peer.sendall(messages.frame(PeerHello(1)) + messages.frame(List()))
         assert _all(peer) == b""
     eventually(lambda: "peer did not return a certificate" in caplog.text.lower().replace("_", " "), "the log line")
 
@@ -207,10 +207,10 @@ def test_a_certificate_without_a_host_cannot_serve(directory: Path, certificates
 def test_a_certificate_is_for_the_names_that_it_has(directory: Path, certificates: Certificates) -> None:
     with exporting(directory, certificates.host) as serving:
         for name in ("localhost", HOST):
-            with Connection(serving.address._replace(host=name, ip=HOST), certificates.host) as connection:
+            with PeerConnection(serving.address._replace(host=name, ip=HOST), certificates.host) as connection:
                 assert connection.user == "root"
         with pytest.raises(Denied, match=r"[Hh]ostname mismatch"):
-            Connection(serving.address._replace(host="elsewhere", ip=HOST), certificates.host)
+            PeerConnection(serving.address._replace(host="elsewhere", ip=HOST), certificates.host)
 
 
 def test_a_user_whom_the_host_does_not_have_is_told_so_and_cut_off(
@@ -277,11 +277,13 @@ def test_a_frame_that_is_none_ends_the_connection(
     assert why in caplog.text
 
 
-@pytest.mark.parametrize("first", [List(), Open("m"), Watch("m"), Progress(0)], ids=lambda each: type(each).__name__)
+@pytest.mark.parametrize(
+    "first", [List(), Open("m"), WatchPool("m"), Progress(0)], ids=lambda each: type(each).__name__
+)
 def test_a_connection_begins_with_a_hello(
     serving: Serving, first: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(messages, "Hello", lambda _: first)
+    monkeypatch.setattr(messages, "PeerHello", lambda _: first)
     with pytest.raises(Denied):
         serving.greet()
     eventually(lambda: "is cut off: it did not begin with a hello" in caplog.text, "the line in the log")
@@ -293,15 +295,15 @@ def test_what_comes_at_the_wrong_time_is_refused_and_the_connection_goes_on(
     publish(directory, name)
     with serving.connect() as connection:
         with pytest.raises(Invalid, match="a connection has one hello"):
-            connection.ask(Hello(1), Welcome)
+            connection.ask(PeerHello(1), PeerWelcome)
         with pytest.raises(Invalid, match="nothing was opened on this connection"):
             connection.ask(Progress(0), Going)
-        connection.ask(Open(name), Opened)
+        connection.ask(Open(name), ExportedVersion)
         with pytest.raises(Invalid, match="a connection opens one version"):
-            connection.ask(Open(name), Opened)
+            connection.ask(Open(name), ExportedVersion)
         assert connection.ask(Progress(1), Going) == Going()
-        assert connection.ask(Watch(name), Current) == Current(1)
-        connection.say(Watch(name))
+        assert connection.ask(WatchPool(name), CurrentVersion) == CurrentVersion(1)
+        connection.say(WatchPool(name))
         with pytest.raises(Invalid, match="a connection watches one pool"):
             hear_on(connection)
     assert serving.meter.refusals == ["invalid"] * 4
@@ -309,11 +311,11 @@ def test_what_comes_at_the_wrong_time_is_refused_and_the_connection_goes_on(
 
 def test_a_newer_peer_is_told_what_this_side_speaks(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     told = []
-    ask = Connection.ask
-    monkeypatch.setattr(Connection, "ask", lambda *arguments: told.append(ask(*arguments)) or told[-1])
-    monkeypatch.setattr(messages, "Hello", lambda _: Hello(7))
+    ask = PeerConnection.ask
+    monkeypatch.setattr(PeerConnection, "ask", lambda *arguments: told.append(ask(*arguments)) or told[-1])
+    monkeypatch.setattr(messages, "PeerHello", lambda _: PeerHello(7))
     serving.greet()
-    assert told == [Welcome(1, "root")]
+    assert told == [PeerWelcome(1, "root")]
 
 
 # -- what it offers --------------------------------------------------------------------------------
@@ -341,11 +343,11 @@ def test_only_what_a_user_may_read_is_offered_and_the_rest_is_as_if_it_was_not_t
                 ("public", 1, True),
             ]
             assert {each.name for each in root.ask(List(), Offers).offers} == {"old", "public", "private"}
-            assert connection.ask(Open("public"), Opened).name == "public"
+            assert connection.ask(Open("public"), ExportedVersion).name == "public"
 
             def refused(name: str, version: int = 0) -> str:
                 with serving.connect(certificates.of(nobody())) as other, pytest.raises(NotFound) as caught:
-                    other.ask(Open(name, version), Opened)
+                    other.ask(Open(name, version), ExportedVersion)
                 return caught.value.message.replace(name, "NAME").replace(f"@{version}", "@VERSION")
 
             absent = "the exporting host has no {} that its user nobody may fetch"
@@ -357,8 +359,8 @@ def test_only_what_a_user_may_read_is_offered_and_the_rest_is_as_if_it_was_not_t
             }
             for name in ("private", "hidden", "draft", "none"):
                 with serving.connect(certificates.of(nobody())) as other:
-                    assert other.ask(Watch(name), Current) == Current(0)
-                    assert other.hear(Current) == Current(0)
+                    assert other.ask(WatchPool(name), CurrentVersion) == CurrentVersion(0)
+                    assert other.hear(CurrentVersion) == CurrentVersion(0)
 
 
 @pytest.mark.slow
@@ -378,9 +380,9 @@ def test_a_pool_that_the_exporter_itself_may_not_read_is_as_if_it_was_not_there(
         with exporting(directory, certificates.host) as serving, serving.connect() as connection:
             assert [each.name for each in connection.ask(List(), Offers).offers] == ["public"]
             with pytest.raises(NotFound, match="has no current version of private that its user root may fetch"):
-                connection.ask(Open("private"), Opened)
-            assert connection.ask(Watch("private"), Current) == Current(0)
-            assert connection.hear(Current) == Current(0)
+                connection.ask(Open("private"), ExportedVersion)
+            assert connection.ask(WatchPool("private"), CurrentVersion) == CurrentVersion(0)
+            assert connection.hear(CurrentVersion) == CurrentVersion(0)
 
 
 def _as_nobody(directory: Path) -> Broker:
@@ -400,7 +402,7 @@ def test_what_is_opened_is_leased_by_a_process_until_the_connection_ends(
 ) -> None:
     publish(directory, name, digest=True)
     with serving.connect() as connection:
-        opened = connection.ask(Open(name), Opened)
+        opened = connection.ask(Open(name), ExportedVersion)
         assert (opened.name, opened.version, opened.metadata) == (name, 1, b"metadata")
         assert Layout.decode(opened.layout) == LAYOUT
         assert tuple(place.nbytes for place in opened.places) == LAYOUT.allocations
@@ -423,7 +425,7 @@ def test_shards_come_in_the_order_of_the_allocations(serving: Serving, directory
     with Broker(directory) as broker, broker.create(name, LAYOUT, devices=[0, 1], plan={"a": 1, "b": 0}) as draft:
         draft.seal()
     with serving.connect() as connection:
-        opened = connection.ask(Open(name), Opened)
+        opened = connection.ask(Open(name), ExportedVersion)
     assert tuple(place.nbytes for place in opened.places) == LAYOUT.allocations
 
 
@@ -435,9 +437,9 @@ def test_an_engine_that_this_host_has_not_is_refused_and_takes_no_place(
     with exporting(directory, certificates.host, readers=1) as serving, serving.connect() as connection:
         for _ in range(2):
             with pytest.raises(Unsupported, match="the peer reads with 'pigeons', and this host has 'nixl'"):
-                connection.ask(Open(name, engine="pigeons"), Opened)
+                connection.ask(Open(name, engine="pigeons"), ExportedVersion)
         assert serving.meter.readers == 0
-        connection.ask(Open(name), Opened)
+        connection.ask(Open(name), ExportedVersion)
 
 
 # -- limits ----------------------------------------------------------------------------------------
@@ -460,19 +462,19 @@ def test_as_many_readers_as_may(directory: Path, certificates: Certificates, nam
     publish(directory, name)
     with exporting(directory, certificates.host, readers=1) as serving, serving.connect() as second:
         with serving.connect() as first:
-            first.ask(Open(name), Opened)
+            first.ask(Open(name), ExportedVersion)
             with pytest.raises(OverQuota, match="1 peers read from this host, and so many may"):
-                second.ask(Open(name), Opened)
+                second.ask(Open(name), ExportedVersion)
             assert second.ask(List(), Offers).limit == 1
         eventually(lambda: serving.meter.readers == 0, "the reader to end")
-        second.ask(Open(name), Opened)
+        second.ask(Open(name), ExportedVersion)
 
 
 @pytest.mark.slow
 def test_two_peers_that_open_at_once_get_processes_of_their_own(serving: Serving, directory: Path, name: str) -> None:
     publish(directory, name)
     with serving.connect() as first, serving.connect() as second, ThreadPoolExecutor() as threads:
-        opened = [threads.submit(each.ask, Open(name), Opened, 60.0) for each in (first, second)]
+        opened = [threads.submit(each.ask, Open(name), ExportedVersion, 60.0) for each in (first, second)]
         assert [each.result().version for each in opened] == [1, 1]
         assert leases(directory) == 2
 
@@ -490,7 +492,7 @@ def test_a_peer_that_says_nothing_is_cut_off_and_its_lease_ends(
 ) -> None:
     publish(directory, name)
     with exporting(directory, certificates.host, silence=0.2) as serving, serving.connect() as connection:
-        connection.ask(Open(name), Opened)
+        connection.ask(Open(name), ExportedVersion)
         over(connection)
         eventually(lambda: not leases(directory), "the lease to end")
         assert "is gone: it says nothing" in caplog.text
@@ -503,7 +505,7 @@ def test_a_peer_that_comes_no_further_is_cut_off_whatever_it_says(
 ) -> None:
     publish(directory, name)
     with exporting(directory, certificates.host, stall=0.2) as serving, serving.connect() as connection:
-        connection.ask(Open(name), Opened)
+        connection.ask(Open(name), ExportedVersion)
         with pytest.raises(Unavailable, match=r"it has read nothing for 0\.2 s"):
             go_on(connection, 5)
         over(connection)
@@ -522,13 +524,13 @@ def test_a_peer_that_takes_no_answers_is_cut_off_and_its_lease_ends(
         _narrow(serving.address.port)
         with serving.connect() as connection:
             connection._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            connection.ask(Open(name), Opened)
-            with pytest.raises(Ended):
+            connection.ask(Open(name), ExportedVersion)
+            with pytest.raises(HungUp):
                 _ask_only(connection)
             eventually(lambda: not leases(directory), "the lease to end")
 
 
-def _ask_only(connection: Connection) -> None:
+def _ask_only(connection: PeerConnection) -> None:
     while True:
         connection.say(List())
 
@@ -555,7 +557,7 @@ def test_a_process_that_dies_while_a_peer_reads_ends_its_connection(
     publish(directory, name)
     with exporting(directory, certificates.host, readers=1) as serving:
         with serving.connect() as connection:
-            connection.ask(Open(name), Opened)
+            connection.ask(Open(name), ExportedVersion)
             with Broker(directory) as broker:
                 (reader,) = [client.pid for client in broker.clients() if client.leases]
             os.kill(reader, signal.SIGKILL)
@@ -565,7 +567,7 @@ def test_a_process_that_dies_while_a_peer_reads_ends_its_connection(
         eventually(lambda: serving.meter.readers == 0, "its end")
         assert not leases(directory)
         with serving.connect() as connection:
-            connection.ask(Open(name), Opened)
+            connection.ask(Open(name), ExportedVersion)
 
 
 @pytest.mark.slow
@@ -579,7 +581,7 @@ def test_a_process_in_reserve_that_was_killed_is_replaced(
         (spare,) = {*sources()} - before
         os.kill(spare, signal.SIGKILL)
         eventually(lambda: spare not in sources(), "its end")
-        assert connection.ask(Open(name), Opened, 60.0).version == 1
+        assert connection.ask(Open(name), ExportedVersion, 60.0).version == 1
     assert "in advance is replaced: " in caplog.text
 
 
@@ -592,7 +594,7 @@ def test_a_process_in_reserve_that_did_not_start_is_replaced(
     monkeypatch.setenv("FAILS", str(tmp_path / "fails"))
     with exporting(directory, certificates.host) as serving, serving.connect() as connection:
         eventually(lambda: not (tmp_path / "fails").read_text(), "the first to fail")
-        assert connection.ask(Open(name), Opened, 60.0).version == 1
+        assert connection.ask(Open(name), ExportedVersion, 60.0).version == 1
 
 
 @pytest.mark.slow
@@ -606,10 +608,10 @@ def test_processes_that_do_not_start_are_an_error_and_take_no_place(
     with exporting(directory, certificates.host, readers=1) as serving, serving.connect() as connection:
         for _ in range(2):
             with pytest.raises(Unavailable, match="the process of the transfer ended with status 3"):
-                connection.ask(Open(name), Opened, 60.0)
+                connection.ask(Open(name), ExportedVersion, 60.0)
         assert serving.meter.readers == 0
         fails.write_text("")
-        assert connection.ask(Open(name), Opened, 60.0).version == 1
+        assert connection.ask(Open(name), ExportedVersion, 60.0).version == 1
 
 
 # -- news ------------------------------------------------------------------------------------------
@@ -619,7 +621,7 @@ def test_a_watch_tells_the_current_version_now_and_after_every_change(
     serving: Serving, directory: Path, name: str
 ) -> None:
     with serving.connect() as connection:
-        assert connection.ask(Watch(name), Current) == Current(0)
+        assert connection.ask(WatchPool(name), CurrentVersion) == CurrentVersion(0)
         publish(directory, name)
         told(connection, 1)
         publish(directory, name)
@@ -635,15 +637,15 @@ def test_a_watch_repeats_the_current_version(
     monkeypatch.setattr(messages, "WATCH_BEAT", 0.05)
     publish(directory, name)
     with serving.connect() as connection:
-        assert connection.ask(Watch(name), Current) == Current(1)
-        assert [connection.hear(Current) for _ in range(3)] == [Current(1)] * 3
+        assert connection.ask(WatchPool(name), CurrentVersion) == CurrentVersion(1)
+        assert [connection.hear(CurrentVersion) for _ in range(3)] == [CurrentVersion(1)] * 3
 
 
 def test_a_watch_goes_on_when_a_version_cannot_be_opened(
     directory: Path, certificates: Certificates, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     with exporting(directory, certificates.host) as serving, serving.connect() as connection:
-        assert connection.ask(Watch(name), Current) == Current(0)
+        assert connection.ask(WatchPool(name), CurrentVersion) == CurrentVersion(0)
         connection.say(Open("none"))
         with pytest.raises(NotFound):
             hear_on(connection)
@@ -665,20 +667,20 @@ def test_a_broker_that_comes_back_is_found_again(
 ) -> None:
     with exporting(broker.directory, certificates.host) as serving, serving.connect() as connection:
         with serving.connect() as watching:
-            assert watching.ask(Watch(name), Current) == Current(0)
+            assert watching.ask(WatchPool(name), CurrentVersion) == CurrentVersion(0)
             broker.kill()
             over(watching)
         assert f"cannot watch {name} any longer" in caplog.text
         with pytest.raises(Unavailable):
             connection.ask(List(), Offers)
         with pytest.raises(Unavailable):
-            connection.ask(Open(name), Opened)
+            connection.ask(Open(name), ExportedVersion)
         broker.start()
         publish(broker.directory, name)
         eventually(lambda: connection.ask(List(), Offers).offers, "the pools of the next one")
-        assert connection.ask(Open(name), Opened).version == 1
+        assert connection.ask(Open(name), ExportedVersion).version == 1
         with serving.connect() as watching:
-            assert watching.ask(Watch(name), Current) == Current(1)
+            assert watching.ask(WatchPool(name), CurrentVersion) == CurrentVersion(1)
 
 
 def test_without_a_broker_or_an_address_it_does_not_serve(

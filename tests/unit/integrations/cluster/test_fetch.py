@@ -19,7 +19,7 @@ from cubroker.client import Broker
 from cubroker.integrations.cluster import fetch as fetching
 from cubroker.integrations.cluster import messages
 from cubroker.integrations.cluster.fetch import fetch, follow
-from cubroker.integrations.cluster.messages import Current, Fetched, Open, Refused
+from cubroker.integrations.cluster.messages import CurrentVersion, Fetched, Open, PeerRefusal
 from cubroker.protocol.errors import CubrokerError, Denied, Invalid, NotFound, Unavailable, Unsupported
 from tests.brokers import BrokerProcess, eventually, serving
 from tests.cluster import ENGINE, ExporterProcess, exporting, need_engine
@@ -111,8 +111,8 @@ def test_versions_are_followed_over_the_end_of_their_source(
 
 def test_errors_that_do_not_pass_end_what_follows(certificates: Certificates, directory: Path, name: str) -> None:
     options: dict[str, Any] = {"directory": directory, "certificates": certificates.host}
-    for refused, error in ((Refused("denied", "not you"), Denied), (b"\0\0\0\1\xc1", Invalid)):
-        with lying(certificates.host, {"Hello": refused}) as liar, pytest.raises(error):
+    for refused, error in ((PeerRefusal("denied", "not you"), Denied), (b"\0\0\0\1\xc1", Invalid)):
+        with lying(certificates.host, {"PeerHello": refused}) as liar, pytest.raises(error):
             next(follow(name, [str(liar.address)], **options))
     with pytest.raises(Unavailable, match="no host is known"):
         next(follow(name, [], **options))
@@ -137,13 +137,13 @@ def test_what_follows_goes_to_the_next_host_and_yields_only_what_is_new(
 
     def news(_: object, send: Any) -> None:
         for number in (1, 1, 2, 2, 3, 3, 4):  # repeated, so that this side notices a host that is gone
-            send(messages.frame(Current(number)))
+            send(messages.frame(CurrentVersion(number)))
             eventually(lambda number=number: len(orders) >= number, "the version to be fetched")
 
     failures: list[CubrokerError] = []
     with (
-        lying(certificates.host, {"Watch": Refused("unavailable", "not now")}) as one,
-        lying(certificates.host, {"Watch": news}) as two,
+        lying(certificates.host, {"WatchPool": PeerRefusal("unavailable", "not now")}) as one,
+        lying(certificates.host, {"WatchPool": news}) as two,
     ):
         peers = [str(one.address), str(two.address)]
         with closing(  # type: ignore[type-var]

@@ -15,18 +15,18 @@ import pytest
 
 from cubroker.client import Broker, digests
 from cubroker.integrations.cluster import connection, fetch_process, source_thread
-from cubroker.integrations.cluster.engine import NIXL, Region
+from cubroker.integrations.cluster.engine import NIXL, MemoryRegion
 from cubroker.integrations.cluster.fetch_process import Fetch
 from cubroker.integrations.cluster.messages import (
+    ExportedAllocation,
+    ExportedVersion,
     Fetched,
     Offer,
     Offers,
     Open,
-    Opened,
     Order,
-    Place,
+    PeerRefusal,
     Progress,
-    Refused,
     frame,
 )
 from cubroker.protocol import Layout
@@ -52,14 +52,14 @@ class LocalEngine:
 
     name = NIXL
 
-    def register(self, regions: Sequence[Region]) -> bytes:
+    def register(self, regions: Sequence[MemoryRegion]) -> bytes:
         return b"metadata"
 
     def connect(self, metadata: bytes) -> None:
         if metadata != b"metadata":
             raise Unavailable("connecting to the source failed: no metadata")
 
-    def read(self, local: Region, remote: Region) -> Any:
+    def read(self, local: MemoryRegion, remote: MemoryRegion) -> Any:
         if remote.pointer < 4096:
             raise Unavailable("reading from the source failed: no such memory")
         ctypes.memmove(local.pointer, remote.pointer, local.nbytes)
@@ -84,7 +84,7 @@ MEMORY: list[ctypes.Array[ctypes.c_char]] = []
 """What versions are read from, for as long as tests run."""
 
 
-def version(of: Layout = LAYOUT, seed: int = 1, **changes: Any) -> Opened:
+def version(of: Layout = LAYOUT, seed: int = 1, **changes: Any) -> ExportedVersion:
     """A version in memory of this process: each allocation is full of one byte."""
     places = []
     for number, nbytes in enumerate(of.allocations):
@@ -93,13 +93,13 @@ def version(of: Layout = LAYOUT, seed: int = 1, **changes: Any) -> Opened:
         found = digests.PartialDigest()
         found.add(data, 0)
         pointer = ctypes.addressof(MEMORY[-1])
-        places.append(Place(pointer, nbytes, None, found.finish(nbytes)))
+        places.append(ExportedAllocation(pointer, nbytes, None, found.finish(nbytes)))
         assert number < 9
-    whole = Opened("m", 1, of.encode(), digests.DEFINITION, tuple(places), b"metadata")
+    whole = ExportedVersion("m", 1, of.encode(), digests.DEFINITION, tuple(places), b"metadata")
     return msgspec.structs.replace(whole, **changes)
 
 
-def lied(opened: Opened, number: int = 0, **changes: Any) -> Opened:
+def lied(opened: ExportedVersion, number: int = 0, **changes: Any) -> ExportedVersion:
     """A version with one place changed."""
     places = [*opened.places]
     places[number] = msgspec.structs.replace(places[number], **changes)
@@ -239,11 +239,11 @@ def test_sources_bring_it_together(hosts: Hosts) -> None:
 # -- what lies -------------------------------------------------------------------------------------
 
 
-def short(opened: Opened) -> Opened:
+def short(opened: ExportedVersion) -> ExportedVersion:
     return msgspec.structs.replace(opened, places=opened.places[:-1])
 
 
-LIES: dict[str, tuple[Callable[[], Opened], type[CubrokerError], str]] = {
+LIES: dict[str, tuple[Callable[[], ExportedVersion], type[CubrokerError], str]] = {
     "too few places": (lambda: short(version()), Invalid, "what does not fit together"),
     "a place of another size": (lambda: lied(version(), nbytes=513), Invalid, "what does not fit together"),
     "digests by another name": (lambda: version(algorithm="md5"), Invalid, "has digests by md5, and this build has"),
@@ -274,7 +274,9 @@ def test_a_host_that_lies_is_passed_over_for_one_that_does_not(hosts: Hosts, lie
 def test_a_version_that_no_device_has_room_for(hosts: Hosts, directory: Path) -> None:
     """There is none of its bytes: the place says so."""
     huge = Layout.pack([("x", "U8", (1 << 47,))])
-    opened = msgspec.structs.replace(version(), layout=huge.encode(), places=(Place(4096, 1 << 47, None, bytes(16)),))
+    opened = msgspec.structs.replace(
+        version(), layout=huge.encode(), places=(ExportedAllocation(4096, 1 << 47, None, bytes(16)),)
+    )
     hosts.host(opened)
     with pytest.raises(OverBudget):
         hosts.fetch()
@@ -290,7 +292,7 @@ def test_a_version_that_no_device_has_room_for(hosts: Hosts, directory: Path) ->
     ids=["garbage in place of metadata", "memory that there is not"],
 )
 def test_a_source_that_cannot_be_read_is_given_up(
-    hosts: Hosts, directory: Path, opened: Callable[[], Opened], why: str
+    hosts: Hosts, directory: Path, opened: Callable[[], ExportedVersion], why: str
 ) -> None:
     """Though it can be connected to, again and again."""
     liar = hosts.host(opened())
@@ -418,7 +420,7 @@ def test_while_a_version_waits_for_room_its_source_is_told_that_this_side_lives(
 
 def test_a_host_that_has_not_the_pool_is_passed_over(hosts: Hosts, name: str) -> None:
     hosts.host(version(), List=Offers((Offer("other", 1, 1, 1, True),), 0, 8))
-    hosts.host(version(), Open=Refused("not_found", "it is gone"))
+    hosts.host(version(), Open=PeerRefusal("not_found", "it is gone"))
     with pytest.raises(NotFound, match=f"{name} cannot be fetched: ") as caught:
         hosts.fetch()
     assert f"{hosts.all[0].address}: it has no {name} that this host may fetch" in caught.value.message
@@ -439,15 +441,15 @@ def test_a_host_that_is_full_is_passed_over_and_asked_again(hosts: Hosts, name: 
 
 
 def test_a_host_that_refuses_this_one_is_not_asked_again(hosts: Hosts) -> None:
-    liar = hosts.host(version(), Hello=Refused("denied", "not you"))
+    liar = hosts.host(version(), PeerHello=PeerRefusal("denied", "not you"))
     with pytest.raises(Denied, match=r"cannot be fetched: .*: not you"):
         hosts.fetch(wait=60.0)
     assert len(liar.heard) == 1
 
 
 def test_the_reason_that_tells_most_is_the_error(hosts: Hosts, name: str) -> None:
-    hosts.host(version(), Open=Refused("not_found", "it is gone"))
-    hosts.host(version(), Hello=Refused("denied", "not you"))
+    hosts.host(version(), Open=PeerRefusal("not_found", "it is gone"))
+    hosts.host(version(), PeerHello=PeerRefusal("denied", "not you"))
     with socket.create_server((HOST, 0)) as server:
         nobody = f"{HOST}:{server.getsockname()[1]}"
     with pytest.raises(Denied) as caught:
@@ -483,7 +485,7 @@ def test_a_host_that_is_lost_may_bring_the_rest_when_it_is_back(hosts: Hosts, mo
     liar = hosts.host(version(layout, 4))
     read, count = LocalEngine.read, iter(range(1000))
 
-    def failing(self: LocalEngine, local: Region, remote: Region) -> Any:
+    def failing(self: LocalEngine, local: MemoryRegion, remote: MemoryRegion) -> Any:
         if next(count) % 5 == 4:
             raise Unavailable("reading from the source failed")
         return read(self, local, remote)

@@ -10,7 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cubroker.integrations.cluster import messages
-from cubroker.integrations.cluster.messages import Current, Going, Hello, Open, Progress, Refused, Reply, Request
+from cubroker.integrations.cluster.messages import (
+    CurrentVersion,
+    Going,
+    Open,
+    PeerHello,
+    PeerRefusal,
+    Progress,
+    Reply,
+    Request,
+)
 from cubroker.protocol.errors import ERRORS, CubrokerError, Invalid, Unavailable
 from tests.unit.integrations.cluster.samples import REPLIES, REQUESTS
 
@@ -49,7 +58,7 @@ naturals = st.integers(0, (1 << 63) - 1)
 
 @given(
     st.one_of(
-        st.builds(Hello, st.integers(1, (1 << 63) - 1)),
+        st.builds(PeerHello, st.integers(1, (1 << 63) - 1)),
         st.builds(Open, names, naturals, names),
         st.builds(Progress, naturals),
     )
@@ -82,10 +91,10 @@ def test_any_bytes_are_a_message_or_invalid(data: bytes) -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"type": "Hello", "version": 0},
-        {"type": "Hello", "version": 1 << 63},
-        {"type": "Hello", "version": "1"},
-        {"type": "Hello"},
+        {"type": "PeerHello", "version": 0},
+        {"type": "PeerHello", "version": 1 << 63},
+        {"type": "PeerHello", "version": "1"},
+        {"type": "PeerHello"},
         {"type": "Bye"},
         {"type": 1},
         {"version": 1},
@@ -95,7 +104,7 @@ def test_any_bytes_are_a_message_or_invalid(data: bytes) -> None:
         {"type": "Open", "name": "m", "engine": None},
         {"type": "Progress", "nbytes": -1},
         {"type": "Progress", "nbytes": 1.5},
-        ["Hello", 1],
+        ["PeerHello", 1],
     ],
     ids=str,
 )
@@ -113,7 +122,7 @@ PLACE = {"pointer": 0, "nbytes": 1, "device": None, "digest": bytes(16)}
     ids=str,
 )
 def test_a_place_out_of_bounds_is_none(wrong: dict[str, Any]) -> None:
-    opened = {"type": "Opened", "name": "m", "version": 1, "layout": b"", "algorithm": "a", "metadata": b""}
+    opened = {"type": "ExportedVersion", "name": "m", "version": 1, "layout": b"", "algorithm": "a", "metadata": b""}
     messages.reply(msgspec.msgpack.encode(opened | {"places": [PLACE]}))
     with pytest.raises(Invalid):
         messages.reply(msgspec.msgpack.encode(opened | {"places": [PLACE | wrong]}))
@@ -136,7 +145,7 @@ def test_what_came_does_not_come_back_in_the_text() -> None:
 
 
 def test_fields_that_a_later_build_adds_are_passed_over() -> None:
-    assert messages.request(msgspec.msgpack.encode({"type": "Hello", "version": 1, "more": [1]})) == Hello(1)
+    assert messages.request(msgspec.msgpack.encode({"type": "PeerHello", "version": 1, "more": [1]})) == PeerHello(1)
 
 
 @given(st.binary(min_size=4, max_size=4), st.integers(1, messages.MAX_REPLY))
@@ -152,7 +161,7 @@ def test_a_length_is_bounded_before_anything_is_read(head: bytes, limit: int) ->
 @pytest.mark.parametrize("error", ERRORS.values(), ids=lambda each: each.code)
 def test_a_refusal_arrives_as_the_error_that_it_was(error: type[CubrokerError]) -> None:
     refused = messages.reply(body(messages.frame(messages.refusal(error("why " * 1000)))))
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, PeerRefusal)
     with pytest.raises(error) as caught:
         messages.expect(refused, Going)
     assert type(caught.value) is error
@@ -161,14 +170,14 @@ def test_a_refusal_arrives_as_the_error_that_it_was(error: type[CubrokerError]) 
 
 def test_a_refusal_of_a_kind_that_is_not_known_here_says_which() -> None:
     with pytest.raises(CubrokerError, match=r"too hot \[overheated\]"):
-        messages.expect(Refused("overheated", "too hot"), Going)
+        messages.expect(PeerRefusal("overheated", "too hot"), Going)
 
 
 def test_an_answer_of_another_kind_is_invalid() -> None:
-    assert messages.expect(Current(1), Current) == Current(1)
-    with pytest.raises(Invalid, match="the exporter answered with Current where Going was due"):
-        messages.expect(Current(1), Going)
+    assert messages.expect(CurrentVersion(1), CurrentVersion) == CurrentVersion(1)
+    with pytest.raises(Invalid, match="the exporter answered with CurrentVersion where Going was due"):
+        messages.expect(CurrentVersion(1), Going)
 
 
 def test_an_error_that_has_no_text_is_refused_all_the_same() -> None:
-    assert messages.reply(body(messages.frame(messages.refusal(Unavailable(""))))) == Refused("unavailable", "")
+    assert messages.reply(body(messages.frame(messages.refusal(Unavailable(""))))) == PeerRefusal("unavailable", "")

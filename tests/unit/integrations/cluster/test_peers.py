@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from cubroker.integrations.cluster import peers
-from cubroker.integrations.cluster.connection import Address
-from cubroker.integrations.cluster.messages import PORT, Offer, Offers, Refused
+from cubroker.integrations.cluster.connection import PeerAddress
+from cubroker.integrations.cluster.messages import PORT, Offer, Offers, PeerRefusal
 from cubroker.protocol.errors import Denied, Invalid, NotFound, Unavailable
 from tests.unit.integrations.cluster.hosts import HOST, Certificates
 from tests.unit.integrations.cluster.liar import lying
@@ -85,17 +85,17 @@ def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
 def test_a_name_with_several_addresses_stands_for_all_of_them(names: dict[str, list[str]]) -> None:
     names |= {"many": ["10.0.0.2", "10.0.0.1", "::1"], "one": ["10.0.0.9"]}
     assert peers.resolve(["many:80", "one"]) == [
-        Address("many", 80, "10.0.0.2"),
-        Address("many", 80, "10.0.0.1"),
-        Address("many", 80, "::1"),
-        Address("one", PORT),
+        PeerAddress("many", 80, "10.0.0.2"),
+        PeerAddress("many", 80, "10.0.0.1"),
+        PeerAddress("many", 80, "::1"),
+        PeerAddress("one", PORT),
     ]
 
 
 def test_a_name_that_nobody_knows_stays_and_each_address_comes_once(names: dict[str, list[str]]) -> None:
     assert peers.resolve(["unknown", "unknown:7411", "unknown:80"]) == [
-        Address("unknown", PORT),
-        Address("unknown", 80),
+        PeerAddress("unknown", PORT),
+        PeerAddress("unknown", 80),
     ]
 
 
@@ -106,7 +106,7 @@ def test_a_name_that_no_host_can_have_is_invalid() -> None:
 
 
 def test_the_addresses_of_this_host() -> None:
-    assert peers.resolve(["127.0.0.1", "[::1]:80"]) == [Address("127.0.0.1", PORT), Address("::1", 80)]
+    assert peers.resolve(["127.0.0.1", "[::1]:80"]) == [PeerAddress("127.0.0.1", PORT), PeerAddress("::1", 80)]
     assert peers.resolve([]) == []
 
 
@@ -117,12 +117,12 @@ def test_hosts_are_asked_at_once_and_answer_in_their_order(certificates: Certifi
     offers = Offers((Offer("m", 3, 1024, 2, current=True),), 1, 8)
     with (
         lying(certificates.host, {"List": offers}) as one,
-        lying(certificates.host, {"Hello": Refused("denied", "not you")}) as two,
+        lying(certificates.host, {"PeerHello": PeerRefusal("denied", "not you")}) as two,
     ):
         with socket.create_server((HOST, 0)) as server:
-            nobody = Address(*server.getsockname())
+            nobody = PeerAddress(*server.getsockname())
         first, second, third = peers.ask([one.address, two.address, nobody], certificates.of("root"))
-    assert first == peers.Answer(one.address, offers, None)
+    assert first == peers.PeerAnswer(one.address, offers, None)
     assert (second.address, second.offers, type(second.error)) == (two.address, None, Denied)
     assert (third.address, third.offers, type(third.error)) == (nobody, None, Unavailable)
 

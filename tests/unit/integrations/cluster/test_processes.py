@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cubroker.integrations.cluster import messages, processes
-from cubroker.integrations.cluster.messages import Open, Opened, Refused
+from cubroker.integrations.cluster.messages import ExportedVersion, Open, PeerRefusal
 from cubroker.integrations.cluster.processes import PythonProcess
 from cubroker.protocol import Layout
 from cubroker.protocol.errors import Unavailable
@@ -29,7 +29,7 @@ def ended(directory: Path, *requests: Open) -> tuple[list[messages.Reply], int]:
         process = await PythonProcess.start("plain_source", str(directory))
         try:
             answers = [await process.ask(each) for each in requests]
-            assert process.alive or isinstance(answers[-1], Refused)
+            assert process.alive or isinstance(answers[-1], PeerRefusal)
             process._input.close()
             return answers, await asyncio.wait_for(process._process.wait(), PATIENCE)
         finally:
@@ -42,7 +42,7 @@ def test_a_process_ends_with_its_input_and_the_lease_with_it(directory: Path, na
     publish(directory, name)
     (opened,), status = ended(directory, Open(name, 1))
     assert status == 0
-    assert isinstance(opened, Opened)
+    assert isinstance(opened, ExportedVersion)
     assert (opened.name, opened.version, Layout.decode(opened.layout)) == (name, 1, LAYOUT)
     eventually(lambda: not leases(directory), "the lease to end")
 
@@ -55,7 +55,7 @@ def test_what_a_process_cannot_open_is_its_answer_and_its_end(directory: Path, n
     publish(directory, name)
     for request, code in ((Open(name, 1, "pigeons"), "unsupported"), (Open("none"), "not_found")):
         (answer,), status = ended(directory, request)
-        assert isinstance(answer, Refused)
+        assert isinstance(answer, PeerRefusal)
         assert (answer.code, status) == (code, 0)
 
 

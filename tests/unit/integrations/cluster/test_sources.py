@@ -17,8 +17,8 @@ from cubroker.integrations.cluster.sources import (
     PIECES,
     UNIT,
     Candidate,
-    Piece,
     Striping,
+    VersionPiece,
     by_room,
     cut,
 )
@@ -85,9 +85,9 @@ def begin(striping: Striping, source: int, now: float = 0.0) -> list[int]:
     return found
 
 
-def piece(number: int) -> Piece:
+def piece(number: int) -> VersionPiece:
     """A piece of :func:`striping`."""
-    return Piece(0, 0, 10 * number, 10)
+    return VersionPiece(0, 0, 10 * number, 10)
 
 
 def test_pieces_go_to_the_source_that_has_room_in_their_order() -> None:
@@ -204,9 +204,9 @@ def test_an_allocation_that_is_wrong_is_brought_again_and_its_sources_are_named(
     assert this.finished
     assert this.again(0, 1) == {1, 2}
     assert (this.nbytes, this.finished) == (20, False)
-    assert [this.begin(1, 2.0), this.begin(1, 2.0)] == [Piece(0, 1, 0, 10), Piece(0, 1, 10, 10)]
-    assert not this.end(1, Piece(0, 1, 10, 10), 3.0)
-    assert this.end(1, Piece(0, 1, 0, 10), 3.0)
+    assert [this.begin(1, 2.0), this.begin(1, 2.0)] == [VersionPiece(0, 1, 0, 10), VersionPiece(0, 1, 10, 10)]
+    assert not this.end(1, VersionPiece(0, 1, 10, 10), 3.0)
+    assert this.end(1, VersionPiece(0, 1, 0, 10), 3.0)
 
 
 def test_a_source_that_still_brings_a_piece_does_not_begin_it_when_it_is_wanted_again() -> None:
@@ -277,7 +277,7 @@ def test_a_part_is_one_of_every_replica() -> None:
     begun = []
     while (each := this.begin(1, 0.0)) is not None:
         begun.append(each)
-    assert sorted(begun) == [Piece(replica, *run) for replica in (0, 3) for run in ((0, 10, 10), (1, 0, 10))]
+    assert sorted(begun) == [VersionPiece(replica, *run) for replica in (0, 3) for run in ((0, 10, 10), (1, 0, 10))]
 
 
 def test_a_source_without_anything_that_is_wanted_is_useless_until_it_has_something() -> None:
@@ -321,8 +321,8 @@ class AnyOrder(RuleBasedStateMachine):
         self.this = Striping(self.pieces, 3, Random(1))
         self.runs = len(self.pieces) // 2
         self.now = 0.0
-        self.there: set[Piece] = set()
-        self.flying: dict[int, list[Piece]] = {}
+        self.there: set[VersionPiece] = set()
+        self.flying: dict[int, list[VersionPiece]] = {}
         self.have: dict[int, set[tuple[int, int]]] = {}
         self.count = 0
 
@@ -351,7 +351,7 @@ class AnyOrder(RuleBasedStateMachine):
         source = data.draw(st.sampled_from([*self.flying]))
         self.begun(source)
 
-    def begun(self, source: int) -> Piece | None:
+    def begun(self, source: int) -> VersionPiece | None:
         """Have a source begin, and check what."""
         piece = self.this.begin(source, self.now)
         if piece is not None:
@@ -368,7 +368,7 @@ class AnyOrder(RuleBasedStateMachine):
         source = data.draw(st.sampled_from([source for source, pieces in self.flying.items() if pieces]))
         self.ended(source, data.draw(st.sampled_from(self.flying[source])))
 
-    def ended(self, source: int, piece: Piece) -> None:
+    def ended(self, source: int, piece: VersionPiece) -> None:
         """Have a source bring a piece."""
         self.flying[source].remove(piece)
         new = piece not in self.there
@@ -417,9 +417,9 @@ AnyOrder.TestCase.settings = settings(max_examples=60, stateful_step_count=60, d
 TestAnyOrder = AnyOrder.TestCase
 
 
-def rounds(this: Striping, speeds: dict[int, float]) -> Iterator[tuple[int, Piece]]:
+def rounds(this: Striping, speeds: dict[int, float]) -> Iterator[tuple[int, VersionPiece]]:
     """Have sources of these speeds, pieces a second, bring one piece at a time until all are there."""
-    busy: dict[int, tuple[float, Piece]] = {}
+    busy: dict[int, tuple[float, VersionPiece]] = {}
     now = 0.0
     while not this.finished:
         for source in speeds.keys() - busy.keys():
