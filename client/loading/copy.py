@@ -3,7 +3,7 @@
 The plan cuts the files into chunks: runs of bytes that one read and one copy per device bring over. Worker threads take
 one chunk after the other. On host devices they read straight into the memory; on GPUs each has a ring of pinned
 buffers, so that one is read into while the other is copied from. Where a device can read the memory of the one before
-it, it has each chunk from there.
+it, it gets everything from there when all of it is there.
 
 The buffers are parts of one region, which is pinned and filled while the broker allocates (:class:`FileCopy`), and
 unpinned while the version is sealed. It is not kept for the next load: behind the allocation it costs no time, and a
@@ -124,6 +124,7 @@ class FileCopy(SupervisedThread[float]):
         self._targets: Sequence[Target] = ()
         self._planned: Future[None] = Future()
         self._given: Future[None] = Future()
+        self._given_at = 0.0
         self._started = False
 
     def __enter__(self) -> Self:
@@ -164,7 +165,9 @@ class FileCopy(SupervisedThread[float]):
         self._planned.set(None)
 
     def into(self, targets: Sequence[Target]) -> float:
-        """Copy everything to the targets; return the seconds it took from the first read on.
+        """Copy everything to the targets; return the seconds it took.
+
+        They begin when the targets and the buffers are there. What the buffers take may have been read before.
 
         Raises:
             Invalid: a file became shorter, or cannot be read.
@@ -173,6 +176,7 @@ class FileCopy(SupervisedThread[float]):
         """
         progress = self._progress
         self._targets = targets
+        self._given_at = time.perf_counter()
         self._given.set(None)
         try:
             if not self._started:
@@ -210,38 +214,36 @@ class FileCopy(SupervisedThread[float]):
             pass  # an interrupt may keep the caller from saying anything else than that it has gone
 
     def _copy_chunks(self) -> float:
-        """Share the chunks among threads; return the seconds from the time on when the targets are there."""
+        """Share the chunks among threads; return the seconds from when both the targets and the buffers are there."""
         with WorkerThreads(len(self._counts), self._name, self._todo) as pool:
-            pinning = pool.submit(
-                make_staging, self._context(), len(self._counts)
-            )  # most of it without the interpreter
+            pinning = pool.submit(self._make_staging, self._context())  # most of it without the interpreter
             chunks = self._cut()
-            staging = self._staging = pinning.result()
+            staging, staged = pinning.result(), time.perf_counter()
             self._todo.extend(chunks)
             if self.dropped:  # looked at last: `stop` either clears what is there, or is seen here
                 self._todo.clear()
-            began = max(pool.map(partial(self._copy_some, staging), range(len(self._counts))))
-        return time.perf_counter() - began
+            list(pool.map(partial(self._copy_some, staging), range(len(self._counts))))
+        return time.perf_counter() - max(self._given_at, staged)
 
-    def _copy_some(self, staging: Staging, number: int) -> float:
-        """Copy what is left to do, together with other threads; return when the targets were there.
+    def _make_staging(self, context: Context) -> Staging:
+        self._staging = make_staging(context, len(self._counts))  # here, so that :meth:`clean` finds it in any case
+        return self._staging
 
-        What the buffers take is read before.
-        """
+    def _copy_some(self, staging: Staging, number: int) -> None:
+        """Copy what is left to do, together with other threads. What the buffers take is read before."""
         try:
             writer, ahead = staging.writer(), 0
             while ahead < writer.depth and self._read_next(writer):
                 ahead += 1
             self._await(self._given)
-            began = time.perf_counter()
             if not self.dropped:
                 with writer.towards(_sources(self._targets)):
-                    while ahead or self._read_next(writer):
+                    for _ in range(ahead):
                         self._counts[number] += writer.send()  # to report them here would take the interpreter
-                        ahead = max(0, ahead - 1)
+                    while self._read_next(writer):
+                        self._counts[number] += writer.send()
         finally:
             self._todo.clear()
-        return began
 
     def _read_next(self, writer: HostWriter | PinnedRing) -> bool:
         """Have a writer read one of the chunks that are left to do; False if there are none."""
@@ -335,7 +337,7 @@ def read_plan(
 
     Tensors that follow each other both in their file and in their allocation share chunks. Chunks of different files,
     and for different devices (``homes``, by allocation), take turns: threads that take one after the other read all
-    files, and keep all devices busy, at once. Or else (``in_turn``) files come one after the other.
+    files, and keep all devices busy, at once. Without ``in_turn`` files come one after the other.
     """
     runs: dict[tuple[int, int], list[Chunk]] = {}
     for entry, spec in tensors:

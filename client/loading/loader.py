@@ -32,7 +32,7 @@ class Loaded:
     tensors: int
     #: from the call to the published version, everything included
     seconds: float
-    #: the part of it that read and copied; opening, allocating and pinning were done before
+    #: the part of it that copied, and read all but what the buffers took before; the memory was there, and pinned
     copy_seconds: float
     #: False if another session's version existed or was published while this call waited (``if_absent``)
     loaded: bool

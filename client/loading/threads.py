@@ -187,8 +187,10 @@ class SupervisedThread(ABC, Generic[T]):
         except BaseException as error:  # noqa: BLE001  the caller raises it
             self._error = error
         self._done.set(None)
-        self.clean()
-        self._over.set(None)
+        try:
+            self.clean()
+        finally:
+            self._over.set(None)
 
 
 class SupervisedCall(SupervisedThread[T]):

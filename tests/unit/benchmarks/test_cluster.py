@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from benchmarks import cluster, plots, spreading
 from benchmarks.cluster import PARTS, STRATEGIES, Case, simulate
-from benchmarks.network import Network, PeerConnection
+from benchmarks.network import Connection, Network
 from benchmarks.spreading import Cluster, Costs, Fetcher, Policy
 from cubroker.integrations.cluster.sources import cut
 
@@ -33,10 +33,10 @@ def case(strategy: str, hosts: int, **others: object) -> Case:
 # -- the network ---------------------------------------------------------------------------------------
 
 
-def carry(rates: list[float], ways: list[tuple[int, int]]) -> tuple[Network, list[PeerConnection]]:
+def carry(rates: list[float], ways: list[tuple[int, int]]) -> tuple[Network, list[Connection]]:
     """Have all connections bring something without end."""
     network = Network(rates)
-    connections = [PeerConnection(source, reader, lambda piece: None) for source, reader in ways]
+    connections = [Connection(source, reader, lambda piece: None) for source, reader in ways]
     for each in connections:
         network.ask(each, "all", 1e18)
     network.run(1.0)
@@ -66,7 +66,7 @@ def test_every_connection_is_as_fast_as_a_full_link_lets_it_be(rates: list[float
 
 def test_requests_wait_for_their_latency_only_where_nothing_else_is_under_way() -> None:
     network, came = Network([1.0, 1.0], latency=0.5), []
-    connection = PeerConnection(0, 1, lambda piece: came.append((piece, network.now)))
+    connection = Connection(0, 1, lambda piece: came.append((piece, network.now)))
     for piece in "ab":
         network.ask(connection, piece, 2.0)
     network.run()
@@ -76,7 +76,7 @@ def test_requests_wait_for_their_latency_only_where_nothing_else_is_under_way() 
 def test_a_host_that_dies_sends_nothing_more_and_nothing_notices() -> None:
     network, came = Network([1.0, 1.0, 1.0]), []
     for reader in (1, 2):
-        network.ask(PeerConnection(0, reader, lambda piece: came.append((piece, network.now))), reader, 2.0)
+        network.ask(Connection(0, reader, lambda piece: came.append((piece, network.now))), reader, 2.0)
     network.at(1.0, network.kill, 1)
     network.run()
     assert came == [(2, pytest.approx(2.5))]  # half of the link for a second, then all of it

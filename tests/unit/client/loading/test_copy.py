@@ -17,7 +17,7 @@ import pytest
 from cubroker import driver
 from cubroker.client.loading import copy, threads
 from cubroker.client.loading.checkpoint import Checkpoint
-from cubroker.client.loading.copy import DirectStaging, FileCopy, PinnedStaging, Target, homes_of
+from cubroker.client.loading.copy import DirectStaging, FileCopy, HostWriter, PinnedStaging, Target, homes_of
 from cubroker.client.loading.threads import Progress, SupervisedCall, WorkerThreads, drain
 from cubroker.client.transport.requests import Future
 from cubroker.driver import Context, DriverError, Stream
@@ -137,6 +137,75 @@ def test_bytes_go_on_from_device_to_device_piece_by_piece(
         assert lent.images() == [lent.expected(TENSORS)] * 4
     assert sum(copies) == 2 * lent.layout.nbytes
     assert len(copies) == 2 * sum(-(-size // 30_000) for size in lent.layout.allocations)
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_the_seconds_are_those_of_all_threads_and_not_of_the_last(
+    memory: Callable[..., Memory], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One thread comes to its first chunk when another has read for a while."""
+    held, begun = 0.1, threading.Event()
+    writers = iter([None, begun])
+    make_writer = DirectStaging.writer
+
+    def writer(staging: DirectStaging) -> HostWriter:
+        if waits := next(writers):
+            assert waits.wait(PATIENCE)
+        return make_writer(staging)
+
+    monkeypatch.setattr(DirectStaging, "writer", writer)
+    monkeypatch.setattr(copy, "count_threads", lambda tasks, limit: 2)
+    with Checkpoint.open(checkpoints.write(tmp_path / "m.safetensors", TENSORS)) as checkpoint:
+        lent = memory(checkpoint, devices=1)
+        read_into = checkpoint.files[0].read_into
+
+        class Slow:
+            def read_into(self, buffers: list[memoryview], offset: int) -> None:
+                if not begun.is_set():
+                    threading.Event().wait(held)
+                    begun.set()
+                read_into(buffers, offset)
+
+        stored = zip(checkpoint.entries, lent.layout.tensors, strict=True)
+        with FileCopy("cubroker-load", lambda: lent.targets[0].context) as copying:
+            copying.plan([Slow()], stored, lent.layout.allocations)
+            assert copying.into(lent.targets) >= held
+        assert lent.images() == [lent.expected(TENSORS)]
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_a_plan_that_cannot_be_made_leaves_nothing_pinned(
+    tmp_path: Path, memory: Callable[..., Memory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copy, "make_staging", PinnedStaging)
+
+    def no_memory(*_: object, **__: object) -> list[copy.Chunk]:
+        raise MemoryError
+
+    with Checkpoint.open(checkpoints.write(tmp_path / "m.safetensors", TENSORS)) as checkpoint:
+        lent = memory(checkpoint)
+        module = lent.targets[0].context.calls.module
+        registered = dict(module._registered)
+        monkeypatch.setattr(copy, "read_plan", no_memory)
+        with pytest.raises(MemoryError):
+            copy_checkpoint(checkpoint, lent.layout, lent.targets)
+        assert module._registered == registered
+
+
+def test_a_copy_whose_memory_cannot_be_given_back_ends_nevertheless(
+    tmp_path: Path, memory: Callable[..., Memory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_: DirectStaging) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(DirectStaging, "close", broken)
+    failures: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", lambda failure: failures.append(failure.exc_value))
+    with Checkpoint.open(checkpoints.write(tmp_path / "m.safetensors", TENSORS)) as checkpoint:
+        lent = memory(checkpoint)
+        copy_checkpoint(checkpoint, lent.layout, lent.targets)
+        assert lent.images() == [lent.expected(TENSORS)] * 2
+    eventually(lambda: [str(each) for each in failures] == ["broken"], "the failure to be told")
 
 
 def test_chunks_keep_to_their_limits_and_files_take_turns(tmp_path: Path) -> None:
