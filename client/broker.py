@@ -632,7 +632,7 @@ class Broker(Reconnecting):
             self._session.requests.flush()
             sources.prepare(layout)
 
-        with run(self._drafted(body, layout), meanwhile=prepare) as draft:
+        with run(beside(self._drafted(body, layout), prepare)) as draft:
             draft.shared_digests = shared
             sources.fill(draft)
             return draft.seal(digest=digest)

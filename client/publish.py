@@ -209,6 +209,8 @@ class Sources:
         ways, self._ways = self._ways, None
         assert ways
         targets = [target_of(replica) for replica in draft.replicas if replica.allocations]
+        if not targets:
+            return
         ready: list[tuple[Context, int, _Group]] = []
         near: list[_Near] = []
         far: list[_Placed] = []
@@ -229,8 +231,6 @@ class Sources:
             for number, (name, spec, nbytes) in enumerate(far)
         ]
         besides = partial(_copy_on_devices, self._driver, ready, near) if ready or near else None
-        if not targets:
-            return
         first, sizes = targets[0].context, draft.layout.allocations
         try:
             with FileCopy("cubroker-publish", lambda: first, besides=besides) as copy:

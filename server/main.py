@@ -85,9 +85,8 @@ def stand_by(file: Path | None, options: Mapping[str, str]) -> Mapping[str, Sequ
         return None
     hardening.hide()
     import_module("concurrent.futures.thread")
-    with suppress(
-        CubrokerError, ImportError, OSError, ValueError
-    ):  # which is said when the turn has come: it may be mended by then
+    # What fails is said when the turn has come: it may be mended by then.
+    with suppress(CubrokerError, ImportError, OSError, ValueError):
         config = ConfigSources(file, options, os.environ, resource.getrlimit(resource.RLIMIT_NOFILE)[1]).read().config
         prepare(config.devices)
         if config.metrics.listen is not None:

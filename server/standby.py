@@ -29,13 +29,10 @@ from collections.abc import Iterable, Mapping, MutableMapping
 from pathlib import Path
 
 from cubroker.protocol.errors import Invalid
-from cubroker.server.store.sd_notify import SCM_MAX_FD, VARIABLES
-
-VARIABLE = "KEEPER_STANDBY"
-"""The environment variable with the number of the socket; :data:`OFFER` in a run that does not stand by."""
+from cubroker.server.store.sd_notify import SCM_MAX_FD, STANDBY, receive
 
 OFFER = "offer"
-"""The keeper would have a process stand by."""
+"""The value of the variable in a run that does not stand by: the keeper would have another process do so."""
 
 SPEAKS = "X_STANDBY"
 """The field of a notify message of a command that knows this protocol, with the value 1."""
@@ -44,8 +41,8 @@ READY, GO, TAKEN = b"ready", b"go", b"taken"
 NAMES = b"names "
 """How a message begins that brings descriptors. Their names follow, separated by colons."""
 
-LONGEST = 1 << 17
-"""Bytes of a message: the names of all that is stored take no more."""
+LONGEST = len(NAMES) + SCM_MAX_FD * 256
+"""Bytes of a message: the names, of 255 characters at most, of as many descriptors as it can have."""
 
 LOOKS = 30.0
 """Seconds after which a process that stands by looks whether its code is still what is installed."""
@@ -54,8 +51,6 @@ EXECUTABLE = Path("/proc/self/exe")
 
 OUTDATED = 75
 """The exit status of a process that stood by with the code of before (EX_TEMPFAIL of sysexits.h)."""
-
-assert VARIABLE in VARIABLES, "no child of the broker or of another keeper may take it for its own"
 
 
 # -- the keeper's side -----------------------------------------------------------------------------------
@@ -80,7 +75,7 @@ def hand_over(channel: socket.socket, stored: Mapping[int, str]) -> bool:
 
 def is_offered(environ: Mapping[str, str]) -> bool:
     """Whether the service manager would have a process stand by."""
-    return VARIABLE in environ
+    return STANDBY in environ
 
 
 class Standby:
@@ -101,12 +96,12 @@ class Standby:
     @classmethod
     def of(cls, environ: MutableMapping[str, str]) -> Standby | None:
         """Return it if this process is to stand by; raises ``Invalid`` if the environment breaks the protocol."""
-        number = environ.get(VARIABLE, OFFER)
+        number = environ.get(STANDBY, OFFER)
         if number == OFFER:
             return None
         if not re.fullmatch("[0-9]{1,9}", number):
-            raise Invalid(f"{VARIABLE} is {number!r} in the environment, and no process but `cubroker keep` may set it")
-        environ[VARIABLE] = OFFER  # once this one serves, another may
+            raise Invalid(f"{STANDBY} is {number!r} in the environment, and no process but `cubroker keep` may set it")
+        environ[STANDBY] = OFFER  # once this one serves, another may
         return cls(int(number))
 
     def wait(self) -> dict[str, list[int]]:
@@ -122,17 +117,17 @@ class Standby:
             while True:
                 while not select.select([channel], [], [], None if received else LOOKS)[0]:
                     self._check()
-                data, descriptors, _, _ = socket.recv_fds(channel, LONGEST, SCM_MAX_FD)
-                if data.startswith(NAMES):
-                    names = data[len(NAMES) :].decode().split(":")
-                    for name, descriptor in zip(names, descriptors, strict=True):
-                        os.set_inheritable(descriptor, False)  # recv_fds takes no flag for that
+                message = receive(channel, LONGEST)
+                assert message
+                if message.data.startswith(NAMES) and message.whole:
+                    names = message.data[len(NAMES) :].decode().split(":")
+                    for name, descriptor in zip(names, message.descriptors, strict=True):
                         received.setdefault(name, []).append(descriptor)
-                elif data == GO:
+                elif message.data == GO:
                     self._check()
                     self._send(TAKEN)
                     return received
-                else:
+                else:  # the keeper has ended, or this process has no room for what it sends
                     sys.exit(0)
 
     def _check(self) -> None:

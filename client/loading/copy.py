@@ -17,7 +17,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -143,7 +143,7 @@ class FileCopy(SupervisedThread[float]):
         files: Sequence[Readable],
         tensors: Iterable[tuple[StoredTensor, TensorSpec]],
         sizes: Sequence[int],
-        homes: Sequence[int] = (),
+        homes: Sequence[Hashable] = (),
         *,
         in_turn: bool = True,
     ) -> None:
@@ -153,8 +153,8 @@ class FileCopy(SupervisedThread[float]):
             files: what the tensors are read from.
             tensors: where each is stored, and its place.
             sizes: bytes of each allocation.
-            homes: for each allocation the index of the device that it is on, among those that files are read into; none
-                if each of these has all.
+            homes: for each allocation the device that it is on, by anything that tells it from the others; none if each
+                of those that files are read into has all.
             in_turn: whether files take turns, rather than being read one after the other.
         """
         stored = tuple(tensors)
@@ -331,7 +331,11 @@ class Chunk:
 
 
 def read_plan(
-    tensors: Iterable[tuple[StoredTensor, TensorSpec]], limit: int, homes: Sequence[int] = (), *, in_turn: bool = True
+    tensors: Iterable[tuple[StoredTensor, TensorSpec]],
+    limit: int,
+    homes: Sequence[Hashable] = (),
+    *,
+    in_turn: bool = True,
 ) -> list[Chunk]:
     """Cut tensors into chunks whose images have at most ``limit`` bytes.
 
@@ -339,7 +343,7 @@ def read_plan(
     and for different devices (``homes``, by allocation), take turns: threads that take one after the other read all
     files, and keep all devices busy, at once. Without ``in_turn`` files come one after the other.
     """
-    runs: dict[tuple[int, int], list[Chunk]] = {}
+    runs: dict[tuple[int, Hashable], list[Chunk]] = {}
     for entry, spec in tensors:
         home = homes[spec.allocation] if homes else 0
         chunks = runs.setdefault((entry.file if in_turn else 0, home), [])

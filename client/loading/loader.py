@@ -94,9 +94,8 @@ def load(
             places = None if plan is None else find_plan(broker.driver, resolve_plan(plan, names))
             layout = Layout.pack(((e.name, e.dtype, e.shape) for e in checkpoint.entries), slab=slab, groups=places)
             homes = layout.spread(places) if places else ()
-            numbers = {uuid: number for number, uuid in enumerate(dict.fromkeys(homes))}
             stored = zip(checkpoint.entries, layout.tensors, strict=True)
-            copy.plan(checkpoint.files, stored, layout.allocations, [numbers[uuid] for uuid in homes])
+            copy.plan(checkpoint.files, stored, layout.allocations, homes)
             ask = partial(broker.attach_or_create, owner=trusted(broker, owner)) if if_absent else broker.create
             with ask(
                 name, layout, devices=devices, plan=places, share=share, wait=wait, mode=mode, durable=durable

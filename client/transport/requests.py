@@ -159,26 +159,15 @@ It yields each future that it waits for, and for how many seconds (None: without
 """
 
 
-def run(steps: Steps[T], meanwhile: Callable[[], None] | None = None) -> T:
-    """Go through steps, and block this thread while they wait.
-
-    Args:
-        steps: what to do.
-        meanwhile: called before the first wait, if there is one. What it raises gives the steps up.
-    """
+def run(steps: Steps[T]) -> T:
+    """Go through steps, and block this thread while they wait."""
     try:
-        try:
-            future, limit = next(steps)
-        except StopIteration as ended:
-            return cast(T, ended.value)
-        if meanwhile:
-            meanwhile()
+        wanted = next(steps)
         while True:
-            arrived = future.wait(limit)
-            try:
-                future, limit = steps.send(arrived)
-            except StopIteration as ended:
-                return cast(T, ended.value)
+            future, limit = wanted
+            wanted = steps.send(future.wait(limit))
+    except StopIteration as ended:
+        return cast(T, ended.value)
     finally:
         steps.close()  # an interrupt came while they waited, not in their own code
 

@@ -27,8 +27,8 @@ from types import FrameType
 from typing import NamedTuple
 
 from cubroker.protocol.errors import explain
-from cubroker.server.standby import OFFER, SPEAKS, VARIABLE
-from cubroker.server.store.sd_notify import FIRST, VARIABLES
+from cubroker.server.standby import OFFER, SPEAKS
+from cubroker.server.store.sd_notify import FIRST, STANDBY, VARIABLES
 
 NOT_EXECUTABLE, NOT_FOUND = 126, 127  #: Exit statuses of a command that cannot be run, as a shell's.
 
@@ -130,7 +130,7 @@ def start(
     """
     # Another manager's variables are for this process, not for the child.
     inherited = {name: value for name, value in os.environ.items() if name not in VARIABLES}
-    inherited[VARIABLE] = OFFER if standby is None else str(standby)
+    inherited[STANDBY] = OFFER if standby is None else str(standby)
     with signals.blocked():  # a signal that comes before the child is the program must wait, not be lost
         pid = os.fork()
         if pid == 0:

@@ -266,11 +266,13 @@ class Keeper:
         code = os.waitstatus_to_exitcode(status)
         self._status = code if code >= 0 else 128 - code
         self._log.say(f"process {run.pid} {_how(status)}{_last_status(run)}")
+        self._hear_standby()  # it may have taken over, and said so, before it ended
         now = time.monotonic()
-        self._plan_next(run, now)
-        if run.pid == self._next.pid:  # it stood by, and did not take over: that was no run
+        if run.pid == self._next.pid and not self._told_to_end:  # it stood by, and did not: that was no run
             self._next.has_ended(now)
             self._next_start = now
+        else:
+            self._plan_next(run, now)
 
     def _start(self, now: float) -> None:
         again = "" if self._first else f" again, with {len(self._stored)} descriptors"

@@ -29,10 +29,12 @@ LONGEST_STATUS = 2000  #: Bytes of a status: a message of 4096 bytes or more wou
 LONGEST_NAME = 24  #: Characters of a stored descriptor's name: all names have to fit in one variable of 128 KiB.
 WATCHDOG = "WATCHDOG=1"  #: The message: this process lives.
 
+STANDBY = "KEEPER_STANDBY"  #: The variable of :mod:`cubroker.server.standby`, which goes to one process as well.
+
 VARIABLES = (
     *("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "FDSTORE"),
     *("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES", "LISTEN_PIDFDID"),
-    "KEEPER_STANDBY",  # that of cubroker.server.standby
+    STANDBY,
 )
 """The protocol's environment variables, for one process and not for its children."""
 
@@ -253,10 +255,10 @@ def listen(path: str) -> socket.socket:
     return channel
 
 
-def receive(channel: socket.socket) -> Datagram | None:
-    """Return the next message; None if there is none."""
+def receive(channel: socket.socket, longest: int = LONGEST) -> Datagram | None:
+    """Return the next message, of at most ``longest`` bytes; None if there is none."""
     try:
-        data, ancillary, flags, _ = channel.recvmsg(LONGEST, _ANCILLARY, socket.MSG_CMSG_CLOEXEC)
+        data, ancillary, flags, _ = channel.recvmsg(longest, _ANCILLARY, socket.MSG_CMSG_CLOEXEC)
     except BlockingIOError:
         return None
     pid = 0
