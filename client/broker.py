@@ -92,6 +92,7 @@ class Broker(Reconnecting):
         wait: float = 0.0,
         peer: bool = False,
         owner: Owner | Sequence[Owner] | None = None,
+        unsealed: bool = False,
     ) -> Steps[Pool]:
         """Lease a published version and map its memory: one round trip, one driver call per allocation.
 
@@ -110,20 +111,28 @@ class Broker(Reconnecting):
             owner: whose pool it has to be, unless it is this user's own: a name or a number, or several; by default
                 those of ``$CUBROKER_OWNER``, separated by commas, else any user's. Names are looked up here; numbers
                 are those of the broker's user namespace.
+            unsealed: whether ``version``, which has to be named, may be a draft that its writer has not sealed yet, or
+                is still allocated (``wait``). It is read-only here, holds what the writer has written so far, and has
+                the layout that it has now. The lease stays one of the version when that is sealed; if it never is,
+                it keeps the memory as that on a retired version does, and the number is not given out again.
 
         Raises:
             NotFound: no such pool, version or device.
-            Retired: the version was retired.
-            Denied: the pool's mode keeps this user from reading it, or it is not ``owner``'s.
-            Unsupported: an owner is asked for, and the broker is too old to heed that.
+            Retired: the version was retired, or given up by its writer.
+            Denied: the pool's mode keeps this user from reading it, or will after the seal; or it is not ``owner``'s.
+            Unsupported: an owner is asked for, or a draft, and the broker is too old to heed that; or it is a draft
+                that its readers may write.
             OverQuota: this session, or this user, holds as many leases as it may.
             TimedOut: it was not published in ``wait`` seconds.
-            Invalid: the pool is on several devices and ``device`` does not say which; or ``peer`` without ``device``.
+            Invalid: the pool is on several devices and ``device`` does not say which; or ``peer`` without ``device``,
+                or ``unsealed`` without ``version``.
             OutOfMemory, DeviceFailure: the memory could not be mapped.
         """
         if version is None and self.lost:
             self.reconnect()
-        return self.attaching(name, version=version, device=device, wait=wait, peer=peer, owner=owner)
+        return self.attaching(
+            name, version=version, device=device, wait=wait, peer=peer, owner=owner, unsealed=unsealed
+        )
 
     def attaching(
         self,
@@ -134,13 +143,19 @@ class Broker(Reconnecting):
         wait: float = 0.0,
         peer: bool = False,
         owner: Owner | Sequence[Owner] | None = None,
+        unsealed: bool = False,
     ) -> Steps[Pool]:
         """As :meth:`attach`, but opens no session: if this one is lost it raises ``Unavailable``."""
         fields.check_pool_name(name)
+        if unsealed:
+            self._check_unsealed(name, version)
         where = self._where(name, device, owner, peer=peer)
-        body = messages.Attach(name, version_number(version), where.device, seconds(wait), where.peers, where.owners)
+        body = messages.Attach(
+            name, version_number(version), where.device, seconds(wait), where.peers, where.owners, unsealed
+        )
         lease, reply, mapped = yield from acquire(self._session, body)
-        return (yield from self._attached(lease, expect(reply, messages.Attached), mapped, where.owners))
+        pool = self._attached(lease, expect(reply, messages.Attached), mapped, where.owners, unsealed=unsealed)
+        return (yield from pool)
 
     @blocking
     def create(
@@ -679,9 +694,16 @@ class Broker(Reconnecting):
                     raise  # else another version has become the current one: take that
 
     def _attached(
-        self, lease: LeaseHandle, reply: messages.Attached, mapped: LeasedMemory, owners: tuple[int, ...]
+        self,
+        lease: LeaseHandle,
+        reply: messages.Attached,
+        mapped: LeasedMemory,
+        owners: tuple[int, ...],
+        *,
+        unsealed: bool = False,
     ) -> Steps[Pool]:
-        return self._keep(Pool(lease, mapped, TensorIndex.decode(reply.layout), reply.name, owners))
+        index = TensorIndex.decode(reply.layout)
+        return self._keep(Pool(lease, mapped, index, reply.name, owners, unsealed=unsealed))
 
     def _keep(self, held: H) -> Steps[H]:
         """Note a pool or a lock for :meth:`close`, which another thread may have called since it was asked for."""
@@ -701,6 +723,12 @@ class Broker(Reconnecting):
         uuid = None if device is None else local.context(self.driver, device).device.uuid
         owners = self._owners("attach to", name, owner, messages.OWNED)
         return messages.Where(uuid, local.reachable(self.driver, uuid) if uuid and peer else (), owners)
+
+    def _check_unsealed(self, name: str, version: int | None) -> None:
+        if version is None:
+            raise Invalid(f"attach to {name!r} with unsealed=True: say with `version` which draft it is")
+        if self._session.version < messages.UNSEALED:
+            raise Unsupported(f"attach to a draft of {name!r}: the broker is too old to lend it; wait for its seal")
 
     def _owners(self, what: str, name: str, owner: Owner | Sequence[Owner] | None, since: int) -> tuple[int, ...]:
         owners = uids(owner)

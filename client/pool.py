@@ -218,7 +218,7 @@ class Pool(Replica, Closeable):
     Attributes:
         name: the pool's name.
         share: how its memory is shared.
-        sealed: whether the version is published; a :class:`Draft` is not until its seal.
+        sealed: False for a :class:`Draft` until its seal. A pool that was attached to ``unsealed`` does not tell.
         writable: whether its tensors may be written here.
         protected: whether the device refuses what is written here by mistake: in ``vmm`` and ``multicast`` pools that
             are not ``writable``. Who writes to an ``ipc`` pool changes what all its readers read.
@@ -233,6 +233,8 @@ class Pool(Replica, Closeable):
         index: TensorIndex,
         name: str,
         owners: tuple[int, ...] = (),
+        *,
+        unsealed: bool = False,
     ) -> None:
         super().__init__(mapped, mapped.places, index)
         self.name = name
@@ -245,6 +247,7 @@ class Pool(Replica, Closeable):
         self._session = lease.session
         self._events: Events | None = None
         self._owners = owners
+        self._unsealed = unsealed
         self._owner = lease.session.owner
         self._follows: WeakRefs[Follow] = WeakRefs()
         self._closing = RLock()  # a finalizer or a signal handler may close it in the middle
@@ -502,9 +505,8 @@ class Pool(Replica, Closeable):
             raise Invalid(f"{self._label} is closed in this process; attach again")
         if not self.asleep:
             return
-        body = messages.Attach(self.name, self.version, self._wanted, seconds(wait), owners=self._owners)
         try:
-            yield from LeaseRequest(self._lease).ask(body)
+            yield from LeaseRequest(self._lease).ask(self._attach(self.version, wait))
         except (NotFound, Retired) as error:
             raise type(error)(f"{self._label} cannot wake: {error.message}; close it, and attach again") from None
 
@@ -549,9 +551,13 @@ class Pool(Replica, Closeable):
         self._check_moves("be switched")
         if version == self.version and not self.asleep:
             return version
-        body = messages.Attach(self.name, number, self._wanted, seconds(wait), owners=self._owners)
-        reply, _ = yield from request.ask(body)
+        reply, _ = yield from request.ask(self._attach(number, wait))
         return reply.version
+
+    def _attach(self, version: int, wait: float) -> messages.Attach:
+        """Return the request for a lease on a version (0: the current one), in place of this one."""
+        unsealed = self._unsealed and version == self.version
+        return messages.Attach(self.name, version, self._wanted, seconds(wait), owners=self._owners, unsealed=unsealed)
 
     @property
     def closed(self) -> bool:

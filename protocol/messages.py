@@ -77,6 +77,9 @@ ENDS = 5
 UPDATES = 5
 """The first version in which a :class:`Create` may have a :class:`Base`."""
 
+UNSEALED = 5
+"""The first version in which an :class:`Attach` may be to a draft."""
+
 AUTO = "auto"
 """The share kind of a :class:`Create` that leaves it to the broker."""
 
@@ -244,7 +247,7 @@ Notice = PoolChanged | GatewayChanged | Farewell | Draining | Descriptors | Pool
 
 
 class Attach(Message, frozen=True):
-    """Lease a published version; waits for its publication. Answer: :class:`Attached`."""
+    """Lease a published version, or a draft to read it; waits until it is there. Answer: :class:`Attached`."""
 
     name: Name
     version: Natural
@@ -255,8 +258,10 @@ class Attach(Message, frozen=True):
     peers: Peers = ()
     #: Users one of whom must own the pool, unless the client's user does; without any, every owner is accepted.
     owners: Users = ()
+    #: Whether ``version``, which is named, may be a draft that has its memory, as long as its readers cannot write it.
+    unsealed: bool = False
 
-    ADDED: ClassVar = {"owners": Since(OWNED)}
+    ADDED: ClassVar = {"owners": Since(OWNED), "unsealed": Since(UNSEALED)}
 
 
 class Where(Struct, frozen=True, array_like=True):
@@ -574,7 +579,7 @@ class Team(Struct, frozen=True, array_like=True):
 
 
 class Attached(Message, frozen=True):
-    """A lease on a published version."""
+    """A lease on a published version, or a reader's on a draft."""
 
     lease: Identifier
     name: str
@@ -589,7 +594,7 @@ class Attached(Message, frozen=True):
 
 
 class Created(Message, frozen=True):
-    """A draft; its receiver alone may write it, then seals or closes it."""
+    """A draft; its receiver alone may write it, then seals or closes it. Others may attach to it meanwhile."""
 
     lease: Identifier
     name: str

@@ -7,7 +7,7 @@ others; execution means nothing. The owner may do both with any mode, so that it
 
 from __future__ import annotations
 
-from cubroker.server.ledger.records import Past, Pool, Session
+from cubroker.server.ledger.records import Past, Pool, Session, Version
 from cubroker.server.ledger.tables import Tables
 
 ROOT = 0
@@ -33,6 +33,13 @@ def is_admin(tables: Tables, uid: int, *, verified: bool) -> bool:
 def can_read(tables: Tables, session: Session, pool: Pool) -> bool:
     """Whether a session may attach to, describe and watch a pool; every session may if it has no version."""
     return _allows(session, pool, READ) or can_administer(tables, session, pool)
+
+
+def can_read_draft(tables: Tables, session: Session, draft: Version) -> bool:
+    """Whether a session may attach to a draft: it may read the pool, and still may once the draft is published."""
+    pool = draft.pool
+    published = Past(group=pool.group, mode=pool.mode if draft.mode is None else draft.mode)
+    return can_administer(tables, session, pool) or (_allows(session, pool, READ) and _allows(session, published, READ))
 
 
 def can_publish(tables: Tables, session: Session, pool: Pool) -> bool:

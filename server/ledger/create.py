@@ -195,7 +195,7 @@ def _base(tables: Tables, session: Session, pool: Pool | None, body: messages.Cr
     Raises:
         Denied: the session may not read the pool.
         NotFound, Retired: there is no such version, or not any more.
-        Invalid: it is a draft, or neither current nor leased by the session, so it could end meanwhile.
+        Invalid: it was never sealed, or is neither current nor leased by the session, so it could end meanwhile.
         Unavailable: its memory was lost.
     """
     if body.base is None:
@@ -207,8 +207,8 @@ def _base(tables: Tables, session: Session, pool: Pool | None, body: messages.Cr
     base = find(tables, session, body.name, body.base.version)
     if base.state is VersionState.LOST:
         raise errors.Unavailable(f"{base.label} was lost: {base.why}; publish all tensors, without a base")
-    if base.state in (VersionState.ALLOCATING, VersionState.DRAFT):
-        raise errors.Invalid(f"{base.label} is a draft and can be no base; name a published version")
+    if base.state in (VersionState.ALLOCATING, VersionState.DRAFT) or base.lent:
+        raise errors.Invalid(f"{base.label} is a draft, or was given up as one, and can be no base; name another one")
     if base is not base.pool.current and all(lease.session is not session for lease in base.holders.values()):
         raise errors.Invalid(
             f"{base.label} is {base.state.value} and not leased by this session, so it may end before its memory is"
@@ -499,8 +499,10 @@ def _fill(tables: Tables, version: Version) -> None:
         tables.mark_dirty(Kind.MEMORY, ticket.id, ticket.pool.name)
     tables.transition_version(version, VersionEvent.FILLED)
     leases.stop_waiting(tables, waiter)
-    lease = grant(tables, waiter.session, version, tuple(version.replicas.values()), bound=version.is_multicast)
+    replicas = tuple(version.replicas.values())
+    lease = grant(tables, waiter.session, version, replicas, bound=version.is_multicast, writes=True)
     leases.answer(tables, waiter, created(lease))
+    leases.serve_readers(tables, version)
 
 
 def set_layout(tables: Tables, session: Session, body: messages.SetLayout, event: RequestReceived) -> messages.Done:

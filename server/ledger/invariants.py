@@ -11,7 +11,7 @@ from functools import partial
 from cubroker.protocol.messages import BY_DESCRIPTOR, MULTICAST
 from cubroker.server.ledger import memory
 from cubroker.server.ledger.ipc_events import MAX_ENDED_REASONS
-from cubroker.server.ledger.leases import FABRIC, OUT_OF_SERVICE, is_kept, opened_by
+from cubroker.server.ledger.leases import FABRIC, OUT_OF_SERVICE, PUBLISHED, is_kept, opened_by, reads_draft
 from cubroker.server.ledger.policy import Limits, Quota
 from cubroker.server.ledger.publish import digests_fit
 from cubroker.server.ledger.records import (
@@ -305,6 +305,7 @@ def _check_attach_waiter(tables: Tables, waiter: AttachWaiter) -> None:
     assert tables.timers[waiter.timer] is waiter
     assert waiter.blind == (0 < wanted <= waiter.pool.last), "what it waits for will never be there"
     assert wanted or waiter.pool.current is None, "what it waits for is there"
+    assert waiter.pool.draft is None or not reads_draft(waiter.body, waiter.pool.draft), "the draft is there"
 
 
 def _check_create_waiter(tables: Tables, writer: CreateWaiter) -> None:
@@ -361,7 +362,10 @@ def _check_version(tables: Tables, version: Version, leases: int) -> None:
     kept = is_kept(tables, version) or (state in OUT_OF_SERVICE and not tables.resumed)
     assert leases or state in (VersionState.ALLOCATING, VersionState.CURRENT) or kept, "nothing keeps a version"
     assert state is not VersionState.ALLOCATING or not leases
-    assert state is not VersionState.DRAFT or leases == 1
+    if state is VersionState.DRAFT:
+        assert version.writer_lease in version.holders, "nothing writes a draft"
+        assert version.lent or leases == 1
+    assert not version.lent or state not in PUBLISHED
     assert version.replicas
     assert all(tables.ipc_events[ipc_event.id] is ipc_event for ipc_event in version.ipc_events.values())
     assert len(version.ended_reasons) <= MAX_ENDED_REASONS

@@ -1,5 +1,8 @@
 """Leases: how they are asked for, waited for, granted and ended; and how every request waits.
 
+A draft has one lease that writes it (:attr:`.records.Lease.writes`), and leases of readers who asked for it unsealed.
+Its seal ends the writer's lease, or makes a reader's of it. If that lease ends in another way the draft is given up.
+
 A lease ends because its holder closed it, sealed its draft, or exited. For every cause it ends in :func:`release`,
 after its events (:mod:`cubroker.server.ledger.ipc_events`). A version ends in :func:`end_version`, the one path on
 which memory is released. The policy may keep the newest superseded versions of each pool without leases, until a newer
@@ -12,13 +15,30 @@ cancelled, or their session ended. A request that waits is answered exactly once
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from cubroker.protocol import fields, messages
-from cubroker.protocol.errors import CubrokerError, Denied, Invalid, NotFound, OverQuota, Retired, TimedOut, Unavailable
+from cubroker.protocol.errors import (
+    CubrokerError,
+    Denied,
+    Invalid,
+    NotFound,
+    OverQuota,
+    Retired,
+    TimedOut,
+    Unavailable,
+    Unsupported,
+)
 from cubroker.protocol.messages import BY_DESCRIPTOR, DESCRIPTOR, MULTICAST
 from cubroker.server.ledger import error_text, events, memory
-from cubroker.server.ledger.access import can_publish, can_read, can_read_history, reserved_prefix, visible_past
+from cubroker.server.ledger.access import (
+    can_publish,
+    can_read,
+    can_read_draft,
+    can_read_history,
+    reserved_prefix,
+    visible_past,
+)
 from cubroker.server.ledger.memory import release_quota
 from cubroker.server.ledger.policy import exceeds
 from cubroker.server.ledger.records import (
@@ -40,24 +60,24 @@ from cubroker.server.ledger.tables import Kind, Tables
 FABRIC = "fabric handle"
 
 PUBLISHED = (VersionState.CURRENT, VersionState.SUPERSEDED)
-"""The states of versions that can be attached to."""
+"""The states of versions that can be attached to; a draft can, too, by its number and ``unsealed``."""
 
 OUT_OF_SERVICE = (VersionState.SUPERSEDED, VersionState.RETIRED, VersionState.LOST)
 """The states of versions that end with their last lease."""
 
-# -- asking for a lease on a published version -----------------------------------------------------------
+# -- asking for a lease ----------------------------------------------------------------------------------
 
 
 def attach(
     tables: Tables, session: Session, body: messages.Attach, event: events.RequestReceived
 ) -> messages.Attached | None:
-    """Lease a published version; None if the request waits for it. Raises like :func:`lend`."""
+    """Lease a published version, or a draft that is asked for; None if the request waits. Raises like :func:`lend`."""
     if not tables.lends(durable=True):
         raise Unavailable(error_text.not_lending(tables))
     pool = tables.pools.get(body.name)
     if pool is not None:
         version = pool.versions.get(body.version) if body.version else pool.current
-        if version is not None and version.state in PUBLISHED:
+        if version is not None and (version.state in PUBLISHED or reads_draft(body, version)):
             return lend(tables, session, version, body)
         check_readable(tables, session, pool)
         _check_owner(session, pool, body)
@@ -68,6 +88,11 @@ def attach(
     enqueue(tables, waiter)
     arm_timeout(tables, waiter)
     return None
+
+
+def reads_draft(body: messages.Attach, version: Version) -> bool:
+    """Whether a request is for a draft that has its memory."""
+    return body.unsealed and body.version == version.number and version.state is VersionState.DRAFT
 
 
 def check_readable(tables: Tables, session: Session, pool: Pool) -> None:
@@ -130,10 +155,11 @@ def check_reachable(tables: Tables, where: messages.Attach | messages.Where) -> 
 def lend(
     tables: Tables, session: Session, version: Version, where: messages.Attach | messages.Where
 ) -> messages.Attached:
-    """Give a session a lease on a published version, with the handles of one device or of all its shards.
+    """Give a session a reader's lease on a version, with the handles of one device or of all its shards.
 
     Raises:
         Denied: the session may not read the pool, or the request names other owners.
+        Unsupported: it is a draft that its readers may write.
         Invalid, NotFound: the device must be named, or has none of the version.
         OverQuota: the session or its user has enough leases, or the user too much memory beyond them.
         Unavailable: no leases are granted.
@@ -142,13 +168,51 @@ def lend(
     if pool.owner != session.user.uid:
         check_readable(tables, session, pool)
         _check_owner(session, pool, where)
+    draft = version.state is VersionState.DRAFT
+    if draft:
+        _check_draft(tables, session, version)
     if not tables.lends(durable=version.durable):
         raise Unavailable(error_text.not_lending(tables))
     chosen, written = _choose(tables, version, where.device, where.peers), tuple[Replica, ...]()
     if version.share == MULTICAST:
         written = memory.replicas_for(version, chosen, where.device)
     check_quota(tables, session)
+    if draft:
+        version.lent = True
+        tables.mark_dirty(Kind.STATE, version.number, pool.name)
     return attached(grant(tables, session, version, written or chosen, bound=bool(written)))
+
+
+def _check_draft(tables: Tables, session: Session, draft: Version) -> None:
+    """Raise ``Denied`` or ``Unsupported`` if a session may not attach to a draft."""
+    if not can_read_draft(tables, session, draft):
+        raise Denied(
+            f"user {session.uid} may not attach to {draft.label} before its seal, as the mode says that it will have;"
+            f" ask its owner for one that lets you"
+        )
+    if draft.writable:
+        raise Unsupported(
+            f"{draft.label} cannot be attached to before its seal: its readers will write it, and until then its writer"
+            f" alone may; wait for it to be sealed"
+        )
+
+
+def serve(tables: Tables, version: Version, waiters: Iterable[AttachWaiter | CreateWaiter]) -> None:
+    """Give leases on a version to requests that waited for it, in order of arrival."""
+    for waiter in sorted(waiters, key=lambda waiter: waiter.arrival):
+        where = waiter.body if isinstance(waiter, AttachWaiter) else waiter.body.attach
+        assert where is not None
+        stop_waiting(tables, waiter)
+        try:
+            reply: messages.Reply = lend(tables, waiter.session, version, where)
+        except CubrokerError as error:
+            reply = messages.Failed(error.code, error.message)
+        answer(tables, waiter, reply)
+
+
+def serve_readers(tables: Tables, draft: Version) -> None:
+    """Give leases to the requests that wait for a draft to have its memory."""
+    serve(tables, draft, [each for each in draft.pool.attach_waiters if reads_draft(each.body, draft)])
 
 
 def _choose(tables: Tables, version: Version, device: str | None, peers: Sequence[str]) -> tuple[Replica, ...]:
@@ -190,13 +254,23 @@ def check_quota(tables: Tables, session: Session) -> None:
         raise OverQuota(error_text.too_much_beyond(user.uid, *found))
 
 
-def grant(tables: Tables, session: Session, version: Version, replicas: tuple[Replica, ...], *, bound: bool) -> Lease:
+def grant(
+    tables: Tables,
+    session: Session,
+    version: Version,
+    replicas: tuple[Replica, ...],
+    *,
+    bound: bool,
+    writes: bool = False,
+) -> Lease:
     """Give a session, whose quota has room, a lease on ``replicas``, and the descriptors of that memory.
 
-    A ``bound`` one writes all replicas at once, and gets the multicast objects, too. Where fabric handles open the
-    memory, descriptors are sent only on request.
+    A ``bound`` one writes all replicas at once, and gets the multicast objects, too. The one that ``writes`` is that of
+    the draft's writer. Where fabric handles open the memory, descriptors are sent only on request.
     """
     lease = Lease(next(tables.lease_ids), session, version, replicas, bound, since=tables.now)
+    if writes:
+        version.writer_lease = lease.id
     tables.leases[lease.id] = session.leases[lease.id] = version.holders[lease.id] = lease
     session.user.leases += 1
     tables.mark_dirty(Kind.LEASE, lease.id)
@@ -225,12 +299,12 @@ def opened_by(version: Version) -> str:
 
 def send_fds(lease: Lease) -> events.SendFds:
     """Return the effect that sends all descriptors of a lease; a writer gets none of memory that others have, too."""
-    group, draft = lease.version.multicast_group if lease.bound else None, lease.version.state is VersionState.DRAFT
+    group = lease.version.multicast_group if lease.bound else None
     objects = group.id if group is not None and group.sizes else 0
     sources: list[events.FdSource] = []
     for replica in lease.replicas:
-        sources += memory.fd_sources(memory.own(lease.version, replica)) if draft else replica.fd_sources
-    writable = lease.version.writable or draft
+        sources += memory.fd_sources(memory.own(lease.version, replica)) if lease.writes else replica.fd_sources
+    writable = lease.version.writable or lease.writes
     return events.SendFds(lease.session.id, lease.id, tuple(sources), objects, writable=writable)
 
 
@@ -255,7 +329,7 @@ def send_descriptors(tables: Tables, session: Session, body: messages.SendDescri
 
 
 def attached(lease: Lease) -> messages.Attached:
-    """Return the answer that grants a lease on a published version."""
+    """Return the answer that grants a reader's lease."""
     version = lease.version
     return messages.Attached(
         lease=lease.id,
@@ -270,7 +344,7 @@ def attached(lease: Lease) -> messages.Attached:
 
 
 def created(lease: Lease) -> messages.Created:
-    """Return the answer that grants the lease on a draft: nothing opens memory that other versions have, too."""
+    """Return the answer that grants the writer's lease: nothing opens memory that other versions have, too."""
     version, replicas = lease.version, list[messages.ReplicaHandles]()
     for replica in lease.replicas:
         own = set(memory.own(version, replica))
@@ -301,6 +375,8 @@ def own_draft(session: Session, lease: int, what: str = "be sealed") -> Lease:
         raise Unavailable(f"{version.label} was lost before it was sealed: {why}; close it, and create it again")
     if version.state is not VersionState.DRAFT:
         raise Invalid(f"lease {lease} is on {version.label}, which is published; only a draft can {what}")
+    if not found.writes:
+        raise Invalid(f"lease {lease} reads {version.label}, a draft; it can {what} by its writer's lease alone")
     return found
 
 
@@ -323,10 +399,33 @@ def release(tables: Tables, lease: Lease) -> None:
         tables.effects.append(events.ShutdownReady())
     if version.share in BY_DESCRIPTOR:
         tables.effects.append(events.CancelFds(lease.session.id, lease.id))
-    if version.state is VersionState.DRAFT:
-        end_version(tables, version, VersionEvent.DROPPED)
-    elif end_if_unused(tables, version):
+    if lease.writes:
+        _give_up(tables, version)
+    if end_if_unused(tables, version):
         announce(tables, version.pool)
+
+
+def _give_up(tables: Tables, draft: Version) -> None:
+    """End a draft without its writer; if it was lent, it is retired, so that it stays until its readers have left."""
+    if draft.lent:
+        tables.transition_version(draft, VersionEvent.ABANDONED)
+        withdraw(tables, draft)
+    else:
+        end_version(tables, draft, VersionEvent.DROPPED)
+
+
+def withdraw(tables: Tables, draft: Version) -> None:
+    """Take a draft from its pool for good: sessions know its number, so it is not given out again."""
+    pool = draft.pool
+    pool.draft, pool.last = None, draft.number
+    for waiter in tuple(pool.attach_waiters):
+        if 0 < waiter.body.version <= pool.last:  # it will never be published, as far as the session may know
+            if can_read_history(tables, waiter.session, pool):
+                words = error_text.retired(pool.name, waiter.body.version, pool, pool.loss)
+                refuse(tables, waiter, Retired(words))
+            else:
+                waiter.blind = True
+    tables.recheck_pools[pool] = None
 
 
 def end_if_unused(tables: Tables, version: Version) -> bool:

@@ -198,7 +198,7 @@ class Ledger:
         if known is None or known.session.id != session:
             return None
         version = known.version
-        answer = leases.created(known) if version.state is VersionState.DRAFT else leases.attached(known)
+        answer = leases.created(known) if known.writes else leases.attached(known)
         hand_over = leases.send_fds(known)
         sent = version.state is not VersionState.LOST and leases.has_fds(hand_over, version) and not known.unsent
         return LeaseGrant(answer, hand_over if sent else None)

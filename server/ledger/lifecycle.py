@@ -20,10 +20,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from cubroker.protocol.errors import Denied, OverQuota, Retired, Unavailable
+from cubroker.protocol.errors import Denied, OverQuota, Unavailable
 from cubroker.protocol.messages import Done, Drain, Draining, PoolLost
 from cubroker.server.ledger import error_text, events, ipc_events, leases, locks, memory, publish
-from cubroker.server.ledger.access import ROOT, can_read_history, is_admin, is_privileged
+from cubroker.server.ledger.access import ROOT, is_admin, is_privileged
 from cubroker.server.ledger.leases import announce, end_if_unused, end_surplus
 from cubroker.server.ledger.policy import admin_reserve, exceeds
 from cubroker.server.ledger.records import (
@@ -32,7 +32,6 @@ from cubroker.server.ledger.records import (
     EventWaiter,
     Loss,
     Phase,
-    Pool,
     Session,
     User,
     Version,
@@ -200,9 +199,7 @@ def _lose(tables: Tables, version: Version, why: str) -> None:
         pool.current = None
         announce(tables, pool)
     elif pool.draft is version:
-        pool.draft, pool.last = None, version.number  # its writer knows the number, so it is not given out again
-        _refuse_attaches(tables, pool)
-        tables.recheck_pools[pool] = None
+        leases.withdraw(tables, version)
     if end_if_unused(tables, version) and not was_current:
         announce(tables, pool)
 
@@ -211,17 +208,6 @@ def _notify_holders(tables: Tables, version: Version) -> None:
     notice = PoolLost(version.pool.name, version.number, version.why)
     sessions = dict.fromkeys(lease.session for lease in version.holders.values())
     tables.effects += [events.Notify(session.id, notice) for session in sessions if session.connected]
-
-
-def _refuse_attaches(tables: Tables, pool: Pool) -> None:
-    """Refuse attaches that wait for a version that will never be published, as far as they may know."""
-    for waiter in tuple(pool.attach_waiters):
-        if 0 < waiter.body.version <= pool.last:
-            if can_read_history(tables, waiter.session, pool):
-                words = error_text.retired(pool.name, waiter.body.version, pool, pool.loss)
-                leases.refuse(tables, waiter, Retired(words))
-            else:
-                waiter.blind = True
 
 
 def resume(tables: Tables, _: events.Resumed) -> None:

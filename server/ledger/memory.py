@@ -46,7 +46,6 @@ from cubroker.server.ledger.states import (
     Impossible,
     MemoryEvent,
     MemoryState,
-    VersionState,
 )
 from cubroker.server.ledger.tables import Kind, Tables
 
@@ -223,7 +222,7 @@ def rebound(tables: Tables, version: Version) -> None:
         if not lease.bound:
             continue
         session, others = lease.session, tuple[Replica, ...]()
-        if version.state is not VersionState.DRAFT:  # whose lease has all replicas
+        if not lease.writes:  # the writer's has all replicas
             lease.replicas = _reachable(version, lease.replicas[0])
             others = lease.replicas[1:]
             tables.mark_dirty(Kind.LEASE, lease.id)

@@ -17,7 +17,6 @@ from cubroker.server.ledger.leases import (
     check_readable,
     end_if_unused,
     end_surplus,
-    lend,
     notice,
     own_draft,
     release,
@@ -43,7 +42,7 @@ def seal(tables: Tables, session: Session, body: messages.Seal | messages.SealIn
     sealed_with = sealed_digests(version, body)
     pool = version.pool
     tables.transition_version(version, VersionEvent.SEALED)
-    version.digests, version.published = sealed_with, tables.now
+    version.digests, version.published, version.lent = sealed_with, tables.now, False
     previous, pool.current, pool.draft, pool.last = pool.current, version, None, version.number
     if version.mode is not None:
         pool.mode = version.mode
@@ -75,19 +74,12 @@ def _check_stays(version: Version) -> None:
 
 
 def _serve(tables: Tables, version: Version) -> None:
-    """Give leases to the requests that wait for a version just published, in order of arrival."""
+    """Give leases to the requests that wait for a version just published."""
     pool = version.pool
-    waiters: list[tuple[AttachWaiter | CreateWaiter, messages.Attach | messages.Where]] = [
-        (waiter, waiter.body) for waiter in pool.attach_waiters if waiter.body.version in (0, version.number)
+    waiters: list[AttachWaiter | CreateWaiter] = [
+        waiter for waiter in pool.attach_waiters if waiter.body.version in (0, version.number)
     ]
-    waiters += [(waiter, waiter.body.attach) for waiter in pool.queue if waiter.body.attach is not None]
-    for waiter, where in sorted(waiters, key=lambda pair: pair[0].arrival):
-        leases.stop_waiting(tables, waiter)
-        try:
-            answer: messages.Reply = lend(tables, waiter.session, version, where)
-        except errors.CubrokerError as error:
-            answer = messages.Failed(error.code, error.message)
-        leases.answer(tables, waiter, answer)
+    leases.serve(tables, version, waiters + [waiter for waiter in pool.queue if waiter.body.attach is not None])
 
 
 def retire(tables: Tables, session: Session, body: messages.Retire) -> messages.Retirement:

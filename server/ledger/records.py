@@ -274,6 +274,11 @@ class Lease:
     #: When it began, in seconds since 1970; None: the broker that granted it did not write that down.
     since: float | None = None
 
+    @property
+    def writes(self) -> bool:
+        """Whether it is its writer's on a draft; all other leases read, or share a version that is ``writable``."""
+        return self.version.state is VersionState.DRAFT and self.version.writer_lease == self.id
+
 
 @dataclass(slots=True, eq=False, repr=False)
 class IpcEvent:
@@ -336,7 +341,7 @@ class Pool:
     """
 
     name: str
-    #: Number of the last version that was published, or lost as a draft.
+    #: Number of the last version that was published, or that others than its writer knew as a draft.
     last: int
     loss: Loss | None = None
     #: User that the name belongs to while any version of it lives.
@@ -416,6 +421,10 @@ class Version:
     digests: Digests | None = None
     #: When it was published, in seconds since 1970; None: not yet, or the broker of that time did not write it down.
     published: float | None = None
+    #: Number of the lease by which it is filled, or was; 0: it is allocating, or its broker did not write that down.
+    writer_lease: int = 0
+    #: Whether readers have or had it, and it was not sealed: its number is not given out again.
+    lent: bool = False
     #: Leases on it, by number.
     holders: dict[int, Lease] = field(default_factory=dict)
     #: By name.

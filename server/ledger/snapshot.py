@@ -25,14 +25,14 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 
-from msgspec import DecodeError, Meta, Struct, msgpack
+from msgspec import DecodeError, Meta, Struct, msgpack, structs
 
 from cubroker.protocol.errors import CorruptJournal
 from cubroker.protocol.fields import Encoded, EventHandle, Handles, Mode, Name, Plan, Time, Uuid
 from cubroker.protocol.messages import Digests
 from cubroker.protocol.status import ProcessInfo
 from cubroker.server.ledger import invariants, memory
-from cubroker.server.ledger.leases import FABRIC, opened_by
+from cubroker.server.ledger.leases import FABRIC, PUBLISHED, opened_by
 from cubroker.server.ledger.lifecycle import accept_present
 from cubroker.server.ledger.records import (
     SESSION_FDS,
@@ -51,18 +51,21 @@ from cubroker.server.ledger.records import (
 from cubroker.server.ledger.states import MemoryState, VersionState
 from cubroker.server.ledger.tables import DirtyKey, Kind, Tables
 
-FORMAT = 5
-"""The format of everything below. Format 4 had no processes, and no times of leases and publications. Up to format 3
-each version had the memory of its own in its entry. Format 1 had no digests, and no owners of pools that have ended; 2
-had no locks."""
+FORMAT = 6
+"""The format of everything below. In format 5 a draft had one lease, and nothing said whose it was. Format
+4 had no processes, and no times of leases and publications. Up to format 3 each version had the memory of its own in
+its entry. Format 1 had no digests, and no owners of pools that have ended; 2 had no locks."""
 
 SHARES = 4
 """The first format in which versions share memory, which has entries of its own."""
 
+WRITERS = 6
+"""The first format that says by which lease a draft is written."""
+
 GROWN = (Kind.SESSION, Kind.STATE, Kind.LEASE)
 """Entries that have fields of a later format; those of an earlier one are written anew with the next change."""
 
-READABLE = (1, 2, 3, 4, FORMAT)
+READABLE = (1, 2, 3, 4, 5, FORMAT)
 """The formats that are read; any other is refused. What is written from then on has the newest."""
 
 PREFIX = b"l/"
@@ -194,6 +197,9 @@ class StateEntry(SnapshotEntry, frozen=True):
     why: Words
     digests: Digests | None = None
     published: Time | None = None
+    #: Number of the lease by which it is written, or was; 0: not known.
+    writer_lease: Number = 0
+    lent: bool = False
 
 
 class LeaseEntry(SnapshotEntry, frozen=True):
@@ -359,7 +365,9 @@ def _write_state(tables: Tables, number: int, name: str) -> StateEntry | None:
     version = _find_version(tables, name, number)
     if version is None or version.state in UNRECORDED:
         return None
-    return StateEntry(version.state, version.why, version.digests, version.published)
+    return StateEntry(
+        version.state, version.why, version.digests, version.published, version.writer_lease, version.lent
+    )
 
 
 def _write_lease(tables: Tables, number: int, _: str) -> LeaseEntry | None:
@@ -411,6 +419,8 @@ def load(tables: Tables, items: Iterable[tuple[bytes, bytes]]) -> Counters | Non
     read = dict(_read(*item, number) for item in values.items())
     if number < SHARES:
         read = _upgraded(tables, read)
+    if number < WRITERS:
+        read = _with_writers(read)
     loaded = dict(sorted(read.items(), key=lambda item: (order.index(item[0][0]), item[0])))
     tables.lease_ids.last, tables.event_ids.last = found.leases, found.events
     tables.ticket_ids.last, tables.last_session = found.tickets, found.sessions
@@ -472,6 +482,17 @@ def _upgraded(tables: Tables, read: Mapping[DirtyKey, SnapshotEntry]) -> dict[Di
         found[key] = VersionEntry(uid=entry.uid, pieces=pieces, **copied)
         tables.mark_dirty(*key)
     return found
+
+
+def _with_writers(read: Mapping[DirtyKey, SnapshotEntry]) -> dict[DirtyKey, SnapshotEntry]:
+    """Return entries of an earlier format, with the writer of each draft: its only lease."""
+    leases = {(entry.version, entry.name): key[1] for key, entry in read.items() if isinstance(entry, LeaseEntry)}
+    return {
+        key: structs.replace(entry, writer_lease=leases.get(key[1:], 0))
+        if isinstance(entry, StateEntry) and entry.state is VersionState.DRAFT
+        else entry
+        for key, entry in read.items()
+    }
 
 
 def _check(tables: Tables, before: Mapping[DirtyKey, SnapshotEntry]) -> None:
@@ -601,6 +622,7 @@ def _read_state(tables: Tables, key: DirtyKey, entry: StateEntry) -> None:
     else:
         version.state, version.why = entry.state, entry.why
         version.digests, version.published = entry.digests, entry.published
+        version.writer_lease, version.lent = entry.writer_lease, entry.lent
 
 
 def _read_lease(tables: Tables, key: DirtyKey, entry: LeaseEntry) -> None:
@@ -704,8 +726,12 @@ def _repair_version(tables: Tables, version: Version) -> None:
         _lose(tables, version, "nothing says what became of it")
     elif version.state is VersionState.LOST and not version.why:
         _lose(tables, version, "nothing says how")
-    elif version.state is VersionState.DRAFT and version.leases != 1:
-        _lose(tables, version, f"it is a draft, whose writer has the only lease, and there are {version.leases}")
+    elif version.state is VersionState.DRAFT and version.writer_lease not in version.holders:
+        _lose(tables, version, "it is a draft, and there is no lease of its writer")
+    elif version.state is VersionState.DRAFT and version.leases > 1 and not version.lent:
+        _lose(tables, version, f"it is a draft that was not lent, and there are {version.leases} leases")
+    elif version.lent and version.state in PUBLISHED:
+        _lose(tables, version, "it was published, and lent as a draft that is not")
     for lease in version.holders.values():
         if lease.unsent and opened_by(version) != FABRIC:
             _lose(tables, version, f"lease {lease.id} got fabric handles, and it has none")

@@ -6,7 +6,8 @@ asked for a change.
 A *version* is allocating until all its memory is there. It is a draft until its writer seals it, and then current.
 Sealing the next version supersedes it; retiring it takes it out of service. A superseded or retired version ends with
 its last lease, except for superseded ones that the policy keeps; a current one never ends by itself. A version whose
-memory went with an earlier broker is lost: it is granted no more, and ends with its last lease, too.
+memory went with an earlier broker is lost: it is granted no more, and ends with its last lease, too. A draft that
+readers have attached to is retired, not ended, if its writer gives it up.
 
 A *ticket* stands for the memory of one version on one device. Its bytes are promised when they are
 asked for, allocated once the device says so, and counted until the device says that they are free. A ticket that
@@ -40,6 +41,7 @@ class VersionEvent(Enum):
 
     FILLED = "all its memory was allocated"
     DROPPED = "its writer gave it up"
+    ABANDONED = "its writer gave it up, and it was lent"
     SEALED = "its writer sealed it"
     REPLACED = "the next version was sealed"
     RETIRED = "a user retired it"
@@ -55,6 +57,7 @@ VERSION: Mapping[VersionState, Mapping[VersionEvent, VersionState]] = {
     VersionState.DRAFT: {
         VersionEvent.SEALED: VersionState.CURRENT,
         VersionEvent.DROPPED: VersionState.ENDED,
+        VersionEvent.ABANDONED: VersionState.RETIRED,
         VersionEvent.LOST: VersionState.LOST,
     },
     VersionState.CURRENT: {
