@@ -90,12 +90,18 @@ def updated(broker: Broker) -> None:
     broker.publish("m", ARRAYS, base="m")
 
 
+def unsealed(broker: Broker) -> None:
+    with broker.create("u", Layout.pack([("weight", "F32", (8,))])) as draft:
+        broker.attach("u", version=draft.version, unsealed=True).close()
+
+
 LATER: dict[str, Callable[[Broker], None]] = {
     "`attach(owner=…)`": owned,
     "`seal(digest=True)`": digested,
     "`seal(in_place=True)`": in_place,
     "`lock`": locked,
     "`publish(base=…)`": updated,
+    "`attach(unsealed=True)`": unsealed,
 }
 """By the words that the page has for it."""
 

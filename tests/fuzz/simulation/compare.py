@@ -165,7 +165,7 @@ class Pair:
                 lease.id,
                 self.model.sources(lease, homes),
                 group.id if group else 0,
-                lease.version.body.writable or lease.version.state == "draft",
+                lease.version.body.writable or lease.writes,
             )
             for lease, homes, group in expected.handed
         )

@@ -139,6 +139,11 @@ class Facts:
         """Whether the mode, written as ``ls`` does, has ``r`` or ``w`` for the session."""
         return self.rules(session, name) or allows(letter, session, self.groups[name], self.modes[name])
 
+    def may_read_draft(self, session: Session, draft: Version) -> bool:
+        """Whether a session that may read a pool may still do so when a draft is published."""
+        mode = self.modes[draft.name] if draft.body.mode is None else draft.body.mode
+        return self.rules(session, draft.name) or allows("r", session, self.groups[draft.name], mode)
+
     def latest(self, session: Session, name: str) -> int:
         """The last version of a name as far as the session may know: of what it could not read, none was there."""
         return self.last.get(name, 0) if self.hears(session, name) else 0
@@ -243,7 +248,7 @@ class Facts:
         for home in homes:
             fresh = True
             for cell in home.cells:
-                if cell is None or (lease.version.state == "draft" and cell.block.version is not lease.version):
+                if cell is None or (lease.writes and cell.block.version is not lease.version):
                     continue
                 if fresh or runs[-1][0] is not cell.block:
                     runs.append((cell.block, []))

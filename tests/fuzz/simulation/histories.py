@@ -87,6 +87,7 @@ WEIGHTS = {
     "lost": 2,
     "gone": 3,
     "attach": 32,
+    "read_draft": 16,
     "create": 36,
     "shard": 12,
     "base": 6,
@@ -236,6 +237,18 @@ class Play:
         body = m.Attach(choose(NAMES, name), wanted, where, choose(WAITS, wait), choose(PEERS, peers), owners)
         self.ask(self.user(session), body)
 
+    def read_draft(self, session: int, number: int, device: int, wait: int, peers: int, odd: int, *_: int) -> None:
+        """Attach to a draft, or to one that is allocating; in rare cases to what is published, or not yet there."""
+        versions = self.pair.model.versions
+        drafts = [version for version in versions if version.state in ("allocating", "draft")]
+        known = versions if odd % 11 == 0 else drafts
+        if known:
+            version = known[number % len(known)]
+            place = version.body.devices[device // 40 % len(version.body.devices)]
+            where = choose(ANY_DEVICE, device) if odd % 5 == 0 else None if version.body.plan else place
+            head = version.name, version.number + (odd % 13 == 0), where, choose(WAITS, wait), choose(PEERS, peers)
+            self.ask(self.user(session), m.Attach(*head, choose(OWNERS, peers // 7), unsealed=True))
+
     def create(
         self, session: int, name: int, sizes: int, on: int, share: int, wait: int, attach: int, mode: int
     ) -> None:
@@ -305,8 +318,8 @@ class Play:
     def _with_lease(
         self, number: int, body: Callable[[int], m.Request], *, draft: bool, layout: Outline | None = None
     ) -> None:
-        """Ask with a lease, a draft or not; in rare cases with one that the session does not hold."""
-        leases = [lease for lease in self.pair.model.leases if draft == (lease.version.state == "draft")]
+        """Ask with a lease, a draft's writer's or not; in rare cases with one that the session does not hold."""
+        leases = [lease for lease in self.pair.model.leases if draft == lease.writes]
         if number % 23 == 0:
             self.ask(self.user(number), body(number % 50), layout)
         elif leases:
@@ -333,7 +346,7 @@ class Play:
 
     def set_layout(self, number: int, less: int, other: int, *_: int) -> None:
         """Give a draft a layout of allocations that are a little smaller; in rare cases one of any other."""
-        drafts = [lease for lease in self.pair.model.leases if lease.version.state == "draft"]
+        drafts = [lease for lease in self.pair.model.leases if lease.writes]
         sizes = choose(LAYOUTS, other)
         if drafts and other % 7:
             known = drafts[number % len(drafts)].version.layout.allocations

@@ -119,7 +119,7 @@ class Model(Facts):
                 self.create(session, number, body, event.layout)
             case m.SetLayout():
                 assert event.layout is not None
-                self.set_layout(self.own(session, body.lease).version, body, event.layout)
+                self.set_layout(self.own(session, body.lease), body, event.layout)
                 self.out.answers[session.id, number] = m.Done()
             case m.ShareEvent():
                 self.share(session, number, body)
@@ -196,6 +196,8 @@ class Model(Facts):
                 return self.lease(session, number, version, body)
             if version.state == "superseded" and body.version == version.number:
                 return self.lease(session, number, version, body)
+            if version.state == "draft" and body.version == version.number and body.unsealed:
+                return self.lease(session, number, version, body)
         self.name(body.name)
         if 0 < body.version <= self.latest(session, body.name):
             raise Refusal("retired")
@@ -270,7 +272,7 @@ class Model(Facts):
         if base.state == "lost":
             raise Refusal("unavailable")
         leased = any((lease.session, lease.version) == (session, base) for lease in self.leases)
-        if base.state in ("allocating", "draft") or not (base.state == "current" or leased):
+        if base.state in ("allocating", "draft") or base.lent or not (base.state == "current" or leased):
             raise Refusal("invalid")
         return base
 
@@ -338,8 +340,9 @@ class Model(Facts):
         if request.body.wait and request.waits in ("publication", "event", "generation", "lock"):
             self.out.timer, request.timed = request, True
 
-    def set_layout(self, version: Version, body: m.SetLayout, layout: Outline) -> None:
-        if version.state != "draft":
+    def set_layout(self, lease: Lease, body: m.SetLayout, layout: Outline) -> None:
+        version = lease.version
+        if not lease.writes:
             raise Refusal("unavailable" if version.state == "lost" else "invalid")
         before, after = ([-(-size // (2 << 20)) for size in each.allocations] for each in (version.layout, layout))
         if before != after:
@@ -351,7 +354,7 @@ class Model(Facts):
 
     def seal(self, lease: Lease, body: m.Seal | m.SealInPlace) -> m.Sealed:
         version = lease.version
-        if version.state != "draft":
+        if not lease.writes:
             raise Refusal("unavailable" if version.state == "lost" else "invalid")
         stays = isinstance(body, m.SealInPlace)
         if stays and (
@@ -368,7 +371,7 @@ class Model(Facts):
                 raise Refusal("invalid")
             version.digests = body.digests
         previous = self.current(version.name)
-        version.state, version.published = "current", 0.0
+        version.state, version.published, version.lent = "current", 0.0, False
         if version.body.mode is not None:
             self.modes[version.name] = version.body.mode
         self.last[version.name] = version.number
@@ -426,6 +429,11 @@ class Model(Facts):
         self.permit("r", session, version.name)
         if not self.owned(session, version.name, where.owners):
             raise Refusal("denied")
+        draft = version.state == "draft"
+        if draft and not self.may_read_draft(session, version):
+            raise Refusal("denied")
+        if draft and version.body.writable:
+            raise Refusal("unsupported")
         draining.check(self, durable=bool(version.body.durable))
         homes = list(version.homes)
         if uuid is None and len(homes) > 1 and version.body.plan is None:
@@ -436,6 +444,7 @@ class Model(Facts):
         if not homes:
             raise Refusal("not_found")
         self.check_leases(session)
+        version.lent = version.lent or draft
         group, told, through = self.group_of(version), self.told(version), None
         bound = group is not None and version.body.writable and uuid in version.body.devices
         if group is not None and bound:
@@ -464,8 +473,11 @@ class Model(Facts):
         group: MulticastGroup | None = None,
         *,
         bound: bool,
+        writes: bool = False,
     ) -> None:
         lease = Lease(session, version, homes[0], bound)
+        if writes:
+            version.writer = lease
         self.leases.append(lease)
         self.out.leases[session.id, number] = lease
         if version.body.share != "ipc" and self.sources(lease, homes):
@@ -517,11 +529,24 @@ class Model(Facts):
         for signal in list(self.signals):
             if signal.lease is lease:
                 self.drop(signal)
+        writes = lease.writes
         self.give_back(lease)
-        if lease.version.state == "draft":
+        if writes and lease.version.lent:
+            lease.version.state = "retired"
+            self.withdraw(lease.version)
+        elif writes:
             self.end(lease.version)
         if self.end_if_unused(lease.version):
             self.announce(lease.version.name)
+
+    def withdraw(self, draft: Version) -> None:
+        """A draft will never be published: its number is used up, and those who may hear that do not wait for it."""
+        self.last[draft.name] = draft.number
+        for request in list(self.requests):
+            body = request.body
+            late = isinstance(body, m.Attach) and body.name == draft.name and 0 < body.version <= draft.number
+            if late and self.hears(request.session, draft.name):
+                self.refuse(request, "retired")
 
     def end_if_unused(self, version: Version) -> bool:
         if version.state not in ("superseded", "retired", "lost") or self.holds(version) or self.kept(version):
@@ -606,11 +631,19 @@ class Model(Facts):
         homes, group, told = version.homes, self.group_of(version), self.told(version)
         if group is not None:
             group, told = group if group.sizes else None, m.Team(group.how, group.why, group.sizes)
-        self.give(request.session, request.id, version, homes, group, bound=self.several(version))
+        self.give(request.session, request.id, version, homes, group, bound=self.several(version), writes=True)
         replicas = tuple(map(self.written, homes))
         self.out.answers[request.session.id, request.id] = m.Created(
             0, version.name, version.number, version.body.share, replicas, told
         )
+        for other in list(self.requests):
+            body = other.body
+            if (
+                isinstance(body, m.Attach)
+                and body.unsealed
+                and (body.name, body.version) == (version.name, version.number)
+            ):
+                self.published(other, body, version)
         return None
 
     # -- events of versions --------------------------------------------------------------------

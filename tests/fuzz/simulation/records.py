@@ -29,6 +29,9 @@ class Version:
     why: str = ""
     digests: m.Digests | None = None
     published: float | None = None
+    #: the lease that it is filled by, or was; and whether it was lent to others before it was sealed
+    writer: Lease | None = None
+    lent: bool = False
     homes: list[Home] = field(default_factory=list)
 
 
@@ -96,6 +99,10 @@ class Lease:
     bound: bool = False
     id: int = 0
     unsent: list[Home] = field(default_factory=list)
+
+    @property
+    def writes(self) -> bool:
+        return self.version.state == "draft" and self.version.writer is self
 
 
 @dataclass(eq=False)

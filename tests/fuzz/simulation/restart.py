@@ -48,12 +48,7 @@ def lose(model: Model, version: Version, event: e.MemoryLost) -> None:
     if was == "current":
         model.announce(version.name)
     if was == "draft":
-        model.last[version.name] = version.number
-        for request in list(model.requests):
-            body = request.body
-            late = isinstance(body, m.Attach) and body.name == version.name and 0 < body.version <= version.number
-            if late and model.hears(request.session, version.name):
-                model.refuse(request, "retired")
+        model.withdraw(version)
     if model.end_if_unused(version) and was != "current":
         model.announce(version.name)
 
@@ -85,7 +80,7 @@ def rebound(model: Model, group: MulticastGroup) -> None:
     """Everybody who writes all replicas is told how, and gets what that takes beside the own replica."""
     for lease in model.leases:
         if lease.version is group.version and lease.bound and lease.session.connected:
-            own = group.version.homes if group.version.state == "draft" else [lease.home]
+            own = group.version.homes if lease.writes else [lease.home]
             others = [home for home in group.version.homes if home not in own and group.how == "copies"]
             replicas, told = tuple(map(model.replica, others)), m.Team(group.how, group.why, group.sizes)
             model.out.notices.append((lease.session.id, m.Rebound(lease.id, replicas, told)))

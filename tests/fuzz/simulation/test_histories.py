@@ -20,7 +20,7 @@ from cubroker.server.ledger import (
 from cubroker.server.ledger.events import CancelFds, Effect, LedgerEvent, SendFds
 from cubroker.server.ledger.memory import rounded
 from cubroker.server.ledger.policy import exceeds
-from cubroker.server.ledger.records import DeviceAccount, Session, Ticket, User, Version, Waiter
+from cubroker.server.ledger.records import DeviceAccount, Lease, Session, Ticket, User, Version, Waiter
 from cubroker.server.ledger.states import VersionEvent, VersionState
 from cubroker.server.ledger.tables import Kind, Tables
 from tests.fuzz.simulation import DAILY, today
@@ -72,6 +72,31 @@ def test_a_ledger_that_frees_under_a_lease_is_found(monkeypatch: pytest.MonkeyPa
 def test_a_ledger_that_lets_a_users_later_creates_overtake_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(User, "position", lambda user, writer: user.queue.index(writer) if writer in user.queue else 0)
     monkeypatch.setattr(User, "affords", lambda user, writer: not exceeds(user.memory, writer.total, user.quota.memory))
+    assert is_found()
+
+
+def test_a_ledger_that_frees_a_draft_under_its_readers_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hasty(tables: Tables, draft: Version) -> None:
+        leases.end_version(tables, draft, VersionEvent.DROPPED)
+
+    monkeypatch.setattr(leases, "_give_up", hasty)
+    monkeypatch.setattr(invariants, "_check_version", lambda *_: None)
+    assert is_found()
+
+
+def test_a_ledger_that_takes_a_reader_of_a_draft_for_its_writer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Lease, "writes", property(lambda lease: lease.version.state is VersionState.DRAFT))
+    assert is_found()
+
+
+def test_a_ledger_that_shows_a_draft_to_who_may_not_read_the_version_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases, "can_read_draft", lambda *_: True)
+    assert is_found()
+
+
+def test_a_ledger_that_leaves_those_waiting_who_would_read_a_draft_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases, "serve_readers", lambda *_: None)
+    monkeypatch.setattr(invariants, "_check_attach_waiter", lambda *_: None)
     assert is_found()
 
 

@@ -128,11 +128,19 @@ def test_a_peer_of_the_newest_version_is_sent_all_of_it(message: msgspec.Struct,
     assert len(as_sent(wire.pack(message))) >= len(array)
 
 
-@pytest.mark.parametrize("message", [m.Attach("a", 1, None, 0, (), (4901,)), m.Where(None, (), (4901,))])
-def test_what_a_peer_would_have_to_heed_is_not_left_out(message: msgspec.Struct) -> None:
-    assert for_version(message, m.OWNED) is message
-    with pytest.raises(AssertionError, match="owners"):
-        for_version(message, m.OWNED - 1)
+@pytest.mark.parametrize(
+    ("message", "field", "since"),
+    [
+        (m.Attach("a", 1, None, 0, (), (4901,)), "owners", m.OWNED),
+        (m.Where(None, (), (4901,)), "owners", m.OWNED),
+        (m.Attach("a", 1, None, 0, unsealed=True), "unsealed", m.UNSEALED),
+    ],
+)
+def test_what_a_peer_would_have_to_heed_is_not_left_out(message: msgspec.Struct, field: str, since: int) -> None:
+    sent = for_version(message, since)
+    assert wire.unpack(wire.pack(sent), type(message)) == message
+    with pytest.raises(AssertionError, match=field):
+        for_version(message, since - 1)
 
 
 @pytest.mark.parametrize("kind", [m.Attach, m.Where, m.Welcome])

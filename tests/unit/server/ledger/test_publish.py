@@ -169,7 +169,7 @@ def test_they_are_written_down_with_the_publication(story: Story) -> None:
     recorded = dict(story.ledger.changes())[b"l/state/1/a"]
     assert recorded is not None
     entry = msgspec.msgpack.decode(recorded, type=StateEntry)
-    assert entry == StateEntry(VersionState.CURRENT, "", digests((ONE, TWO), (ONE, THREE)), 0.0)
+    assert entry == StateEntry(VersionState.CURRENT, "", digests((ONE, TWO), (ONE, THREE)), 0.0, writer_lease=1)
 
 
 def restored(items: dict[bytes, bytes]) -> Ledger:
@@ -180,7 +180,7 @@ def test_a_record_of_a_broker_that_knew_of_no_digests_is_gone_on_with(story: Sto
     drafts(story)
     story.quietly(asks(1, 2, m.Seal(1)))
     items = story.ledger.snapshot()
-    assert msgspec.msgpack.decode(items[b"l/state/1/a"]) == ["current", "", None, 0.0]
+    assert msgspec.msgpack.decode(items[b"l/state/1/a"]) == ["current", "", None, 0.0, 1, False]
     items[b"l/state/1/a"] = msgspec.msgpack.encode(["current", ""])
     restored(items).check()
 

@@ -90,8 +90,22 @@ LOST: Mapping[str, tuple[Change, set[str], str]] = {
     "a version beyond the last": (lambda i: name(i, "a", last=1), {"a@2"}, "a@2 is lost: it is no draft"),
     "a draft that was published": (lambda i: name(i, "c", last=1), {"c@1"}, "c@1 is lost: it is a draft"),
     "a published version that is a draft": (lambda _: {b"l/state/2/a": state("draft")}, {"a@2"}, "a@2 is lost: it is"),
-    "a draft without its writer": (lambda _: {b"l/lease/8/": None}, {"c@1"}, "there are 0"),
-    "a draft with two writers": (lambda _: {b"l/lease/3/": lease(2, "c", 1, 0)}, {"c@1"}, "there are 2"),
+    "a draft without its writer": (lambda _: {b"l/lease/8/": None}, {"c@1"}, "no lease of its writer"),
+    "a draft whose writer is not known": (
+        lambda i: {b"l/state/1/c": entry(i, b"l/state/1/c", snapshot.StateEntry, writer_lease=0)},
+        {"c@1"},
+        "no lease of its writer",
+    ),
+    "a draft that was not lent and has a reader": (
+        lambda _: {b"l/lease/3/": lease(2, "c", 1, 0)},
+        {"c@1"},
+        "there are 2 leases",
+    ),
+    "a version that was published, and lent as if it was not": (
+        lambda i: {b"l/state/2/a": entry(i, b"l/state/2/a", snapshot.StateEntry, lent=True)},
+        {"a@2"},
+        "a@2 is lost: it was published",
+    ),
     "a lost version, and nothing says how": (
         lambda _: {b"l/state/1/b": msgspec.msgpack.encode(["lost", ""])},
         {"b@1"},

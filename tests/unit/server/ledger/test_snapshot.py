@@ -419,8 +419,8 @@ def test_the_pool_of_a_lease_is_known_by_name() -> None:
 
 
 def test_a_record_of_an_unknown_format_is_refused() -> None:
-    items = varied().ledger.snapshot() | {b"l/format": msgspec.msgpack.encode(6)}
-    with pytest.raises(CorruptJournal, match="format 6, and this build knows 1 and 2 and 3 and 4 and 5"):
+    items = varied().ledger.snapshot() | {b"l/format": msgspec.msgpack.encode(7)}
+    with pytest.raises(CorruptJournal, match="format 7, and this build knows 1 and 2 and 3 and 4 and 5 and 6"):
         restored(items)
 
 
@@ -484,9 +484,22 @@ SHARED = EARLIER | {
 }
 """The same of format 4, in which memory has entries of its own."""
 
+TIMED = SHARED | {
+    b"l/session/1/": "9765cd03e96490c3c3c0",
+    b"l/session/2/": "9766cd03e96490c3c3c0",
+    b"l/session/3/": "9767cd03ea64920507c2c3c0",
+    b"l/state/1/a": "94a763757272656e74a0c0cb0000000000000000",
+    b"l/state/2/b": "94a763757272656e74a0c0cb0000000000000000",
+    b"l/state/1/c": "94a56472616674a0c0c0",
+    b"l/lease/2/": "9702a161019101c3c2cb0000000000000000",
+    b"l/lease/5/": "9703a162029100c2c2cb0000000000000000",
+    b"l/lease/6/": "9701a16301920001c2c2cb0000000000000000",
+}
+"""The same of format 5, in which there are processes, and times of leases and publications."""
+
 
 def earlier(number: int) -> dict[bytes, bytes]:
-    items = SHARED if number >= snapshot.SHARES else EARLIER
+    items = {4: SHARED, 5: TIMED}.get(number, EARLIER)
     return {key: bytes.fromhex(value) for key, value in items.items()} | {b"l/format": msgspec.msgpack.encode(number)}
 
 

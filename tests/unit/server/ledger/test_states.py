@@ -30,6 +30,7 @@ def test_every_pair_of_state_and_cause_is_in_the_table_of_versions_or_forbidden(
         (VersionState.ALLOCATING, VersionEvent.DROPPED): VersionState.ENDED,
         (VersionState.DRAFT, VersionEvent.SEALED): VersionState.CURRENT,
         (VersionState.DRAFT, VersionEvent.DROPPED): VersionState.ENDED,
+        (VersionState.DRAFT, VersionEvent.ABANDONED): VersionState.RETIRED,
         (VersionState.CURRENT, VersionEvent.REPLACED): VersionState.SUPERSEDED,
         (VersionState.CURRENT, VersionEvent.RETIRED): VersionState.RETIRED,
         (VersionState.SUPERSEDED, VersionEvent.RETIRED): VersionState.RETIRED,
