@@ -260,6 +260,33 @@ def discard(stage: Steps) -> None:
         stage.reach("discarded")
 
 
+def read_draft(stage: Steps) -> None:
+    """Attach to what another process writes, and read it when that is sealed."""
+    with stage.broker() as broker:
+        with broker.attach(stage.name, version=1, unsealed=True) as pool:
+            stage.line.say(IN_LINE)
+            eventually(
+                lambda: "current" in {each.state for each in broker.pools() if each.name == stage.name}, "the seal"
+            )
+            check(pool)
+            stage.reach("holding")
+        stage.reach("closed")
+
+
+def outlive_draft(stage: Steps) -> None:
+    """Read what was written by a draft that is given up, and then is held by its reader's lease alone."""
+    with stage.broker() as broker:
+        with stage.prologue():
+            draft = Form(stage.share).create(broker, stage.name)
+            fill(draft)
+        with broker.attach(stage.name, version=draft.version, unsealed=True) as pool:
+            stage.reach("holding")
+            draft.close()
+            stage.reach("discarded")
+            check(pool)
+        stage.reach("closed")
+
+
 def await_publication(stage: Steps) -> None:
     with stage.broker() as broker, stage.wait(broker, lambda: broker.attach(stage.name, wait=WAIT)) as pool:
         check(pool)
@@ -395,6 +422,8 @@ SCENES: dict[str, Callable[[Steps], None]] = {
         outlive_base,
         leave_chain,
         discard,
+        read_draft,
+        outlive_draft,
         await_publication,
         await_turn,
         await_room,

@@ -54,6 +54,8 @@ SCENES = (
     Scene(("write_shards",), SHARDED),
     Scene(("attach_or_create", "attach_or_create")),
     Scene(("discard", "read"), DURABLE),
+    Scene(("write_for_readers", "read_draft", "read_draft")),
+    Scene(("abandon", "read_draft")),
     Scene(("supersede", "read"), DURABLE),
     Scene(("produce", "consume"), SCRATCH),
     Scene(("watch", "write_twice")),

@@ -201,6 +201,35 @@ def discard(part: Workload) -> None:
         draft["first"].copy_from(content(draft.name, draft.version, "first"))
 
 
+def write_for_readers(part: Workload) -> None:
+    """Publish what another process has attached to before."""
+    with _lent_draft(part) as draft:
+        draft.seal()
+
+
+def abandon(part: Workload) -> None:
+    """Give up what another process has attached to."""
+    with _lent_draft(part):
+        pass
+
+
+@contextmanager
+def _lent_draft(part: Workload) -> Iterator[Draft]:
+    name = f"{part.name}-draft"
+    with DURABLE.create(part.broker, name, WAIT) as draft:
+        fill(draft)
+        eventually(lambda: [pool.leases for pool in part.broker.pools() if pool.name == name] > [1], "a reader")
+        yield draft
+
+
+def read_draft(part: Workload) -> None:
+    """Attach to a draft, and keep it when its writer has sealed it or given it up."""
+    pool = part.broker.attach(f"{part.name}-draft", version=1, unsealed=True, wait=WAIT)
+    there = (pool.name, 1, "draft")
+    eventually(lambda: there not in [(p.name, p.version, p.state) for p in part.broker.pools()], "the writer's end")
+    part.keep(pool)
+
+
 def supersede(part: Workload) -> None:
     """Hold a version, publish the next and retire the one that is held."""
     before = part.keep(part.broker.attach(part.name))
@@ -509,6 +538,9 @@ PARTS: dict[str, Callable[[Workload], None]] = {
             await_publication,
             attach_or_create,
             discard,
+            write_for_readers,
+            abandon,
+            read_draft,
             supersede,
             produce,
             consume,
