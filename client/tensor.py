@@ -284,7 +284,8 @@ class SharedTensor(NotPicklable):
 
     def _check_writable(self) -> None:
         if self.readonly:
-            raise Invalid(f"tensor {self.name!r} of {self._mapped.label} was published; create a new version instead")
+            label = f"tensor {self.name!r} of {self._mapped.label}"
+            raise Invalid(f"{label} was published, or is another's to write; create a new version instead")
 
     def _own_context(self, index: int) -> Context:
         if self._place.context.host or self.device.index != index:

@@ -55,7 +55,7 @@ class PoolInfo(Struct, frozen=True):
     memory: int = 0
     #: How many of these an older live version has, too, and is shown with.
     shared: int = 0
-    #: When it was published, in seconds since 1970; None: it is a draft, or the broker does not tell.
+    #: When it was published, in seconds since 1970; None: it was not, or the broker does not tell.
     published: Time | None = None
 
 

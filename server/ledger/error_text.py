@@ -168,7 +168,7 @@ def retired(name: str, number: int, pool: Pool | None, loss: Loss | None) -> str
     hint = "no other one is current" if current is None else f"the current one is {current.number}"
     if loss is not None and loss.number == number:
         return f"{name}@{number} was lost: {loss.why}; {hint}"
-    return f"{name}@{number} was retired or replaced and is out of service; {hint}"
+    return f"{name}@{number} was retired or replaced, or never sealed, and is out of service; {hint}"
 
 
 def belongs(tables: Tables, session: Session, pool: Pool) -> str:

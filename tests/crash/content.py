@@ -223,6 +223,18 @@ def nap(held: list[Pool]) -> None:
             check(pool)
 
 
+def glance(broker: Broker, name: str) -> None:
+    """Attach to a draft of a pool, if there is one, and look at every byte, whatever is written by now."""
+    for info in broker.pools():
+        if (info.name, info.state) == (name, "draft"):
+            device = None if info.sharded else info.devices[-1]
+            with (
+                suppress(NotFound, Retired, Unsupported, Invalid),
+                broker.attach(name, version=info.version, device=device, unsealed=True) as pool,
+            ):
+                assert all(len(tensor.tobytes()) == tensor.nbytes for tensor in pool.values())
+
+
 def update_any(chance: random.Random, broker: Broker, held: list[Pool], wait: float) -> None:
     """Publish an update of a version that is held, if there is one that can be its base and is not sharded."""
     there = [pool for pool in held if not pool.lost and not pool.asleep]

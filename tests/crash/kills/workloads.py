@@ -29,6 +29,7 @@ from tests.crash.content import (
     content,
     fill,
     follow_all,
+    glance,
     nap,
     seal_in_place,
     update,
@@ -553,7 +554,7 @@ REFUSALS = (Exists, NotFound, OverBudget, Retired, TimedOut)
 
 DEEDS = (
     *("attach", "attach", "attach", "close", "close", "nap", "switch", "create", "create", "either", "retire"),
-    *("update", "update", "in_place", "lock", "follow"),
+    *("update", "update", "in_place", "lock", "follow", "glance", "glance"),
 )
 
 MOST = 3
@@ -599,6 +600,8 @@ def _do_something(chance: random.Random, broker: Broker, name: str, held: list[P
     elif deed == "lock":
         with broker.lock(name, timeout=wait):
             check(held[-1]) if held else broker.devices()
+    elif deed == "glance":
+        glance(broker, name)
     elif deed == "follow":
         follow_all(broker, name, held, wait)
     else:

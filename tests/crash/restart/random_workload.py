@@ -29,6 +29,7 @@ from tests.crash.content import (
     content,
     fill,
     follow_all,
+    glance,
     nap,
     seal_in_place,
     update_any,
@@ -45,7 +46,7 @@ REFUSALS = (Exists, OverBudget, TimedOut)
 
 DEEDS = (
     *("attach", "attach", "attach", "close", "close", "nap", "switch", "create", "either", "retire", "event", "look"),
-    *("update", "update", "in_place", "lock", "follow"),
+    *("update", "update", "in_place", "lock", "follow", "glance", "glance"),
 )
 MOST = 3
 """Pools that one of them holds at once."""
@@ -154,6 +155,8 @@ def _do_something(chance: random.Random, broker: Broker, name: str, held: list[P
     elif deed == "lock":
         with broker.lock(name, timeout=wait):
             broker.devices()
+    elif deed == "glance":
+        glance(broker, name)
     elif deed == "follow":
         follow_all(broker, name, held, wait)
     else:
