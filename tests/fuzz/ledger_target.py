@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from cubroker.protocol import messages as m
 from cubroker.protocol import wire
 from cubroker.protocol.layout import Layout
-from cubroker.protocol.messages import AUTHENTICATED
+from cubroker.protocol.messages import AUTHENTICATED, VERSIONS
 from cubroker.protocol.wire import Keyed, authentication
 from cubroker.server.event_queue import BatchReceived, TurnDue
 from cubroker.server.ledger import Budget, Ledger, Limits
@@ -29,12 +29,17 @@ SECRETS = tuple(bytes([number]) * 16 for number in (1, 2, 3))
 FRAME, DEVICE, FAILURE, TIME, LOST, GONE = range(6)
 
 
+def _speaks(session: int) -> int:
+    """The protocol version of a session: the newest, or of an odd one the last whose requests have the secret."""
+    return AUTHENTICATED - 1 if session % 2 else VERSIONS[-1]
+
+
 class Guest:
     """As much of a session as requests need."""
 
     def __init__(self, number: int, secret: bytes) -> None:
         self.number = number
-        self.authentication = authentication(AUTHENTICATED - number % 2, number, secret)
+        self.authentication = authentication(_speaks(number), number, secret)
         self.forged = 0
         self.replies = ReplyCache()
         self.peer = SimpleNamespace(uid=1000 + number // 3, pid=100 + number)
@@ -170,7 +175,7 @@ def record(what: int, rest: bytes = b"") -> bytes:
 
 
 def envelope(who: int, secret: bytes, number: int, body: m.Request) -> bytes:
-    client = authentication(AUTHENTICATED - who % 2, who, secret)
+    client = authentication(_speaks(who), who, secret)
     return client.request(m.Envelope(client.secret, number, 1, body))
 
 
@@ -199,6 +204,10 @@ def _create(name: str, layout: bytes = SMALL, wait: float = 0.0, attach: str | N
 
 def _shard(name: str, wait: float = 0.0) -> m.Create:
     return m.Create(name, LARGE, ("GPU-b", "GPU-a"), "vmm", wait, None, None, (1, 0))
+
+
+def _read_draft(name: str) -> m.Attach:
+    return m.Attach(name, 1, None, 5.0, unsealed=True)
 
 
 BOTH = m.Create("b", SMALL, ("GPU-b", "GPU-a"), "ipc", 5.0, None)
@@ -277,11 +286,21 @@ SEEDS = (
         (2, m.Seal(1)),
         (2, m.Close(1)),
     ),
+    _story(
+        (2, _read_draft("a")),
+        (1, _create("a")),
+        DEVICE,
+        (2, m.Seal(2)),
+        record(GONE, b"\x01"),
+        (2, m.Close(2)),
+        DEVICE,
+    ),
 )
 TOKENS = (
     *SECRETS,
     *map(record, (DEVICE, FAILURE, TIME)),
     *(record(what, bytes([who])) for what in (LOST, GONE) for who in (1, 2, 3)),
+    *(record(FRAME, envelope(2, SECRETS[1], 90 + number, _read_draft(name))) for number, name in enumerate("ab")),
     *(
         record(FRAME, envelope(number % 3 + 1, SECRETS[number % 3], 40 + number, body))
         for number, body in enumerate(

@@ -139,6 +139,20 @@ def test_a_reader_is_on_one_of_several_devices_or_on_all_shards(client: Broker, 
         assert (pool["bias"].tobytes(), len(pool.devices)) == (content("bias", 16), 2)
 
 
+def test_a_reader_of_a_multicast_draft_has_one_replica_and_stores_to_none(client: Broker, name: str) -> None:
+    ones = np.ones((4, 8), np.float32)
+    with (
+        client.create(name, LAYOUT, devices=(0, 1), share="multicast") as draft,
+        client.attach(name, version=1, device=1, unsealed=True) as pool,
+    ):
+        draft.broadcast(ones, "weight")
+        assert pool["weight"].tobytes() == ones.tobytes()
+        with pytest.raises(Invalid, match="published"):
+            pool.broadcast(ones, "weight")
+        draft.seal()
+        assert pool["weight"].tobytes() == ones.tobytes()
+
+
 def test_an_update_shows_its_readers_also_what_it_shares_with_its_base(
     client: Broker, lender: BrokerProcess, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -348,6 +362,17 @@ def test_the_next_broker_knows_the_writer_and_the_readers_of_a_draft(
         assert reader.reads("weight") == content("weight", 128)
         reader.leave()
     eventually(lambda: not states(observer, name), "its end with its last reader")
+
+
+def test_a_multicast_draft_is_bound_again_for_its_writer_alone(observer: Broker, kept: StoredBroker, name: str) -> None:
+    ones = np.ones((4, 8), np.float32)
+    with (
+        observer.create(name, LAYOUT, devices=(0, 1), share="multicast", durable=True) as draft,
+        observer.attach(name, version=1, device=1, unsealed=True) as pool,
+    ):
+        kept.restart()
+        draft.broadcast(ones, "weight")
+        assert pool["weight"].tobytes() == ones.tobytes()
 
 
 def test_a_draft_that_is_lost_with_the_broker_stays_mapped_by_its_readers(
