@@ -341,7 +341,7 @@ class Pool:
     """
 
     name: str
-    #: Number of the last version that was published, or that others than its writer knew as a draft.
+    #: Number of the last version that was published, or was lost or lent as a draft and will not be.
     last: int
     loss: Loss | None = None
     #: User that the name belongs to while any version of it lives.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
+from cubroker import aio
 from cubroker.client import Broker, Draft
 from cubroker.client.publish import Sources
 from cubroker.client.transport.requests import run
@@ -151,6 +153,19 @@ def test_a_reader_of_a_multicast_draft_has_one_replica_and_stores_to_none(client
             pool.broadcast(ones, "weight")
         draft.seal()
         assert pool["weight"].tobytes() == ones.tobytes()
+
+
+def test_an_event_loop_attaches_to_a_draft(client: Broker, name: str) -> None:
+    async def read() -> bytes:
+        async with (
+            aio.Broker(client.directory) as broker,
+            await broker.attach(name, version=1, unsealed=True) as pool,
+        ):
+            return pool["weight"].tobytes()
+
+    with client.create(name, LAYOUT) as draft:
+        draft["weight"].copy_from_bytes(content("weight", 128))
+        assert asyncio.run(read()) == content("weight", 128)
 
 
 def test_an_update_shows_its_readers_also_what_it_shares_with_its_base(
