@@ -67,7 +67,7 @@ class Calls:
 def _checked(name: str, function: Callable[..., tuple[Any, ...]], results: Any) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
         status, *values = function(*args)
-        if status != results.CUDA_SUCCESS:
+        if status:  # CUDA_SUCCESS is 0
             raise DriverError(name, int(status), results(status).name, _shown(args))
         return values[0] if len(values) == 1 else tuple(values) or None
 

@@ -21,8 +21,7 @@ F_OFD_SETLK, F_OFD_SETLKW = 37, 38
 _PIDFD_OPEN = 434  # on every architecture
 _FUTEX = 202 if platform.machine() == "x86_64" else 98  # 98 on every newer architecture
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
-_MADV_POPULATE_WRITE = 23
-_HUGE_PAGE = 2 << 20
+HUGE_PAGE = 2 << 20
 _FAILED = ctypes.c_void_p(-1).value
 _ALL = 2**31 - 1
 
@@ -87,14 +86,14 @@ class HugePages:
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        self._whole = nbytes + _HUGE_PAGE
+        self._whole = nbytes + HUGE_PAGE
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         start: int | None = _libc.mmap(None, self._whole, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
         if start is None or start == _FAILED:
             raise _last_error()
         self._start = start
         #: Its address, a multiple of a huge page's size.
-        self.pointer = start + -start % _HUGE_PAGE
+        self.pointer = start + -start % HUGE_PAGE
         if _libc.madvise(start, self._whole, mmap.MADV_DONTFORK):
             error = _last_error()
             self.close()
@@ -102,8 +101,13 @@ class HugePages:
         _libc.madvise(start, self._whole, mmap.MADV_HUGEPAGE)  # refused where the kernel is built without
 
     def populate(self, offset: int, nbytes: int) -> None:
-        """Have the pages of a part in memory, zeroed, without the interpreter; kernels before 5.14 do nothing."""
-        _libc.madvise(self.pointer + offset, nbytes, _MADV_POPULATE_WRITE)
+        """Have the huge pages of a part in memory, zeroed; several threads may do so at once.
+
+        Each page is written to: MADV_POPULATE_WRITE would hold the lock of the process's mappings meanwhile, and what
+        maps memory in other threads would wait for all of it.
+        """
+        for at in range(self.pointer + offset, self.pointer + offset + nbytes, HUGE_PAGE):
+            ctypes.memset(at, 0, 1)
 
     def close(self) -> None:
         """Unmap it; to be called once."""

@@ -22,7 +22,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, cycle, zip_longest
-from typing import Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 from cubroker.client.loading.checkpoint import StoredTensor
 from cubroker.client.loading.threads import Progress, SupervisedThread, WorkerThreads, count_threads
@@ -303,12 +303,17 @@ class Chunk:
         place, count = self.pieces[-1]
         return place + count
 
-    def takes(self, entry: StoredTensor, spec: TensorSpec, limit: int) -> bool:
-        """Whether the tensor's bytes come next in both runs, and there is room for some of them."""
+    @property
+    def has_gaps(self) -> bool:
+        """Whether there are bytes of the image that are not read."""
+        return self.span > self.nbytes
+
+    def takes(self, run: _Run, limit: int) -> bool:
+        """Whether a run's bytes come next in both the file and the image, and there is room for some of them."""
         return (
-            (self.file, self.allocation) == (entry.file, spec.allocation)
-            and self.offset + self.nbytes == entry.offset
-            and self.start + self.span <= spec.offset < self.start + limit
+            (self.file, self.allocation) == (run.file, run.allocation)
+            and self.offset + self.nbytes == run.offset
+            and self.start + self.span <= run.start < self.start + limit
             and len(self.pieces) < MAX_BUFFERS
         )
 
@@ -343,20 +348,48 @@ def read_plan(
     and for different devices (``homes``, by allocation), take turns: threads that take one after the other read all
     files, and keep all devices busy, at once. Without ``in_turn`` files come one after the other.
     """
-    runs: dict[tuple[int, Hashable], list[Chunk]] = {}
-    for entry, spec in tensors:
-        home = homes[spec.allocation] if homes else 0
-        chunks = runs.setdefault((entry.file if in_turn else 0, home), [])
+    lanes: dict[tuple[int, Hashable], list[Chunk]] = {}
+    for run in _runs(tensors):
+        home = homes[run.allocation] if homes else 0
+        chunks = lanes.setdefault((run.file if in_turn else 0, home), [])
         done = 0
-        if chunks and chunks[-1].takes(entry, spec, limit):
-            place = spec.offset - chunks[-1].start
-            done = min(entry.nbytes, limit - place)
+        if chunks and chunks[-1].takes(run, limit):
+            place = run.start - chunks[-1].start
+            done = min(run.nbytes, limit - place)
             chunks[-1].add(place, done)
-        for begin in range(done, entry.nbytes, limit):
-            count = min(entry.nbytes - begin, limit)
-            run = entry.file, entry.offset + begin, spec.allocation, spec.offset + begin
-            chunks.append(Chunk(*run, [(0, count)], count))
-    return [chunk for chunk in chain.from_iterable(zip_longest(*runs.values())) if chunk]
+        for begin in range(done, run.nbytes, limit):
+            count = min(run.nbytes - begin, limit)
+            chunks.append(Chunk(run.file, run.offset + begin, run.allocation, run.start + begin, [(0, count)], count))
+    return [chunk for chunk in chain.from_iterable(zip_longest(*lanes.values())) if chunk]
+
+
+class _Run(NamedTuple):
+    """Bytes that lie in a row both in a file and in an allocation: one tensor's, or those of several."""
+
+    file: int
+    offset: int
+    allocation: int
+    start: int
+    nbytes: int
+
+
+def _runs(tensors: Iterable[tuple[StoredTensor, TensorSpec]]) -> Iterator[_Run]:
+    """Join tensors whose bytes follow each other without a gap: as a rule nearly all of a file's."""
+    last = _Run(0, 0, 0, 0, 0)
+    for entry, spec in tensors:
+        file, offset, allocation, start, nbytes = last
+        if (
+            offset + nbytes == entry.offset
+            and start + nbytes == spec.offset
+            and (file, allocation) == (entry.file, spec.allocation)
+        ):
+            last = _Run(file, offset, allocation, start, nbytes + entry.nbytes)
+            continue
+        if nbytes:
+            yield last
+        last = _Run(entry.file, entry.offset, spec.allocation, spec.offset, entry.nbytes)
+    if last.nbytes:
+        yield last
 
 
 # -- from files to devices -----------------------------------------------------------------------------
@@ -487,7 +520,8 @@ class PinnedRing:
         """Read a chunk into the next buffer, once that is free."""
         slot = next(self._next_read)
         slot.wait()
-        chunk.clear_gaps(slot.view)
+        if chunk.has_gaps:
+            chunk.clear_gaps(slot.view)
         chunk.read(file, slot.view)
         slot.chunk = chunk
 

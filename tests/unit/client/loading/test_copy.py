@@ -16,7 +16,7 @@ import pytest
 
 from cubroker import driver
 from cubroker.client.loading import copy, threads
-from cubroker.client.loading.checkpoint import Checkpoint
+from cubroker.client.loading.checkpoint import Checkpoint, StoredTensor
 from cubroker.client.loading.copy import DirectStaging, FileCopy, HostWriter, PinnedStaging, Target, homes_of
 from cubroker.client.loading.threads import Progress, SupervisedCall, WorkerThreads, drain
 from cubroker.client.transport.requests import Future
@@ -222,6 +222,23 @@ def test_chunks_keep_to_their_limits_and_files_take_turns(tmp_path: Path) -> Non
     assert [chunk.file for chunk in plan[:4]] == [0, 1, 0, 1]
     assert one_by_one == sorted(one_by_one)
     assert set(one_by_one) == {0, 1}
+
+
+def test_tensors_without_gaps_between_them_are_read_as_one_run() -> None:
+    counts = [64, 0, 128, 7, 128]  # of 4 bytes each; the one of 28 bytes leaves a gap in memory
+    layout = Layout.pack((str(number), "F32", (count,)) for number, count in enumerate(counts))
+    starts = [100 + 4 * sum(counts[:number]) for number in range(len(counts))]
+    stored = [
+        (StoredTensor(spec.name, spec.dtype, spec.shape, start, 4 * count, 0), spec)
+        for spec, start, count in zip(layout.tensors, starts, counts, strict=True)
+    ]
+    (whole,) = copy.read_plan(stored, 1 << 20)
+    assert whole.pieces == [(0, 4 * (64 + 128 + 7)), (layout.tensors[4].offset, 4 * 128)]
+    assert whole.has_gaps
+    assert [(chunk.start, chunk.pieces) for chunk in copy.read_plan(stored[:3], 512)] == [
+        (0, [(0, 512)]),
+        (512, [(0, 256)]),
+    ]
 
 
 def test_a_gap_of_any_size_is_cleared() -> None:
