@@ -25,7 +25,7 @@ help:
 	@echo 'make demo        load weights, share them, kill a worker, publish a second version'
 	@echo 'make test        ruff, mypy --strict and pytest with branch coverage'
 	@echo 'make lint|types|unit   one of these alone'
-	@echo 'make long        the tests again, with every sweep whole: make test takes a sample of some, which changes daily'
+	@echo 'make long        all slow tests, and every sweep whole: make test takes a sample of them, which changes daily'
 	@echo 'make simulate    SEEDS=$(SEEDS) random histories of the ledger against a naive model'
 	@echo 'make kill        KILLS=$(KILLS) workers killed at every step of what a client does'
 	@echo 'make restart-test  the broker killed at every step of its, and KILLS=$(KILLS) times under load, under cubroker keep'
@@ -57,7 +57,7 @@ types: $(VENV)/test
 
 unit: $(VENV)/test
 	$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest -n $(WORKERS) --dist worksteal --maxfail $(RETRIED) || { [ $$? = 1 ] && $(RETRY); }
+	CUBROKER_TEST_SLOW_PART=3 $(BIN)/coverage run -m pytest -n $(WORKERS) --dist worksteal --maxfail $(RETRIED) || { [ $$? = 1 ] && $(RETRY); }
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report --fail-under=95
 	@echo 'protocol and ledger: every branch'

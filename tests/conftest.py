@@ -32,6 +32,9 @@ CAMPAIGNS = (
 Those of the last line repeat what others measure, many times over.
 """
 
+EVERY_LINE = ("unit/protocol", "unit/server/ledger", "unit/server/transport")
+"""Tests of which none is left out: every branch of what they test has to be covered, every day."""
+
 OFTEN = 200
 """Tests after which garbage is looked for in all that they left, and not again: a test that looks has its own alone."""
 
@@ -44,7 +47,10 @@ WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 
 def pytest_report_header() -> str:
     """Say what repeats today's samples."""
-    return "every sweep whole" if sampling.WHOLE else f"samples of sweeps: CUBROKER_TEST_SEED={sampling.SEED}"
+    if sampling.WHOLE:
+        return "every sweep whole"
+    slow = f"one of {sampling.SLOW_PART} slow tests, " if sampling.SLOW_PART > 1 else ""
+    return f"{slow}samples of sweeps: CUBROKER_TEST_SEED={sampling.SEED}"
 
 
 @pytest.hookimpl(wrapper=True)
@@ -60,11 +66,20 @@ def pytest_make_collect_report(
     return report
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Have the slow ones run first, so that no worker is left with them alone at the end."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the slow ones that are not today's, and have the others run first: none is left alone at the end."""
     if WORKERS > 1:
         items.sort(key=lambda item: item.path)  # in the same order for all of them
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    folders: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("slow") and not any(item.path.is_relative_to(ROOT / each) for each in EVERY_LINE):
+            folders.setdefault(item.path.parent, []).append(item)
+    left_out: set[pytest.Item] = set()
+    for slow in folders.values():
+        left_out |= set(slow) - set(sampling.daily(slow, -(-len(slow) // sampling.SLOW_PART)))
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=list(left_out))
 
 
 @pytest.hookimpl(wrapper=True)

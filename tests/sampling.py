@@ -21,6 +21,11 @@ WHOLE = os.environ.get("CUBROKER_TEST_ALL", "0") != "0"
 SEED = int(os.environ.setdefault("CUBROKER_TEST_SEED", str(date.today().toordinal())))
 
 
+# `make test` sets it; who names tests on the command line wants them all.
+SLOW_PART = 1 if WHOLE else int(os.environ.get("CUBROKER_TEST_SLOW_PART", "1"))
+"""Every how many of the slow tests one is run today."""
+
+
 def daily(items: Iterable[T], count: int, *, always: Iterable[T] = ()) -> list[T]:
     """Return ``count`` of the items in their order, and those that a test ``always`` tries.
 

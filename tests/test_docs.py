@@ -98,6 +98,7 @@ def witnesses() -> dict[str, str]:
     return found
 
 
+@pytest.mark.slow
 def test_the_tests_of_the_table_call_their_functions(tmp_path: Path) -> None:
     tests, file = witnesses(), tmp_path / "calls.json"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.unit.driver.recorder"]

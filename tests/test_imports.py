@@ -196,6 +196,7 @@ def test_no_imports_go_in_a_circle_even_for_type_checkers() -> None:
         pytest.fail(" <- ".join(error.args[1]))
 
 
+@pytest.mark.slow
 def test_no_import_is_relative() -> None:
     assert not [module for module, path in house().items() for name in named(path.read_text()) if name.startswith(".")]
 

@@ -67,6 +67,7 @@ def worker(bare: Path, lender: BrokerProcess, script: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_worker_requires_the_driver_zeromq_and_msgpack_and_an_extra_each_what_its_role_needs(wheel: Path) -> None:
     base = {"cuda-bindings", "msgpack", "msgspec", "pyzmq"}
     assert wheels.required(wheel) == base | {"cuda-pathfinder"}  # of cuda-bindings
@@ -77,6 +78,7 @@ def test_a_worker_requires_the_driver_zeromq_and_msgpack_and_an_extra_each_what_
     assert wheels.required(wheel, ["all"]) == base.union({"cuda-pathfinder"}, *roles.values())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not wheels.tracked(), reason="needs the git checkout of this tree")
 def test_a_source_distribution_has_all_files_of_the_tree_but_what_the_forge_runs(tmp_path: Path) -> None:
     with tarfile.open(wheels.sdist(tmp_path)) as file:
@@ -103,6 +105,7 @@ print(json.dumps([here, found, sorted(name for name in loaded if not name.starts
 """
 
 
+@pytest.mark.slow
 def test_a_worker_attaches_with_nothing_else_installed_and_imports_no_package_that_it_does_not_use(
     bare: Path, lender: BrokerProcess
 ) -> None:
@@ -203,6 +206,7 @@ def test_a_command_says_which_extra_it_needs(bare: Path, arguments: list[str], a
     )
 
 
+@pytest.mark.slow
 def test_a_command_that_draws_says_so_where_only_click_is_there_for_some_other_program(
     wheel: Path, lender: BrokerProcess, tmp_path: Path
 ) -> None:

@@ -35,6 +35,7 @@ with Broker(sys.argv[1]) as broker:
 """
 
 
+@pytest.mark.slow
 def test_it_serves_and_keeps_and_reads_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sitecustomize.py").write_text(LESS)
     path = (str(tmp_path), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", ""))

@@ -17,6 +17,7 @@ INPUTS = 600
 """Of each target, others every day."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TARGETS)
 def test_no_input_does_harm(name: str) -> None:
     finding = hunt(TARGETS[name], INPUTS, seed=sampling.SEED)

@@ -15,10 +15,12 @@ def campaign() -> Iterator[Campaign]:
         yield campaign
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("point", SOME, ids=str)
 def test_a_worker_may_die_at_any_step(campaign: Campaign, point: Point) -> None:
     campaign.kill_at(point)
 
 
+@pytest.mark.slow
 def test_workers_may_die_at_any_moment(campaign: Campaign) -> None:
     campaign.kill_at_any_moment(12, random.Random(1))

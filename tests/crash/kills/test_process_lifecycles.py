@@ -39,6 +39,7 @@ def sessions(observer: Broker, pid: int) -> list[ClientInfo]:
     return [client for client in observer.clients() if client.pid == pid]
 
 
+@pytest.mark.slow
 def test_exec_ends_the_connection_and_no_lease_until_the_process_ends(
     worker_pool: WorkerPool, observer: Broker
 ) -> None:
@@ -93,6 +94,7 @@ def test_programs_that_a_holder_starts_inherit_nothing_and_disturb_nothing(
         settles(observer, [os.getpid()])
 
 
+@pytest.mark.slow
 def test_a_holder_may_start_workers_by_spawn_and_forkserver(worker_pool: WorkerPool, observer: Broker) -> None:
     (before,) = {pool.version for pool in observer.pools()}
     with start(worker_pool, observer, "start_workers") as worker:

@@ -84,6 +84,7 @@ def test_a_session_of_every_version_is_known_to_the_next_broker(kept: StoredBrok
         assert client.clients()[0].leases == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("durable", [False, True])
 def test_descriptors_on_their_way_cost_the_next_broker_nothing_if_there_are_none_any_more(
     kept: StoredBroker, durable: bool

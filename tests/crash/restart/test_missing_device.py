@@ -131,6 +131,7 @@ def test_a_device_that_comes_back_has_what_was_lost_until_it_is_given_back(
     check(held["here"])
 
 
+@pytest.mark.slow
 def test_whoever_looks_sees_what_is_lost_with_its_device(kept: StoredBroker, held: dict[str, Pool]) -> None:
     with Broker(kept.directory) as client:
         view = client.look()

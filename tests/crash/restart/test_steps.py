@@ -18,6 +18,7 @@ def campaign() -> Iterator[Campaign]:
         yield campaign
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scene", SOME, ids=str)
 def test_the_broker_may_be_killed_at_any_step(campaign: Campaign, scene: Scene) -> None:
     steps = campaign.count(scene)

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import pytest
+
 from tests.crash.soak import leaks
 from tests.crash.soak.load import load
 
 FEW = 4
 
 
+@pytest.mark.slow
 def test_nothing_that_is_done_again_and_again_leaves_anything() -> None:
     with leaks.scene() as stage:
         for deed in leaks.DEEDS:

@@ -40,6 +40,7 @@ def is_found() -> bool:
     return any(attempt(generate(seed))[1] is not None for seed in (*TELLING, *range(1000)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seeds", [{*TELLING, *range(FIXED)}, range(today(), today() + DAILY)], ids=["fixed", "daily"])
 def test_the_ledger_does_what_the_model_does_in_random_histories(seeds: Iterable[int]) -> None:
     report = search(sorted(seeds))
@@ -165,6 +166,7 @@ def test_a_ledger_that_frees_memory_that_is_still_bound_is_found(monkeypatch: py
     assert is_found()
 
 
+@pytest.mark.slow
 def test_a_ledger_that_gives_objects_to_who_may_only_read_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "replicas_for", lambda version, chosen, device: memory._reachable(version, chosen[0]))
     assert is_found()

@@ -36,6 +36,7 @@ def create(name: str, layout: bytes, device: str, wait: float = 0.0) -> Create:
     return Create(name, layout, (device,), "ipc", wait, None)
 
 
+@pytest.mark.slow
 def test_the_largest_layouts_one_after_the_other(broker: BrokerProcess, witness: Witness) -> None:
     before, names = resident(broker.pid), [f"{number:0100d}" for number in range(MAX_TENSORS)]
     data = Layout.pack([(name, "U8", (int(name == names[0]),)) for name in names]).encode()
@@ -55,6 +56,7 @@ def test_the_largest_layouts_one_after_the_other(broker: BrokerProcess, witness:
     assert resident(broker.pid) - before < 512 * MIB
 
 
+@pytest.mark.slow
 def test_as_many_waiting_requests_as_there_may_be(broker: BrokerProcess, witness: Witness) -> None:
     with session(broker.directory) as client:
         for _ in range(HOSTILITY):

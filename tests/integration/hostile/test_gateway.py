@@ -89,6 +89,7 @@ def test_an_endless_multipart_message(broker: BrokerProcess, witness: Witness) -
             witness.check()
 
 
+@pytest.mark.slow
 def test_junk_on_the_request_socket(broker: BrokerProcess, witness: Witness) -> None:
     gateway = gateway_of(broker.pid)
     before, sent, junk = resident(gateway), 0, os.urandom(1 << 16)
@@ -144,6 +145,7 @@ def test_a_reader_that_never_reads(broker: BrokerProcess, witness: Witness) -> N
         assert resident(gateway_of(broker.pid)) < 256 * MIB
 
 
+@pytest.mark.slow
 def test_the_largest_answers_asked_for_again_and_again_and_never_read(broker: BrokerProcess, witness: Witness) -> None:
     layout = Layout.pack([(f"{number:0500d}", "U8", (0,)) for number in range(15_000)] + [("x", "U8", (1,))])
     gateway, before = gateway_of(broker.pid), resident(broker.pid)
@@ -163,6 +165,7 @@ def test_the_largest_answers_asked_for_again_and_again_and_never_read(broker: Br
     assert resident(broker.pid) - before < 256 * MIB
 
 
+@pytest.mark.slow
 def test_large_answers_one_after_the_other_come_to_whom_reads_them(broker: BrokerProcess, witness: Witness) -> None:
     layout = Layout.pack([(f"{number:0500d}", "U8", (0,)) for number in range(15_000)] + [("x", "U8", (1,))])
     with session(broker.directory) as client:

@@ -76,6 +76,7 @@ def crowd(process: subprocess.Popen[str]) -> list[tuple[str, object]]:
     return [(code, what) for code, what in said]
 
 
+@pytest.mark.slow
 def test_threads_that_open_brokers_at_their_limit_all_at_once_are_refused_or_served_and_end_no_process() -> None:
     with serving() as broker, witnessed(broker) as witness:
         for folder in (broker.directory.parent, broker.directory):

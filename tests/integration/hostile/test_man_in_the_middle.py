@@ -130,6 +130,7 @@ def test_a_request_that_it_alters_is_not_done(process: BrokerProcess, middle: Mi
     assert process.log().count("that it did not write are dropped") == 1
 
 
+@pytest.mark.slow
 def test_a_layout_that_it_alters_is_not_taken_and_the_writers_own_is(process: BrokerProcess, middle: Middle) -> None:
     data, altered = LARGE.encode(), iter((1 << 17, 1 << 19, len(LARGE.encode()) - 1))
 
@@ -212,6 +213,7 @@ def forge(frame: bytes, before: list[bytes]) -> list[bytes]:
     return [*flips(frame, 7), frame[:-1], frame + b"\0", failed, *marked, b"\xc1", b"\xc2" * 30, *before]
 
 
+@pytest.mark.slow
 def test_a_reply_that_it_forges_or_alters_is_never_taken(
     process: BrokerProcess, middle: Middle, caplog: pytest.LogCaptureFixture
 ) -> None:

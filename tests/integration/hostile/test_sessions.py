@@ -98,6 +98,7 @@ def test_the_system_keeps_descriptors_out_where_it_can(broker: BrokerProcess) ->
         assert connection.recv(1 << 16)
 
 
+@pytest.mark.slow
 def test_sessions_that_never_read_their_notices(broker: BrokerProcess, witness: Witness) -> None:
     before, names = resident(broker.pid), [f"pool-{number}" for number in range(10)]
     with ExitStack() as opened, session(broker.directory) as writer:

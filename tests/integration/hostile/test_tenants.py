@@ -51,6 +51,7 @@ IMPOSTORS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("uid", "before"), ADMINISTRATORS)
 def test_those_who_run_the_host_or_the_broker_administer_it(
     broker: Unprivileged, alice: Visitor, uid: int, before: Sequence[str]
@@ -63,6 +64,7 @@ def test_those_who_run_the_host_or_the_broker_administer_it(
         assert alice("publish", "old", 0o600) == visitor("retire", "old")[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("uid", "before"), IMPOSTORS)
 def test_a_number_alone_makes_no_administrator(
     broker: Unprivileged, alice: Visitor, uid: int, before: Sequence[str]
@@ -77,6 +79,7 @@ def test_a_number_alone_makes_no_administrator(
     assert alice("attach", "secret") == [1, ALICE % 251]
 
 
+@pytest.mark.slow
 def test_root_administers_only_while_the_settings_trust_it_and_a_listed_user_wherever_it_is() -> None:
     settings = f"trust_root = false\nadmins = [{EVE}]\n{SETTINGS}"
     with (

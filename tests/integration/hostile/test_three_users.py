@@ -107,6 +107,7 @@ def lists(user: Visitor, name: str) -> bool:
     return name in [pool["name"] for pool in user("pools")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", OTHERS, ids=oct)
 def test_a_user_does_with_a_pool_what_its_mode_says_and_nothing_else(users: Mapping[str, Visitor], mode: int) -> None:
     alice = users["alice"]
@@ -147,6 +148,7 @@ def test_a_private_pool_is_not_told_of(users: Mapping[str, Visitor], who: str) -
     alice("retire", "confidential")
 
 
+@pytest.mark.slow
 def test_the_commands_tell_a_stranger_no_more_and_do_no_more(
     broker: KeptUnprivileged, users: Mapping[str, Visitor]
 ) -> None:
@@ -187,6 +189,7 @@ def test_a_reserved_name_is_published_by_those_alone_for_whom_it_is(users: Mappi
         users[publisher]("retire", name)
 
 
+@pytest.mark.slow
 def test_a_squatted_name_is_taken_by_nobody_who_says_whose_pool_it_expects(
     broker: KeptUnprivileged, users: Mapping[str, Visitor]
 ) -> None:

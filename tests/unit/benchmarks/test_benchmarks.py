@@ -102,6 +102,7 @@ def test_a_benchmark_runs_alone_and_writes_its_results(
     check(name, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_benchmark_is_a_program(tmp_path: Path) -> None:
     options = ["--devices", "host:2@64MiB", "--size", "1MB", "--rounds", "1", "--label", "A-test!", "--output"]
     command = [sys.executable, "-m", "benchmarks.driver_calls", *options, str(tmp_path)]

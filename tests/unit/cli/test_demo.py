@@ -87,6 +87,7 @@ def check_advice(lines: list[str]) -> None:
     assert " serve --devices host:2  " in rows[-1], "there is no GPU here"
 
 
+@pytest.mark.slow
 def test_the_demo_tells_its_story_and_leaves_nothing(place: Place, weights: Path) -> None:
     done = run("demo", weights, env=place.env)
     assert (done.returncode, done.stderr) == (0, "")
@@ -129,6 +130,7 @@ def test_a_failing_demo_says_why_and_leaves_nothing(place: Place, tmp_path: Path
     place.check_empty()
 
 
+@pytest.mark.slow
 def test_a_demo_without_a_model_makes_weights_like_those_of_one(place: Place, tmp_path: Path) -> None:
     program = "from cubroker.cli import main\nfrom cubroker.cli import demo\n"
     program += "demo.PACKAGE = 'no_such_weights'\nmain.main()"
@@ -258,6 +260,7 @@ def test_a_worker_that_cannot_says_why(tmp_path: Path) -> None:
         worker.leave()
 
 
+@pytest.mark.slow
 def test_a_worker_finds_bytes_that_are_not_the_files(broker: BrokerProcess, tmp_path: Path) -> None:
     ours, theirs = (
         checkpoints.write(tmp_path / f"{seed}.safetensors", checkpoints.filled(checkpoints.ODD_SHAPES, seed))

@@ -68,6 +68,7 @@ def shown(directory: Path, *arguments: str) -> list[str]:
     return [line.split()[0] for line in lines(directory, "ls", *arguments)[1:]]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("zoo")
 def test_ls_takes_patterns_and_sorts(directory: Path) -> None:
     assert shown(directory) == ["llama@1", "qwen-large@1", "qwen-small@1"]
@@ -106,6 +107,7 @@ def test_show_says_which_processes_hold_a_version(directory: Path, zoo: Broker) 
     assert holder["process"]["name"] == process.name
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("zoo")
 def test_columns_go_whole_where_a_terminal_is_narrow(directory: Path) -> None:
     for command, columns, titles in (
@@ -205,6 +207,7 @@ def test_styles_are_left_out_where_they_are_not_wanted(directory: Path, name: st
     assert "\x1b" not in terminal.run("devices", "--directory", directory, **{name: value})[1]
 
 
+@pytest.mark.slow
 def test_shared_memory_is_said_once(directory: Path, name: str) -> None:
     with Broker(directory) as broker:
         broker.publish(name, {"a": bytes(3 << 20), "b": bytes(1 << 20)})

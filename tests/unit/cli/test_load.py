@@ -202,6 +202,7 @@ def test_if_absent_loads_once(directory: Path, path: Path, name: str) -> None:
     assert states(directory) == [(name, 1, "current")]
 
 
+@pytest.mark.slow
 def test_verify_tells_equal_from_different(directory: Path, path: Path, tmp_path: Path, name: str) -> None:
     other = checkpoints.write(tmp_path / "other.safetensors", checkpoints.filled(checkpoints.ODD_SHAPES, seed=1))
     assert run("load", name, path, "--directory", directory).returncode == 0

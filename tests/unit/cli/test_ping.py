@@ -76,6 +76,7 @@ def test_a_broker_that_serves_nobody_new_is_live_and_not_ready(
     assert done.stdout.endswith("s, and opens no new session: it is told to end\n")
 
 
+@pytest.mark.slow
 def test_a_broker_that_is_drained_is_not_ready_until_it_lends_again(broker: BrokerProcess) -> None:
     assert run("drain", "--directory", broker.directory).returncode == 0
     status, answer = document(broker.directory)

@@ -72,6 +72,7 @@ def page() -> Iterator[Page]:
         yield Page(Path(folder), Path(folder, "run"))
 
 
+@pytest.mark.slow
 def test_the_commands_and_the_worker_of_the_readme_work_and_print_what_stands_there(
     page: Page, monkeypatch: pytest.MonkeyPatch
 ) -> None:

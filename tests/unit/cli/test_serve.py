@@ -46,6 +46,7 @@ def test_a_broker_serves_and_ends_well_wherever_its_words_go(directory: Path, ki
         assert broker.wait(DEADLINE) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", STREAMS)
 def test_a_broker_that_cannot_start_ends_wherever_its_words_go(directory: Path, kind: str) -> None:
     directory.write_text("no directory")
@@ -74,6 +75,7 @@ def test_a_budget_beyond_the_device_is_refused(directory: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_options_come_before_the_environment_and_that_before_the_file(directory: Path) -> None:
     file, named = directory.with_name("cubroker.toml"), directory.with_name("named")
     file.write_text(f'directory = "{directory}"\ndevices = "host:1@64MiB"\nbudget = "50%"\n')

@@ -448,6 +448,7 @@ def test_what_is_sorted_by_size_has_falling_sizes(crowd: View) -> None:
     assert sizes == sorted(sizes, reverse=True)
 
 
+@pytest.mark.slow
 def test_every_one_of_many_pools_can_be_reached_by_keys(crowd: View) -> None:
     everything = pools(lines(crowd))
     assert len(everything) == len(crowd.pools) > 200
@@ -536,6 +537,7 @@ def test_a_low_terminal_shows_a_row_at_least() -> None:
         assert len(pools(drawn)) >= 1
 
 
+@pytest.mark.slow
 def test_in_json_it_is_one_document(directory: Path, name: str) -> None:
     with Broker(directory) as client:
         client.create(name, LAYOUT).seal()
@@ -550,6 +552,7 @@ def test_in_json_it_is_one_document(directory: Path, name: str) -> None:
     assert json.loads(other.stdout)["pools"] == []
 
 
+@pytest.mark.slow
 def test_options_choose_what_is_shown(directory: Path, name: str) -> None:
     with Broker(directory) as client:
         for number, size in enumerate((1, 3)):
@@ -583,6 +586,7 @@ def test_keys_are_told_from_what_a_terminal_sends(sent: str, expected: list[str]
     assert keys.split(sent) == expected
 
 
+@pytest.mark.slow
 def test_live_it_does_what_keys_say(broker: BrokerProcess) -> None:
     with Broker(broker.directory) as client:
         for number in range(40):
@@ -619,6 +623,7 @@ def test_live_it_does_what_keys_say(broker: BrokerProcess) -> None:
     assert b"Traceback" not in screen.written
 
 
+@pytest.mark.slow
 def test_keys_work_while_the_broker_does_not_answer(broker: BrokerProcess) -> None:
     with watching(broker.directory) as (process, screen):
         eventually(lambda: b"nothing has been loaded" in screen.written, "the first picture")

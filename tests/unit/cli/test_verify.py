@@ -38,6 +38,7 @@ def checked(directory: Path, name: str) -> tuple[int, dict[str, Any]]:
     return done.returncode, json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_what_was_loaded_with_digests_is_checked_on_every_device(directory: Path, path: Path, name: str) -> None:
     loaded(directory, name, path, "--device", "0,1", "--digest")
     done = run("verify", name, "--digest", "--directory", directory)
@@ -48,6 +49,7 @@ def test_what_was_loaded_with_digests_is_checked_on_every_device(directory: Path
     assert len(done.stdout.splitlines()) == 2
 
 
+@pytest.mark.slow
 def test_a_device_whose_bytes_were_changed_is_told_and_status_1(directory: Path, path: Path, name: str) -> None:
     loaded(directory, name, path, "--device", "0,1", "--digest", "--share", "ipc")
     status, before = checked(directory, name)
@@ -75,6 +77,7 @@ def test_a_device_whose_bytes_were_changed_is_told_and_status_1(directory: Path,
     assert all(device["nbytes"] >= MIB and device["seconds"] > 0 for device in after["devices"])
 
 
+@pytest.mark.slow
 def test_shards_are_checked_device_by_device(directory: Path, path: Path, tmp_path: Path, name: str) -> None:
     plan = tmp_path / "plan.json"
     plan.write_text('{"a": 0, "b": 1}')
@@ -84,6 +87,7 @@ def test_shards_are_checked_device_by_device(directory: Path, path: Path, tmp_pa
     assert [device["nbytes"] for device in found["devices"]] == [MIB, 256]
 
 
+@pytest.mark.slow
 def test_a_version_without_digests_is_refused_with_what_to_do(directory: Path, path: Path, name: str) -> None:
     loaded(directory, name, path)
     done = run("verify", name, "--digest", "--directory", directory)
@@ -92,6 +96,7 @@ def test_a_version_without_digests_is_refused_with_what_to_do(directory: Path, p
     assert "load with --digest" in done.stderr
 
 
+@pytest.mark.slow
 def test_show_tells_the_digests(directory: Path, path: Path, name: str) -> None:
     loaded(directory, name, path, "--device", "0,1", "--digest")
     told = run("show", name, "--directory", directory).stdout.splitlines()

@@ -314,6 +314,7 @@ def test_a_draft_that_is_closed_while_its_digest_fails_is_discarded(
     assert client.pools() == ()
 
 
+@pytest.mark.slow
 def test_hundreds_of_attaches_wait_at_once_and_the_loop_goes_on(client: BlockingBroker, name: str) -> None:
     async def main() -> None:
         async with Broker(client.directory) as broker, beating() as heart:
@@ -405,6 +406,7 @@ def test_a_wait_that_the_broker_ends_raises_as_in_a_thread(client: BlockingBroke
     run(main())
 
 
+@pytest.mark.slow
 def test_a_broker_that_is_stopped_blocks_no_loop_and_is_not_waited_for_beyond_the_time_limit(
     broker: BrokerProcess,
 ) -> None:
@@ -479,6 +481,7 @@ def test_tasks_that_connect_at_once_share_a_session(client: BlockingBroker) -> N
     eventually(lambda: len(client.clients()) == 1, "the end of the sessions that were too many")
 
 
+@pytest.mark.slow
 def test_a_broker_that_comes_later_is_waited_for_and_the_next_one_too(broker: BrokerProcess) -> None:
     async def lost(client: Broker) -> bool:
         return bool(client.lost)
@@ -520,6 +523,7 @@ def test_a_broker_that_comes_later_is_waited_for_and_the_next_one_too(broker: Br
     run(main())
 
 
+@pytest.mark.slow
 def test_an_attach_whose_session_is_lost_on_the_way_opens_none_on_the_loop(
     broker: BrokerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -228,6 +228,7 @@ with Broker(sys.argv[1]) as broker:
 """
 
 
+@pytest.mark.slow
 def test_torch_takes_and_publishes_tensors_without_numpy(broker: BrokerProcess) -> None:
     command = [sys.executable, "-c", WITHOUT_NUMPY, broker.directory]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -37,6 +37,7 @@ def end(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
+@pytest.mark.slow
 @BOTH
 def test_a_process_may_exit_with_everything_open(client: Broker, lender: BrokerProcess, name: str, share: str) -> None:
     publish(client, name)
@@ -270,6 +271,7 @@ def test_functions_whose_places_are_all_tried_exist() -> None:
     assert functions >= set(interrupts.ALWAYS)
 
 
+@pytest.mark.slow
 @BOTH
 @pytest.mark.parametrize(
     ("share", "what"), daily([*product(KINDS, OWN_DRAFTS), *product([DEFAULT], OTHERS)], 10), indirect=["share"]
@@ -281,6 +283,7 @@ def test_an_interrupt_at_any_place_leaves_nothing_behind(lender: BrokerProcess, 
     assert int(done.stdout) > 50
 
 
+@pytest.mark.slow
 @BOTH
 def test_a_draft_that_an_interrupted_seal_leaves_open_is_discarded_without_another(lender: BrokerProcess) -> None:
     """The interrupt comes before each bytecode of a seal in turn; each day before a tenth of them."""

@@ -74,6 +74,7 @@ def opened_by(broker: Broker, name: str) -> str:
     return broker.describe(name)[0].opened_by
 
 
+@pytest.mark.slow
 def test_writers_and_readers_on_the_channel_map_by_fabric_handle_and_get_no_descriptor(
     client: Broker, name: str, mapped: list[int | bytes]
 ) -> None:
@@ -169,6 +170,7 @@ def test_a_mapping_outlives_the_broker_and_the_handle_does_not(name: str, mapped
                 reservation.map(mapped[-1], readonly=True)
 
 
+@pytest.mark.slow
 def test_a_durable_pool_is_opened_by_what_outlives_the_broker(name: str) -> None:
     with storing() as kept, Broker(kept.directory) as broker:
         with broker.create(name, LAYOUT, durable=True) as draft:
@@ -243,6 +245,7 @@ def test_memory_that_cannot_be_mapped_is_not_tried_by_descriptor(
     eventually(lambda: leases(client, name) == 0, "the end of the lease")
 
 
+@pytest.mark.slow
 def test_whoever_gives_up_while_descriptors_are_to_come_keeps_nothing(
     lender: BrokerProcess, client: Broker, name: str, channel: pytest.MonkeyPatch
 ) -> None:

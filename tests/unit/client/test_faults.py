@@ -286,6 +286,7 @@ ACTIONS: dict[str, Callable[[Broker, str], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("share")
 @pytest.mark.parametrize(
     ("action", "status", "error"),
@@ -304,6 +305,7 @@ def test_memory_that_cannot_be_opened_whole_is_closed_and_its_lease_given_back(
     assert leases(client, name) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("action", ["attach", "create"])
 def test_a_system_call_that_fails_while_memory_is_mapped_costs_one_request_and_nothing_else(
     client: Broker, name: str, plan: Plan, monkeypatch: pytest.MonkeyPatch, share: str, action: str

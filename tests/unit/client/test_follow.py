@@ -271,6 +271,7 @@ def test_a_thread_that_fails_ends_the_iteration_of_all(
         assert next(follow) == 1
 
 
+@pytest.mark.slow
 def test_a_refusal_is_raised_by_the_iteration(client: Broker, name: str) -> None:
     watches = [client.watch(f"{name}-{number}") for number in range(1024)]
     with client.follow(name) as follow:
@@ -346,6 +347,7 @@ def follower(broker: BrokerProcess) -> Iterator[Broker]:
         yield client
 
 
+@pytest.mark.slow
 def test_a_broker_under_cubroker_keep_is_killed_and_the_versions_go_on() -> None:
     with keeping() as kept, Broker(kept.directory) as client, client.follow("policy") as follow:
         for version in (1, 2, 3):
@@ -592,6 +594,7 @@ def test_closing_a_pool_ends_what_follows_it(client: Broker, name: str) -> None:
         pool.follow()
 
 
+@pytest.mark.slow
 def test_a_pool_that_was_lost_with_its_session_has_no_newer_versions(broker: BrokerProcess, follower: Broker) -> None:
     put(follower, "policy", 1)
     with follower.attach("policy") as pool, pool.follow(switch=True) as follow:
@@ -747,6 +750,7 @@ def test_a_task_that_is_cancelled_during_a_switch_ends_after_it_and_gets_the_ver
         assert pool["weight"].tobytes() == bytes([2]) * 128
 
 
+@pytest.mark.slow
 def test_a_pool_is_switched_after_its_broker_was_killed_under_cubroker_keep() -> None:
     with keeping() as kept, Broker(kept.directory) as client:
         put(client, "policy", 1)

@@ -291,6 +291,7 @@ def test_numbers_that_make_no_sense_are_refused(pool: Pool) -> None:
         assert event.wait() == 1
 
 
+@pytest.mark.slow
 def test_an_event_that_is_dropped_is_closed(client: Broker, pool: Pool) -> None:
     pool.event("first").close()  # whatever is opened once per process is open
     before = files(os.getpid())
@@ -310,6 +311,7 @@ def test_an_event_that_is_dropped_is_closed(client: Broker, pool: Pool) -> None:
     all_closed(os.getpid(), before)
 
 
+@pytest.mark.slow
 def test_a_finalizer_that_the_collector_calls_finds_the_event_closed(pool: Pool) -> None:
     told: list[str] = []
 

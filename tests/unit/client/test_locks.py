@@ -52,6 +52,7 @@ def test_one_session_has_a_lock_at_a_time(client: Broker, lender: BrokerProcess,
         assert not held(client)
 
 
+@pytest.mark.slow
 def test_a_lock_that_is_dropped_goes_back_and_a_closed_broker_keeps_none(
     client: Broker, lender: BrokerProcess, name: str
 ) -> None:

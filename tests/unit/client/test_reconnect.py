@@ -158,6 +158,7 @@ def test_a_session_that_lives_is_left_alone(broker: BrokerProcess, client: Broke
     assert len(client.clients()) == 1
 
 
+@pytest.mark.slow
 def test_the_worker_of_the_page_goes_on_from_broker_to_broker(
     broker: BrokerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -338,6 +339,7 @@ def test_a_session_without_its_gateway_is_lost_though_the_broker_lives(
         assert again["weight"].tobytes() == content("weight", 128)
 
 
+@pytest.mark.slow
 def test_a_session_survives_a_kill_under_cubroker_keep() -> None:
     with keeping() as kept, Broker(kept.directory) as client:
         publish(client, "pool", share="vmm", durable=True)

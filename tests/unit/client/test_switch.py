@@ -288,6 +288,7 @@ def test_every_process_switches_for_itself(lender: BrokerProcess, client: Broker
             assert process.wait() == 0
 
 
+@pytest.mark.slow
 def test_the_page_shows_a_loop_that_works(
     lender: BrokerProcess, client: Broker, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

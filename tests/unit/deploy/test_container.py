@@ -122,6 +122,7 @@ def status(pid: int) -> dict[str, str]:
     return {key: value.strip() for key, value in (line.split(":", 1) for line in lines)}
 
 
+@pytest.mark.slow
 @needs_image
 def test_the_keeper_is_the_first_process_and_the_broker_its_child_both_without_any_privilege(
     container: Container,
@@ -154,6 +155,7 @@ def test_it_is_cubroker_as_it_was_built_and_its_health_is_told_by_the_check_of_t
     assert built.run(container.first, "cubroker", "config", "check").returncode == 0
 
 
+@pytest.mark.slow
 @needs_image
 def test_its_sockets_are_a_groups_that_it_is_in_and_a_broker_that_is_killed_is_there_again_with_its_pool(
     built: Image,

@@ -134,6 +134,7 @@ LAYOUT = Layout.pack([("x", "U8", (5,))])
 needs_bash = pytest.mark.skipif(not shutil.which("bash"), reason="bash is not installed")
 
 
+@pytest.mark.slow
 @needs_bash
 def test_bash_completes_commands_options_and_pools(
     broker: BrokerProcess, tmp_path: Path, bash: Callable[[Path], Shell]

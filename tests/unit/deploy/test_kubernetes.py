@@ -79,6 +79,7 @@ def checker() -> Any:
         return import_module("kubernetes_validate")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("file", FILES)
 def test_every_document_is_what_kubernetes_takes(checker: Any, file: str, version: str) -> None:

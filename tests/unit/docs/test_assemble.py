@@ -26,6 +26,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_every_link_of_the_site_leads_to_a_page_or_a_file(pages: Path) -> None:
     checked = 0
     for page in pages.rglob("*.md"):

@@ -258,6 +258,7 @@ def imported(path: Path) -> set[Path]:
     return found
 
 
+@pytest.mark.slow
 def test_nothing_that_runs_on_a_gpu_makes_a_multicast_call() -> None:
     """Nor asks for an object, a window or a pool of that kind; nor do modules whose tests are imported there."""
     left = [path for folder in ON_HARDWARE for path in (ROOT / folder).rglob("*.py")]
@@ -271,6 +272,7 @@ def test_nothing_that_runs_on_a_gpu_makes_a_multicast_call() -> None:
     assert [name for name in names - OBEDIENT if FORBIDDEN.search((ROOT / name).read_text())] == []
 
 
+@pytest.mark.slow
 def test_the_tests_on_gpus_say_no_to_multicast_whatever_the_site_says(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text("from tests.gpu.conftest import *\n")
     (tmp_path / "test_environment.py").write_text(

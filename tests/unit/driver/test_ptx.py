@@ -72,6 +72,7 @@ def test_the_kernel_of_digests_adds_up_every_piece_whatever_the_grid(pieces: int
     assert finish(add(*(PAIR.unpack(pair) for _, pair in stored)), len(data)) == digest(data)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "beside"),
     daily(product(([1], [16, 100], [17, 5, CHUNK + 9, 1, 2000], [3, 2 * CHUNK, 40_000]), (0, 1, 2, 4, 8)), 7),

@@ -89,6 +89,7 @@ def here(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> 
     return Here(monkeypatch, capfd)
 
 
+@pytest.mark.slow
 def test_arrays_are_written_by_one_process_and_read_by_another(lender: BrokerProcess, client: Broker) -> None:
     written = output(start(lender, "share_arrays.py", "write"))
     read = output(start(lender, "share_arrays.py", "read"))
@@ -98,6 +99,7 @@ def test_arrays_are_written_by_one_process_and_read_by_another(lender: BrokerPro
         assert f"{pool['noise'].numpy().sum(dtype=np.float32):.3f}" == read.split()[-1]
 
 
+@pytest.mark.slow
 def test_scratch_memory_is_handed_over_and_back(lender: BrokerProcess, client: Broker) -> None:
     produces, consumes = start(lender, "hand_over.py", "produce"), start(lender, "hand_over.py", "consume")
     assert output(produces) == ""

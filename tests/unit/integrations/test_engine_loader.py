@@ -212,6 +212,7 @@ def go_on(worker: subprocess.Popen[str]) -> None:
     print(file=worker.stdin, flush=True)
 
 
+@pytest.mark.slow
 def test_eight_engines_at_once_load_once_and_a_loader_that_dies_hands_over(
     client: Broker, lender: BrokerProcess, name: str
 ) -> None:

@@ -156,6 +156,7 @@ print(raised, room.error)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("waits", [True, False])
 def test_an_interrupt_comes_behind_the_call(*, waits: bool) -> None:
     """Without what makes it wait, it would come in the middle."""

@@ -86,6 +86,7 @@ def twins(model: nn.Module) -> set[tuple[str, ...]]:
     return set(groups.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "config"), MODELS)
 def test_an_attached_model_is_the_saved_one(client: Broker, tmp_path: Path, kind: str, config: dict[str, Any]) -> None:
     original = made(kind, config)

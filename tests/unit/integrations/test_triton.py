@@ -274,6 +274,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.slow
 def test_regions_of_ended_processes_are_swept_and_no_others(
     lender: BrokerProcess, client: Broker, name: str, server: Server
 ) -> None:
@@ -423,6 +424,7 @@ def test_a_register_that_is_not_answered_is_taken_back(
     assert leases(client, name) == 0
 
 
+@pytest.mark.slow
 def test_a_forked_child_leaves_the_regions_to_its_parent(client: Broker, name: str, server: Server) -> None:
     with scratch(client, name) as pool, triton.register(pool, server.url) as regions:
         child = os.fork()

@@ -104,6 +104,7 @@ def test_an_update_is_converted_once_however_often_it_is_given(
     assert (one.converted, two.converted, current(client, name)) == (1, 0, 2)
 
 
+@pytest.mark.slow
 def test_an_update_that_comes_late_does_not_make_older_weights_current(
     client: Broker, name: str, engines: Callable[..., Engine]
 ) -> None:

@@ -247,6 +247,7 @@ def test_a_keeper_that_is_told_to_end_takes_nothing_away_that_lasts_before_it_is
         assert "still held" not in said()
 
 
+@pytest.mark.slow
 def test_a_keeper_passes_on_that_the_next_broker_is_to_go_on() -> None:
     with kept() as (keeper, directory, said), session(directory) as client:
         draft = lasting(client, "lasting")

@@ -73,6 +73,7 @@ def greeted(connection: socket.socket) -> Welcome | Refused:
         return hear(connection)
 
 
+@pytest.mark.slow
 def test_who_connects_without_a_descriptor_to_spare_is_refused_or_waits(
     broker: BrokerProcess, client: RawClient
 ) -> None:
@@ -113,6 +114,7 @@ def after_the_death_of_its_gateway(broker: BrokerProcess, free: int) -> str:
         return outcome()
 
 
+@pytest.mark.slow
 def test_a_gateway_that_cannot_be_started_is_started_when_there_are_descriptors_again(broker: BrokerProcess) -> None:
     def counts() -> tuple[int, int]:
         return descriptors(broker.pid), descriptors(gateway_of(broker.pid))

@@ -108,6 +108,7 @@ def fail_each(
     raise AssertionError("there is no end of calls")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("error", "code"),
     [
@@ -122,6 +123,7 @@ def test_a_driver_call_that_fails_costs_one_request_and_nothing_else(
     assert fail_each(broker, ALLOCATING, int(error), code) >= 2 * 3 * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("error", "code"), [(errno.ENOMEM, "out_of_memory"), (errno.ENOSPC, "out_of_memory"), (errno.EMFILE, "device")]
 )

@@ -87,6 +87,7 @@ def test_a_broker_whose_log_nobody_reads_any_more_goes_on() -> None:
         use(*broker)
 
 
+@pytest.mark.slow
 def test_a_broker_whose_log_is_never_read_goes_on() -> None:
     with pipe() as (read, write):
         os.write(write, bytes(FULL))
@@ -95,6 +96,7 @@ def test_a_broker_whose_log_is_never_read_goes_on() -> None:
         assert os.read(read, 2 * FULL) == bytes(FULL)
 
 
+@pytest.mark.slow
 def test_a_broker_without_standard_error_goes_on() -> None:
     with serving(None) as broker:
         use(*broker)

@@ -49,6 +49,7 @@ def test_it_says_what_it_lends_and_that_nothing_survives_it(broker: BrokerProces
     assert "no store" in broker.log()
 
 
+@pytest.mark.slow
 def test_a_second_broker_is_refused_and_the_first_goes_on(broker: BrokerProcess, client: RawClient) -> None:
     second = start(broker.directory, "--devices", "host:1")
     assert second.returncode == 1
@@ -83,6 +84,7 @@ def test_a_broker_at_rest_is_small_and_keeps_libraries_apart(broker: BrokerProce
     assert "_asyncio" not in maps(gateway)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
@@ -98,6 +100,7 @@ def test_a_broker_that_cannot_start_says_why(tmp_path: Path, arguments: list[str
     assert "Traceback" not in ended.stderr
 
 
+@pytest.mark.slow
 def test_a_broker_without_a_driver_says_so(tmp_path: Path) -> None:
     ended = start(tmp_path, "--devices", "cuda:999")
     assert ended.returncode == 1
@@ -118,6 +121,7 @@ def serving_after(program: str, directory: Path) -> Iterator[subprocess.Popen[st
             process.kill()
 
 
+@pytest.mark.slow
 def test_signals_that_are_ignored_at_the_start_stay_so(tmp_path: Path) -> None:
     ignore = (
         "import os, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN); os.execv(sys.executable, sys.argv[1:])"
@@ -141,6 +145,7 @@ def test_signals_that_are_blocked_at_the_start_are_heard(tmp_path: Path, number:
         assert process.wait(PATIENCE) == 0
 
 
+@pytest.mark.slow
 def test_a_broker_that_does_not_come_up_can_be_stopped(tmp_path: Path) -> None:
     (tmp_path / "zmq.py").write_text("import signal\nsignal.pause()\n")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))}

@@ -56,6 +56,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch, *real: str) -> None:
     monkeypatch.setattr(probe, "trial_command", command)
 
 
+@pytest.mark.slow
 def test_host_devices_share_by_handle_and_by_descriptor(broker: BrokerProcess) -> None:
     done = run("doctor", "--devices", "host:1@64MiB", "--json", "--directory", broker.directory)
     assert (done.returncode, done.stderr) == (0, "")
@@ -85,6 +86,7 @@ def test_every_device_has_its_verdicts(tmp_path: Path, monkeypatch: pytest.Monke
     assert [found["peers"].works for _, found in report.devices] == [False, False]
 
 
+@pytest.mark.slow
 def test_a_machine_with_a_channel_has_fabric_handles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CHANNEL, "0")
     at_once(monkeypatch, "fabric")
@@ -93,6 +95,7 @@ def test_a_machine_with_a_channel_has_fabric_handles(tmp_path: Path, monkeypatch
     assert "mapped 2 MiB by fabric handle" in device["kinds"]["fabric"]["why"]
 
 
+@pytest.mark.slow
 def test_the_report_fits_a_terminal(tmp_path: Path) -> None:
     program = (
         "from cubroker.cli import main; from cubroker.cli.doctor import probe, trials\n"
@@ -142,6 +145,7 @@ def test_a_directory_that_is_not_taken_for_the_hosts_is_a_finding(tmp_path: Path
     assert run_as_guest(host, "ls").returncode == 3
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_it_and_its_trials(tmp_path: Path) -> None:
     marker = f"doctor-{os.getpid()}-interrupted"
     env = environment(CUBROKER_TEST_MARKER=marker)
@@ -175,6 +179,7 @@ def test_without_a_gpu_it_says_so_and_tries_host_devices(tmp_path: Path, monkeyp
     assert "no GPU to lend" in report.host["driver"].why
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_gpu")
 def test_gpus_that_were_asked_for_and_are_not_there_are_a_failure(tmp_path: Path) -> None:
     report = DoctorReport(asyncio.run(probe.gather("cuda", tmp_path / "nobody")))
@@ -217,6 +222,7 @@ def test_a_trial_whose_parent_has_gone_is_not_made() -> None:
     assert asyncio.run(ask(line, 60, Survey)) == Trial("died", detail="status 0: it said nothing")
 
 
+@pytest.mark.slow
 def test_after_a_silent_trial_the_device_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def line(*arguments: str) -> list[str]:
         return [sys.executable, "-c", HANGS] if arguments[0] == "ipc" else trial_command(*arguments)
@@ -295,6 +301,7 @@ def test_devices_are_asked_what_they_say_of_sharing() -> None:
     assert (device.unified, device.ipc, device.virtual, device.descriptors) == (1, 1, 1, 1)
 
 
+@pytest.mark.slow
 def test_bytes_that_differ_are_seen() -> None:
     driver = load("host:1@64MiB")
     try:

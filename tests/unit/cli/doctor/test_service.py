@@ -64,6 +64,7 @@ def report(directory: Path, **variables: str) -> dict[str, Any]:
     return {finding["name"]: finding for finding in json.loads(done.stdout)["host"]}
 
 
+@pytest.mark.slow
 def test_a_broken_unit_is_told_with_its_log_and_its_settings(systemd: Path, tmp_path: Path) -> None:
     file = tmp_path / "cubroker.toml"
     file.write_text("devicez = 'cuda'\nkeep = -1\n")
@@ -154,6 +155,7 @@ def shut(folder: Path) -> Iterator[None]:
         folder.chmod(0o700)
 
 
+@pytest.mark.slow
 def test_a_socket_that_listens_without_a_broker_is_told(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     directory.mkdir()
@@ -170,6 +172,7 @@ def test_a_socket_that_listens_without_a_broker_is_told(tmp_path: Path) -> None:
     assert service.examine_listener(directory) == ListenerFacts("deserted")
 
 
+@pytest.mark.slow
 def test_of_a_broker_that_answers_no_socket_is_told(broker: BrokerProcess) -> None:
     assert service.examine_listener(broker.directory).pid == broker.pid
     assert "socket" not in report(broker.directory)

@@ -274,6 +274,7 @@ def start(lender: BrokerProcess, path: Path, name: str) -> Iterator[Callable[[st
         each.process.communicate()
 
 
+@pytest.mark.slow
 def test_of_many_loaders_at_once_one_loads(client: Broker, start: Callable[[str], Process], name: str) -> None:
     results = [process.result() for process in [start("if-absent") for _ in range(5)]]
     assert sorted(result["loaded"] for result in results) == [False] * 4 + [True]

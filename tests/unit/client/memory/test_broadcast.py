@@ -80,6 +80,7 @@ def heard(client: Broker, name: str) -> list[bytes]:
     return found
 
 
+@pytest.mark.slow
 def test_what_a_draft_and_its_readers_broadcast_is_in_all_replicas(client: Broker) -> None:
     make(client)
     for device in (0, 1, 2):
@@ -241,6 +242,7 @@ def kill(holder: subprocess.Popen[str]) -> None:
     holder.communicate(timeout=PATIENCE)
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_holders_that_are_killed_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(OPTIONS, "slots=2")
     with serving("host:2@16MiB") as process, Broker(process.directory) as client:

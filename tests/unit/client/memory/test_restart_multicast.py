@@ -76,6 +76,7 @@ def replaced(before: set[str]) -> None:
     eventually(lambda: not objects() & before, "other objects in their place")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_who_held_replicas_goes_on_storing_to_all_and_so_does_who_comes_after_a_kill(
     way: str, monkeypatch: pytest.MonkeyPatch
@@ -129,6 +130,7 @@ def test_a_draft_goes_on_storing_to_all_and_is_published(client: Broker, kept: S
     assert heard(client, "odd") == [text("odd", 2)] * 3
 
 
+@pytest.mark.slow
 def test_another_way_to_all_replicas_is_taken_and_told(
     client: Broker, kept: StoredBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,6 +182,7 @@ def test_a_draft_that_had_to_do_without_multicast_here_goes_on_with_copies(
 # -- at the same time -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_broadcasts_that_run_meanwhile_all_reach_every_replica(client: Broker, kept: StoredBroker) -> None:
     lasting(client)
     over = threading.Event()
@@ -206,6 +209,7 @@ def test_broadcasts_that_run_meanwhile_all_reach_every_replica(client: Broker, k
         assert all(heard(client, name) == [text(name, 9)] * 3 for name in ("odd", "whole"))
 
 
+@pytest.mark.slow
 def test_nothing_is_unmapped_under_a_tensor_that_is_held(client: Broker, kept: StoredBroker) -> None:
     lasting(client)
     with client.attach("x", device=0) as held, client.attach("x", device=1) as other:
@@ -224,6 +228,7 @@ def test_nothing_is_unmapped_under_a_tensor_that_is_held(client: Broker, kept: S
         assert heard(client, "odd") == [text("odd", 5)] * 3
 
 
+@pytest.mark.slow
 def test_a_pool_that_is_asleep_wakes_with_the_objects_of_the_next_broker(client: Broker, kept: StoredBroker) -> None:
     lasting(client)
     with client.attach("x", device=1) as pool:
@@ -253,6 +258,7 @@ def broadcasts(pool: Pool) -> bool:
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("addresses", [True, False], ids=["addresses go back", "addresses stay"])
 def test_what_is_refused_is_told_and_the_next_broker_mends_it(
     addresses: bool,

@@ -24,6 +24,7 @@ def near() -> Iterator[Broker]:
         yield broker
 
 
+@pytest.mark.slow
 def test_a_pool_comes_back_where_it_was_and_stores_to_all_replicas_as_before(client: Broker) -> None:
     make(client)
     others = regions()

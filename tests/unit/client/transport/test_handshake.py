@@ -16,6 +16,7 @@ from tests.brokers import PATIENCE, BrokerProcess
 from tests.unit.client.scripts import run
 
 
+@pytest.mark.slow
 def test_signals_neither_cut_a_wait_for_the_broker_short_nor_make_it_longer(lender: BrokerProcess) -> None:
     program = """
     import socket, tempfile

@@ -204,6 +204,7 @@ def test_slots_run_out(module: HostModule) -> None:
     release(module, *teams)
 
 
+@pytest.mark.slow
 def test_a_table_that_is_full_is_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     table = Table.create(BLOCK * (MAX_BINDINGS + 1), 2)
     for number in range(MAX_BINDINGS):

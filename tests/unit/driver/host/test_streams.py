@@ -108,6 +108,7 @@ def test_a_forked_child_does_not_keep_an_event_alive(context: Context, maker: Ot
         maker.ask("end_child", child)
 
 
+@pytest.mark.slow
 def test_an_event_is_there_or_gone_for_a_thread_that_asks_while_another_closes_it(
     context: Context, maker: OtherProcess, switching: None
 ) -> None:

@@ -238,6 +238,7 @@ except NvmlError as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("status", "uuid", "said"),
     [
@@ -259,6 +260,7 @@ def test_figures_come_from_the_library(tmp_path: Path, status: int, uuid: str, s
     assert json.loads(done.stdout) == said
 
 
+@pytest.mark.slow
 def test_a_driver_without_the_function_is_an_error_of_the_library(tmp_path: Path) -> None:
     source = tmp_path / "nvml.c"
     source.write_text("int nvmlInit_v2(void) { return 0; }")

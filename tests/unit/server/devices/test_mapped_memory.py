@@ -156,6 +156,7 @@ def test_processes_without_a_session_are_looked_at_for_their_users() -> None:
             other.kill()
 
 
+@pytest.mark.slow
 def test_descriptors_that_are_closed_meanwhile_are_no_error() -> None:
     stop = threading.Event()
 

@@ -78,6 +78,7 @@ def descriptor(client: RawClient, lease: int) -> Iterator[None]:
     client.close_received()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", [mapping, descriptor])
 def test_a_client_that_keeps_the_memory_of_a_closed_lease_is_seen_and_refused_until_it_lets_go(keep: Keep) -> None:
     text = "[quota]\nmapped_beyond_leases = '63MiB'"
@@ -113,6 +114,7 @@ def test_memory_that_is_opened_by_handle_is_seen_too() -> None:
         eventually(lambda: mine(client) == 0, "the broker to look again")
 
 
+@pytest.mark.slow
 def test_a_client_that_follows_the_order_never_has_anything_beyond() -> None:
     with configured("[quota]\nmapped_beyond_leases = 0") as broker, session(broker.directory) as client:
         client.publish("a")
@@ -123,6 +125,7 @@ def test_a_client_that_follows_the_order_never_has_anything_beyond() -> None:
                     assert not mine(client)
 
 
+@pytest.mark.slow
 def test_a_client_that_switches_never_has_anything_beyond() -> None:
     with (
         configured("[quota]\nmapped_beyond_leases = 0") as broker,
@@ -144,6 +147,7 @@ def test_a_client_that_switches_never_has_anything_beyond() -> None:
             eventually(lambda: sum(each.allocated for each in ours.devices()) == 4 << 20, "the others to be freed")
 
 
+@pytest.mark.slow
 @needs_capability
 def test_of_two_users_the_one_that_keeps_memory_is_refused_and_the_other_is_served() -> None:
     text = "mode = 0o644\n[sockets]\nmode = 0o666\n[quota]\nmapped_beyond_leases = '1MiB'"
@@ -168,6 +172,7 @@ def test_of_two_users_the_one_that_keeps_memory_is_refused_and_the_other_is_serv
         assert broker.log().count(f"user {ALICE} gets leases again") == 1
 
 
+@pytest.mark.slow
 @needs_capability
 def test_nothing_is_hidden_by_another_process_or_by_hanging_up() -> None:
     text = "mode = 0o644\n[sockets]\nmode = 0o666\n[quota]\nmapped_beyond_leases = '1MiB'"
@@ -184,6 +189,7 @@ def test_nothing_is_hidden_by_another_process_or_by_hanging_up() -> None:
         eventually(lambda: again("attach", "llama") == [1, ALICE % 251], "to be served again")
 
 
+@pytest.mark.slow
 @needs_capability
 def test_what_the_kernel_does_not_let_the_broker_see_is_unknown() -> None:
     text = "mode = 0o644\nadmins = [0]\n[sockets]\nmode = 0o666\n[quota]\nmapped_beyond_leases = 0"
@@ -222,6 +228,7 @@ def test_another_quota_and_another_pace_hold_from_the_reload_on() -> None:
         eventually(lambda: mine(client) == 2 << 20, "the broker to look again")
 
 
+@pytest.mark.slow
 def test_a_broker_that_was_killed_knows_durable_memory_again() -> None:
     uid, gid = os.getuid(), os.getgid()
     with storing() as broker, session(broker.directory) as client, visiting(broker.directory, uid, gid) as liar:

@@ -26,6 +26,7 @@ def keep(place: Path) -> Iterator[Keep]:
         yield process
 
 
+@pytest.mark.slow
 def test_what_is_stored_is_there_again_after_a_kill_and_again_after_the_next(keep: Keep) -> None:
     pupil = keep.next()
     with memory(b"weights") as file:
@@ -161,6 +162,7 @@ def test_past_the_limit_it_says_loudly_what_it_drops_and_keeps_the_rest(place: P
         assert keep.again(pupil).inherited == {"second": 1, "third": 1}
 
 
+@pytest.mark.slow
 def test_names_that_would_not_fit_in_the_environment_are_dropped_since_the_next_start_would_fail(place: Path) -> None:
     with Keep(place, "--descriptors", "2000", "--pause", "0") as keep:
         pupil = keep.next()
@@ -175,6 +177,7 @@ def test_names_that_would_not_fit_in_the_environment_are_dropped_since_the_next_
         assert len(keep.again(pupil).inherited) == most
 
 
+@pytest.mark.slow
 def test_as_many_as_the_limit_come_back_whatever_numbers_they_have(place: Path) -> None:
     with Keep(place, "--descriptors", "1000", "--pause", "0") as keep:
         pupil = keep.next()

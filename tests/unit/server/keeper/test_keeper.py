@@ -47,6 +47,7 @@ sys.exit(keeper.keep(keeper.Terms(sys.argv[2:], 10, pause={pause})))
     return [sys.executable, "-c", script]
 
 
+@pytest.mark.slow
 def test_a_process_that_was_never_ready_and_stored_nothing_is_not_started_again() -> None:
     done = run("keep", "--", "sh", "-c", "echo started; exit 7")
     assert done.returncode == 7
@@ -54,6 +55,7 @@ def test_a_process_that_was_never_ready_and_stored_nothing_is_not_started_again(
     assert "gives up" in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_a_command_that_is_not_there_or_no_program_ends_it_as_it_ends_a_shell(tmp_path: Path) -> None:
     done = run("keep", "nowhere", "--option")
     assert done.returncode == 127
@@ -73,6 +75,7 @@ def test_what_stored_something_before_it_was_ready_is_started_again(keep: Keep) 
     assert "ended with status 3" in keep.says("starts again, with 1 descriptors")
 
 
+@pytest.mark.slow
 def test_what_was_ready_once_is_started_again_whatever_its_end(keep: Keep) -> None:
     keep.next().exit(0)
     keep.next(ready=False).exit(1)
@@ -100,6 +103,7 @@ def test_a_command_that_is_away_for_a_while_is_tried_until_it_is_back(place: Pat
         assert contents(keep.next().give("m")) == [b"kept"]
 
 
+@pytest.mark.slow
 def test_pauses_grow_while_runs_are_short(place: Path) -> None:
     with Keep(place, program=hasty(0.15)) as keep:
         for _ in range(5):
@@ -159,6 +163,7 @@ def test_a_message_may_be_empty_or_repeat_itself_or_say_what_is_not_known(keep: 
     keep.says("removes nothing by name")
 
 
+@pytest.mark.slow
 def test_no_message_ends_it(keep: Keep) -> None:
     chance = random.Random(7)
     names = b"FDSTORE FDSTOREREMOVE FDNAME FDPOLL READY STATUS WATCHDOG_USEC BARRIER RELOADING"
@@ -185,6 +190,7 @@ def test_nobody_but_the_process_has_a_say(keep: Keep, place: Path) -> None:
     assert keep.again(first).inherited == {}
 
 
+@pytest.mark.slow
 def test_a_hung_process_is_aborted_and_finds_again_what_it_stored(place: Path) -> None:
     with Keep(place, "--watchdog", "0.5") as keep:
         first = keep.next(ready=False)
@@ -206,6 +212,7 @@ def test_a_process_is_watched_unless_it_is_not_to_be(place: Path, keep: Keep) ->
         assert watching.next(ready=False).hello["watchdog"] == 10.0
 
 
+@pytest.mark.slow
 def test_a_process_may_ask_to_be_watched_and_to_be_ended(keep: Keep) -> None:
     first = keep.next()
     first.last(b"WATCHDOG_USEC=200000")  # a keeper that is late by a tenth of it gives it that time again
@@ -239,6 +246,7 @@ def test_a_process_that_does_not_end_is_killed_and_the_last_line_says_what_was_l
         assert "2 stored descriptors are dropped: m1.0, s7" in left
 
 
+@pytest.mark.slow
 def test_a_process_that_not_even_sigkill_ends_holds_up_no_end(place: Path) -> None:
     harmless = """
 import os, signal, sys
@@ -279,6 +287,7 @@ def test_a_process_that_dies_of_the_signal_is_reported_as_a_shell_does(keep: Kee
     assert keep.end() == 128 + signal.SIGTERM
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
 def test_other_signals_are_for_the_process_alone(keep: Keep, number: signal.Signals) -> None:
     first = keep.next()
@@ -314,6 +323,7 @@ def importing(number: signal.Signals, keep: Keep) -> None:
 IMPORTING = [sys.executable, "-X", "importtime", *KEEP[1:]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
 def test_a_signal_that_comes_while_it_is_imported_ends_nothing(place: Path, number: signal.Signals) -> None:
     with Keep(place, program=IMPORTING) as keep:
@@ -350,6 +360,7 @@ main()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [*ENDING, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
 def test_a_signal_that_comes_while_it_ends_changes_nothing(place: Path, number: signal.Signals) -> None:
     with Keep(place, program=[sys.executable, "-c", LATE.replace("NUMBER", str(int(number)))]) as keep:
@@ -393,6 +404,7 @@ def masks(states: str) -> list[int]:
     return [int(mask, 16) & ~(3 << 31) for mask in states.split()[1::2]]
 
 
+@pytest.mark.slow
 def test_a_process_has_signals_as_its_keeper_got_them(place: Path) -> None:
     states = ["grep", "-E", "Sig(Blk|Ign)", "/proc/self/status"]
     alone = subprocess.run(states, capture_output=True, text=True, check=True)

@@ -13,6 +13,7 @@ from tests.brokers import PATIENCE
 from tests.unit.server.monitoring.gallery import CHROMIUM
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here; `apt-get install chromium` brings one")
 def test_pictures_are_made_of_a_real_broker(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.unit.server.monitoring.gallery", str(tmp_path), "--devices", "2"]

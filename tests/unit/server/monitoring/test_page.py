@@ -18,6 +18,7 @@ from tests.unit.server.monitoring.gallery import visit
 from tests.unit.server.monitoring.windows import watching
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("devices", "pools"), [(1, 0), (1, 500), (8, 5), (16, 500)])
 def test_every_device_is_a_map_and_every_block_is_in_it(page: Page, devices: int, pools: int) -> None:
     view = scenes.view(devices, pools)
@@ -37,6 +38,7 @@ def test_every_device_is_a_map_and_every_block_is_in_it(page: Page, devices: int
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "the page is wider than its window"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("devices", "pools"), [(1, 0), (1, 200), (2, 5), (16, 200)])
 def test_it_fits_a_narrow_window(page: Page, devices: int, pools: int) -> None:
     with watching(scenes.view(devices, pools)) as pane:
@@ -146,6 +148,7 @@ def test_areas_are_in_proportion_to_bytes(page: Page) -> None:
     assert max(ratios) < 1.01 * min(ratios)
 
 
+@pytest.mark.slow
 def test_a_click_tells_who_holds_a_pool_wherever_it_is(page: Page) -> None:
     view = scenes.view(8, 5)
     pool = next(pool for pool in view.pools if len(pool.devices) == 2)
@@ -184,6 +187,7 @@ def test_nothing_lies_over_what_is_told_of_a_pool(page: Page, width: int) -> Non
         assert not page.locator("#chosen").evaluate(covered)
 
 
+@pytest.mark.slow
 def test_blocks_are_reached_and_chosen_by_the_keyboard(page: Page) -> None:
     view = scenes.view(1, 5)
     keys = [key_of(block) for block in sorted(view.blocks, key=lambda block: -block.nbytes)]
@@ -208,6 +212,7 @@ def key_of(block: Any) -> str:
     return f"{name}@{block.version}" if name else "private"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [1280, 400])
 def test_a_label_is_a_whole_name_or_the_number_of_one_beside_the_map(page: Page, width: int) -> None:
     view = scenes.view(1, 200)
@@ -234,6 +239,7 @@ def test_a_label_is_a_whole_name_or_the_number_of_one_beside_the_map(page: Page,
         assert lines or not number, f"{key} is number {number} of what matters, and has no label"
 
 
+@pytest.mark.slow
 def test_blocks_are_labelled_by_what_is_asked_for(page: Page) -> None:
     view = scenes.view(1, 200)
     pools = {f"{pool.name}@{pool.version}": pool for pool in view.pools}
@@ -313,6 +319,7 @@ def test_names_of_devices_are_whole(page: Page) -> None:
         expect(page.locator(".card p").first).to_contain_text(view.devices[0].uuid)
 
 
+@pytest.mark.slow
 def test_what_changes_is_shown_without_a_reload(page: Page) -> None:
     view = scenes.view(1, 5)
     with watching(scenes.view(1, 0)) as pane:
@@ -352,6 +359,7 @@ def test_ages_go_on_while_nothing_happens(page: Page) -> None:
         expect(page.locator("#pools tbody tr").first).to_contain_text("70\u00a0min")
 
 
+@pytest.mark.slow
 def test_a_new_picture_takes_neither_focus_nor_selection(page: Page) -> None:
     view = scenes.view(8, 200)
     focused = "[document.activeElement.tagName, document.activeElement.textContent]"

@@ -53,6 +53,7 @@ def planned(page: Page, view: View, wanted: float, device: str = "G") -> Any:
     return page.evaluate(PLAN, [msgspec.to_builtins(msgspec.structs.asdict(view)), device, round(wanted * GIB)])
 
 
+@pytest.mark.slow
 def test_what_is_superseded_goes_before_what_is_current_and_what_is_held_stays(blank: Page) -> None:
     pools = [pool("a", 1, "superseded"), pool("a", 2), pool("b", 1), pool("c", 1, leases=2), pool("d", 1, "draft")]
     sizes = {("a", 1): 10, ("a", 2): 10, ("b", 1): 30, ("c", 1): 40, ("d", 1): 5}
@@ -130,6 +131,7 @@ def some(chance: random.Random) -> View:
     return look(pools, blocks, budget=sum(block.nbytes for block in blocks) // GIB + chance.randint(0, 3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(40))
 def test_the_set_is_enough_and_none_of_it_can_be_left_out(blank: Page, seed: int) -> None:
     chance = random.Random(seed)
@@ -226,6 +228,7 @@ def test_sizes_are_read_as_they_are_written(blank: Page) -> None:
         assert blank.evaluate("text => Number.isNaN(parse(text))", text), text
 
 
+@pytest.mark.slow
 def test_one_look_tells_for_every_device_what_to_retire_and_a_click_how(page: Page) -> None:
     view = scenes.view(8, 200)
     room = {device.uuid: device.budget - device.allocated for device in view.devices}
@@ -279,6 +282,7 @@ def test_one_look_tells_for_every_device_what_to_retire_and_a_click_how(page: Pa
         expect(page.locator("#command")).to_be_hidden()
 
 
+@pytest.mark.slow
 def test_a_name_that_means_harm_is_quoted(blank: Page) -> None:
     assert blank.evaluate("quoted", "deepseek/r1:q4+a_b-c.d@12") == "deepseek/r1:q4+a_b-c.d@12"
     assert blank.evaluate("quoted", "a'; rm -rf ~ #@1") == "'a'\\''; rm -rf ~ #@1'"
@@ -297,6 +301,7 @@ def shown(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator[tuple[Broke
         yield broker, f"http://127.0.0.1:{port}/"
 
 
+@pytest.mark.slow
 def test_what_a_real_broker_has_free_afterwards_is_what_was_asked_for(
     page: Page, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -158,6 +158,7 @@ def test_a_broker_that_ends_ends_its_window_while_somebody_watches(watched: Watc
     assert watched.metric("cubroker_sessions") is None
 
 
+@pytest.mark.slow
 def test_a_restart_and_what_the_store_has_are_counted() -> None:
     with watching(storing) as watched, Broker(watched.process.directory) as broker:
         broker.create("llama", LAYOUT, share="vmm", durable=True).seal()

@@ -87,6 +87,7 @@ def test_what_is_committed_is_found_by_whoever_opens_the_descriptor() -> None:
             assert content(again) == {b"a": b"one"}
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_byte_of_any_write_leaves_the_commit_before_or_this_one() -> None:
     commits = [journal_process.changes(number) for number in range(1, 20)]
     writes: list[Write] = []
@@ -272,6 +273,7 @@ def test_there_is_no_journal_where_there_is_no_memory_for_one(monkeypatch: pytes
 CHANGES = st.lists(st.tuples(st.binary(max_size=3), st.one_of(st.none(), st.binary(max_size=200))), max_size=5)
 
 
+@pytest.mark.slow
 @settings(
     max_examples=150,
     deadline=None,
