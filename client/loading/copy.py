@@ -511,7 +511,9 @@ class PinnedRing:
             undo.enter_context(hold_all(targets))
             undo.enter_context(targets[0].context.current())
             for slot in self._slots:
-                slot.copies = [undo.enter_context(target.context.event()) for target in targets]
+                slot.copies = [
+                    undo.enter_context(target.context.event(spin=True)) for target in targets
+                ]  # not for long
             self._streams = [(target, undo.enter_context(target.context.stream())) for target in targets]
             yield  # closing a stream waits for it
         self._streams = []
