@@ -401,8 +401,8 @@ class Frame:
         shown = clients[self.choice.window(len(clients), len(clients) if room is None else room)]
         if not clients:
             others = any(client.session != self.own for client in view.clients)
-            nobody = "No process is attached, or none of this user."
-            yield from self._sentence("No process is like that; Escape shows all." if others else nobody)
+            none = "No process is attached, or none of this user."
+            yield from self._sentence("No process is like that; Escape shows all." if others else none)
             return
         columns = {title: cell for title, cell in processes.columns(clients, now).items() if not title.startswith("~")}
         cells = [[cell(client) for cell in columns.values()] for client in shown]

@@ -301,7 +301,7 @@ class _Registration:
 
     def __init__(self, server: _Server) -> None:
         self.server = server
-        #: Whether nobody can close it any more, so that it is released with the next occasion.
+        #: Whether its owner is gone without closing it, so that it is released with the next occasion.
         self.abandoned = False
         self._regions: dict[int, _Region] = {}
         self._owner = OwnerProcess()

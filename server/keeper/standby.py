@@ -6,8 +6,8 @@
       ^                                           |                   |                        |
       +---------------------- it ends, or the keeper has no use for it-+------------------------+
 
-It holds nothing until :meth:`NextRun.hand_over`, and duplicates after that: whatever becomes of it, the keeper starts
-the next run from the stored descriptors, as without it.
+It holds nothing until :meth:`NextRun.hand_over`, and duplicates after that. If it fails at any moment, the
+keeper starts the next run from the stored descriptors, as without it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class NextRun:
 
     def expect(self, now: float, run: int, command: Sequence[str]) -> None:
         """Have one started soon, since a run of ``command`` serves that knows how to stand by."""
-        if self.handed:  # it is that run, and has taken over, whatever is still to be heard of it here
+        if self.handed:  # it is that run, and has taken over, though it may not have been heard of here
             self._forget()
         if not self.pid and _is_direct(run, command):
             self.due = now + SETTLED
