@@ -3,7 +3,7 @@
 The plan cuts the files into chunks: runs of bytes that one read and one copy per device bring over. Worker threads take
 one chunk after the other. On host devices they read straight into the memory; on GPUs each has a ring of pinned
 buffers, so that one is read into while the other is copied from. Where a device can read the memory of the one before
-it, it gets everything from there when all of it is there.
+it, it gets everything from there, in pieces: each once all of its chunks have come (:class:`PeerCopies`).
 
 The buffers are parts of one region, which is pinned and filled while the broker allocates (:class:`FileCopy`), and
 unpinned while the version is sealed. It is not kept for the next load: behind the allocation it costs no time, and a
@@ -16,12 +16,13 @@ import ctypes
 import logging
 import os
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, cycle, zip_longest
+from threading import Lock
 from typing import NamedTuple, Protocol, Self
 
 from cubroker.client.loading.checkpoint import StoredTensor
@@ -48,8 +49,8 @@ THREADS = 12 if len(os.sched_getaffinity(0)) > 16 else 8
 43 GB/s and 8 at 37; with 16 cores 8 read faster than 12. 24 threads for two devices took nearly twice as long."""
 
 P2P_PIECE = 64 << 20
-"""Bytes of one copy between devices. While a piece goes on to the next device, the one after it arrives. Between two
-H200 that takes a tenth of the time of reading; passing each chunk on as it came cost more of the interpreter's."""
+"""Bytes of one copy between devices. While a piece goes on to the next device, the one after it arrives. Passing each
+chunk on as it came took half as long again beside two H200: it is the interpreter's time that is short."""
 
 _ZEROS = bytes(4096)
 
@@ -125,6 +126,9 @@ class FileCopy(SupervisedThread[float]):
         self._planned: Future[None] = Future()
         self._given: Future[None] = Future()
         self._given_at = 0.0
+        #: Passes chunks on to other devices, if it does so as they come.
+        self._relay: Future[PeerCopies | None] = Future()
+        self._relayed = False
         self._started = False
 
     def __enter__(self) -> Self:
@@ -206,7 +210,8 @@ class FileCopy(SupervisedThread[float]):
         if not self.dropped and sum(self._counts) == self._total:  # else it was stopped
             if self._besides:
                 self._besides(_sources(targets))
-            seconds += copy_between_devices(targets, self._sizes)
+            if not self._relayed:
+                seconds += copy_between_devices(targets, self._sizes)
         return seconds
 
     def _await(self, said: Future[None]) -> None:
@@ -222,8 +227,29 @@ class FileCopy(SupervisedThread[float]):
             self._todo.extend(chunks)
             if self.dropped:  # looked at last: `stop` either clears what is there, or is seen here
                 self._todo.clear()
-            list(pool.map(partial(self._copy_some, staging), range(len(self._counts))))
+            with ExitStack() as undo:
+                try:
+                    copying = pool.map(partial(self._copy_some, staging), range(len(self._counts)))
+                    self._await(self._given)
+                    relay = self._start_relay(undo, chunks)
+                except BaseException:
+                    self._todo.clear()
+                    raise
+                finally:
+                    self._relay.set(None)  # if there was an error, the threads end
+                list(copying)
+                if relay and not self.dropped:
+                    relay.finish()
+                    self._relayed = True
         return time.perf_counter() - max(self._given_at, staged)
+
+    def _start_relay(self, undo: ExitStack, chunks: Sequence[Chunk]) -> PeerCopies | None:
+        """Have chunks passed on to other devices as they come, if there are any, and nothing else comes besides."""
+        if self._besides or not any(target.upstream for target in self._targets):
+            return None
+        relay = undo.enter_context(PeerCopies(self._targets, self._sizes, chunks))
+        self._relay.set(relay)
+        return relay
 
     def _make_staging(self, context: Context) -> Staging:
         self._staging = make_staging(context, len(self._counts))  # here, so that :meth:`clean` finds it in any case
@@ -235,13 +261,17 @@ class FileCopy(SupervisedThread[float]):
             writer, ahead = staging.writer(), 0
             while ahead < writer.depth and self._read_next(writer):
                 ahead += 1
-            self._await(self._given)
+            relay = self._relay.result()
             if not self.dropped:
                 with writer.towards(_sources(self._targets)):
                     for _ in range(ahead):
                         self._counts[number] += writer.send()  # to report them here would take the interpreter
                     while self._read_next(writer):
                         self._counts[number] += writer.send()
+                        if relay:
+                            writer.pass_on(relay)
+                if relay:
+                    writer.pass_on(relay)
         finally:
             self._todo.clear()
 
@@ -449,7 +479,7 @@ class HostWriter:
 
     def __init__(self) -> None:
         self._targets: Sequence[Target] = ()
-        self._read = 0
+        self._read: Chunk
 
     @contextmanager
     def towards(self, targets: Sequence[Target]) -> Iterator[None]:
@@ -466,11 +496,15 @@ class HostWriter:
         chunk.read(file, at_address(first, chunk.span))
         for other in others:
             ctypes.memmove(other, first, chunk.span)
-        self._read = chunk.nbytes
+        self._read = chunk
 
     def send(self) -> int:
         """Return the bytes of the chunk, which is there."""
-        return self._read
+        return self._read.nbytes
+
+    def pass_on(self, relay: PeerCopies) -> None:
+        """Have what is there passed on to other devices."""
+        relay.arrived(self._read)
 
 
 @dataclass(slots=True)
@@ -481,6 +515,8 @@ class _Slot:
     view: memoryview
     #: what it was filled with last
     chunk: Chunk | None = None
+    #: what was sent from it, unless that is known to be there
+    sent: Chunk | None = None
     #: per target, the end of the last copy to it
     copies: Sequence[Event] = ()
     #: the ends of copies that read the buffer
@@ -500,6 +536,8 @@ class PinnedRing:
         self._slots = [_Slot(pointer, view) for pointer, view in buffers]
         self._next_read, self._next_sent = cycle(self._slots), cycle(self._slots)
         self._streams: list[tuple[Target, Stream]] = []
+        #: Chunks that were sent, and are there.
+        self._arrived: list[Chunk] = []
 
     @contextmanager
     def towards(self, targets: Sequence[Target]) -> Iterator[None]:
@@ -511,17 +549,20 @@ class PinnedRing:
             undo.enter_context(hold_all(targets))
             undo.enter_context(targets[0].context.current())
             for slot in self._slots:
-                slot.copies = [
-                    undo.enter_context(target.context.event(spin=True)) for target in targets
-                ]  # not for long
+                # They spin, and not for long: the other buffer is read into meanwhile.
+                slot.copies = [undo.enter_context(target.context.event(spin=True)) for target in targets]
             self._streams = [(target, undo.enter_context(target.context.stream())) for target in targets]
             yield  # closing a stream waits for it
         self._streams = []
+        self._arrived += [slot.sent for slot in self._slots if slot.sent]
 
     def read(self, file: Readable, chunk: Chunk) -> None:
         """Read a chunk into the next buffer, once that is free."""
         slot = next(self._next_read)
         slot.wait()
+        if slot.sent:
+            self._arrived.append(slot.sent)
+            slot.sent = None
         if chunk.has_gaps:
             chunk.clear_gaps(slot.view)
         chunk.read(file, slot.view)
@@ -538,7 +579,13 @@ class PinnedRing:
                     stream.copy_in(pointer + chunk.start, slot.pointer, chunk.span)
                     stream.record(copied)
                 slot.readers.append(copied)
+        slot.sent = chunk
         return chunk.nbytes
+
+    def pass_on(self, relay: PeerCopies) -> None:
+        """Have what has come to the targets passed on to other devices."""
+        while self._arrived:
+            relay.arrived(self._arrived.pop())
 
 
 def _sources(targets: Sequence[Target]) -> Sequence[Target]:
@@ -567,20 +614,79 @@ def copy_between_devices(targets: Sequence[Target], sizes: Sequence[int]) -> flo
     """Copy all allocations, of these ``sizes``, to each target with an ``upstream``; return the seconds it took."""
     if not any(target.upstream for target in targets):
         return 0.0
-    with ExitStack() as undo:
-        undo.enter_context(hold_all(targets))
-        copiers = [_PeerCopier(undo, target) if target.upstream else None for target in targets]
-        began = time.perf_counter()
-        for allocation, nbytes in enumerate(sizes):
-            for start in range(0, nbytes, P2P_PIECE):
-                before: Event | None = None
-                for copier in copiers:
-                    size = min(P2P_PIECE, nbytes - start)
-                    before = copier.copy(allocation, start, size, before) if copier else None
-        for copier in copiers:
+    began = time.perf_counter()
+    with PeerCopies(targets, sizes) as copies:
+        copies.finish()
+    return time.perf_counter() - began
+
+
+class PeerCopies:
+    """Copies to each target with an ``upstream``, piece by piece; all methods may be called by any thread.
+
+    ::
+
+        with PeerCopies(targets, sizes, chunks) as copies:
+            copies.arrived(chunk)       # a piece is on its way to the others once all of its chunks are there
+            copies.finish()
+
+    Args:
+        targets: where the memory is; they are kept mapped within the block.
+        sizes: bytes of each allocation.
+        chunks: the chunks of which the targets without an upstream are filled; none: all is there already.
+    """
+
+    def __init__(self, targets: Sequence[Target], sizes: Sequence[int], chunks: Iterable[Chunk] = ()) -> None:
+        self._targets = targets
+        self._sizes = sizes
+        self._missing = Counter(chain.from_iterable(map(_pieces, chunks)))
+        #: Those that were not begun, in order.
+        self._left = dict.fromkeys(
+            (number, piece) for number, size in enumerate(sizes) for piece in range(-(-size // P2P_PIECE))
+        )
+        self._lock = Lock()
+        self._undo = ExitStack()
+        self._copiers: list[_PeerCopier | None] = []
+
+    def __enter__(self) -> Self:
+        with ExitStack() as undo:
+            undo.enter_context(hold_all(self._targets))
+            self._copiers = [_PeerCopier(undo, target) if target.upstream else None for target in self._targets]
+            self._undo = undo.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._undo.close()  # closing a stream waits for it
+
+    def arrived(self, chunk: Chunk) -> None:
+        """Note that a chunk is on the targets that have no upstream."""
+        for piece in _pieces(chunk):
+            with self._lock:
+                self._missing[piece] -= 1
+                if not self._missing[piece]:
+                    self._begin(piece)
+
+    def finish(self) -> None:
+        """Return when every piece is everywhere; those that were not begun have all that they will have."""
+        with self._lock:
+            for piece in [*self._left]:
+                self._begin(piece)
+        for copier in self._copiers:
             if copier:
                 copier.stream.synchronize()
-        return time.perf_counter() - began
+
+    def _begin(self, piece: tuple[int, int]) -> None:
+        del self._left[piece]
+        allocation, start = piece[0], piece[1] * P2P_PIECE
+        size = min(P2P_PIECE, self._sizes[allocation] - start)
+        before: Event | None = None
+        for copier in self._copiers:
+            before = copier.copy(allocation, start, size, before) if copier else None
+
+
+def _pieces(chunk: Chunk) -> list[tuple[int, int]]:
+    """Return the pieces that a chunk lies in, by allocation and number: one, or two if it lies across an edge."""
+    first, last = chunk.start // P2P_PIECE, (chunk.start + chunk.span - 1) // P2P_PIECE
+    return [(chunk.allocation, number) for number in range(first, last + 1)]
 
 
 class _PeerCopier:

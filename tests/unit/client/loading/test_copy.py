@@ -16,7 +16,7 @@ import pytest
 
 from cubroker import driver
 from cubroker.client.loading import copy, threads
-from cubroker.client.loading.checkpoint import Checkpoint, StoredTensor
+from cubroker.client.loading.checkpoint import Checkpoint, CheckpointFile, StoredTensor
 from cubroker.client.loading.copy import DirectStaging, FileCopy, HostWriter, PinnedStaging, Target, homes_of
 from cubroker.client.loading.threads import Progress, SupervisedCall, WorkerThreads, drain
 from cubroker.client.transport.requests import Future
@@ -121,13 +121,20 @@ def test_bytes_go_on_from_device_to_device_piece_by_piece(
     monkeypatch.setattr(copy, "make_staging", dirty)
     monkeypatch.setattr(copy, "P2P_PIECE", 30_000)
     copies: list[int] = []
-    copy_in_stream = Stream.copy
+    done: list[str] = []
+    copy_in_stream, read_into = Stream.copy, CheckpointFile.read_into
 
     def noting(stream: Stream, pointer: int, source: int, nbytes: int) -> None:
         copies.append(nbytes)
+        done.append("passed on")
         copy_in_stream(stream, pointer, source, nbytes)
 
+    def reading(file: CheckpointFile, buffers: list[memoryview], offset: int) -> None:
+        read_into(file, buffers, offset)
+        done.append("read")
+
     monkeypatch.setattr(Stream, "copy", noting)
+    monkeypatch.setattr(CheckpointFile, "read_into", reading)
     with Checkpoint.open(checkpoints.write(tmp_path / "m.safetensors", TENSORS)) as checkpoint:
         lent = memory(checkpoint, 65536, devices=4)
         first, second, third, fourth = lent.targets
@@ -137,6 +144,7 @@ def test_bytes_go_on_from_device_to_device_piece_by_piece(
         assert lent.images() == [lent.expected(TENSORS)] * 4
     assert sum(copies) == 2 * lent.layout.nbytes
     assert len(copies) == 2 * sum(-(-size // 30_000) for size in lent.layout.allocations)
+    assert "read" in done[done.index("passed on") :], "the first piece goes on while others come"
 
 
 @pytest.mark.usefixtures("small_chunks")
