@@ -299,12 +299,14 @@ def opened_by(version: Version) -> str:
 
 def send_fds(lease: Lease) -> events.SendFds:
     """Return the effect that sends all descriptors of a lease; a writer gets none of memory that others have, too."""
-    group = lease.version.multicast_group if lease.bound else None
+    version = lease.version
+    group = version.multicast_group if lease.bound else None
     objects = group.id if group is not None and group.sizes else 0
+    writes = version is version.pool.draft and lease.writes
     sources: list[events.FdSource] = []
     for replica in lease.replicas:
-        sources += memory.fd_sources(memory.own(lease.version, replica)) if lease.writes else replica.fd_sources
-    writable = lease.version.writable or lease.writes
+        sources += memory.fd_sources(memory.own(version, replica)) if writes else replica.fd_sources
+    writable = version.writable or writes
     return events.SendFds(lease.session.id, lease.id, tuple(sources), objects, writable=writable)
 
 
