@@ -24,7 +24,6 @@ from benchmarks.network import Network
 from benchmarks.options import byte_count
 from benchmarks.report import Figure, number
 from benchmarks.spreading import Cluster, Costs, Policy
-from cubroker.integrations.cluster import exporter
 from cubroker.integrations.cluster.sources import PIECE, cut
 
 NAME = "cluster-simulation"
@@ -39,8 +38,11 @@ HORIZON = 600.0
 SLOWER = 10
 """How many times as slow the link of a slow host is."""
 
-PARTS = Policy(parts=True, width=exporter.READERS)
-"""As many sources as a host has readers: what goes in and what goes out are then the same everywhere."""
+PARTS = Policy(parts=True)
+"""What the product does: as many sources as a host has readers."""
+
+WHOLE = Policy(width=4)
+"""Hosts serve only what they have whole. More sources would take the few places of readers there are from others."""
 
 STRATEGIES: dict[str, Callable[[Cluster, int], object]] = {
     "one source": lambda cluster, seed: spreading.all_at_once(cluster),
@@ -48,7 +50,7 @@ STRATEGIES: dict[str, Callable[[Cluster, int], object]] = {
     "chain, pipelined": lambda cluster, seed: spreading.along(cluster, spreading.chain(cluster.hosts), pipelined=True),
     "tree": lambda cluster, seed: spreading.along(cluster, spreading.doubling(cluster.hosts), pipelined=False),
     "tree, pipelined": lambda cluster, seed: spreading.along(cluster, spreading.tree(cluster.hosts), pipelined=True),
-    "whole versions": lambda cluster, seed: spreading.striped(cluster, Policy(), seed),
+    "whole versions": lambda cluster, seed: spreading.striped(cluster, WHOLE, seed),
     "parts": lambda cluster, seed: spreading.striped(cluster, PARTS, seed),
 }
 """How each way begins."""
@@ -140,7 +142,7 @@ def variants(case: Case) -> dict[str, Case]:
     def other(policy: Policy, costs: Costs | None = None) -> Case:
         return replace(small, policy=policy, costs=costs or case.costs, strategy="parts" if policy.parts else "whole")
 
-    whole, opening = Policy(), replace(case.costs, open=1.0)
+    whole, opening = WHOLE, replace(case.costs, open=1.0)
     return {
         "whole versions": other(whole),
         "whole versions, 1 reader of a host": other(replace(whole, readers=1)),

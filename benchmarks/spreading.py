@@ -21,9 +21,6 @@ from cubroker.integrations.cluster.sources import Candidate, Striping, VersionPi
 POLL = 0.02
 """Seconds between two looks whether a source that waits may bring what a slower one has not: 0.005 in the product."""
 
-USELESS = 1.0
-"""Seconds after which a source is left that has had nothing that is wanted, where hosts serve parts."""
-
 
 @dataclass(frozen=True)
 class Costs:
@@ -399,7 +396,7 @@ class Fetcher:
         for number, peer in [*self.reading.items()]:
             if peer.connection and not peer.connection.queue:
                 self._fill(number)
-                if self.policy.parts and self._striping.useless(number, self.network.now) > USELESS:
+                if self.policy.parts and self._striping.useless(number, self.network.now) > sources.USELESS:
                     self._drop(number)
 
     def _brought(self, number: int, piece: Hashable) -> None:

@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 
 from cubroker.cli import completion, format, options
 from cubroker.cli.load import progress
 from cubroker.integrations.cluster import exporter, identity, peers
 from cubroker.integrations.cluster.connection import PeerAddress, parse
 from cubroker.integrations.cluster.fetch import fetch, follow
-from cubroker.integrations.cluster.messages import PATIENCE, PORT, Fetched
+from cubroker.integrations.cluster.messages import PATIENCE, PORT, Fetched, Offer
 from cubroker.integrations.cluster.sources import WIDTH
 from cubroker.protocol.errors import CubrokerError, Invalid
 from cubroker.server import logs
@@ -326,7 +327,7 @@ def show_peers(
             {
                 "HOST": lambda row: format.printable(str(row[0].address)),
                 "POOL": lambda row: format.printable(f"{row[1].name}@{row[1].version}") if row[1] else "none",
-                "STATE": lambda row: ("current" if row[1].current else "superseded") if row[1] else "",
+                "STATE": lambda row: _state(row[1]) if row[1] else "",
                 ">SIZE": lambda row: format.size(row[1].nbytes) if row[1] else "",
                 ">TENSORS": lambda row: str(row[1].tensors) if row[1] else "",
                 ">READERS": lambda row: f"{row[0].offers.readers} of {row[0].offers.limit}" if row[0].offers else "",
@@ -338,11 +339,17 @@ def show_peers(
         raise CubrokerError(told)
 
 
+def _state(offer: Offer) -> str:
+    if offer.there is not None:
+        return f"{format.percent(offer.there, offer.nbytes)} there"
+    return "current" if offer.current else "superseded"
+
+
 def _matching(answer: peers.PeerAnswer, patterns: Sequence[str]) -> peers.PeerAnswer:
     if answer.offers is None:
         return answer
     kept = tuple(each for each in answer.offers.offers if any(fnmatchcase(each.name, pattern) for pattern in patterns))
-    return answer._replace(offers=type(answer.offers)(kept, answer.offers.readers, answer.offers.limit))
+    return answer._replace(offers=msgspec.structs.replace(answer.offers, offers=kept))
 
 
 def _plain(answer: peers.PeerAnswer) -> dict[str, object]:

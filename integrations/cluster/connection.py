@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from cubroker.integrations.cluster import identity, messages
-from cubroker.integrations.cluster.messages import M, PeerWelcome, Request
+from cubroker.integrations.cluster.messages import M, PeerWelcome, Reply, Request
 from cubroker.protocol.errors import Denied, Invalid, Unavailable
 
 CONNECT = 10.0
@@ -63,20 +63,26 @@ class HungUp(Unavailable):
     """The exporter has closed the connection."""
 
 
+class OwnHost(Invalid):
+    """The exporter is that of this host's own broker."""
+
+
 class PeerConnection:
     """A connection to an exporter. Not safe for threads.
 
     Args:
         address: where it is.
         certificates: the folder with this side's.
+        own: this side's broker, as :func:`~cubroker.integrations.cluster.identity.host` has it; empty: any will do.
 
     Raises:
+        OwnHost: it exports from that broker.
         Unavailable: it cannot be reached, does not answer, or is no exporter.
         Denied: it has no certificate of its name by our authority, or does not take ours.
         CubrokerError: as :func:`~cubroker.integrations.cluster.identity.asking_context` says.
     """
 
-    def __init__(self, address: PeerAddress, certificates: Path) -> None:
+    def __init__(self, address: PeerAddress, certificates: Path, own: bytes = b"") -> None:
         self.address = address
         context = identity.asking_context(certificates)
         try:
@@ -91,6 +97,9 @@ class PeerConnection:
                 ) from None
         #: The user of the exporting host whose permissions we have there.
         self.user = welcome.user
+        if own and welcome.host == own:
+            self._socket.close()
+            raise OwnHost(f"{address} is this host itself, which has nothing new for it; name another one")
 
     def _greet(self, context: ssl.SSLContext) -> PeerWelcome:
         """Connect and say hello.
@@ -153,6 +162,10 @@ class PeerConnection:
 
     def hear(self, kind: type[M], limit: float = CONNECT) -> M:
         """Return what the exporter says next, within ``limit`` seconds; raises as :meth:`ask` does."""
+        return messages.expect(self.hear_any(limit), kind)
+
+    def hear_any(self, limit: float = CONNECT) -> Reply:
+        """Return what the exporter says next, whatever it is, a refusal too; raises as :meth:`hear` does."""
         deadline = time.monotonic() + limit
         try:
             head = self._exactly(messages.LENGTH.size, deadline)
@@ -161,7 +174,7 @@ class PeerConnection:
             raise Unavailable(f"the exporter at {self.address} did not answer within {limit:g} s") from None
         except OSError as error:
             raise _refused(self.address, error) from None
-        return messages.expect(messages.reply(body), kind)
+        return messages.reply(body)
 
     def pending(self) -> bool:
         """Whether something is there to be heard."""

@@ -9,8 +9,12 @@ holds the lease, has the memory registered, and is killed when the connection en
 lies takes no other transfer along, and no memory is unmapped or freed while a peer can read it. One such process is
 started in advance, because that takes a second.
 
-A peer that has opened a version has to say now and then how far it has come. One that says nothing, or does not come
-any further, is cut off.
+A version that a fetch of this host is still bringing is offered as well, with the runs of bytes that are there
+(:mod:`~cubroker.integrations.cluster.announcements`); its readers hear of it when there are more.
+
+A peer that has opened a version has to say now and then how far it has come. One that says nothing, does not come any
+further, or too slowly, is cut off: it may open the version again, after others. And no peer gets all places of readers:
+it gets another one only while more are free than it has.
 """
 
 from __future__ import annotations
@@ -25,14 +29,19 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from cubroker.client import Broker
+import msgspec
+
+from cubroker.client import Broker, digests
 from cubroker.client.notices import Watch as News
 from cubroker.client.transport.requests import run_in_loop
 from cubroker.integrations.cluster import identity, messages
+from cubroker.integrations.cluster.announcements import AnnouncedDraft, Announcements
 from cubroker.integrations.cluster.identity import Account
 from cubroker.integrations.cluster.messages import (
+    PARTS,
+    Available,
     CurrentVersion,
     ExportedVersion,
     Going,
@@ -45,10 +54,12 @@ from cubroker.integrations.cluster.messages import (
     Progress,
     Reply,
     Request,
+    Serve,
     WatchPool,
 )
 from cubroker.integrations.cluster.processes import PythonProcess
 from cubroker.protocol.errors import CubrokerError, Denied, Invalid, NotFound, OverQuota, Retired, Unavailable
+from cubroker.protocol.fields import MAX_DEVICES
 from cubroker.protocol.status import PoolInfo
 
 log = logging.getLogger(__name__)
@@ -64,6 +75,10 @@ SILENCE = 30.0
 STALL = 120.0
 """Seconds after which a peer that says that it has come no further is cut off."""
 
+RATE = 1 << 20
+"""Bytes a second that a peer has to read on average, once it has had ``STALL`` seconds: what a peer says cannot be
+checked, and so its lease ends."""
+
 STRANGERS = 64
 """Connections at once that have not shown a certificate yet: more would keep out those that have one."""
 
@@ -76,7 +91,18 @@ CONNECTIONS = 256
 READERS = 8
 """Peers that read at once, if nothing else is said: each takes a process, and on GPUs a context, about 0.5 GiB."""
 
-PUBLISHED = frozenset({"current", "superseded"})
+PUBLISHED, DRAFT = frozenset({"current", "superseded"}), "draft"
+
+GONE = "the fetch that it came from has ended, and has not published it"
+
+
+class KnownDigests(NamedTuple):
+    """The digests of a published version."""
+
+    #: One for each allocation.
+    digests: tuple[bytes, ...]
+    #: As :func:`messages.content` has it.
+    content: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +115,7 @@ class Rules:
     connections: int = CONNECTIONS
     silence: float = SILENCE
     stall: float = STALL
+    rate: float = RATE
 
 
 class Meter(Protocol):
@@ -99,6 +126,9 @@ class Meter(Protocol):
 
     def reading(self, count: int) -> None:
         """So many peers read now."""
+
+    def passing_on(self, count: int) -> None:
+        """So many versions are offered that are still coming."""
 
     def read(self, pool: str, nbytes: int) -> None:
         """A peer has read so many bytes more of a pool."""
@@ -116,7 +146,7 @@ class NullMeter:
     def connected(self, count: int) -> None:
         """See :class:`Meter`."""
 
-    reading = connected
+    reading = passing_on = connected
 
     def read(self, pool: str, nbytes: int) -> None:
         """See :class:`Meter`."""
@@ -135,8 +165,10 @@ class _Peer:
     writer: asyncio.StreamWriter
     address: str
     account: Account
-    #: Whether it counts as one that reads.
-    reads: bool = False
+    #: The newest protocol that both sides speak.
+    version: int = 1
+    #: Its place among those that read; None: it does not read.
+    slot: int | None = None
     #: What it has opened, and the process that has that registered.
     opened: ExportedVersion | None = None
     source: PythonProcess | None = None
@@ -145,10 +177,22 @@ class _Peer:
     nbytes: int = 0
     came: float = 0.0
     watches: set[asyncio.Task[None]] = field(default_factory=set)
+    #: Tells it which runs of a draft are there.
+    news: asyncio.Task[None] | None = None
     sending: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def __str__(self) -> str:
         return f"{self.account.name} at {self.address}"
+
+    @property
+    def who(self) -> tuple[str, str]:
+        """The user and the host: places of readers are counted by it."""
+        return self.account.name, self.address.rpartition(":")[0]
+
+    @property
+    def nbytes_in_all(self) -> int:
+        """Bytes of the version that it has opened."""
+        return sum(place.nbytes for place in self.opened.places) if self.opened else 0
 
 
 class _CutOff(Unavailable):
@@ -175,7 +219,11 @@ class Exporter:
         self._context = identity.serving_context(certificates)
         self._broker: Broker | None = None
         self._peers: set[_Peer] = set()
-        self._readers = 0
+        #: Those that read, by their places.
+        self._readers: dict[int, _Peer] = {}
+        self._announcements = Announcements(self._live, self._meter.passing_on)
+        #: The digests of published versions, by name and number, as far as they are known.
+        self._digests: dict[tuple[str, int], KnownDigests] = {}
         #: When a line was written that anybody can cause, and how many were not since.
         self._warned: deque[float] = deque(maxlen=LINES)
         self._unsaid = 0
@@ -199,6 +247,7 @@ class Exporter:
             except OSError as error:
                 raise Unavailable(f"listening at {host} port {port}: {error.strerror}; name another --listen") from None
             undo.callback(server.close)
+            await undo.enter_async_context(self._announcements.listening(self._broker.directory))
             address: tuple[str, int] = server.sockets[0].getsockname()[:2]
             yield address
 
@@ -261,7 +310,7 @@ class Exporter:
         finally:
             self._peers.discard(peer)
             self._meter.connected(len(self._peers))
-            for watch in peer.watches:
+            for watch in (*peer.watches, *([peer.news] if peer.news else ())):
                 watch.cancel()
             writer.close()
             await self._release(peer)
@@ -276,7 +325,9 @@ class Exporter:
         except CubrokerError as error:
             await self._refuse(peer, error)
             return
-        await self._say(peer, PeerWelcome(min(hello.version, messages.VERSION), peer.account.name))
+        peer.version = min(hello.version, messages.VERSION)
+        assert self._broker is not None
+        await self._say(peer, PeerWelcome(peer.version, peer.account.name, identity.host(self._broker.directory)))
         while True:
             request = await self._hear(peer)
             try:
@@ -328,13 +379,37 @@ class Exporter:
     # -- what there is -----------------------------------------------------------------------------
 
     async def _list(self, peer: _Peer) -> Offers:
-        found = await asyncio.to_thread(lambda: self._live().pools())
-        offers = tuple(
-            Offer(each.name, each.version, each.nbytes, each.tensors, each.state == "current")
-            for each in found
-            if each.state in PUBLISHED and self._offered(peer.account, each)
-        )
-        return Offers(offers, self._readers, self._rules.readers)
+        found = await asyncio.to_thread(self._offers, peer.account)
+        offers = []
+        for info, content in found:
+            offer = Offer(info.name, info.version, info.nbytes, info.tensors, info.state == "current", content)
+            if info.state in PUBLISHED:
+                offers.append(offer)
+            elif peer.version >= PARTS and (draft := self._announcements.find(info.name, info.version)):
+                offers.append(msgspec.structs.replace(offer, content=draft.content, there=draft.nbytes))
+        return Offers(tuple(offers), len(self._readers), self._rules.readers)
+
+    def _offers(self, account: Account) -> list[tuple[PoolInfo, bytes | None]]:
+        """Return the versions that a user may read, with what they are; not for the event loop, which would wait."""
+        pools = self._live().pools()
+        numbers = {(each.name, each.version) for each in pools}
+        for gone in [key for key in [*self._digests] if key not in numbers]:
+            self._digests.pop(gone, None)
+        return [(each, self._content(each)) for each in pools if self._offered(account, each)]
+
+    def _content(self, pool: PoolInfo) -> bytes | None:
+        """Return what a published version is, if that is known: it was sealed with digests, or has been read before."""
+        key = pool.name, pool.version
+        if key not in self._digests and pool.state in PUBLISHED and pool.digest == digests.DEFINITION:
+            with suppress(NotFound, Retired, Denied):  # it has gone meanwhile
+                _, layout, _ = self._live().describe(*key)
+                found = digests.sealed(pool.name, [], self._live().digests(*key))
+                self._know(key, layout.encode(), tuple(found[number] for number in range(len(layout.allocations))))
+        return self._digests[key].content if key in self._digests else None
+
+    def _know(self, key: tuple[str, int], layout: bytes, found: tuple[bytes, ...]) -> None:
+        content = messages.content(layout, digests.DEFINITION, found)
+        self._digests[key] = KnownDigests(found, content)
 
     def _offered(self, account: Account, pool: PoolInfo) -> bool:
         return self._named(pool.name) and not pool.writable and identity.can_read(account, pool)
@@ -347,6 +422,7 @@ class Exporter:
         assert self._broker is not None
         if self._broker.lost:
             self._broker.reconnect()
+            self._digests.clear()  # the next broker may have given its numbers to other versions
         return self._broker
 
     async def _find(self, peer: _Peer, request: Open) -> PoolInfo:
@@ -357,7 +433,8 @@ class Exporter:
             info, *_ = await asyncio.to_thread(lambda: self._live().describe(request.name, request.version or None))
         except (NotFound, Retired, Denied):
             raise absent from None
-        if info.state not in PUBLISHED or not self._offered(peer.account, info):
+        known = info.state in PUBLISHED or (peer.version >= PARTS and self._announcements.find(info.name, info.version))
+        if not known or not self._offered(peer.account, info):
             raise absent
         return info
 
@@ -367,54 +444,104 @@ class Exporter:
         if peer.opened:
             raise Invalid("a connection opens one version; make another connection for another")
         info = await self._find(peer, request)
-        if self._readers >= self._rules.readers:
-            raise OverQuota(f"{self._readers} peers read from this host, and so many may; ask another host, or later")
-        peer.reads = True
-        self._count(+1)
+        draft = self._announcements.find(info.name, info.version) if info.state == DRAFT else None
+        peer.slot = self._free_slot(peer)
+        self._readers[peer.slot] = peer
+        self._meter.reading(len(self._readers))
         try:
             peer.source, peer.began = await self._take(), time.monotonic()
             peer.came = peer.began
-            answer = await peer.source.ask(Open(info.name, info.version, request.engine))
-            peer.opened = messages.expect(answer, ExportedVersion)
+            opened = await self._opened(peer.source, info, draft, request.engine)
         except CubrokerError:
             await self._release(peer)
             raise
-        log.info("%s reads %s@%d, %d bytes", peer, info.name, info.version, info.nbytes)
+        peer.opened = msgspec.structs.replace(opened, slot=peer.slot, slots=self._rules.readers)
+        if draft:
+            peer.news = asyncio.get_running_loop().create_task(self._tell_runs(peer, draft, opened.runs))
+        there = f", of which {draft.nbytes} are there" if draft else ""
+        log.info("%s reads %s@%d, %d bytes%s", peer, info.name, info.version, info.nbytes, there)
         return peer.opened
 
+    def _free_slot(self, peer: _Peer) -> int:
+        """Return a place among those that read; raises ``OverQuota``."""
+        readers, limit = self._readers, self._rules.readers
+        free, own = limit - len(readers), [other.who for other in readers.values()].count(peer.who)
+        if not free:
+            raise OverQuota(f"{limit} peers read from this host, and so many may; ask another host, or later")
+        if free <= own:
+            raise OverQuota(f"{peer.account.name} of this address reads {own} already, and the {free} left are others'")
+        return next(slot for slot in range(limit) if slot not in readers)
+
+    async def _opened(
+        self, source: PythonProcess, info: PoolInfo, draft: AnnouncedDraft | None, engine: str
+    ) -> ExportedVersion:
+        """Have a process open a version, and return its answer."""
+        key = info.name, info.version
+        known = self._digests.get(key)
+        sums = draft.digests if draft else known.digests if known else ()
+        answer = await source.ask(Serve(*key, engine, draft is not None, sums))
+        opened = messages.expect(answer, ExportedVersion)
+        if draft is None:
+            self._know(key, opened.layout, tuple(place.digest for place in opened.places))
+            return opened
+        if draft.gone:
+            raise NotFound(GONE)
+        return msgspec.structs.replace(opened, runs=draft.runs, piece=draft.piece)
+
+    async def _tell_runs(self, peer: _Peer, draft: AnnouncedDraft, said: bytes | None) -> None:
+        """Say which runs of a draft are there, whenever there are more, until it is published or ends."""
+        try:
+            while said is not None:
+                change = draft.change
+                if draft.gone:
+                    await self._refuse(peer, Unavailable(GONE))
+                    peer.writer.close()
+                    return
+                if draft.runs == said:
+                    await change.wait()
+                    continue
+                said = draft.runs
+                await self._say(peer, Available(said))
+                await asyncio.sleep(messages.NEWS)
+        except (TimeoutError, OSError):
+            peer.writer.close()
+
     def _progress(self, peer: _Peer, nbytes: int) -> Going:
-        now = time.monotonic()
+        now, rules = time.monotonic(), self._rules
         if peer.opened is None:
             raise Invalid("nothing was opened on this connection")
         if peer.source and not peer.source.alive:
             raise _CutOff("the process that it was read from has ended; open it again")
+        size = peer.nbytes_in_all
+        if nbytes > size * MAX_DEVICES:
+            raise _CutOff(f"it says that it has read {nbytes} bytes of a version that has {size}")
         if nbytes > peer.nbytes:
             self._meter.read(peer.opened.name, nbytes - peer.nbytes)
-            peer.nbytes, peer.came = nbytes, now
-        elif now - peer.came > self._rules.stall:
-            raise _CutOff(f"it has read nothing for {self._rules.stall:g} s")
+            peer.came = now if peer.nbytes < size else peer.came  # more than that may be read again, but counts no more
+            peer.nbytes = nbytes
+        elif now - peer.came > rules.stall:
+            raise _CutOff(f"it has read nothing for {rules.stall:g} s")
+        if now - peer.began - rules.stall > min(nbytes, size) / rules.rate:
+            raise _CutOff(f"it reads more slowly than {rules.rate / 1e6:.1f} MB/s; it may open the version again")
         return Going()
 
     async def _release(self, peer: _Peer) -> None:
         """End what a peer has: its process, and with it the lease."""
-        if not peer.reads:
+        slot, peer.slot = peer.slot, None
+        if slot is None:
             return
-        peer.reads = False
         source, peer.source = peer.source, None
         if source:
             await source.kill()
-        self._count(-1)
+        del self._readers[slot]
+        self._meter.reading(len(self._readers))
         if peer.opened:
             seconds = time.monotonic() - peer.began
-            whole = peer.nbytes >= sum(each.nbytes for each in peer.opened.places)
+            whole = peer.nbytes >= peer.nbytes_in_all
             if whole:
                 self._meter.took(peer.opened.name)
             what = f"{peer.opened.name}@{peer.opened.version}"
             log.info("%s has %s %s: %d bytes in %.3f s", peer, "read" if whole else "left", what, peer.nbytes, seconds)
-
-    def _count(self, change: int) -> None:
-        self._readers += change
-        self._meter.reading(self._readers)
 
     # -- processes ---------------------------------------------------------------------------------
 

@@ -20,13 +20,14 @@ from cubroker.client.broker import Owner, uids
 from cubroker.client.devices import DeviceId
 from cubroker.client.transport.requests import version_number
 from cubroker.integrations.cluster import identity, messages, peers
-from cubroker.integrations.cluster.connection import PeerAddress, PeerConnection
+from cubroker.integrations.cluster.connection import OwnHost, PeerAddress, PeerConnection
 from cubroker.integrations.cluster.messages import PATIENCE, Fetched, Order, StatusLine
 from cubroker.integrations.cluster.processes import python_command
 from cubroker.integrations.cluster.sources import WIDTH
 from cubroker.protocol import fields
 from cubroker.protocol.errors import CubrokerError, Denied, Invalid, NotFound, Unavailable, Unsupported, from_code
 from cubroker.protocol.messages import AUTO
+from cubroker.protocol.paths import find_directory
 
 MODULE = "cubroker.integrations.cluster.fetch_process"
 
@@ -170,37 +171,45 @@ def follow(
 
 
 def _following(order: Order, progress: OnProgress | None, failed: Callable[[CubrokerError], None]) -> Iterator[Fetched]:
-    pause, refusals = PAUSES[0], 0
+    pause, refusals, own = PAUSES[0], 0, set[PeerAddress]()
     while True:
         refused: list[CubrokerError] = []
-        addresses = peers.resolve(order.peers)
+        addresses = [address for address in peers.resolve(order.peers) if address not in own]
         for address in addresses:
             try:
-                for version in _versions(address, Path(order.certificates), order.name, last=len(addresses) == 1):
+                for version in _versions(address, order, last=len(addresses) == 1):
                     fetched = carry_out(msgspec.structs.replace(order, version=version, leader=str(address)), progress)
                     pause, refusals = PAUSES[0], 0
                     if fetched.fetched:
                         yield fetched
             except Unsupported:
                 raise
+            except OwnHost:
+                own.add(address)
+                if own >= {*addresses}:
+                    raise
             except CubrokerError as error:
                 failed(error)
                 if isinstance(error, Denied | Invalid):
                     refused.append(error)
-        refusals = refusals + 1 if refused and len(refused) == len(addresses) else 0
+        refusals = refusals + 1 if refused and len(refused) == len({*addresses} - own) else 0
         if refusals == REFUSALS:
             raise refused[0]
         time.sleep(pause)
         pause = min(2 * pause, PAUSES[1])
 
 
-def _versions(address: PeerAddress, folder: Path, name: str, *, last: bool) -> Iterator[int]:
+def _versions(address: PeerAddress, order: Order, *, last: bool) -> Iterator[int]:
     """Yield the number of a host's current version, and of each that becomes the current one.
 
     Of those that were published meanwhile only the last is yielded. It ends if the host has none, unless it is the
     ``last`` one.
+
+    Raises:
+        OwnHost: it is this host itself.
     """
-    with PeerConnection(address, folder) as connection:
+    name, own = order.name, identity.host(Path(order.directory) if order.directory else find_directory())
+    with PeerConnection(address, Path(order.certificates), own) as connection:
         current, seen = connection.ask(messages.WatchPool(name), messages.CurrentVersion), 0
         while last or current.version:
             while connection.pending():

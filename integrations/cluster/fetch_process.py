@@ -7,6 +7,10 @@ every allocation with what the sources say, and seals. Killed at any moment it l
 A source that is lost is replaced by another host that has the same bytes, or by itself once it is back. Two hosts have
 the same version if layout and digests are the same, whatever its number is there.
 
+Hosts that are still fetching the version themselves are sources, too, of what they have. The exporter of this host is
+told what is here (:mod:`~cubroker.integrations.cluster.announcements`), for others to read. An allocation that comes
+out wrong is read again from hosts that have published the version alone.
+
 The main thread decides, and waits for events: a source has answered, opened, or is lost; an allocation is whole, or is
 not what it should be. Each source has a thread, which alone uses its connection and its engine. One more thread
 computes digests, of pieces as they come.
@@ -19,7 +23,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from math import inf
@@ -35,12 +39,13 @@ from cubroker.client import Broker, Draft, Pool, digests
 from cubroker.client.devices import find
 from cubroker.client.loading.copy import copy_between_devices, hold_all, target_of
 from cubroker.client.loading.loader import trusted
-from cubroker.integrations.cluster import engine, peers
-from cubroker.integrations.cluster.connection import PeerAddress
+from cubroker.integrations.cluster import engine, identity, messages, peers
+from cubroker.integrations.cluster.announcements import DraftAnnouncement
+from cubroker.integrations.cluster.connection import OwnHost, PeerAddress
 from cubroker.integrations.cluster.filling import Filled, Filling, FillingFailed, Whole, Wrong
-from cubroker.integrations.cluster.messages import ExportedVersion, Fetched, Open, Order, StatusLine
+from cubroker.integrations.cluster.messages import ExportedVersion, Fetched, Offer, Open, Order, StatusLine
 from cubroker.integrations.cluster.source_thread import Answered, Lost, Ready, Reported, SourceReader
-from cubroker.integrations.cluster.sources import ASKED, Candidate, by_room
+from cubroker.integrations.cluster.sources import ASKED, USELESS, Candidate, by_room, piece_size
 from cubroker.protocol.errors import (
     Corrupted,
     CubrokerError,
@@ -84,10 +89,14 @@ class Host:
         self.address = address
         self.source: SourceReader | None = None
         self.error: CubrokerError | None = None
-        #: The version's number there, once it has opened it.
+        #: The version's number there, once it has opened it; and those of versions that have other bytes.
         self.version = 0
-        #: When it may be asked again; infinity: never.
+        self.others: set[int] = set()
+        #: Whether it may be read from only once it has the whole version.
+        self.distrusted = False
+        #: When it may be asked again; infinity: never. And whether it is this host itself.
         self.due = 0.0
+        self.own = False
         self._pause = AGAIN[0]
 
     def put_off(self, error: CubrokerError | None) -> None:
@@ -99,6 +108,31 @@ class Host:
     def exclude(self, error: CubrokerError) -> None:
         """Never ask it again."""
         self.source, self.error, self.due = None, error, inf
+
+    def leave_out(self) -> None:
+        """Never ask it again: it is this host itself."""
+        self.source, self.due, self.own = None, inf, True
+
+    def pick(self, name: str, offers: Sequence[Offer], content: bytes | None) -> Offer | None:
+        """Return the version to open of those that it offers; None: it has none that is wanted.
+
+        Args:
+            name: the pool.
+            offers: what it has.
+            content: what is wanted, if that is known; else it is the newest, and one that is coming counts, too.
+        """
+        known = [
+            offer
+            for offer in offers
+            if offer.name == name and offer.version not in self.others and not (self.distrusted and _partial(offer))
+        ]
+        if content is None:
+            found = [offer for offer in known if offer.current or _partial(offer)]
+        else:
+            found = [offer for offer in known if offer.content == content] or [
+                offer for offer in known if offer.content is None and (offer.version == self.version or offer.current)
+            ]
+        return max(found, key=lambda offer: (content is not None and not _partial(offer), offer.version), default=None)
 
 
 class SourceChoice:
@@ -112,10 +146,17 @@ class SourceChoice:
         if not order.version:  # else the first that has it says what it is
             self._chance.shuffle(self._hosts)  # or all hosts of a cluster would ask the same ones first
         self._started: list[SourceReader] = []
-        #: Hosts that have answered, and were told nothing yet.
+        #: The host of each, in their order.
+        self._host_of: list[Host] = []
+        #: This host's own broker, which is not read from.
+        self.own = b""
+        #: Hosts that have answered, and were told nothing yet, and the number of the version that each shall open.
         self._candidates: dict[SourceReader, Candidate] = {}
+        self._numbers: dict[SourceReader, int] = {}
         self._gathered = 0.0
-        self._content: tuple[bytes, tuple[bytes, ...]] | None = None
+        #: What the version is, and whether a source has opened it.
+        self._content: bytes | None = None
+        self._opened = False
         self._filling: Filling | None = None
         #: Those that were told to open it.
         self._engaged: set[SourceReader] = set()
@@ -136,9 +177,10 @@ class SourceChoice:
         due.sort(key=lambda host: host.due)
         for host in due[: self._room()]:
             host.source = SourceReader(
-                len(self._started), host.address, Path(self._order.certificates), self._events.put
+                len(self._started), host.address, Path(self._order.certificates), self._events.put, self.own
             )
             self._started.append(host.source)
+            self._host_of.append(host)
 
     def _askable(self) -> list[Host]:
         """Return the hosts that can be asked: at first the leader alone, if there is one."""
@@ -182,13 +224,27 @@ class SourceChoice:
         host = self._host(event.source)
         if host is None:
             return
-        if not any(offer.name == self._order.name for offer in event.offers.offers):
+        number = self._number(host, event.offers.offers)
+        if number is None:
             event.source.leave()
             host.put_off(NotFound(f"it has no {self._order.name} that this host may fetch"))
             return
+        self._numbers[event.source] = number
         if not self._candidates:
             self._gathered = time.monotonic() + GATHER
         self._candidates[event.source] = Candidate(str(event.source.number), event.offers.readers, event.offers.limit)
+
+    def _number(self, host: Host, offers: Sequence[Offer]) -> int | None:
+        """Return the number of the version that a host shall open, 0 for its current one; None: it has none."""
+        name, wanted = self._order.name, self._order.version
+        if self._content is None and wanted:
+            if self._order.leader:  # it says what the version is, also if it has no room for a reader
+                self._content = next((o.content for o in offers if (o.name, o.version) == (name, wanted)), None)
+            return wanted if any(offer.name == name for offer in offers) else None
+        offer = host.pick(name, offers, self._content)
+        if offer is None:
+            return None
+        return 0 if offer.current and offer.content is None else offer.version
 
     def choose(self) -> None:
         """Have the best of the candidates open the version, once there was time for the others to answer."""
@@ -205,37 +261,45 @@ class SourceChoice:
             assert host
             if source in chosen[:room]:
                 self._engaged.add(source)
-                source.open(Open(self._order.name, host.version or self._wanted()))
+                source.open(Open(self._order.name, self._numbers[source]))
             else:
                 source.leave()
                 host.put_off(OverQuota("as many hosts read from it as may") if source not in chosen else None)
         self._candidates.clear()
-
-    def _wanted(self) -> int:
-        """Return the number of the version, of a host that has not opened it; 0: the current one."""
-        return self._order.version if self._content is None else 0
+        self._numbers.clear()
 
     def ready(self, event: Ready) -> bool:
         """Take a host that has opened the version; returns whether it is the first of all."""
         host = self._host(event.source)
         if host is None:
             return False
-        found = event.opened.layout, tuple(place.digest for place in event.opened.places)
-        first = self._content is None
+        opened, first = event.opened, not self._opened
+        found = messages.content(opened.layout, opened.algorithm, (place.digest for place in opened.places))
         try:
-            _check(event.opened)
-            if not first and found != self._content:
-                raise NotFound(f"its {self._order.name} has other bytes than the first source's")
-        except (Invalid, NotFound) as error:
-            event.source.leave()
-            self._engaged.discard(event.source)
+            _check(opened)
+        except Invalid as error:
+            self._dismiss(event.source)
             host.exclude(error)
             return False
-        self._content, host.version = found, event.opened.version
+        if self._content not in (None, found):
+            self._dismiss(event.source)
+            host.others.add(opened.version)
+            host.put_off(NotFound(f"its {self._order.name} has other bytes than the first source's"))
+            return False
+        self._content, self._opened, host.version = found, True, opened.version
         self._same[event.source.number] = event.source
         if self._filling:
             self._begin(event.source, self._filling)
         return first
+
+    def _dismiss(self, source: SourceReader) -> None:
+        """Have a source end, and do without it."""
+        source.leave()
+        self.reading.pop(source.number, None)
+        self._candidates.pop(source, None)
+        self._numbers.pop(source, None)
+        self._same.pop(source.number, None)
+        self._engaged.discard(source)
 
     def fill(self, filling: Filling) -> None:
         """Have all that have opened the version bring it."""
@@ -250,30 +314,51 @@ class SourceChoice:
 
     def lost(self, event: Lost) -> None:
         """Note that a host is gone: it may be asked again later, unless it will never do."""
-        self.reading.pop(event.source.number, None)
-        self._candidates.pop(event.source, None)
-        self._same.pop(event.source.number, None)
-        self._engaged.discard(event.source)
+        self._dismiss(event.source)
         host = self._host(event.source)
         if host is None:  # it was given up before
             return
-        if isinstance(event.error, Denied | Invalid | Unsupported):
+        if isinstance(event.error, OwnHost):
+            host.leave_out()
+        elif isinstance(event.error, Denied | Invalid | Unsupported):
             host.exclude(event.error)
         else:
             host.put_off(event.error)
 
+    def distrust(self, numbers: set[int], error: CubrokerError) -> bool:
+        """Read from those of these sources that have a part only once they have all; returns whether there were any."""
+        found = [number for number in numbers if not self._started[number].whole]
+        for host in [self._host_of[number] for number in found]:
+            host.distrusted = True
+            if host.source and not host.source.whole:  # another one by now, perhaps
+                self._dismiss(host.source)
+                host.put_off(error)
+        return bool(found)
+
     def drop(self, numbers: set[int], error: CubrokerError) -> bool:
-        """Exclude sources, if others are left; returns whether there are."""
-        if not self._same.keys() - numbers:
+        """Exclude sources, if others are left that have the whole version; returns whether there are."""
+        if not any(source.whole for number, source in self._same.items() if number not in numbers):
             return False
-        for host in self._hosts:
-            if host.source and host.source.number in numbers:
-                host.source.leave()
-                self.reading.pop(host.source.number, None)
-                self._same.pop(host.source.number, None)
-                self._engaged.discard(host.source)
+        for number in numbers:
+            host = self._host_of[number]
+            if host.source is self._started[number]:
+                self._dismiss(host.source)
                 host.exclude(error)
         return True
+
+    def leave_useless(self, filling: Filling) -> None:
+        """Leave sources that long had nothing that is wanted, as far as there are other hosts to ask."""
+        now = time.monotonic()
+        others = sum(host.due <= now for host in self._askable())
+        useless = [source for number, source in self.reading.items() if filling.useless(number) > USELESS]
+        for source in useless[:others]:
+            source.leave()
+            self.lost(Lost(source, Unavailable(f"{source.address} has nothing yet that is not here")))
+
+    @property
+    def has_whole(self) -> bool:
+        """Whether a source that is read from has the whole version."""
+        return any(source.whole for source in self.reading.values())
 
     def give_up(self) -> None:
         """Do without sources that were told to read and are still not connected."""
@@ -299,6 +384,9 @@ class SourceChoice:
 
     def why(self) -> CubrokerError:
         """Return the reason why there is no source, of the kind that tells most, with what each host says."""
+        if self._hosts and all(host.own for host in self._hosts):
+            own = ", ".join(str(host.address) for host in self._hosts)
+            return Invalid(f"{self._order.name} cannot be fetched: {own} is this host itself; name others")
         errors = [(host.address, host.error) for host in self._hosts if host.error]
         for kind in (Corrupted, Denied, Invalid, Unsupported, OverQuota, NotFound, CubrokerError):
             errors.sort(key=lambda pair: not isinstance(pair[1], kind))
@@ -327,6 +415,12 @@ def _check(opened: ExportedVersion) -> None:
         raise Invalid("the source says of a version what does not fit together; it is not of this project, or damaged")
     if opened.algorithm != digests.DEFINITION:
         raise Invalid(f"the source has digests by {opened.algorithm}, and this build has {digests.DEFINITION}; upgrade")
+    if opened.runs is not None and opened.piece != piece_size(layout.nbytes):
+        raise Invalid(f"the source passes on runs of {opened.piece} bytes, and this build takes others; upgrade one")
+
+
+def _partial(offer: Offer) -> bool:
+    return offer.there is not None
 
 
 class Fetch:
@@ -344,6 +438,7 @@ class Fetch:
         order = self._order
         with ExitStack() as undo:
             broker = undo.enter_context(Broker(order.directory))
+            self._sources.own = identity.host(broker.directory)
             order = msgspec.structs.replace(order, devices=_uuids(broker, order))
             if order.if_absent:  # those that wait for their turn hold nothing at the sources
                 undo.enter_context(broker.lock(order.name, timeout=order.wait))
@@ -361,7 +456,7 @@ class Fetch:
                 return self._there(pool)
             began = time.monotonic()
             with hold_all([target_of(replica) for replica in pool.replicas]):
-                self._fill(pool, opened)
+                from_parts = self._fill(broker, pool, opened, undo)
             seconds = time.monotonic() - began
             uuids = [replica.memory_device.uuid for replica in pool.replicas]
             version = pool.seal(digest=digests.of_replicas(uuids, [place.digest for place in opened.places]))
@@ -374,6 +469,7 @@ class Fetch:
                 read_seconds=seconds,
                 sources=tuple(self._sources.used),
                 fetched=True,
+                from_parts=from_parts,
             )
 
     def _there(self, pool: Pool) -> Fetched:
@@ -391,9 +487,16 @@ class Fetch:
             if not self._sources.asking and (time.monotonic() >= deadline or self._sources.hopeless):
                 raise self._sources.why()
 
-    def _fill(self, draft: Draft, opened: ExportedVersion) -> None:
-        """Fill a draft from all sources, and check it."""
+    def _fill(self, broker: Broker, draft: Draft, opened: ExportedVersion, undo: ExitStack) -> int:
+        """Fill a draft from all sources, and check it; returns how many bytes came from hosts that had a part.
+
+        Other hosts are told what is there until ``undo`` is closed.
+        """
         filling = Filling(draft, opened, self._order.patience, self._events.put)
+        sums = [place.digest for place in opened.places]
+        piece = piece_size(draft.layout.nbytes)
+        announcement = DraftAnnouncement(broker, draft.name, draft.version, sums, piece, lambda: filling.have)
+        undo.callback(announcement.close)
         try:
             self._sources.fill(filling)
             self._complete(filling)
@@ -403,15 +506,18 @@ class Fetch:
         filling.check_doubled()
         targets = [target_of(replica) for replica in draft.replicas]
         copy_between_devices(targets, [place.nbytes for place in opened.places])
+        return filling.from_parts
 
     def _complete(self, filling: Filling) -> None:
         """Return when every allocation is there and has its digest."""
         whole: set[tuple[int, int]] = set()
         wrong: set[tuple[int, int]] = set()
-        alive = time.monotonic()
+        alive = moved = time.monotonic()
+        before = 0
         while len(whole) < filling.allocations:
             self._report(*filling.progress)
             self._sources.give_up()
+            self._sources.leave_useless(filling)
             self._sources.ask()
             event = self._event(min(REPORT, self._sources.next_due()))
             match event:
@@ -419,24 +525,40 @@ class Fetch:
                     self._sources.ready(event)
                 case Whole():
                     whole.add((event.replica, event.allocation))
-                case Wrong(replica, allocation):
-                    brought = filling.again(event)
-                    error = Corrupted(
-                        f"allocation {allocation} of {self._order.name} came with other bytes than it has"
-                    )
-                    if not self._sources.drop(brought, error):
-                        if (replica, allocation) in wrong:
-                            raise Corrupted(
-                                f"{error.message}, twice, and no other host has them: what is on the way changes them,"
-                                f" or the source's memory; check it there with `cubroker verify --digest`"
-                            )
-                        wrong.add((replica, allocation))
+                case Wrong():
+                    self._read_again(event, filling, wrong)
             now = time.monotonic()
             alive = now if self._sources.bringing else alive
             late = now - alive > self._order.patience or self._sources.hopeless
             if late and not self._sources.reading:
                 raise self._sources.why()
+            done, total = filling.progress
+            if done != before or done == total or self._sources.has_whole:  # such a source is given up by itself
+                before, moved = done, now
+            if now - moved > self._order.patience:
+                raise Unavailable(
+                    f"{self._order.name} cannot be fetched: no host that is left has all of it, and nothing more has"
+                    f" come from their parts for {self._order.patience:g} s; {done} of {total} bytes are here"
+                )
         self._report(*filling.progress)
+
+    def _read_again(self, found: Wrong, filling: Filling, wrong: set[tuple[int, int]]) -> None:
+        """Have an allocation brought again that is not what it should be, by other sources if there are any.
+
+        Raises:
+            Corrupted: it came wrong twice from hosts that have the whole version, and there is no other one.
+        """
+        replica, allocation = found
+        error = Corrupted(f"allocation {allocation} of {self._order.name} came with other bytes than it has")
+        brought = filling.again(found)
+        if self._sources.distrust(brought, error) or self._sources.drop(brought, error):
+            return
+        if (replica, allocation) in wrong:
+            raise Corrupted(
+                f"{error.message}, twice, and no other host has them: what is on the way changes them,"
+                f" or the source's memory; check it there with `cubroker verify --digest`"
+            )
+        wrong.add((replica, allocation))
 
     def _event(self, limit: float) -> Happened | None:
         """Wait up to ``limit`` seconds for an event, and do what every phase does with it."""

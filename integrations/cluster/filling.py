@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from queue import SimpleQueue
+from random import Random
 from threading import Lock, Thread
 from typing import NamedTuple, TypeAlias
 
@@ -70,7 +71,7 @@ class Filling:
         }
         self._ranges = {number: replica.digest_ranges() for number, replica in self._replicas.items()}
         sizes = [place.nbytes for place in opened.places]
-        self._striping = Striping(cut(sizes, list(self._replicas)))
+        self._striping = Striping(cut(sizes, list(self._replicas)), chance=Random())  # noqa: S311  # any order will do
         self._sums = {
             (each, number): digests.PartialDigest() for each in self._replicas for number in range(len(sizes))
         }
@@ -93,17 +94,33 @@ class Filling:
         """Bytes that are there, and bytes in all."""
         return self._striping.nbytes, self._striping.total
 
+    @property
+    def have(self) -> int:
+        """See :attr:`Striping.have`."""
+        with self._lock:
+            return self._striping.have
+
+    @property
+    def from_parts(self) -> int:
+        """Bytes that came from sources that had not the whole version."""
+        return self._striping.from_parts
+
     def local(self, piece: VersionPiece) -> MemoryRegion:
         """Return where a piece goes."""
         region = self._views[piece.replica][piece.allocation]
         return MemoryRegion(region.pointer + piece.offset, piece.nbytes, region.device)
 
-    def join(self, source: int) -> bool:
+    def join(self, source: int, have: int | None, place: tuple[int, int]) -> bool:
         """See :meth:`Striping.join`; returns False, and the source must not read, if it comes too late."""
         with self._lock:
             if not self._over:
-                self._striping.join(source, time.monotonic())
+                self._striping.join(source, time.monotonic(), have, place)
             return not self._over
+
+    def has(self, source: int, have: int | None) -> None:
+        """See :meth:`Striping.has`."""
+        with self._lock:
+            self._striping.has(source, have)
 
     def end_joining(self) -> None:
         """Let no source join from now on."""
@@ -132,6 +149,11 @@ class Filling:
         """See :meth:`Striping.silent`."""
         with self._lock:
             return self._striping.silent(source, time.monotonic())
+
+    def useless(self, source: int) -> float:
+        """See :meth:`Striping.useless`; 0 for a source that has not joined, or has gone."""
+        with self._lock:
+            return self._striping.useless(source, time.monotonic())
 
     def again(self, wrong: Wrong) -> set[int]:
         """See :meth:`Striping.again`."""

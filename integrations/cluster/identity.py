@@ -20,6 +20,7 @@ import pwd
 import ssl
 import stat
 from collections.abc import Mapping
+from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,6 +32,9 @@ FOLDER = Path("/etc/cubroker/cluster")
 """Where certificates are, if neither an argument nor the variable says so."""
 
 CA, CERTIFICATE, KEY, REVOKED = "ca.pem", "cert.pem", "key.pem", "crl.pem"
+
+BOOT = Path("/proc/sys/kernel/random/boot_id")
+"""What the kernel chose by chance when this host started."""
 
 READ = 4
 """The bit of a mode that lets a class of users attach."""
@@ -107,6 +111,16 @@ def _check_files(folder: Path) -> None:
 def _no_password() -> str:
     """Keep OpenSSL from asking at the terminal."""
     raise Invalid("the key has a password, which a service cannot be asked for; store it without")
+
+
+def host(directory: Path) -> bytes:
+    """Return which broker of which host this is, the same for all its clients; empty if none serves there."""
+    try:
+        found = directory.stat()
+        boot = BOOT.read_bytes()
+    except OSError:
+        return b""
+    return blake2b(b"%s %d %d" % (boot, found.st_dev, found.st_ino), digest_size=16).digest()
 
 
 def named_user(certificate: Mapping[str, object]) -> str:

@@ -2,8 +2,12 @@
 
 A connection is TLS over TCP, and each message is a frame: its length as four bytes, big-endian, and as many bytes of
 msgpack. The fetching side begins with :class:`PeerHello` and then asks. The exporting side answers each request with
-one message, and a :class:`WatchPool` with one more after every change. Bytes of pools never go this way: the engines
-move them.
+one message, a :class:`WatchPool` with one more after every change, and the :class:`Open` of a version that it has only
+in part with an :class:`Available` whenever more of it is there. Bytes of pools never go this way: the engines move
+them.
+
+A host that fetches tells the exporter of its own host in the same frames what it has (:class:`Announce`), and an
+exporter its processes what to open (:class:`Serve`).
 
 Whatever comes in is bounded before it is decoded, and decoded into these types alone. The process that fetches
 (:mod:`~cubroker.integrations.cluster.fetch_process`) is told an :class:`Order`, as a line of JSON, and answers with
@@ -13,6 +17,8 @@ lines that are :class:`StatusLine`.
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable
+from hashlib import blake2b
 from typing import Annotated, TypeAlias, TypeVar
 
 import msgspec
@@ -23,8 +29,11 @@ from cubroker.protocol.errors import CubrokerError, Invalid, from_code
 from cubroker.protocol.fields import MAX_DEVICES, MAX_ITEMS
 from cubroker.protocol.messages import AUTO
 
-VERSION = 1
+VERSION = 2
 """The protocol that this build speaks."""
+
+PARTS = 2
+"""The first version of the protocol in which versions are offered of which a host has a part."""
 
 PORT = 7411
 """Where an exporter listens, if nothing else is said."""
@@ -41,6 +50,12 @@ MAX_REPLY = 64 << 20
 WATCH_BEAT = 20.0
 """Seconds after which an exporter repeats the current version to a peer that watches it."""
 
+NEWS = 0.05
+"""Seconds between two :class:`Available`, at least."""
+
+MAX_ANNOUNCEMENT = 8 << 20
+"""Bytes of the longest frame that an exporter reads from a fetch of its own host, which has digests."""
+
 LENGTH = struct.Struct(">I")
 
 Name = Annotated[str, Meta(min_length=1, max_length=255)]
@@ -48,6 +63,9 @@ Text = Annotated[str, Meta(max_length=2000)]
 Natural = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Positive = Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
 Digest = Annotated[bytes, Meta(min_length=16, max_length=16)]
+Digests = Annotated[tuple[Digest, ...], Meta(max_length=MAX_ITEMS)]
+Runs = Annotated[bytes, Meta(max_length=1 << 20)]
+"""Runs of bytes of a version as bits, lowest first, as :func:`cubroker.integrations.cluster.sources.cut` makes them."""
 
 
 class PeerMessage(Struct, frozen=True, tag=True):
@@ -100,6 +118,8 @@ class PeerWelcome(PeerMessage, frozen=True):
     version: Positive
     #: The user of this host whose permissions the peer has.
     user: Name
+    #: Which broker it exports from (:func:`cubroker.integrations.cluster.identity.host`); empty: it does not tell.
+    host: Annotated[bytes, Meta(max_length=16)] = b""
 
 
 class Offer(Struct, frozen=True):
@@ -112,6 +132,10 @@ class Offer(Struct, frozen=True):
     tensors: Natural
     #: Whether it is its pool's current version.
     current: bool
+    #: What it is (:func:`content`): equal for the same version on all hosts; None: that is not known yet.
+    content: Digest | None = None
+    #: How many of the bytes are there, of a version that is being fetched; None: all.
+    there: Natural | None = None
 
 
 class Offers(PeerMessage, frozen=True):
@@ -147,6 +171,19 @@ class ExportedVersion(PeerMessage, frozen=True):
     places: Annotated[tuple[ExportedAllocation, ...], Meta(max_length=MAX_ITEMS)]
     #: What the engine's other end connects with: a secret.
     metadata: bytes
+    #: The peer's place among those that read from this host, and how many places there are.
+    slot: Natural = 0
+    slots: Positive = 1
+    #: The runs that are there, of a version that is being fetched, and how many bytes the largest has; None: all.
+    runs: Runs | None = None
+    piece: Natural = 0
+
+
+class Available(PeerMessage, frozen=True):
+    """Follows the :class:`ExportedVersion` of a version that is being fetched there, whenever more is there."""
+
+    #: All that are there now; None: the version is published, and whole.
+    runs: Runs | None = None
 
 
 class CurrentVersion(PeerMessage, frozen=True):
@@ -166,6 +203,39 @@ class PeerRefusal(PeerMessage, frozen=True):
     #: As in :mod:`cubroker.protocol.errors`.
     code: Name
     message: Text
+
+
+# -- within a host -------------------------------------------------------------------------------------
+
+
+class Announce(PeerMessage, frozen=True):
+    """Tells the exporter of the own host of a draft that is being filled: :class:`Going`, or a refusal.
+
+    :class:`Available` follow. With the end of the connection the version is published, or ends.
+    """
+
+    #: The broker that has it, as in :class:`PeerWelcome`.
+    host: bytes
+    name: Name
+    version: Positive
+    #: The digest that each allocation will have, by the algorithm of this name.
+    algorithm: Name
+    digests: Digests
+    #: Bytes of the largest run.
+    piece: Positive
+    runs: Runs
+
+
+class Serve(PeerMessage, frozen=True):
+    """Has a process of the exporter open a version for one peer: :class:`ExportedVersion`."""
+
+    name: Name
+    version: Positive
+    engine: Name
+    #: Whether it may be a draft.
+    unsealed: bool = False
+    #: The digest of each allocation, if they are known; else the process finds them out.
+    digests: Digests = ()
 
 
 # -- between a caller and the process that fetches for it ----------------------------------------------
@@ -220,6 +290,8 @@ class Fetched(Struct, frozen=True):
     sources: tuple[str, ...]
     #: False if a version that was there would do.
     fetched: bool
+    #: Bytes that came from hosts which had not all of it themselves.
+    from_parts: int = 0
 
 
 class StatusLine(Struct, frozen=True):
@@ -233,17 +305,19 @@ class StatusLine(Struct, frozen=True):
 
 
 Request: TypeAlias = PeerHello | List | Open | WatchPool | Progress
-Reply: TypeAlias = PeerWelcome | Offers | ExportedVersion | CurrentVersion | Going | PeerRefusal
+Reply: TypeAlias = PeerWelcome | Offers | ExportedVersion | Available | CurrentVersion | Going | PeerRefusal
+Local: TypeAlias = Announce | Available | Serve
 
 M = TypeVar("M", bound=PeerMessage)
 T = TypeVar("T")
 
 _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+_locals: msgspec.msgpack.Decoder[Local] = msgspec.msgpack.Decoder(Local)
 _encoder = msgspec.msgpack.Encoder()
 
 
-def frame(message: Request | Reply) -> bytes:
+def frame(message: Request | Reply | Local) -> bytes:
     """Return a message as it goes over a connection."""
     body = _encoder.encode(message)
     return LENGTH.pack(len(body)) + body
@@ -267,6 +341,29 @@ def request(body: bytes) -> Request:
 def reply(body: bytes) -> Reply:
     """Decode what a fetching host received; raises ``Invalid``."""
     return _decoded(_replies, body)
+
+
+def local(body: bytes) -> Local:
+    """Decode what came from a process of the own host; raises ``Invalid``."""
+    return _decoded(_locals, body)
+
+
+def content(layout: bytes, algorithm: str, digests: Iterable[bytes]) -> bytes:
+    """Return what stands for a version on all hosts: its layout, as it is encoded, and the digests of its bytes."""
+    found = blake2b(layout, digest_size=16, key=algorithm.encode()[:64])
+    for digest in digests:
+        found.update(digest)
+    return found.digest()
+
+
+def to_runs(bits: int) -> bytes:
+    """Return runs as they travel."""
+    return bits.to_bytes(-(-bits.bit_length() // 8), "little")
+
+
+def from_runs(runs: bytes | None) -> int | None:
+    """Return runs as bits of a number; None: all."""
+    return None if runs is None else int.from_bytes(runs, "little")
 
 
 def _decoded(decoder: msgspec.msgpack.Decoder[T], body: bytes) -> T:

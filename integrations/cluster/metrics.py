@@ -36,6 +36,7 @@ class ExportMetrics:
             from prometheus_client import Counter, Gauge
         self._connections = Gauge("cubroker_export_connections", "Peers that are connected.")
         self._readers = Gauge("cubroker_export_readers", "Peers that read a version.")
+        self._drafts = Gauge("cubroker_export_drafts", "Versions that are offered while they come.")
         self._bytes = Counter("cubroker_export_read_bytes", "Bytes that peers say they have read.", ["pool"])
         self._versions = Counter("cubroker_export_versions", "Versions that peers have read whole.", ["pool"])
         self._refusals = Counter("cubroker_export_refusals", "Requests that were refused.", ["code"])
@@ -47,6 +48,10 @@ class ExportMetrics:
     def reading(self, count: int) -> None:
         """See :class:`~cubroker.integrations.cluster.exporter.Meter`."""
         self._readers.set(count)
+
+    def passing_on(self, count: int) -> None:
+        """See :class:`~cubroker.integrations.cluster.exporter.Meter`."""
+        self._drafts.set(count)
 
     def read(self, pool: str, nbytes: int) -> None:
         """See :class:`~cubroker.integrations.cluster.exporter.Meter`."""
@@ -68,6 +73,9 @@ class FetchMetrics:
         with needing("metrics", "cubroker[server]"):
             from prometheus_client import Counter, Gauge, Histogram
         self._bytes = Counter("cubroker_fetch_bytes", "Bytes of versions that were fetched.", ["pool"])
+        self._parts = Counter(
+            "cubroker_fetch_part_bytes", "Bytes of these from hosts that were still fetching themselves.", ["pool"]
+        )
         self._seconds = Histogram("cubroker_fetch_seconds", "How long a version took.", ["pool"], buckets=BUCKETS)
         self._version = Gauge(
             "cubroker_fetch_version", "The last version that was fetched, by its number here.", ["pool"]
@@ -77,6 +85,7 @@ class FetchMetrics:
     def fetched(self, result: Fetched) -> None:
         """A version is there."""
         self._bytes.labels(result.name).inc(result.nbytes)
+        self._parts.labels(result.name).inc(result.from_parts)
         self._seconds.labels(result.name).observe(result.seconds)
         self._version.labels(result.name).set(result.version)
 

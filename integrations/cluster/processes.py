@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Self
 
 from cubroker.integrations.cluster import messages
-from cubroker.integrations.cluster.messages import Going, Reply, Request
+from cubroker.integrations.cluster.messages import Going, Reply, Serve
 from cubroker.protocol.errors import Invalid, Unavailable
 
 START = 60.0
@@ -56,7 +56,7 @@ class PythonProcess:
         """Whether it has not ended, as far as is known."""
         return self._process.returncode is None and not self._output.at_eof()
 
-    async def ask(self, request: Request) -> Reply:
+    async def ask(self, request: Serve) -> Reply:
         """Send a request and return the answer; raises ``Unavailable`` if the process ends or is silent."""
         with suppress(ConnectionError):  # its end is noticed by what it does not say
             self._input.write(messages.frame(request))

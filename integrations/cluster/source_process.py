@@ -12,13 +12,14 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import BinaryIO
 
 from cubroker.client import Broker, Pool, digests
 from cubroker.integrations.cluster import messages
 from cubroker.integrations.cluster.engine import NIXL, Engine, MemoryRegion, open_engine
-from cubroker.integrations.cluster.messages import ExportedAllocation, ExportedVersion, Open
+from cubroker.integrations.cluster.messages import ExportedAllocation, ExportedVersion, Serve
 from cubroker.protocol.errors import CubrokerError, Unsupported
 
 log = logging.getLogger(__name__)
@@ -46,13 +47,13 @@ def main(directory: str) -> None:
     os._exit(0)  # at once: the interpreter's own end would unmap what a peer may still read
 
 
-def _hear(stream: BinaryIO) -> Open | None:
+def _hear(stream: BinaryIO) -> Serve | None:
     head = stream.read(messages.LENGTH.size)
     if not head:
         return None
-    request = messages.request(stream.read(messages.length(head, messages.MAX_REQUEST)))
-    assert isinstance(request, Open), request
-    return request
+    order = messages.local(stream.read(messages.length(head, messages.MAX_ANNOUNCEMENT)))
+    assert isinstance(order, Serve), order
+    return order
 
 
 def _say(stream: BinaryIO, message: messages.Reply) -> None:
@@ -60,17 +61,19 @@ def _say(stream: BinaryIO, message: messages.Reply) -> None:
     stream.flush()
 
 
-def _open(directory: Path, asked: Open, engine: Engine) -> tuple[Pool, ExportedVersion]:
+def _open(directory: Path, asked: Serve, engine: Engine) -> tuple[Pool, ExportedVersion]:
     """Attach to a version, register its memory, and return the pool and where its memory is."""
     if asked.engine != engine.name:
         raise Unsupported(
             f"the peer reads with {asked.engine!r}, and this host has {engine.name!r}; upgrade one of them"
         )
     broker = Broker(directory)
-    info, *_ = broker.describe(asked.name, asked.version or None)
+    info, *_ = broker.describe(asked.name, asked.version)
     device = None if info.sharded or len(info.devices) == 1 else info.devices[0]
-    pool = broker.attach(asked.name, version=info.version, device=device)
-    found = digests.sealed(repr(pool), pool.digest_ranges(), broker.digests(asked.name, pool.version))
+    pool = broker.attach(asked.name, version=asked.version, device=device, unsealed=asked.unsealed)
+    found: Mapping[int, bytes] = dict(enumerate(asked.digests)) or digests.sealed(
+        repr(pool), pool.digest_ranges(), broker.digests(asked.name, pool.version)
+    )
     host, views = broker.driver.host, pool.allocation_views
     places = [
         ExportedAllocation(view.pointer, view.nbytes, None if host else view.memory_device.index, found[number])

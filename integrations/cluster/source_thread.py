@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from math import inf
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -11,10 +12,10 @@ from threading import Event, Thread
 from typing import NamedTuple, TypeAlias
 
 from cubroker.integrations.cluster import messages
-from cubroker.integrations.cluster.connection import PeerAddress, PeerConnection
+from cubroker.integrations.cluster.connection import CONNECT, PeerAddress, PeerConnection
 from cubroker.integrations.cluster.engine import Engine, MemoryRegion, Read, open_engine
 from cubroker.integrations.cluster.filling import Filling
-from cubroker.integrations.cluster.messages import ExportedVersion, Going, Offers, Open, Progress
+from cubroker.integrations.cluster.messages import Available, ExportedVersion, Going, Offers, Open, Progress
 from cubroker.integrations.cluster.sources import DEPTH, VersionPiece
 from cubroker.protocol.errors import CubrokerError, Unavailable
 
@@ -57,23 +58,38 @@ class SourceReader:
     """A host, and the thread that speaks with it and reads from it. It reports by events."""
 
     def __init__(
-        self, number: int, address: PeerAddress, certificates: Path, report: Callable[[Reported], object]
+        self,
+        number: int,
+        address: PeerAddress,
+        certificates: Path,
+        report: Callable[[Reported], object],
+        own: bytes = b"",
     ) -> None:
         self.number = number
         self.address = address
         self.opened: ExportedVersion | None = None
-        #: When it was told to read; and whether its engine may write by now.
-        self.told = 0.0
+        #: The runs that it has, as bits; None: the whole version.
+        self.have: int | None = None
+        #: When it had all prepared here to read from there; and whether its engine may write by now.
+        self.told = inf
         self.writing = False
         #: Whether a piece has come from it.
         self.brought = False
         self._certificates = certificates
+        self._own = own
         self._report = report
         self._orders: SimpleQueue[Open | Filling | None] = SimpleQueue()
         self._leave = Event()
         self._engine: Engine | None = None
+        #: Answers to :class:`Progress` that have not come.
+        self._owed = 0
         self._thread = Thread(target=self._run, name=f"cubroker-source-{number}", daemon=True)
         self._thread.start()
+
+    @property
+    def whole(self) -> bool:
+        """Whether it has opened the version and has all of it."""
+        return self.opened is not None and self.have is None
 
     # -- on the main thread ------------------------------------------------------------------------
 
@@ -83,7 +99,6 @@ class SourceReader:
 
     def read(self, filling: Filling) -> None:
         """Have it bring what is to be filled, until it is told to leave or is :class:`Lost`."""
-        self.told = time.monotonic()
         self._orders.put(filling)
 
     def leave(self) -> None:
@@ -101,13 +116,14 @@ class SourceReader:
     def _run(self) -> None:
         error: CubrokerError | None = Unavailable("a thread of the transfer failed; its log says why")
         try:
-            with PeerConnection(self.address, self._certificates) as connection:
+            with PeerConnection(self.address, self._certificates, self._own) as connection:
                 self._report(Answered(self, connection.ask(messages.List(), Offers)))
                 while isinstance(order := self._next(connection), Open):
                     connection.say(order)
                     self._engine = open_engine(order.engine)  # while the source opens it
-                    self.opened = connection.hear(ExportedVersion, OPENING)
-                    self._report(Ready(self, self.opened))
+                    opened = connection.hear(ExportedVersion, OPENING)
+                    self.have, self.opened = messages.from_runs(opened.runs), opened
+                    self._report(Ready(self, opened))
                 if isinstance(order, Filling):
                     self._bring(connection, order)
             error = None
@@ -126,16 +142,36 @@ class SourceReader:
                 return self._orders.get(timeout=BEAT)
             except Empty:
                 if self.opened:
-                    connection.ask(Progress(0), Going)
+                    self._tell(connection, 0)
+
+    def _tell(self, connection: PeerConnection, nbytes: int) -> None:
+        """Say how far this side is, and wait for the answer."""
+        self._say(connection, nbytes)
+        deadline = time.monotonic() + CONNECT
+        while self._owed:
+            self._take(connection.hear_any(max(0.0, deadline - time.monotonic())))
+
+    def _say(self, connection: PeerConnection, nbytes: int) -> None:
+        connection.say(Progress(nbytes))
+        self._owed += 1
+
+    def _take(self, message: messages.Reply) -> None:
+        """Take what the source says."""
+        if isinstance(message, Available):
+            self.have = messages.from_runs(message.runs)
+        else:
+            messages.expect(message, Going)
+            self._owed -= 1
 
     def _bring(self, connection: PeerConnection, filling: Filling) -> None:
         assert self.opened is not None
         assert self._engine is not None
         with filling.context.current():
-            self._engine.register(filling.regions)
-            self.told = time.monotonic()  # that takes as long as there is memory
-            self._engine.connect(self.opened.metadata)  # which waits for as long as the system tries to connect
-            self.writing = filling.join(self.number)
+            with self._telling(connection):  # both take long: as there is memory, as the system tries to connect
+                self._engine.register(filling.regions)
+                self.told = time.monotonic()  # not before: how long that takes says nothing of the source
+                self._engine.connect(self.opened.metadata)
+            self.writing = filling.join(self.number, self.have, (self.opened.slot, self.opened.slots))
             if not self.writing:
                 return
             try:
@@ -143,7 +179,29 @@ class SourceReader:
             finally:
                 self._engine.close()  # before others read the same pieces
                 filling.lose(self.number)
-        connection.ask(Progress(nbytes), Going)
+        self._tell(connection, nbytes)
+
+    @contextmanager
+    def _telling(self, connection: PeerConnection) -> Iterator[None]:
+        """Say within a ``with`` block now and then that this side lives, whatever its thread does."""
+        over, errors = Event(), list[CubrokerError]()
+
+        def tell() -> None:
+            try:
+                while not over.wait(BEAT):
+                    self._tell(connection, 0)
+            except CubrokerError as error:
+                errors.append(error)
+
+        thread = Thread(target=tell, name=f"cubroker-source-{self.number}-beat", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+        for error in errors:
+            raise error
 
     def _read(self, connection: PeerConnection, engine: Engine, filling: Filling) -> int:
         """Bring pieces until there is no more to do; return how many bytes.
@@ -154,6 +212,7 @@ class SourceReader:
         flying: list[tuple[VersionPiece, Read]] = []
         began = now = time.monotonic()
         nbytes, beat, due, pause = 0, now + BEAT, now, PAUSES[0]
+        have = self.have
         while not self._leave.is_set():
             before = len(flying), nbytes
             for each in [each for each in flying if each[1].done()]:
@@ -161,14 +220,21 @@ class SourceReader:
                 nbytes += each[0].nbytes
                 self.brought = True
                 filling.end(self.number, each[0])
+            while connection.pending():
+                self._take(connection.hear_any())
+            if have != self.have:
+                have = self.have
+                filling.has(self.number, have)
             now = time.monotonic()
             if (not flying or now >= due) and (piece := filling.begin(self.number)) is not None:
                 flying.append((piece, engine.read(filling.local(piece), self._remote(piece))))
                 due = now + (now - began) * piece.nbytes / nbytes / DEPTH if nbytes else inf
             if filling.silent(self.number) > filling.patience:
                 raise Unavailable(f"{self.address} has brought nothing for {filling.patience:g} s")
-            if now >= beat:
-                connection.ask(Progress(nbytes), Going)
+            if self._owed and now > beat - BEAT + CONNECT:
+                raise Unavailable(f"the exporter at {self.address} did not answer within {CONNECT:g} s")
+            if now >= beat and not self._owed:
+                self._say(connection, nbytes)
                 beat = now + BEAT
             pause = PAUSES[0] if before != (len(flying), nbytes) else min(2 * pause, PAUSES[1])
             self._leave.wait(min(pause, max(PAUSES[0], due - now)))

@@ -13,16 +13,21 @@ more what a slower one has not brought: the first copy counts.
 which runs of bytes it has. A source is asked first for what no other source has, and of that first for the share that
 this host has among the source's readers; otherwise by chance. So hosts which read from one another come to hold
 different parts, and a host that alone has all sends each byte about once.
+
+*Trust.* What a source with a part passes on was not compared with any digest. An allocation that comes out wrong is
+brought again by sources that have the whole version alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from random import Random
 from typing import NamedTuple
 
-WIDTH = 4
-"""Sources that one fetch reads from at once, at most."""
+WIDTH = 8
+"""Sources that one fetch reads from at once, at most: as many as a host has readers, so that what goes in and what goes
+out of a host are equal."""
 
 ASKED = 8
 """Hosts that are asked at once what they have."""
@@ -38,6 +43,9 @@ UNIT = 1 << 20
 
 PIECES = 32
 """Pieces of a small version, so that several sources bring it."""
+
+USELESS = 1.0
+"""Seconds after which a source with a part is left for another host, if it has had nothing that is wanted."""
 
 HURRY = 2.0
 """How many times as long a slower source has to need for the rest of a piece, before another one begins it again."""
@@ -92,9 +100,11 @@ def cut(sizes: Sequence[int], replicas: Sequence[int], limit: int | None = None)
 
 
 class _Source:
-    def __init__(self, now: float, have: int, share: int) -> None:
+    def __init__(self, now: float, share: int) -> None:
+        #: Whether it has the whole version, and not a part.
+        self.whole = False
         #: The pieces that it has, as bits, and those that this side shall read from it before others.
-        self.have = have
+        self.have = 0
         self.share = share
         #: Since when it has had nothing that is still to be begun.
         self.useless: float | None = None
@@ -141,14 +151,18 @@ class Striping:
         self._depth = depth
         self._chance = chance
         self._sources: dict[int, _Source] = {}
-        #: Which source brought each piece that is there.
+        #: Which source brought each piece that is there; and these pieces as bits.
         self._brought: dict[VersionPiece, int] = {}
+        self._there = 0
+        #: Those that only sources with the whole version may bring.
+        self._strict = 0
         self._left: dict[tuple[int, int], int] = {}
         for piece in self._pieces:
             self._left[piece[:2]] = self._left.get(piece[:2], 0) + 1
         self.total = sum(piece.nbytes for piece in self._pieces)
-        #: Bytes that are there.
+        #: Bytes that are there; and bytes that came from sources with a part.
         self.nbytes = 0
+        self.from_parts = 0
         #: Replicas and allocations of which two sources had a piece under way at once: either may write it last.
         self.doubled: set[tuple[int, int]] = set()
 
@@ -162,6 +176,15 @@ class Striping:
         """How many there are."""
         return len(self._sources)
 
+    @property
+    def have(self) -> int:
+        """The runs of the first replica that are there, and that no source still writes, as :meth:`has` takes them."""
+        runs = len(self._pieces) // max(1, self._replicas)
+        writing = 0
+        for piece in chain.from_iterable(source.flying for source in self._sources.values()):
+            writing |= 1 << self._numbers[piece]
+        return self._there & ~writing & (1 << runs) - 1
+
     def join(self, source: int, now: float, have: int | None = None, place: tuple[int, int] = (0, 1)) -> None:
         """Take a source into account, from now on.
 
@@ -173,11 +196,16 @@ class Striping:
                 place begins with runs of its own, so the readers of a source together read all of it soon.
         """
         share = sum(1 << number for number in range(place[0], len(self._pieces), place[1]))
-        self._sources[source] = _Source(now, self._all if have is None else self._spread(have), share)
+        self._sources[source] = _Source(now, share)
+        self.has(source, have)
 
-    def has(self, source: int, have: int) -> None:
-        """Note which runs of bytes a source has now: bit 0 is the first that :func:`cut` makes, for any replica."""
-        self._sources[source].have = self._spread(have)
+    def has(self, source: int, have: int | None) -> None:
+        """Note which runs of bytes a source has now; None: the whole version.
+
+        Bit 0 is the first run that :func:`cut` makes, for any replica.
+        """
+        mine = self._sources[source]
+        mine.whole, mine.have = have is None, self._all if have is None else self._spread(have)
 
     def _spread(self, have: int) -> int:
         """Return the pieces, of all replicas, that runs of bytes are."""
@@ -190,7 +218,7 @@ class Striping:
         mine = self._sources[source]
         if len(mine.flying) >= self._depth:
             return None
-        wanted = self._todo & mine.have
+        wanted = self._todo & self._usable(mine)
         for flying in mine.flying:  # one may be to be begun again already
             wanted &= ~(1 << self._numbers[flying])
         piece = self._next(mine, wanted) if wanted else None
@@ -207,6 +235,10 @@ class Striping:
         elif mine.useless is None:
             mine.useless = now
         return piece
+
+    def _usable(self, mine: _Source) -> int:
+        """Return the pieces that a source has and may bring."""
+        return mine.have if mine.whole else mine.have & ~self._strict
 
     def _next(self, mine: _Source, wanted: int) -> VersionPiece:
         """Take one of these pieces: one that no other source has, if there is any, of its share if possible."""
@@ -230,23 +262,29 @@ class Striping:
         for other in self._sources.values():
             for piece, seconds in other.left([each for each in other.flying if each not in self._brought], now):
                 left[piece] = min(seconds, left.get(piece, float("inf")))
-        known = [piece for piece in left if mine.have >> self._numbers[piece] & 1]
+        usable = self._usable(mine)
+        known = [piece for piece in left if usable >> self._numbers[piece] & 1]
         last = max(reversed(known), key=lambda piece: left[piece], default=None)
         return last if last and left[last] > HURRY * last.nbytes / rate else None
 
     def end(self, source: int, piece: VersionPiece, now: float) -> bool:
         """Note that a source has brought a piece; returns whether with that all of its allocation is there."""
-        mine = self._sources[source]
+        mine, bit = self._sources[source], 1 << self._numbers[piece]
         del mine.flying[piece]
         mine.nbytes += piece.nbytes
         mine.stirred = now
         if not mine.flying:
             mine.busy += now - mine.since
+        if not mine.whole and bit & self._strict & ~self._there:  # it was begun before that was known to be wrong
+            self._abandon(piece)
+            return False
         if piece in self._brought:
             return False
         self._brought[piece] = source
-        self._todo &= ~(1 << self._numbers[piece])
+        self._there |= bit
+        self._todo &= ~bit
         self.nbytes += piece.nbytes
+        self.from_parts += 0 if mine.whole else piece.nbytes
         self._left[piece[:2]] -= 1
         return not self._left[piece[:2]]
 
@@ -254,15 +292,21 @@ class Striping:
         """Take a source out; what it has not brought is to be brought by others."""
         mine = self._sources.pop(source)
         for piece in mine.flying:
-            if piece not in self._brought and not any(piece in other.flying for other in self._sources.values()):
-                self._todo |= 1 << self._numbers[piece]
+            self._abandon(piece)
+
+    def _abandon(self, piece: VersionPiece) -> None:
+        """Have a piece begun that a source does not bring, unless it is there or another one brings it."""
+        if piece not in self._brought and not any(piece in other.flying for other in self._sources.values()):
+            self._todo |= 1 << self._numbers[piece]
 
     def again(self, replica: int, allocation: int) -> set[int]:
-        """Have an allocation brought once more; returns the sources that brought it."""
+        """Have an allocation brought once more, by sources with the whole version; returns those that brought it."""
         wrong = [piece for piece in self._brought if piece[:2] == (replica, allocation)]
         brought = {self._brought.pop(piece) for piece in wrong}
-        for piece in wrong:
-            self._todo |= 1 << self._numbers[piece]
+        bits = sum(1 << self._numbers[piece] for piece in wrong)
+        self._there &= ~bits
+        self._todo |= bits
+        self._strict |= bits
         self._left[replica, allocation] = len(wrong)
         self.nbytes -= sum(piece.nbytes for piece in wrong)
         return brought
@@ -273,9 +317,12 @@ class Striping:
         return now - mine.stirred if mine.flying else 0.0
 
     def useless(self, source: int, now: float) -> float:
-        """Return for how many seconds a source has had nothing that is still to be begun, while there is something."""
-        since = self._sources[source].useless
-        return 0.0 if since is None else now - since
+        """Return for how many seconds a source has had nothing that is still to be begun, while there is something.
+
+        Of one that has not joined, or has gone, 0.
+        """
+        mine = self._sources.get(source)
+        return 0.0 if mine is None or mine.useless is None else now - mine.useless
 
 
 def _lowest(bits: int) -> int:

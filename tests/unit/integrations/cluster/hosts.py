@@ -41,7 +41,7 @@ class Recorder:
     """A meter that keeps what it is told."""
 
     def __init__(self) -> None:
-        self.connections = self.readers = 0
+        self.connections = self.readers = self.drafts = 0
         self.nbytes: dict[str, int] = {}
         self.whole: list[str] = []
         self.refusals: list[str] = []
@@ -51,6 +51,9 @@ class Recorder:
 
     def reading(self, count: int) -> None:
         self.readers = count
+
+    def passing_on(self, count: int) -> None:
+        self.drafts = count
 
     def read(self, pool: str, nbytes: int) -> None:
         self.nbytes[pool] = self.nbytes.get(pool, 0) + nbytes
