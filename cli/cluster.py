@@ -341,7 +341,7 @@ def show_peers(
 
 def _state(offer: Offer) -> str:
     if offer.there is not None:
-        return f"{format.percent(offer.there, offer.nbytes)} there"
+        return f"{offer.there / offer.nbytes:.0%} there"
     return "current" if offer.current else "superseded"
 
 
@@ -361,8 +361,12 @@ def _plain(answer: peers.PeerAnswer) -> dict[str, object]:
         "error": answer.error.message if answer.error else None,
         "readers": offers.readers if offers else None,
         "limit": offers.limit if offers else None,
-        "pools": format.plain(offers.offers) if offers else None,
+        "pools": [_plain_offer(offer) for offer in offers.offers] if offers else None,
     }
+
+
+def _plain_offer(offer: Offer) -> dict[str, object]:
+    return {**format.plain(offer), "content": offer.content.hex() if offer.content else None}
 
 
 # -- certificates --------------------------------------------------------------------------------------

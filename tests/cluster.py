@@ -159,6 +159,11 @@ class Host:
         told = run(*self.before, "ip", "-json", "-stats", "link", "show", "eth0")
         return int(json.loads(told)[0]["stats64"]["rx"]["bytes"])
 
+    def sent(self) -> int:
+        """Bytes that have gone out over its link."""
+        told = run(*self.before, "ip", "-json", "-stats", "link", "show", "eth0")
+        return int(json.loads(told)[0]["stats64"]["tx"]["bytes"])
+
     def exporting(self, *arguments: str) -> AbstractContextManager[ExporterProcess]:
         """Export what its broker has, at the usual port."""
         return exporting(self.broker.directory, self.certificates, *arguments, listen=self.address, before=self.before)

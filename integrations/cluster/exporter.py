@@ -76,8 +76,8 @@ STALL = 120.0
 """Seconds after which a peer that says that it has come no further is cut off."""
 
 RATE = 1 << 20
-"""Bytes a second that a peer has to read on average, once it has had ``STALL`` seconds: what a peer says cannot be
-checked, and so its lease ends."""
+"""Bytes a second that a peer has to read on average, after twice ``STALL`` seconds. What a peer says cannot be checked;
+so a lease lasts for as long as that takes at most, and the ``STALL`` after it."""
 
 STRANGERS = 64
 """Connections at once that have not shown a certificate yet: more would keep out those that have one."""
@@ -521,7 +521,7 @@ class Exporter:
             peer.nbytes = nbytes
         elif now - peer.came > rules.stall:
             raise _CutOff(f"it has read nothing for {rules.stall:g} s")
-        if now - peer.began - rules.stall > min(nbytes, size) / rules.rate:
+        if now - peer.began > 2 * rules.stall + min(nbytes, size) / rules.rate:
             raise _CutOff(f"it reads more slowly than {rules.rate / 1e6:.1f} MB/s; it may open the version again")
         return Going()
 

@@ -17,7 +17,7 @@ from cubroker.server.transport.framing import encode, pairs
 from cubroker.server.transport.gateway_process import RequestDecoder
 from tests.fuzz import checkpoint_targets, journal_targets, ledger_target
 from tests.fuzz.target import Target
-from tests.unit.integrations.cluster.samples import REPLIES, REQUESTS
+from tests.unit.integrations.cluster.samples import LOCALS, REPLIES, REQUESTS
 from tests.unit.protocol.samples import GREETINGS, LAYOUT, NOTICES, SAMPLES
 
 MSGPACK = (
@@ -73,7 +73,7 @@ def frames(data: bytes) -> None:
 
 def cluster(data: bytes) -> None:
     """What is in a frame between hosts, either way, and how long the frame says it is."""
-    for read in (cluster_messages.request, cluster_messages.reply):
+    for read in (cluster_messages.request, cluster_messages.reply, cluster_messages.local):
         with suppress(Invalid):
             message: Any = read(data)
             frame = cluster_messages.frame(message)
@@ -129,8 +129,8 @@ TARGETS = {
         Target(
             "cluster",
             cluster,
-            (struct.pack(">I", 9), *(cluster_messages.frame(each)[4:] for each in (*REQUESTS, *REPLIES))),
-            (*MSGPACK, *(wire.pack(type(each).__name__) for each in (*REQUESTS, *REPLIES))),
+            (struct.pack(">I", 9), *(cluster_messages.frame(each)[4:] for each in (*REQUESTS, *REPLIES, *LOCALS))),
+            (*MSGPACK, *(wire.pack(type(each).__name__) for each in (*REQUESTS, *REPLIES, *LOCALS))),
         ),
         Target("requests", ledger_target.play, ledger_target.SEEDS, (*MSGPACK, *ledger_target.TOKENS)),
         Target(

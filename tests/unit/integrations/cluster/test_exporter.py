@@ -315,7 +315,7 @@ def test_a_newer_peer_is_told_what_this_side_speaks(serving: Serving, monkeypatc
     monkeypatch.setattr(PeerConnection, "ask", lambda *arguments: told.append(ask(*arguments)) or told[-1])
     monkeypatch.setattr(messages, "PeerHello", lambda _: PeerHello(7))
     serving.greet()
-    assert told == [PeerWelcome(1, "root")]
+    assert [(each.version, each.user) for each in told] == [(messages.VERSION, "root")]
 
 
 # -- what it offers --------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from cubroker.integrations.cluster import messages
 from cubroker.integrations.cluster.messages import (
     CurrentVersion,
     Going,
+    Local,
     Open,
     PeerHello,
     PeerRefusal,
@@ -21,7 +22,7 @@ from cubroker.integrations.cluster.messages import (
     Request,
 )
 from cubroker.protocol.errors import ERRORS, CubrokerError, Invalid, Unavailable
-from tests.unit.integrations.cluster.samples import REPLIES, REQUESTS
+from tests.unit.integrations.cluster.samples import LOCALS, REPLIES, REQUESTS
 
 
 def body(frame: bytes) -> bytes:
@@ -33,6 +34,7 @@ def body(frame: bytes) -> bytes:
 def test_there_is_a_sample_of_every_message() -> None:
     assert {type(each) for each in REQUESTS} == {*Request.__args__}
     assert {type(each) for each in REPLIES} == {*Reply.__args__}
+    assert {type(each) for each in LOCALS} == {*Local.__args__}
 
 
 @pytest.mark.parametrize("message", REQUESTS, ids=lambda each: type(each).__name__)
@@ -50,6 +52,28 @@ def test_a_reply_is_read_as_it_was_written_and_is_no_request(message: Reply) -> 
     assert messages.reply(body(frame)) == message
     with pytest.raises(Invalid, match="a message came that cannot be read"):
         messages.request(body(frame))
+
+
+@pytest.mark.parametrize("message", LOCALS, ids=lambda each: type(each).__name__)
+def test_what_stays_within_a_host_is_read_as_it_was_written_and_is_no_request(message: Local) -> None:
+    frame = messages.frame(message)
+    assert messages.local(body(frame)) == message
+    with pytest.raises(Invalid, match="a message came that cannot be read"):
+        messages.request(body(frame))
+
+
+@given(st.integers(0, 1 << 200))
+def test_runs_travel(bits: int) -> None:
+    assert messages.from_runs(messages.to_runs(bits)) == bits
+    assert messages.from_runs(None) is None
+
+
+@given(st.binary(max_size=9), st.lists(st.binary(min_size=16, max_size=16), max_size=3))
+def test_versions_are_equal_if_layout_and_digests_are(layout: bytes, sums: list[bytes]) -> None:
+    found = messages.content(layout, "a", sums)
+    assert found == messages.content(layout, "a", iter(sums))
+    others = [(layout + b"x", "a", sums), (layout, "b", sums), (layout, "a", [*sums, bytes(16)])]
+    assert found not in [messages.content(*other) for other in others]
 
 
 names = st.text(min_size=1, max_size=255)
@@ -80,7 +104,7 @@ def test_any_request_travels(message: Request) -> None:
     ).map(msgspec.msgpack.encode)
 )
 def test_any_bytes_are_a_message_or_invalid(data: bytes) -> None:
-    for decode in (messages.request, messages.reply):
+    for decode in (messages.request, messages.reply, messages.local):
         try:
             message = decode(data)
         except Invalid:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from cubroker.integrations.cluster import messages, processes
-from cubroker.integrations.cluster.messages import ExportedVersion, Open, PeerRefusal
+from cubroker.integrations.cluster.engine import NIXL
+from cubroker.integrations.cluster.messages import ExportedVersion, PeerRefusal, Serve
 from cubroker.integrations.cluster.processes import PythonProcess
 from cubroker.protocol import Layout
 from cubroker.protocol.errors import Unavailable
@@ -22,7 +23,7 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", here())
 
 
-def ended(directory: Path, *requests: Open) -> tuple[list[messages.Reply], int]:
+def ended(directory: Path, *requests: Serve) -> tuple[list[messages.Reply], int]:
     """Ask a process, and end its input; returns its answers and its status."""
 
     async def run() -> tuple[list[messages.Reply], int]:
@@ -40,7 +41,7 @@ def ended(directory: Path, *requests: Open) -> tuple[list[messages.Reply], int]:
 
 def test_a_process_ends_with_its_input_and_the_lease_with_it(directory: Path, name: str) -> None:
     publish(directory, name)
-    (opened,), status = ended(directory, Open(name, 1))
+    (opened,), status = ended(directory, Serve(name, 1, NIXL))
     assert status == 0
     assert isinstance(opened, ExportedVersion)
     assert (opened.name, opened.version, Layout.decode(opened.layout)) == (name, 1, LAYOUT)
@@ -53,7 +54,7 @@ def test_a_process_that_is_asked_for_nothing_ends_too(directory: Path) -> None:
 
 def test_what_a_process_cannot_open_is_its_answer_and_its_end(directory: Path, name: str) -> None:
     publish(directory, name)
-    for request, code in ((Open(name, 1, "pigeons"), "unsupported"), (Open("none"), "not_found")):
+    for request, code in ((Serve(name, 1, "pigeons"), "unsupported"), (Serve("none", 1, NIXL), "not_found")):
         (answer,), status = ended(directory, request)
         assert isinstance(answer, PeerRefusal)
         assert (answer.code, status) == (code, 0)
@@ -81,6 +82,6 @@ def test_a_process_that_has_ended_answers_nothing(directory: Path) -> None:
         await process.kill()
         assert not process.alive
         with pytest.raises(Unavailable, match="the process of the transfer ended with status -9"):
-            await process.ask(Open("m"))
+            await process.ask(Serve("m", 1, NIXL))
 
     asyncio.run(run())
