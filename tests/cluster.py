@@ -138,6 +138,7 @@ class Host:
         self.broker: BrokerProcess
         self._port = f"port{number}"
         self._switch = _within(switch)
+        self._rate = rate
         run(*self._switch, *f"ip link add {self._port} type veth peer name eth0 netns {holder.pid}".split())
         run(*self._switch, *f"ip link set {self._port} master switch up".split())
         for line in (f"addr add {self.address}/24 dev eth0", "link set eth0 up", "link set lo up"):
@@ -154,6 +155,27 @@ class Host:
         """Undo :meth:`cut`."""
         run(*self._switch, *f"ip link set {self._port} master switch".split())
 
+    @contextmanager
+    def slowed(self, rate: str) -> Iterator[None]:
+        """Have its link carry so much of what it sends, within a ``with`` block."""
+        self._send_at(rate)
+        try:
+            yield
+        finally:
+            self._send_at(self._rate)
+
+    def _send_at(self, rate: str) -> None:
+        run(*self.before, *f"tc qdisc change dev eth0 root tbf rate {rate} burst 256kb latency 50ms".split())
+
+    def running(self, script: str, *arguments: object) -> subprocess.Popen[str]:
+        """Start a script of Python there, which gets the directory of the broker and these arguments."""
+        return subprocess.Popen(
+            [*self.before, sys.executable, "-c", script, str(self.broker.directory), *map(str, arguments)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
     def received(self) -> int:
         """Bytes that have come in over its link."""
         told = run(*self.before, "ip", "-json", "-stats", "link", "show", "eth0")
@@ -164,9 +186,15 @@ class Host:
         told = run(*self.before, "ip", "-json", "-stats", "link", "show", "eth0")
         return int(json.loads(told)[0]["stats64"]["tx"]["bytes"])
 
-    def exporting(self, *arguments: str) -> AbstractContextManager[ExporterProcess]:
-        """Export what its broker has, at the usual port."""
-        return exporting(self.broker.directory, self.certificates, *arguments, listen=self.address, before=self.before)
+    def exporting(self, *arguments: str, listen: str = "") -> AbstractContextManager[ExporterProcess]:
+        """Export what its broker has, at the usual port if no other address is given."""
+        listen = listen or self.address
+        return exporting(self.broker.directory, self.certificates, *arguments, listen=listen, before=self.before)
+
+    def peers(self, host: str) -> Any:
+        """Return what ``cubroker peers`` says of a host."""
+        asking = [*self.before, sys.executable, "-m", "cubroker", "peers", "--from", host, "--json"]
+        return json.loads(run(*asking, "--certificates", str(self.certificates)))[0]
 
     def fetch(self, *arguments: str) -> Any:
         """See :func:`fetch`."""

@@ -59,8 +59,6 @@ AGAIN = 1.0
 CONNECTIONS, OF_A_USER = 256, 32
 """Fetches of this host that an exporter listens to at once, of all users and of one."""
 
-PUBLISHED = frozenset({"current", "superseded", "retired"})
-
 
 def name_of(directory: Path) -> bytes:
     """Return where the exporter of a broker listens to fetches of its host."""
@@ -293,7 +291,7 @@ class Announcements:
             info, *_ = self._live().describe(draft.name, draft.version)
         except (NotFound, Retired, Denied):
             return False
-        return info.state in PUBLISHED
+        return info.published is not None  # a draft that was discarded is retired, too, while others read it
 
     def _check(self, account: Account, announced: Announce) -> AnnouncedDraft:
         """Return what the broker says of a draft that was announced; raises ``CubrokerError`` if that is not so."""

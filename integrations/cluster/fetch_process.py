@@ -227,7 +227,8 @@ class SourceChoice:
         number = self._number(host, event.offers.offers)
         if number is None:
             event.source.leave()
-            host.put_off(NotFound(f"it has no {self._order.name} that this host may fetch"))
+            none = NotFound(f"it has no {self._order.name} that this host may fetch")
+            host.put_off(None if host.distrusted else none)  # why it is distrusted says more
             return
         self._numbers[event.source] = number
         if not self._candidates:

@@ -6,7 +6,8 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,191 @@ def test_every_version_comes_over_as_it_is_published(hosts: list[Host]) -> None:
             assert held(two) == content(2)
         finally:
             follower.send_signal(signal.SIGINT)
+
+
+# -- parts -----------------------------------------------------------------------------------------
+
+SLOW = "20mbit"
+"""What the origin's link carries here: hosts that pass on what they have are faster by far."""
+
+TOGETHER = """
+import selectors, sys, time
+from pathlib import Path
+from cubroker.integrations.cluster import messages
+from cubroker.integrations.cluster.connection import PeerConnection, parse
+
+folder, size, addresses = Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]
+connections, have = [], {}
+for address in addresses:
+    while True:
+        connection = PeerConnection(parse(address), folder)
+        coming = [each for each in connection.ask(messages.List(), messages.Offers).offers if each.there is not None]
+        if coming:
+            break
+        connection.close()
+        time.sleep(0.05)
+    opened = connection.ask(messages.Open(coming[0].name, coming[0].version), messages.ExportedVersion, 60.0)
+    connections.append(connection)
+    have[address] = messages.from_runs(opened.runs)
+everything = (1 << size // opened.piece) - 1
+while None not in have.values() and have[addresses[0]] | have[addresses[1]] != everything:
+    for address, connection in zip(addresses, connections):
+        while connection.pending():
+            have[address] = messages.from_runs(connection.hear(messages.Available).runs)
+    time.sleep(0.01)
+print("all", flush=True)
+"""
+"""Reads, of two hosts that fetch, what they have, until that together is all."""
+
+PARTIAL = """
+import sys
+from cubroker.client import Broker
+from cubroker.integrations.cluster.announcements import DraftAnnouncement
+from cubroker.integrations.cluster.sources import piece_size
+from cubroker.protocol import Layout
+
+directory, size, mode = sys.argv[1], int(sys.argv[2]), int(sys.argv[3], 8)
+sums = [bytes.fromhex(each) for each in sys.argv[4:]]
+layout = Layout.pack([("a", "U8", (size // 2,)), ("b", "U8", (size // 2,))], slab=size // 2)
+with Broker(directory) as broker, broker.create("m", layout, mode=mode) as draft:
+    piece = piece_size(size)
+    announcement = DraftAnnouncement(broker, "m", draft.version, sums, piece, lambda: (1 << size // piece) - 1)
+    print(flush=True)
+    sys.stdin.read()
+    announcement.close()
+"""
+"""Says that it has all of a version which it is still fetching, and has nothing but zeros."""
+
+
+def from_each_other(hosts: list[Host], *arguments: str) -> list[subprocess.Popen[str]]:
+    """Start a fetch on all hosts but the first, from all of them, themselves included."""
+    peers = ",".join(host.address for host in hosts)
+    return [host.fetching("m", "--from", peers, "--wait", "60", *arguments) for host in hosts[1:]]
+
+
+def test_hosts_that_fetch_at_once_pass_on_what_they_have(hosts: list[Host]) -> None:
+    """The origin sends much less than each of them gets."""
+    one, *others = hosts
+    publish(one, digest=True)
+    with ExitStack() as undo:
+        undo.enter_context(one.slowed(SLOW))
+        exporters = [undo.enter_context(host.exporting()) for host in hosts]
+        before = one.sent()
+        outcomes = [ended(process) for process in from_each_other(hosts)]
+        assert one.sent() - before < 2 * SIZE
+        assert all("is passed on while it comes" in exporter.log() for exporter in exporters[1:])
+    assert sum(outcome["from_parts"] for outcome in outcomes) > SIZE
+    for host, outcome in zip(others, outcomes, strict=True):
+        assert f"{host.address}:7411" not in outcome["sources"]
+        assert held(host) == content(1)
+
+
+def test_hosts_that_together_have_all_need_the_origin_no_more(hosts: list[Host]) -> None:
+    one, two, three, _ = hosts
+    publish(one, digest=True)
+    with one.slowed(SLOW), one.exporting() as origin, two.exporting(), three.exporting():
+        processes = from_each_other([one, two, three])
+        with two.running(TOGETHER, two.certificates, SIZE, two.address, three.address) as together:
+            assert together.communicate(timeout=60)[0] == "all\n"
+        origin.kill()
+        assert all(ended(process)["fetched"] for process in processes)
+    assert held(two) == held(three) == content(1)
+
+
+def test_a_host_that_passes_on_what_it_has_and_is_killed_is_replaced(hosts: list[Host]) -> None:
+    """Its exporter first, then the fetch of another host."""
+    one, two, three, four = hosts
+    publish(one, digest=True)
+    with one.slowed("10mbit"), one.exporting(), two.exporting() as second, three.exporting() as third:
+        first, other = from_each_other([one, two, three])
+        last = four.fetching("m", "--from", f"{one.address},{two.address},{three.address}", "--wait", "60")
+        reading(second, third)
+        second.kill()
+        other.kill()
+        other.communicate()
+        outcomes = ended(first), ended(last)
+        assert all(isinstance(outcome, dict) and outcome["fetched"] for outcome in outcomes), (
+            f"{outcomes} {third.log()}"
+        )
+        assert "has ended, and has not published it" in third.log(), third.log()
+    assert held(two) == held(four) == content(1)
+    assert pools(three) == []
+
+
+@pytest.fixture
+def zeros(hosts: list[Host]) -> Iterator[Callable[[int], None]]:
+    """Has the second host pass on zeros in place of what the first one has published, with this mode."""
+    one, two, *_ = hosts
+    publish(one, digest=True)
+    with Broker(one.broker.directory) as broker:
+        sums = broker.digests("m", broker.describe("m")[0].version).digests
+    assert sums is not None
+    with ExitStack() as undo:
+
+        def begin(mode: int) -> None:
+            process = two.running(PARTIAL, SIZE, f"{mode:o}", *(each.hex() for each in sums.replicas[0]))
+            undo.enter_context(process)
+            assert process.stdout
+            assert process.stdin
+            undo.callback(process.stdin.close)
+            assert process.stdout.readline() == "\n"
+
+        yield begin
+
+
+def test_what_a_host_passes_on_wrong_is_read_again_from_one_that_has_published_it(
+    hosts: list[Host], zeros: Callable[[int], None]
+) -> None:
+    one, two, three, _ = hosts
+    with one.slowed(SLOW), one.exporting(), two.exporting() as second:
+        zeros(0o644)
+        eventually(lambda: "is passed on while it comes" in second.log(), "the part")
+        status, why = three.fetch("m", "--from", two.address, "--patience", "2")
+        assert (status, "came with other bytes than it has" in why) == (1, True), why
+        assert pools(three) == []
+        done = three.fetch("m", "--from", f"{one.address},{two.address}")
+        assert (done["fetched"], done["from_parts"] > 0) == (True, True)
+    assert held(three) == content(1)
+
+
+def test_a_part_is_offered_to_those_alone_who_may_read_it(
+    hosts: list[Host], zeros: Callable[[int], None], tmp_path: Path
+) -> None:
+    one, two, three, _ = hosts
+    authority = one.certificates.parent / "authority"
+    nobody = certificates.issue(authority, tmp_path / "nobody", "nobody").parent
+    own = three.certificates
+    with two.exporting() as exporter, two.exporting("x*", listen=f"{two.address}:7400"):
+        zeros(0o600)
+        eventually(lambda: "is passed on while it comes" in exporter.log(), "the part")
+        assert [pool["there"] for pool in three.peers(two.address)["pools"]] == [SIZE]
+        assert three.peers(f"{two.address}:7400")["pools"] == []
+        try:
+            three.certificates = nobody
+            assert three.peers(two.address)["pools"] == []
+            status, why = three.fetch("m@1", "--from", two.address)
+            assert (status, "it has no m that this host may fetch" in why) == (1, True)
+        finally:
+            three.certificates = own
+
+
+def test_a_host_does_not_read_from_itself(hosts: list[Host]) -> None:
+    one, two, *_ = hosts
+    publish(one)
+    publish(two, seed=2)
+    with one.exporting(), two.exporting():
+        done = two.fetch("m", "--from", f"{two.address},{one.address}")
+        assert done["sources"] == [f"{one.address}:7411"]
+        for how in ((), ("--follow",)):
+            status, why = two.fetch("m", *how, "--from", two.address)
+            assert (status, f"{two.address}:7411 is this host itself" in why) == (1, True)
+        with two.fetching("m", "--follow", "--from", f"{two.address},{one.address}") as follower:
+            with Broker(two.broker.directory) as broker, broker.watch("m") as watch:
+                first = next(version for version in watch if version)
+                publish(one, seed=3)
+                assert next(watch) == first + 1
+            follower.send_signal(signal.SIGINT)
+    assert held(two) == content(3)
 
 
 # -- what goes wrong -------------------------------------------------------------------------------
