@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import select
 import socket
 import struct
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -87,10 +88,18 @@ class DraftAnnouncement:
         sums: the digest that each allocation will have.
         piece: bytes of the largest run.
         have: returns the runs that are there, as bits; any thread may call it.
+        mode: the mode that the pool will have with it; None: the one that it has.
     """
 
     def __init__(
-        self, broker: Broker, name: str, version: int, sums: Sequence[bytes], piece: int, have: Callable[[], int]
+        self,
+        broker: Broker,
+        name: str,
+        version: int,
+        sums: Sequence[bytes],
+        piece: int,
+        have: Callable[[], int],
+        mode: int | None = None,
     ) -> None:
         self._broker = broker
         self._name = name
@@ -98,6 +107,7 @@ class DraftAnnouncement:
         self._sums = tuple(sums)
         self._piece = piece
         self._have = have
+        self._mode = mode
         self._over = Event()
         self._thread = Thread(target=self._run, name="cubroker-announcement", daemon=True)
         self._thread.start()
@@ -123,20 +133,20 @@ class DraftAnnouncement:
             connection.settimeout(LIMIT)
             connection.connect(name_of(self._broker.directory))
             account = account_of(connection)
-            if account.uid != self._broker.uid and not identity.can_read(account, info):
+            if account.uid != self._broker.uid and not identity.can_read(account, info, self._mode):
                 raise Denied(f"the exporter of this host runs as {account.name}, who may not read it")
             said = self._have()
             host = identity.host(self._broker.directory)
-            self._say(connection, Announce(host, *self._what, self._piece, messages.to_runs(said)))
+            runs = messages.to_runs(said)
+            what = self._name, self._version, digests.DEFINITION, self._sums, self._piece
+            self._say(connection, Announce(host, *what, runs, self._mode))
             messages.expect(_reply(connection), Going)
             while not self._over.wait(NEWS):
+                if select.select([connection], [], [], 0)[0]:  # it has nothing more to say: it has ended
+                    return
                 if (have := self._have()) != said:
                     said = have
                     self._say(connection, Available(messages.to_runs(have)))
-
-    @property
-    def _what(self) -> tuple[str, int, str, tuple[bytes, ...]]:
-        return self._name, self._version, digests.DEFINITION, self._sums
 
     def _say(self, connection: socket.socket, message: messages.Local) -> None:
         connection.sendall(messages.frame(message))
@@ -167,6 +177,8 @@ class AnnouncedDraft:
     #: Bytes of each run, and of the largest.
     sizes: tuple[int, ...]
     piece: int
+    #: The mode that the pool will have with it; None: the one that it has.
+    mode: int | None
     #: The runs that are there, as they travel; None: it is published.
     runs: bytes | None
     #: Whether it will never be published.
@@ -312,6 +324,7 @@ class Announcements:
             content=messages.content(layout.encode(), announced.algorithm, announced.digests),
             sizes=tuple(piece.nbytes for piece in cut(layout.allocations, [0])),
             piece=announced.piece,
+            mode=announced.mode,
             runs=announced.runs,
         )
 

@@ -173,6 +173,8 @@ class _Peer:
     opened: ExportedVersion | None = None
     source: PythonProcess | None = None
     began: float = 0.0
+    #: Since when it could read.
+    could: float = 0.0
     #: Bytes that it says it has read, and when it last said more.
     nbytes: int = 0
     came: float = 0.0
@@ -412,7 +414,9 @@ class Exporter:
         self._digests[key] = KnownDigests(found, content)
 
     def _offered(self, account: Account, pool: PoolInfo) -> bool:
-        return self._named(pool.name) and not pool.writable and identity.can_read(account, pool)
+        draft = self._announcements.find(pool.name, pool.version)
+        coming = draft.mode if draft else None
+        return self._named(pool.name) and not pool.writable and identity.can_read(account, pool, coming)
 
     def _named(self, name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in self._rules.pools)
@@ -450,12 +454,12 @@ class Exporter:
         self._meter.reading(len(self._readers))
         try:
             peer.source, peer.began = await self._take(), time.monotonic()
-            peer.came = peer.began
             opened = await self._opened(peer.source, info, draft, request.engine)
         except CubrokerError:
             await self._release(peer)
             raise
         peer.opened = msgspec.structs.replace(opened, slot=peer.slot, slots=self._rules.readers)
+        peer.came = peer.could = time.monotonic()
         if draft:
             peer.news = asyncio.get_running_loop().create_task(self._tell_runs(peer, draft, opened.runs))
         there = f", of which {draft.nbytes} are there" if draft else ""
@@ -521,7 +525,7 @@ class Exporter:
             peer.nbytes = nbytes
         elif now - peer.came > rules.stall:
             raise _CutOff(f"it has read nothing for {rules.stall:g} s")
-        if now - peer.began > 2 * rules.stall + min(nbytes, size) / rules.rate:
+        if now - peer.could > 2 * rules.stall + min(nbytes, size) / rules.rate:
             raise _CutOff(f"it reads more slowly than {rules.rate / 1e6:.1f} MB/s; it may open the version again")
         return Going()
 

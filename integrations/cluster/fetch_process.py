@@ -496,7 +496,8 @@ class Fetch:
         filling = Filling(draft, opened, self._order.patience, self._events.put)
         sums = [place.digest for place in opened.places]
         piece = piece_size(draft.layout.nbytes)
-        announcement = DraftAnnouncement(broker, draft.name, draft.version, sums, piece, lambda: filling.have)
+        mode = self._order.mode
+        announcement = DraftAnnouncement(broker, draft.name, draft.version, sums, piece, lambda: filling.have, mode)
         undo.callback(announcement.close)
         try:
             self._sources.fill(filling)

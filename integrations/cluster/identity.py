@@ -144,8 +144,15 @@ def account(name: str) -> Account:
     return Account(name, entry.pw_uid, frozenset(os.getgrouplist(name, entry.pw_gid)))
 
 
-def can_read(reader: Account, pool: PoolInfo) -> bool:
-    """Whether a user may fetch a version: by the mode of its pool, as a process of this host might attach to it."""
+def can_read(reader: Account, pool: PoolInfo, coming: int | None = None) -> bool:
+    """Whether a user may fetch a version: by the mode of its pool, as a process of this host might attach to it.
+
+    Args:
+        reader: the user.
+        pool: the version.
+        coming: the mode that the pool will have once the version is published, which has to allow it, too.
+    """
     if reader.uid in (0, pool.owner):
         return True
-    return bool(pool.mode >> (3 if pool.group in reader.groups else 0) & READ)
+    mode = pool.mode if coming is None else pool.mode & coming
+    return bool(mode >> (3 if pool.group in reader.groups else 0) & READ)

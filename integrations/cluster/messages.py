@@ -224,6 +224,8 @@ class Announce(PeerMessage, frozen=True):
     #: Bytes of the largest run.
     piece: Positive
     runs: Runs
+    #: The mode that the pool will have with it; None: the one that it has.
+    mode: Annotated[int, Meta(ge=0, le=0o777)] | None = None
 
 
 class Serve(PeerMessage, frozen=True):

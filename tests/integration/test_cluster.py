@@ -209,7 +209,7 @@ sums = [bytes.fromhex(each) for each in sys.argv[4:]]
 layout = Layout.pack([("a", "U8", (size // 2,)), ("b", "U8", (size // 2,))], slab=size // 2)
 with Broker(directory) as broker, broker.create("m", layout, mode=mode) as draft:
     piece = piece_size(size)
-    announcement = DraftAnnouncement(broker, "m", draft.version, sums, piece, lambda: (1 << size // piece) - 1)
+    announcement = DraftAnnouncement(broker, "m", draft.version, sums, piece, lambda: (1 << size // piece) - 1, mode)
     print(flush=True)
     sys.stdin.read()
     announcement.close()

@@ -8,8 +8,10 @@ import pwd
 import signal
 import socket
 import ssl
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +31,10 @@ from cubroker.integrations.cluster.messages import (
     PeerHello,
     PeerWelcome,
     Progress,
+    Serve,
     WatchPool,
 )
+from cubroker.integrations.cluster.processes import PythonProcess
 from cubroker.protocol import Layout
 from cubroker.protocol.errors import (
     CubrokerError,
@@ -471,6 +475,53 @@ def test_as_many_readers_as_may(directory: Path, certificates: Certificates, nam
 
 
 @pytest.mark.slow
+def test_no_peer_takes_the_last_places_of_readers_from_others(
+    directory: Path, certificates: Certificates, name: str
+) -> None:
+    publish(directory, name, mode=0o644)
+    with exporting(directory, certificates.host, readers=4) as serving, ExitStack() as undo:
+        first, again, third = (undo.enter_context(serving.connect()) for _ in range(3))
+        first.ask(Open(name), ExportedVersion, 60.0)
+        assert again.ask(Open(name), ExportedVersion, 60.0).slot == 1
+        with pytest.raises(OverQuota, match="root of this address reads 2 already, and the 2 left are others'"):
+            third.ask(Open(name), ExportedVersion)
+        other = undo.enter_context(serving.connect(certificates.of(nobody())))
+        opened = other.ask(Open(name), ExportedVersion, 60.0)
+        assert (opened.slot, opened.slots, opened.runs) == (2, 4, None)
+        first.close()
+        eventually(lambda: serving.meter.readers == 2, "its place to be free")
+        assert third.ask(Open(name), ExportedVersion, 60.0).slot == 0
+
+
+def test_the_digests_of_a_version_that_was_sealed_without_are_computed_once(
+    serving: Serving, directory: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(directory, name)
+    asked: list[Serve] = []
+    ask = PythonProcess.ask
+
+    async def recorded(self: PythonProcess, request: Serve) -> Any:
+        asked.append(request)
+        return await ask(self, request)
+
+    monkeypatch.setattr(PythonProcess, "ask", recorded)
+    found = []
+    for known in (False, True):
+        with serving.connect() as connection:
+            (offer,) = connection.ask(List(), Offers).offers
+            assert (offer.content is not None) == known
+            found.append(connection.ask(Open(name), ExportedVersion, 60.0))
+            assert bool(asked.pop().digests) == known
+    assert found[0].places[0].digest == found[1].places[0].digest
+    with Broker(directory) as broker:
+        broker.retire(name)
+    eventually(lambda: not leases(directory), "the leases to end")
+    with serving.connect() as connection:
+        assert connection.ask(List(), Offers).offers == ()
+    assert serving.service._digests == {}
+
+
+@pytest.mark.slow
 def test_two_peers_that_open_at_once_get_processes_of_their_own(serving: Serving, directory: Path, name: str) -> None:
     publish(directory, name)
     with serving.connect() as first, serving.connect() as second, ThreadPoolExecutor() as threads:
@@ -511,6 +562,54 @@ def test_a_peer_that_comes_no_further_is_cut_off_whatever_it_says(
         over(connection)
         eventually(lambda: not leases(directory), "the lease to end")
         assert "is cut off: it has read nothing for 0.2 s" in caplog.text
+
+
+def boast(connection: PeerConnection) -> None:
+    """Say again and again that this side has read more, of a version that it has read whole long since."""
+    for nbytes in range(LAYOUT.nbytes, 50 * LAYOUT.nbytes):
+        connection.ask(Progress(nbytes if nbytes % 2 else LAYOUT.nbytes), Going)
+
+
+def crawl(connection: PeerConnection) -> None:
+    """Say again and again that this side has read one byte more."""
+    for nbytes in range(LAYOUT.nbytes):
+        connection.ask(Progress(nbytes), Going)
+        time.sleep(0.02)
+
+
+def test_a_peer_that_says_it_has_read_more_than_there_is_comes_no_further_by_that(
+    directory: Path, certificates: Certificates, name: str
+) -> None:
+    publish(directory, name)
+    with exporting(directory, certificates.host, stall=0.2) as serving, serving.connect() as connection:
+        connection.ask(Open(name), ExportedVersion)
+        with pytest.raises(Unavailable, match=r"it has read nothing for 0\.2 s"):
+            boast(connection)
+        over(connection)
+
+
+def test_a_peer_that_says_what_cannot_be_is_cut_off(serving: Serving, directory: Path, name: str) -> None:
+    publish(directory, name)
+    with serving.connect() as connection:
+        connection.ask(Open(name), ExportedVersion)
+        with pytest.raises(Unavailable, match=f"of a version that has {LAYOUT.nbytes}"):
+            connection.ask(Progress(1 << 60), Going)
+        over(connection)
+    eventually(lambda: serving.meter.connections == 0, "the connection to end")
+    assert serving.meter.nbytes == {}
+
+
+def test_a_peer_that_reads_too_slowly_is_cut_off_though_it_comes_further(
+    directory: Path, certificates: Certificates, name: str
+) -> None:
+    """It says one byte more each time: its lease would last for ever."""
+    publish(directory, name)
+    with exporting(directory, certificates.host, stall=1.0, rate=1000.0) as serving, serving.connect() as connection:
+        connection.ask(Open(name), ExportedVersion)
+        with pytest.raises(Unavailable, match=r"it reads more slowly than .*; it may open the version again"):
+            crawl(connection)
+        over(connection)
+        eventually(lambda: not leases(directory), "the lease to end")
 
 
 @pytest.mark.slow

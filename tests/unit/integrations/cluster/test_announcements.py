@@ -1,0 +1,313 @@
+"""Drafts that a fetch of the own host announces: who may do so, who reads them, and what they hear."""
+
+from __future__ import annotations
+
+import logging
+import pwd
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cubroker.client import Broker, Draft, digests
+from cubroker.integrations.cluster import announcements, exporter, identity, messages
+from cubroker.integrations.cluster.announcements import DraftAnnouncement
+from cubroker.integrations.cluster.connection import HungUp, OwnHost, PeerConnection
+from cubroker.integrations.cluster.messages import (
+    Announce,
+    Available,
+    ExportedVersion,
+    Going,
+    List,
+    Offers,
+    Open,
+    PeerHello,
+    Progress,
+)
+from cubroker.integrations.cluster.sources import UNIT
+from cubroker.protocol.errors import CubrokerError, Denied, Invalid, NotFound, Unavailable
+from tests.brokers import BrokerProcess, eventually
+from tests.unit.integrations.cluster.hosts import LAYOUT, Certificates, Serving, exporting, here, leases, publish
+
+SUMS = (bytes(16), bytes([1] * 16))
+"""What a fetch says that the digests will be."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def plain() -> Iterator[None]:
+    """Source processes have an engine that moves nothing."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exporter, "SOURCE", "plain_source")
+        patch.setattr(announcements, "AGAIN", 0.05)
+        patch.setenv("PYTHONPATH", here())
+        yield
+
+
+@pytest.fixture(scope="module")
+def usual(plain: None, shared: BrokerProcess, certificates: Certificates) -> Iterator[Serving]:
+    with exporting(shared.directory, certificates.host) as found:
+        yield found
+
+
+@pytest.fixture
+def serving(usual: Serving, directory: Path, caplog: pytest.LogCaptureFixture) -> Iterator[Serving]:
+    """An exporter that has no peer and no draft when a test begins, and none when it ends."""
+    caplog.set_level(logging.INFO, logger="cubroker.integrations.cluster")
+    usual.meter.__init__()  # type: ignore[misc]
+    yield usual
+    eventually(lambda: usual.meter.connections == usual.meter.drafts == 0, "connections to end")
+
+
+class Fetching:
+    """A draft, and what is said of it.
+
+    Attributes:
+        have: the runs that are there.
+    """
+
+    def __init__(self, broker: Broker, draft: Draft, **options: Any) -> None:
+        self.draft = draft
+        self.have = 0
+        self.announcement = DraftAnnouncement(
+            broker, draft.name, draft.version, SUMS, UNIT, lambda: self.have, **options
+        )
+
+
+@contextmanager
+def fetching(directory: Path, name: str, mode: int = 0o644) -> Iterator[Fetching]:
+    """Have a draft, and announce it."""
+    with Broker(directory) as broker, broker.create(name, LAYOUT, mode=mode) as draft:
+        found = Fetching(broker, draft, mode=mode)
+        try:
+            yield found
+        finally:
+            found.announcement.close()
+
+
+def announced(serving: Serving, count: int = 1) -> None:
+    eventually(lambda: serving.meter.drafts == count, "the announcement")
+
+
+def offered(connection: PeerConnection) -> list[tuple[str, int, int | None]]:
+    return [(each.name, each.version, each.there) for each in connection.ask(List(), Offers).offers]
+
+
+def test_a_draft_is_offered_and_its_readers_hear_what_is_there_until_it_is_published(
+    serving: Serving, directory: Path, name: str
+) -> None:
+    with fetching(directory, name) as this, serving.connect() as connection:
+        announced(serving)
+        assert offered(connection) == [(name, 1, 0)]
+        (offer,) = connection.ask(List(), Offers).offers
+        assert offer.content == messages.content(LAYOUT.encode(), digests.DEFINITION, SUMS)
+        assert not offer.current
+        opened = connection.ask(Open(name, 1), ExportedVersion)
+        assert (opened.layout, opened.runs, opened.piece) == (LAYOUT.encode(), b"", UNIT)
+        assert tuple(place.digest for place in opened.places) == SUMS
+        this.have = 0b10
+        assert connection.hear(Available) == Available(b"\x02")
+        assert offered(connection) == [(name, 1, LAYOUT.allocations[1])]
+        this.have = 0  # it is read again
+        assert connection.hear(Available) == Available(b"")
+        this.draft.seal()
+        this.announcement.close()
+        assert connection.hear(Available) == Available(None)
+        assert connection.ask(Progress(LAYOUT.nbytes), Going) == Going()
+        assert offered(connection) == [(name, 1, None)]
+
+
+def test_the_readers_of_a_draft_that_is_discarded_are_told_and_its_memory_goes_with_them(
+    serving: Serving, directory: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with serving.connect() as connection:
+        with fetching(directory, name):
+            announced(serving)
+            connection.ask(Open(name, 1), ExportedVersion)
+            assert leases(directory) == 2
+        with pytest.raises(Unavailable, match="has ended, and has not published it"):
+            connection.hear(Available)
+        with pytest.raises(HungUp):
+            connection.hear(Available)
+    with serving.connect() as connection, pytest.raises(NotFound):
+        connection.ask(Open(name, 1), ExportedVersion)
+
+
+def test_a_peer_that_knows_nothing_of_parts_is_offered_none(
+    serving: Serving, directory: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(directory, name)
+    with fetching(directory, name):
+        announced(serving)
+        with monkeypatch.context() as patch:
+            patch.setattr(messages, "PeerHello", lambda _: PeerHello(1))
+            connection = serving.connect()
+        with connection:
+            assert offered(connection) == [(name, 1, None)]
+            with pytest.raises(NotFound):
+                connection.ask(Open(name, 2), ExportedVersion)
+
+
+def nobody() -> str:
+    """A user who is neither this one nor root."""
+    try:
+        return pwd.getpwnam("nobody").pw_name
+    except KeyError:
+        pytest.skip("this host has no user nobody")
+
+
+@pytest.mark.parametrize(("before", "mode"), [(None, 0o640), (0o644, 0o600), (0o600, 0o644)])
+def test_a_draft_is_for_those_who_may_read_the_pool_before_and_after(
+    serving: Serving, directory: Path, certificates: Certificates, name: str, before: int | None, mode: int
+) -> None:
+    if before is not None:
+        publish(directory, name, mode=before)
+    own = certificates.of(nobody())
+    with fetching(directory, name, mode) as this, serving.connect(own) as connection:
+        announced(serving)
+        version = this.draft.version
+        assert not any(number == version for _, number, _ in offered(connection))
+        with pytest.raises(NotFound):
+            connection.ask(Open(name, version), ExportedVersion)
+        with serving.connect() as rights:
+            assert (name, version, 0) in offered(rights)
+
+
+def test_a_draft_that_is_not_among_the_pools_is_not_offered(
+    broker: BrokerProcess, certificates: Certificates, name: str
+) -> None:
+    with (
+        exporting(broker.directory, certificates.host, pools=["x*"]) as serving,
+        fetching(broker.directory, name),
+        serving.connect() as connection,
+    ):
+        announced(serving)
+        assert offered(connection) == []
+        with pytest.raises(NotFound):
+            connection.ask(Open(name, 1), ExportedVersion)
+
+
+def test_a_fetch_tells_nobody_who_may_not_read_it(
+    serving: Serving, directory: Path, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    stranger = identity.account(nobody())
+    monkeypatch.setattr(announcements, "account_of", lambda _: stranger)
+    with fetching(directory, name, 0o600):
+        eventually(lambda: "is not passed on while it comes: the exporter of this host runs as" in caplog.text, "it")
+    assert serving.meter.drafts == 0
+
+
+def test_an_announcement_of_another_user_s_draft_is_refused(
+    serving: Serving, directory: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Broker(directory) as broker, broker.create(name, LAYOUT, mode=0o666) as draft:
+        with monkeypatch.context() as patch:
+            stranger = identity.account(nobody())
+            patch.setattr(announcements, "account_of", lambda _: stranger)
+            with pytest.raises(Denied, match=f"{name}@1 is another user's"):
+                told(directory, announcement(directory, name, draft.version))
+        assert told(directory, announcement(directory, name, draft.version)) == Going()
+
+
+def announcement(directory: Path, name: str, version: int, **changes: Any) -> Announce:
+    fields: dict[str, Any] = {
+        "host": identity.host(directory),
+        "name": name,
+        "version": version,
+        "algorithm": digests.DEFINITION,
+        "digests": SUMS,
+        "piece": UNIT,
+        "runs": b"",
+    }
+    return Announce(**fields | changes)
+
+
+def told(directory: Path, message: messages.Local) -> messages.Reply:
+    """Say something to the exporter as a fetch does, and return the answer."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(10.0)
+        connection.connect(announcements.name_of(directory))
+        connection.sendall(messages.frame(message))
+        return messages.expect(announcements._reply(connection), Going)
+
+
+LIES: dict[str, Callable[[Announce], messages.Local]] = {
+    "no announcement": lambda _: Available(b""),
+    "another broker": lambda it: announcement(Path("/"), it.name, it.version),
+    "too few digests": lambda it: announcement_like(it, digests=SUMS[:1]),
+    "other digests": lambda it: announcement_like(it, algorithm="md5"),
+    "other runs": lambda it: announcement_like(it, piece=512),
+    "no such version": lambda it: announcement_like(it, version=it.version + 1),
+}
+
+
+def announcement_like(it: Announce, **changes: Any) -> Announce:
+    return Announce(**{field: getattr(it, field) for field in it.__struct_fields__} | changes)
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_what_cannot_be_passed_on_is_refused(serving: Serving, directory: Path, name: str, lie: str) -> None:
+    with Broker(directory) as broker, broker.create(name, LAYOUT) as draft:
+        with pytest.raises((Invalid, NotFound)):
+            told(directory, LIES[lie](announcement(directory, name, draft.version)))
+        draft.seal()
+    with pytest.raises(Invalid, match="is no draft that can be passed on"):
+        told(directory, announcement(directory, name, 1))
+
+
+def test_a_draft_is_announced_once(serving: Serving, directory: Path, name: str) -> None:
+    with fetching(directory, name):
+        announced(serving)
+        with pytest.raises(Invalid, match="another connection has announced it"):
+            told(directory, announcement(directory, name, 1))
+    publish(directory, name)
+
+
+def test_a_fetch_finds_an_exporter_that_comes_later_or_comes_again(
+    broker: BrokerProcess, certificates: Certificates, name: str
+) -> None:
+    with fetching(broker.directory, name):
+        for _ in range(2):
+            with exporting(broker.directory, certificates.host) as serving:
+                announced(serving)
+
+
+def test_the_second_exporter_of_a_broker_offers_what_is_published(
+    serving: Serving, directory: Path, certificates: Certificates, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    publish(directory, name)
+    with exporting(directory, certificates.host) as second, fetching(directory, name), second.connect() as connection:
+        assert "what fetches of this host bring is offered once it is published: Address already in use" in caplog.text
+        announced(serving)
+        assert offered(connection) == [(name, 1, None)]
+
+
+def test_a_host_knows_itself(serving: Serving, directory: Path, certificates: Certificates, tmp_path: Path) -> None:
+    own = identity.host(directory)
+    with pytest.raises(OwnHost, match="is this host itself"):
+        PeerConnection(serving.address, certificates.host, own)
+    PeerConnection(serving.address, certificates.host, identity.host(tmp_path)).close()
+    assert identity.host(tmp_path / "none") == b""
+
+
+def test_an_exporter_that_hangs_keeps_no_fetch(
+    broker: BrokerProcess, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(announcements, "LEAVE", 0.05)
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(announcements.name_of(broker.directory))
+        silent.listen()
+        with fetching(broker.directory, name) as this:
+            accepted, _ = silent.accept()
+            this.draft.seal()
+        accepted.close()
+
+
+def test_garbage_ends_a_connection(serving: Serving, directory: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(announcements.name_of(directory))
+        connection.sendall(messages.LENGTH.pack(messages.MAX_ANNOUNCEMENT + 1))
+        with pytest.raises(CubrokerError):
+            messages.expect(announcements._reply(connection), Going)
